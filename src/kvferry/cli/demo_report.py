@@ -1,0 +1,188 @@
+"""What the demo found: one line per request, totals, and whether all is as it should be."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvferry.cli.model_shapes import ModelShapes
+from kvferry.integrations.vllm.engine_metrics import PromptTokens
+from kvferry.layout.cache_group import CacheKind
+
+ITEMSIZE = 4  # the demo's engines run in float32
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """How large the model's cache is and how it is split: enough to say in closed form what has to move."""
+
+    shapes: ModelShapes
+    block_size: int
+    prefill_tp: int
+    decode_tp: int
+
+    @property
+    def heads_per_decode_rank(self) -> int:
+        """KV heads that one decode rank holds; they are replicated when there are more ranks than heads."""
+        return max(1, self.shapes.num_kv_heads // self.decode_tp)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block of the decode engine over all layers and decode ranks."""
+        channels = self.shapes.head_size * (1 if self.shapes.kind is CacheKind.MLA else 2)
+        heads = self.decode_tp * self.heads_per_decode_rank
+        return self.shapes.num_layers * heads * self.block_size * channels * ITEMSIZE
+
+    @property
+    def num_rank_pairs(self) -> int:
+        """Pairs of a prefill rank and a decode rank between which bytes must move."""
+        heads_per_prefill_rank = max(1, self.shapes.num_kv_heads // self.prefill_tp)
+        return self.decode_tp * math.ceil(self.heads_per_decode_rank / heads_per_prefill_rank)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return the blocks that ``num_tokens`` occupy."""
+        return math.ceil(num_tokens / self.block_size)
+
+    def expected_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that must move for ``num_tokens``: whole blocks, to every decode rank."""
+        return self.num_blocks(num_tokens) * self.bytes_per_block
+
+    def per_layer_descriptors(self, num_tokens: int) -> int:
+        """Return the descriptors of a per-layer layout: one for each layer, block and pair of ranks."""
+        return self.shapes.num_layers * self.num_blocks(num_tokens) * self.num_rank_pairs
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLine:
+    """One request: what moved for it, and whether its answer is the one of the decode engine alone."""
+
+    prompt_tokens: int
+    received_tokens: int
+    computed_tokens: int
+    bytes: int
+    descriptors: int
+    wait_seconds: float
+    transfer_seconds: float
+    transport: str
+    identical: bool
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """The whole run. ``received`` and ``reference`` are the decode engine's own metrics over each wave."""
+
+    lines: tuple[RequestLine, ...]
+    shape: CacheShape
+    layout: str
+    received: PromptTokens
+    reference: PromptTokens
+    cache_usages: Mapping[str, float]
+    seconds_until_free: float
+    processes_left: int = 0
+    problems: tuple[str, ...] = field(default=())
+
+    def total(self, name: str) -> Any:
+        """Return the sum of one column."""
+        return sum(getattr(line, name) for line in self.lines)
+
+    @property
+    def expected_bytes(self) -> int:
+        """The closed form over all requests."""
+        return sum(self.shape.expected_bytes(line.prompt_tokens) for line in self.lines)
+
+    @property
+    def per_layer_descriptors(self) -> int:
+        """What a per-layer layout would have needed over all requests."""
+        return sum(self.shape.per_layer_descriptors(line.prompt_tokens) for line in self.lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return {
+            "requests": len(self.lines),
+            "identical": self.total("identical"),
+            "bytes": self.total("bytes"),
+            "expected_bytes": self.expected_bytes,
+            "descriptors": self.total("descriptors"),
+            "per_layer_descriptors": self.per_layer_descriptors,
+            "received_tokens": self.received.received,
+            "computed_tokens": self.received.computed,
+            "prompt_tokens": self.total("prompt_tokens"),
+            "reference_computed_tokens": self.reference.computed,
+            "prefill_tp": self.shape.prefill_tp,
+            "decode_tp": self.shape.decode_tp,
+            "block_size": self.shape.block_size,
+            "layout": self.layout,
+            "leaks": {
+                "cache_usage": dict(self.cache_usages),
+                "seconds_until_free": round(self.seconds_until_free, 3),
+                "processes_left": self.processes_left,
+            },
+            "problems": list(self.problems),
+            "per_request": [asdict(line) for line in self.lines],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MovedCache:
+    """What the decode ranks logged for one request, added up; times are those of the slowest rank."""
+
+    num_tokens: int
+    bytes: int
+    descriptors: int
+    wait_seconds: float
+    transfer_seconds: float
+    transport: str
+    layout: str
+
+
+def read_transfer_log(path: Path) -> dict[str, MovedCache]:
+    """Return by request id what every decode rank logged in ``path``.rank0, ``path``.rank1, ..."""
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(path.parent.glob(f"{path.name}.rank*")):
+        for text in file.read_text().splitlines():
+            line = json.loads(text)
+            if not line["error"]:
+                lines.setdefault(line["request_id"], []).append(line)
+    return {request_id: _add_ranks(ranks) for request_id, ranks in lines.items()}
+
+
+def _add_ranks(ranks: Sequence[Mapping[str, Any]]) -> MovedCache:
+    return MovedCache(
+        num_tokens=min(rank["num_tokens"] for rank in ranks),
+        bytes=sum(rank["bytes"] for rank in ranks),
+        descriptors=sum(rank["descriptors"] for rank in ranks),
+        wait_seconds=max(rank["wait_seconds"] for rank in ranks),
+        transfer_seconds=max(rank["transfer_seconds"] for rank in ranks),
+        transport="+".join(sorted({rank["transport"] for rank in ranks})),
+        layout=ranks[0]["layout"],
+    )
+
+
+def find_problems(report: DemoReport) -> list[str]:
+    """Return what is wrong with a run, one sentence each; nothing when all is well."""
+    problems = [f"request {index}: {line.error}" for index, line in enumerate(report.lines) if line.error]
+    different = [index for index, line in enumerate(report.lines) if not line.identical]
+    if different:
+        problems.append(f"requests {different} differ from the decode engine alone")
+    recomputed = [index for index, line in enumerate(report.lines) if line.computed_tokens > 1]
+    if recomputed:
+        problems.append(f"the decode engine computed more than one prompt token of requests {recomputed}")
+    logged = report.total("received_tokens")
+    if report.received.received != logged:
+        problems.append(
+            f"the engine's metrics count {report.received.received} received tokens, the transfers {logged}"
+        )
+    if report.received.computed > len(report.lines):
+        problems.append(f"the engine's metrics count {report.received.computed} computed tokens")
+    if report.total("bytes") != report.expected_bytes:
+        problems.append(f"{report.total('bytes')} bytes moved where the shapes ask for {report.expected_bytes}")
+    if report.reference.computed != report.total("prompt_tokens"):
+        problems.append("the reference was not computed by the decode engine alone")
+    if any(report.cache_usages.values()):
+        problems.append(f"cache blocks are still in use: {dict(report.cache_usages)}")
+    if report.processes_left:
+        problems.append(f"{report.processes_left} processes are left")
+    return problems

@@ -1,0 +1,92 @@
+"""The command ``kvferry``. A command's module is imported when it is looked up, and what is heavy when it runs."""
+
+import importlib
+import sys
+from typing import Annotated, Any, ClassVar
+
+import typer
+from typer.core import TyperGroup
+
+from kvferry.errors import KVFerryError
+
+ERROR_EXIT_CODE = 2
+
+
+class ImportedCommands(TyperGroup):
+    """A group whose commands are functions of modules that are imported on demand."""
+
+    functions: ClassVar[dict[str, str]]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names in the order in which the help shows them."""
+        return [*self.functions, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command, its module imported; None for an unknown name."""
+        if cmd_name not in self.functions:
+            return super().get_command(ctx, cmd_name)
+        module, function = self.functions[cmd_name].split(":")
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        single.command(cmd_name)(getattr(importlib.import_module(module), function))
+        return typer.main.get_command(single)
+
+
+class Commands(ImportedCommands):
+    """``kvferry COMMAND``."""
+
+    functions: ClassVar[dict[str, str]] = {
+        "demo": "kvferry.cli.demo_command:demo",
+        "plan": "kvferry.cli.plan_command:plan",
+        "doctor": "kvferry.cli.doctor_command:doctor",
+    }
+
+
+class Benchmarks(ImportedCommands):
+    """``kvferry bench COMMAND``."""
+
+    functions: ClassVar[dict[str, str]] = {
+        "plan": "kvferry.cli.bench_plan:bench_plan",
+        "transport": "kvferry.cli.bench_transport:bench_transport",
+    }
+
+
+app = typer.Typer(
+    name="kvferry", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+bench = typer.Typer(cls=Benchmarks, no_args_is_help=True, help="Measure planning and transports on this machine.")
+app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _bench() -> None:
+    """Measure planning and transports on this machine."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"kvferry {version('kvferry')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _kvferry(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Moves KV caches between inference engines and memory tiers, exactly and in few pieces."""
+
+
+def main() -> None:
+    """Run the command line; a :class:`KVFerryError` becomes one line on standard error and exit code 2."""
+    try:
+        app()
+    except KVFerryError as error:
+        print(f"kvferry: {error}", file=sys.stderr)
+        sys.exit(ERROR_EXIT_CODE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Errors that say what was asked, what was found, and what to do about it.
+
+Every error carries a stable :class:`Reason`; tests, metrics and peers speak of the
+reason, people read the message.
+"""
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why something was refused or failed. The values are stable: other programs match on them."""
+
+    # layout
+    UNKNOWN_LAYOUT = "unknown-layout"
+    INVALID_LAYOUT = "invalid-layout"
+    INDIVISIBLE_HEADS = "indivisible-heads"
+    KERNEL_CANNOT_READ_LAYOUT = "kernel-cannot-read-layout"
+    # a pair of peers that do not fit
+    MODEL_MISMATCH = "model-mismatch"
+    DTYPE_MISMATCH = "dtype-mismatch"
+    HEAD_SIZE_MISMATCH = "head-size-mismatch"
+    GROUP_MISMATCH = "group-mismatch"
+    LAYER_MISMATCH = "layer-mismatch"
+    BLOCK_SIZE_MISMATCH = "block-size-mismatch"
+    PACKING_MISMATCH = "packing-mismatch"
+    SPLIT_ATOM = "split-atom"
+    MISSING_SOURCE = "missing-source"
+    UNSUPPORTED = "unsupported"
+    # a plan or a lowered list that is wrong
+    INVALID_REQUEST = "invalid-request"
+    OUT_OF_REGION = "out-of-region"
+    BYTES_MISSING = "bytes-missing"
+    BYTES_DOUBLED = "bytes-doubled"
+    BYTES_FOREIGN = "bytes-foreign"
+    WRONG_SOURCE = "wrong-source"
+    # transports
+    TRANSPORT_UNAVAILABLE = "transport-unavailable"
+    PERMISSION_DENIED = "permission-denied"
+    UNREGISTERED_RANGE = "unregistered-range"
+    PEER_UNREACHABLE = "peer-unreachable"
+    PEER_DIED = "peer-died"
+    PEER_CHANGED = "peer-changed"
+    CANCELLED = "cancelled"
+    CLOSED = "closed"
+    TRANSFER_FAILED = "transfer-failed"
+    # handoff
+    MALFORMED_MESSAGE = "malformed-message"
+    PROTOCOL_MISMATCH = "protocol-mismatch"
+    DEADLINE_EXCEEDED = "deadline-exceeded"
+    LEASE_EXPIRED = "lease-expired"
+    SOURCE_CHANGED = "source-changed"
+    UNKNOWN_REQUEST = "unknown-request"
+    ABORTED = "aborted"
+    # settings and the machine
+    UNKNOWN_SETTING = "unknown-setting"
+    INVALID_SETTING = "invalid-setting"
+    PORT_IN_USE = "port-in-use"
+    MISSING_DEPENDENCY = "missing-dependency"
+    UNSUPPORTED_VERSION = "unsupported-version"
+
+
+class KVFerryError(Exception):
+    """Base of all errors raised by kvferry.
+
+    ``message`` says what was asked and what was found, ``remedy`` what to do about it.
+
+    >>> str(KVFerryError(Reason.PORT_IN_USE, "port 5600 is taken.", "Set another port."))
+    'port 5600 is taken. Set another port. [port-in-use]'
+    """
+
+    def __init__(self, reason: Reason, message: str, remedy: str = "") -> None:
+        self.reason = reason
+        self.message = message
+        self.remedy = remedy
+        super().__init__(reason, message, remedy)
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.message, self.remedy, f"[{self.reason}]") if part)
+
+
+class LayoutError(KVFerryError, ValueError):
+    """A layout, shard or shape that cannot exist."""
+
+
+class PlanError(KVFerryError, ValueError):
+    """Two shards between which no exact plan exists, or a request that does not fit the plan."""
+
+
+class VerificationError(KVFerryError):
+    """A lowered list that would not move exactly the needed bytes."""
+
+
+class TransportError(KVFerryError, OSError):
+    """A transport that cannot start, cannot reach its peer, or failed to move bytes."""
+
+
+class HandoffError(KVFerryError):
+    """A handoff that ended without a commit."""
+
+
+class SettingsError(KVFerryError, ValueError):
+    """A setting that is unknown or out of range."""

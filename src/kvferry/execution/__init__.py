@@ -1,0 +1,1 @@
+"""Runs planned moves beside the engine: one thread, submit and poll, guarded by words."""

@@ -1,0 +1,137 @@
+"""The thread on which loads run, beside the engine's step and off its compute cores."""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from kvferry.errors import HandoffError, Reason, SettingsError
+from kvferry.execution.load import Load, LoadResult, Phase
+from kvferry.execution.scratch import Scratch
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS = 0.0005
+
+
+class Executor:
+    """Advances loads in the order of their arrival until each is done.
+
+    The engine's thread submits and collects; neither call blocks. The transports of the loads are
+    used by the executor's thread only. Raises :class:`SettingsError` (invalid-setting) when the thread
+    cannot run on ``cores``.
+    """
+
+    def __init__(self, scratch: Scratch, cores: Iterable[int] = ()) -> None:
+        self._scratch = scratch
+        self._cores = set(cores)
+        # Loads and the ids to cancel in one queue, so that a cancellation never overtakes its load.
+        self._orders: queue.SimpleQueue[Load | str | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
+        self._active: list[Load] = []
+        self._stop = threading.Event()
+        self._give_up_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="kvferry-executor", daemon=True)
+        self._started: Future[None] = Future()
+        self._thread.start()
+        self._await_start()
+
+    def submit(self, load: Load) -> None:
+        """Queue a load; its result comes back through :meth:`collect`, exactly once."""
+        self._orders.put(load)
+
+    def cancel(self, load_id: str) -> None:
+        """Give a load up; it still comes back through :meth:`collect`, once its transfers are quiet."""
+        self._orders.put(load_id)
+
+    def collect(self) -> list[LoadResult]:
+        """Return the loads that ended since the last call."""
+        results = []
+        while not self._results.empty():
+            results.append(self._results.get_nowait())
+        return results
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """Give up the loads in progress, wait for their transfers to be quiet, stop. Twice is fine.
+
+        Returns after at most ``timeout_seconds``; the results of loads that were given up can be collected.
+        """
+        self._give_up_at = time.monotonic() + timeout_seconds
+        self._stop.set()
+        self._orders.put(None)
+        self._thread.join(timeout_seconds)
+
+    def _await_start(self) -> None:
+        try:
+            self._started.result()
+        except (OSError, ValueError, OverflowError) as error:
+            raise SettingsError(
+                Reason.INVALID_SETTING,
+                f"the transfer thread cannot run on cores {sorted(self._cores)}: {error}.",
+                'Set "transfer_cores" to cores of this machine.',
+            ) from error
+
+    def _run(self) -> None:
+        try:
+            if self._cores:
+                # A thread of a vLLM CPU worker inherits the one core that computes.
+                os.sched_setaffinity(0, self._cores)
+        except Exception as error:
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        while not self._stop.is_set():
+            self._take_orders()
+            if self._active and not self._advance():
+                time.sleep(WAIT_SECONDS)
+        self._give_up()
+
+    def _take_orders(self) -> None:
+        """Take what was queued; wait for it when there is nothing else to do."""
+        if not self._active:
+            self._take(self._orders.get())
+        while not self._orders.empty():
+            self._take(self._orders.get_nowait())
+
+    def _take(self, order: Load | str | None) -> None:
+        if isinstance(order, Load):
+            self._active.append(order)
+            return
+        for load in self._active:
+            if load.load_id == order:
+                load.cancel(HandoffError(Reason.ABORTED, f"the request {order} was aborted."))
+
+    def _give_up(self) -> None:
+        while not self._orders.empty():
+            self._take(self._orders.get_nowait())
+        for load in self._active:
+            load.cancel(HandoffError(Reason.CLOSED, f"the load of {load.load_id} was given up: the executor stops."))
+        while self._active and time.monotonic() < self._give_up_at:
+            if not self._advance():
+                time.sleep(WAIT_SECONDS)
+
+    def _advance(self) -> bool:
+        """Advance the first load that can move, so that early loads finish early; those that end go before all."""
+        now = time.monotonic()
+        for load in sorted(self._active, key=lambda load: not load.is_ending(now)):
+            moved = self._advance_one(load)
+            if load.phase is Phase.DONE:
+                self._active.remove(load)
+                self._results.put(load.result(time.monotonic()))
+            if moved:
+                return True
+        return False
+
+    def _advance_one(self, load: Load) -> bool:
+        was_stopping = load.phase is Phase.STOPPING
+        try:
+            return load.advance(self._scratch, time.monotonic())
+        except Exception as error:
+            if not was_stopping:
+                logger.exception("kvferry: the load of %s failed unexpectedly", load.load_id)
+            load.cancel(HandoffError(Reason.TRANSFER_FAILED, f"{type(error).__name__}: {error}"))
+            # One that cannot even be stopped must not keep the others waiting.
+            return not was_stopping

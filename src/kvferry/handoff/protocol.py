@@ -1,0 +1,158 @@
+"""Messages of the control plane, bounded and schema-checked; no pickle.
+
+A message is a msgpack map with a ``type`` tag. Whatever does not decode is answered with a
+:class:`Refusal` and never ends a listener.
+"""
+
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from kvferry.errors import HandoffError, Reason
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_REQUESTS_PER_MESSAGE = 4096
+MAX_IDENTIFIER_LENGTH = 512
+MAX_LEASE_SECONDS = 7 * 86400.0
+
+Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_IDENTIFIER_LENGTH)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
+LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]
+
+
+class Handle(msgspec.Struct, frozen=True, order=True):
+    """Names one held request of a prefill engine: no two holds of an epoch share a generation."""
+
+    request_id: Identifier
+    generation: Unsigned
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What two engines must agree on before a byte moves, compared field by field.
+
+    ``model`` is a digest of the model's configuration, ``weights`` a digest of what is known of
+    its weights and revision. Both are opaque here.
+    """
+
+    model: Identifier
+    weights: Identifier
+    architecture: Identifier
+    kv_dtype: Identifier
+    num_layers: Unsigned
+    num_kv_heads: Unsigned
+    head_size: Unsigned
+
+
+class RankEntry(msgspec.Struct, frozen=True):
+    """One rank of a prefill engine: where its cache lies and how to reach it.
+
+    ``shard`` is an encoded :class:`kvferry.layout.Shard`, ``end_points`` maps a transport's
+    name to its end point, ``words_address`` is where the rank keeps its guard words
+    (16 bytes a slot, see :mod:`kvferry.handoff.guard`).
+    """
+
+    tp_rank: Unsigned
+    pp_rank: Unsigned
+    shard: Payload
+    end_points: dict[Identifier, Payload]
+    words_address: Unsigned
+    num_words: Unsigned
+
+
+class DirectoryRequest(msgspec.Struct, frozen=True, tag="directory-request", tag_field="type"):
+    """Asks a prefill engine for its ranks. ``sender`` is for the log only."""
+
+    version: Unsigned
+    sender: Identifier
+
+
+class Directory(msgspec.Struct, frozen=True, tag="directory", tag_field="type"):
+    """A prefill engine's ranks in this epoch."""
+
+    version: Unsigned
+    engine_id: Identifier
+    epoch: Unsigned
+    identity: Identity
+    ranks: Annotated[tuple[RankEntry, ...], msgspec.Meta(min_length=1, max_length=4096)]
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew", tag_field="type"):
+    """Extends the leases of held requests that the sender still means to read."""
+
+    epoch: Unsigned
+    handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
+
+
+class Renewed(msgspec.Struct, frozen=True, tag="renewed", tag_field="type"):
+    """Answers :class:`Renew`: the lease in seconds from now, and the handles that are no longer held."""
+
+    epoch: Unsigned
+    lease_seconds: LeaseSeconds
+    lost: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
+
+
+class Release(msgspec.Struct, frozen=True, tag="release", tag_field="type"):
+    """Ends holds: every reader of the sender is done with them. Idempotent."""
+
+    epoch: Unsigned
+    handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
+
+
+class Released(msgspec.Struct, frozen=True, tag="released", tag_field="type"):
+    """Answers :class:`Release`."""
+
+    epoch: Unsigned
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal", tag_field="type"):
+    """Answers what cannot be served, with a stable reason."""
+
+    reason: Identifier
+    message: Text
+
+
+Question = DirectoryRequest | Renew | Release
+Answer = Directory | Renewed | Released | Refusal
+
+Message = TypeVar("Message")
+
+_encoder = msgspec.msgpack.Encoder()
+_question_decoder: "msgspec.msgpack.Decoder[Question]" = msgspec.msgpack.Decoder(Question)
+_answer_decoder: "msgspec.msgpack.Decoder[Answer]" = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Question | Answer) -> bytes:
+    """Return the message as bytes.
+
+    >>> decode_question(encode(Release(epoch=7, handles=(Handle("a", 1),)))).handles[0].request_id
+    'a'
+    """
+    return _encoder.encode(message)
+
+
+def decode_question(data: bytes) -> Question:
+    """Return the question in ``data``; raises :class:`HandoffError` (malformed-message)."""
+    return _decode(_question_decoder, data)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Return the answer in ``data``; raises :class:`HandoffError` (malformed-message)."""
+    return _decode(_answer_decoder, data)
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[Message]", data: bytes) -> Message:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE, f"a message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}."
+        )
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE,
+            f"a message of {len(data)} bytes is not one of the protocol's: {error}.",
+            "Check that both sides run kvferry with the same protocol version.",
+        ) from error

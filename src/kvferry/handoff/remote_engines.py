@@ -1,0 +1,210 @@
+"""Prefill engines as a decode rank knows them: handshaken once, planned once, read many times."""
+
+import logging
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason
+from kvferry.execution.load import GuardedRead
+from kvferry.handoff.decode_side import RemoteHold
+from kvferry.handoff.guard import WORD_BYTES, word_bytes
+from kvferry.handoff.handshake import fetch_directory
+from kvferry.handoff.protocol import Directory, Identity
+from kvferry.layout.shard import Shard
+from kvferry.plan.request import GroupBlocks
+from kvferry.plan.transfer_plan import PairPlan, Planner
+from kvferry.plan.verify import verify_destination
+from kvferry.plan.wire import decode_shard
+from kvferry.transport.registry import Link, TransportSet
+
+logger = logging.getLogger(__name__)
+
+MAX_ENGINES = 1024
+SAMPLE_BLOCKS = 3
+FAILURE_SECONDS = 2.0
+
+
+class RemoteEngine:
+    """One prefill engine in one epoch, seen from one decode rank.
+
+    Built on the thread that uses the transports. Everything that can be refused is refused here,
+    before a request waits: shards that do not fit raise :class:`PlanError`.
+    """
+
+    def __init__(self, directory: Directory, shard: Shard, transports: TransportSet) -> None:
+        self._directory = directory
+        self._shard = shard
+        self._transports = transports
+        self._sources = [decode_shard(entry.shard) for entry in directory.ranks]
+        self._links: dict[int, Link] = {}
+        self._planner = Planner(self._sources, shard)
+        plans = self._planner.plans(selector=0)
+        try:
+            for plan in plans:
+                self._link(plan.assignment.source_index)
+            self._verify_sample(plans)
+        except KVFerryError:
+            self.close()
+            raise
+
+    def reads(self, hold: RemoteHold, slot: int, blocks: Sequence[GroupBlocks]) -> list[GuardedRead]:
+        """Return one guarded read per source rank that this rank needs for the request."""
+        selector = zlib.crc32(hold.handle.request_id.encode())
+        expected = word_bytes(hold.epoch, hold.handle.generation)
+        reads = []
+        for plan in self._planner.plans(selector):
+            source_index = plan.assignment.source_index
+            entry = self._directory.ranks[source_index]
+            if slot >= entry.num_words:
+                raise HandoffError(
+                    Reason.INVALID_REQUEST, f"slot {slot} of {hold.handle.request_id}: the rank has {entry.num_words}."
+                )
+            link = self._link(source_index)
+            descriptors = plan.lower(blocks)
+            word_address = entry.words_address + slot * WORD_BYTES
+            reads.append(GuardedRead(link.transport, link.peer, word_address, expected, descriptors))
+        return reads
+
+    def close(self) -> None:
+        """Forget the connections."""
+        for link in self._links.values():
+            link.peer.close()
+
+    def _link(self, source_index: int) -> Link:
+        if source_index not in self._links:
+            self._links[source_index] = self._transports.connect(self._directory.ranks[source_index].end_points)
+        return self._links[source_index]
+
+    def _verify_sample(self, plans: Sequence[PairPlan]) -> None:
+        """Prove the templates on a small request: ids that neither ascend nor lie at the edge only."""
+        blocks = []
+        for group in self._shard.groups:
+            source_group = self._sources[0].group(group.name)
+            if source_group is None:
+                raise PlanError(Reason.GROUP_MISMATCH, f"the prefill engine has no cache group {group.name!r}.")
+            num_blocks = min(SAMPLE_BLOCKS, group.num_blocks, source_group.num_blocks)
+            ids = [*range(num_blocks - 1, 0, -1), 0]
+            tokens = num_blocks * min(group.block_size, source_group.block_size)
+            blocks.append(
+                GroupBlocks(
+                    group=group.name,
+                    first_token=0,
+                    last_token=tokens,
+                    source_block_ids=ids,
+                    destination_block_ids=ids,
+                )
+            )
+        verify_destination([(plan.source, plan.lower(blocks)) for plan in plans], self._shard, blocks)
+
+
+class RemoteEngines:
+    """All prefill engines that a rank reads from; handshakes run beside, on threads of their own."""
+
+    def __init__(
+        self, shard: Shard, identity: Identity, transports: TransportSet, sender: str, timeout_seconds: float
+    ) -> None:
+        self._shard = shard
+        self._identity = identity
+        self._transports = transports
+        self._sender = sender
+        self._timeout_seconds = timeout_seconds
+        self._engines: dict[tuple[str, int, int], RemoteEngine] = {}
+        self._handshakes: dict[tuple[str, int, int], Handshake] = {}
+        self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
+
+    def get(self, hold: RemoteHold) -> RemoteEngine | None:
+        """Return the engine, or None while its handshake is under way.
+
+        Raises what the handshake came to when it failed, to all that waited for it and for
+        ``FAILURE_SECONDS``; a later request tries again.
+        """
+        self._drop_suspects()
+        key = hold.destination
+        if key in self._engines:
+            return self._engines[key]
+        handshake = self._handshakes.get(key)
+        if handshake is None or handshake.is_forgotten(time.monotonic()):
+            handshake = self._start_handshake(hold)
+        if handshake.is_running:
+            return None
+        engine = self._build(handshake)
+        del self._handshakes[key]
+        self._make_room(hold)
+        self._engines[key] = engine
+        return engine
+
+    def suspect(self, hold: RemoteHold) -> None:
+        """A transfer from this engine failed: the next request handshakes and connects anew. From any thread."""
+        self._suspects.put(hold.destination)
+
+    def _drop_suspects(self) -> None:
+        # Not closed: other loads may still be reading over the same connections.
+        while not self._suspects.empty():
+            self._engines.pop(self._suspects.get_nowait(), None)
+
+    def _start_handshake(self, hold: RemoteHold) -> "Handshake":
+        now = time.monotonic()
+        self._handshakes = {key: known for key, known in self._handshakes.items() if not known.is_forgotten(now)}
+        return self._handshakes.setdefault(hold.destination, Handshake(lambda: self._fetch(hold)))
+
+    def _build(self, handshake: "Handshake") -> RemoteEngine:
+        try:
+            return RemoteEngine(handshake.directory(), self._shard, self._transports)
+        except KVFerryError as error:
+            handshake.fail(error)
+            raise
+
+    def _fetch(self, hold: RemoteHold) -> Directory:
+        return fetch_directory(hold.host, hold.port, self._sender, hold.epoch, self._identity, self._timeout_seconds)
+
+    def _make_room(self, hold: RemoteHold) -> None:
+        """Forget the former lives of this engine, and the oldest engine beyond the bound."""
+        stale = [key for key in self._engines if key[:2] == hold.destination[:2]]
+        if len(self._engines) >= MAX_ENGINES:
+            stale.append(next(iter(self._engines)))
+        for key in stale:
+            self._engines.pop(key).close()
+
+
+class Handshake:
+    """One question on a thread of its own, whose answer is fetched without blocking."""
+
+    def __init__(self, fetch: Callable[[], Directory]) -> None:
+        self._directory: Directory | None = None
+        self._error: KVFerryError | None = None
+        self._failed_at: float | None = None
+        self._fetch = fetch
+        self._thread = threading.Thread(target=self._run, name="kvferry-handshake", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the answer is still awaited."""
+        return self._thread.is_alive()
+
+    def is_forgotten(self, now: float) -> bool:
+        """Return whether it failed so long ago that whoever comes now tries again."""
+        return self._failed_at is not None and now - self._failed_at > FAILURE_SECONDS
+
+    def fail(self, error: KVFerryError) -> None:
+        """Remember why it came to nothing."""
+        if self._error is None:
+            self._error, self._failed_at = error, time.monotonic()
+
+    def directory(self) -> Directory:
+        """Return the answer or raise the failure; the handshake must have ended."""
+        if self._directory is None or self._error is not None:
+            raise self._error or HandoffError(Reason.PEER_UNREACHABLE, "the handshake ended without an answer.")
+        return self._directory
+
+    def _run(self) -> None:
+        try:
+            self._directory = self._fetch()
+        except KVFerryError as error:
+            self.fail(error)
+        except Exception as error:
+            logger.exception("kvferry: a handshake failed unexpectedly")
+            self.fail(HandoffError(Reason.PEER_UNREACHABLE, f"{type(error).__name__}: {error}"))

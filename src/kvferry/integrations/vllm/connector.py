@@ -1,0 +1,179 @@
+"""``KVFerryConnector``: the class that vLLM builds, once in the scheduler and once in every worker."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+from kvferry.integrations.vllm.layout_choice import check_layout, widen_cpu_attention, wished_layout
+from kvferry.integrations.vllm.metadata import RankMetadata, StepMetadata
+from kvferry.integrations.vllm.plugin import log_as_vllm_does
+from kvferry.integrations.vllm.scheduler_role import SchedulerRole
+from kvferry.integrations.vllm.settings import parse_settings
+from kvferry.integrations.vllm.statistics import PrometheusMetrics, Statistics
+from kvferry.integrations.vllm.translate import check_supported, decode_rank_entry, resolved_layout
+from kvferry.integrations.vllm.versions import check_version
+from kvferry.integrations.vllm.worker_role import WorkerRole
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+check_version()
+# Also when vLLM finds this class by kv_connector_module_path and loads no plugin.
+widen_cpu_attention()
+log_as_vllm_does()
+
+_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
+    """Moves KV caches between vLLM engines by pull; all work is in the two roles."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
+        check_supported(vllm_config, kv_cache_config)
+        check_layout(vllm_config, resolved_layout(vllm_config), settings)
+        engine_id = self._kv_transfer_config.engine_id
+        assert engine_id is not None
+        self._scheduler_role: SchedulerRole | None = None
+        self._worker_role: WorkerRole | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler_role = SchedulerRole(vllm_config, engine_id, settings)
+        else:
+            self._worker_role = WorkerRole(vllm_config, kv_cache_config, settings)
+
+    @property
+    def _scheduler(self) -> SchedulerRole:
+        assert self._scheduler_role is not None
+        return self._scheduler_role
+
+    @property
+    def _worker(self) -> WorkerRole:
+        assert self._worker_role is not None
+        return self._worker_role
+
+    @property
+    def _orders(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        assert vllm_config.kv_transfer_config is not None
+        settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        layout = wished_layout(vllm_config, settings)
+        return None if layout is None else layout.value
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats | None":
+        return Statistics(data=data) if data is not None else Statistics()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> "KVConnectorPromMetrics | None":
+        return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # In the scheduler.
+
+    def on_new_request(self, request: "Request") -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        return self._kv_cache_config.transfer_group_ids
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        return self._scheduler.build_connector_meta()
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        self._scheduler.update_connector_output(connector_output)
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, block_ids, request.status in _COMPLETE)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        self._scheduler.bind_block_pool(gpu_block_pool)
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler_role is not None and self._scheduler_role.has_pending_work()
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        ranks = [metadata[key] for key in sorted(metadata)]
+        self._scheduler.publish([decode_rank_entry(rank.entry) for rank in ranks if isinstance(rank, RankMetadata)])
+
+    # In a worker.
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._worker.get_handshake_metadata()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin_step(self._orders)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        self._worker.start_loads(self._orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: the engine runs a request only after its whole load has been committed."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
+    ) -> None:
+        """Nothing to save: the decode side reads the prefill side's cache where it lies."""
+
+    def wait_for_save(self) -> None:
+        """Nothing to wait for, see :meth:`save_kv_layer`."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received, failed = self._worker.take_finished()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        return None if self._worker_role is None else self._worker_role.take_statistics()
+
+    def shutdown(self) -> None:
+        for role in (self._scheduler_role, self._worker_role):
+            if role is not None:
+                role.shutdown()

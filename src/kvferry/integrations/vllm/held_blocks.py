@@ -1,0 +1,37 @@
+"""References to the blocks of finished requests, so that the engine may forget the requests.
+
+vLLM offers to delay a request's end until every worker reports it; the engine then steps a
+thousand times a second while anything is held, and its workers spin on the cores that compute.
+A reference in the block pool holds the blocks as well and lets the engine sleep.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+class HeldBlocks:
+    """One reference per held request and block; used on the scheduler's thread only."""
+
+    def __init__(self) -> None:
+        self._pool: BlockPool | None = None
+        self._blocks: dict[str, list[KVCacheBlock]] = {}
+
+    def bind(self, pool: "BlockPool") -> None:
+        """Take references in this pool from now on."""
+        self._pool = pool
+
+    def hold(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        """Add a reference to each block of the request, which still has its own."""
+        assert self._pool is not None
+        blocks = [self._pool.blocks[block_id] for group in block_ids for block_id in group]
+        self._pool.touch(blocks)
+        self._blocks[request_id] = blocks
+
+    def free(self, request_id: str) -> None:
+        """Drop the request's references, the tail first, as vLLM does: a prefix stays cached longest."""
+        assert self._pool is not None
+        self._pool.free_blocks(reversed(self._blocks.pop(request_id)))

@@ -1,0 +1,70 @@
+"""Which KV cache layout the connector asks the engine for, and which it refuses to run with."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvferry.errors import LayoutError, Reason
+from kvferry.integrations.vllm.settings import Settings
+from kvferry.layout.named_layouts import NamedLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+# CPU attention reads a cache by its block and head strides; these keep its (block, head) pages whole.
+CPU_ATTENTION_LAYOUTS = (NamedLayout.LBHNC, NamedLayout.BLHNC, NamedLayout.BHLNC)
+
+
+def widen_cpu_attention() -> None:
+    """Let CPU attention declare every layout that its kernel reads (it declares one)."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    layouts = tuple(KVCacheLayout[layout.name] for layout in CPU_ATTENTION_LAYOUTS)
+
+    def supported_kv_cache_layouts(_cls: type) -> tuple[KVCacheLayout, ...]:
+        return layouts
+
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(supported_kv_cache_layouts)  # type: ignore[assignment,method-assign]
+
+
+def wished_layout(vllm_config: "VllmConfig", settings: Settings) -> NamedLayout | None:
+    """Return the layout to ask for; None leaves it to the engine.
+
+    ``BHLNC`` makes one run of a head's bytes of all layers, so unequal tensor parallel sizes still
+    move one descriptor per block and source rank. ``BLHNC`` is the cross-layer layout that
+    mixed page shapes allow.
+    """
+    if settings.layout:
+        return NamedLayout.parse(settings.layout)
+    model = vllm_config.model_config
+    if model.use_mla:
+        return None if _on_cpu() else NamedLayout.BLHNC
+    return NamedLayout.BLHNC if model.is_hybrid else NamedLayout.BHLNC
+
+
+def check_layout(vllm_config: "VllmConfig", layout: NamedLayout, settings: Settings) -> None:
+    """Refuse a layout that the engine's kernels read wrongly; explain a wish that was dropped."""
+    if vllm_config.model_config.use_mla and _on_cpu() and layout.is_cross_layer:
+        raise LayoutError(
+            Reason.KERNEL_CANNOT_READ_LAYOUT,
+            f"layout {layout} was asked for, but the CPU MLA kernel reads dense per-layer pages only "
+            "and would answer with wrong tokens.",
+            "Unset VLLM_KV_CACHE_LAYOUT and the layout setting, or set LBNHC.",
+        )
+    wish = wished_layout(vllm_config, settings)
+    if wish is not None and wish is not layout:
+        logger.warning(
+            "kvferry asked for KV cache layout %s and the engine uses %s: either VLLM_KV_CACHE_LAYOUT is set, or the "
+            "attention back end or the model's page shapes do not allow it (the engine's log names the valid "
+            "layouts). Transfers stay correct but may need more descriptors.",
+            wish,
+            layout,
+        )
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())

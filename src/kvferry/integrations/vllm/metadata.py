@@ -1,0 +1,47 @@
+"""What the scheduler's role tells the workers, once per engine step."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+
+from kvferry.errors import KVFerryError
+from kvferry.handoff.decode_side import RemoteHold
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTransfer:
+    """The tokens ``[first_token, end_token)`` of one request, and each side's block ids per group from token 0 on."""
+
+    first_token: int
+    end_token: int
+    source_block_ids: tuple[tuple[int, ...], ...]
+    destination_block_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """One request to load. ``error`` set means that it is to be reported as failed at once."""
+
+    request_id: str
+    timeout_seconds: float
+    hold: RemoteHold | None = None
+    slot: int = 0
+    blocks: BlockTransfer | None = None
+    error: KVFerryError | None = None
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Orders of one step. ``begun`` holds (slot, epoch, generation), ``ended`` slots."""
+
+    begun: list[tuple[int, int, int]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    loads: list[LoadOrder] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RankMetadata(KVConnectorHandshakeMetadata):
+    """A rank's encoded :class:`kvferry.handoff.protocol.RankEntry`."""
+
+    entry: bytes

@@ -1,0 +1,29 @@
+"""Entry point ``vllm.general_plugins``: registers the connector and widens what CPU attention declares."""
+
+import logging
+
+from kvferry.integrations.vllm.versions import check_version
+
+CONNECTOR_NAME = "KVFerryConnector"
+CONNECTOR_MODULE = "kvferry.integrations.vllm.connector"
+
+
+def register() -> None:
+    """Called by vLLM in every process. Safe to call again."""
+    check_version()
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if CONNECTOR_NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+    from kvferry.integrations.vllm.layout_choice import widen_cpu_attention
+
+    widen_cpu_attention()
+    log_as_vllm_does()
+
+
+def log_as_vllm_does() -> None:
+    """Send kvferry's messages where vLLM's go, at vLLM's level."""
+    ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
+    ours.handlers = theirs.handlers
+    ours.setLevel(theirs.level)
+    ours.propagate = theirs.propagate

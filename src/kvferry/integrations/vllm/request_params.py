@@ -1,0 +1,132 @@
+"""``kv_transfer_params``: what a prefill engine answers, a router copies and a decode engine reads.
+
+The outer fields are those of vLLM's NIXL connector, so that routers which speak it work
+unmodified; what is kvferry's own lies under ``kvferry``.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.decode_side import RemoteHold
+from kvferry.handoff.prefill_side import Hold
+from kvferry.handoff.protocol import PROTOCOL_VERSION, Handle, Identifier, LeaseSeconds, Unsigned
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+MAX_BLOCKS = 1 << 20
+BlockIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
+
+
+class Ferry(msgspec.Struct, frozen=True):
+    """kvferry's part: which hold, in which epoch, of which prompt."""
+
+    version: Unsigned
+    epoch: Unsigned
+    generation: Unsigned
+    slot: Unsigned
+    lease_seconds: LeaseSeconds
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    prompt_digest: Identifier
+
+
+class RemoteParams(msgspec.Struct, frozen=True):
+    """The fields of ``kv_transfer_params`` that the decode side uses; others are ignored."""
+
+    remote_engine_id: Identifier
+    remote_request_id: Identifier
+    remote_host: Identifier
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    remote_block_ids: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=64)]
+    kvferry: Ferry
+
+    @property
+    def hold(self) -> RemoteHold:
+        """The hold that these parameters name."""
+        handle = Handle(self.remote_request_id, self.kvferry.generation)
+        return RemoteHold(self.remote_engine_id, self.kvferry.epoch, self.remote_host, self.remote_port, handle)
+
+
+def answer_params(
+    request: "Request", hold: Hold, block_ids: Sequence[Sequence[int]], engine: "PrefillEngine"
+) -> dict[str, Any]:
+    """Return what the prefill engine answers for an exported request."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(group) for group in block_ids],
+        "remote_engine_id": engine.engine_id,
+        "remote_request_id": request.request_id,
+        "remote_host": engine.host,
+        "remote_port": engine.port,
+        "tp_size": engine.tp_size,
+        "kvferry": {
+            "version": PROTOCOL_VERSION,
+            "epoch": engine.epoch,
+            "generation": hold.handle.generation,
+            "slot": hold.slot,
+            "lease_seconds": engine.lease_seconds,
+            "num_tokens": request.num_prompt_tokens,
+            "prompt_digest": prompt_digest(request),
+        },
+    }
+
+
+class PrefillEngine(msgspec.Struct, frozen=True):
+    """What every answer of one prefill engine has in common."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+    epoch: int
+    lease_seconds: float
+
+
+def parse_params(params: Mapping[str, Any], request: "Request") -> RemoteParams:
+    """Return the decode side's view of ``kv_transfer_params``, checked against its own prompt.
+
+    Raises :class:`HandoffError`: malformed-message, protocol-mismatch, invalid-request.
+    """
+    try:
+        parsed = msgspec.convert(dict(params), RemoteParams)
+    except msgspec.ValidationError as error:
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE,
+            f"kv_transfer_params of {request.request_id} do not come from a kvferry prefill engine: {error}.",
+            "Check that the router copies the prefill engine's kv_transfer_params whole.",
+        ) from error
+    if parsed.kvferry.version != PROTOCOL_VERSION:
+        raise HandoffError(
+            Reason.PROTOCOL_MISMATCH,
+            f"the prefill engine speaks protocol version {parsed.kvferry.version}, this side {PROTOCOL_VERSION}.",
+            "Run the same kvferry version on both sides.",
+        )
+    return parsed
+
+
+def check_prompt(parsed: RemoteParams, request: "Request") -> None:
+    """Refuse to load another prompt's cache. Raises :class:`HandoffError` (invalid-request)."""
+    if parsed.kvferry.prompt_digest != prompt_digest(request):
+        raise HandoffError(
+            Reason.INVALID_REQUEST,
+            f"{request.request_id} has {request.num_prompt_tokens} prompt tokens that are not the "
+            f"{parsed.kvferry.num_tokens} which {parsed.remote_request_id} prefilled.",
+            "Send one prompt per request, and the same prompt, template and adapter to both engines.",
+        )
+
+
+def prompt_digest(request: "Request") -> str:
+    """Return a digest of all that the prompt's cache depends on besides the model."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(np.asarray(request.prompt_token_ids or (), dtype=np.int64).tobytes())
+    for feature in request.mm_features or ():
+        digest.update(f"|{feature.identifier}".encode())
+    if request.lora_request is not None:
+        digest.update(f"|{request.lora_request.lora_name}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,306 @@
+"""The connector inside vLLM's scheduler: decides what is held and what is loaded, and speaks for its engine."""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.handoff.decode_side import DecodeSide
+from kvferry.handoff.errands import Errands
+from kvferry.handoff.handshake import check_version
+from kvferry.handoff.listener import Listener
+from kvferry.handoff.prefill_side import Ended, Ending, PrefillSide
+from kvferry.handoff.protocol import (
+    PROTOCOL_VERSION,
+    Answer,
+    Directory,
+    DirectoryRequest,
+    Question,
+    RankEntry,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+)
+from kvferry.integrations.vllm.held_blocks import HeldBlocks
+from kvferry.integrations.vllm.metadata import BlockTransfer, LoadOrder, StepMetadata
+from kvferry.integrations.vllm.request_params import (
+    PrefillEngine,
+    RemoteParams,
+    answer_params,
+    check_prompt,
+    parse_params,
+)
+from kvferry.integrations.vllm.settings import Settings
+from kvferry.integrations.vllm.translate import identity_of
+from kvferry.integrations.vllm.versions import find_engine_wake
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+SIBLING_LINGER_SECONDS = 0.5
+RENEW_SHARE = 0.25
+# JSON carries it through routers that know doubles only.
+EPOCH_BITS = 53
+
+
+class SchedulerRole:
+    """Both sides of a pull as the scheduler sees them; one instance may hold and read (``kv_both``)."""
+
+    def __init__(self, vllm_config: "VllmConfig", engine_id: str, settings: Settings) -> None:
+        self._settings = settings
+        self._engine_id = engine_id
+        self._tp_size = vllm_config.parallel_config.tensor_parallel_size
+        self._identity = identity_of(vllm_config, settings)
+        self._epoch = secrets.randbits(EPOCH_BITS)
+        self._prefill_side = PrefillSide(self._epoch, settings.max_held_requests, settings.lease_seconds)
+        self._prefill_lock = threading.Lock()
+        self._held_blocks = HeldBlocks()
+        self._wake_engine = find_engine_wake()
+        self._decode_side = DecodeSide(SIBLING_LINGER_SECONDS, RENEW_SHARE)
+        self._decode_lock = threading.Lock()
+        self._errands = Errands()
+        self._remote: dict[str, RemoteParams | KVFerryError] = {}
+        self._loading: set[str] = set()
+        self._step = StepMetadata()
+        self._directory: Directory | None = None
+        self._listener = Listener(settings.host, settings.port, self._answer, self._keep_up)
+        logger.info("kvferry: engine %s listens on %s:%d", engine_id, settings.host, self._listener.port)
+
+    # The engine's requests, as the scheduler meets them.
+
+    def on_new_request(self, request: "Request") -> None:
+        """Take note of a request that names a remote hold, so that its lease is renewed while it waits."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return
+        try:
+            parsed = parse_params(params, request)
+        except KVFerryError as error:
+            self._remote[request.request_id] = error
+            return
+        self._remote[request.request_id] = parsed
+        with self._decode_lock:
+            self._decode_side.arrive(request.request_id, parsed.hold, parsed.kvferry.lease_seconds, time.monotonic())
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how many prompt tokens to load. Without effects: the engine may ask again or ignore the answer.
+
+        One token alone is not worth a load: the engine computes the last token anyway.
+        """
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill") or request.request_id not in self._remote:
+            return 0, False
+        num_missing = request.num_prompt_tokens - num_computed_tokens
+        return (num_missing, True) if num_missing > 1 else (0, False)
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """The engine has given the request blocks: order the load once, or let the remote hold go."""
+        params = request.kv_transfer_params
+        if not params:
+            return
+        if params.get("do_remote_decode"):
+            self._begin_hold(request)
+        if not params.get("do_remote_prefill") or request.request_id not in self._remote:
+            return
+        params["do_remote_prefill"] = False
+        if num_external_tokens == 0:
+            self._finish_reading(request.request_id)
+            return
+        self._loading.add(request.request_id)
+        self._step.loads.append(self._load_order(request, blocks.get_block_ids(), num_external_tokens))
+
+    def request_finished(
+        self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return False, since blocks are held by reference, and what to answer.
+
+        ``is_complete`` tells a finished prompt from an aborted one.
+        """
+        params = request.kv_transfer_params
+        if not params:
+            return False, None
+        if request.request_id in self._loading:
+            self._step.aborted.append(request.request_id)
+        else:
+            self._finish_reading(request.request_id)
+        if not params.get("do_remote_decode"):
+            return False, None
+        with self._prefill_lock:
+            if not is_complete or request.prompt_token_ids is None or not any(block_ids):
+                self._prefill_side.drop(request.request_id)
+                return False, None
+            hold = self._prefill_side.export(request.request_id, time.monotonic())
+        if hold is None:
+            return False, None
+        self._held_blocks.hold(request.request_id, block_ids)
+        return False, answer_params(request, hold, block_ids, self._prefill_engine)
+
+    def bind_block_pool(self, pool: "BlockPool") -> None:
+        """Hold blocks by references in this pool."""
+        self._held_blocks.bind(pool)
+
+    # Once per engine step.
+
+    def build_connector_meta(self) -> StepMetadata:
+        """Return this step's orders to the workers."""
+        now = time.monotonic()
+        with self._prefill_lock:
+            self._prefill_side.expire(now)
+            ended = self._prefill_side.take_ended()
+        for end in ended:
+            self._end_hold(end)
+        self._run_errands(now)
+        step, self._step = self._step, StepMetadata()
+        return step
+
+    def update_connector_output(self, output: "KVConnectorOutput") -> None:
+        """All ranks have reported these loads: their remote holds may end."""
+        for request_id in output.finished_recving or ():
+            self._loading.discard(request_id)
+            self._finish_reading(request_id)
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must step although it has no request: to end holds that are over.
+
+        Where the engine cannot be woken, it has to keep stepping while anything is held.
+        """
+        with self._prefill_lock:
+            if self._wake_engine is None:
+                return self._prefill_side.num_held > 0 or self._prefill_side.has_ended
+            return self._prefill_side.has_ended
+
+    # The engine's place among others.
+
+    def publish(self, ranks: Sequence[RankEntry]) -> None:
+        """Serve handshakes with these ranks from now on."""
+        self._directory = Directory(PROTOCOL_VERSION, self._engine_id, self._epoch, self._identity, tuple(ranks))
+
+    def shutdown(self) -> None:
+        """Close the control end point; twice is fine."""
+        self._listener.close()
+        self._errands.close()
+
+    @property
+    def _prefill_engine(self) -> PrefillEngine:
+        host, port = self._settings.host, self._listener.port
+        return PrefillEngine(self._engine_id, host, port, self._tp_size, self._epoch, self._settings.lease_seconds)
+
+    def _begin_hold(self, request: "Request") -> None:
+        with self._prefill_lock:
+            hold = self._prefill_side.begin(request.request_id)
+        if hold is None:
+            logger.warning(
+                "kvferry: %s will not be exported: all %d guard words are taken (raise max_held_requests), a request "
+                "of this id is still held, or the id is too long.",
+                request.request_id,
+                self._settings.max_held_requests,
+            )
+            return
+        self._step.begun.append((hold.slot, self._epoch, hold.handle.generation))
+
+    def _load_order(
+        self, request: "Request", block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> LoadOrder:
+        timeout = self._settings.load_timeout_seconds
+        remote = self._remote[request.request_id]
+        try:
+            if isinstance(remote, KVFerryError):
+                raise remote
+            check_prompt(remote, request)
+            with self._decode_lock:
+                lease = self._decode_side.lease_of(request.request_id)
+            if lease is None or lease.is_over(time.monotonic()):
+                raise lease_lost(request.request_id)
+        except KVFerryError as error:
+            logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error)
+            return LoadOrder(request.request_id, timeout, error=error)
+        blocks = BlockTransfer(
+            first_token=request.num_prompt_tokens - num_external_tokens,
+            end_token=request.num_prompt_tokens,
+            source_block_ids=remote.remote_block_ids,
+            destination_block_ids=tuple(tuple(group) for group in block_ids),
+        )
+        timeout = min(timeout, lease.remaining(time.monotonic()))
+        return LoadOrder(request.request_id, timeout, remote.hold, remote.kvferry.slot, blocks)
+
+    def _finish_reading(self, request_id: str) -> None:
+        if self._remote.pop(request_id, None) is not None:
+            now = time.monotonic()
+            with self._decode_lock:
+                self._decode_side.finish(request_id, now)
+                self._errands.release(self._decode_side.take_releases(now), self._settings.lease_seconds)
+
+    def _run_errands(self, now: float) -> None:
+        with self._decode_lock:
+            self._errands.release(self._decode_side.take_releases(now), self._settings.lease_seconds)
+            for outcome in self._errands.collect():
+                self._decode_side.renewed(outcome.held, outcome.sent_at, outcome.lease_seconds)
+                self._step.aborted.extend(rid for rid in self._decode_side.lost(outcome.lost) if rid in self._loading)
+
+    def _keep_up(self) -> None:
+        """What is due while the engine sleeps or takes a long step, on the listener's thread."""
+        now = time.monotonic()
+        with self._decode_lock:
+            self._errands.renew(self._decode_side.take_renewals(now), self._settings.lease_seconds)
+            self._errands.release(self._decode_side.take_releases(now), self._settings.lease_seconds)
+        with self._prefill_lock:
+            self._prefill_side.expire(now)
+        self._wake_for_ended()
+
+    def _wake_for_ended(self) -> None:
+        with self._prefill_lock:
+            has_ended = self._prefill_side.has_ended
+        if has_ended and self._wake_engine is not None:
+            self._wake_engine()
+
+    def _end_hold(self, ended: Ended) -> None:
+        """Order the guard word cleared and let the blocks go.
+
+        In this order: the blocks can be given away in the next step at the earliest, and every
+        worker clears the word before it runs this one.
+        """
+        hold = ended.hold
+        self._step.ended.append(hold.slot)
+        if hold.is_exported:
+            self._held_blocks.free(hold.handle.request_id)
+        if ended.ending is Ending.EXPIRED:
+            logger.warning(
+                "kvferry: nobody read or renewed %s within %g s: its blocks are freed.",
+                hold.handle.request_id,
+                self._settings.lease_seconds,
+            )
+
+    def _answer(self, question: Question) -> Answer:
+        """Answer one question, on the listener's thread."""
+        if isinstance(question, DirectoryRequest):
+            check_version(question.version)
+            if self._directory is None:
+                raise HandoffError(Reason.PEER_UNREACHABLE, "this engine has not finished starting.", "Ask again.")
+            return self._directory
+        with self._prefill_lock:
+            if isinstance(question, Renew):
+                lost = self._prefill_side.renew(question.epoch, question.handles, time.monotonic())
+                return Renewed(self._epoch, self._settings.lease_seconds, tuple(lost))
+            assert isinstance(question, Release)
+            self._prefill_side.release(question.epoch, question.handles)
+        self._wake_for_ended()
+        return Released(self._epoch)
+
+
+def lease_lost(request_id: str) -> HandoffError:
+    """Return the error of a reader whose hold has ended."""
+    return HandoffError(
+        Reason.LEASE_EXPIRED,
+        f"the prefill engine no longer holds the blocks of {request_id}.",
+        "Send the prompt again; if this repeats, raise lease_seconds on the prefill side.",
+    )

@@ -1,0 +1,74 @@
+"""Settings of the connector, ``kv_connector_extra_config``, validated when the engine starts."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvferry.errors import Reason, SettingsError
+from kvferry.transport.faults import FaultPlan
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All settings with their defaults.
+
+    mode: how caches move; ``pull`` is what exists today.
+    transport: ``auto``, or the name of one transport.
+    layout: the KV cache layout to ask the engine for; empty lets the connector choose.
+    host, port: where a prefill engine's control end point listens; port 0 takes a free one.
+    lease_seconds: how long finished prompts are held for a reader that does not renew.
+    load_timeout_seconds: after this a load fails; at most the lease.
+    handshake_timeout_seconds: how long a prefill engine may take to answer a handshake.
+    max_held_requests: guard words a rank keeps; more requests than this are not exported.
+    huge_pages: put the cache into 2 MiB pages at start where the kernel allows.
+    transfer_cores: cores for the transfer thread; empty means all but the compute cores.
+    transfer_log: a file that gets one JSON line per load and rank (``.rank<tp_rank>`` is appended).
+    model_id: what both sides must agree on in place of the digest of model and weights.
+    faults: injected faults, for negative controls in tests.
+    """
+
+    mode: Literal["pull"] = "pull"
+    transport: str = "auto"
+    layout: str = ""
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    lease_seconds: Seconds = 60.0
+    load_timeout_seconds: Seconds = 30.0
+    handshake_timeout_seconds: Seconds = 15.0
+    max_held_requests: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 16384
+    huge_pages: bool = True
+    transfer_cores: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
+    transfer_log: str = ""
+    model_id: str = ""
+    faults: FaultPlan | None = None
+
+
+def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
+    """Return the settings in ``extra_config``.
+
+    Raises :class:`SettingsError`: unknown-setting naming the nearest valid key, invalid-setting.
+
+    >>> parse_settings({"lease_seconds": 90}).lease_seconds
+    90.0
+    >>> parse_settings({"lease_second": 90})
+    Traceback (most recent call last):
+    kvferry.errors.SettingsError: unknown setting 'lease_second'. Did you mean 'lease_seconds'? [unknown-setting]
+    """
+    for key in extra_config:
+        if key not in Settings.__struct_fields__:
+            nearest = difflib.get_close_matches(key, Settings.__struct_fields__, n=1, cutoff=0.0)
+            raise SettingsError(Reason.UNKNOWN_SETTING, f"unknown setting {key!r}.", f"Did you mean {nearest[0]!r}?")
+    try:
+        settings = msgspec.convert(dict(extra_config), Settings)
+    except msgspec.ValidationError as error:
+        raise SettingsError(Reason.INVALID_SETTING, f"kv_connector_extra_config: {error}.") from error
+    if settings.load_timeout_seconds >= settings.lease_seconds:
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"load_timeout_seconds ({settings.load_timeout_seconds:g}) must be below "
+            f"lease_seconds ({settings.lease_seconds:g}): a reader gives up before its holder does.",
+        )
+    return settings

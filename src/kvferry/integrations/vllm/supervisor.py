@@ -1,0 +1,135 @@
+"""Runs one command and ends its whole family of processes when the owner goes away.
+
+``python supervisor.py GRACE_SECONDS SCRATCH COMMAND...`` is what :mod:`child_process` starts, one per command.
+Standard input is a pipe whose other end the owner holds: end of file means that the owner stopped the command or died
+in any way, ``SIGKILL`` included. The supervisor adopts orphans (``PR_SET_CHILD_SUBREAPER``), so that a crashed
+engine's workers are found and ended too, and removes what they leave: the folder ``SCRATCH`` (their ``TMPDIR``) and
+shared memory. It needs the standard library only and starts in about 20 ms.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+POLL_SECONDS = 0.02
+SHARED_MEMORY = Path("/dev/shm")
+# multiprocessing's segments, and those of vLLM's tensor parallel ranks on a CPU, which nothing else removes.
+SEGMENT_PREFIXES = ("psm_", "vllm_dist_")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; return its exit status, or 128 plus the signal that ended it."""
+    grace_seconds, scratch, command = float(arguments[0]), Path(arguments[1]), arguments[2:]
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _forget_owner)
+    wakeup, notify = os.pipe()
+    os.set_blocking(notify, False)
+    signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
+    _wait_for_end(child, wakeup)
+    segments = mapped_segments(_living_descendants())
+    end_family(grace_seconds)
+    remove_leftovers(scratch, segments)
+    status = child.wait()
+    return status if status >= 0 else 128 - status
+
+
+def _forget_owner(_number: int, _frame: object) -> None:
+    """A signal is taken like an owner that went away."""
+    with contextlib.suppress(OSError):
+        os.close(0)
+
+
+def _wait_for_end(child: "subprocess.Popen[bytes]", wakeup: int) -> None:
+    while child.poll() is None:
+        try:
+            readable, _, _ = select.select([0, wakeup], [], [])
+        except OSError:  # standard input was closed by a signal
+            return
+        if 0 in readable and not os.read(0, 1):
+            return
+        if wakeup in readable:
+            os.read(wakeup, 4096)
+
+
+def end_family(grace_seconds: float) -> None:
+    """End every descendant, whatever its process group: ask, wait, then kill."""
+    deadline = time.monotonic() + grace_seconds
+    _signal_descendants(signal.SIGTERM)
+    while _living_descendants() and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    while _signal_descendants(signal.SIGKILL):
+        time.sleep(POLL_SECONDS)
+
+
+def _signal_descendants(number: signal.Signals) -> int:
+    """Send a signal to every living descendant; return how many there were."""
+    descendants = _living_descendants()
+    for process_id in descendants:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, number)
+    return len(descendants)
+
+
+def mapped_segments(process_ids: Iterable[int]) -> set[str]:
+    """Return the names of the shared memory segments that the processes have mapped."""
+    names = set()
+    for process_id in process_ids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process_id}/maps").read_text().splitlines():
+                name = line.partition(f"{SHARED_MEMORY}/")[2]
+                if name.startswith(SEGMENT_PREFIXES):
+                    names.add(name.removesuffix(" (deleted)"))
+    return names
+
+
+def remove_leftovers(scratch: Path, segments: Iterable[str]) -> None:
+    """Remove the command's temporary folder and its shared memory. May be called again.
+
+    vLLM names the segments of its ranks after a file in the folder, so they are found even when no process lives.
+    """
+    named_after = [path.name for path in scratch.glob("vllm_dist_*")]
+    segments = {*segments, *(path.name for name in named_after for path in SHARED_MEMORY.glob(f"{name}-*"))}
+    for segment in segments:
+        (SHARED_MEMORY / segment).unlink(missing_ok=True)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _living_descendants() -> list[int]:
+    """Return the living processes below this one; the dead that were adopted are reaped on the way."""
+    family = [os.getpid()]
+    for process_id in family:
+        for children in Path(f"/proc/{process_id}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                family.extend(int(child) for child in children.read_text().split())
+    return [process_id for process_id in family[1:] if not _is_dead(process_id)]
+
+
+def _is_dead(process_id: int) -> bool:
+    """Return whether the process is gone or a zombie."""
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,184 @@
+"""Tiny random models, made on the spot, for the demo, tests and benchmarks.
+
+Nothing is downloaded. The weights are random but deterministic: the same name, seed and
+library version give the same folder, so it can be made once and kept.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvferry.errors import Reason, SettingsError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+MAX_POSITIONS = 8192
+VOCABULARY_SIZE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """The recipe of a tiny model.
+
+    ``dtype`` is the type its weights are saved in. ``num_layers``, ``num_kv_heads`` and ``content_size`` (elements
+    that one token and one KV head store in one layer, K and V together) give the size of its cache in closed form.
+
+    >>> TINY_MODELS["kv-heavy"].kv_bytes_per_token()
+    147456
+    """
+
+    name: str
+    family: Literal["qwen3", "deepseek_v2"]
+    dtype: Literal["float32", "bfloat16"]
+    num_layers: int
+    num_kv_heads: int
+    content_size: int
+    settings: Mapping[str, Any]
+
+    def kv_bytes_per_token(self, itemsize: int | None = None) -> int:
+        """Return the bytes that one token's cache occupies over all layers and KV heads."""
+        width = itemsize if itemsize is not None else {"float32": 4, "bfloat16": 2}[self.dtype]
+        return self.num_layers * self.num_kv_heads * self.content_size * width
+
+
+def _qwen3(
+    name: str, dtype: Literal["float32", "bfloat16"], layers: int, hidden: int, heads: int, kv_heads: int, head: int
+) -> TinyModel:
+    settings = {
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
+    }
+    return TinyModel(name, "qwen3", dtype, layers, kv_heads, 2 * head, MappingProxyType(settings))
+
+
+def _deepseek_mla(name: str, layers: int) -> TinyModel:
+    settings = {
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": layers,
+        "topk_method": "greedy",
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
+    }
+    return TinyModel(name, "deepseek_v2", "float32", layers, 1, 512 + 64, MappingProxyType(settings))
+
+
+TINY_MODELS: Mapping[str, TinyModel] = MappingProxyType(
+    {
+        model.name: model
+        for model in (
+            _qwen3("qwen3-tiny", "float32", layers=8, hidden=256, heads=8, kv_heads=4, head=64),
+            _deepseek_mla("deepseek-mla-tiny", layers=4),
+            _qwen3("kv-heavy", "bfloat16", layers=36, hidden=64, heads=8, kv_heads=8, head=128),
+            _qwen3("kv-heavy-one-head", "bfloat16", layers=36, hidden=64, heads=8, kv_heads=1, head=128),
+        )
+    }
+)
+"""Every tiny model by name. ``kv-heavy`` has the cache of an 8B model and almost no compute."""
+
+
+def make_tiny_model(name: str, folder: Path, *, seed: int = 0) -> Path:
+    """Make the model ``name`` below ``folder``, unless it is there, and return its path.
+
+    The path carries a digest of the recipe and the seed. Several processes may call this at once.
+    Raises :class:`SettingsError` for an unknown name. Needs ``transformers``.
+    """
+    model = find_tiny_model(name)
+    recipe = json.dumps([model.name, model.family, model.dtype, dict(model.settings), seed], sort_keys=True)
+    path = folder / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_atomically(path, lambda draft: _save(model, draft, seed))
+    return path
+
+
+def find_tiny_model(name: str) -> TinyModel:
+    """Return the recipe of ``name``.
+
+    >>> find_tiny_model("qwen4-tiny")
+    Traceback (most recent call last):
+    kvferry.errors.SettingsError: unknown model 'qwen4-tiny'. Use one of: deepseek-mla-tiny, kv-heavy, \
+kv-heavy-one-head, qwen3-tiny. [unknown-setting]
+    """
+    if name in TINY_MODELS:
+        return TINY_MODELS[name]
+    raise SettingsError(
+        Reason.UNKNOWN_SETTING, f"unknown model {name!r}.", f"Use one of: {', '.join(sorted(TINY_MODELS))}."
+    )
+
+
+def _write_atomically(path: Path, save: Callable[[Path], None]) -> None:
+    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        save(draft)
+        draft.chmod(0o755)
+        os.rename(draft, path)
+    except OSError:
+        if not path.exists():  # when it exists, another process was quicker: its folder is the same
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _save(model: TinyModel, path: Path, seed: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    hide_progress: Any = logging.disable_progress_bar
+    make_network: Any = AutoModelForCausalLM.from_config
+    hide_progress()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = make_network(_transformers_config(model), dtype=getattr(torch, model.dtype))
+        _spread_weights(network)
+    network.save_pretrained(path)
+
+
+def _spread_weights(network: Any) -> None:
+    """Make the attention matter: with the default small weights, logits hardly depend on the context."""
+    import torch
+
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if weight.dim() == 2 and "embed" not in name:
+                torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+
+def _transformers_config(model: TinyModel) -> "PretrainedConfig":
+    from transformers import DeepseekV2Config, Qwen3Config
+
+    config_class: Callable[..., PretrainedConfig] = {"qwen3": Qwen3Config, "deepseek_v2": DeepseekV2Config}[
+        model.family
+    ]
+    return config_class(**model.settings)

@@ -1,0 +1,43 @@
+"""One JSON line per load and rank, for people and programs that want to see what moved."""
+
+import json
+from typing import TextIO
+
+from kvferry.execution.load import LoadResult
+from kvferry.integrations.vllm.metadata import LoadOrder
+from kvferry.layout.named_layouts import NamedLayout
+
+
+class TransferLog:
+    """Appends to ``<path>.rank<tp_rank>``; an empty path logs nothing."""
+
+    def __init__(self, path: str, tp_rank: int, layout: NamedLayout) -> None:
+        self._file: TextIO | None = open(f"{path}.rank{tp_rank}", "a", buffering=1) if path else None  # noqa: SIM115
+        self._tp_rank = tp_rank
+        self._layout = layout
+
+    def write(self, order: LoadOrder, result: LoadResult) -> None:
+        """Append one load."""
+        if self._file is None or order.blocks is None or order.hold is None:
+            return
+        line = {
+            "request_id": order.request_id,
+            "remote_request_id": order.hold.handle.request_id,
+            "tp_rank": self._tp_rank,
+            "num_tokens": order.blocks.end_token - order.blocks.first_token,
+            "bytes": result.num_bytes,
+            "descriptors": result.num_descriptors,
+            "sources": result.num_sources,
+            "transport": result.transport,
+            "layout": self._layout.value,
+            "wait_seconds": result.wait_seconds,
+            "transfer_seconds": result.transfer_seconds,
+            "error": None if result.error is None else result.error.reason.value,
+        }
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Close the file; twice is fine."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,179 @@
+"""The connector inside a worker: owns the memory that is read, and runs the loads beside the engine's step."""
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from kvferry.errors import HandoffError, Reason, TransportError
+from kvferry.execution.executor import Executor
+from kvferry.execution.load import GuardedRead, Load, LoadResult
+from kvferry.execution.memory import collapse_to_huge_pages
+from kvferry.execution.scratch import Scratch
+from kvferry.handoff.guard import GuardWords
+from kvferry.handoff.protocol import RankEntry
+from kvferry.handoff.remote_engines import RemoteEngines
+from kvferry.integrations.vllm.metadata import LoadOrder, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.settings import Settings
+from kvferry.integrations.vllm.statistics import Statistics
+from kvferry.integrations.vllm.transfer_log import TransferLog
+from kvferry.integrations.vllm.translate import identity_of, resolved_layout, shard_of
+from kvferry.layout.shard import Region
+from kvferry.plan.request import GroupBlocks
+from kvferry.plan.wire import encode_shard
+from kvferry.transport.registry import open_transports
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+SCRATCH_WORDS = 4096
+
+
+class WorkerRole:
+    """One rank: prefill side (guard words over registered memory) and decode side (an executor of loads)."""
+
+    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: Settings) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings
+        self._tp_rank = get_tensor_model_parallel_rank()
+        self._words = GuardWords(settings.max_held_requests)
+        self._scratch = Scratch(SCRATCH_WORDS)
+        self._transports = open_transports(settings.transport, settings.faults)
+        self._statistics = Statistics()
+        self._log = TransferLog(settings.transfer_log, self._tp_rank, resolved_layout(vllm_config))
+        self._entry: RankEntry | None = None
+        self._executor: Executor | None = None
+        self._remote_engines: RemoteEngines | None = None
+        self._orders: dict[str, LoadOrder] = {}
+        self._failed: set[str] = set()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Make the engine's cache reachable and be ready to fill it."""
+        shard = shard_of(self._vllm_config, self._kv_cache_config, kv_caches, self._tp_rank)
+        for region in shard.regions:
+            self._use_huge_pages(region)
+        words = Region(self._words.address, self._words.array.nbytes)
+        end_points = self._transports.register([*shard.regions, words, self._scratch.region])
+        self._entry = RankEntry(
+            tp_rank=self._tp_rank,
+            pp_rank=0,
+            shard=encode_shard(shard),
+            end_points=end_points,
+            words_address=self._words.address,
+            num_words=self._settings.max_held_requests,
+        )
+        identity = identity_of(self._vllm_config, self._settings)
+        sender = f"{self._vllm_config.kv_transfer_config.engine_id}/{self._tp_rank}"  # type: ignore[union-attr]
+        timeout = self._settings.handshake_timeout_seconds
+        self._remote_engines = RemoteEngines(shard, identity, self._transports, sender, timeout)
+        self._executor = Executor(self._scratch, self._transfer_cores())
+        logger.info("kvferry: rank %d moves\n%r", self._tp_rank, shard)
+
+    def get_handshake_metadata(self) -> RankMetadata | None:
+        """Return what peers must know of this rank."""
+        return None if self._entry is None else RankMetadata(msgspec.msgpack.encode(self._entry))
+
+    def begin_step(self, orders: StepMetadata) -> None:
+        """Change guard words, before the step can touch any block."""
+        for slot in orders.ended:
+            self._words.clear(slot)
+        for slot, epoch, generation in orders.begun:
+            self._words.set(slot, epoch, generation)
+
+    def start_loads(self, orders: StepMetadata) -> None:
+        """Start the step's loads; returns at once."""
+        for order in orders.loads:
+            if order.error is not None:
+                self._failed.add(order.request_id)
+                continue
+            assert self._executor is not None
+            self._orders[order.request_id] = order
+            deadline = time.monotonic() + order.timeout_seconds
+            self._executor.submit(Load(order.request_id, partial(self._prepare, order), deadline))
+        for request_id in orders.aborted:
+            if self._executor is not None:
+                self._executor.cancel(request_id)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Return the requests received (failed ones included) and failed since the last call, each once."""
+        failed, self._failed = self._failed, set()
+        received = set(failed)
+        for result in self._executor.collect() if self._executor is not None else ():
+            received.add(result.load_id)
+            self._account(result)
+            if result.error is not None:
+                failed.add(result.load_id)
+        return received, failed
+
+    def take_statistics(self) -> Statistics | None:
+        """Return what was measured since the last call."""
+        if self._statistics.is_empty():
+            return None
+        statistics, self._statistics = self._statistics, Statistics()
+        return statistics
+
+    def shutdown(self) -> None:
+        """Stop the loads, then let go of the memory; twice is fine."""
+        if self._executor is not None:
+            self._executor.close()
+        self._transports.close()
+        self._log.close()
+
+    def _prepare(self, order: LoadOrder) -> Sequence[GuardedRead] | None:
+        assert self._remote_engines is not None
+        assert order.hold is not None
+        assert order.blocks is not None
+        engine = self._remote_engines.get(order.hold)
+        if engine is None:
+            return None
+        blocks = order.blocks
+        if len(blocks.source_block_ids) != len(blocks.destination_block_ids):
+            raise HandoffError(
+                Reason.GROUP_MISMATCH,
+                f"{order.request_id}: the prefill engine names blocks of {len(blocks.source_block_ids)} cache groups, "
+                f"this engine has {len(blocks.destination_block_ids)}.",
+            )
+        groups = [
+            GroupBlocks(
+                group=str(index),
+                first_token=blocks.first_token,
+                last_token=blocks.end_token,
+                source_block_ids=source,
+                destination_block_ids=destination,
+            )
+            for index, (source, destination) in enumerate(
+                zip(blocks.source_block_ids, blocks.destination_block_ids, strict=True)
+            )
+        ]
+        return engine.reads(order.hold, order.slot, groups)
+
+    def _account(self, result: LoadResult) -> None:
+        order = self._orders.pop(result.load_id)
+        self._statistics.record(result)
+        self._log.write(order, result)
+        if isinstance(result.error, TransportError) and order.hold is not None and self._remote_engines is not None:
+            self._remote_engines.suspect(order.hold)
+        if result.error is not None and result.error.reason is not Reason.ABORTED:
+            logger.error("kvferry: rank %d failed to load %s: %s", self._tp_rank, result.load_id, result.error)
+
+    def _use_huge_pages(self, region: Region) -> None:
+        if self._settings.huge_pages and region.device == "cpu":
+            reason = collapse_to_huge_pages(region.base_address, region.length)
+            if reason is not None:
+                logger.info("kvferry: the cache stays in small pages: %s", reason)
+
+    def _transfer_cores(self) -> set[int]:
+        if self._settings.transfer_cores:
+            return set(self._settings.transfer_cores)
+        everything = set(range(os.cpu_count() or 1))
+        return (everything - os.sched_getaffinity(0)) or everything

@@ -1,0 +1,1 @@
+"""Where each byte of a KV cache is: pure integers, no torch."""

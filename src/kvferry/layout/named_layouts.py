@@ -1,0 +1,75 @@
+"""The six memory orders that vLLM names (vLLM RFC #42082)."""
+
+import difflib
+from collections.abc import Mapping
+from enum import StrEnum
+
+from kvferry.errors import LayoutError, Reason
+from kvferry.layout.axes import Axis
+
+
+class NamedLayout(StrEnum):
+    """A memory order of the axes, outermost first.
+
+    In a *cross-layer* layout the bytes that a block holds for all layers lie together.
+
+    >>> NamedLayout.BHLNC.is_cross_layer, NamedLayout.LBHNC.is_cross_layer
+    (True, False)
+    """
+
+    LBHNC = "LBHNC"
+    LBNHC = "LBNHC"
+    LHBNC = "LHBNC"
+    BLHNC = "BLHNC"
+    BLNHC = "BLNHC"
+    BHLNC = "BHLNC"
+
+    @classmethod
+    def parse(cls, name: str) -> "NamedLayout":
+        """Return the layout of that name, in either case.
+
+        >>> NamedLayout.parse("bhlnc").value
+        'BHLNC'
+        >>> NamedLayout.parse("BHLCN")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        kvferry.errors.LayoutError: layout 'BHLCN' is unknown. ...
+        """
+        found = cls.__members__.get(name.upper())
+        if found is not None:
+            return found
+        nearest = difflib.get_close_matches(name.upper(), cls.__members__, n=1, cutoff=0.0)[0]
+        raise LayoutError(
+            Reason.UNKNOWN_LAYOUT,
+            f"layout {name!r} is unknown.",
+            f"Did you mean {nearest!r}? The layouts are {', '.join(cls)}.",
+        )
+
+    @property
+    def order(self) -> tuple[Axis, ...]:
+        """The axes, outermost first."""
+        return tuple(Axis(letter) for letter in self.value)
+
+    @property
+    def is_cross_layer(self) -> bool:
+        """Whether a block's bytes for all layers lie together."""
+        return self.order[0] is Axis.B
+
+    @property
+    def has_whole_pages(self) -> bool:
+        """Whether the page of one block and head, axes N and C, lies together."""
+        return self.order[-2:] == (Axis.N, Axis.C)
+
+    def strides(self, sizes: Mapping[Axis, int]) -> dict[Axis, int]:
+        """Return the stride of each axis of a dense array, in the unit in which the size of C is given.
+
+        >>> sizes = {Axis.L: 36, Axis.B: 640, Axis.H: 8, Axis.N: 16, Axis.C: 512}
+        >>> {axis.value: stride for axis, stride in NamedLayout.BHLNC.strides(sizes).items()}
+        {'C': 1, 'N': 512, 'L': 8192, 'H': 294912, 'B': 2359296}
+        """
+        strides: dict[Axis, int] = {}
+        stride = 1
+        for axis in reversed(self.order):
+            strides[axis] = stride
+            stride *= sizes[axis]
+        return strides

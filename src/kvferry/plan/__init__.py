@@ -1,0 +1,1 @@
+"""Which bytes go where: pure numpy, no clock, no configuration, no transport."""

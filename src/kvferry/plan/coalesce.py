@@ -1,0 +1,184 @@
+"""Fewest and longest pieces of a strided copy.
+
+A *layout* in CuTe's words is a function from integers to integers, written as (count, stride) loops. The copies here
+are pairs of such functions over one shared domain: the source's and the destination's. CuTe's ``coalesce`` folds
+neighbouring loops by four cases; here a fold must hold on both sides at once:
+
+1. a loop of count 1 is dropped;
+2. a loop whose strides both equal the run's length prolongs the run;
+3. a loop whose strides both equal the inner neighbour's stride times its count is merged into that neighbour;
+4. any other loop stays.
+
+Afterwards no loop has count 1 and no neighbours can be folded. The bytes copied, and from where, are the same.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+Offsets = npt.NDArray[np.int64]
+Loop = tuple[int, int, int]
+"""Count, source stride, destination stride."""
+
+
+@dataclass(frozen=True, slots=True)
+class StridedView:
+    """One side of a copy: a byte array of this shape and these strides, ``offset`` bytes from address zero."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StridedCopy:
+    """Runs of ``run_bytes`` from source to destination, repeated over loops, innermost loop first.
+
+    >>> copy = StridedCopy(0, 0, 256, ((16, 256, 256), (8, 8192, 4096)))
+    >>> coalesce(copy)
+    StridedCopy(source_offset=0, destination_offset=0, run_bytes=4096, loops=((8, 8192, 4096),))
+    """
+
+    source_offset: int
+    destination_offset: int
+    run_bytes: int
+    loops: tuple[Loop, ...] = ()
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs the loops make."""
+        return int(np.prod([count for count, _, _ in self.loops], dtype=np.int64))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes copied."""
+        return self.num_runs * self.run_bytes
+
+    def source_view(self) -> StridedView:
+        """Return the source as shape, byte strides and offset, outermost loop first, the run last.
+
+        >>> StridedCopy(64, 0, 256, ((8, 8192, 4096),)).source_view()
+        StridedView(offset=64, shape=(8, 256), strides=(8192, 1))
+        """
+        strides = (*(source for _, source, _ in reversed(self.loops)), 1)
+        return StridedView(self.source_offset, self._shape(), strides)
+
+    def destination_view(self) -> StridedView:
+        """Return the destination in the same shape as :meth:`source_view`."""
+        strides = (*(destination for _, _, destination in reversed(self.loops)), 1)
+        return StridedView(self.destination_offset, self._shape(), strides)
+
+    def _shape(self) -> tuple[int, ...]:
+        return (*(count for count, _, _ in reversed(self.loops)), self.run_bytes)
+
+    def expand(self) -> Offsets:
+        """Return the runs as rows of source offset, destination offset, length.
+
+        >>> StridedCopy(0, 100, 4, ((2, 16, 8),)).expand().tolist()
+        [[0, 100, 4], [16, 108, 4]]
+        """
+        rows = np.array([[self.source_offset, self.destination_offset, self.run_bytes]], dtype=np.int64)
+        for count, source_stride, destination_stride in self.loops:
+            step = np.array([source_stride, destination_stride, 0], dtype=np.int64)
+            rows = (np.arange(count, dtype=np.int64)[:, None, None] * step + rows).reshape(-1, 3)
+        return rows
+
+
+def coalesce(copy: StridedCopy) -> StridedCopy:
+    """Fold loops by the four cases, after ordering them by destination stride.
+
+    >>> coalesce(StridedCopy(0, 0, 2, ((128, 2, 2), (1, 7, 7), (16, 256, 256), (36, 4096, 4096))))
+    StridedCopy(source_offset=0, destination_offset=0, run_bytes=147456, loops=())
+    """
+    run_bytes, loops = fold(copy.run_bytes, copy.loops)
+    return replace(copy, run_bytes=run_bytes, loops=loops)
+
+
+def fold(run_bytes: int, loops: Iterable[Loop]) -> tuple[int, tuple[Loop, ...]]:
+    """Fold loops around a run and return the longer run and the loops that remain.
+
+    >>> fold(2, [(4, 16, 8), (2, 64, 32)])
+    (2, ((8, 16, 8),))
+    """
+    folded: list[Loop] = []
+    for count, source, destination in sorted(loops, key=lambda loop: (loop[2], loop[1])):
+        if count == 1:
+            continue
+        if source == destination == run_bytes:
+            run_bytes *= count
+            continue
+        if folded and _continues(folded[-1], source, destination):
+            inner_count, inner_source, inner_destination = folded.pop()
+            folded.append((inner_count * count, inner_source, inner_destination))
+            continue
+        folded.append((count, source, destination))
+    return run_bytes, tuple(folded)
+
+
+def _continues(inner: Loop, source: int, destination: int) -> bool:
+    count, inner_source, inner_destination = inner
+    return source == inner_source * count and destination == inner_destination * count
+
+
+def merge_rows(rows: Offsets) -> Offsets:
+    """Sort rows of source, destination, length by destination and join those adjacent on both sides.
+
+    >>> merge_rows(np.array([[16, 116, 8], [0, 100, 16], [40, 124, 4]])).tolist()
+    [[0, 100, 24], [40, 124, 4]]
+    """
+    if len(rows) < 2:
+        return rows
+    source, destination, length = np.ascontiguousarray(rows.T)
+    if (destination[1:] < destination[:-1]).any():
+        order = np.argsort(destination, kind="stable")
+        rows, source, destination, length = rows[order], source[order], destination[order], length[order]
+    apart = (source[:-1] + length[:-1] != source[1:]) | (destination[:-1] + length[:-1] != destination[1:])
+    if apart.all():
+        return rows
+    starts = np.flatnonzero(np.concatenate(([True], apart)))
+    merged = rows[starts]
+    merged[:, 2] = np.add.reduceat(length, starts)
+    return merged
+
+
+def place(run_bytes: int, loops: tuple[Loop, ...], places: Offsets) -> list[StridedCopy]:
+    """Return the copies of one strided pattern at many places, given as rows of source and destination offset.
+
+    The places are layers, and components whose pattern is equal. Places whose patterns are adjacent on both sides
+    join into longer runs; what remains is split into maximal affine stretches, each one more loop.
+
+    >>> places = np.array([[0, 0], [256, 256], [512, 512], [4096, 1024], [8192, 2048]])
+    >>> [(copy.source_offset, copy.run_bytes, copy.loops) for copy in place(256, (), places)]
+    [(0, 768, ()), (4096, 256, ((2, 4096, 1024),))]
+    """
+    lengths = np.full((len(places), 1), run_bytes, dtype=np.int64)
+    rows = merge_rows(np.concatenate((places.astype(np.int64, copy=False), lengths), axis=1))
+    copies: list[StridedCopy] = []
+    for length in np.unique(rows[:, 2]).tolist():
+        same = rows[rows[:, 2] == length, :2]
+        longer, fewer = fold(length, loops)
+        if len(same) > 1 and longer != length:
+            # The longer run may reach the next place: join again.
+            copies += place(longer, fewer, same)
+        else:
+            copies += [coalesce(copy) for copy in _stretches(longer, fewer, same)]
+    return sorted(copies, key=lambda copy: copy.destination_offset)
+
+
+def _stretches(run_bytes: int, loops: tuple[Loop, ...], places: Offsets) -> list[StridedCopy]:
+    """Split places, sorted by destination, into maximal stretches of constant step."""
+    steps = np.diff(places, axis=0)
+    changes = np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 1
+    copies, first = [], 0
+    while first < len(places):
+        # A stretch that begins at `first` has the step that follows it and ends at the next change after that step.
+        position = int(np.searchsorted(changes, first, side="right"))
+        last = int(changes[position]) if position < len(changes) else len(places) - 1
+        source, destination = places[first].tolist()
+        count = last - first + 1
+        step = steps[first].tolist() if count > 1 else [0, 0]
+        copies.append(StridedCopy(source, destination, run_bytes, (*loops, (count, step[0], step[1]))))
+        first = last + 1
+    return copies

@@ -1,0 +1,84 @@
+"""Shards as bytes for the handshake, and digests by which two sides name the same thing."""
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from kvferry.errors import KVFerryError, PlanError, Reason
+from kvferry.layout.shard import Shard
+from kvferry.plan.match import Assignment
+from kvferry.plan.request import GroupBlocks
+
+MAX_SHARD_BYTES = 1 << 20
+"""Longest encoding of a shard that is read from a peer."""
+
+_DIGEST_BYTES = 16
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_decoder = msgspec.msgpack.Decoder(Shard)
+
+
+def encode_shard(shard: Shard) -> bytes:
+    """Return the shard as MessagePack. Raises :class:`PlanError` (``unsupported``) above :data:`MAX_SHARD_BYTES`.
+
+    >>> from kvferry.layout.named_layouts import NamedLayout
+    >>> from kvferry.layout.shapes import shard_for
+    >>> shard = shard_for(layers=["0"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10,
+    ...     layout=NamedLayout.BHLNC)
+    >>> decode_shard(encode_shard(shard)) == shard
+    True
+    """
+    encoded = _encoder.encode(shard)
+    if len(encoded) > MAX_SHARD_BYTES:
+        raise PlanError(
+            Reason.UNSUPPORTED,
+            f"the description of {shard.rank_name} has {len(encoded)} bytes, at most {MAX_SHARD_BYTES} are sent.",
+        )
+    return encoded
+
+
+def decode_shard(encoded: bytes) -> Shard:
+    """Return the shard, checked as if it had been built here.
+
+    Raises :class:`KVFerryError`: a shard that cannot exist keeps its own reason, anything else is
+    ``malformed-message``.
+    """
+    if len(encoded) > MAX_SHARD_BYTES:
+        raise PlanError(
+            Reason.MALFORMED_MESSAGE,
+            f"a shard of {len(encoded)} bytes was received, at most {MAX_SHARD_BYTES} are read.",
+        )
+    try:
+        return _decoder.decode(encoded)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, KVFerryError):
+            raise error.__cause__ from None
+        raise PlanError(Reason.MALFORMED_MESSAGE, f"a message is no shard: {error}.") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise PlanError(Reason.MALFORMED_MESSAGE, f"a message is no shard: {error}.") from None
+
+
+def digest(
+    sources: Sequence[Shard],
+    destination: Shard,
+    assignments: Sequence[Assignment],
+    requests: Sequence[GroupBlocks] = (),
+) -> str:
+    """Return a digest of all that determines a lowered list: shards, assignments and block ids.
+
+    Equal plans have equal digests in every process, so that a sender's "done" can name what it did.
+    """
+    asked = [
+        (
+            blocks.group,
+            blocks.first_token,
+            blocks.last_token,
+            blocks.source_first_token,
+            blocks.destination_first_token,
+            blocks.source_ids.astype("<i8").tobytes(),
+            blocks.destination_ids.astype("<i8").tobytes(),
+        )
+        for blocks in requests
+    ]
+    encoded = _encoder.encode((tuple(sources), destination, tuple(assignments), asked))
+    return hashlib.blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest()

@@ -1,0 +1,1 @@
+"""What tests of layouts, plans, transports and tiers need. Shipped, and imported by nothing else in the package."""

@@ -1,0 +1,309 @@
+"""Says whether a move was right by labelling real memory, moving it, and reading it back.
+
+Each element of the source is labelled with its logical coordinates (component, layer, token, head, channel). After
+the move every element of the destination that was asked for must bear the label of its own coordinates, and every
+other byte must be as it was. Elements are reached through numpy views of real arrays, never through plan code, and
+for the named layouts not through :mod:`kvferry.layout` strides either: a dense array in the layout's order, transposed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.layout.cache_group import CacheGroup, CacheKind
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shapes import Content
+from kvferry.layout.shard import Region, Shard
+from kvferry.plan.request import GroupBlocks
+
+Bytes = npt.NDArray[np.uint8]
+Integers = npt.NDArray[np.int64]
+Views = Mapping[tuple[str, str, str], Bytes]
+"""By group, component and layer name: an array of shape (block, local head, slot, channel, itemsize)."""
+
+
+class OracleMismatch(AssertionError):
+    """The destination does not hold what it should."""
+
+
+class Arena:
+    """One buffer in which all ranks of a test live, so that a list of real addresses can be carried out at once.
+
+    >>> arena = Arena(64)
+    >>> source, destination = arena.allocate(8), arena.allocate(8)
+    >>> source[:] = 7
+    >>> arena.move(np.array([[source.ctypes.data, destination.ctypes.data + 4, 4]], dtype=np.uint64))
+    >>> destination.tolist()
+    [0, 0, 0, 0, 7, 7, 7, 7]
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.buffer: Bytes = np.zeros(num_bytes, dtype=np.uint8)
+        self._used = 0
+
+    def allocate(self, num_bytes: int) -> Bytes:
+        """Return the next bytes of the buffer."""
+        begin, self._used = self._used, self._used + num_bytes
+        if self._used > len(self.buffer):
+            raise MemoryError(f"{self._used} bytes of an arena of {len(self.buffer)}")
+        return self.buffer[begin : self._used]
+
+    def move(self, rows: npt.NDArray[np.uint64]) -> None:
+        """Copy length bytes from source to destination address for each row; all are read before any is written."""
+        base = self.buffer.ctypes.data
+        source, destination, length = rows.astype(np.int64).T
+        for side, start in (("source", source - base), ("destination", destination - base)):
+            outside = np.flatnonzero((start < 0) | (length < 0) | (start + length > len(self.buffer)))
+            if outside.size:
+                raise OracleMismatch(f"row {rows[outside[0]].tolist()}: the {side} lies outside all memory")
+        begins = np.cumsum(length) - length
+        within = np.arange(int(length.sum()), dtype=np.int64) - np.repeat(begins, length)
+        moved = self.buffer[np.repeat(source - base, length) + within]
+        self.buffer[np.repeat(destination - base, length) + within] = moved
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Real memory of one rank: the shard that describes it, its bytes, and views by which the oracle reaches them."""
+
+    shard: Shard
+    regions: tuple[Bytes, ...]
+    views: Views
+
+    def snapshot(self) -> list[Bytes]:
+        """Return a copy of all bytes."""
+        return [region.copy() for region in self.regions]
+
+    def restore(self, snapshot: Sequence[Bytes]) -> None:
+        """Write a snapshot back."""
+        for region, content in zip(self.regions, snapshot, strict=True):
+            region[:] = content
+
+
+def strided_memory(arena: Arena, shard: Shard) -> RankMemory:
+    """Give a shard real memory; it is returned with true base addresses, its views strided as its components say."""
+    regions = tuple(arena.allocate(region.length) for region in shard.regions)
+    placed = tuple(
+        Region(memory.ctypes.data, region.length, region.device)
+        for memory, region in zip(regions, shard.regions, strict=True)
+    )
+    views: dict[tuple[str, str, str], Bytes] = {}
+    for group in shard.groups:
+        for part in group.components:
+            heads = sum(held.end - held.start for held in part.heads)
+            shape = (group.num_blocks, heads, group.block_size, part.num_channels, part.itemsize)
+            strides = (part.block_stride, part.head_stride, part.token_stride, part.channel_stride, 1)
+            for layer, offset in zip(part.layers, part.layer_offsets, strict=True):
+                memory = regions[part.region][offset:]
+                views[group.name, part.name, layer] = np.lib.stride_tricks.as_strided(memory, shape, strides)
+    return RankMemory(msgspec.structs.replace(shard, regions=placed), regions, views)
+
+
+def named_memory(
+    arena: Arena, shard: Shard, layout: NamedLayout, content: Content, widths: Sequence[tuple[str, int]]
+) -> RankMemory:
+    """Give a dense one-group shard real memory whose views come from the layout's name alone.
+
+    ``widths`` names the parts of the content with their channels: ``[("k", 64), ("v", 64)]``. The shard's numbers are
+    used for nothing but counts, so that a wrong stride in them shows.
+    """
+    (group,) = shard.groups
+    counts = {"L": len(group.layers), "B": group.num_blocks, "N": group.block_size}
+    counts["H"] = sum(held.end - held.start for held in group.heads)
+    memory = arena.allocate(shard.regions[0].length)
+    parts = _apart(memory, layout, counts, group, widths) if content is Content.APART else {}
+    parts = parts or _together(memory, layout, counts, group, content, widths)
+    layers = group.components[0].layers
+    views = {
+        (group.name, name, layer): array[index] for name, array in parts.items() for index, layer in enumerate(layers)
+    }
+    placed = msgspec.structs.replace(shard, regions=(Region(memory.ctypes.data, len(memory)),))
+    return RankMemory(placed, (memory,), views)
+
+
+def _apart(
+    memory: Bytes, layout: NamedLayout, counts: Mapping[str, int], group: CacheGroup, widths: Sequence[tuple[str, int]]
+) -> dict[str, Bytes]:
+    parts: dict[str, Bytes] = {}
+    begin = 0
+    tokens = counts["L"] * counts["B"] * counts["H"] * counts["N"]
+    for name, width in widths:
+        end = begin + tokens * width * group.components[0].itemsize
+        parts |= _together(memory[begin:end], layout, counts, group, Content.FUSED, [(name, width)])
+        begin = end
+    return parts
+
+
+def _together(
+    memory: Bytes,
+    layout: NamedLayout,
+    counts: Mapping[str, int],
+    group: CacheGroup,
+    content: Content,
+    widths: Sequence[tuple[str, int]],
+) -> dict[str, Bytes]:
+    """Return for each part an array (layer, block, head, slot, channel, itemsize), a view of the memory."""
+    total, itemsize = sum(width for _, width in widths), group.components[0].itemsize
+    order = "".join(layout)
+    dense = memory.reshape(*(counts[axis] for axis in order if axis != "C"), total, itemsize)
+    whole = dense.transpose(*(order.index(axis) for axis in "LBHNC"), 5)
+    if content is Content.FUSED:
+        names = [component.name for component in group.components]
+        return {next(name for name in names if name == widths[0][0] or name == "kv"): whole}
+    if content is Content.INTERLEAVED:
+        return {name: whole[..., first : first + width, :] for name, first, width in _spans(widths)}
+    pages = memory.reshape(*(counts[axis] for axis in order[:3]), counts["N"] * total, itemsize)
+    pages = pages.transpose(*(order.index(axis) for axis in "LBH"), 3, 4)
+    parts = {}
+    for name, first, width in _spans(widths):
+        plane = pages[..., first * counts["N"] : (first + width) * counts["N"], :]
+        transposed = content is Content.TRANSPOSED_KEYS and name == "k"
+        inner = (width, counts["N"]) if transposed else (counts["N"], width)
+        # Splitting an axis of constant stride is always a view.
+        split = np.lib.stride_tricks.as_strided(
+            plane, (*plane.shape[:3], *inner, itemsize), (*plane.strides[:3], inner[1] * itemsize, itemsize, 1)
+        )
+        parts[name] = split.swapaxes(3, 4) if transposed else split
+    return parts
+
+
+def _spans(widths: Sequence[tuple[str, int]]) -> Iterable[tuple[str, int, int]]:
+    first = 0
+    for name, width in widths:
+        yield name, first, width
+        first += width
+
+
+@dataclass(frozen=True)
+class Labels:
+    """A number for every coordinate, the same for both sides: what the elements are labelled with.
+
+    Elements narrower than the largest number hold one *digit* of it; all digits together prove the identity.
+    """
+
+    groups: tuple[str, ...]
+    components: tuple[str, ...]
+    layers: tuple[str, ...]
+    num_tokens: int
+    num_heads: int
+    num_channels: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankMemory], num_tokens: int) -> "Labels":
+        """Return the labels for the coordinates of these ranks and tokens 0 up to ``num_tokens``."""
+        groups = [group for rank in ranks for group in rank.shard.groups]
+        components = [component for group in groups for component in group.components]
+        return cls(
+            groups=tuple(sorted({group.name for group in groups})),
+            components=tuple(sorted({component.name for component in components})),
+            layers=tuple(sorted({layer for component in components for layer in component.layers})),
+            num_tokens=num_tokens,
+            num_heads=max(group.num_kv_heads for group in groups),
+            num_channels=max(component.num_channels for component in components),
+            itemsize=min(component.itemsize for component in components),
+        )
+
+    @property
+    def num_digits(self) -> int:
+        """Passes needed to tell all coordinates apart."""
+        count = len(self.groups) * len(self.components) * len(self.layers)
+        count *= self.num_tokens * self.num_heads * self.num_channels
+        return -(-max(1, count.bit_length()) // (8 * self.itemsize))
+
+    def write(self, rank: RankMemory, blocks: GroupBlocks, side: str, last_token: int, digit: int = 0) -> None:
+        """Label the request's tokens up to ``last_token`` in one rank; ``side`` is ``source`` or ``destination``."""
+        group = rank.shard.group(blocks.group)
+        if group is None:
+            return
+        ids = blocks.source_ids if side == "source" else blocks.destination_ids
+        begin = blocks.source_first_token if side == "source" else blocks.destination_first_token
+        token = np.arange(begin if side == "source" else blocks.first_token, last_token, dtype=np.int64)
+        block, slot = ids[(token - begin) // group.block_size], (token - begin) % group.block_size
+        for component in group.components:
+            heads = np.concatenate([np.arange(held.start, held.end, dtype=np.int64) for held in component.heads])
+            channel = np.arange(component.num_channels, dtype=np.int64)
+            for layer in component.layers:
+                place = (self.groups.index(group.name), self.components.index(component.name), self.layers.index(layer))
+                number = self._number(place, token[:, None, None], heads[None, :, None], channel[None, None, :])
+                view = rank.views[group.name, component.name, layer]
+                view[block, :, slot] = self._digit_bytes(number, digit, component.itemsize)
+
+    def _number(self, place: tuple[int, int, int], token: Integers, head: Integers, channel: Integers) -> Integers:
+        group, component, layer = place
+        part = (group * len(self.components) + component) * len(self.layers) + layer
+        return ((part * self.num_tokens + token) * self.num_heads + head) * self.num_channels + channel + 1
+
+    def _digit_bytes(self, number: Integers, digit: int, itemsize: int) -> Bytes:
+        shift = 8 * (digit * self.itemsize + np.arange(itemsize, dtype=np.int64))
+        digits: Integers = (number[..., None] >> np.minimum(shift, 62)) & 0xFF
+        return digits.astype(np.uint8)
+
+
+def check_moved(
+    arena: Arena,
+    sources: Sequence[RankMemory],
+    destinations: Sequence[RankMemory],
+    requests: Sequence[GroupBlocks],
+    rows: npt.NDArray[np.uint64],
+) -> None:
+    """Label the sources, carry out the rows, and compare every byte of the destinations.
+
+    Where block sizes and slots agree on both sides, a partly filled last block is expected whole.
+    Raises :class:`OracleMismatch`.
+    """
+    ends = [expected_end(blocks, sources[0].shard, destinations[0].shard) for blocks in requests]
+    labels = Labels.of([*sources, *destinations], max([1, *ends]))
+    generator = np.random.default_rng(0)
+    for digit in range(labels.num_digits):
+        for rank in [*sources, *destinations]:
+            rank.restore([generator.integers(0, 256, len(region), dtype=np.uint8) for region in rank.regions])
+        for rank in sources:
+            for blocks, end in zip(requests, ends, strict=True):
+                labels.write(rank, blocks, "source", end, digit)
+        before = [rank.snapshot() for rank in destinations]
+        expected = []
+        for rank, untouched in zip(destinations, before, strict=True):
+            for blocks, end in zip(requests, ends, strict=True):
+                labels.write(rank, blocks, "destination", end, digit)
+            expected.append(rank.snapshot())
+            rank.restore(untouched)
+        arena.move(rows)
+        for rank, wanted in zip(destinations, expected, strict=True):
+            compare(rank, wanted)
+
+
+def expected_end(blocks: GroupBlocks, source: Shard, destination: Shard) -> int:
+    """Return the end of the tokens that a request's move carries."""
+    sent, received = source.group(blocks.group), destination.group(blocks.group)
+    if sent is None or received is None or blocks.first_token == blocks.last_token:
+        return blocks.last_token
+    same_slots = (blocks.source_first_token - blocks.destination_first_token) % received.block_size == 0
+    if sent.block_size != received.block_size or not same_slots:
+        return blocks.last_token
+    filled = blocks.last_token - blocks.destination_first_token
+    return blocks.destination_first_token + -(-filled // received.block_size) * received.block_size
+
+
+def compare(rank: RankMemory, expected: Sequence[Bytes]) -> None:
+    """Raise :class:`OracleMismatch`, naming the first wrong byte, unless a rank holds exactly these bytes."""
+    for index, (found, wanted) in enumerate(zip(rank.regions, expected, strict=True)):
+        wrong = np.flatnonzero(found != wanted)
+        if wrong.size:
+            first = int(wrong[0])
+            raise OracleMismatch(
+                f"{rank.shard.rank_name}: {wrong.size} bytes of region {index} are wrong, the first at {first}: "
+                f"{found[first]} in place of {wanted[first]}"
+            )
+
+
+def widths_of(kind: CacheKind, content: Content, head_size: int, value_head_size: int) -> list[tuple[str, int]]:
+    """Return the content's parts and their channels as :func:`named_memory` takes them."""
+    if kind is CacheKind.MLA:
+        return [("latent", head_size)]
+    if content is Content.FUSED:
+        return [("kv", head_size + value_head_size)]
+    return [("k", head_size), ("v", value_head_size)]

@@ -1,0 +1,167 @@
+"""The other side of a transport test: a process that registers a buffer and obeys one-line commands.
+
+Run as ``python -m kvferry.testing.transport_peer <module:factory> <bytes> <reply file descriptor>``. It ends when its
+standard input does.
+"""
+
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.layout.shard import Region
+from kvferry.transport.protocol import Transport
+
+Bytes = npt.NDArray[np.uint8]
+ANSWER_SECONDS = 30.0
+
+
+def load_factory(factory: str) -> Transport:
+    """Call ``module:attribute`` to make a transport."""
+    module, attribute = factory.split(":")
+    transport: Transport = getattr(importlib.import_module(module), attribute)()
+    return transport
+
+
+@lru_cache(maxsize=4)
+def pattern(seed: int, num_bytes: int) -> Bytes:
+    """Return the content that ``fill(seed)`` gives a buffer."""
+    return np.frombuffer(np.random.default_rng(seed).bytes(num_bytes), np.uint8)
+
+
+class InProcessPeer:
+    """A peer in this very process, for transports that go no further; ``kill`` closes its transport."""
+
+    def __init__(self, factory: str, num_bytes: int) -> None:
+        self._transport = load_factory(factory)
+        self._buffer = np.zeros(num_bytes, np.uint8)
+        self.address, self.length = int(self._buffer.ctypes.data), num_bytes
+        self.end_point = self._transport.register([Region(self.address, num_bytes)])
+
+    def fill(self, seed: int) -> None:
+        """Fill the buffer with ``pattern(seed)``."""
+        self._buffer[:] = pattern(seed, self.length)
+
+    def checksum(self) -> int:
+        """Return the CRC-32 of the buffer."""
+        return zlib.crc32(self._buffer.data)
+
+    def kill(self) -> None:
+        """End it."""
+        self._transport.close()
+
+    close = kill
+
+
+class PeerProcess:
+    """A peer in a process of its own. Every wait is bounded and ``close`` leaves nothing behind."""
+
+    def __init__(self, factory: str, num_bytes: int) -> None:
+        reading, writing = os.pipe()
+        arguments = [sys.executable, "-m", "kvferry.testing.transport_peer", factory, str(num_bytes), str(writing)]
+        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=[writing])
+        os.close(writing)
+        self._replies: int | None = reading
+        try:
+            hello = self._read()
+        except BaseException:
+            self.close()
+            raise
+        self.address, self.length = hello["address"], num_bytes
+        self.end_point = bytes.fromhex(hello["end_point"])
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def fill(self, seed: int) -> None:
+        """Fill the buffer with ``pattern(seed)``."""
+        self._ask({"fill": seed})
+
+    def checksum(self) -> int:
+        """Return the CRC-32 of the buffer."""
+        return int(self._ask({"checksum": True})["checksum"])
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        self._process.kill()
+        self._process.wait(ANSWER_SECONDS)
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End it, whatever its state."""
+        if self._replies is None:
+            return
+        self.kill()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        os.close(self._replies)
+        self._replies = None
+
+    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._replies is not None
+        line, deadline = b"", time.monotonic() + ANSWER_SECONDS
+        while not line.endswith(b"\n"):
+            readable, _, _ = select.select([self._replies], [], [], max(0.0, deadline - time.monotonic()))
+            chunk = os.read(self._replies, 1 << 16) if readable else b""
+            if not chunk:
+                raise RuntimeError("the transport's peer process " + ("ended." if readable else "does not answer."))
+            line += chunk
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def start_peer(factory: str, num_bytes: int, in_process: bool) -> Iterator[PeerProcess | InProcessPeer]:
+    """Start a peer and end it afterwards."""
+    peer = InProcessPeer(factory, num_bytes) if in_process else PeerProcess(factory, num_bytes)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def _serve(factory: str, num_bytes: int, replies: int) -> None:
+    peer = InProcessPeer(factory, num_bytes)
+    _reply(replies, {"address": peer.address, "end_point": peer.end_point.hex()})
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "fill" in command:
+            peer.fill(command["fill"])
+        _reply(replies, {"checksum": peer.checksum()} if "checksum" in command else {})
+
+
+def _reply(replies: int, answer: dict[str, Any]) -> None:
+    message = memoryview(json.dumps(answer).encode() + b"\n")
+    while message:
+        message = message[os.write(replies, message) :]
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

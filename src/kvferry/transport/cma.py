@@ -1,0 +1,309 @@
+"""Cross-memory attach: ``process_vm_readv`` and ``process_vm_writev`` between processes of one user on one host.
+
+The kernel copies straight from one process's pages to another's; the peer takes no part, so a peer that is stopped or
+busy slows nothing. See ``man 2 process_vm_readv``.
+"""
+
+import ctypes
+import errno
+import io
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import Reason, TransportError
+from kvferry.layout.shard import Region
+from kvferry.transport.end_points import (
+    NONCE_BYTES,
+    Nonce,
+    ProcessEndPoint,
+    ProcessIdentity,
+    decode_end_point,
+    own_identity,
+    pack_regions,
+    parse_start_time,
+    unpack_regions,
+)
+from kvferry.transport.piece_stream import PieceStream
+from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
+from kvferry.transport.regions import RegionTable, check_regions
+from kvferry.transport.submission import Sides, check_submission
+
+logger = logging.getLogger(__name__)
+
+MAX_PIECES_PER_CALL = 1024  # the kernel's UIO_MAXIOV, for each side
+# Some milliseconds, after which a driver can attend to other work. Not less: every call ends with a wait for the
+# interpreter, and inside an engine that wait is about half a millisecond.
+MAX_BYTES_PER_CALL = 64 << 20
+
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+_PTRACE_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
+_PERMISSION_REMEDY = (
+    "Run both processes as one user, in containers with --cap-add=SYS_PTRACE, and with "
+    "`sysctl kernel.yama.ptrace_scope` at 0 or 1 (it is {scope} here); or use the nixl transport."
+)
+_ARGUMENTS = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+
+
+def _bind(name: str) -> "ctypes._NamedFuncPointer":
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is None:
+        raise TransportError(
+            Reason.TRANSPORT_UNAVAILABLE,
+            f"this C library has no {name}.",
+            "Cross-memory attach needs Linux with glibc or musl; use the nixl transport.",
+        )
+    function.argtypes, function.restype = _ARGUMENTS, ctypes.c_ssize_t
+    return function  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True, eq=False)
+class CmaPeer(Peer):
+    """A process whose memory can be read, held by its open ``/proc/<pid>/stat``."""
+
+    identity: ProcessIdentity
+    stat_file: io.FileIO
+
+    def verify(self) -> TransportError | None:
+        """Return why this is no longer the process that was connected to.
+
+        An open stat file stays bound to its process: after the process's end it reads as ESRCH even when the pid
+        has been given to another one.
+        """
+        try:
+            start_time = parse_start_time(os.pread(self.stat_file.fileno(), 1024, 0))
+        except (OSError, ValueError):
+            return _died(self.identity)
+        return None if start_time == self.identity.start_time else _changed(self.identity, start_time)
+
+    def close(self) -> None:
+        """Forget the process."""
+        self.stat_file.close()
+
+
+@dataclass(slots=True, eq=False)
+class CmaTransfer(Transfer):
+    """A transfer as two streams of pieces with one common position."""
+
+    local: PieceStream = field(kw_only=True)
+    remote: PieceStream = field(kw_only=True)
+
+
+class CmaTransport:
+    """Moves bytes with one system call per poll, at most 1024 pieces or 64 MiB each."""
+
+    capabilities = Capabilities(name="cma", same_host_only=True)
+
+    def __init__(self) -> None:
+        self._calls = {Direction.READ: _bind("process_vm_readv"), Direction.WRITE: _bind("process_vm_writev")}
+        self._regions: list[Region] = []
+        self._local = RegionTable([])
+        self._nonce = Nonce()
+        self._identity = own_identity()
+        self._closed = False
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        """Add memory; also lets peers of this user attach where Yama asks for consent."""
+        self._check_open()
+        check_regions(regions, "cma")
+        _allow_attach()
+        self._regions.extend(regions)
+        self._local = RegionTable(self._regions)
+        return msgspec.msgpack.encode(
+            ProcessEndPoint(
+                transport="cma",
+                version=1,
+                identity=self._identity,
+                regions=pack_regions(self._local),
+                nonce_address=self._nonce.address,
+                nonce=self._nonce.value,
+            )
+        )
+
+    def connect(self, end_point: bytes) -> Peer:
+        """Check that the peer is a living process of this host, and read its nonce."""
+        self._check_open()
+        remote = decode_end_point(end_point, ProcessEndPoint, "cma")
+        _check_same_host(self._identity, remote.identity)
+        peer = CmaPeer(
+            name=f"cma:{remote.identity.pid}",
+            regions=unpack_regions(remote.regions),
+            identity=remote.identity,
+            stat_file=_open_stat(remote.identity),
+        )
+        try:
+            self._probe(peer, remote)
+        except TransportError:
+            peer.close()
+            raise
+        return peer
+
+    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
+        """Check both sides and queue; the copying happens in ``poll``."""
+        self._check_open()
+        assert isinstance(peer, CmaPeer)
+        sides = check_submission(descriptors, direction, self._local, peer.regions, self.capabilities)
+        sides = _in_remote_order(sides)
+        transfer = CmaTransfer(
+            peer=peer,
+            direction=direction,
+            num_descriptors=len(descriptors),
+            num_bytes=int(sides.lengths.sum()),
+            local=PieceStream(sides.local, sides.lengths),
+            remote=PieceStream(sides.remote, sides.lengths),
+        )
+        if not transfer.num_bytes:
+            transfer.status = Status.DONE
+        return transfer
+
+    def poll(self, transfer: Transfer) -> Status:
+        """Make one vectored call."""
+        assert isinstance(transfer, CmaTransfer)
+        assert isinstance(transfer.peer, CmaPeer)
+        if transfer.status is not Status.PENDING:
+            return transfer.status
+        if self._closed:
+            return transfer.fail(_closed())
+        if transfer.bytes_done == 0 and (error := transfer.peer.verify()):
+            return transfer.fail(error)
+        if error := self._advance(transfer, transfer.peer):
+            return transfer.fail(error)
+        if transfer.bytes_done == transfer.num_bytes:
+            # Bytes are believed only if they came from the process that was connected to.
+            if error := transfer.peer.verify():
+                return transfer.fail(error)
+            transfer.status = Status.DONE
+        return transfer.status
+
+    def cancel(self, transfer: Transfer) -> Status:
+        """Stop at once: bytes move only inside ``poll``."""
+        if transfer.status is Status.PENDING:
+            transfer.status = Status.CANCELLED
+        return transfer.status
+
+    def close(self) -> None:
+        """Refuse everything from now on."""
+        self._closed = True
+
+    def _advance(self, transfer: CmaTransfer, peer: CmaPeer) -> TransportError | None:
+        position = transfer.bytes_done
+        stop = min(
+            position + MAX_BYTES_PER_CALL,
+            transfer.local.reach(position, MAX_PIECES_PER_CALL),
+            transfer.remote.reach(position, MAX_PIECES_PER_CALL),
+        )
+        local, remote = transfer.local.cut(position, stop), transfer.remote.cut(position, stop)
+        moved = self._calls[transfer.direction](
+            peer.identity.pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
+        )
+        if moved <= 0:
+            return _explain(ctypes.get_errno() if moved < 0 else errno.EFAULT, peer, position)
+        transfer.bytes_done += moved  # may end inside a piece; the next call goes on from there
+        return None
+
+    def _probe(self, peer: CmaPeer, remote: ProcessEndPoint) -> None:
+        """Read the peer's nonce and compare."""
+        if error := peer.verify():
+            raise error
+        buffer = np.zeros(NONCE_BYTES, np.uint8)
+        pieces = np.array(
+            [[buffer.ctypes.data, NONCE_BYTES], [remote.nonce_address, NONCE_BYTES]],
+            np.uint64,
+        )
+        address = pieces.ctypes.data
+        moved = self._calls[Direction.READ](peer.identity.pid, address, 1, address + 16, 1, 0)
+        if moved < 0:
+            raise _explain(ctypes.get_errno(), peer, 0)
+        if buffer.tobytes() != remote.nonce:
+            raise _changed(remote.identity, remote.identity.start_time)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _closed()
+
+
+def _in_remote_order(sides: Sides) -> Sides:
+    """Sort by remote address: neighbours merge, and the kernel walks the peer's page tables in order."""
+    if (sides.remote[1:] >= sides.remote[:-1]).all():
+        return sides
+    order = np.argsort(sides.remote)
+    return Sides(sides.local[order], sides.remote[order], sides.lengths[order])
+
+
+def _closed() -> TransportError:
+    return TransportError(Reason.CLOSED, "this cma transport is closed.")
+
+
+def _died(identity: ProcessIdentity) -> TransportError:
+    return TransportError(
+        Reason.PEER_DIED, f"the peer process {identity.pid} has exited.", "Reconnect when the peer has been restarted."
+    )
+
+
+def _changed(identity: ProcessIdentity, start_time: int) -> TransportError:
+    return TransportError(
+        Reason.PEER_CHANGED,
+        f"process {identity.pid} is not the peer that made this end point (started at tick {start_time}, the peer at "
+        f"{identity.start_time}; its nonce must match too).",
+        "Ask the peer for a new end point.",
+    )
+
+
+def _explain(number: int, peer: CmaPeer, position: int) -> TransportError:
+    pid = peer.identity.pid
+    if number == errno.ESRCH:
+        return _died(peer.identity)
+    if number == errno.EPERM:
+        remedy = _PERMISSION_REMEDY.format(scope=_read_ptrace_scope())
+        return TransportError(
+            Reason.PERMISSION_DENIED,
+            f"the kernel does not let process {os.getpid()} (uid {os.geteuid()}) read the memory of process {pid} "
+            f"(uid {peer.identity.uid}).",
+            remedy,
+        )
+    if number == errno.EFAULT and (error := peer.verify()):
+        return error
+    message = f"copying from or to process {pid} stopped after {position} bytes: {os.strerror(number)}."
+    return TransportError(Reason.TRANSFER_FAILED, message, "Is all registered memory of both sides still mapped?")
+
+
+def _check_same_host(own: ProcessIdentity, other: ProcessIdentity) -> None:
+    if own.boot_id != other.boot_id:
+        found, remedy = "the peer is on another host", "Use the nixl transport between hosts."
+    elif own.pid_namespace != other.pid_namespace:
+        found = "the peer is in another pid namespace"
+        remedy = "Share the namespace (--pid=host or --pid=container:<name>) or use the nixl transport."
+    else:
+        return
+    raise TransportError(Reason.TRANSPORT_UNAVAILABLE, f"cma needs both processes on one host; {found}.", remedy)
+
+
+def _open_stat(identity: ProcessIdentity) -> io.FileIO:
+    try:
+        return io.FileIO(f"/proc/{identity.pid}/stat")
+    except OSError as error:
+        raise _died(identity) from error
+
+
+def _read_ptrace_scope() -> str:
+    try:
+        with open(_PTRACE_SCOPE, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return "not in use"
+
+
+def _allow_attach() -> None:
+    """Under Yama's scope 1 only a parent may attach unless this process consents."""
+    if _read_ptrace_scope() != "1":
+        return
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0) == 0:
+        logger.info("ptrace_scope is 1: processes of uid %d may now read this process's memory", os.geteuid())
+    else:
+        logger.warning("ptrace_scope is 1 and prctl(PR_SET_PTRACER) failed: peers will be refused")

@@ -1,0 +1,128 @@
+"""End points: who I am, where my memory is, and a nonce to read."""
+
+import os
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import Reason, TransportError
+from kvferry.layout.shard import Region
+from kvferry.transport.regions import RegionTable
+
+MAX_REGIONS = 65536
+MAX_END_POINT_BYTES = 4 << 20
+NONCE_BYTES = 16
+
+Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Length = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+RegionList = Annotated[list[tuple[Address, Length]], msgspec.Meta(max_length=MAX_REGIONS)]
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One process for ever: a pid may be reused, a pid with its start time and boot id is not."""
+
+    boot_id: Annotated[str, msgspec.Meta(max_length=64)]
+    pid_namespace: Annotated[int, msgspec.Meta(ge=0)]
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    start_time: Annotated[int, msgspec.Meta(ge=0)]
+    uid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class ProcessEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a peer on this host needs to reach this process's memory."""
+
+    transport: Literal["cma", "memcpy"]
+    version: Literal[1]
+    identity: ProcessIdentity
+    regions: RegionList
+    nonce_address: Address
+    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
+class NixlEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A NIXL agent's metadata, its registered memory, and a nonce in it."""
+
+    transport: Literal["nixl"]
+    version: Literal[1]
+    agent_name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    metadata: Annotated[bytes, msgspec.Meta(min_length=1, max_length=2 << 20)]
+    regions: RegionList
+    nonce_address: Address
+    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
+EndPoint = TypeVar("EndPoint", bound=msgspec.Struct)
+
+
+def decode_end_point(payload: bytes, kind: type[EndPoint], transport: str) -> EndPoint:
+    """Decode and bound bytes that a peer sent.
+
+    >>> decode_end_point(b"garbage", ProcessEndPoint, "cma")
+    Traceback (most recent call last):
+    kvferry.errors.TransportError: this is not a cma end point: ... [malformed-message]
+    """
+    try:
+        if len(payload) > MAX_END_POINT_BYTES:
+            raise msgspec.DecodeError(f"{len(payload)} bytes, more than {MAX_END_POINT_BYTES}")
+        decoded = msgspec.msgpack.decode(payload, type=kind)
+        if getattr(decoded, "transport", transport) != transport:
+            raise msgspec.ValidationError("it is for another transport")
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TransportError(
+            Reason.MALFORMED_MESSAGE,
+            f"this is not a {transport} end point: {error}.",
+            "Both sides must run the same transport of the same kvferry version.",
+        ) from error
+    return decoded
+
+
+def pack_regions(table: RegionTable) -> RegionList:
+    """Return regions as the pairs that travel."""
+    return [(region.base_address, region.length) for region in table.regions]
+
+
+def unpack_regions(pairs: Sequence[tuple[int, int]]) -> RegionTable:
+    """Return the table of regions that arrived."""
+    return RegionTable([Region(start, length) for start, length in pairs])
+
+
+def own_identity() -> ProcessIdentity:
+    """Return who this process is; read afresh, since a fork changes it."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot_id = file.read().strip()
+    return ProcessIdentity(
+        boot_id=boot_id,
+        pid_namespace=os.stat("/proc/self/ns/pid").st_ino,
+        pid=os.getpid(),
+        start_time=parse_start_time(read_stat(os.getpid())),
+        uid=os.geteuid(),
+    )
+
+
+def read_stat(pid: int) -> bytes:
+    """Return ``/proc/<pid>/stat``; raises ``ProcessLookupError`` or ``FileNotFoundError`` when there is none."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read()
+
+
+def parse_start_time(stat: bytes) -> int:
+    """Return the process's start time in clock ticks since boot (field 22); raises ``ProcessLookupError`` for a zombie.
+
+    >>> parse_start_time(b"7 (a) b) S " + b" ".join(b"%d" % i for i in range(4, 30)))
+    22
+    """
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    if fields[0] in (b"Z", b"X"):
+        raise ProcessLookupError("the process has exited")
+    return int(fields[19])
+
+
+class Nonce:
+    """Random bytes at a fixed address, which a peer reads to learn that it reached the right memory."""
+
+    def __init__(self) -> None:
+        self.value = os.urandom(NONCE_BYTES)
+        self._memory = np.frombuffer(bytearray(self.value), np.uint8)
+        self.address = int(self._memory.ctypes.data)

@@ -1,0 +1,186 @@
+"""Faults on purpose: a decorator over any transport, for negative controls and tests."""
+
+import ctypes
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import Reason, SettingsError, TransportError
+from kvferry.layout.shard import Region
+from kvferry.transport.piece_stream import PieceStream
+from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer, Transport
+
+logger = logging.getLogger(__name__)
+
+Position = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class SwapRanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Exchange what landed in two ranges of ``length`` bytes; positions count the submission's bytes in order."""
+
+    first: Position
+    second: Position
+    length: Count
+
+    def __post_init__(self) -> None:
+        if self.first + self.length > self.second:
+            raise SettingsError(Reason.INVALID_SETTING, f"{self} overlap or are out of order.")
+
+
+class ZeroRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Overwrite what landed in a range with zeros; the position counts the submission's bytes in order."""
+
+    position: Position
+    length: Count
+
+
+class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What goes wrong with every submission that is large enough for the fault and has at least ``min_bytes``.
+
+    ``swap`` and ``zero`` (a ``READ`` only) change what landed, just before ``DONE``; ``drop`` silently leaves the
+    descriptor of that index out; ``fail_after`` moves so many descriptors and then fails; ``delay_seconds`` keeps a
+    finished transfer pending; ``hang`` keeps it pending for ever, with nothing moved. Small submissions, such as a
+    guard word, pass untouched.
+
+    >>> msgspec.convert({"zero": {"position": 4096, "length": 512}}, FaultPlan).zero
+    ZeroRange(position=4096, length=512)
+    """
+
+    swap: SwapRanges | None = None
+    zero: ZeroRange | None = None
+    drop: Position | None = None
+    fail_after: Position | None = None
+    delay_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
+    hang: bool = False
+    min_bytes: Count = 256
+
+    def fits(self, num_descriptors: int, num_bytes: int) -> bool:
+        """Return whether a submission is large enough for every fault named."""
+        needed_bytes = [self.min_bytes]
+        if self.swap is not None:
+            needed_bytes.append(self.swap.second + self.swap.length)
+        if self.zero is not None:
+            needed_bytes.append(self.zero.position + self.zero.length)
+        needed_descriptors = max(1, 0 if self.drop is None else self.drop + 1, self.fail_after or 0)
+        return num_bytes >= max(needed_bytes) and num_descriptors >= needed_descriptors
+
+
+@dataclass(slots=True, eq=False)
+class FaultyTransfer(Transfer):
+    """What was asked for, around a transfer of what really moves."""
+
+    inner: Transfer = field(kw_only=True)
+    landed: PieceStream = field(kw_only=True)
+    not_before: float = field(kw_only=True)
+
+
+class FaultyTransport:
+    """Another transport with a :class:`FaultPlan`; ``num_injected`` counts the submissions that met it."""
+
+    def __init__(self, inner: Transport, plan: FaultPlan) -> None:
+        self.num_injected = 0
+        self._inner = inner
+        self._plan = plan
+        logger.warning("faults are injected into the %s transport: %s", inner.capabilities.name, plan)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the transport inside."""
+        return self._inner.capabilities
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        """Register with the transport inside."""
+        return self._inner.register(regions)
+
+    def connect(self, end_point: bytes) -> Peer:
+        """Connect with the transport inside."""
+        return self._inner.connect(end_point)
+
+    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
+        """Submit what the plan leaves of the list."""
+        num_bytes = int(descriptors[:, 2].sum())
+        if not self._plan.fits(len(descriptors), num_bytes):
+            return self._inner.submit(peer, direction, descriptors)
+        if direction is Direction.WRITE and (self._plan.swap or self._plan.zero):
+            raise SettingsError(Reason.INVALID_SETTING, "swap and zero need a READ: they change local memory.")
+        self.num_injected += 1
+        return FaultyTransfer(
+            peer,
+            direction,
+            len(descriptors),
+            num_bytes,
+            inner=self._inner.submit(peer, direction, self._moved(descriptors)),
+            landed=PieceStream(descriptors[:, 1], descriptors[:, 2]),
+            not_before=time.monotonic() + self._plan.delay_seconds,
+        )
+
+    def poll(self, transfer: Transfer) -> Status:
+        """Poll inside; at its end do the harm."""
+        if not isinstance(transfer, FaultyTransfer):
+            return self._inner.poll(transfer)
+        if transfer.status is not Status.PENDING:
+            return transfer.status
+        status = self._inner.poll(transfer.inner)
+        transfer.bytes_done = transfer.inner.bytes_done
+        return self._finish(transfer) if status is Status.DONE else _end(transfer, status)
+
+    def cancel(self, transfer: Transfer) -> Status:
+        """Cancel inside; what has ended there is cancelled at once."""
+        if not isinstance(transfer, FaultyTransfer):
+            return self._inner.cancel(transfer)
+        if transfer.status is not Status.PENDING:
+            return transfer.status
+        status = self._inner.cancel(transfer.inner)
+        return _end(transfer, Status.CANCELLED if status is Status.DONE else status)
+
+    def close(self) -> None:
+        """Close the transport inside."""
+        self._inner.close()
+
+    def _moved(self, descriptors: Descriptors) -> Descriptors:
+        """Return the descriptors that really move."""
+        if self._plan.hang:
+            return descriptors[:0]
+        if self._plan.drop is not None:
+            descriptors = np.delete(descriptors, self._plan.drop, axis=0)
+        return descriptors if self._plan.fail_after is None else descriptors[: self._plan.fail_after]
+
+    def _finish(self, transfer: FaultyTransfer) -> Status:
+        plan = self._plan
+        if plan.hang or time.monotonic() < transfer.not_before:
+            return transfer.status
+        if plan.fail_after is not None:
+            message = f"failed on purpose after {plan.fail_after} descriptors."
+            return transfer.fail(TransportError(Reason.TRANSFER_FAILED, message))
+        if plan.swap is not None:
+            first = _read(transfer.landed, plan.swap.first, plan.swap.length)
+            second = _read(transfer.landed, plan.swap.second, plan.swap.length)
+            _write(transfer.landed, plan.swap.first, second)
+            _write(transfer.landed, plan.swap.second, first)
+        if plan.zero is not None:
+            _write(transfer.landed, plan.zero.position, bytes(plan.zero.length))
+        transfer.bytes_done = transfer.num_bytes
+        return _end(transfer, Status.DONE)
+
+
+def _end(transfer: FaultyTransfer, status: Status) -> Status:
+    transfer.status, transfer.error = status, transfer.inner.error
+    return status
+
+
+def _read(landed: PieceStream, position: int, length: int) -> bytes:
+    pieces = landed.cut(position, position + length).tolist()
+    return b"".join(ctypes.string_at(address, size) for address, size in pieces)
+
+
+def _write(landed: PieceStream, position: int, content: bytes) -> None:
+    written = 0
+    for address, size in landed.cut(position, position + len(content)).tolist():
+        ctypes.memmove(address, content[written : written + size], size)
+        written += size

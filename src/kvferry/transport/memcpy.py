@@ -1,0 +1,200 @@
+"""Copies inside one process: for tests, for one-process engines, and as the roof that others are measured against."""
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import Reason, TransportError
+from kvferry.layout.shard import Region
+from kvferry.transport.end_points import (
+    Nonce,
+    ProcessEndPoint,
+    decode_end_point,
+    own_identity,
+    pack_regions,
+    unpack_regions,
+)
+from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
+from kvferry.transport.regions import RegionTable, check_regions
+from kvferry.transport.submission import check_submission
+
+MAX_BYTES_PER_POLL = 16 << 20
+GATHER_BYTES = 256 << 10  # a gather goes through a buffer that stays in the second-level cache
+MEMMOVE_FROM = 16 << 10  # measured: from here on one memmove per piece beats gather and scatter
+
+_open_nonces: set[bytes] = set()
+
+
+@dataclass(slots=True, eq=False)
+class MemcpyPeer(Peer):
+    """Another memcpy transport of this process; it is gone once that one is closed."""
+
+    nonce: bytes
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the other transport still vouches for its memory."""
+        return self.nonce in _open_nonces
+
+
+@dataclass(slots=True, eq=False)
+class MemcpyTransfer(Transfer):
+    """A transfer as an iterator over its copies, each of which yields the bytes it moved."""
+
+    copies: Iterator[int] = field(kw_only=True)
+
+
+class MemcpyTransport:
+    """Moves bytes between transports of one process."""
+
+    capabilities = Capabilities(name="memcpy", same_host_only=True, same_process_only=True)
+
+    def __init__(self) -> None:
+        self._regions: list[Region] = []
+        self._local = RegionTable([])
+        self._nonce = Nonce()
+        self._closed = False
+        _open_nonces.add(self._nonce.value)
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        """Add memory and return the end point."""
+        self._check_open()
+        check_regions(regions, "memcpy")
+        self._regions.extend(regions)
+        self._local = RegionTable(self._regions)
+        end_point = ProcessEndPoint(
+            transport="memcpy",
+            version=1,
+            identity=own_identity(),
+            regions=pack_regions(self._local),
+            nonce_address=self._nonce.address,
+            nonce=self._nonce.value,
+        )
+        return msgspec.msgpack.encode(end_point)
+
+    def connect(self, end_point: bytes) -> Peer:
+        """Accept an end point that was made in this process and is still open."""
+        self._check_open()
+        remote = decode_end_point(end_point, ProcessEndPoint, "memcpy")
+        if remote.identity != own_identity():
+            raise TransportError(
+                Reason.TRANSPORT_UNAVAILABLE,
+                f"memcpy stays inside process {os.getpid()}; this end point is of process {remote.identity.pid}.",
+                "Use the cma or nixl transport between processes.",
+            )
+        if remote.nonce not in _open_nonces:
+            raise _peer_closed()
+        return MemcpyPeer(name="memcpy", regions=unpack_regions(remote.regions), nonce=remote.nonce)
+
+    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
+        """Check both sides and queue; the copying happens in ``poll``."""
+        self._check_open()
+        assert isinstance(peer, MemcpyPeer)
+        sides = check_submission(descriptors, direction, self._local, peer.regions, self.capabilities)
+        transfer = MemcpyTransfer(
+            peer=peer,
+            direction=direction,
+            num_descriptors=len(descriptors),
+            num_bytes=int(sides.lengths.sum()),
+            copies=_copies(descriptors.copy()),
+        )
+        if not transfer.num_bytes:
+            transfer.status = Status.DONE
+        return transfer
+
+    def poll(self, transfer: Transfer) -> Status:
+        """Copy up to 16 MiB (one whole piece when it is larger)."""
+        assert isinstance(transfer, MemcpyTransfer)
+        assert isinstance(transfer.peer, MemcpyPeer)
+        if transfer.status is not Status.PENDING:
+            return transfer.status
+        if self._closed:
+            return transfer.fail(_closed())
+        if not transfer.peer.is_open:
+            return transfer.fail(_peer_closed())
+        stop = min(transfer.bytes_done + MAX_BYTES_PER_POLL, transfer.num_bytes)
+        while transfer.bytes_done < stop:
+            transfer.bytes_done += next(transfer.copies)
+        if transfer.bytes_done == transfer.num_bytes:
+            transfer.status = Status.DONE
+        return transfer.status
+
+    def cancel(self, transfer: Transfer) -> Status:
+        """Stop at once: bytes move only inside ``poll``."""
+        if transfer.status is Status.PENDING:
+            transfer.status = Status.CANCELLED
+        return transfer.status
+
+    def close(self) -> None:
+        """Refuse everything from now on, and no longer vouch for the memory."""
+        self._closed = True
+        _open_nonces.discard(self._nonce.value)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _closed()
+
+
+def _closed() -> TransportError:
+    return TransportError(Reason.CLOSED, "this memcpy transport is closed.")
+
+
+def _peer_closed() -> TransportError:
+    return TransportError(Reason.PEER_DIED, "the memcpy transport that made this end point is closed.")
+
+
+def _copies(descriptors: Descriptors) -> Iterator[int]:
+    """Copy group by group of equal length, so that numpy loops over the pieces of each."""
+    lengths = descriptors[:, 2]
+    for length in np.unique(lengths).tolist():
+        sources, destinations = descriptors[lengths == length, :2].T
+        if length >= MEMMOVE_FROM:
+            yield from _move_each(sources, destinations, length)
+        else:
+            yield from _gather(sources, destinations, length)
+
+
+def _move_each(sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64], length: int) -> Iterator[int]:
+    for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+        ctypes.memmove(destination, source, length)
+        yield length
+
+
+def _gather(sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64], length: int) -> Iterator[int]:
+    source_rows, source_index = _rows(sources, length)
+    destination_rows, destination_index = _rows(destinations, length)
+    pieces = max(1, GATHER_BYTES // length)
+    for start in range(0, len(sources), pieces):
+        chosen = source_index[start : start + pieces]
+        destination_rows[destination_index[start : start + pieces]] = source_rows[chosen]
+        yield len(chosen) * length
+
+
+class _AddressSpan:
+    """Memory that numpy may view although no Python object owns it."""
+
+    def __init__(self, base: int, step: int, count: int, length: int) -> None:
+        self.__array_interface__ = {
+            "data": (base, False),
+            "shape": (count,),
+            "strides": (step,),
+            "typestr": f"|V{length}",
+            "version": 3,
+        }
+
+
+def _rows(addresses: npt.NDArray[np.uint64], length: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
+    """Return an array in which piece ``i`` is element ``index[i]``, and the index.
+
+    Its elements may overlap, and memory between pieces that belongs to nobody is never touched.
+    """
+    base = int(addresses.min())
+    offsets = (addresses - np.uint64(base)).astype(np.int64)
+    step = int(np.gcd.reduce(offsets)) or 1
+    index = offsets // step
+    return np.asarray(_AddressSpan(base, step, int(index.max()) + 1, length)), index

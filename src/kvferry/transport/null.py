@@ -1,0 +1,108 @@
+"""A transport that moves nothing and remembers what it was asked to move."""
+
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from kvferry.errors import Reason, TransportError
+from kvferry.layout.shard import Region
+from kvferry.transport.end_points import RegionList, decode_end_point, pack_regions, unpack_regions
+from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
+from kvferry.transport.regions import RegionTable, check_regions
+from kvferry.transport.submission import check_submission
+
+
+class NullEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The regions, which need not exist."""
+
+    transport: Literal["null"]
+    version: Literal[1]
+    pid: int
+    regions: RegionList
+
+
+class NullTransport:
+    """Counts descriptors and bytes; addresses are checked against the regions but never touched.
+
+    With ``keep_descriptors`` the submitted arrays are in ``descriptor_lists``.
+
+    >>> import numpy as np
+    >>> holder, reader = NullTransport(), NullTransport()
+    >>> peer = reader.connect(holder.register([Region(1 << 20, 4096)]))
+    >>> _ = reader.register([Region(2 << 20, 4096)])
+    >>> transfer = reader.submit(peer, Direction.READ, np.array([[1 << 20, 2 << 20, 512]], np.uint64))
+    >>> str(reader.poll(transfer)), reader.num_descriptors, reader.num_bytes
+    ('done', 1, 512)
+    """
+
+    capabilities = Capabilities(name="null", moves_bytes=False)
+
+    def __init__(self, keep_descriptors: bool = False) -> None:
+        self.num_submissions = 0
+        self.num_descriptors = 0
+        self.num_bytes = 0
+        self.descriptor_lists: list[Descriptors] = []
+        self._keep_descriptors = keep_descriptors
+        self._regions: list[Region] = []
+        self._local = RegionTable([])
+        self._closed = False
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        """Add regions and return the end point."""
+        self._check_open()
+        check_regions(regions, "null")
+        self._regions.extend(regions)
+        self._local = RegionTable(self._regions)
+        return msgspec.msgpack.encode(
+            NullEndPoint(transport="null", version=1, pid=os.getpid(), regions=pack_regions(self._local))
+        )
+
+    def connect(self, end_point: bytes) -> Peer:
+        """Accept any end point of a null transport."""
+        self._check_open()
+        remote = decode_end_point(end_point, NullEndPoint, "null")
+        return Peer(name=f"null:{remote.pid}", regions=unpack_regions(remote.regions))
+
+    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
+        """Check both sides and count."""
+        self._check_open()
+        sides = check_submission(descriptors, direction, self._local, peer.regions, self.capabilities)
+        transfer = Transfer(peer, direction, len(descriptors), int(sides.lengths.sum()))
+        self.num_submissions += 1
+        self.num_descriptors += transfer.num_descriptors
+        self.num_bytes += transfer.num_bytes
+        if self._keep_descriptors:
+            self.descriptor_lists.append(descriptors.copy())
+        if not transfer.num_bytes:
+            transfer.status = Status.DONE
+        return transfer
+
+    def poll(self, transfer: Transfer) -> Status:
+        """End the transfer."""
+        if transfer.status is not Status.PENDING:
+            return transfer.status
+        if self._closed:
+            return transfer.fail(_closed())
+        transfer.bytes_done = transfer.num_bytes
+        transfer.status = Status.DONE
+        return transfer.status
+
+    def cancel(self, transfer: Transfer) -> Status:
+        """Stop at once."""
+        if transfer.status is Status.PENDING:
+            transfer.status = Status.CANCELLED
+        return transfer.status
+
+    def close(self) -> None:
+        """Refuse everything from now on."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _closed()
+
+
+def _closed() -> TransportError:
+    return TransportError(Reason.CLOSED, "this null transport is closed.")

@@ -1,0 +1,116 @@
+"""Tries a transport for real: a child process registers memory, this one reads it."""
+
+import importlib
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import IO
+
+import numpy as np
+
+from kvferry.errors import KVFerryError, Reason, TransportError
+from kvferry.layout.shard import Region
+from kvferry.transport.protocol import Direction, Status, Transport
+
+PROBE_BYTES = 1 << 20
+PROBE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """Whether a transport works between two processes of this machine; if not, ``reason`` and ``remedy`` say why."""
+
+    name: str
+    works: bool
+    reason: str = ""
+    remedy: str = ""
+
+
+def probe(name: str, factory: str) -> ProbeResult:
+    """Try the transport that ``factory`` (``module:class``) makes; bounded, and raises nothing."""
+    try:
+        transport = make(factory)
+        try:
+            _read_from_child(factory, transport)
+        finally:
+            transport.close()
+    except KVFerryError as error:
+        return ProbeResult(name, False, error.message, error.remedy)
+    return ProbeResult(name, True)
+
+
+def make(factory: str) -> Transport:
+    """Import ``module:class`` and open the transport."""
+    module, attribute = factory.split(":")
+    transport: Transport = getattr(importlib.import_module(module), attribute)()
+    return transport
+
+
+def _read_from_child(factory: str, transport: Transport) -> None:
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "kvferry.transport.probe", factory, str(writing)]
+    with tempfile.TemporaryFile() as errors, os.fdopen(reading, "rb", buffering=0) as replies:
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors, pass_fds=[writing])
+        os.close(writing)
+        try:
+            address, end_point = _await_end_point(replies, errors)
+            _read_pattern(transport, address, end_point)
+        finally:
+            child.kill()
+            child.wait(PROBE_SECONDS)
+
+
+def _await_end_point(replies: IO[bytes], errors: IO[bytes]) -> tuple[int, bytes]:
+    message, deadline = b"", time.monotonic() + PROBE_SECONDS
+    while not message.endswith(b"\n"):
+        ready, _, _ = select.select([replies], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TransportError(Reason.DEADLINE_EXCEEDED, f"the other process was not ready in {PROBE_SECONDS} s.")
+        chunk = replies.read(1 << 16)
+        if not chunk:
+            errors.seek(0)
+            found = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+            raise TransportError(Reason.TRANSPORT_UNAVAILABLE, f"the other process could not start it: {found}.")
+        message += chunk
+    address, _, end_point = message.decode().strip().partition(" ")
+    return int(address), bytes.fromhex(end_point)
+
+
+def _read_pattern(transport: Transport, address: int, end_point: bytes) -> None:
+    local = np.zeros(PROBE_BYTES, np.uint8)
+    transport.register([Region(int(local.ctypes.data), PROBE_BYTES)])
+    peer = transport.connect(end_point)
+    descriptors = np.array([[address, local.ctypes.data, PROBE_BYTES]], np.uint64)
+    transfer = transport.submit(peer, Direction.READ, descriptors)
+    deadline = time.monotonic() + PROBE_SECONDS
+    while transport.poll(transfer) is Status.PENDING and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    if transfer.error is not None:
+        raise transfer.error
+    if transfer.status is not Status.DONE:
+        raise TransportError(Reason.DEADLINE_EXCEEDED, f"1 MiB did not arrive within {PROBE_SECONDS} s.")
+    if not np.array_equal(local, _pattern()):
+        raise TransportError(Reason.TRANSFER_FAILED, "other bytes arrived than were sent.")
+
+
+def _pattern() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.resize(np.arange(251, dtype=np.uint8), PROBE_BYTES)
+
+
+def _serve(factory: str, writing: int) -> None:
+    memory = _pattern()
+    transport = make(factory)
+    end_point = transport.register([Region(int(memory.ctypes.data), PROBE_BYTES)])
+    message = memoryview(f"{memory.ctypes.data} {end_point.hex()}\n".encode())
+    while message:
+        message = message[os.write(writing, message) :]
+    sys.stdin.read()
+    transport.close()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], int(sys.argv[2]))

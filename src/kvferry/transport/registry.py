@@ -1,0 +1,137 @@
+"""Transports by name, and the choice between them when two sides offer several."""
+
+import difflib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import Reason, SettingsError, TransportError
+from kvferry.layout.shard import Region
+from kvferry.transport.faults import FaultPlan, FaultyTransport
+from kvferry.transport.probe import ProbeResult, make, probe
+from kvferry.transport.protocol import Peer, Transport
+
+logger = logging.getLogger(__name__)
+
+FACTORIES: dict[str, str] = {
+    "cma": "kvferry.transport.cma:CmaTransport",
+    "nixl": "kvferry.transport.nixl:NixlTransport",
+    "memcpy": "kvferry.transport.memcpy:MemcpyTransport",
+    "null": "kvferry.transport.null:NullTransport",
+}
+"""Name -> module and class; a module is imported only when its transport is opened."""
+
+AUTO = ("cma", "nixl")
+"""What ``auto`` opens, the preferred first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A reachable peer, the transport that reaches it, and why that one."""
+
+    name: str
+    transport: Transport
+    peer: Peer
+    why: str
+
+
+class TransportSet:
+    """The open transports of one side: registers memory with all of them, connects with the best that works."""
+
+    def __init__(self, transports: Mapping[str, Transport]) -> None:
+        self.transports = dict(transports)
+
+    def register(self, regions: Sequence[Region]) -> dict[str, bytes]:
+        """Register memory with every transport and return end points by transport name."""
+        return {name: transport.register(regions) for name, transport in self.transports.items()}
+
+    def connect(self, end_points: Mapping[str, bytes]) -> Link:
+        """Connect with the first transport that both sides have and that really reaches the peer.
+
+        A malformed end point is an error at once. Otherwise raises ``TransportError`` with what each transport said.
+        """
+        refusals: list[TransportError] = []
+        for name, transport in self.transports.items():
+            if name not in end_points:
+                continue
+            try:
+                peer = transport.connect(end_points[name])
+            except TransportError as error:
+                if error.reason is Reason.MALFORMED_MESSAGE:
+                    raise
+                logger.info("%s does not reach the peer: %s", name, error)
+                refusals.append(error)
+                continue
+            why = "; ".join(f"not another, since {error.message}" for error in refusals) or "first choice, and it works"
+            logger.info("using the %s transport for %s: %s", name, peer.name, why)
+            return Link(name, transport, peer, why)
+        raise self._unreachable(end_points, refusals)
+
+    def close(self) -> None:
+        """Close every transport; twice is fine."""
+        for transport in self.transports.values():
+            transport.close()
+
+    def _unreachable(self, end_points: Mapping[str, bytes], refusals: Sequence[TransportError]) -> TransportError:
+        if not refusals:
+            return TransportError(
+                Reason.TRANSPORT_UNAVAILABLE,
+                f"no transport in common: this side has {', '.join(self.transports)}, "
+                f"the peer offers {', '.join(sorted(end_points)[:8]) or 'none'}.",
+                "Set the same transport, or auto, on both sides.",
+            )
+        if len(refusals) == 1:
+            return refusals[0]
+        message = " ".join(error.message for error in refusals)
+        return TransportError(refusals[-1].reason, message, " ".join(error.remedy for error in refusals))
+
+
+def open_transport(name: str, faults: FaultPlan | None = None) -> Transport:
+    """Open one transport by name.
+
+    Raises ``SettingsError`` for an unknown name, ``TransportError`` when it cannot work on this machine.
+
+    >>> open_transport("cam")
+    Traceback (most recent call last):
+    kvferry.errors.SettingsError: there is no transport 'cam'. Did you mean 'cma'? ... [unknown-setting]
+    """
+    check_setting(name)
+    transport = make(FACTORIES[name])
+    return transport if faults is None else FaultyTransport(transport, faults)
+
+
+def open_transports(setting: str = "auto", faults: FaultPlan | None = None) -> TransportSet:
+    """Open the transport named, or with ``auto`` every one that works here (at least one, or ``TransportError``)."""
+    if setting != "auto":
+        return TransportSet({setting: open_transport(setting, faults)})
+    opened: dict[str, Transport] = {}
+    refusals: list[TransportError] = []
+    for name in AUTO:
+        try:
+            opened[name] = open_transport(name, faults)
+        except TransportError as error:
+            logger.info("the %s transport is not available here: %s", name, error)
+            refusals.append(error)
+    if not opened:
+        message = " ".join(error.message for error in refusals)
+        remedy = " ".join(error.remedy for error in refusals)
+        raise TransportError(Reason.TRANSPORT_UNAVAILABLE, message, remedy)
+    return TransportSet(opened)
+
+
+def check_setting(setting: str) -> None:
+    """Refuse a name that is no transport, naming the nearest (``UNKNOWN_SETTING``). ``auto`` is a set, not one."""
+    if setting in FACTORIES:
+        return
+    known = ["auto", *FACTORIES]
+    nearest = difflib.get_close_matches(setting, known, n=1, cutoff=0.0)[0]
+    raise SettingsError(
+        Reason.UNKNOWN_SETTING,
+        f"there is no transport {setting!r}.",
+        f"Did you mean {nearest!r}? There are {', '.join(known)}.",
+    )
+
+
+def probe_all() -> list[ProbeResult]:
+    """Try each transport of ``auto`` against a child process, and say what works, or why not and what to do."""
+    return [probe(name, FACTORIES[name]) for name in AUTO]

@@ -1,0 +1,67 @@
+"""Order of the engine tests, and the engines they share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .engine_pool import STAGES, EnginePool, Reference, stage_of
+
+FOLDER = Path(__file__).parent
+TIMEOUT_SECONDS = 600
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "engines(*names): the shared engines that a test needs")
+    config.addinivalue_line("markers", "ends_engines: the test kills an engine, so it is the last of its stage")
+
+
+def engine_names(item: pytest.Item) -> tuple[str, ...]:
+    """Return the engines that a test names, those of its parameters included."""
+    return tuple(name for mark in item.iter_markers("engines") for name in mark.args)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Bring the tests of a stage together, so that every engine starts once."""
+    ours = [item for item in items if FOLDER in item.path.parents]
+    for item in ours:
+        item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
+    # Tests that start engines of their own come last, when the shared ones are gone.
+    order = {item: stage_of(engine_names(item)) if engine_names(item) else len(STAGES) for item in ours}
+    victims = {item: item.get_closest_marker("ends_engines") is not None for item in ours}
+    in_order = iter(sorted(ours, key=lambda item: (order[item], victims[item])))
+    items[:] = [next(in_order) if item in order else item for item in items]
+
+
+@pytest.fixture(scope="session")
+def engine_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
+    pool = EnginePool(tmp_path_factory.mktemp("engines"), tmp_path_factory.getbasetemp().parent / "kvferry-models")
+    try:
+        yield pool
+    finally:
+        pool.stop_all_but(())
+        for names, seconds in pool.seconds.items():
+            print(f"\nstarting {names}: {seconds:.1f} s", end="")
+
+
+@pytest.fixture(scope="session")
+def reference(engine_pool: EnginePool) -> Reference:
+    return Reference(engine_pool)
+
+
+@pytest.fixture(autouse=True)
+def shared_engines(request: pytest.FixtureRequest) -> None:
+    """Start what this test needs together with what the rest of its stage needs; stop what no longer is needed."""
+    pool: EnginePool = request.getfixturevalue("engine_pool")
+    names = engine_names(request.node)
+    if not names:
+        pool.stop_all_but(())
+        return
+    stage = stage_of(names)
+    remaining = request.session.items[request.session.items.index(request.node) :]
+    users = [item for item in remaining if engine_names(item)]
+    wanted = {name for item in users if stage_of(engine_names(item)) == stage for name in engine_names(item)}
+    if any("reference" in item.fixturenames for item in users if stage_of(engine_names(item)) == stage):
+        wanted |= {name for name in STAGES[stage] if name.endswith("-reference")}
+    pool.stop_all_but(wanted)
+    pool.need(sorted(wanted))

@@ -1,0 +1,251 @@
+"""The engines that the tests share: what they are, when they run, and how a test talks to one.
+
+Starting an engine costs half a minute, so tests name the engines they need (``@pytest.mark.engines``) and are ordered
+by stage; a stage starts its engines together. All have the role ``kv_both``: one serves as the prefill engine of one
+pair and as the decode engine of another.
+"""
+
+import json
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvferry.integrations.vllm.engine_metrics import cache_usage, prompt_tokens
+from kvferry.integrations.vllm.launch import (
+    EngineSettings,
+    Server,
+    spread_over_cores,
+    start_engine,
+    stop_servers,
+    wait_until_ready,
+)
+from kvferry.integrations.vllm.tiny_models import make_tiny_model
+
+MODELS = {"gqa": "qwen3-tiny", "mla": "deepseek-mla-tiny"}
+EXTENSION = ("--worker-extension-cls", "kvferry.testing.engine_oracle.EngineOracle")
+# In vLLM 0.32 the CPU's rotary_embedding kernel turns a query that is a slice of a wider tensor, as MLA's is, by wrong
+# angles, other ones for a token alone than for the same token in a prompt; the plain PyTorch one is right.
+MLA_ARGUMENTS = ("--compilation-config", json.dumps({"custom_ops": ["all", "-rotary_embedding"]}))
+# Generous: with six ranks on two cores, an engine may not get to answer for seconds.
+CONNECTOR_SETTINGS: dict[str, Any] = {
+    "lease_seconds": 90.0,
+    "load_timeout_seconds": 45.0,
+    "handshake_timeout_seconds": 20.0,
+    "transport": "cma",
+}
+
+BOTH_CORES = (",".join(sorted(spread_over_cores(2))),)
+LAST_CORE = spread_over_cores(1, from_last=True)
+
+# Name -> model and what differs from the defaults. Peers of one rank compute on different cores. A prefill engine on
+# "auto" offers cma and nixl, and a decode engine takes cma unless it is told to use nixl.
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gqa-reference": ("gqa", {"role": None, "cores": BOTH_CORES}),
+    "gqa-tp1": ("gqa", {}),
+    "gqa-tp1-other": (
+        "gqa",
+        {
+            "prefix_caching": False,
+            "load_failure_policy": "recompute",
+            "kv_cache_bytes": 128 << 20,
+            "max_model_len": 2048,
+            "cores": LAST_CORE,
+        },
+    ),
+    "gqa-tp1-nixl": ("gqa", {"transport": "nixl", "cores": LAST_CORE}),
+    "gqa-tp2": ("gqa", {"tensor_parallel_size": 2, "transport": "auto"}),
+    "gqa-tp2-other": ("gqa", {"tensor_parallel_size": 2, "load_failure_policy": "recompute"}),
+    "gqa-tp4": ("gqa", {"tensor_parallel_size": 4}),
+    "mla-reference": ("mla", {"role": None, "cores": BOTH_CORES}),
+    "mla-tp1": ("mla", {}),
+    "mla-tp1-other": ("mla", {"load_failure_policy": "recompute", "cores": LAST_CORE}),
+    "mla-tp2": ("mla", {"tensor_parallel_size": 2}),
+}
+# What runs together; memory for all at once is not asked for.
+STAGES: tuple[tuple[str, ...], ...] = (
+    ("gqa-reference", "gqa-tp1", "gqa-tp1-other", "gqa-tp2"),
+    ("gqa-tp2", "gqa-tp2-other", "gqa-tp1-nixl", "gqa-tp4"),
+    ("gqa-tp1-nixl", "mla-reference", "mla-tp1", "mla-tp1-other", "mla-tp2"),
+)
+
+
+def stage_of(names: Iterable[str]) -> int:
+    """Return the first stage in which all these engines run."""
+    needed = set(names)
+    return next(index for index, stage in enumerate(STAGES) if needed <= set(stage))
+
+
+class RequestFailed(Exception):
+    """An engine answered with an HTTP error; ``status`` and ``text`` are what it said."""
+
+    def __init__(self, status: int, text: str) -> None:
+        self.status, self.text = status, text
+        super().__init__(f"{status}: {text[:500]}")
+
+
+def post(url: str, body: dict[str, Any], timeout_seconds: float = 120.0) -> Any:
+    """Post JSON and return the JSON of the answer."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_seconds) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise RequestFailed(error.code, error.read().decode(errors="replace")) from None
+
+
+def fresh_salt() -> str:
+    """Return a ``cache_salt`` that no request has had."""
+    return uuid.uuid4().hex
+
+
+def completion_body(prompt: Sequence[int], max_tokens: int, salt: str, **more: Any) -> dict[str, Any]:
+    """Return a greedy completion request on token ids."""
+    return {
+        "model": "model",
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "cache_salt": salt,
+        **more,
+    }
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running engine."""
+
+    name: str
+    model: str
+    server: Server
+    settings: EngineSettings
+
+    @property
+    def tp(self) -> int:
+        return self.settings.tensor_parallel_size
+
+    @property
+    def block_size(self) -> int:
+        """The engine's default on CPUs: 128 tokens, and 16 for MLA."""
+        return 16 if self.model == "mla" else 128
+
+    def complete(self, prompt: Sequence[int], max_tokens: int = 8, salt: str | None = None, **more: Any) -> Any:
+        body = completion_body(prompt, max_tokens, salt or fresh_salt(), **more)
+        return post(f"{self.server.url}/v1/completions", body)
+
+    def prefill(self, prompt: Sequence[int], salt: str | None = None, **more: Any) -> dict[str, Any]:
+        """Do as a router does with the prefill engine; return its ``kv_transfer_params``."""
+        answer = self.complete(prompt, 1, salt, kv_transfer_params={"do_remote_decode": True}, **more)
+        params = answer["kv_transfer_params"]
+        assert params, f"{self.name} exported nothing"
+        return dict(params)
+
+    def decode(
+        self, prompt: Sequence[int], params: dict[str, Any], max_tokens: int = 8, salt: str | None = None, **more: Any
+    ) -> list[list[int]]:
+        """Do as a router does with the decode engine; return the tokens of every sample."""
+        answer = self.complete(prompt, max_tokens, salt, kv_transfer_params=params, **more)
+        return tokens_of(answer)
+
+    def call(self, method: str, argument: Any = None) -> list[Any]:
+        """Call an :class:`EngineOracle` method in every worker."""
+        body = {"method": method, "args": [] if argument is None else [json.dumps(argument)], "timeout": 60}
+        return list(post(f"{self.server.url}/collective_rpc", body)["results"])
+
+    def set_faults(self, plan: dict[str, Any] | None) -> None:
+        body = {"method": "oracle_faults", "args": [json.dumps(plan)], "timeout": 60}
+        post(f"{self.server.url}/collective_rpc", body)
+
+    def usage(self) -> float:
+        return cache_usage(self.server.metrics())
+
+    def prompt_tokens(self) -> Any:
+        return prompt_tokens(self.server.metrics())
+
+    def log(self) -> str:
+        return self.server.process.log_path.read_text(errors="replace")
+
+
+def tokens_of(answer: Any) -> list[list[int]]:
+    """Return the output tokens of every sample of a completion."""
+    return [choice["token_ids"] for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))]
+
+
+@dataclass
+class EnginePool:
+    """Starts engines by name, several at once, and stops them."""
+
+    folder: Path
+    models: Path
+    running: dict[str, Engine] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def model_path(self, model: str) -> Path:
+        return make_tiny_model(MODELS[model], self.models)
+
+    def settings(self, name: str) -> EngineSettings:
+        model, differences = ENGINES[name]
+        differences = dict(differences)
+        tp = differences.get("tensor_parallel_size", 1)
+        connector_settings = dict(CONNECTOR_SETTINGS)
+        if transport := differences.pop("transport", None):
+            connector_settings["transport"] = transport
+        arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": (256 << 20) // (tp if model == "gqa" else 1)}
+        arguments.update(differences, arguments=MLA_ARGUMENTS if model == "mla" else ())
+        if arguments["role"] is not None:
+            arguments.update(connector_settings=connector_settings, arguments=(*arguments["arguments"], *EXTENSION))
+            arguments["variables"] = {"VLLM_SERVER_DEV_MODE": "1"}
+        return EngineSettings(self.model_path(model), **arguments)
+
+    def need(self, names: Iterable[str]) -> None:
+        """Start those of the engines that do not run, together, and wait for them."""
+        missing = [name for name in names if name not in self.running]
+        started_at = time.monotonic()
+        started = {name: self.start(name, self.settings(name)) for name in missing}
+        try:
+            wait_until_ready(list(started.values()), timeout_seconds=400)
+        except BaseException:
+            stop_servers(list(started.values()))
+            raise
+        for name, server in started.items():
+            self.running[name] = Engine(name, ENGINES[name][0], server, self.settings(name))
+        if missing:
+            self.seconds[", ".join(missing)] = time.monotonic() - started_at
+
+    def start(self, name: str, settings: EngineSettings) -> Server:
+        """Start one engine and return at once."""
+        return start_engine(name, settings, self.folder)
+
+    def stop_all_but(self, names: Iterable[str]) -> None:
+        """Stop the others."""
+        kept = set(names)
+        stopped = [self.running.pop(name) for name in list(self.running) if name not in kept]
+        stop_servers([engine.server for engine in stopped])
+
+
+@dataclass
+class Reference:
+    """Tokens from a plain engine without a connector, which never received a cache; computed once per prompt."""
+
+    pool: EnginePool
+    known: dict[tuple[str, int, tuple[int, ...]], list[int]] = field(default_factory=dict)
+
+    def tokens(self, model: str, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> list[list[int]]:
+        keys = [(model, max_tokens, tuple(prompt)) for prompt in prompts]
+        unknown = [key for key in dict.fromkeys(keys) if key not in self.known]
+        if unknown:
+            name = f"{model}-reference"
+            self.pool.need([name])
+            engine = self.pool.running[name]
+            with ThreadPoolExecutor(len(unknown)) as threads:
+                answers = threads.map(lambda key: engine.complete(key[2], key[1]), unknown)
+                for key, answer in zip(unknown, answers, strict=True):
+                    self.known[key] = tokens_of(answer)[0]
+        return [self.known[key] for key in keys]

@@ -1,0 +1,105 @@
+"""The demo as a user runs it: its verdict, and that nothing is left of it, interrupted or not."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# The pool stops the shared engines for a test that names it and none of them.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.usefixtures("engine_pool")]
+DEMO = [sys.executable, "-m", "kvferry.cli.main", "demo"]
+
+
+def descendants(process_id: int) -> set[int]:
+    """Return the processes below one."""
+    family = [process_id]
+    for member in family:
+        for children in Path(f"/proc/{member}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                family.extend(int(child) for child in children.read_text().split())
+    return set(family[1:])
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def started_demo(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """Start the demo with a temporary folder of its own; end it in any case."""
+    with (folder / "stderr").open("w") as errors:
+        process = subprocess.Popen(
+            [*DEMO, "--json", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder)},
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Yield a folder with a short name: sockets are made in it."""
+    with tempfile.TemporaryDirectory(prefix="kvf") as path:
+        yield Path(path)
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("vllm_dist_*")}
+
+
+def test_demo(folder: Path) -> None:
+    before = segments()
+    with started_demo(folder) as process:
+        output, _ = process.communicate(timeout=560)
+    errors = (folder / "stderr").read_text()
+    report = json.loads(output)
+    assert process.returncode == 0, errors
+    assert report["problems"] == []
+    assert report["requests"] == report["identical"] == 16
+    assert report["bytes"] == report["expected_bytes"] == sum(line["bytes"] for line in report["per_request"])
+    assert report["received_tokens"] + report["computed_tokens"] == report["prompt_tokens"]
+    assert report["computed_tokens"] <= report["requests"]
+    assert report["reference_computed_tokens"] == report["prompt_tokens"]
+    assert report["layout"] == "BHLNC"
+    assert report["descriptors"] < report["per_layer_descriptors"] / 4
+    assert report["leaks"]["cache_usage"] == {"prefill": 0.0, "decode": 0.0}
+    assert "of 16" in errors
+    assert [path.name for path in folder.iterdir()] == ["stderr"]
+    assert segments() <= before
+
+
+@pytest.mark.parametrize("moment", ["engines start", "Engines ready"])
+def test_interrupted_demo_leaves_nothing(folder: Path, moment: str) -> None:
+    before = segments()
+    with started_demo(folder) as process:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and process.poll() is None:
+            family = descendants(process.pid)
+            if len(family) >= 6 and (moment == "engines start" or moment in (folder / "stderr").read_text()):
+                break
+            time.sleep(0.1)
+        time.sleep(1.0)
+        family |= descendants(process.pid)
+        assert process.poll() is None, (folder / "stderr").read_text()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert [member for member in family if is_alive(member)] == []
+    assert [path.name for path in folder.iterdir()] == ["stderr"]
+    assert segments() <= before

@@ -1,0 +1,46 @@
+"""Labels written through one engine's own tensor views are found through the other's, each exactly once."""
+
+from typing import Any
+
+import pytest
+
+from .engine_pool import EnginePool, fresh_salt
+from .handoffs import Handoffs, Pair, for_pairs, random_prompt, submission_bytes
+
+pytestmark = pytest.mark.vllm
+
+
+def move_labels(handoffs: Handoffs, num_tokens: int) -> list[dict[str, Any]]:
+    """Label a held prompt's blocks, let the decode engine load them, and return what each of its ranks finds."""
+    prompt, salt = random_prompt(num_tokens, num_tokens), fresh_salt()
+    params = handoffs.prefill.prefill(prompt, salt)
+    [block_ids] = params["remote_block_ids"]
+    assert len(block_ids) == -(-num_tokens // handoffs.prefill.block_size)
+    handoffs.prefill.call("oracle_label", {"block_ids": block_ids, "nonce": salt})
+    handoffs.decode.call("oracle_remember")
+    handoffs.decode.decode(prompt, params, 1, salt)
+    last_slot = (num_tokens - 1) % handoffs.decode.block_size
+    return handoffs.decode.call("oracle_find", {"num_blocks": len(block_ids), "nonce": salt, "last_slot": last_slot})
+
+
+@for_pairs()
+def test_labels_arrive_whole_and_nowhere_else(pair: Pair, engine_pool: EnginePool) -> None:
+    handoffs = Handoffs.of(pair, engine_pool)
+    block_size = handoffs.decode.block_size
+    for num_tokens in (3 * block_size, 2 * block_size + block_size // 2 + 1):
+        ranks = move_labels(handoffs, num_tokens)
+        assert [rank["problems"] for rank in ranks] == [[]] * handoffs.decode.tp
+        assert all(None not in rank["block_ids"] for rank in ranks)
+        # One scheduler gave all ranks the same blocks.
+        assert len({tuple(rank["block_ids"]) for rank in ranks}) == 1
+    handoffs.check_released(handoffs.log_ends())
+
+
+@for_pairs()
+def test_swapped_labels_are_noticed(pair: Pair, engine_pool: EnginePool) -> None:
+    handoffs = Handoffs.of(pair, engine_pool)
+    num_tokens = 3 * handoffs.decode.block_size
+    third = submission_bytes(handoffs, num_tokens) // 3
+    with handoffs.faults({"swap": {"first": 0, "second": 2 * third, "length": 4096}}):
+        ranks = move_labels(handoffs, num_tokens)
+    assert all(rank["problems"] for rank in ranks)

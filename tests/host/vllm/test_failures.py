@@ -1,0 +1,86 @@
+"""What goes wrong outside: garbage on the control port, a foreign model, a killed prefill engine."""
+
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+import zmq
+
+from .engine_pool import CONNECTOR_SETTINGS, EnginePool, Reference, RequestFailed
+from .handoffs import RELEASE_SECONDS, Handoffs, Pair, check_tokens, for_pairs, random_prompt
+
+pytestmark = pytest.mark.vllm
+
+
+@for_pairs("gqa-1-1")
+def test_garbage_leaves_the_listener_alive(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
+    handoffs = Handoffs.of(pair, engine_pool)
+    prompt = random_prompt(101, 300)
+    params = handoffs.prefill.prefill(prompt)
+    host, port = params["remote_host"], params["remote_port"]
+    with socket.create_connection((host, port), timeout=5) as connection:
+        connection.sendall(os.urandom(4096))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(f"tcp://{host}:{port}")
+        for frames in ([b"one frame"], [b"1", os.urandom(1000)], [b"2", msgspec.msgpack.encode({"type": "renew"})]):
+            dealer.send_multipart(frames)
+        for _ in range(2):
+            assert dealer.poll(5000)
+            refusal = msgspec.msgpack.decode(dealer.recv_multipart()[1])
+            assert (refusal["type"], refusal["reason"]) == ("refusal", "malformed-message")
+    handoffs.decode.set_faults(None)  # forget the peer, so that the next request shakes hands again
+    check_tokens([handoffs.decode.decode(prompt, params)], pair.model, [prompt], reference)
+    check_tokens([handoffs.send(prompt)], pair.model, [prompt], reference)
+
+
+@pytest.mark.engines("gqa-tp1-nixl", "mla-tp1", "mla-tp1-other")
+def test_a_foreign_model_is_refused_at_the_handshake(engine_pool: EnginePool, reference: Reference) -> None:
+    """One decode engine fails the request, the other (``recompute``) computes it."""
+    prefill = engine_pool.running["gqa-tp1-nixl"]
+    failing, recomputing = engine_pool.running["mla-tp1"], engine_pool.running["mla-tp1-other"]
+    prompt = random_prompt(102, 300)
+    with pytest.raises(RequestFailed) as failure:
+        failing.decode(prompt, prefill.prefill(prompt))
+    assert failure.value.status == 500
+    assert "the engines do not serve the same cache" in failing.log()
+    assert "[head-size-mismatch]" in failing.log()
+    check_tokens([recomputing.decode(prompt, prefill.prefill(prompt))], "mla", [prompt], reference)
+    wait_until_unused([prefill, failing, recomputing])
+
+
+@pytest.mark.ends_engines
+@pytest.mark.engines("gqa-tp4", "gqa-tp2", "gqa-tp2-other")
+def test_the_prefill_engine_is_killed_before_the_load(engine_pool: EnginePool, reference: Reference) -> None:
+    """One decode engine fails its requests, the other (``recompute``) computes them; both go on working."""
+    prefill = engine_pool.running["gqa-tp4"]
+    failing, recomputing = engine_pool.running["gqa-tp2"], engine_pool.running["gqa-tp2-other"]
+    prompts = [random_prompt(103 + index, 260) for index in range(2)]
+    # One of them has met the prefill engine before, the other has not.
+    recomputing.decode(prompts[0], prefill.prefill(prompts[0]))
+    for_failing = [prefill.prefill(prompt) for prompt in prompts]
+    for_recomputing = [prefill.prefill(prompt) for prompt in prompts]
+    prefill.server.process.kill()
+    del engine_pool.running["gqa-tp4"]
+    killed_at = time.monotonic()
+    for prompt, params in zip(prompts, for_failing, strict=True):
+        with pytest.raises(RequestFailed):
+            failing.decode(prompt, params)
+    with ThreadPoolExecutor() as threads:
+        answers = list(threads.map(recomputing.decode, prompts, for_recomputing))
+    check_tokens(answers, "gqa", prompts, reference)
+    assert time.monotonic() - killed_at < 2 * CONNECTOR_SETTINGS["load_timeout_seconds"]
+    wait_until_unused([failing, recomputing])
+    pair = Handoffs(Pair("alive", recomputing.name, failing.name), recomputing, failing)
+    check_tokens(pair.send_all(prompts), "gqa", prompts, reference)
+
+
+def wait_until_unused(engines: list) -> None:
+    """Every engine's KV cache must be free soon."""
+    deadline = time.monotonic() + RELEASE_SECONDS
+    while (usages := [engine.usage() for engine in engines]) and any(usages):
+        assert time.monotonic() < deadline, f"KV cache usage {usages} is left"
+        time.sleep(0.05)

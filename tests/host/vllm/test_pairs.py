@@ -1,0 +1,71 @@
+"""Every pair of engines: the same tokens as one engine alone, the cache received and not recomputed, nothing left over.
+
+Each pair is also seen to fail: with two blocks swapped, or one head of one layer zeroed, inside the transport.
+"""
+
+from typing import Any
+
+import pytest
+
+from .engine_pool import EnginePool, Reference
+from .handoffs import Handoffs, Pair, check_tokens, for_pairs, random_prompts, submission_bytes
+
+pytestmark = pytest.mark.vllm
+
+FIRST_WAVE = random_prompts(seed=1, count=32, shortest=5, longest=2000)
+SECOND_WAVE = random_prompts(seed=2, count=8, shortest=7, longest=700)
+
+
+@for_pairs()
+def test_tokens_are_those_of_one_engine_alone(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
+    handoffs = Handoffs.of(pair, engine_pool)
+    for prompts in (FIRST_WAVE, SECOND_WAVE):
+        reference.tokens(pair.model, prompts)
+        logs_before = handoffs.log_ends()
+        before = handoffs.decode.prompt_tokens()
+        answers = handoffs.send_all(prompts)
+        handoffs.check_released(logs_before)
+        check_tokens(answers, pair.model, prompts, reference)
+        moved = handoffs.decode.prompt_tokens() - before
+        assert moved.computed <= len(prompts)
+        assert moved.received + moved.computed == sum(len(prompt) for prompt in prompts)
+    assert f"using the {pair.transport} transport" in handoffs.decode.log()
+
+
+def faults_of(pair: Pair, handoffs: Handoffs) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Return for each negative control a prompt length and the :class:`FaultPlan` that spoils such prompts.
+
+    A prompt of one block has one page for each layer and head, and a prompt of a block and a bit has two blocks
+    of which swapping moves nearly all tokens out of the prompt. (Blocks that are both full may be swapped without
+    harm to the tokens: attention does not care where in the cache a key and its value lie.) MLA pages of two layers
+    are swapped for the same reason: its last block is moved without the part that has no token.
+    """
+    block_size = handoffs.decode.block_size
+    if pair.model == "mla":
+        per_layer = submission_bytes(handoffs, 40) // 4
+        page = submission_bytes(handoffs, block_size) // 4
+        return {
+            "swap": (40, {"swap": {"first": 0, "second": 2 * per_layer, "length": page}}),
+            "zero": (block_size, {"zero": {"position": 0, "length": page}}),
+        }
+    block = submission_bytes(handoffs, block_size)
+    page = block // 8 // (4 // max(handoffs.prefill.tp, handoffs.decode.tp))
+    return {
+        "swap": (block_size + 12, {"swap": {"first": 0, "second": block, "length": block}}),
+        "zero": (block_size - 28, {"zero": {"position": 0, "length": page}}),
+    }
+
+
+@for_pairs()
+@pytest.mark.parametrize("fault", ["swap", "zero"])
+def test_a_fault_in_the_transport_is_seen(
+    pair: Pair, fault: str, engine_pool: EnginePool, reference: Reference
+) -> None:
+    handoffs = Handoffs.of(pair, engine_pool)
+    num_tokens, plan = faults_of(pair, handoffs)[fault]
+    prompts = random_prompts(seed=3, count=6, shortest=num_tokens, longest=num_tokens)
+    with handoffs.faults(plan):
+        answers = handoffs.send_all(prompts)
+    with pytest.raises(AssertionError, match="tokens differ"):
+        check_tokens(answers, pair.model, prompts, reference)
+    check_tokens(handoffs.send_all(prompts), pair.model, prompts, reference)

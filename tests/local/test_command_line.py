@@ -1,0 +1,95 @@
+"""The command line as a user meets it: in a process of its own."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+import kvferry.cli.doctor_command as doctor_command
+from kvferry.cli.doctor_command import Finding, Health
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvferry.cli.main", *arguments], capture_output=True, text=True, timeout=240
+    )
+
+
+def test_help_names_every_command_and_loads_nothing_heavy() -> None:
+    program = (
+        "import sys\nsys.argv[1:] = ['--help']\n"
+        "from kvferry.cli.main import app\n"
+        "try:\n    app()\nexcept SystemExit:\n    pass\n"
+        "print('heavy:', *(name for name in ('torch', 'vllm', 'transformers') if name in sys.modules))"
+    )
+    began_at = time.monotonic()
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout
+    assert all(command in output for command in ("demo", "plan", "doctor", "bench"))
+    assert output.splitlines()[-1].strip() == "heavy:"
+    assert time.monotonic() - began_at < 10
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.returncode == 0
+    assert result.stdout.startswith("kvferry 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("demo", "--mode", "teleport"), "[invalid-setting]"),
+        (("demo", "--model", "qwen9"), "[unknown-setting]"),
+        (("demo", "--layout", "BHNLC"), "[unknown-layout]"),
+        (("demo", "--transport", "pigeon"), "[unknown-setting]"),
+        (("demo", "--prefill-tp", "3"), "[indivisible-heads]"),
+    ],
+)
+def test_an_error_is_one_line_with_its_reason(arguments: tuple[str, ...], reason: str) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert reason in result.stderr
+    assert result.stderr.startswith("kvferry: ")
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_command_or_option_is_refused() -> None:
+    assert run("dance").returncode == 2
+    assert run("doctor", "--loud").returncode == 2
+
+
+def test_doctor_finds_this_machine_healthy() -> None:
+    result = run("doctor", "--json")
+    report = json.loads(result.stdout)
+    found = {finding["name"]: finding["health"] for finding in report["findings"]}
+    assert {"Python", "vLLM", "plugin", "connector", "transport cma", "transport nixl"} <= set(found)
+    assert (result.returncode, report["healthy"]) == (0, True), report
+
+
+def test_doctor_fails_when_something_essential_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    monkeypatch.setattr(doctor_command, "_error_of", lambda statements: None)
+    monkeypatch.setattr(doctor_command, "CHECKS", (doctor_command.check_vllm,))
+    with pytest.raises(typer.Exit) as ended:
+        doctor_command.doctor(json_output=True)
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert [finding["name"] for finding in findings if finding["health"] == "failed"] == ["plugin"]
+    assert ended.value.exit_code == 1
+
+
+def test_doctor_says_what_an_import_complains_about() -> None:
+    assert doctor_command._error_of("pass") is None
+    assert doctor_command._error_of("raise RuntimeError('operator does not exist')") == (
+        "RuntimeError: operator does not exist"
+    )
+
+
+def test_health_counts_failures_only() -> None:
+    assert doctor_command._healthy([Finding("a", Health.OK, ""), Finding("b", Health.WARNING, "")])
+    assert not doctor_command._healthy([Finding("a", Health.FAILED, "")])

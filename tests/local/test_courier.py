@@ -1,0 +1,304 @@
+"""The courier over real sockets: answers, silence, garbage, addresses that cannot be, and nothing left behind."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.handoff import courier as courier_module
+from kvferry.handoff.courier import Courier, Parcel, ask, known_reason
+from kvferry.handoff.listener import Listener
+from kvferry.handoff.protocol import Answer, Handle, Question, Refusal, Release, Released, encode
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def courier() -> Iterator[Courier]:
+    courier = Courier()
+    yield courier
+    courier.close()
+
+
+@pytest.fixture
+def resend_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier_module, "RESEND_SECONDS", 0.05)
+
+
+def echo_epoch(question: Question) -> Answer:
+    return Released(question.epoch)  # type: ignore[union-attr]
+
+
+def collect(courier: Courier, number: int = 1, seconds: float = 20.0) -> list[Parcel]:
+    parcels: list[Parcel] = []
+    end = time.monotonic() + seconds
+    while len(parcels) < number and time.monotonic() < end:
+        parcels += courier.collect()
+        time.sleep(0.002)
+    return parcels
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+class RawPeer:
+    """A peer that says what the test says: ``reply(sequence, data)`` gives the frames of each answer."""
+
+    def __init__(self, reply: Callable[[bytes, bytes], list[list[bytes]]]) -> None:
+        self.received: list[bytes] = []
+        self.received_at: list[float] = []
+        self._reply = reply
+        self._stop = threading.Event()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.port: int = self._socket.bind_to_random_port(f"tcp://{HOST}")
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._socket:
+            while not self._stop.is_set():
+                if self._socket.poll(20):
+                    sender, sequence, data = self._socket.recv_multipart()
+                    self.received.append(sequence)
+                    self.received_at.append(time.monotonic())
+                    for frames in self._reply(sequence, data):
+                        self._socket.send_multipart([sender, *frames])
+
+    def __enter__(self) -> "RawPeer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def test_an_answer_arrives_once_with_its_question(courier: Courier) -> None:
+    listener = Listener(HOST, 0, echo_epoch)
+    try:
+        before = time.monotonic()
+        courier.send(HOST, listener.port, Release(7, (Handle("a", 1),)), timeout_seconds=20)
+        (parcel,) = collect(courier)
+        assert parcel.answer == Released(7)
+        assert parcel.question == Release(7, (Handle("a", 1),))
+        assert before <= parcel.sent_at <= time.monotonic()
+        assert courier.collect() == []
+    finally:
+        listener.close()
+
+
+def test_two_destinations_each_answer_their_own(courier: Courier) -> None:
+    first, second = Listener(HOST, 0, lambda question: Released(1)), Listener(HOST, 0, lambda question: Released(2))
+    try:
+        for _ in range(20):
+            courier.send(HOST, first.port, Release(0, ()), timeout_seconds=20)
+            courier.send(HOST, second.port, Release(0, ()), timeout_seconds=20)
+        parcels = collect(courier, 40)
+        assert sorted((parcel.port, parcel.answer.epoch) for parcel in parcels) == sorted(  # type: ignore[union-attr]
+            [(first.port, 1), (second.port, 2)] * 20
+        )
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.usefixtures("resend_soon")
+def test_a_lost_message_is_sent_again_and_its_lease_counts_from_the_first_sending(courier: Courier) -> None:
+    def lose_two(sequence: bytes, data: bytes) -> list[list[bytes]]:
+        return [[sequence, encode(Released(7))]] if len(peer.received) > 2 else []
+
+    with RawPeer(lose_two) as peer:
+        courier.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
+        (parcel,) = collect(courier)
+        assert parcel.answer == Released(7)
+        assert len(set(peer.received)) == 1, "the same question under the same number"
+        assert len(peer.received) >= 3
+        assert parcel.sent_at <= peer.received_at[0], "not the sending that was answered"
+
+
+def test_a_peer_that_appears_late_gets_the_message(courier: Courier) -> None:
+    port = free_port()
+    courier.send(HOST, port, Release(7, ()), timeout_seconds=10)
+    time.sleep(0.2)
+    assert courier.collect() == []
+    listener = Listener(HOST, port, echo_epoch)
+    try:
+        assert [parcel.answer for parcel in collect(courier)] == [Released(7)]
+    finally:
+        listener.close()
+
+
+@pytest.mark.usefixtures("resend_soon")
+def test_a_parcel_comes_back_unanswered_at_its_deadline(courier: Courier) -> None:
+    with RawPeer(lambda sequence, data: []) as peer:
+        sent_at = time.monotonic()
+        courier.send(HOST, peer.port, Release(7, ()), timeout_seconds=0.3)
+        (parcel,) = collect(courier)
+        assert parcel.answer is None
+        assert 0.28 < time.monotonic() - sent_at < 5
+        num_sent = len(peer.received)
+        assert num_sent >= 2
+        time.sleep(0.2)
+        assert len(peer.received) - num_sent <= 1, "given up is not sent again"
+
+
+def test_an_answer_after_the_deadline_is_not_delivered(courier: Courier) -> None:
+    def late(sequence: bytes, data: bytes) -> list[list[bytes]]:
+        time.sleep(0.2)
+        return [[sequence, encode(Released(7))]]
+
+    with RawPeer(late) as peer:
+        courier.send(HOST, peer.port, Release(7, ()), timeout_seconds=0.05)
+        assert [parcel.answer for parcel in collect(courier)] == [None]
+        time.sleep(0.3)
+        assert courier.collect() == []
+
+
+def test_garbage_answers_are_ignored_or_refusals(courier: Courier) -> None:
+    def garble(sequence: bytes, data: bytes) -> list[list[bytes]]:
+        unknown, malformed = [b"unknown", encode(Released(1))], [sequence, os.urandom(50)]
+        return [[b""], [sequence], [sequence, b"", b""], unknown, malformed, [sequence, encode(Released(2))]]
+
+    with RawPeer(garble) as peer:
+        courier.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
+        (parcel,) = collect(courier)
+        assert isinstance(parcel.answer, Refusal)
+        assert parcel.answer.reason == Reason.MALFORMED_MESSAGE
+    listener = Listener(HOST, 0, echo_epoch)
+    try:
+        courier.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
+        assert [parcel.answer for parcel in collect(courier)] == [Released(8)]
+    finally:
+        listener.close()
+
+
+def test_a_peer_cannot_answer_for_another(courier: Courier) -> None:
+    def answer_all(sequence: bytes, data: bytes) -> list[list[bytes]]:
+        return [[number.to_bytes(8, "big"), encode(Released(666))] for number in range(1, 5)]
+
+    with RawPeer(lambda sequence, data: []) as silent, RawPeer(answer_all) as forger:
+        courier.send(HOST, silent.port, Release(7, ()), timeout_seconds=0.5)
+        courier.send(HOST, forger.port, Release(7, ()), timeout_seconds=20)
+        answers = {parcel.port: parcel.answer for parcel in collect(courier, 2)}
+    assert answers == {silent.port: None, forger.port: Released(666)}
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "question"),
+    [
+        ("no such host", 5600, Release(7, ())),
+        ("\ud800", 5600, Release(7, ())),
+        ("127.0.0.1", 5600, Release(1 << 80, ())),
+        ("127.0.0.1", 5600, Release(7, (Handle("\ud800", 1),))),
+    ],
+)
+def test_what_cannot_be_sent_comes_back_and_stops_nothing(
+    courier: Courier, host: str, port: int, question: Question
+) -> None:
+    courier.send(host, port, question, timeout_seconds=20)
+    (parcel,) = collect(courier)
+    assert isinstance(parcel.answer, Refusal)
+    assert parcel.answer.reason == Reason.PEER_UNREACHABLE
+    listener = Listener(HOST, 0, echo_epoch)
+    try:
+        courier.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
+        assert [parcel.answer for parcel in collect(courier)] == [Released(8)]
+    finally:
+        listener.close()
+
+
+def test_the_sender_never_waits_for_the_courier(courier: Courier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many questions are queued while the thread is held up."""
+    held_up = threading.Event()
+    monkeypatch.setattr(Courier, "_take_outgoing", lambda self, poller: held_up.wait(20))
+
+    def send_many() -> None:
+        for _ in range(2500):
+            courier.send(HOST, 1, Release(7, ()), timeout_seconds=20)
+
+    sender = threading.Thread(target=send_many, daemon=True)
+    sender.start()
+    sender.join(timeout=4)
+    had_to_wait = sender.is_alive()
+    monkeypatch.undo()
+    held_up.set()
+    sender.join(timeout=20)
+    assert not had_to_wait
+
+
+def test_an_idle_connection_is_closed_and_opened_again(courier: Courier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier_module, "IDLE_SOCKET_SECONDS", 0.0)
+    listener = Listener(HOST, 0, echo_epoch)
+    try:
+        for epoch in range(5):
+            courier.send(HOST, listener.port, Release(epoch, ()), timeout_seconds=20)
+            assert [parcel.answer for parcel in collect(courier)] == [Released(epoch)]
+            assert len(courier._sockets) <= 1
+    finally:
+        listener.close()
+
+
+def test_a_question_queued_at_the_close_is_still_sent() -> None:
+    with RawPeer(lambda sequence, data: []) as peer:
+        courier = Courier()
+        courier.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
+        courier.close()
+        end = time.monotonic() + 3
+        while not peer.received and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(peer.received) == 1
+
+
+def test_close_leaves_no_thread_and_no_socket() -> None:
+    threads = set(threading.enumerate())
+    couriers = [Courier() for _ in range(30)]
+    for courier in couriers:
+        courier.send(HOST, free_port(), Release(7, ()), timeout_seconds=60)
+    for courier in couriers:
+        courier.close()
+        courier.close()
+        courier.send(HOST, 1, Release(7, ()), timeout_seconds=1)  # into the void, and no error
+    assert not {thread for thread in threading.enumerate() if thread.name == "kvferry-courier"} - threads
+    for courier in couriers:
+        assert all(socket.closed for socket in courier._sockets.values())
+        assert courier._wake_sender.closed
+        assert courier._wake_receiver.closed
+
+
+def test_couriers_may_follow_each_other_at_once() -> None:
+    for _ in range(100):
+        Courier().close()
+
+
+def test_ask_gives_up_in_time() -> None:
+    started_at = time.monotonic()
+    with pytest.raises(HandoffError, match=r"within 0.2 s") as caught:
+        ask(HOST, free_port(), Release(7, ()), timeout_seconds=0.2)
+    assert caught.value.reason is Reason.PEER_UNREACHABLE
+    assert time.monotonic() - started_at < 5
+
+
+def test_ask_refuses_what_is_no_address() -> None:
+    with pytest.raises(HandoffError) as caught:
+        ask("no such host", 5600, Release(7, ()), timeout_seconds=20)
+    assert caught.value.reason is Reason.PEER_UNREACHABLE
+
+
+def test_ask_refuses_a_garbage_answer() -> None:
+    with RawPeer(lambda sequence, data: [[sequence, b"garbage"]]) as peer:
+        with pytest.raises(HandoffError) as caught:
+            ask(HOST, peer.port, Release(7, ()), timeout_seconds=20)
+        assert caught.value.reason is Reason.MALFORMED_MESSAGE
+
+
+def test_every_reason_survives_a_refusal() -> None:
+    assert [known_reason(reason.value) for reason in Reason] == list(Reason)
+    assert known_reason("of a later version") is Reason.PROTOCOL_MISMATCH

@@ -1,0 +1,194 @@
+"""Releases and renewals through a real courier to a real holder, and what comes of them."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.handoff import courier as courier_module
+from kvferry.handoff.decode_side import RemoteHold
+from kvferry.handoff.errands import Errands, RenewalOutcome
+from kvferry.handoff.listener import Listener
+from kvferry.handoff.prefill_side import PrefillSide
+from kvferry.handoff.protocol import (
+    MAX_REQUESTS_PER_MESSAGE,
+    Answer,
+    Handle,
+    Question,
+    Refusal,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+)
+
+HOST, EPOCH, LEASE = "127.0.0.1", 7, 60.0
+
+
+class Holder:
+    """A prefill engine's control side: a real listener before a real state machine."""
+
+    def __init__(self, num_holds: int = 0) -> None:
+        self.side = PrefillSide(EPOCH, num_slots=max(1, num_holds), lease_seconds=LEASE)
+        self.handles = []
+        for number in range(num_holds):
+            hold = self.side.begin(f"r{number}")
+            assert hold is not None
+            self.side.export(f"r{number}", time.monotonic())
+            self.handles.append(hold.handle)
+        self.questions: list[Question] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.listener = Listener(HOST, 0, self.answer)
+
+    def answer(self, question: Question) -> Answer:
+        self.questions.append(question)
+        self.may_answer.wait(20)
+        if isinstance(question, Renew):
+            lost = self.side.renew(question.epoch, question.handles, time.monotonic())
+            return Renewed(EPOCH, LEASE, tuple(lost))
+        assert isinstance(question, Release)
+        self.side.release(question.epoch, question.handles)
+        return Released(EPOCH)
+
+    def remote(self, handle: Handle, epoch: int = EPOCH) -> RemoteHold:
+        return RemoteHold("p", epoch, HOST, self.listener.port, handle)
+
+    def remotes(self) -> list[RemoteHold]:
+        return [self.remote(handle) for handle in self.handles]
+
+    def close(self) -> None:
+        self.may_answer.set()
+        self.listener.close()
+
+
+@pytest.fixture
+def holder() -> Iterator[Holder]:
+    holder = Holder(num_holds=3)
+    yield holder
+    holder.close()
+
+
+@pytest.fixture
+def errands() -> Iterator[Errands]:
+    errands = Errands()
+    yield errands
+    errands.close()
+
+
+def collect(errands: Errands, number: int = 1) -> list[RenewalOutcome]:
+    outcomes: list[RenewalOutcome] = []
+    end = time.monotonic() + 20
+    while len(outcomes) < number:
+        assert time.monotonic() < end, f"only {len(outcomes)} outcomes"
+        outcomes += errands.collect()
+        time.sleep(0.002)
+    return outcomes
+
+
+def wait_for_end_of_all(holder: Holder) -> None:
+    end = time.monotonic() + 20
+    while holder.side.num_held:
+        assert time.monotonic() < end, "a hold was not released"
+        time.sleep(0.002)
+
+
+def test_a_release_ends_the_holds_and_is_no_outcome(holder: Holder, errands: Errands) -> None:
+    errands.release(holder.remotes(), timeout_seconds=20)
+    wait_for_end_of_all(holder)
+    assert len(holder.questions) == 1, "one message to one destination"
+    time.sleep(0.05)
+    assert errands.collect() == []
+
+
+def test_a_renewal_tells_the_held_from_the_lost(holder: Holder, errands: Errands) -> None:
+    gone = holder.remote(Handle("r0", 999))
+    before = time.monotonic()
+    errands.renew([*holder.remotes(), gone], timeout_seconds=20)
+    (outcome,) = collect(errands)
+    assert outcome.held == tuple(holder.remotes())
+    assert outcome.lost == (gone,)
+    assert outcome.lease_seconds == LEASE
+    assert before <= outcome.sent_at <= time.monotonic()
+
+
+def test_a_restarted_holder_has_lost_all(holder: Holder, errands: Errands) -> None:
+    former = [holder.remote(handle, epoch=EPOCH - 1) for handle in holder.handles]
+    errands.renew([*former, holder.remote(holder.handles[0])], timeout_seconds=20)
+    outcomes = collect(errands, 2)
+    assert {outcome.lost for outcome in outcomes} == {tuple(former), ()}
+    assert {outcome.held for outcome in outcomes} == {(), (holder.remote(holder.handles[0]),)}
+
+
+@pytest.mark.parametrize("answer", [Refusal("unsupported", "a fault"), Released(EPOCH)])
+def test_another_refusal_loses_nothing_and_may_be_asked_again(
+    holder: Holder, errands: Errands, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = Listener(HOST, 0, lambda question: answer)
+    hold = RemoteHold("p", EPOCH, HOST, refusing.port, Handle("a", 1))
+    try:
+        for _ in range(2):
+            errands.renew([hold], timeout_seconds=20)
+            end = time.monotonic() + 20
+            while errands._holds_of and time.monotonic() < end:
+                assert errands.collect() == []
+                time.sleep(0.002)
+            assert not errands._holds_of, "its end was not noticed"
+    finally:
+        refusing.close()
+
+
+def test_what_is_on_its_way_is_not_asked_twice(holder: Holder, errands: Errands) -> None:
+    """A silent holder must not gather a message for each time that a lease was due."""
+    holder.may_answer.clear()
+    first, second = holder.remotes()[:2]
+    errands.renew([first], timeout_seconds=20)
+    for _ in range(10):
+        errands.renew([first, second], timeout_seconds=20)
+    holder.may_answer.set()
+    outcomes = collect(errands, 2)
+    assert [outcome.held for outcome in outcomes] == [(first,), (second,)]
+    errands.renew([first], timeout_seconds=20)
+    assert [outcome.held for outcome in collect(errands)] == [(first,)]
+
+
+def test_the_answer_after_one_that_never_came_counts(
+    holder: Holder, errands: Errands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(courier_module, "RESEND_SECONDS", 0.05)
+    holder.may_answer.clear()
+    errands.renew(holder.remotes(), timeout_seconds=0.1)
+    end = time.monotonic() + 20
+    while errands._holds_of and time.monotonic() < end:
+        errands.collect()
+        time.sleep(0.002)
+    assert not errands._holds_of, "a renewal that timed out is still thought to be on its way"
+    holder.may_answer.set()
+    errands.renew(holder.remotes(), timeout_seconds=20)
+    assert [outcome.held for outcome in collect(errands)] == [tuple(holder.remotes())]
+
+
+def test_more_holds_than_a_message_takes_go_in_several(errands: Errands) -> None:
+    holder = Holder(num_holds=MAX_REQUESTS_PER_MESSAGE + 1)
+    try:
+        errands.renew(holder.remotes(), timeout_seconds=20)
+        outcomes = collect(errands, 2)
+        assert sorted(len(outcome.held) for outcome in outcomes) == [1, MAX_REQUESTS_PER_MESSAGE]
+        errands.release(holder.remotes(), timeout_seconds=20)
+        wait_for_end_of_all(holder)
+        assert len(holder.questions) == 4
+    finally:
+        holder.close()
+
+
+def test_a_hold_at_a_bad_address_harms_no_other(holder: Holder, errands: Errands) -> None:
+    bad = RemoteHold("p", EPOCH, "no such host", 5600, Handle("a", 1))
+    errands.release([bad], timeout_seconds=20)
+    errands.renew([bad, *holder.remotes()], timeout_seconds=20)
+    assert [outcome.held for outcome in collect(errands)] == [tuple(holder.remotes())]
+
+
+def test_close_twice(errands: Errands) -> None:
+    errands.close()
+    errands.close()

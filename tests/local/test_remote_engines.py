@@ -1,0 +1,429 @@
+"""Prefill engines as a decode rank meets them: real handshakes, real bytes, and every way to be refused."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase
+from kvferry.execution.scratch import Scratch
+from kvferry.handoff import remote_engines as module
+from kvferry.handoff.decode_side import RemoteHold
+from kvferry.handoff.guard import GuardWords
+from kvferry.handoff.listener import Listener
+from kvferry.handoff.protocol import (
+    PROTOCOL_VERSION,
+    Answer,
+    Directory,
+    DirectoryRequest,
+    Handle,
+    Identity,
+    Question,
+    RankEntry,
+    Released,
+)
+from kvferry.handoff.remote_engines import RemoteEngine, RemoteEngines
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shapes import shard_for
+from kvferry.layout.shard import Shard
+from kvferry.plan.request import GroupBlocks
+from kvferry.plan.transfer_plan import PairPlan
+from kvferry.plan.wire import encode_shard
+from kvferry.transport.protocol import Region
+from kvferry.transport.registry import TransportSet, open_transports
+
+HOST, EPOCH, GENERATION, SLOT = "127.0.0.1", 7, 3, 1
+IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 2, 4, 8)
+LAYERS, HEADS, HEAD_SIZE, ITEMSIZE, BLOCK_SIZE, NUM_BLOCKS = ["0", "1"], 4, 8, 4, 4, 6
+ROW_BYTES = len(LAYERS) * HEADS * BLOCK_SIZE * HEAD_SIZE * 2 * ITEMSIZE
+
+ONE_BLOCK = [
+    GroupBlocks(group="full", first_token=0, last_token=BLOCK_SIZE, source_block_ids=[2], destination_block_ids=[1])
+]
+
+
+class Rank:
+    """Memory of one rank in ``BHLNC``, where a block's row is its heads one after the other."""
+
+    def __init__(self, tp_rank: int, tp_size: int, layers: Sequence[str] = LAYERS) -> None:
+        self.cache = np.zeros((NUM_BLOCKS, ROW_BYTES // min(tp_size, HEADS)), dtype=np.uint8)
+        self.tp_rank = tp_rank
+        self.shard: Shard = shard_for(
+            layers=layers,
+            num_kv_heads=HEADS,
+            head_size=HEAD_SIZE,
+            itemsize=ITEMSIZE,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            layout=NamedLayout.BHLNC,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            base_address=self.cache.ctypes.data,
+        )
+
+    @property
+    def region(self) -> Region:
+        return Region(self.cache.ctypes.data, self.cache.nbytes)
+
+
+class PrefillEngine:
+    """A prefill engine in this process: labelled ranks, guard words, a listener that answers handshakes."""
+
+    def __init__(self, transport: str, tp_size: int = 2, port: int = 0, epoch: int = EPOCH) -> None:
+        self.epoch = epoch
+        self.transports = open_transports(transport)
+        self.words = GuardWords(num_slots=4)
+        self.words.set(SLOT, epoch, GENERATION)
+        self.ranks = [Rank(tp_rank, tp_size) for tp_rank in range(tp_size)]
+        for rank in self.ranks:
+            rank.cache[:] = np.random.default_rng(rank.tp_rank).integers(0, 256, rank.cache.shape, dtype=np.uint8)
+        regions = [rank.region for rank in self.ranks]
+        self.end_points = self.transports.register([*regions, Region(self.words.address, self.words.array.nbytes)])
+        self.answer: Callable[[Question], Answer] = lambda question: self.directory()
+        self.num_handshakes = 0
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.listener = Listener(HOST, port, self._answer)
+
+    def _answer(self, question: Question) -> Answer:
+        assert isinstance(question, DirectoryRequest)
+        self.num_handshakes += 1
+        self.may_answer.wait(20)
+        return self.answer(question)
+
+    def directory(self, **changes: object) -> Directory:
+        entries = tuple(
+            RankEntry(
+                tp_rank=rank.tp_rank,
+                pp_rank=0,
+                shard=encode_shard(rank.shard),
+                end_points=self.end_points,
+                words_address=self.words.address,
+                num_words=len(self.words.array),
+            )
+            for rank in self.ranks
+        )
+        directory = Directory(PROTOCOL_VERSION, "p", self.epoch, IDENTITY, entries)
+        return msgspec.structs.replace(directory, **changes)
+
+    def hold(self, epoch: int | None = None) -> RemoteHold:
+        return RemoteHold("p", epoch or self.epoch, HOST, self.listener.port, Handle("a", GENERATION))
+
+    def close(self) -> None:
+        self.may_answer.set()
+        self.listener.close()
+        self.transports.close()
+
+
+class DecodeRank:
+    """The one rank of a decode engine."""
+
+    def __init__(self, transport: str, timeout_seconds: float = 20.0) -> None:
+        self.rank = Rank(0, 1)
+        self.scratch = Scratch(num_words=8)
+        self.transports: TransportSet = open_transports(transport)
+        self.transports.register([self.rank.region, self.scratch.region])
+        self.engines = RemoteEngines(self.rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds)
+
+    def engine(self, hold: RemoteHold) -> RemoteEngine:
+        """Ask until the handshake has ended."""
+        end = time.monotonic() + 30
+        while (engine := self.engines.get(hold)) is None:
+            assert time.monotonic() < end, "the handshake does not end"
+            time.sleep(0.002)
+        return engine
+
+    def refusal(self, hold: RemoteHold) -> KVFerryError:
+        """Ask until the handshake has failed."""
+        with pytest.raises(KVFerryError) as caught:
+            self.engine(hold)
+        return caught.value
+
+    def forget_failures(self) -> None:
+        """As if ``FAILURE_SECONDS`` had passed."""
+        self.engines._handshakes.clear()
+
+    def load(self, hold: RemoteHold, source_ids: list[int], destination_ids: list[int]) -> LoadResult:
+        blocks = [
+            GroupBlocks(
+                group="full",
+                first_token=0,
+                last_token=len(source_ids) * BLOCK_SIZE,
+                source_block_ids=source_ids,
+                destination_block_ids=destination_ids,
+            )
+        ]
+
+        def prepare() -> list[GuardedRead] | None:
+            engine = self.engines.get(hold)
+            return None if engine is None else engine.reads(hold, SLOT, blocks)
+
+        load = Load("a", prepare, deadline=time.monotonic() + 30)
+        while load.phase is not Phase.DONE:
+            if not load.advance(self.scratch, time.monotonic()):
+                time.sleep(0.001)
+        return load.result(time.monotonic())
+
+
+@pytest.fixture(params=["memcpy", "cma"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def prefill() -> Iterator[PrefillEngine]:
+    engine = PrefillEngine("memcpy")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def decode() -> Iterator[DecodeRank]:
+    rank = DecodeRank("memcpy")
+    yield rank
+    rank.transports.close()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_labelled_bytes_arrive_exactly(transport: str, tp_size: int) -> None:
+    prefill, decode = PrefillEngine(transport, tp_size), DecodeRank(transport)
+    try:
+        result = decode.load(prefill.hold(), [5, 0, 3], [1, 2, 4])
+        assert result.error is None
+        assert (result.num_sources, result.num_bytes, result.transport) == (tp_size, 3 * ROW_BYTES, transport)
+        rows = np.concatenate([rank.cache for rank in prefill.ranks], axis=1)
+        np.testing.assert_array_equal(decode.rank.cache[[1, 2, 4]], rows[[5, 0, 3]])
+        assert not decode.rank.cache[[0, 3, 5]].any(), "no other block is touched"
+        assert prefill.num_handshakes == 1
+        assert decode.load(prefill.hold(), [1], [0]).error is None
+        assert prefill.num_handshakes == 1, "handshaken once"
+    finally:
+        prefill.close()
+        decode.transports.close()
+
+
+def test_a_hold_that_has_ended_is_not_read(prefill: PrefillEngine, decode: DecodeRank) -> None:
+    prefill.words.clear(SLOT)
+    result = decode.load(prefill.hold(), [5], [1])
+    assert result.error is not None
+    assert result.error.reason is Reason.SOURCE_CHANGED
+    assert not decode.rank.cache.any()
+
+
+def test_a_slot_beyond_the_words_is_refused(prefill: PrefillEngine, decode: DecodeRank) -> None:
+    engine = decode.engine(prefill.hold())
+    for slot in (4, 1 << 40):
+        with pytest.raises(HandoffError) as caught:
+            engine.reads(prefill.hold(), slot, [])
+        assert caught.value.reason is Reason.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("model", "other", Reason.MODEL_MISMATCH),
+        ("weights", "other", Reason.MODEL_MISMATCH),
+        ("architecture", "other", Reason.MODEL_MISMATCH),
+        ("kv_dtype", "bfloat16", Reason.DTYPE_MISMATCH),
+        ("num_layers", 3, Reason.MODEL_MISMATCH),
+        ("num_kv_heads", 8, Reason.MODEL_MISMATCH),
+        ("head_size", 16, Reason.HEAD_SIZE_MISMATCH),
+    ],
+)
+def test_another_model_is_refused_by_field(
+    prefill: PrefillEngine, decode: DecodeRank, field: str, value: str | int, reason: Reason
+) -> None:
+    prefill.answer = lambda question: prefill.directory(identity=msgspec.structs.replace(IDENTITY, **{field: value}))
+    error = decode.refusal(prefill.hold())
+    assert error.reason is reason
+    assert field in error.message
+
+
+def test_another_epoch_version_or_kind_of_answer_is_refused(prefill: PrefillEngine, decode: DecodeRank) -> None:
+    assert decode.refusal(prefill.hold(epoch=EPOCH - 1)).reason is Reason.PEER_CHANGED
+    decode.forget_failures()
+    prefill.answer = lambda question: prefill.directory(version=PROTOCOL_VERSION + 1)
+    assert decode.refusal(prefill.hold()).reason is Reason.PROTOCOL_MISMATCH
+    decode.forget_failures()
+    prefill.answer = lambda question: Released(EPOCH)
+    assert decode.refusal(prefill.hold()).reason is Reason.PROTOCOL_MISMATCH
+
+
+def test_a_shard_that_does_not_fit_or_decode_is_refused(prefill: PrefillEngine, decode: DecodeRank) -> None:
+    right = prefill.directory().ranks
+    garbage = msgspec.structs.replace(right[0], shard=b"garbage")
+    prefill.answer = lambda question: prefill.directory(ranks=(garbage, right[1]))
+    assert decode.refusal(prefill.hold()).reason is Reason.MALFORMED_MESSAGE
+    decode.forget_failures()
+    prefill.answer = lambda question: prefill.directory(ranks=right[:1])
+    assert decode.refusal(prefill.hold()).reason is Reason.MISSING_SOURCE
+    other_layers = msgspec.structs.replace(right[0], shard=encode_shard(Rank(0, 1, layers=["0", "7"]).shard))
+    decode.forget_failures()
+    prefill.answer = lambda question: prefill.directory(ranks=(other_layers,))
+    assert decode.refusal(prefill.hold()).reason is Reason.LAYER_MISMATCH
+
+
+def test_a_refused_plan_is_remembered_like_a_failed_handshake(
+    prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FAILURE_SECONDS", 60.0)
+    prefill.answer = lambda question: prefill.directory(ranks=prefill.directory().ranks[:1])
+    first, second = decode.refusal(prefill.hold()), decode.refusal(prefill.hold())
+    assert first.reason is Reason.MISSING_SOURCE
+    assert first is second
+    monkeypatch.setattr(module, "FAILURE_SECONDS", 0.1)
+    prefill.answer = lambda question: prefill.directory()
+    time.sleep(0.15)
+    assert decode.load(prefill.hold(), [5], [1]).error is None
+
+
+def test_a_plan_that_lowers_wrongly_is_found_before_any_byte_moves(
+    prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lower = PairPlan.lower
+
+    def lower_wrongly(plan: PairPlan, blocks: Sequence[GroupBlocks]) -> np.ndarray:
+        rows = lower(plan, blocks)
+        rows[[0, 1], 0] = rows[[1, 0], 0]
+        return rows
+
+    monkeypatch.setattr(PairPlan, "lower", lower_wrongly)
+    assert decode.refusal(prefill.hold()).reason is Reason.WRONG_SOURCE
+
+
+def test_requests_spread_over_replicas(decode: DecodeRank) -> None:
+    """Eight ranks hold four heads twice: which of the two is read depends on the request."""
+    prefill = PrefillEngine("memcpy", tp_size=8)
+    try:
+        hold = prefill.hold()
+        engine = decode.engine(hold)
+        chosen = set()
+        for number in range(16):
+            reads = engine.reads(msgspec.structs.replace(hold, handle=Handle(f"r{number}", 1)), SLOT, ONE_BLOCK)
+            assert len(reads) == HEADS
+            chosen.add(tuple(int(read.descriptors[0, 0]) for read in reads))
+        assert len(chosen) > 1
+    finally:
+        prefill.close()
+
+
+def test_no_connection_is_left_of_an_engine_that_is_refused(
+    prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr("kvferry.transport.memcpy.MemcpyPeer.close", lambda peer: closed.append(peer.name))
+    right = prefill.directory().ranks
+    unreachable = msgspec.structs.replace(right[1], end_points={"carrier pigeon": b""})
+    prefill.answer = lambda question: prefill.directory(ranks=(right[0], unreachable))
+    assert decode.refusal(prefill.hold()).reason is Reason.TRANSPORT_UNAVAILABLE
+    assert closed == ["memcpy"]
+
+
+def test_a_listener_that_never_answers_is_unreachable_in_time(prefill: PrefillEngine) -> None:
+    decode = DecodeRank("memcpy", timeout_seconds=1.0)
+    prefill.may_answer.clear()
+    started_at = time.monotonic()
+    try:
+        assert decode.engines.get(prefill.hold()) is None
+        assert time.monotonic() - started_at < 0.9, "the thread of the loads waits for no handshake"
+        error = decode.refusal(prefill.hold())
+        assert error.reason is Reason.PEER_UNREACHABLE
+        assert 0.99 < time.monotonic() - started_at < 10
+    finally:
+        decode.transports.close()
+
+
+def test_all_that_waited_for_a_handshake_learn_of_its_failure(
+    prefill: PrefillEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirty loads for a dead engine must not each wait for a handshake of their own, one after the other."""
+    monkeypatch.setattr(module, "FAILURE_SECONDS", 60.0)
+    decode = DecodeRank("memcpy", timeout_seconds=0.2)
+    prefill.may_answer.clear()
+    try:
+        errors = {id(decode.refusal(prefill.hold())) for _ in range(30)}
+        assert len(errors) == 1
+        assert prefill.num_handshakes == 1
+    finally:
+        decode.transports.close()
+
+
+def test_a_failed_handshake_is_tried_again_by_a_later_request(
+    decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FAILURE_SECONDS", 0.1)
+    decode.engines._timeout_seconds = 0.1
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
+    hold = RemoteHold("p", EPOCH, HOST, port, Handle("a", GENERATION))
+    assert decode.refusal(hold).reason is Reason.PEER_UNREACHABLE
+    decode.engines._timeout_seconds = 20.0
+    prefill = PrefillEngine("memcpy", port=port)
+    try:
+        time.sleep(0.15)
+        assert decode.load(hold, [5], [1]).error is None
+    finally:
+        prefill.close()
+
+
+def test_a_failure_that_nobody_waited_for_does_not_meet_a_later_request(
+    prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request was aborted before the handshake failed; an hour later the engine is well."""
+    monkeypatch.setattr(module, "FAILURE_SECONDS", 0.1)
+    prefill.answer = lambda question: Released(EPOCH)
+    prefill.may_answer.clear()
+    assert decode.engines.get(prefill.hold()) is None
+    prefill.may_answer.set()
+    handshake = decode.engines._handshakes[prefill.hold().destination]
+    handshake._thread.join(20)
+    prefill.answer = lambda question: prefill.directory()
+    time.sleep(0.15)
+    assert decode.load(prefill.hold(), [5], [1]).error is None
+
+
+def test_forgotten_failures_do_not_gather(decode: DecodeRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FAILURE_SECONDS", 0.0)
+    for number in range(20):
+        hold = RemoteHold("p", EPOCH, "no such host", 5600 + number, Handle("a", GENERATION))
+        with suppress(KVFerryError):
+            decode.engines.get(hold)
+        decode.engines._handshakes[hold.destination]._thread.join(20)
+        time.sleep(0.001)
+    assert len(decode.engines._handshakes) == 1
+
+
+def test_a_restarted_engine_replaces_its_former_life(prefill: PrefillEngine, decode: DecodeRank) -> None:
+    former = decode.engine(prefill.hold())
+    prefill.epoch += 1
+    prefill.words.set(SLOT, prefill.epoch, GENERATION)
+    assert decode.load(prefill.hold(), [5], [1]).error is None
+    assert list(decode.engines._engines) == [prefill.hold().destination]
+    assert decode.engines.get(prefill.hold()) is not former
+    assert decode.refusal(prefill.hold(epoch=EPOCH)).reason is Reason.PEER_CHANGED
+
+
+def test_the_number_of_engines_is_bounded(decode: DecodeRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ENGINES", 2)
+    prefills = [PrefillEngine("memcpy") for _ in range(4)]
+    try:
+        for prefill in prefills:
+            decode.engine(prefill.hold())
+        assert list(decode.engines._engines) == [prefill.hold().destination for prefill in prefills[2:]]
+    finally:
+        for prefill in prefills:
+            prefill.close()
+
+
+def test_a_suspected_engine_is_handshaken_anew(prefill: PrefillEngine, decode: DecodeRank) -> None:
+    former = decode.engine(prefill.hold())
+    decode.engines.suspect(prefill.hold())
+    assert decode.engine(prefill.hold()) is not former
+    assert prefill.num_handshakes == 2

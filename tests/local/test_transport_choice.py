@@ -1,0 +1,236 @@
+"""The registry: names, ``auto``, the choice between transports, probes, injected faults, traces."""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.errors import Reason, SettingsError, TransportError
+from kvferry.testing.transport_peer import pattern
+from kvferry.testing.transport_suite import Pair, TransportSuite, load_factory, many_pieces, open_pair
+from kvferry.transport.faults import FaultPlan, FaultyTransport, SwapRanges, ZeroRange
+from kvferry.transport.memcpy import MemcpyTransport
+from kvferry.transport.null import NullTransport
+from kvferry.transport.probe import probe
+from kvferry.transport.protocol import Descriptors, Direction, Peer, Region, Status, Transfer, Transport
+from kvferry.transport.registry import TransportSet, open_transports, probe_all
+from kvferry.transport.tracing import TracingTransport
+
+BYTES = 1 << 16
+
+
+def memory() -> tuple[np.ndarray, Region]:
+    array = np.zeros(BYTES, np.uint8)
+    return array, Region(int(array.ctypes.data), BYTES)
+
+
+class Refusing(NullTransport):
+    """Reaches nobody."""
+
+    def connect(self, end_point: bytes) -> Peer:
+        raise TransportError(Reason.PERMISSION_DENIED, "no entry.", "Ask the doorman.")
+
+
+def test_unknown_name_is_refused_and_the_nearest_named() -> None:
+    with pytest.raises(SettingsError, match=r"Did you mean 'nixl'.*unknown-setting"):
+        open_transports("nixxl")
+
+
+def test_cma_is_chosen_between_processes_of_one_host(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("nixl")
+    caplog.set_level(logging.INFO)
+    with open_pair("kvferry.transport.cma:CmaTransport", BYTES) as pair:
+        side = open_transports("auto")
+        offered = side.register([])
+        assert list(offered) == ["cma", "nixl"]
+        link = side.connect({"cma": pair.remote.end_point, "nixl": offered["nixl"]})
+        side.close()
+        side.close()
+    assert link.name == link.transport.capabilities.name == "cma"
+    assert "using the cma transport" in caplog.text
+
+
+def test_the_next_transport_is_used_when_the_first_does_not_reach() -> None:
+    end_points = TransportSet({"null": NullTransport()}).register([])
+    side = TransportSet({"cma": Refusing(), "null": NullTransport()})
+    link = side.connect({"cma": end_points["null"], **end_points})
+    assert link.name == "null"
+    assert "no entry" in link.why
+
+
+def test_when_nothing_reaches_every_reason_is_told() -> None:
+    end_point = NullTransport().register([])
+    with pytest.raises(TransportError, match=r"no entry\. no entry\. Ask the doorman") as caught:
+        TransportSet({"cma": Refusing(), "nixl": Refusing()}).connect({"cma": end_point, "nixl": end_point})
+    assert caught.value.reason is Reason.PERMISSION_DENIED
+
+
+def test_nothing_in_common_and_garbage() -> None:
+    side = TransportSet({"null": NullTransport()})
+    with pytest.raises(TransportError) as caught:
+        side.connect({"cma": b""})
+    assert caught.value.reason is Reason.TRANSPORT_UNAVAILABLE
+    with pytest.raises(TransportError) as caught:
+        TransportSet({"cma": NullTransport(), "null": NullTransport()}).connect(
+            {"cma": b"garbage", "null": NullTransport().register([])}
+        )
+    assert caught.value.reason is Reason.MALFORMED_MESSAGE
+
+
+def test_auto_goes_on_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    side = open_transports("auto")
+    assert list(side.transports) == ["cma"]
+    side.close()
+    with pytest.raises(TransportError, match="pip install nixl") as caught:
+        open_transports("nixl")
+    assert caught.value.reason is Reason.MISSING_DEPENDENCY
+
+
+def test_probes_say_what_works() -> None:
+    pytest.importorskip("nixl")
+    assert [(result.name, result.works, result.reason) for result in probe_all()] == [
+        ("cma", True, ""),
+        ("nixl", True, ""),
+    ]
+
+
+def test_a_probe_says_why_not() -> None:
+    result = probe("memcpy", "kvferry.transport.memcpy:MemcpyTransport")
+    assert not result.works
+    assert "stays inside process" in result.reason
+    assert "cma" in result.remedy
+
+
+@pytest.fixture
+def holder() -> Iterator[tuple[Transport, np.ndarray, bytes]]:
+    transport, (source, region) = MemcpyTransport(), memory()
+    source[:] = pattern(1, BYTES)
+    yield transport, source, transport.register([region])
+    transport.close()
+
+
+def read_with(plan: FaultPlan, end_point: bytes, source: np.ndarray) -> tuple[Transfer, np.ndarray, FaultyTransport]:
+    """Read the whole buffer backwards in 16 pieces, for at most a quarter second."""
+    transport, (local, region) = FaultyTransport(MemcpyTransport(), plan), memory()
+    transport.register([region])
+    starts = np.arange(16, dtype=np.uint64) * np.uint64(BYTES // 16)
+    sources, destinations = starts + np.uint64(source.ctypes.data), starts[::-1] + np.uint64(local.ctypes.data)
+    pieces = np.column_stack([sources, destinations, np.full(16, BYTES // 16, np.uint64)])
+    transfer = transport.submit(transport.connect(end_point), Direction.READ, pieces)
+    deadline = time.monotonic() + 0.25
+    while transport.poll(transfer) is Status.PENDING and time.monotonic() < deadline:
+        pass
+    return transfer, local.reshape(16, -1)[::-1].reshape(-1), transport
+
+
+PIECE = BYTES // 16
+
+
+@pytest.mark.parametrize(
+    ("plan", "wrong"),
+    [
+        (FaultPlan(), []),
+        (FaultPlan(zero=ZeroRange(PIECE - 10, 20)), [(PIECE - 10, PIECE + 10)]),
+        (FaultPlan(swap=SwapRanges(0, PIECE, PIECE)), [(0, 2 * PIECE)]),
+        (FaultPlan(drop=3), [(3 * PIECE, 4 * PIECE)]),
+        (FaultPlan(zero=ZeroRange(0, 20), min_bytes=BYTES + 1), []),
+    ],
+)
+def test_faults_harm_exactly_what_they_name(
+    holder: tuple[Transport, np.ndarray, bytes], plan: FaultPlan, wrong: list[tuple[int, int]]
+) -> None:
+    _, source, end_point = holder
+    transfer, landed, transport = read_with(plan, end_point, source)
+    assert transfer.status is Status.DONE
+    assert transport.num_injected == (plan.min_bytes <= BYTES)
+    differs = np.flatnonzero(source != landed)
+    assert bool(len(differs)) == bool(wrong)
+    for start, stop in wrong:
+        assert differs.min() >= start
+        assert differs.max() < stop
+        assert len(differs) > 0.9 * (stop - start)
+
+
+def test_faults_that_fail_hang_and_delay(holder: tuple[Transport, np.ndarray, bytes]) -> None:
+    _, source, end_point = holder
+    failed, landed, _ = read_with(FaultPlan(fail_after=2), end_point, source)
+    assert failed.status is Status.FAILED
+    assert np.array_equal(landed[: 2 * PIECE], source[: 2 * PIECE])
+    assert not landed[2 * PIECE :].any()
+    hanging, landed, transport = read_with(FaultPlan(hang=True), end_point, source)
+    assert hanging.status is Status.PENDING
+    assert not landed.any()
+    assert transport.cancel(hanging) is Status.CANCELLED
+    started = time.monotonic()
+    delayed, _, _ = read_with(FaultPlan(delay_seconds=0.1), end_point, source)
+    assert delayed.status is Status.DONE
+    assert time.monotonic() - started >= 0.1
+
+
+def test_traces_keep_the_last_transfers(holder: tuple[Transport, np.ndarray, bytes]) -> None:
+    _, source, end_point = holder
+    transport, (local, region) = TracingTransport(MemcpyTransport(), max_records=2), memory()
+    transport.register([region])
+    peer = transport.connect(end_point)
+    for size in (10, 20, 30):
+        piece = np.array([[source.ctypes.data, local.ctypes.data, size]], np.uint64)
+        assert transport.poll(transport.submit(peer, Direction.READ, piece)) is Status.DONE
+    assert [(record.num_bytes, record.num_descriptors, record.status) for record in transport.records] == [
+        (20, 1, Status.DONE),
+        (30, 1, Status.DONE),
+    ]
+    assert all(record.seconds > 0 for record in transport.records)
+
+
+OUTSIDE = [1 << 40, 0, 9]
+
+
+class Dropping(FaultyTransport):
+    """Loses the second descriptor."""
+
+    def __init__(self) -> None:
+        super().__init__(MemcpyTransport(), FaultPlan(drop=1))
+
+
+class Unchecked(MemcpyTransport):
+    """Cuts off what is outside, and so accepts everything."""
+
+    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
+        return super().submit(peer, direction, descriptors[:1])
+
+
+class CancelsLater(MemcpyTransport):
+    """Ignores the wish."""
+
+    def cancel(self, transfer: Transfer) -> Status:
+        return Status.PENDING
+
+
+@pytest.mark.parametrize(
+    ("broken", "check"),
+    [
+        (Dropping, lambda pair: TransportSuite().test_read_is_exact(pair, many_pieces()[:3])),
+        (
+            Unchecked,
+            lambda pair: TransportSuite().test_unregistered_memory_is_refused(pair, Direction.READ, [1 << 40, 0, 9]),
+        ),
+        (CancelsLater, lambda pair: TransportSuite().test_nothing_lands_after_cancelled(pair)),
+    ],
+)
+def test_the_suite_catches_a_broken_transport(broken: type, check: object) -> None:
+    with open_pair("kvferry.transport.memcpy:MemcpyTransport") as pair:
+        pair.local[:] = pattern(1, len(pair.local))
+        pair.remote.fill(2)
+        transport = broken()
+        transport.register([Region(int(pair.local.ctypes.data), len(pair.local))])
+        harmed = Pair(transport, pair.local, pair.remote, transport.connect(pair.remote.end_point))
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            check(harmed)  # type: ignore[operator]
+
+
+def test_the_suite_loads_any_factory() -> None:
+    assert isinstance(load_factory("kvferry.transport.null:NullTransport"), NullTransport)

@@ -1,0 +1,122 @@
+"""Cross-memory attach: which process it is, what the kernel refuses, partial calls."""
+
+import ctypes
+import errno
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import Reason, TransportError
+from kvferry.testing.transport_suite import Pair, open_pair
+from kvferry.transport import cma
+from kvferry.transport.cma import CmaTransport
+from kvferry.transport.end_points import ProcessEndPoint
+from kvferry.transport.protocol import Direction, Region, Status
+
+BYTES = 1 << 20
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with open_pair("kvferry.transport.cma:CmaTransport", BYTES) as pair:
+        pair.remote.fill(5)
+        yield pair
+
+
+def forged(end_point: bytes, **identity: object) -> bytes:
+    decoded = msgspec.msgpack.decode(end_point, type=ProcessEndPoint)
+    changed = msgspec.structs.replace(decoded.identity, **identity)
+    return msgspec.msgpack.encode(msgspec.structs.replace(decoded, identity=changed))
+
+
+@pytest.mark.parametrize(
+    ("identity", "reason"),
+    [
+        ({"start_time": 1}, Reason.PEER_CHANGED),
+        ({"boot_id": "another"}, Reason.TRANSPORT_UNAVAILABLE),
+        ({"pid_namespace": 1}, Reason.TRANSPORT_UNAVAILABLE),
+        ({"pid": (1 << 22) + 5}, Reason.PEER_DIED),
+    ],
+)
+def test_end_point_of_another_process_is_refused(pair: Pair, identity: dict[str, object], reason: Reason) -> None:
+    with pytest.raises(TransportError) as caught:
+        pair.transport.connect(forged(pair.remote.end_point, **identity))
+    assert caught.value.reason is reason
+    assert caught.value.remedy
+
+
+def test_wrong_nonce_is_refused(pair: Pair) -> None:
+    decoded = msgspec.msgpack.decode(pair.remote.end_point, type=ProcessEndPoint)
+    with pytest.raises(TransportError) as caught:
+        pair.transport.connect(msgspec.msgpack.encode(msgspec.structs.replace(decoded, nonce=bytes(16))))
+    assert caught.value.reason is Reason.PEER_CHANGED
+
+
+def test_a_pid_reused_during_the_transfer_fails_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes have arrived, but the process that they came from is no longer the peer."""
+    transfer = pair.submit(Direction.READ, np.array([[0, 0, BYTES]], np.uint64))
+    times = iter([pair.peer.identity.start_time, 12345])
+    monkeypatch.setattr(cma, "parse_start_time", lambda stat: next(times))
+    assert pair.finish(transfer) is Status.FAILED
+    assert transfer.bytes_done == BYTES
+    assert transfer.error is not None
+    assert transfer.error.reason is Reason.PEER_CHANGED
+
+
+def test_permission_denied_names_the_remedy(pair: Pair) -> None:
+    def refuse(*_: object) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    pair.transport._calls = dict.fromkeys(Direction, refuse)
+    transfer = pair.submit(Direction.READ, np.array([[0, 0, BYTES]], np.uint64))
+    assert pair.finish(transfer) is Status.FAILED
+    assert transfer.error is not None
+    assert transfer.error.reason is Reason.PERMISSION_DENIED
+    assert "ptrace_scope" in transfer.error.remedy
+    with pytest.raises(TransportError) as caught:
+        pair.transport.connect(pair.remote.end_point)
+    assert caught.value.reason is Reason.PERMISSION_DENIED
+
+
+def test_partial_calls_are_continued_exactly(pair: Pair) -> None:
+    """A kernel that moves at most 1000 bytes a call, so that every call ends inside a piece."""
+    read = pair.transport._calls[Direction.READ]
+    sizes = []
+
+    def short(pid: int, local: int, num_local: int, remote: int, num_remote: int, flags: int) -> int:
+        pieces = np.ctypeslib.as_array((ctypes.c_uint64 * (2 * num_local)).from_address(local)).reshape(-1, 2)
+        kept = int(np.searchsorted(np.cumsum(pieces[:, 1]), 1000)) + 1
+        before = int(pieces[: kept - 1, 1].sum())
+        pieces[kept - 1, 1] = min(int(pieces[kept - 1, 1]), 1000 - before)
+        sizes.append(int(read(pid, local, kept, remote, num_remote, flags)))
+        return sizes[-1]
+
+    pair.transport._calls = dict.fromkeys(Direction, short)
+    pieces = np.array([[i * 700, 500_000 - i * 900, 650] for i in range(500)], np.uint64)
+    assert pair.finish(pair.submit(Direction.READ, pieces)) is Status.DONE
+    assert max(sizes) == 1000
+    landed = pair.local.copy()
+    pair.transport._calls = dict.fromkeys(Direction, read)
+    pair.local[:] = 0
+    assert pair.finish(pair.submit(Direction.READ, pieces)) is Status.DONE
+    assert landed.any()
+    assert np.array_equal(landed, pair.local)
+
+
+def test_unmapped_memory_is_an_error_not_a_crash(pair: Pair) -> None:
+    transport = CmaTransport()
+    transport.register([Region(4096, 4096)])
+    peer = transport.connect(pair.remote.end_point)
+    transfer = transport.submit(peer, Direction.READ, np.array([[pair.remote.address, 4096, 4096]], np.uint64))
+    assert transport.poll(transfer) is Status.FAILED
+    assert transfer.error is not None
+    assert transfer.error.reason is Reason.TRANSFER_FAILED
+
+
+def test_device_memory_is_refused() -> None:
+    with pytest.raises(TransportError) as caught:
+        CmaTransport().register([Region(4096, 4096, "cuda:0")])
+    assert caught.value.reason is Reason.UNSUPPORTED

@@ -1,0 +1,26 @@
+"""Every shipped transport passes the shipped conformance suite."""
+
+import pytest
+
+from kvferry.testing.transport_suite import TransportSuite
+
+
+class TestNull(TransportSuite):
+    factory = "kvferry.transport.null:NullTransport"
+
+
+class TestMemcpy(TransportSuite):
+    factory = "kvferry.transport.memcpy:MemcpyTransport"
+
+
+class TestCma(TransportSuite):
+    factory = "kvferry.transport.cma:CmaTransport"
+
+
+class TestNixl(TransportSuite):
+    factory = "kvferry.transport.nixl:NixlTransport"
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _installed(cls) -> None:
+        pytest.importorskip("nixl")

@@ -1,0 +1,86 @@
+"""What is particular to NIXL: no idle core, no posting after a cancel, agents and their metadata."""
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import Reason, TransportError
+from kvferry.testing.transport_peer import pattern
+from kvferry.testing.transport_suite import Pair, many_pieces, open_pair
+from kvferry.transport.end_points import NixlEndPoint
+from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.protocol import Direction, Region, Status
+
+pytest.importorskip("nixl")
+BYTES = 24 << 20
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with open_pair("kvferry.transport.nixl:NixlTransport", BYTES) as pair:
+        yield pair
+
+
+def test_an_idle_agent_costs_no_core(pair: Pair) -> None:
+    before = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before < 0.1
+
+
+def test_nothing_is_posted_after_a_cancel(pair: Pair) -> None:
+    transfer = pair.start(Direction.READ, many_pieces())
+    while transfer.running:
+        pair.transport._reap(transfer)
+    moved = transfer.bytes_done
+    assert pair.transport.cancel(transfer) is Status.CANCELLED
+    assert transfer.bytes_done == moved
+
+
+def test_metadata_of_another_agent_is_refused_and_harms_nothing(pair: Pair) -> None:
+    other = NixlTransport()
+    decoded = msgspec.msgpack.decode(pair.remote.end_point, type=NixlEndPoint)
+    foreign = msgspec.msgpack.decode(other.register([]), type=NixlEndPoint).metadata
+    for metadata in (foreign, b"garbage" * 20):
+        with pytest.raises(TransportError) as caught:
+            pair.transport.connect(msgspec.msgpack.encode(msgspec.structs.replace(decoded, metadata=metadata)))
+        assert caught.value.reason is Reason.MALFORMED_MESSAGE
+    other.close()
+    assert pair.finish(pair.submit(Direction.READ, np.array([[0, 0, 64]], np.uint64))) is Status.DONE
+
+
+def test_a_new_end_point_waits_for_running_transfers(pair: Pair) -> None:
+    decoded = msgspec.msgpack.decode(pair.remote.end_point, type=NixlEndPoint)
+    pair.transport._running_handles[0] = decoded.agent_name
+    with pytest.raises(TransportError) as caught:
+        pair.transport.connect(msgspec.msgpack.encode(msgspec.structs.replace(decoded, metadata=b"other")))
+    del pair.transport._running_handles[0]
+    assert caught.value.reason is Reason.PEER_UNREACHABLE
+
+
+def test_a_transport_does_not_connect_to_itself(pair: Pair) -> None:
+    with pytest.raises(TransportError) as caught:
+        pair.transport.connect(pair.transport.register([]))
+    assert caught.value.reason is Reason.UNSUPPORTED
+
+
+def test_memory_registered_later_is_reached_by_the_later_end_point() -> None:
+    holder, reader = NixlTransport(), NixlTransport()
+    first, second, local = np.zeros(4096, np.uint8), pattern(1, 4096).copy(), np.zeros(4096, np.uint8)
+    reader.register([Region(int(local.ctypes.data), 4096)])
+    descriptors = np.array([[second.ctypes.data, local.ctypes.data, 4096]], np.uint64)
+    early = reader.connect(holder.register([Region(int(first.ctypes.data), 4096)]))
+    with pytest.raises(TransportError) as caught:
+        reader.submit(early, Direction.READ, descriptors)
+    assert caught.value.reason is Reason.UNREGISTERED_RANGE
+    late = reader.connect(holder.register([Region(int(second.ctypes.data), 4096)]))
+    transfer = reader.submit(late, Direction.READ, descriptors)
+    deadline = time.monotonic() + 20
+    while reader.poll(transfer) is Status.PENDING and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert transfer.status is Status.DONE
+    assert np.array_equal(local, second)
+    reader.close()
+    holder.close()

@@ -1,0 +1,85 @@
+"""Settings of the vLLM connector and its choice of layout, without an engine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.errors import KVFerryError, Reason
+from kvferry.integrations.vllm.settings import Settings, parse_settings
+from kvferry.layout.named_layouts import NamedLayout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [("lease_second", "lease_seconds"), ("trasnport", "transport"), ("hugepages", "huge_pages"), ("Layout", "layout")],
+)
+def test_an_unknown_setting_names_the_nearest(wrong: str, nearest: str) -> None:
+    with pytest.raises(KVFerryError, match=f"unknown setting '{wrong}'.*'{nearest}'") as refusal:
+        parse_settings({wrong: 1})
+    assert refusal.value.reason is Reason.UNKNOWN_SETTING
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"port": 70000},
+        {"port": -1},
+        {"lease_seconds": 0},
+        {"lease_seconds": "long"},
+        {"lease_seconds": 10, "load_timeout_seconds": 10},
+        {"mode": "fetch"},
+        {"huge_pages": "yes"},
+        {"transfer_cores": [-1]},
+        {"faults": {"zerro": {}}},
+    ],
+)
+def test_a_setting_out_of_range_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(KVFerryError) as refusal:
+        parse_settings(settings)
+    assert refusal.value.reason is Reason.INVALID_SETTING
+
+
+def engine(use_mla: bool = False, is_hybrid: bool = False) -> Any:
+    """Return as much of a vLLM configuration as the choice of a layout looks at."""
+    return SimpleNamespace(model_config=SimpleNamespace(use_mla=use_mla, is_hybrid=is_hybrid))
+
+
+def test_the_layout_follows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.integrations.vllm import layout_choice
+
+    assert layout_choice.wished_layout(engine(), Settings()) is NamedLayout.BHLNC
+    assert layout_choice.wished_layout(engine(is_hybrid=True), Settings()) is NamedLayout.BLHNC
+    assert layout_choice.wished_layout(engine(), Settings(layout="LBHNC")) is NamedLayout.LBHNC
+    monkeypatch.setattr(layout_choice, "_on_cpu", lambda: True)
+    assert layout_choice.wished_layout(engine(use_mla=True), Settings()) is None
+    monkeypatch.setattr(layout_choice, "_on_cpu", lambda: False)
+    assert layout_choice.wished_layout(engine(use_mla=True), Settings()) is NamedLayout.BLHNC
+
+
+def test_an_unknown_layout_is_refused() -> None:
+    from kvferry.integrations.vllm.layout_choice import wished_layout
+
+    with pytest.raises(KVFerryError) as refusal:
+        wished_layout(engine(), Settings(layout="BHLCN"))
+    assert refusal.value.reason is Reason.UNKNOWN_LAYOUT
+
+
+@pytest.mark.parametrize("layout", [layout for layout in NamedLayout if layout.is_cross_layer])
+def test_cross_layer_mla_is_refused_on_cpus(layout: NamedLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.integrations.vllm import layout_choice
+
+    monkeypatch.setattr(layout_choice, "_on_cpu", lambda: True)
+    with pytest.raises(KVFerryError) as refusal:
+        layout_choice.check_layout(engine(use_mla=True), layout, Settings())
+    assert refusal.value.reason is Reason.KERNEL_CANNOT_READ_LAYOUT
+    layout_choice.check_layout(engine(use_mla=True), NamedLayout.LBNHC, Settings())
+
+
+def test_a_dropped_wish_is_explained(caplog: pytest.LogCaptureFixture) -> None:
+    from kvferry.integrations.vllm.layout_choice import check_layout
+
+    check_layout(engine(), NamedLayout.BHLNC, Settings())
+    assert not caplog.records
+    check_layout(engine(), NamedLayout.LBHNC, Settings())
+    assert "asked for KV cache layout BHLNC and the engine uses LBHNC" in caplog.text

@@ -1,0 +1,102 @@
+"""The demo's closed forms and its verdict."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.demo_report import CacheShape, DemoReport, RequestLine, find_problems, read_transfer_log
+from kvferry.cli.model_shapes import ModelShapes
+from kvferry.integrations.vllm.engine_metrics import PromptTokens
+from kvferry.layout.cache_group import CacheKind
+
+GQA = ModelShapes(num_layers=8, num_kv_heads=4, head_size=64, dtype="float32", kind=CacheKind.ATTENTION)
+MLA = ModelShapes(num_layers=4, num_kv_heads=1, head_size=576, dtype="float32", kind=CacheKind.MLA)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "prefill_tp", "decode_tp", "bytes_per_token", "num_rank_pairs"),
+    [
+        (GQA, 1, 1, 8 * 4 * 2 * 64 * 4, 1),
+        (GQA, 2, 1, 8 * 4 * 2 * 64 * 4, 2),
+        (GQA, 4, 2, 8 * 4 * 2 * 64 * 4, 4),
+        (GQA, 1, 2, 8 * 4 * 2 * 64 * 4, 2),
+        (GQA, 1, 8, 8 * 8 * 2 * 64 * 4, 8),  # four heads on eight ranks: each is held twice
+        (GQA, 8, 1, 8 * 4 * 2 * 64 * 4, 4),  # of two prefill ranks with the same head, one sends
+        (MLA, 2, 1, 4 * 576 * 4, 1),
+        (MLA, 1, 2, 2 * 4 * 576 * 4, 2),
+    ],
+)
+def test_closed_forms(
+    shapes: ModelShapes, prefill_tp: int, decode_tp: int, bytes_per_token: int, num_rank_pairs: int
+) -> None:
+    shape = CacheShape(shapes, 16, prefill_tp, decode_tp)
+    assert shape.expected_bytes(16) == 16 * bytes_per_token
+    assert shape.expected_bytes(17) == 32 * bytes_per_token
+    assert shape.num_rank_pairs == num_rank_pairs
+    assert shape.per_layer_descriptors(33) == shapes.num_layers * 3 * num_rank_pairs
+
+
+def good_report() -> DemoReport:
+    shape = CacheShape(GQA, 16, 2, 1)
+    lines = tuple(
+        RequestLine(tokens, tokens, 0, shape.expected_bytes(tokens), 4, 0.01, 0.001, "cma", True, None)
+        for tokens in (10, 100)
+    )
+    return DemoReport(
+        lines,
+        shape,
+        "BHLNC",
+        received=PromptTokens(received=110, cached=0, computed=0),
+        reference=PromptTokens(received=0, cached=0, computed=110),
+        cache_usages={"prefill": 0.0, "decode": 0.0},
+        seconds_until_free=0.1,
+    )
+
+
+def test_a_good_run_has_no_problem() -> None:
+    report = good_report()
+    assert find_problems(report) == []
+    assert report.to_json()["bytes"] == report.to_json()["expected_bytes"] == 8 * 16 * 8 * 4 * 2 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"identical": False}, "requests [1] differ"),
+        ({"computed_tokens": 2}, "computed more than one prompt token of requests [1]"),
+        ({"error": "HTTP 500"}, "request 1: HTTP 500"),
+        ({"bytes": 4096}, "bytes moved where the shapes ask for"),
+        ({"received_tokens": 90}, "count 110 received tokens, the transfers 100"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_found(change: dict[str, object], problem: str) -> None:
+    report = good_report()
+    report = replace(report, lines=(report.lines[0], replace(report.lines[1], **change)))
+    assert any(problem in found for found in find_problems(report))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"cache_usages": {"prefill": 0.01, "decode": 0.0}}, "still in use"),
+        ({"processes_left": 1}, "1 processes are left"),
+        ({"received": PromptTokens(received=110, cached=0, computed=3)}, "count 3 computed tokens"),
+        ({"reference": PromptTokens(received=0, cached=10, computed=100)}, "the reference was not computed"),
+    ],
+)
+def test_what_is_wrong_with_a_run_is_found(change: dict[str, object], problem: str) -> None:
+    assert any(problem in found for found in find_problems(replace(good_report(), **change)))
+
+
+def test_ranks_are_added_up(tmp_path: Path) -> None:
+    line = {"request_id": "a", "num_tokens": 5, "bytes": 64, "descriptors": 2, "transport": "cma", "layout": "BHLNC"}
+    for rank, seconds in enumerate((0.25, 0.5)):
+        entry = {**line, "error": None, "wait_seconds": seconds, "transfer_seconds": seconds / 2}
+        failed = {**entry, "error": "peer-died", "bytes": 1000}
+        text = "\n".join(json.dumps(part) for part in (failed, entry))
+        (tmp_path / f"log.rank{rank}").write_text(text + "\n")
+    moved = read_transfer_log(tmp_path / "log")["a"]
+    assert (moved.num_tokens, moved.bytes, moved.descriptors) == (5, 128, 4)
+    assert (moved.wait_seconds, moved.transfer_seconds, moved.transport) == (0.5, 0.25, "cma")

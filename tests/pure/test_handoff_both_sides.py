@@ -1,0 +1,273 @@
+"""Both sides of a pull, a network that drops, doubles, delays and reorders, and memory that is reused at once.
+
+Time is logical and the two clocks are apart. The memory model has what a one-sided read meets: the
+holder's blocks are overwritten the moment its engine may reuse them, reads see one piece at a time.
+A simulation is told by its seed alone.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+import msgspec
+import pytest
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.decode_side import DecodeSide, RemoteHold
+from kvferry.handoff.guard import GuardWords, word_bytes
+from kvferry.handoff.prefill_side import Ending, Hold, PrefillSide
+from kvferry.handoff.protocol import Handle
+
+NUM_SLOTS, LEASE, LINGER, SHARE = 2, 60.0, 0.5, 0.25
+CLOCK_OFFSET = 12345.0
+NUM_PIECES = 3
+OVERWRITTEN = -1
+NUM_STEPS = 300
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What the prefill engine answered its client: a hold, where its word lies, and which prompt it is of."""
+
+    remote: RemoteHold
+    slot: int
+    prompt: int
+
+
+class Read(msgspec.Struct):
+    """A load in progress: the word was right before; the pieces seen so far."""
+
+    request_id: str
+    offer: Offer
+    pieces: list[int]
+    is_aborted: bool = False
+
+
+class TwoSides:
+    """One prefill engine (that may restart) and one decode engine."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.now = 0.0
+        self.words = GuardWords(NUM_SLOTS)
+        self.blocks: dict[int, int] = {}
+        self.prompt_of: dict[Handle, int] = {}
+        self.epoch = 0
+        self.restart()
+        self.decode = DecodeSide(LINGER, SHARE)
+        self.offers: list[Offer] = []
+        self.network: list[Callable[[], None]] = []
+        self.waiting: dict[str, Offer] = {}
+        self.reads: list[Read] = []
+        self.let_go: set[RemoteHold] = set()
+        self.confirmed_ends: dict[RemoteHold, float] = {}
+        self.num_requests = 0
+        self.num_commits = 0
+        self.num_caught = 0
+
+    def run(self) -> None:
+        """Let anything happen in any order, then nothing more arrive: everything must end."""
+        events = {
+            self.finish_prefill: 10,
+            self.step_prefill: 10,
+            self.arrive: 10,
+            self.start_read: 12,
+            self.read_a_piece: 40,
+            self.abort: 3,
+            self.step_decode: 15,
+            self.deliver: 25,
+            self.drop: 4,
+            self.pass_time: 10,
+            self.restart: 1,
+        }
+        for event in self.random.choices(list(events), list(events.values()), k=NUM_STEPS):
+            event()
+        self.come_to_rest()
+
+    @property
+    def decode_now(self) -> float:
+        return self.now + CLOCK_OFFSET
+
+    # The prefill engine.
+
+    def restart(self) -> None:
+        """Everything the former life held is gone and overwritten."""
+        self.epoch += 1
+        self.prefill = PrefillSide(self.epoch, NUM_SLOTS, LEASE)
+        self.words.array[:] = 0
+        self.blocks = dict.fromkeys(self.blocks, OVERWRITTEN)
+        self.prompt_of = {}
+
+    def finish_prefill(self) -> None:
+        """A prompt is prefilled into fresh blocks and its hold is offered."""
+        name = self.random.choice(["a", "0_c", "1_c"])
+        hold = self.prefill.begin(name)
+        if hold is None or hold.is_exported:
+            return
+        prompt = len(self.blocks)
+        self.blocks[prompt] = prompt
+        self.prompt_of[hold.handle] = prompt
+        self.words.set(hold.slot, self.epoch, hold.handle.generation)
+        self.prefill.export(name, self.now)
+        self.offers.append(Offer(RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle), hold.slot, prompt))
+
+    def step_prefill(self) -> None:
+        """The word changes before the blocks are reused; by then the slot may be another's."""
+        self.prefill.expire(self.now)
+        for ended in self.prefill.take_ended():
+            self.check_ending(ended.hold, ended.ending)
+            if self.word_is_right(self.epoch, ended.hold.handle, ended.hold.slot):
+                self.words.clear(ended.hold.slot)
+            self.blocks[self.prompt_of.pop(ended.hold.handle)] = OVERWRITTEN
+
+    def check_ending(self, hold: Hold, ending: Ending) -> None:
+        remote = RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle)
+        if ending is Ending.RELEASED and hold.handle.request_id == "a":
+            assert remote in self.let_go, "released although no reader let it go"
+        if ending is Ending.EXPIRED:
+            assert self.confirmed_ends.get(remote, 0.0) <= self.decode_now, "the reader's lease outlived the holder's"
+
+    # The decode engine.
+
+    def arrive(self) -> None:
+        if not self.offers:
+            return
+        offer = self.random.choice(self.offers[-3:])
+        self.num_requests += 1
+        request_id = self.random.choice(["r{}", "{}_s"]).format(self.num_requests)
+        self.decode.arrive(request_id, offer.remote, LEASE, self.decode_now)
+        self.waiting[request_id] = offer
+
+    def start_read(self) -> None:
+        if not self.waiting:
+            return
+        request_id = self.random.choice(list(self.waiting))
+        offer = self.waiting.pop(request_id)
+        lease = self.decode.lease_of(request_id)
+        may_read = lease is not None and not lease.is_over(self.decode_now)
+        if may_read and self.word_is_right(offer.remote.epoch, offer.remote.handle, offer.slot):
+            self.reads.append(Read(request_id, offer, []))
+        else:
+            self.decode.finish(request_id, self.decode_now)
+
+    def read_a_piece(self) -> None:
+        if not self.reads:
+            return
+        read = self.random.choice(self.reads)
+        if len(read.pieces) < NUM_PIECES:
+            read.pieces.append(self.blocks[read.offer.prompt])
+            return
+        self.reads.remove(read)
+        remote = read.offer.remote
+        if not self.word_is_right(remote.epoch, remote.handle, read.offer.slot):
+            self.num_caught += 1
+        elif not read.is_aborted:
+            assert read.pieces == [read.offer.prompt] * NUM_PIECES, "committed bytes of another request"
+            self.num_commits += 1
+        self.decode.finish(read.request_id, self.decode_now)
+
+    def abort(self) -> None:
+        """A waiting request goes at once; the pieces of one that reads still land before its hold is let go."""
+        if self.reads:
+            self.random.choice(self.reads).is_aborted = True
+        if self.waiting:
+            request_id = self.random.choice(list(self.waiting))
+            del self.waiting[request_id]
+            self.decode.finish(request_id, self.decode_now)
+
+    def step_decode(self) -> None:
+        for remote in self.decode.take_releases(self.decode_now):
+            assert not self.readers_of(remote), "released under a reader"
+            self.let_go.add(remote)
+            self.confirmed_ends.pop(remote, None)
+            self.network.append(partial(self.receive_release, remote))
+        for remote in self.decode.take_renewals(self.decode_now):
+            self.network.append(partial(self.receive_renew, remote, self.decode_now))
+
+    def readers_of(self, remote: RemoteHold) -> list[str]:
+        waiting = [request_id for request_id, offer in self.waiting.items() if offer.remote == remote]
+        return waiting + [read.request_id for read in self.reads if read.offer.remote == remote]
+
+    # The network.
+
+    def deliver(self) -> None:
+        """Any message, in any order; one in four comes again."""
+        if self.network:
+            position = self.random.randrange(len(self.network))
+            message = self.network[position]
+            if self.random.random() < 0.75:
+                del self.network[position]
+            message()
+
+    def drop(self) -> None:
+        if self.network:
+            del self.network[self.random.randrange(len(self.network))]
+
+    def receive_release(self, remote: RemoteHold) -> None:
+        try:
+            self.prefill.release(remote.epoch, [remote.handle])
+        except HandoffError as error:
+            self.check_refusal(remote, error)
+
+    def receive_renew(self, remote: RemoteHold, sent_at: float) -> None:
+        try:
+            lost = self.prefill.renew(remote.epoch, [remote.handle], self.now)
+        except HandoffError as error:
+            self.check_refusal(remote, error)
+            lost = [remote.handle]
+        if lost:
+            self.network.append(partial(self.receive_lost, remote))
+        else:
+            assert remote.epoch == self.epoch, "a former life's hold was renewed"
+            assert self.blocks[self.prompt_of[remote.handle]] != OVERWRITTEN, "renewed although its blocks are reused"
+            self.network.append(partial(self.receive_renewed, remote, sent_at))
+
+    def check_refusal(self, remote: RemoteHold, error: HandoffError) -> None:
+        assert error.reason is Reason.PEER_CHANGED
+        assert remote.epoch != self.epoch
+
+    def receive_renewed(self, remote: RemoteHold, sent_at: float) -> None:
+        self.decode.renewed([remote], sent_at, LEASE)
+        for request_id in self.readers_of(remote):
+            if lease := self.decode.lease_of(request_id):
+                self.confirmed_ends[remote] = lease.end
+
+    def receive_lost(self, remote: RemoteHold) -> None:
+        lost = self.decode.lost([remote])
+        assert sorted(lost) == sorted(self.readers_of(remote))
+        assert not any(self.decode.lease_of(request_id) for request_id in lost)
+        for read in self.reads:
+            read.is_aborted |= read.request_id in lost
+
+    def word_is_right(self, epoch: int, handle: Handle, slot: int) -> bool:
+        return bytes(self.words.array[slot].tobytes()) == word_bytes(epoch, handle.generation)
+
+    def pass_time(self) -> None:
+        self.now += self.random.choice([0.1, 1.0, 10.0, 29.0, 61.0])
+
+    def come_to_rest(self) -> None:
+        while self.reads:
+            self.read_a_piece()
+        while self.waiting:
+            self.abort()
+        self.now += LEASE
+        self.step_decode()
+        assert self.decode.num_reading == 0
+        self.step_prefill()
+        assert self.prefill.num_held == 0
+        assert not self.words.array.any()
+
+
+@pytest.mark.parametrize("first_seed", range(0, 400, 100))
+def test_nothing_wrong_is_committed_and_everything_ends(first_seed: int) -> None:
+    num_commits = num_caught = 0
+    for seed in range(first_seed, first_seed + 100):
+        sides = TwoSides(seed)
+        try:
+            sides.run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        num_commits += sides.num_commits
+        num_caught += sides.num_caught
+    # The simulation is of use only while both happen often.
+    assert num_commits > 200
+    assert num_caught > 100

@@ -1,0 +1,195 @@
+"""The receiver's state machine against a model of it, over arbitrary sequences of events."""
+
+from collections import Counter
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvferry.handoff.decode_side import MIN_RENEW_SECONDS, DecodeSide, RemoteHold
+from kvferry.handoff.prefill_side import sampling_family
+from kvferry.handoff.protocol import Handle
+
+LINGER, SHARE, LEASE = 0.5, 0.25, 60.0
+HOLDS = [
+    RemoteHold("p", 7, "127.0.0.1", 5600, Handle("a", 1)),
+    RemoteHold("p", 7, "127.0.0.1", 5600, Handle("a", 2)),
+    RemoteHold("q", 8, "127.0.0.1", 5601, Handle("a", 1)),
+]
+request_ids = st.sampled_from(["x", "y", "0_z", "1_z", "2_z"])
+some_holds = st.lists(st.sampled_from(HOLDS), max_size=3, unique=True)
+
+
+class Model(msgspec.Struct):
+    """What one remote hold should be."""
+
+    lease_end: float
+    readers: set[str]
+    linger_until: float = 0.0
+    is_lost: bool = False
+
+
+class DecodeSideMachine(RuleBasedStateMachine):
+    """The model: who reads which hold, until when it lingers, whether it is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = DecodeSide(LINGER, SHARE)
+        self.now = 0.0
+        self.model: dict[RemoteHold, Model] = {}
+        self.reads: dict[str, RemoteHold] = {}
+        self.times_read: Counter[RemoteHold] = Counter()
+        self.times_released: Counter[RemoteHold] = Counter()
+
+    def finish_in_model(self, request_id: str) -> None:
+        hold = self.reads.pop(request_id, None)
+        if hold is not None:
+            self.model[hold].readers.remove(request_id)
+            if sampling_family(request_id) != request_id:
+                self.model[hold].linger_until = self.now + LINGER
+
+    @rule(request_id=request_ids, hold=st.sampled_from(HOLDS))
+    def arrive(self, request_id: str, hold: RemoteHold) -> None:
+        self.side.arrive(request_id, hold, LEASE, self.now)
+        if self.reads.get(request_id) != hold:
+            self.finish_in_model(request_id)
+        if hold not in self.model:
+            self.model[hold] = Model(self.now + LEASE, set())
+            self.times_read[hold] += 1
+        self.model[hold].readers.add(request_id)
+        self.reads[request_id] = hold
+
+    @rule(request_id=request_ids)
+    def finish(self, request_id: str) -> None:
+        self.side.finish(request_id, self.now)
+        self.finish_in_model(request_id)
+
+    @rule(holds=some_holds, delay=st.sampled_from([0.0, 0.3, 30.0]))
+    def renewed(self, holds: list[RemoteHold], delay: float) -> None:
+        sent_at = self.now - delay
+        self.side.renewed(holds, sent_at, LEASE)
+        for hold in holds:
+            if hold in self.model:
+                self.model[hold].lease_end = sent_at + LEASE
+
+    @rule(holds=some_holds)
+    def lost(self, holds: list[RemoteHold]) -> None:
+        readers = self.side.lost(holds)
+        expected = [reader for hold in holds if hold in self.model for reader in self.model[hold].readers]
+        assert sorted(readers) == sorted(expected)
+        for hold in holds:
+            if hold in self.model:
+                self.model[hold].is_lost = True
+
+    @rule()
+    def take_releases(self) -> None:
+        expected = {
+            hold
+            for hold, model in self.model.items()
+            if not model.readers and (model.is_lost or model.linger_until <= self.now)
+        }
+        releases = self.side.take_releases(self.now)
+        assert len(releases) == len(set(releases))
+        assert set(releases) == expected
+        for hold in releases:
+            del self.model[hold]
+            self.times_released[hold] += 1
+
+    @rule()
+    def take_renewals(self) -> None:
+        renewals = self.side.take_renewals(self.now)
+        assert len(renewals) == len(set(renewals))
+        assert set(renewals) <= {hold for hold, model in self.model.items() if not model.is_lost}
+        assert self.side.take_renewals(self.now) == [], "what was just asked is not asked again"
+
+    @rule()
+    def renew_before_the_lease_ends(self) -> None:
+        """Liveness: whoever asks once every quarter of a lease has renewed each live hold in time."""
+        at_risk = {
+            hold for hold, model in self.model.items() if not model.is_lost and model.lease_end <= self.now + LEASE / 4
+        }
+        renewals = set(self.side.take_renewals(self.now))
+        self.now += LEASE / 4 + MIN_RENEW_SECONDS
+        renewals |= set(self.side.take_renewals(self.now))
+        assert at_risk <= renewals
+
+    @rule(seconds=st.sampled_from([0.01, 0.49, 0.5, 10.0, 70.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def holds_are_counted(self) -> None:
+        assert self.side.num_reading == len(self.model)
+        assert self.times_read - self.times_released == Counter(self.model.keys()), "one release per reading"
+
+    @invariant()
+    def a_request_reads_under_the_lease_of_its_live_hold(self) -> None:
+        for request_id in ("x", "y", "0_z", "1_z", "2_z"):
+            hold = self.reads.get(request_id)
+            lease = self.side.lease_of(request_id)
+            if hold is None or self.model[hold].is_lost:
+                assert lease is None
+            else:
+                assert lease is not None
+                assert lease.end == pytest.approx(self.model[hold].lease_end)
+
+    def teardown(self) -> None:
+        """Nothing leaks once every request has finished and time has passed."""
+        for request_id in list(self.reads):
+            self.finish(request_id)
+        self.now += LINGER
+        self.take_releases()
+        assert self.side.num_reading == 0
+        assert self.side.take_renewals(self.now + LEASE) == []
+
+
+DecodeSideMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDecodeSide = DecodeSideMachine.TestCase
+
+
+def test_a_sample_finds_the_hold_of_the_sibling_that_finished_first() -> None:
+    side = DecodeSide(LINGER, SHARE)
+    side.arrive("0_z", HOLDS[0], LEASE, now=0.0)
+    side.finish("0_z", now=1.0)
+    assert side.take_releases(now=1.49) == []
+    side.arrive("1_z", HOLDS[0], LEASE, now=1.49)
+    assert side.take_releases(now=9.0) == []
+    side.finish("1_z", now=9.0)
+    assert side.take_releases(now=9.49) == []
+    assert side.take_releases(now=9.5) == [HOLDS[0]]
+
+
+def test_a_request_alone_releases_at_once() -> None:
+    side = DecodeSide(LINGER, SHARE)
+    side.arrive("x", HOLDS[0], LEASE, now=0.0)
+    side.finish("x", now=0.0)
+    assert side.take_releases(now=0.0) == [HOLDS[0]]
+    assert side.take_releases(now=0.0) == []
+
+
+def test_a_silent_holder_is_asked_more_often_towards_the_end_but_not_without_bound() -> None:
+    side = DecodeSide(LINGER, SHARE)
+    side.arrive("x", HOLDS[0], LEASE, now=0.0)
+    asked = [tick / 100 for tick in range(0, 7001) if side.take_renewals(tick / 100)]
+    gaps = [after - before for before, after in pairwise(asked)]
+    assert asked[0] == 0.0
+    assert max(gaps) == pytest.approx(SHARE * LEASE, abs=0.011)
+    assert min(gaps) == pytest.approx(MIN_RENEW_SECONDS, abs=0.011)
+
+
+def test_one_engine_in_two_epochs_is_two_destinations() -> None:
+    restarted = msgspec.structs.replace(HOLDS[0], epoch=8)
+    assert restarted.destination != HOLDS[0].destination
+    assert HOLDS[1].destination == HOLDS[0].destination
+
+
+def test_naming_another_hold_lets_the_former_go() -> None:
+    side = DecodeSide(LINGER, SHARE)
+    side.arrive("x", HOLDS[0], LEASE, now=0.0)
+    side.arrive("x", HOLDS[1], LEASE, now=1.0)
+    assert side.take_releases(now=1.0) == [HOLDS[0]]
+    side.finish("x", now=2.0)
+    assert side.take_releases(now=2.0) == [HOLDS[1]]

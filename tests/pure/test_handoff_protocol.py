@@ -1,0 +1,255 @@
+"""Messages of the control plane: round trips, and whatever is not a message is refused in one way."""
+
+import string
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.handoff import protocol
+from kvferry.handoff.handshake import check_version, compare_identities
+from kvferry.handoff.protocol import (
+    MAX_LEASE_SECONDS,
+    MAX_MESSAGE_BYTES,
+    MAX_REQUESTS_PER_MESSAGE,
+    PROTOCOL_VERSION,
+    Answer,
+    Directory,
+    DirectoryRequest,
+    Handle,
+    Identity,
+    Question,
+    RankEntry,
+    Refusal,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    decode_answer,
+    decode_question,
+    encode,
+)
+
+IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 8, 4, 64)
+
+identifiers = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
+unsigned = st.integers(0, (1 << 63) - 1)
+handles = st.lists(st.builds(Handle, identifiers, unsigned), max_size=5).map(tuple)
+lease_seconds = st.floats(min_value=1e-3, max_value=MAX_LEASE_SECONDS)
+identities = st.builds(Identity, *[identifiers] * 4, *[unsigned] * 3)
+end_points = st.dictionaries(identifiers, st.binary(max_size=20), max_size=3)
+ranks = st.builds(RankEntry, unsigned, unsigned, st.binary(max_size=50), end_points, unsigned, unsigned)
+questions = st.one_of(
+    st.builds(DirectoryRequest, unsigned, identifiers),
+    st.builds(Renew, unsigned, handles),
+    st.builds(Release, unsigned, handles),
+)
+answers = st.one_of(
+    st.builds(
+        Directory, unsigned, identifiers, unsigned, identities, st.lists(ranks, min_size=1, max_size=3).map(tuple)
+    ),
+    st.builds(Renewed, unsigned, lease_seconds, handles),
+    st.builds(Released, unsigned),
+    st.builds(Refusal, identifiers, st.text(st.characters(codec="utf-8"), max_size=50)),
+)
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(questions)
+def test_questions_survive_the_wire(question: Question) -> None:
+    assert decode_question(encode(question)) == question
+
+
+@given(answers)
+def test_answers_survive_the_wire(answer: Answer) -> None:
+    assert decode_answer(encode(answer)) == answer
+
+
+def decode_or_refuse(data: bytes) -> list[Question | Answer]:
+    """Return what decodes; anything but a malformed-message refusal fails the test."""
+    decoded: list[Question | Answer] = []
+    reasons = set()
+    for decode in (decode_question, decode_answer):
+        try:
+            decoded.append(decode(data))
+        except HandoffError as error:
+            reasons.add(error.reason)
+    assert reasons <= {Reason.MALFORMED_MESSAGE}
+    return decoded
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    assert decode_or_refuse(data) == []
+
+
+@given(questions | answers, st.data())
+def test_a_truncated_message_is_refused(message: Question | Answer, data: st.DataObject) -> None:
+    encoded = encode(message)
+    length = data.draw(st.integers(0, len(encoded) - 1))
+    assert decode_or_refuse(encoded[:length]) == []
+
+
+@given(questions | answers, st.binary(min_size=1, max_size=4))
+def test_trailing_bytes_are_refused(message: Question | Answer, tail: bytes) -> None:
+    assert decode_or_refuse(encode(message) + tail) == []
+
+
+@given(questions | answers, st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_mutated_message_is_refused_or_valid(message: Question | Answer, changes: list[tuple[int, int]]) -> None:
+    mutated = bytearray(encode(message))
+    for position, value in changes:
+        mutated[position % len(mutated)] = value
+    for decoded in decode_or_refuse(bytes(mutated)):
+        assert decode_or_refuse(encode(decoded)) == [decoded], "what was accepted is a message itself"
+
+
+@given(questions | answers, st.data())
+def test_a_field_of_another_type_is_refused_or_valid(message: Question | Answer, data: st.DataObject) -> None:
+    fields = msgspec.msgpack.decode(encode(message))
+    name = data.draw(st.sampled_from(sorted(fields)))
+    fields[name] = data.draw(anything)
+    for decoded in decode_or_refuse(msgspec.msgpack.encode(fields)):
+        assert decode_or_refuse(encode(decoded)) == [decoded]
+
+
+def packed(**fields: object) -> bytes:
+    return msgspec.msgpack.encode(fields)
+
+
+ARRAY_OF_4_GI = b"\xdd\xff\xff\xff\xff"
+ENDING_WITH_AN_ARRAY = packed(type="release", epoch=1, handles=0)[:-1]
+ENDING_WITH_AN_UNKNOWN_FIELD = packed(type="released", epoch=1, unknown=0)[:-1]
+TIMESTAMP_OUT_OF_RANGE = b"\xc7\x0c\xff" + b"\xff" * 12
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"pickle",
+        packed(type="no-such-message"),
+        packed(epoch=1, handles=[]),
+        packed(type="release", epoch=1),
+        packed(type="release", epoch=-1, handles=[]),
+        packed(type="release", epoch=1 << 63, handles=[]),
+        packed(type="release", epoch=True, handles=[]),
+        packed(type="release", epoch=1.5, handles=[]),
+        packed(type="release", epoch=1, handles=None),
+        packed(type="release", epoch=1, handles=[["a", 1]]),
+        packed(type="release", epoch=1, handles=[{"request_id": "", "generation": 1}]),
+        packed(type="release", epoch=1, handles=[{"request_id": "a" * 513, "generation": 1}]),
+        packed(
+            type="renew",
+            epoch=1,
+            handles=[{"request_id": "a", "generation": n} for n in range(MAX_REQUESTS_PER_MESSAGE + 1)],
+        ),
+        ENDING_WITH_AN_ARRAY + ARRAY_OF_4_GI,
+        ENDING_WITH_AN_ARRAY + b"\x91" * 100_000,
+        ENDING_WITH_AN_ARRAY + TIMESTAMP_OUT_OF_RANGE,
+        ENDING_WITH_AN_ARRAY + b"\xa2\xff\xff",
+        packed(type="renewed", epoch=1, lease_seconds=0.0, lost=[]),
+        packed(type="renewed", epoch=1, lease_seconds=float("nan"), lost=[]),
+        packed(type="renewed", epoch=1, lease_seconds=float("inf"), lost=[]),
+        packed(type="renewed", epoch=1, lease_seconds=-1.0, lost=[]),
+        packed(type="refusal", reason="", message=""),
+        packed(type="refusal", reason="x", message="m" * 4097),
+        packed(
+            type="directory",
+            version=1,
+            engine_id="e",
+            epoch=1,
+            identity=msgspec.to_builtins(IDENTITY),
+            ranks=[],
+        ),
+        ENDING_WITH_AN_UNKNOWN_FIELD + ARRAY_OF_4_GI,
+        ENDING_WITH_AN_UNKNOWN_FIELD + b"\x91" * 100_000,
+        packed(type="released", epoch=1, unknown=bytes(MAX_MESSAGE_BYTES)),
+    ],
+    ids=lambda data: f"{len(data)}-{data[:12].hex()}",
+)
+def test_what_breaks_a_bound_is_refused(data: bytes) -> None:
+    assert decode_or_refuse(data) == []
+
+
+def test_bounds_admit_their_last_value() -> None:
+    """The refusals above are by the bound and nothing else."""
+    full = tuple(Handle("a" * 512, (1 << 63) - 1) for _ in range(MAX_REQUESTS_PER_MESSAGE))
+    renew = Renew((1 << 63) - 1, full)
+    assert decode_question(encode(renew)) == renew
+    renewed = decode_answer(encode(Renewed(0, MAX_LEASE_SECONDS, ())))
+    assert isinstance(renewed, Renewed)
+    assert renewed.lease_seconds == MAX_LEASE_SECONDS
+    assert decode_answer(encode(Refusal("x" * 512, "é" * 4096))) == Refusal("x" * 512, "é" * 4096)
+
+
+def test_a_question_is_no_answer_and_an_answer_no_question() -> None:
+    with pytest.raises(HandoffError):
+        decode_answer(encode(Release(1, ())))
+    with pytest.raises(HandoffError):
+        decode_question(encode(Released(1)))
+
+
+def test_a_refused_message_says_what_to_check() -> None:
+    with pytest.raises(HandoffError, match=r"protocol version.*\[malformed-message\]"):
+        decode_question(b"GET / HTTP/1.1")
+
+
+def test_unknown_fields_are_left_to_later_versions() -> None:
+    assert decode_answer(packed(type="released", epoch=7, more=[1, {"a": 2}])) == Released(7)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("model", "other", Reason.MODEL_MISMATCH),
+        ("weights", "other", Reason.MODEL_MISMATCH),
+        ("architecture", "LlamaForCausalLM", Reason.MODEL_MISMATCH),
+        ("kv_dtype", "bfloat16", Reason.DTYPE_MISMATCH),
+        ("num_layers", 9, Reason.MODEL_MISMATCH),
+        ("num_kv_heads", 2, Reason.MODEL_MISMATCH),
+        ("head_size", 128, Reason.HEAD_SIZE_MISMATCH),
+    ],
+)
+def test_every_field_of_the_identity_is_compared(field: str, value: str | int, reason: Reason) -> None:
+    theirs = msgspec.structs.replace(IDENTITY, **{field: value})
+    with pytest.raises(HandoffError) as caught:
+        compare_identities(prefill=theirs, decode=IDENTITY)
+    assert caught.value.reason is reason
+    assert f"{field}: prefill has {value!r}, decode has {getattr(IDENTITY, field)!r}" in caught.value.message
+    others = set(Identity.__struct_fields__) - {field}
+    assert not [other for other in others if f"{other}:" in caught.value.message], "only what differs is named"
+
+
+def test_all_differences_are_named_at_once() -> None:
+    theirs = msgspec.structs.replace(IDENTITY, model="other", head_size=1, kv_dtype="float16")
+    with pytest.raises(HandoffError) as caught:
+        compare_identities(theirs, IDENTITY)
+    assert all(f"{field}:" in caught.value.message for field in ("model", "head_size", "kv_dtype"))
+
+
+def test_another_protocol_version_is_refused() -> None:
+    check_version(PROTOCOL_VERSION)
+    with pytest.raises(HandoffError) as caught:
+        check_version(PROTOCOL_VERSION + 1)
+    assert caught.value.reason is Reason.PROTOCOL_MISMATCH
+
+
+def test_reasons_on_the_wire_are_stable() -> None:
+    """Peers of other versions match on these strings; a change here is a change of the protocol."""
+    assert set(string.ascii_lowercase + "-") >= set("".join(Reason))
+    assert protocol.PROTOCOL_VERSION == 1
+    assert Reason.PEER_CHANGED.value == "peer-changed"
+    assert Reason.PEER_UNREACHABLE.value == "peer-unreachable"

@@ -1,0 +1,171 @@
+"""``kvferry plan`` and ``kvferry bench plan``: the contract, and what they refuse."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvferry.cli.bench_plan import bench_plan
+from kvferry.cli.plan_command import plan
+from kvferry.errors import KVFerryError, Reason
+
+SHAPE = "--layers 36 --kv-heads 8 --head-size 128 --dtype bfloat16 --block-size 16"
+BYTES_PER_TOKEN = 36 * 8 * 2 * 128 * 2
+GQA = {
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 4096,
+}
+MLA = {"num_hidden_layers": 27, "num_attention_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+def invoke(function: Any, arguments: str) -> Any:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(function)
+    return CliRunner().invoke(app, arguments.split())
+
+
+def planned(arguments: str) -> dict[str, Any]:
+    result = invoke(plan, arguments + " --json")
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(result.output)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("layout", "prefill", "decode", "blocks", "tokens", "descriptors"),
+    [
+        ("BHLNC", 1, 1, "contiguous", 10240, 1),
+        ("BHLNC", 1, 1, "descending", 10240, 1),
+        ("BHLNC", 1, 1, "scattered", 10240, 640),
+        ("BHLNC", 2, 1, "scattered", 10240, 1280),
+        ("BHLNC", 1, 2, "scattered", 10240, 1280),
+        ("LBHNC", 1, 1, "scattered", 10240, 23040),
+        ("LBHNC", 1, 1, "contiguous", 10240, 36),
+        ("BHLNC", 1, 1, "scattered", 1024, 64),
+        ("BHLNC", 1, 1, "scattered", 16, 1),
+    ],
+)
+def test_descriptors(layout: str, prefill: int, decode: int, blocks: str, tokens: int, descriptors: int) -> None:
+    """Counted from what the null transport was handed."""
+    engines = f"--prefill tp={prefill},layout={layout} --decode tp={decode},layout={layout}"
+    report = planned(f"{SHAPE} --tokens {tokens} {engines} --blocks {blocks}")
+    assert report["descriptors"] == descriptors
+    assert report["bytes"] == tokens * BYTES_PER_TOKEN
+    assert report["verified"] is True
+    assert len(report["pairs"]) == max(prefill, decode)
+    for pair in report["pairs"]:
+        assert pair["strategy"] == "direct"
+        assert pair["verified"] is True
+        assert sum(run["count"] for run in pair["run_lengths"]) == pair["descriptors"]
+        assert sum(run["count"] * run["length"] for run in pair["run_lengths"]) == pair["bytes"]
+    assert sum(pair["descriptors"] for pair in report["pairs"]) == descriptors
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("tokens", [32, 48, 1600])
+def test_scattered_blocks_have_no_neighbours(tokens: int, seed: int) -> None:
+    report = planned(f"{SHAPE} --tokens {tokens} --blocks scattered --seed {seed}")
+    assert report["descriptors"] == tokens // 16
+
+
+def test_a_replicated_engine_sends_each_head_once() -> None:
+    report = planned("--layers 2 --kv-heads 2 --head-size 64 --tokens 64 --prefill tp=8 --decode tp=1")
+    assert len(report["pairs"]) == 2
+    report = planned("--layers 2 --kv-heads 2 --head-size 64 --tokens 64 --prefill tp=1 --decode tp=8")
+    assert report["bytes"] == 8 * 64 * 2 * 2 * 64 * 2
+
+
+def test_block_sizes_may_differ() -> None:
+    report = planned(f"{SHAPE} --tokens 100 --prefill tp=2,block_size=32 --decode tp=4,layout=LBNHC")
+    assert report["bytes"] == 100 * BYTES_PER_TOKEN
+    assert report["verified"] is True
+
+
+def test_model_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GQA))
+    assert planned(f"--model {path} --tokens 1024")["bytes"] == 1024 * BYTES_PER_TOKEN
+    assert planned(f"--model {tmp_path} --tokens 1024 --dtype float32")["bytes"] == 2048 * BYTES_PER_TOKEN
+    path.write_text(json.dumps({"text_config": GQA}))
+    assert planned(f"--model {path} --tokens 1024")["bytes"] == 1024 * BYTES_PER_TOKEN
+    path.write_text(json.dumps(MLA))
+    report = planned(f"--model {path} --tokens 64 --prefill tp=4 --decode tp=1")
+    assert report["bytes"] == 64 * 27 * 576 * 2
+    assert len(report["pairs"]) == 1
+
+
+def refusal(arguments: str) -> dict[str, str]:
+    """Return the JSON error, once the command without --json has raised the same one."""
+    result = invoke(plan, arguments + " --json")
+    assert result.exit_code == 2, result.output
+    error: dict[str, str] = json.loads(result.output)["error"]
+    raised = invoke(plan, arguments).exception
+    assert isinstance(raised, KVFerryError)
+    assert raised.reason.value == error["reason"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason", "hint"),
+    [
+        (f"{SHAPE} --prefill pt=2", Reason.UNKNOWN_SETTING, "'tp'"),
+        (f"{SHAPE} --decode tp=1,blocksize=32", Reason.UNKNOWN_SETTING, "'block_size'"),
+        (f"{SHAPE} --prefill layout=BHLCN", Reason.UNKNOWN_LAYOUT, "'BHLNC'"),
+        (f"{SHAPE} --prefill tp=0", Reason.INVALID_SETTING, "above zero"),
+        (f"{SHAPE} --prefill tp", Reason.INVALID_SETTING, "tp=VALUE"),
+        (f"{SHAPE} --prefill tp=3", Reason.INDIVISIBLE_HEADS, "8"),
+        ("--layers 2 --kv-heads 2 --head-size 8 --dtype bfloat", Reason.INVALID_SETTING, "'bfloat16'"),
+        ("--layers 2", Reason.INVALID_SETTING, "--model"),
+        ("--model /nowhere/config.json", Reason.INVALID_SETTING, "by hand"),
+    ],
+)
+def test_refusals(arguments: str, reason: Reason, hint: str) -> None:
+    error = refusal(arguments)
+    assert error["reason"] == reason.value
+    assert hint in error["message"] + error["remedy"] or reason is Reason.INVALID_SETTING
+    assert hint in error["remedy"] or "nowhere" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 4096},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": ["mamba", "attention"]},
+        {"mamba_d_state": 128},
+        {"num_kv_shared_layers": 2},
+    ],
+    ids=str,
+)
+def test_other_kinds_of_cache_are_refused(changes: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**GQA, **changes}))
+    assert refusal(f"--model {path}")["reason"] == Reason.UNSUPPORTED.value
+
+
+def test_a_window_that_is_not_used_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**GQA, "sliding_window": 4096, "use_sliding_window": False}))
+    assert planned(f"--model {path} --tokens 16")["descriptors"] == 1
+
+
+def test_table_names_the_totals() -> None:
+    result = invoke(plan, f"{SHAPE} --tokens 1024 --prefill tp=2")
+    assert result.exit_code == 0
+    assert "128" in result.output
+    assert "144.0 MiB" in result.output
+
+
+def test_bench_reports_every_case() -> None:
+    result = invoke(bench_plan, "--repeats 3 --json")
+    report = json.loads(result.output)
+    assert report["within_budget"] is (result.exit_code == 0)
+    descriptors = [case["descriptors"] for case in report["cases"]]
+    assert descriptors[:4] == [640, 1280, 23040, 112000]
+    assert all(0 < case["lower_s"] <= case["slowest_s"] for case in report["cases"])

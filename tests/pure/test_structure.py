@@ -1,0 +1,147 @@
+"""The shape of the package: who may import whom, how large things may be, how quick the import is."""
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import kvferry
+
+SOURCE = Path(kvferry.__file__).parent
+MODULES = sorted(SOURCE.rglob("*.py"))
+# docs: the layers of the architecture. An import goes to the same directory or to a lower number.
+LAYERS = {
+    "layout": 1,
+    "plan": 2,
+    "transport": 3,
+    "execution": 4,
+    "handoff": 5,
+    "tiers": 5,
+    "integrations": 6,
+    "cli": 7,
+}
+TESTING = "testing"
+FORBIDDEN_NAMES = {"utils", "common", "core", "base", "helpers", "manager"}
+LONGEST_MODULE = 400
+MEDIAN_FUNCTION = 12
+IMPORT_SECONDS = 0.1
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a source file."""
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {module_name(path) for path in MODULES}
+
+
+def package_of(module: str) -> str:
+    """Return the directory directly below kvferry in which a module lies; empty for kvferry's own files."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 2 or (len(parts) == 2 and (SOURCE / parts[1]).is_dir()) else ""
+
+
+def layer_of(package: str) -> int:
+    """Return the layer of a package; testing may import everything but cli, and only tests import it."""
+    return {"": 0, TESTING: 7, **LAYERS}[package]
+
+
+def imported_modules(path: Path, *, at_import_only: bool = False) -> Iterator[str]:
+    """Yield the kvferry modules that a file imports; only those imported with it where asked."""
+    tree = ast.parse(path.read_text())
+    skipped = set(lazy_nodes(tree)) if at_import_only else set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == "kvferry":
+                yield name if name in NAMES else name.rpartition(".")[0]
+
+
+def lazy_nodes(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield what does not run on import: bodies of functions, and what only type checkers read."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
+            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        ):
+            yield from ast.walk(node)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_imports_go_to_the_same_directory_or_a_lower_layer(path: Path) -> None:
+    package = package_of(module_name(path))
+    for imported in imported_modules(path):
+        target = package_of(imported)
+        assert target == package or layer_of(target) < layer_of(package), f"{module_name(path)} imports {imported}"
+        assert target != TESTING or package == TESTING, f"{module_name(path)} imports {imported}"
+
+
+def test_every_directory_has_a_layer() -> None:
+    directories = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert directories <= {*LAYERS, TESTING}
+
+
+def test_no_import_cycle() -> None:
+    graph = {module_name(path): set(imported_modules(path, at_import_only=True)) for path in MODULES}
+    graph = {module: imported - {module} for module, imported in graph.items()}
+    try:
+        assert list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_modules_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= LONGEST_MODULE
+
+
+def test_functions_are_short() -> None:
+    lengths = [
+        node.end_lineno - node.lineno + 1
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert statistics.median(lengths) <= MEDIAN_FUNCTION
+
+
+def test_module_names_say_something() -> None:
+    found = {part for path in MODULES for part in module_name(path).split(".")}
+    assert not found & FORBIDDEN_NAMES
+
+
+def test_import_is_quick_and_light() -> None:
+    program = (
+        "import sys, time; began_at = time.perf_counter(); import kvferry; "
+        "print(time.perf_counter() - began_at, *(name for name in ('torch', 'vllm') if name in sys.modules))"
+    )
+    seconds, heavy = [], set()
+    for _ in range(3):  # the quickest of three: other programs share the machine
+        output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        seconds.append(float(output.split()[0]))
+        heavy |= set(output.split()[1:])
+    assert not heavy
+    assert min(seconds) < IMPORT_SECONDS
+
+
+@pytest.mark.parametrize("package", ["layout", "plan", "transport", "handoff"])
+def test_layers_below_execution_do_not_import_torch_or_vllm(package: str) -> None:
+    modules = [module_name(path) for path in MODULES if package_of(module_name(path)) == package]
+    program = f"import importlib, sys; [importlib.import_module(name) for name in {modules}]; " + (
+        "print(*(name for name in ('torch', 'vllm') if name in sys.modules))"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert output.split() == []
