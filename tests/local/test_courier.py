@@ -280,8 +280,16 @@ def test_couriers_may_follow_each_other_at_once() -> None:
 
 def test_ask_gives_up_in_time() -> None:
     started_at = time.monotonic()
-    with pytest.raises(HandoffError, match=r"within 0.2 s") as caught:
-        ask(HOST, free_port(), Release(7, ()), timeout_seconds=0.2)
+    with socket.create_server((HOST, 0)) as mute, pytest.raises(HandoffError, match=r"within 0.2 s") as caught:
+        ask(HOST, mute.getsockname()[1], Release(7, ()), timeout_seconds=0.2)
+    assert caught.value.reason is Reason.PEER_UNREACHABLE
+    assert time.monotonic() - started_at < 5
+
+
+def test_ask_fails_at_once_where_nothing_listens() -> None:
+    started_at = time.monotonic()
+    with pytest.raises(HandoffError, match="nothing listens") as caught:
+        ask(HOST, free_port(), Release(7, ()), timeout_seconds=20)
     assert caught.value.reason is Reason.PEER_UNREACHABLE
     assert time.monotonic() - started_at < 5
 

@@ -21,13 +21,14 @@ class Executor:
     """Advances loads in the order of their arrival until each is done.
 
     The engine's thread submits and collects; neither call blocks. The transports of the loads are
-    used by the executor's thread only. Raises :class:`SettingsError` (invalid-setting) when the thread
-    cannot run on ``cores``.
+    used by the executor's thread only. ``realtime`` asks for real-time priority, which is done without where the
+    kernel refuses it. Raises :class:`SettingsError` (invalid-setting) when the thread cannot run on ``cores``.
     """
 
-    def __init__(self, scratch: Scratch, cores: Iterable[int] = ()) -> None:
+    def __init__(self, scratch: Scratch, cores: Iterable[int] = (), realtime: bool = False) -> None:
         self._scratch = scratch
         self._cores = set(cores)
+        self._realtime = realtime
         # Loads and the ids to cancel in one queue, so that a cancellation never overtakes its load.
         self._orders: queue.SimpleQueue[Load | str | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
@@ -82,6 +83,8 @@ class Executor:
         except Exception as error:
             self._started.set_exception(error)
             return
+        if self._realtime:
+            take_realtime_priority()
         self._started.set_result(None)
         while not self._stop.is_set():
             self._take_orders()
@@ -135,3 +138,23 @@ class Executor:
             load.cancel(HandoffError(Reason.TRANSFER_FAILED, f"{type(error).__name__}: {error}"))
             # One that cannot even be stopped must not keep the others waiting.
             return not was_stopping
+
+
+def take_realtime_priority() -> bool:
+    """Give the calling thread the lowest real-time priority, not to be inherited; return whether the kernel let it.
+
+    A thread that mostly sleeps has next to no share of a core on which another session spins, as vLLM's workers do
+    for a second after each message: a copy of 30 ms was seen to take a second.
+    """
+    try:
+        os.sched_setscheduler(
+            0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(os.sched_get_priority_min(os.SCHED_RR))
+        )
+    except OSError as error:
+        logger.info(
+            "kvferry: the transfer thread gets no real-time priority (%s): where engines outnumber cores, loads may "
+            "wait for threads that spin. CAP_SYS_NICE allows it.",
+            error.strerror,
+        )
+        return False
+    return True

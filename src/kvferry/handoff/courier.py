@@ -6,6 +6,7 @@ collected without blocking.
 
 import logging
 import queue
+import socket as socket_module
 import threading
 import time
 from contextlib import suppress
@@ -188,9 +189,10 @@ class Courier:
 def ask(host: str, port: int, question: Question, timeout_seconds: float) -> Answer:
     """Ask one question on the caller's thread and wait for its answer.
 
-    Raises :class:`HandoffError`: peer-unreachable when no answer came in time, the refusal's
-    reason when the peer refused.
+    Raises :class:`HandoffError`: peer-unreachable when nothing listens there or no answer came in time, the
+    refusal's reason when the peer refused.
     """
+    check_listening(host, port, timeout_seconds)
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     with socket:
         socket.setsockopt(zmq.LINGER, 0)
@@ -213,6 +215,23 @@ def ask(host: str, port: int, question: Question, timeout_seconds: float) -> Ans
     if isinstance(answer, Refusal):
         raise HandoffError(known_reason(answer.reason), f"{host}:{port} refused: {answer.message}")
     return answer
+
+
+def check_listening(host: str, port: int, timeout_seconds: float) -> None:
+    """Raise :class:`HandoffError` (peer-unreachable) at once where the host says that nothing listens.
+
+    zmq would go on knocking; but an epoch is one process's, so who is gone will not come back.
+    """
+    try:
+        socket_module.create_connection((host, port), timeout_seconds).close()
+    except ConnectionRefusedError as error:
+        raise HandoffError(
+            Reason.PEER_UNREACHABLE,
+            f"nothing listens on {host}:{port}.",
+            "The prefill engine has ended, or its kvferry host and port are not what it says: check its log.",
+        ) from error
+    except (OSError, UnicodeError) as error:
+        logger.debug("kvferry: %s:%d takes no connection yet: %s", host, port, error)
 
 
 def known_reason(reason: str) -> Reason:

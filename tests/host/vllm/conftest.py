@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from .engine_pool import STAGES, EnginePool, Reference, stage_of
 
 FOLDER = Path(__file__).parent
 TIMEOUT_SECONDS = 600
+LOG_LINES = 30
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,6 +49,24 @@ def engine_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool
 @pytest.fixture(scope="session")
 def reference(engine_pool: EnginePool) -> Reference:
     return Reference(engine_pool)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Show with a failure what the engines it names last said of importance."""
+    report = yield
+    pool = getattr(item, "funcargs", {}).get("engine_pool")
+    if report.failed and isinstance(pool, EnginePool):
+        for name in engine_names(item):
+            if name in pool.running:
+                lines = [line for line in pool.running[name].log().splitlines() if is_important(line)]
+                report.sections.append((f"end of the log of {name}", "\n".join(lines[-LOG_LINES:])))
+    return report
+
+
+def is_important(line: str) -> bool:
+    """Return whether a line of an engine's log tells of trouble or of a transfer."""
+    return any(word in line for word in ("kvferry", "ERROR", "WARNING", "Error"))
 
 
 @pytest.fixture(autouse=True)

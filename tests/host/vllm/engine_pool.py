@@ -32,11 +32,11 @@ EXTENSION = ("--worker-extension-cls", "kvferry.testing.engine_oracle.EngineOrac
 # In vLLM 0.32 the CPU's rotary_embedding kernel turns a query that is a slice of a wider tensor, as MLA's is, by wrong
 # angles, other ones for a token alone than for the same token in a prompt; the plain PyTorch one is right.
 MLA_ARGUMENTS = ("--compilation-config", json.dumps({"custom_ops": ["all", "-rotary_embedding"]}))
-# Generous: with six ranks on two cores, an engine may not get to answer for seconds.
+# Generous: with nine ranks on two cores, where those that wait spin, an engine may not get to answer for half a minute.
 CONNECTOR_SETTINGS: dict[str, Any] = {
-    "lease_seconds": 90.0,
-    "load_timeout_seconds": 45.0,
-    "handshake_timeout_seconds": 20.0,
+    "lease_seconds": 180.0,
+    "load_timeout_seconds": 120.0,
+    "handshake_timeout_seconds": 90.0,
     "transport": "cma",
 }
 
@@ -89,7 +89,7 @@ class RequestFailed(Exception):
         super().__init__(f"{status}: {text[:500]}")
 
 
-def post(url: str, body: dict[str, Any], timeout_seconds: float = 120.0) -> Any:
+def post(url: str, body: dict[str, Any], timeout_seconds: float = 300.0) -> Any:
     """Post JSON and return the JSON of the answer."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:

@@ -25,6 +25,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_held_requests: guard words a rank keeps; more requests than this are not exported.
     huge_pages: put the cache into 2 MiB pages at start where the kernel allows.
     transfer_cores: cores for the transfer thread; empty means all but the compute cores.
+    realtime_transfers: give the transfer thread real-time priority where the kernel allows.
     transfer_log: a file that gets one JSON line per load and rank (``.rank<tp_rank>`` is appended).
     model_id: what both sides must agree on in place of the digest of model and weights.
     faults: injected faults, for negative controls in tests.
@@ -41,6 +42,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_held_requests: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 16384
     huge_pages: bool = True
     transfer_cores: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
+    realtime_transfers: bool = True
     transfer_log: str = ""
     model_id: str = ""
     faults: FaultPlan | None = None

@@ -76,7 +76,7 @@ class WorkerRole:
         sender = f"{self._vllm_config.kv_transfer_config.engine_id}/{self._tp_rank}"  # type: ignore[union-attr]
         timeout = self._settings.handshake_timeout_seconds
         self._remote_engines = RemoteEngines(shard, identity, self._transports, sender, timeout)
-        self._executor = Executor(self._scratch, self._transfer_cores())
+        self._executor = Executor(self._scratch, self._transfer_cores(), self._settings.realtime_transfers)
         logger.info("kvferry: rank %d moves\n%r", self._tp_rank, shard)
 
     def get_handshake_metadata(self) -> RankMetadata | None:
