@@ -86,7 +86,11 @@ def run_case(case: Case, thp: bool, repeat: int, folder: Path, console: Console)
         for turn in range(repeat):
             for pair, taken in zip(pairs, samples, strict=True):
                 announce(f"turn {turn + 1} of {repeat}, {pair.connector}")
+                started = time.monotonic()
                 taken.append(take_turn(pair))
+                milliseconds = 1000 * taken[-1].stopwatch_seconds
+                seconds = time.monotonic() - started
+                console.print(f"turn {turn + 1}: {pair.connector} {milliseconds:.1f} ms, {seconds:.0f} s in all")
         return Result(case, thp, *samples)
 
 
