@@ -9,8 +9,8 @@ kvferry, and so on, so that what disturbs the machine for a while disturbs both.
 
 All four engines are up at once, and idle engines are not idle: workers spin for a second after each message and a NIXL
 agent's progress thread spins always. While one pair has its turn the other pair's processes are therefore stopped
-(``SIGSTOP``) and a pause follows before the measurement; both pairs are treated so. What a connector's idle threads
-cost its own transfers stays in its figures.
+(``SIGSTOP``) and a pause follows before the measurement, and a pair's decode engine is stopped while its prefill
+engine computes; both pairs are treated so. What a connector's idle threads cost its own transfers stays in its figures.
 
 The stopwatch (``kvferry.testing.stopwatch``) is outside both connectors: it runs in the decode worker, from the
 ``start_load_kv`` that brings a load to the ``get_transfer_results`` that reports it.
@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from vllm_pull_engines import CASES, SETTLE_SECONDS, BenchmarkError, Case, Pair, Sample, running_pair
+from vllm_pull_engines import CASES, BenchmarkError, Case, Pair, Sample, running_pair
 from vllm_pull_report import Result, print_results
 
 CONNECTORS = ("KVFerryConnector", "NixlConnector")
@@ -97,7 +97,6 @@ def run_case(case: Case, thp: bool, repeat: int, folder: Path, console: Console)
 def take_turn(pair: Pair) -> Sample:
     """Measure one request of one pair while the other is stopped."""
     pair.resume()
-    time.sleep(SETTLE_SECONDS)
     sample = pair.measure()
     pair.pause()
     return sample

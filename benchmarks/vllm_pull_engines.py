@@ -101,13 +101,16 @@ class Pair:
 
     def pause(self) -> None:
         """Stop all processes of both engines where they are, so that they take nothing from the other pair."""
-        self.paused = [*self.prefill.process.process_ids(), *self.decode.process.process_ids()]
-        self._signal(signal.SIGSTOP)
+        self._stop(self.prefill, self.decode)
 
     def resume(self) -> None:
         """Let them go on; twice is fine."""
         self._signal(signal.SIGCONT)
         self.paused = []
+
+    def _stop(self, *servers: Server) -> None:
+        self.paused = [process_id for server in servers for process_id in server.process.process_ids()]
+        self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
         for process_id in self.paused:
@@ -131,13 +134,18 @@ class Pair:
                 call_workers(self.decode, "read_stopwatch")
 
     def measure(self) -> Sample:
-        """Send one fresh prompt.
+        """Send one fresh prompt; the decode engine is stopped while the prefill engine computes.
 
         Raises :class:`BenchmarkError` when the decode engine received anything but the prompt's whole cache.
         """
         prompt = self.generator.integers(0, VOCABULARY_SIZE, self.case.tokens).tolist()
         received_before = prompt_tokens(self.decode.metrics())
-        prefilled = complete(self.prefill, prompt, {"do_remote_decode": True})
+        self._stop(self.decode)
+        try:
+            prefilled = complete(self.prefill, prompt, {"do_remote_decode": True})
+        finally:
+            self.resume()
+        time.sleep(SETTLE_SECONDS)
         started = time.perf_counter()
         answer = complete(self.decode, prompt, prefilled["kv_transfer_params"])
         client_seconds = time.perf_counter() - started
