@@ -26,6 +26,7 @@ def component(**changes: object) -> Component:
         "layers": ("0", "1"),
         "layer_offsets": (0, 64),
         "heads": (HeadRange(0, 2),),
+        "total_heads": 2,
         "num_channels": 4,
         "itemsize": 2,
         "block_stride": 256,
@@ -37,7 +38,7 @@ def component(**changes: object) -> Component:
 
 
 def group(*components: Component, **changes: object) -> CacheGroup:
-    values = {"name": "full", "kind": CacheKind.ATTENTION, "block_size": 4, "num_blocks": 3, "num_kv_heads": 2}
+    values = {"name": "full", "kind": CacheKind.ATTENTION, "block_size": 4, "num_blocks": 3}
     return CacheGroup(**{**values, **changes}, components=components)  # type: ignore[arg-type]
 
 
@@ -83,6 +84,8 @@ def test_heads_that_do_not_divide_are_refused(heads: int, tp_size: int) -> None:
         {"layer_offsets": (-64, 0)},
         {"heads": ()},
         {"heads": (HeadRange(0, 1), HeadRange(0, 1))},
+        {"total_heads": 1},
+        {"total_heads": 2**40},
         {"num_channels": 0},
         {"block_stride": -256},
         {"token_stride": 2**62},
@@ -101,10 +104,8 @@ def test_groups_that_cannot_exist() -> None:
     for build in (
         lambda: group(),
         lambda: group(kv, kv),
-        lambda: group(kv, component(name="v", heads=(HeadRange(1, 2),))),
         lambda: group(kv, component(name="v", layers=("0", "2"))),
-        lambda: group(kv, num_kv_heads=1),
-        lambda: group(kv, num_kv_heads=2**40),
+        lambda: group(kv, component(name="v", atom=Atom.PAGE, packing="amx")),
         lambda: group(kv, block_size=0),
         lambda: group(kv, num_blocks=0),
         lambda: group(component(atom=Atom.PAGE, packing="amx", token_stride=16)),
@@ -152,6 +153,7 @@ def test_what_is_accepted_never_overlaps(
         layers=tuple(map(str, range(len(offsets)))),
         layer_offsets=tuple(offsets),
         heads=(HeadRange(0, num_heads),),
+        total_heads=num_heads,
         num_channels=num_channels,
         itemsize=itemsize,
         block_stride=block_stride,

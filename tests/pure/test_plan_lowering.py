@@ -12,7 +12,7 @@ from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Region, Shard
 from kvferry.plan.coalesce import StridedCopy, StridedView, coalesce, merge_rows, place
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.token_pieces import Phase
+from kvferry.plan.token_pieces import TokenRun
 from kvferry.plan.transfer_plan import MAX_CACHED_PHASES, Planner
 from kvferry.plan.verify import verify_destination, verify_pair
 from kvferry.testing.oracle import Arena, OracleMismatch, check_moved, strided_memory
@@ -72,7 +72,8 @@ def test_template_reads_as_strided_views() -> None:
     source = shard_for(layout=NamedLayout.LBNHC, **shape)
     destination = shard_for(layout=NamedLayout.BHLNC, tp_rank=1, tp_size=2, base_address=4096, **shape)
     (plan,) = Planner([source], destination).plans(0)
-    (template,) = plan.groups["full"].templates()
+    (phase,) = plan.groups["full"].first_phases()
+    (template,) = plan.groups["full"].templates(phase)
     (copy,) = template.copies
     assert copy.source_view() == StridedView(16, (2, 3, 4, 8), (8, 640, 32, 1))
     assert copy.destination_view() == StridedView(4096, (2, 3, 4, 8), (96, 32, 8, 1))
@@ -190,7 +191,7 @@ def test_templates_of_many_phases_are_not_kept_for_ever() -> None:
     group = plan.groups["full"]
     for slot in range(31):
         for count in range(1, 31 - slot):
-            group.templates(Phase(slot, 0, count))
+            group.templates((TokenRun(slot, 0, count),))
     assert 0 < len(group._templates) <= MAX_CACHED_PHASES
     blocks = GroupBlocks(
         group="full", first_token=0, last_token=1200, source_block_ids=range(40), destination_block_ids=range(40)

@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
-from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason
+from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.load import GuardedRead
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.guard import WORD_BYTES, word_bytes
@@ -15,6 +15,7 @@ from kvferry.handoff.handshake import fetch_directory
 from kvferry.handoff.protocol import Directory, Identity
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
+from kvferry.plan.sample import sample_requests
 from kvferry.plan.transfer_plan import PairPlan, Planner
 from kvferry.plan.verify import verify_destination
 from kvferry.plan.wire import decode_shard
@@ -23,7 +24,6 @@ from kvferry.transport.registry import Link, TransportSet
 logger = logging.getLogger(__name__)
 
 MAX_ENGINES = 1024
-SAMPLE_BLOCKS = 3
 FAILURE_SECONDS = 2.0
 
 
@@ -79,24 +79,8 @@ class RemoteEngine:
         return self._links[source_index]
 
     def _verify_sample(self, plans: Sequence[PairPlan]) -> None:
-        """Prove the templates on a small request: ids that neither ascend nor lie at the edge only."""
-        blocks = []
-        for group in self._shard.groups:
-            source_group = self._sources[0].group(group.name)
-            if source_group is None:
-                raise PlanError(Reason.GROUP_MISMATCH, f"the prefill engine has no cache group {group.name!r}.")
-            num_blocks = min(SAMPLE_BLOCKS, group.num_blocks, source_group.num_blocks)
-            ids = [*range(num_blocks - 1, 0, -1), 0]
-            tokens = num_blocks * min(group.block_size, source_group.block_size)
-            blocks.append(
-                GroupBlocks(
-                    group=group.name,
-                    first_token=0,
-                    last_token=tokens,
-                    source_block_ids=ids,
-                    destination_block_ids=ids,
-                )
-            )
+        """Prove the templates on a small request before any other waits."""
+        blocks = sample_requests(self._sources, self._shard)
         verify_destination([(plan.source, plan.lower(blocks)) for plan in plans], self._shard, blocks)
 
 

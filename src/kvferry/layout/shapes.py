@@ -10,6 +10,7 @@ from kvferry.layout.cache_group import CacheGroup, CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.strided import Atom, Component, HeadRange, require
+from kvferry.layout.token_share import WHOLE, TokenShare
 
 
 class Content(StrEnum):
@@ -85,6 +86,8 @@ def shard_for(
     base_address: int = 0,
     device: str = "cpu",
     group_name: str = "full",
+    window: int = 0,
+    token_share: TokenShare = WHOLE,
 ) -> Shard:
     """Return what a rank holds of one dense cache group that starts at ``base_address``.
 
@@ -97,6 +100,8 @@ def shard_for(
     full (attention, 10 blocks of 16 tokens, heads 4:8 of 8)
       kv BHLNC: base + b*32768 + h*8192 + l*4096 + n*256 + c*2
     """
+    require(kind is not CacheKind.STATE, "states are not laid out by axes.", "Use kvferry.layout.state.")
+    num_kv_heads = 1 if kind is CacheKind.MLA else num_kv_heads
     heads = HeadRange(0, 1) if kind is CacheKind.MLA else heads_of_rank(num_kv_heads, tp_rank, tp_size)
     widths = _widths(kind, head_size, value_head_size)
     components: list[Component] = []
@@ -106,15 +111,16 @@ def shard_for(
         sizes = {Axis.L: len(layers), Axis.B: num_blocks, Axis.H: len(heads), Axis.N: block_size, Axis.C: content_bytes}
         strides = layout.strides(sizes)
         for part in _parts(group_of_widths, content, layout, itemsize, block_size, strides[Axis.N]):
-            components.append(_component(part, layers, heads, itemsize, strides, length, packing))
+            components.append(_component(part, layers, (heads, num_kv_heads), itemsize, strides, length, packing))
         length += content_bytes * len(layers) * num_blocks * len(heads) * block_size
     group = CacheGroup(
         name=group_name,
         kind=kind,
         block_size=block_size,
         num_blocks=num_blocks,
-        num_kv_heads=1 if kind is CacheKind.MLA else num_kv_heads,
         components=tuple(components),
+        window=window,
+        token_share=token_share,
     )
     ranks = {"tp_rank": tp_rank, "tp_size": tp_size, "pp_rank": pp_rank, "pp_size": pp_size}
     return Shard(regions=(Region(base_address, length, device),), groups=(group,), **ranks)
@@ -157,7 +163,7 @@ def _parts(
 def _component(
     part: _Part,
     layers: Sequence[str],
-    heads: HeadRange,
+    heads: tuple[HeadRange, int],
     itemsize: int,
     strides: dict[Axis, int],
     origin: int,
@@ -167,7 +173,8 @@ def _component(
         name=part.name,
         layers=tuple(layers),
         layer_offsets=tuple(origin + part.first_byte + index * strides[Axis.L] for index in range(len(layers))),
-        heads=(heads,),
+        heads=heads[:1],
+        total_heads=heads[1],
         num_channels=part.num_channels,
         itemsize=itemsize,
         block_stride=strides[Axis.B],

@@ -12,6 +12,8 @@ from kvferry.layout import notation
 MAX_LAYERS = 4096
 """Layers in one component. Peers send components, so every list in them is bounded."""
 MAX_HEAD_RANGES = 64
+MAX_HEADS = 2**24
+"""Global heads of one component. The heads of a convolution's state are its channels, so there may be many."""
 MAX_NAME_LENGTH = 512
 MAX_INTEGER = 2**62
 """Bound of every size and offset, so that sums of two fit signed 64 bits."""
@@ -26,7 +28,7 @@ def require(condition: bool, what: str, remedy: str = "") -> None:
 
 
 class HeadRange(msgspec.Struct, frozen=True, array_like=True):
-    """Global KV heads ``start`` up to but not including ``end``.
+    """Global heads ``start`` up to but not including ``end``.
 
     >>> len(HeadRange(4, 8))
     4
@@ -59,10 +61,12 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
 
     An element lies at ``layer_offsets[l] + b*block_stride + h*head_stride + n*token_stride + c*channel_stride``
     bytes from the start of its region: l counts the layers and h the heads that this rank holds, b is the block id,
-    n the token slot, c the channel. Raises :class:`LayoutError` (``invalid-layout``) for anything else.
+    n the token slot, c the channel. A *head* is whatever tensor parallelism deals out: a KV head, or one channel of a
+    convolution's state (see :mod:`kvferry.layout.state`). Raises :class:`LayoutError` (``invalid-layout``) for
+    anything else.
 
-    >>> Component(name="kv", layers=("0", "1"), layer_offsets=(0, 4096), heads=(HeadRange(0, 4),), num_channels=128,
-    ...     itemsize=2, block_stride=32768, head_stride=8192, token_stride=256, channel_stride=2)
+    >>> Component(name="kv", layers=("0", "1"), layer_offsets=(0, 4096), heads=(HeadRange(0, 4),), total_heads=8,
+    ...     num_channels=128, itemsize=2, block_stride=32768, head_stride=8192, token_stride=256, channel_stride=2)
     kv BHLNC: base + b*32768 + h*8192 + l*4096 + n*256 + c*2
     """
 
@@ -73,6 +77,8 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes from the region's start to each layer's first element. Any integers: hybrid groups interleave layers."""
     heads: Annotated[tuple[HeadRange, ...], msgspec.Meta(max_length=MAX_HEAD_RANGES)]
     """Global heads held, in local order. A latent cache has the one head 0:1."""
+    total_heads: int
+    """Global heads over all ranks."""
     num_channels: int
     itemsize: int
     block_stride: int
@@ -110,6 +116,9 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
         ordered = sorted(self.heads, key=lambda held: held.start)
         apart = all(before.end <= after.start for before, after in itertools.pairwise(ordered))
         require(apart, f"component {self.name!r} holds a head twice: {list(self.heads)}.")
+        last = ordered[-1].end - 1
+        require(self.total_heads <= MAX_HEADS, f"component {self.name!r} has {self.total_heads} heads.")
+        require(last < self.total_heads, f"component {self.name!r} holds head {last} of {self.total_heads}.")
 
     @property
     def num_heads(self) -> int:

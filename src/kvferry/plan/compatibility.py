@@ -6,6 +6,7 @@ from kvferry.errors import PlanError, Reason
 from kvferry.layout.cache_group import CacheGroup
 from kvferry.layout.shard import Shard
 from kvferry.layout.strided import Atom, Component
+from kvferry.layout.token_share import TokenShare
 
 
 def check_layers(sources: Sequence[Shard], destination: Shard) -> None:
@@ -48,12 +49,30 @@ def check_groups(
         _check_group(group, wanted, between)
 
 
+def check_shares(held: Sequence[CacheGroup], wanted: CacheGroup) -> None:
+    """Raise unless the sources, which hold the same layers, deal out tokens alike and hold all that is needed."""
+    dealings = {group.token_share.dealing for group in held}
+    if len(dealings) > 1:
+        _refuse(Reason.GROUP_MISMATCH, f"group {wanted.name!r}: the sources deal out tokens by {sorted(dealings)}.")
+    size, interleave = dealings.pop()
+    ranks = {group.token_share.rank for group in held}
+    shares = (TokenShare(rank, size, interleave) for rank in range(size) if rank not in ranks)
+    missing = next((share for share in shares if share.meets(wanted.token_share)), None)
+    if missing is not None:
+        raise PlanError(
+            Reason.MISSING_SOURCE,
+            f"group {wanted.name!r}: no source rank holds the tokens of {missing!r}.",
+            "Name every rank of the source engine.",
+        )
+
+
 def _check_group(source: CacheGroup, destination: CacheGroup, between: str) -> None:
     if source.kind is not destination.kind:
         _refuse(Reason.GROUP_MISMATCH, f"{between}: cache kinds {source.kind} and {destination.kind} differ.")
-    if source.num_kv_heads != destination.num_kv_heads:
-        heads = f"{source.num_kv_heads} and {destination.num_kv_heads}"
-        _refuse(Reason.MODEL_MISMATCH, f"{between}: numbers of KV heads {heads} differ.")
+    if source.window != destination.window:
+        windows = f"{source.window} and {destination.window}"
+        _refuse(Reason.MODEL_MISMATCH, f"{between}: windows of {windows} tokens differ.")
+    _check_scales(source, destination, between)
     components = {component.name: component for component in source.components}
     wanted = {component.name for component in destination.components}
     if components.keys() != wanted:
@@ -65,15 +84,45 @@ def _check_group(source: CacheGroup, destination: CacheGroup, between: str) -> N
     for component in destination.components:
         where = f"{between}, component {component.name!r}"
         _check_component(components[component.name], component, where)
-        if component.atom is Atom.PAGE and source.block_size != destination.block_size:
-            raise PlanError(
-                Reason.BLOCK_SIZE_MISMATCH,
-                f"{where}: packed pages of {source.block_size} and {destination.block_size} tokens differ.",
-                "Start both engines with one block size.",
-            )
+        if component.atom is Atom.PAGE:
+            _check_pages(source, destination, where)
+
+
+def _check_pages(source: CacheGroup, destination: CacheGroup, where: str) -> None:
+    if source.block_size != destination.block_size:
+        raise PlanError(
+            Reason.BLOCK_SIZE_MISMATCH,
+            f"{where}: packed pages of {source.block_size} and {destination.block_size} tokens differ.",
+            "Start both engines with one block size.",
+        )
+    if source.token_share.dealing != destination.token_share.dealing:
+        raise PlanError(
+            Reason.SPLIT_ATOM,
+            f"{where}: packed pages hold {source.token_share!r} and {destination.token_share!r} of the tokens.",
+            "Start both engines with one context-parallel size and interleave.",
+        )
+
+
+def _check_scales(source: CacheGroup, destination: CacheGroup, between: str) -> None:
+    """Raise unless the layers that both hold were quantised by the same scales."""
+    both = source.layers & destination.layers
+    sent, received = (
+        {(scale.layer, scale.tensor): scale.value for scale in group.scales if scale.layer in both}
+        for group in (source, destination)
+    )
+    differing = min(
+        (name for name in sent.keys() | received.keys() if sent.get(name) != received.get(name)), default=None
+    )
+    if differing is not None:
+        layer, tensor = differing
+        values = f"{sent.get(differing, 'none')} and {received.get(differing, 'none')}"
+        _refuse(Reason.MODEL_MISMATCH, f"{between}: layer {layer!r} has {tensor!r} scales of {values}.")
 
 
 def _check_component(source: Component, destination: Component, where: str) -> None:
+    if source.total_heads != destination.total_heads:
+        heads = f"{source.total_heads} and {destination.total_heads}"
+        _refuse(Reason.MODEL_MISMATCH, f"{where}: numbers of heads {heads} differ.")
     if source.itemsize != destination.itemsize:
         sizes = f"{source.itemsize} and {destination.itemsize}"
         _refuse(Reason.DTYPE_MISMATCH, f"{where}: item sizes of {sizes} bytes differ.")

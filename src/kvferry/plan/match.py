@@ -1,11 +1,12 @@
 """Which source rank serves which part of a destination rank, on global axes.
 
-Layers are matched by name and heads by global index. Tokens need no match: they are one global axis that each side
-splits into blocks and slots later. Everything that no plan can do is refused here, before any request exists.
+Layers are matched by name, components by name and heads by global index. Tokens need no match: they are one global
+axis, of which each rank holds a share that it splits into blocks and slots later. Everything that no plan can do is
+refused here, before any request exists.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -14,14 +15,17 @@ from kvferry.errors import PlanError, Reason
 from kvferry.layout.cache_group import CacheGroup
 from kvferry.layout.shard import Shard
 from kvferry.layout.strided import Component, HeadRange
+from kvferry.layout.token_share import TokenShare
 from kvferry.plan.coalesce import Offsets
-from kvferry.plan.compatibility import check_groups, check_layers
+from kvferry.plan.compatibility import check_groups, check_layers, check_shares
+from kvferry.plan.head_ranges import Ranges, canonical, common, count, without
 
 
-class GroupHeads(msgspec.Struct, frozen=True):
-    """Global heads of one cache group."""
+class ComponentHeads(msgspec.Struct, frozen=True):
+    """Global heads of one component of one cache group."""
 
     group: str
+    component: str
     heads: tuple[HeadRange, ...]
 
 
@@ -29,25 +33,33 @@ class Assignment(msgspec.Struct, frozen=True):
     """What one source rank, named by its index, sends to a destination rank. Hashable: plans are cached by it."""
 
     source_index: int
-    heads: tuple[GroupHeads, ...]
+    parts: tuple[ComponentHeads, ...]
 
 
-class HeadOverlap(NamedTuple):
-    """Heads held by both sides: the first's local index on each side, and how many."""
+@dataclass(frozen=True)
+class _Task:
+    """Heads of one component that ranks with equal layers and token shares have to send between them."""
 
-    source_head: int
-    destination_head: int
-    num_heads: int
+    group: str
+    wanted: Component
+    share: TokenShare
+    replicas: Mapping[Ranges, Sequence[int]]
+    """Source ranks by the wanted heads that they hold."""
+
+    @property
+    def choice(self) -> int:
+        """How many ranks there are to choose from, where there are fewest."""
+        return min(map(len, self.replicas.values()), default=0)
 
 
 def choose_sources(sources: Sequence[Shard], destination: Shard, selector: int) -> tuple[Assignment, ...]:
-    """Choose for each layer and head that the destination holds the one source rank that sends it.
+    """Choose for each layer, head and token share that the destination needs the one source rank that sends it.
 
-    As few ranks as possible are chosen. Among ranks that hold the same, ``selector`` (not negative, the same on both
-    sides for one request, such as a stable hash of its id) and the destination's rank choose, so that requests and
-    ranks spread evenly. Equal arguments give equal assignments.
+    As few ranks as possible are chosen: one that sends something else anyway comes first. Among ranks that hold the
+    same, ``selector`` (not negative, the same on both sides for one request, such as a stable hash of its id) and the
+    destination's rank choose, so that requests and ranks spread evenly. Equal arguments give equal assignments.
 
-    Raises :class:`PlanError` when the peers do not fit or no source holds a needed head (``missing-source``).
+    Raises :class:`PlanError` when the peers do not fit or no source holds what is needed (``missing-source``).
 
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.shapes import shard_for
@@ -63,14 +75,37 @@ def choose_sources(sources: Sequence[Shard], destination: Shard, selector: int) 
     check_layers(sources, destination)
     # Replicas come in numbers that divide the ranks, so this loses no balance and bounds the distinct assignments.
     turn = (selector + destination.tp_rank) % len(sources)
-    chosen: dict[int, list[GroupHeads]] = {}
+    chosen: dict[int, list[ComponentHeads]] = {}
+    # What only few ranks hold comes first, so that what many hold comes from one of these.
+    for task in sorted(_tasks(sources, destination), key=lambda task: task.choice):
+        for index, heads in _cover(task, turn, chosen):
+            chosen.setdefault(index, []).append(ComponentHeads(task.group, task.wanted.name, heads))
+    return tuple(Assignment(index, _merged(parts, destination)) for index, parts in sorted(chosen.items()))
+
+
+def _tasks(sources: Sequence[Shard], destination: Shard) -> Iterator[_Task]:
     for group in destination.groups:
         for stage in _stages(sources, group):
             held = [(index, found) for index in stage if (found := sources[index].group(group.name))]
             check_groups(held, sources, group, destination)
-            for index, heads in _cover(held, group, turn, chosen):
-                chosen.setdefault(index, []).append(GroupHeads(group.name, heads))
-    return tuple(Assignment(index, tuple(heads)) for index, heads in sorted(chosen.items()))
+            check_shares([found for _, found in held], group)
+            shares = sorted(
+                {(found.token_share.rank, found.token_share) for _, found in held}, key=lambda pair: pair[0]
+            )
+            for _, share in shares:
+                if share.meets(group.token_share):
+                    holders = [(index, found) for index, found in held if found.token_share == share]
+                    yield from (_task(group, component, share, holders) for component in group.components)
+
+
+def _task(group: CacheGroup, wanted: Component, share: TokenShare, held: Sequence[tuple[int, CacheGroup]]) -> _Task:
+    replicas: dict[Ranges, list[int]] = {}
+    for index, found in held:
+        component = found.component(wanted.name)
+        overlap = common(component.heads, wanted.heads)
+        if overlap:
+            replicas.setdefault(overlap, []).append(index)
+    return _Task(group.name, wanted, share, replicas)
 
 
 def _stages(sources: Sequence[Shard], group: CacheGroup) -> list[list[int]]:
@@ -83,81 +118,39 @@ def _stages(sources: Sequence[Shard], group: CacheGroup) -> list[list[int]]:
     return list(stages.values())
 
 
-def _cover(
-    held: Sequence[tuple[int, CacheGroup]], wanted: CacheGroup, turn: int, chosen: Iterable[int]
-) -> list[tuple[int, tuple[HeadRange, ...]]]:
+def _cover(task: _Task, turn: int, chosen: Container[int]) -> list[tuple[int, Ranges]]:
     """Cover the wanted heads greedily: always the ranks that hold most of what is left, one of them by turn."""
-    replicas: dict[frozenset[int], list[int]] = {}
-    for index, group in held:
-        replicas.setdefault(head_set(group.heads), []).append(index)
-    left, cover = head_set(wanted.heads), []
+    left, cover = canonical(task.wanted.heads), []
     while left:
-        best = max(replicas, key=lambda heads: (len(heads & left), -min(heads)))
-        if not best & left:
-            raise _missing(left, wanted)
-        # Fewest ranks: one that sends another group anyway is taken again.
-        candidates = [index for index in replicas[best] if index in chosen] or replicas[best]
-        cover.append((candidates[turn % len(candidates)], ranges_of(best & left)))
-        left -= best
+        best = max(task.replicas, key=lambda heads: (count(common(heads, left)), -heads[0].start), default=())
+        sent = common(best, left)
+        if not sent:
+            raise _missing(task, left)
+        # Fewest ranks: one that sends something else anyway is taken again.
+        candidates = [index for index in task.replicas[best] if index in chosen] or task.replicas[best]
+        cover.append((candidates[turn % len(candidates)], sent))
+        left = without(left, sent)
     return cover
 
 
-def _missing(left: frozenset[int], wanted: CacheGroup) -> PlanError:
+def _merged(parts: Sequence[ComponentHeads], destination: Shard) -> tuple[ComponentHeads, ...]:
+    """Return the parts in the destination's order, one for each component."""
+    heads: dict[tuple[str, str], Ranges] = {}
+    for part in parts:
+        # A rank belongs to one stage and has one share, so that its parts never name a component twice.
+        heads[part.group, part.component] = part.heads
+    order = [(group.name, component.name) for group in destination.groups for component in group.components]
+    return tuple(ComponentHeads(*key, heads[key]) for key in order if key in heads)
+
+
+def _missing(task: _Task, left: Ranges) -> PlanError:
+    share = "" if task.share.is_whole else f" in {task.share!r}"
     return PlanError(
         Reason.MISSING_SOURCE,
-        f"group {wanted.name!r}: no source rank holds heads {list(ranges_of(left))} of {wanted.num_kv_heads}.",
+        f"group {task.group!r}, component {task.wanted.name!r}: no source rank holds heads {list(left)} of "
+        f"{task.wanted.total_heads}{share}.",
         "Name every rank of the source engine.",
     )
-
-
-def head_set(heads: Iterable[HeadRange]) -> frozenset[int]:
-    """Return the heads of ranges as a set.
-
-    >>> sorted(head_set([HeadRange(0, 2), HeadRange(5, 6)]))
-    [0, 1, 5]
-    """
-    return frozenset(head for held in heads for head in range(held.start, held.end))
-
-
-def ranges_of(heads: Iterable[int]) -> tuple[HeadRange, ...]:
-    """Return a set of heads as ascending ranges.
-
-    >>> ranges_of({5, 0, 1})
-    (0:2, 5:6)
-    """
-    ranges: list[HeadRange] = []
-    for head in sorted(heads):
-        if ranges and ranges[-1].end == head:
-            ranges[-1] = HeadRange(ranges[-1].start, head + 1)
-        else:
-            ranges.append(HeadRange(head, head + 1))
-    return tuple(ranges)
-
-
-def match_heads(
-    source: Sequence[HeadRange], destination: Sequence[HeadRange], wanted: Sequence[HeadRange]
-) -> list[HeadOverlap]:
-    """Return where the wanted heads lie on both sides, as stretches of consecutive local indices.
-
-    >>> match_heads([HeadRange(0, 4)], [HeadRange(2, 8)], [HeadRange(0, 8)])
-    [HeadOverlap(source_head=2, destination_head=0, num_heads=2)]
-    """
-    overlaps = []
-    for source_head, sent in _local(source):
-        for destination_head, received in _local(destination):
-            for asked in wanted:
-                start = max(sent.start, received.start, asked.start)
-                end = min(sent.end, received.end, asked.end)
-                if start < end:
-                    local = source_head + start - sent.start, destination_head + start - received.start
-                    overlaps.append(HeadOverlap(*local, end - start))
-    return overlaps
-
-
-def _local(heads: Sequence[HeadRange]) -> list[tuple[int, HeadRange]]:
-    """Return each range with the local index of its first head."""
-    counts = [0, *(len(held) for held in heads)]
-    return [(int(first), held) for first, held in zip(np.cumsum(counts)[:-1], heads, strict=True)]
 
 
 def match_layers(source: Component, destination: Component) -> Offsets:

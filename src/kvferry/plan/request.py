@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import PlanError, Reason
+from kvferry.layout.cache_group import CacheKind
+from kvferry.layout.shard import Shard
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
 Integers = npt.NDArray[np.int64]
@@ -17,6 +19,10 @@ class GroupBlocks:
     """Tokens ``first_token`` up to ``last_token`` (half-open, global) of one request in one cache group.
 
     Each side's ids list consecutive blocks in token order; the first of them begins at that side's ``*_first_token``.
+    A position of a list covers the tokens of one block, times the context-parallel size (where that is above 1, a list
+    begins at a multiple of so many tokens). Blocks before the first token, such as the null blocks that a sliding
+    window leaves, are never touched. A state is "token" 0 to 1 of one block on each side.
+
     A decode engine that already has 32 tokens names only the blocks it wants filled:
 
     >>> GroupBlocks(group="full", first_token=32, last_token=50, source_block_ids=[9, 8, 7, 6],
@@ -61,6 +67,36 @@ class GroupBlocks:
     def num_tokens(self) -> int:
         """Tokens asked for."""
         return self.last_token - self.first_token
+
+
+def refuse_incomplete(requests: Sequence[GroupBlocks], destination: Shard) -> None:
+    """Raise unless the requests say what they want of every group that the destination holds.
+
+    Tokens without the state that goes with them would be taken for a whole cache, so a group of which nothing is
+    wanted must be named too, with ``first_token == last_token``; a state is wanted wherever tokens are.
+    """
+    wanted = {group.name: 0 for group in destination.groups}
+    named = {blocks.group for blocks in requests}
+    if unknown := sorted(named - wanted.keys()):
+        raise PlanError(
+            Reason.INVALID_REQUEST, f"cache group {unknown[0]!r} does not exist; there are {sorted(wanted)}."
+        )
+    if requests and (missing := sorted(wanted.keys() - named)):
+        raise PlanError(
+            Reason.INVALID_REQUEST,
+            f"cache group {missing[0]!r} of {destination.rank_name} is left out of the request.",
+            "Name every group; one of which nothing is wanted has its first token equal to its last.",
+        )
+    for blocks in requests:
+        wanted[blocks.group] += blocks.num_tokens
+    states = [group.name for group in destination.groups if group.kind is CacheKind.STATE]
+    without_state = next((name for name in states if not wanted[name]), None)
+    if without_state is not None and any(wanted.values()):
+        raise PlanError(
+            Reason.INVALID_REQUEST,
+            f"tokens are asked for without the state of group {without_state!r}.",
+            "Name the block of its last state on each side.",
+        )
 
 
 def _as_ids(ids: BlockIds, group: str) -> Integers:

@@ -1,6 +1,6 @@
 """Templates: everything about a copy between two ranks' blocks that does not depend on the block ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,9 +12,10 @@ from kvferry.layout.cache_group import CacheGroup
 from kvferry.layout.shard import Shard
 from kvferry.layout.strided import Atom, Component, HeadRange
 from kvferry.plan.coalesce import Loop, Offsets, StridedCopy, coalesce, merge_rows, place
-from kvferry.plan.match import match_heads, match_layers
+from kvferry.plan.head_ranges import match_heads
+from kvferry.plan.match import match_layers
 from kvferry.plan.request import Integers
-from kvferry.plan.token_pieces import Phase
+from kvferry.plan.token_pieces import Phase, TokenRun
 
 MAX_PIECES = 1 << 18
 """Pieces of one block. More come only of layouts that should be transposed by a kernel instead."""
@@ -96,15 +97,24 @@ class Template:
 
 
 def build_templates(
-    source: Shard, destination: Shard, groups: tuple[CacheGroup, CacheGroup], heads: Sequence[HeadRange], phase: Phase
+    source: Shard,
+    destination: Shard,
+    groups: tuple[CacheGroup, CacheGroup],
+    heads: Mapping[str, Sequence[HeadRange]],
+    phase: Phase,
 ) -> tuple[Template, ...]:
-    """Build the templates of one group (its source and destination form) and phase: one for each pair of regions."""
+    """Build the templates of one group (its source and destination form) and phase: one for each pair of regions.
+
+    ``heads`` are those that move, by component. Raises :class:`PlanError` (``invalid-request``) for a phase that
+    splits a packed page, ``unsupported`` for blocks in too many pieces.
+    """
     patterns: dict[tuple[Component, Component], list[tuple[StridedCopy, Offsets]]] = {}
-    held = {component.name: component for component in groups[0].components}
     for component in groups[1].components:
-        patterns[held[component.name], component] = _patterns(
-            source, destination, (held[component.name], component), heads, phase, groups[0].block_size
-        )
+        if component.name in heads:
+            pair = groups[0].component(component.name), component
+            for run in phase:
+                found = _patterns(source, destination, pair, heads[component.name], run, groups[0].block_size)
+                patterns.setdefault(pair, []).extend(found)
     return tuple(_template(key, members) for key, members in _by_memory(patterns).items())
 
 
@@ -145,7 +155,7 @@ def _patterns(
     destination: Shard,
     components: tuple[Component, Component],
     heads: Sequence[HeadRange],
-    phase: Phase,
+    run: TokenRun,
     block_size: int,
 ) -> list[tuple[StridedCopy, Offsets]]:
     """Return for each stretch of heads the copy within one layer and block, and the addresses where layers begin."""
@@ -156,27 +166,27 @@ def _patterns(
     for source_head, destination_head, count in match_heads(sent.heads, received.heads, heads):
         start = np.array(
             [
-                source_head * sent.head_stride + phase.source_slot * sent.token_stride,
-                destination_head * received.head_stride + phase.destination_slot * received.token_stride,
+                source_head * sent.head_stride + run.source_slot * sent.token_stride,
+                destination_head * received.head_stride + run.destination_slot * received.token_stride,
             ],
             dtype=np.int64,
         )
         head_loop = (count, sent.head_stride, received.head_stride)
-        patterns.append((_page_copy(sent, received, phase, block_size, head_loop), places + start))
+        patterns.append((_page_copy(sent, received, run, block_size, head_loop), places + start))
     return patterns
 
 
-def _page_copy(sent: Component, received: Component, phase: Phase, block_size: int, head_loop: Loop) -> StridedCopy:
-    """Return the copy of one phase's tokens over some heads of one layer, from offset zero to offset zero."""
+def _page_copy(sent: Component, received: Component, run: TokenRun, block_size: int, head_loop: Loop) -> StridedCopy:
+    """Return the copy of one run of tokens over some heads of one layer, from offset zero to offset zero."""
     if sent.atom is Atom.PAGE:
-        if phase != Phase(0, 0, block_size):
+        if run != TokenRun(0, 0, block_size):
             raise PlanError(
                 Reason.INVALID_REQUEST,
-                f"component {sent.name!r}: tokens {phase.source_slot} to {phase.source_slot + phase.num_tokens} of a "
+                f"component {sent.name!r}: tokens {run.source_slot} to {run.source_slot + run.num_tokens} of a "
                 "page that is packed as a whole were asked for.",
                 "Ask for whole blocks.",
             )
         return coalesce(StridedCopy(0, 0, block_size * sent.num_channels * sent.itemsize, (head_loop,)))
     channels = (sent.num_channels, sent.channel_stride, received.channel_stride)
-    tokens = (phase.num_tokens, sent.token_stride, received.token_stride)
+    tokens = (run.num_tokens, sent.token_stride, received.token_stride)
     return coalesce(StridedCopy(0, 0, sent.itemsize, (channels, tokens, head_loop)))

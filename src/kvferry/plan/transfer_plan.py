@@ -1,6 +1,6 @@
 """The plan between a source rank and a destination rank, and its lowering to descriptors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +11,14 @@ from kvferry.layout.shard import Shard
 from kvferry.layout.strided import HeadRange
 from kvferry.plan.coalesce import Offsets, merge_rows
 from kvferry.plan.match import Assignment, choose_sources
-from kvferry.plan.request import GroupBlocks, Integers
+from kvferry.plan.request import GroupBlocks, Integers, refuse_incomplete
 from kvferry.plan.template import Template, build_templates
 from kvferry.plan.token_pieces import Phase, block_pairs, refuse_twice
 
 MAX_CACHED_PHASES = 256
 """Templates of this many phases are kept for each group; block sizes without a common factor can make many."""
+MAX_FIRST_PHASES = 16
+"""Phases whose templates are built at handshake; the common case has one."""
 MAX_DESCRIPTORS = 1 << 24
 """Descriptors that one lowering may make."""
 
@@ -28,17 +30,34 @@ class GroupPlan:
     """The plan of one cache group: its templates by phase, made when first needed and kept."""
 
     def __init__(
-        self, source: Shard, destination: Shard, groups: tuple[CacheGroup, CacheGroup], heads: tuple[HeadRange, ...]
+        self,
+        source: Shard,
+        destination: Shard,
+        groups: tuple[CacheGroup, CacheGroup],
+        heads: Mapping[str, tuple[HeadRange, ...]],
     ) -> None:
         self.source_group, self.destination_group = groups
         self.heads = heads
         self._shards = (source, destination)
         self._templates: dict[Phase, tuple[Template, ...]] = {}
 
-    def templates(self, phase: Phase | None = None) -> tuple[Template, ...]:
-        """Return the templates of a phase (by default that of whole blocks), one for each pair of regions."""
-        if phase is None:
-            phase = Phase(0, 0, min(self.source_group.block_size, self.destination_group.block_size))
+    def first_phases(self) -> list[Phase]:
+        """Return the phases in which a request that begins at token 0 begins: of whole blocks, all in most cases."""
+        covers = [group.tokens_per_position for group in (self.source_group, self.destination_group)]
+        tokens = max(covers)
+        ids = [np.zeros(-(-tokens // each), dtype=np.int64) for each in covers]
+        first = GroupBlocks(
+            group=self.source_group.name,
+            first_token=0,
+            last_token=tokens,
+            source_block_ids=ids[0],
+            destination_block_ids=ids[1],
+        )
+        found = block_pairs(first, self.source_group, self.destination_group)
+        return [pairs.phase for pairs in found[:MAX_FIRST_PHASES]]
+
+    def templates(self, phase: Phase) -> tuple[Template, ...]:
+        """Return the templates of a phase, one for each pair of regions."""
         found = self._templates.get(phase)
         if found is None:
             groups = (self.source_group, self.destination_group)
@@ -63,9 +82,10 @@ class GroupPlan:
             for template in self.templates(phase):
                 num_rows += len(template.pieces) * len(source_blocks)
                 _refuse_too_many(self.destination_group, num_rows)
-                joins = joins or template.may_join
                 lowered = template.lower(source_blocks, destination_blocks)
-                rows.setdefault((template.source_region, template.destination_region), []).append(lowered)
+                together = rows.setdefault((template.source_region, template.destination_region), [])
+                together.append(lowered)
+                joins = joins or template.may_join or len(together) > 1
         # What can still be adjacent is joined by address. Never across regions: a transport registers them apart.
         return [_join(rows[regions], joins) for regions in sorted(rows)]
 
@@ -89,22 +109,24 @@ class PairPlan:
     def __init__(self, source: Shard, destination: Shard, assignment: Assignment) -> None:
         self.source, self.destination, self.assignment = source, destination, assignment
         self.groups: dict[str, GroupPlan] = {}
-        self._known_groups = frozenset(group.name for group in destination.groups)
-        for sent in assignment.heads:
-            groups = (source.group(sent.group), destination.group(sent.group))
+        heads: dict[str, dict[str, tuple[HeadRange, ...]]] = {}
+        for part in assignment.parts:
+            heads.setdefault(part.group, {})[part.component] = part.heads
+        for name, by_component in heads.items():
+            groups = (source.group(name), destination.group(name))
             if groups[0] is None or groups[1] is None:
                 raise PlanError(
                     Reason.GROUP_MISMATCH,
-                    f"{source.rank_name} was chosen to send group {sent.group!r} to {destination.rank_name}, "
+                    f"{source.rank_name} was chosen to send group {name!r} to {destination.rank_name}, "
                     "but not both hold it.",
                     "Plan with the shards that the sources were chosen from.",
                 )
-            self.groups[sent.group] = GroupPlan(source, destination, (groups[0], groups[1]), sent.heads)
+            self.groups[name] = GroupPlan(source, destination, (groups[0], groups[1]), by_component)
 
     @property
-    def heads(self) -> dict[str, tuple[HeadRange, ...]]:
-        """Global heads that this pair carries, by group."""
-        return {sent.group: sent.heads for sent in self.assignment.heads}
+    def heads(self) -> dict[tuple[str, str], tuple[HeadRange, ...]]:
+        """Global heads that this pair carries, by group and component."""
+        return {(part.group, part.component): part.heads for part in self.assignment.parts}
 
     def lower(self, requests: Sequence[GroupBlocks]) -> Descriptors:
         """Return the descriptors, an array of shape (n, 3): source address, destination address, length in bytes.
@@ -112,15 +134,12 @@ class PairPlan:
         Runs are joined wherever both sides advance; the result depends on the set of block pairs, not on their order.
         A group of the destination that another source serves gives nothing here.
 
-        Raises :class:`PlanError` (``invalid-request``) for an unknown group or blocks that do not fit.
+        Raises :class:`PlanError` (``invalid-request``) for an unknown group, one that is left out (see
+        :func:`kvferry.plan.request.refuse_incomplete`), and blocks that do not fit.
         """
+        refuse_incomplete(requests, self.destination)
         asked: dict[str, list[GroupBlocks]] = {}
         for blocks in requests:
-            if blocks.group not in self._known_groups:
-                raise PlanError(
-                    Reason.INVALID_REQUEST,
-                    f"cache group {blocks.group!r} does not exist; there are {sorted(self._known_groups)}.",
-                )
             asked.setdefault(blocks.group, []).append(blocks)
         rows = [part for name, plan in self.groups.items() if name in asked for part in plan.lower(asked[name])]
         if not rows:
@@ -165,7 +184,8 @@ def plan_pair(source: Shard, destination: Shard, assignment: Assignment) -> Pair
     """
     plan = PairPlan(source, destination, assignment)
     for group in plan.groups.values():
-        group.templates()
+        for phase in group.first_phases():
+            group.templates(phase)
     return plan
 
 

@@ -1,9 +1,10 @@
 """Says whether a move was right by labelling real memory, moving it, and reading it back.
 
-Each element of the source is labelled with its logical coordinates (component, layer, token, head, channel). After
-the move every element of the destination that was asked for must bear the label of its own coordinates, and every
-other byte must be as it was. Elements are reached through numpy views of real arrays, never through plan code, and
-for the named layouts not through :mod:`kvferry.layout` strides either: a dense array in the layout's order, transposed.
+Each element of the source is labelled with its logical coordinates (group, component, layer, token or state, head,
+channel). After the move every element of the destination that was asked for must bear the label of its own
+coordinates, and every other byte must be as it was. Elements are reached through numpy views of real arrays, never
+through plan code, and for the named layouts not through :mod:`kvferry.layout` strides either: a dense array in the
+layout's order, transposed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -112,7 +113,7 @@ def named_memory(
     """
     (group,) = shard.groups
     counts = {"L": len(group.layers), "B": group.num_blocks, "N": group.block_size}
-    counts["H"] = sum(held.end - held.start for held in group.heads)
+    counts["H"] = sum(held.end - held.start for held in group.components[0].heads)
     memory = arena.allocate(shard.regions[0].length)
     parts = _apart(memory, layout, counts, group, widths) if content is Content.APART else {}
     parts = parts or _together(memory, layout, counts, group, content, widths)
@@ -202,7 +203,7 @@ class Labels:
             components=tuple(sorted({component.name for component in components})),
             layers=tuple(sorted({layer for component in components for layer in component.layers})),
             num_tokens=num_tokens,
-            num_heads=max(group.num_kv_heads for group in groups),
+            num_heads=max(component.total_heads for component in components),
             num_channels=max(component.num_channels for component in components),
             itemsize=min(component.itemsize for component in components),
         )
@@ -222,7 +223,8 @@ class Labels:
         ids = blocks.source_ids if side == "source" else blocks.destination_ids
         begin = blocks.source_first_token if side == "source" else blocks.destination_first_token
         token = np.arange(begin if side == "source" else blocks.first_token, last_token, dtype=np.int64)
-        block, slot = ids[(token - begin) // group.block_size], (token - begin) % group.block_size
+        token, slot = _held(group, token, begin)
+        block, slot = ids[slot // group.block_size], slot % group.block_size
         for component in group.components:
             heads = np.concatenate([np.arange(held.start, held.end, dtype=np.int64) for held in component.heads])
             channel = np.arange(component.num_channels, dtype=np.int64)
@@ -255,7 +257,7 @@ def check_moved(
     Where block sizes and slots agree on both sides, a partly filled last block is expected whole.
     Raises :class:`OracleMismatch`.
     """
-    ends = [expected_end(blocks, sources[0].shard, destinations[0].shard) for blocks in requests]
+    ends = [_end(blocks, sources, destinations) for blocks in requests]
     labels = Labels.of([*sources, *destinations], max([1, *ends]))
     generator = np.random.default_rng(0)
     for digit in range(labels.num_digits):
@@ -276,16 +278,39 @@ def check_moved(
             compare(rank, wanted)
 
 
+def _end(blocks: GroupBlocks, sources: Sequence[RankMemory], destinations: Sequence[RankMemory]) -> int:
+    """Return the end of what moves: each engine's ranks agree on it, as far as they hold the group."""
+    sent, received = (
+        next((rank.shard for rank in ranks if rank.shard.group(blocks.group)), ranks[0].shard)
+        for ranks in (sources, destinations)
+    )
+    return expected_end(blocks, sent, received)
+
+
+def _held(group: CacheGroup, token: Integers, begin: int) -> tuple[Integers, Integers]:
+    """Return the tokens of a rank's share, and how many slots each lies behind the first slot of the block list.
+
+    The rank's tokens are counted one by one, not computed.
+    """
+    share = group.token_share
+    listed = np.arange(begin, int(token[-1]) + 1 if len(token) else begin, dtype=np.int64)
+    mine = listed[(listed // share.interleave) % share.size == share.rank]
+    slot = np.flatnonzero(np.isin(mine, token))
+    return mine[slot], slot
+
+
 def expected_end(blocks: GroupBlocks, source: Shard, destination: Shard) -> int:
     """Return the end of the tokens that a request's move carries."""
     sent, received = source.group(blocks.group), destination.group(blocks.group)
     if sent is None or received is None or blocks.first_token == blocks.last_token:
         return blocks.last_token
-    same_slots = (blocks.source_first_token - blocks.destination_first_token) % received.block_size == 0
-    if sent.block_size != received.block_size or not same_slots:
+    covered = received.block_size * received.token_share.size
+    same_slots = (blocks.source_first_token - blocks.destination_first_token) % covered == 0
+    dealt = [(group.block_size, group.token_share.size, group.token_share.interleave) for group in (sent, received)]
+    if dealt[0] != dealt[1] or not same_slots:
         return blocks.last_token
     filled = blocks.last_token - blocks.destination_first_token
-    return blocks.destination_first_token + -(-filled // received.block_size) * received.block_size
+    return blocks.destination_first_token + -(-filled // covered) * covered
 
 
 def compare(rank: RankMemory, expected: Sequence[Bytes]) -> None:

@@ -50,7 +50,7 @@ def models(draw: st.DrawFn) -> Model:
         head_size=draw(st.integers(1, 4)),
         value_head_size=draw(st.integers(1, 3)),
         itemsize=draw(st.sampled_from([1, 2, 4])),
-        kind=draw(st.sampled_from(CacheKind)),
+        kind=draw(st.sampled_from([CacheKind.ATTENTION, CacheKind.MLA])),
         fused=packed or draw(st.booleans()),
         packing="kernel:packed" if packed else "",
     )

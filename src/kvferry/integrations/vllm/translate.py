@@ -86,15 +86,13 @@ def shard_of(
     _check_views(layer_names, views, (kv_cache_config.num_blocks, spec.num_heads, spec.block_size))
     is_mla = vllm_config.model_config.use_mla
     num_kv_heads = 1 if is_mla else vllm_config.model_config.get_total_num_kv_heads()
+    heads = _heads_of(num_kv_heads, tp_rank, tp_size, is_mla)
     group = CacheGroup(
         name="0",
         kind=CacheKind.MLA if is_mla else CacheKind.ATTENTION,
         block_size=spec.block_size,
         num_blocks=kv_cache_config.num_blocks,
-        num_kv_heads=num_kv_heads,
-        components=(
-            _component(layer_names, views, region, _heads_of(num_kv_heads, tp_rank, tp_size, is_mla), vllm_config),
-        ),
+        components=(_component(layer_names, views, region, heads, num_kv_heads, vllm_config),),
     )
     return Shard(regions=(region,), groups=(group,), tp_rank=tp_rank, tp_size=tp_size)
 
@@ -112,6 +110,7 @@ def _component(
     views: Sequence[torch.Tensor],
     region: Region,
     heads: HeadRange,
+    total_heads: int,
     vllm_config: "VllmConfig",
 ) -> Component:
     first = views[0]
@@ -123,6 +122,7 @@ def _component(
         layers=layer_names,
         layer_offsets=tuple(view.data_ptr() - region.base_address for view in views),
         heads=(heads,),
+        total_heads=total_heads,
         num_channels=first.shape[3],
         itemsize=itemsize,
         block_stride=block,
