@@ -39,6 +39,7 @@ class EngineSettings:
 
     ``role`` None starts an engine without a connector. ``kv_cache_bytes`` is per rank. ``cores`` names the cores
     of each rank as vLLM does (``("0", "1")``, ``("0,1",)``); by default each rank has one, and they take turns.
+    ``connector_module`` names the module to take the connector from (``kv_connector_module_path``), not a plugin.
     ``layout`` is the user's wish (``VLLM_KV_CACHE_LAYOUT``); None leaves it to the connector. ``arguments`` and
     ``variables`` are passed on as they are.
     """
@@ -47,6 +48,7 @@ class EngineSettings:
     role: Role | None = None
     tensor_parallel_size: int = 1
     connector: str = "KVFerryConnector"
+    connector_module: str | None = None
     connector_settings: Mapping[str, Any] = field(default_factory=dict)
     load_failure_policy: Literal["fail", "recompute"] = "fail"
     dtype: str = "float32"
@@ -76,12 +78,15 @@ class EngineSettings:
 
     def transfer_config(self) -> dict[str, Any]:
         """Return the value of ``--kv-transfer-config``."""
-        return {
+        config: dict[str, Any] = {
             "kv_connector": self.connector,
             "kv_role": self.role,
             "kv_load_failure_policy": self.load_failure_policy,
             "kv_connector_extra_config": dict(self.connector_settings),
         }
+        if self.connector_module is not None:
+            config["kv_connector_module_path"] = self.connector_module
+        return config
 
     def environment(self, port: int) -> dict[str, str]:
         """Return the variables to set for the API server."""
