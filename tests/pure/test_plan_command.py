@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvferry.cli.bench_plan import bench_plan
+from kvferry.cli.model_config import MAX_CONFIG_BYTES
 from kvferry.cli.plan_command import plan
 from kvferry.errors import KVFerryError, Reason
 
@@ -21,7 +22,13 @@ GQA = {
     "head_dim": 128,
     "hidden_size": 4096,
 }
-MLA = {"num_hidden_layers": 27, "num_attention_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+MLA = {
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
 
 
 def invoke(function: Any, arguments: str) -> Any:
@@ -87,6 +94,28 @@ def test_block_sizes_may_differ() -> None:
     assert report["verified"] is True
 
 
+def test_pipeline_stages_send_their_own_layers() -> None:
+    """37 layers over two stages are 19 and 18: what is left over goes to the stage before the last."""
+    shape = "--layers 37 --kv-heads 8 --head-size 128 --tokens 160"
+    report = planned(f"{shape} --prefill tp=2,pp=2 --decode pp=2,block-size=32")
+    assert report["verified"] is True
+    assert len(report["pairs"]) == 4
+    assert {pair["prefill_rank"]: pair["decode_rank"] for pair in report["pairs"]} == {0: 0, 1: 0, 2: 1, 3: 1}
+    page = 160 * 4 * 2 * 128 * 2
+    assert [pair["bytes"] for pair in report["pairs"]] == [19 * page, 19 * page, 18 * page, 18 * page]
+    report = planned(f"{shape} --prefill layers=20+17 --decode tp=1")
+    assert [pair["bytes"] for pair in report["pairs"]] == [2 * 20 * page, 2 * 17 * page]
+
+
+def test_explanation_names_sources_runs_and_refusals() -> None:
+    explained = planned("--layers 2 --kv-heads 2 --head-size 64 --tokens 64 --prefill tp=4 --explain")["explanation"]
+    text = "\n".join(explained)
+    assert "one of 2 ranks that hold them, by selector 0" in text
+    assert "run of 8.0 KiB, all joined" in text
+    assert text.endswith("refused or changed: nothing")
+    assert "explanation" not in planned("--layers 2 --kv-heads 2 --head-size 64 --tokens 64")
+
+
 def test_model_configuration(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GQA))
@@ -121,6 +150,11 @@ def refusal(arguments: str) -> dict[str, str]:
         (f"{SHAPE} --prefill tp", Reason.INVALID_SETTING, "tp=VALUE"),
         (f"{SHAPE} --prefill tp=3", Reason.INDIVISIBLE_HEADS, "8"),
         ("--layers 2 --kv-heads 2 --head-size 8 --dtype bfloat", Reason.INVALID_SETTING, "'bfloat16'"),
+        (f"{SHAPE} --prefill pp=2,layers=20", Reason.INVALID_SETTING, "every stage"),
+        (f"{SHAPE} --prefill layers=20+15", Reason.INVALID_SETTING, "every stage"),
+        (f"{SHAPE} --prefill pp=37", Reason.INVALID_LAYOUT, "no more stages"),
+        (f"{SHAPE} --prefill tp=512,pp=3", Reason.INVALID_SETTING, "At most 1024"),
+        (f"{SHAPE} --draw /nowhere/plan.svg", Reason.INVALID_SETTING, "folder"),
         ("--layers 2", Reason.INVALID_SETTING, "--model"),
         ("--model /nowhere/config.json", Reason.INVALID_SETTING, "by hand"),
     ],
@@ -133,20 +167,50 @@ def test_refusals(arguments: str, reason: Reason, hint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "field"),
     [
-        {"sliding_window": 4096},
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        {"layer_types": ["mamba", "attention"]},
-        {"mamba_d_state": 128},
-        {"num_kv_shared_layers": 2},
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"mamba_d_state": 128}, "mamba_d_state"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank"),
+        ({"model_type": "unheard_of", "attention_chunk_size": 8192}, "attention_chunk_size"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "index_topk": 2048}, "index_topk"),
     ],
     ids=str,
 )
-def test_other_kinds_of_cache_are_refused(changes: dict[str, object], tmp_path: Path) -> None:
+def test_a_field_that_hints_at_another_cache_is_refused(changes: dict[str, object], field: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**GQA, **changes}))
-    assert refusal(f"--model {path}")["reason"] == Reason.UNSUPPORTED.value
+    error = refusal(f"--model {path}")
+    assert error["reason"] == Reason.UNSUPPORTED.value
+    assert repr(field) in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("{", "no model configuration"),
+        ("[" * 100_000, "no model configuration"),
+        ("\udcff", "no model configuration"),
+        ("[1]", "no JSON object"),
+        (" " * (MAX_CONFIG_BYTES + 1), "bytes"),
+        (json.dumps({**GQA, "num_hidden_layers": None}), "'num_hidden_layers'"),
+        (json.dumps({**GQA, "num_key_value_heads": "8"}), "'num_key_value_heads'"),
+        (json.dumps({**GQA, "num_key_value_heads": [8, 4]}), "'num_key_value_heads'"),
+        (json.dumps({**GQA, "head_dim": None, "hidden_size": 4097}), "'head_dim'"),
+        (json.dumps({**GQA, "model_type": "gemma3"}), "'sliding_window'"),
+        (json.dumps({**GQA, "model_type": "granitemoehybrid"}), "'layer_types'"),
+        (json.dumps({**GQA, "model_type": "gpt_oss", "layer_types": ["full_attention"]}), "'layer_types'"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_configuration_that_cannot_be_read(text: str, hint: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    error = refusal(f"--model {path}")
+    assert error["reason"] == Reason.INVALID_SETTING.value
+    assert hint in error["message"]
 
 
 def test_a_window_that_is_not_used_is_none(tmp_path: Path) -> None:

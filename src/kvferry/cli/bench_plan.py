@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.cli.engine_shape import RANK_SPACING, EngineShape, engine_of
 from kvferry.cli.model_shapes import ModelShapes
-from kvferry.cli.plan_command import RANK_SPACING, Blocks, EngineShape, block_ids, engine_shards
+from kvferry.cli.plan_report import Blocks, block_ids
 from kvferry.layout.cache_group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.request import GroupBlocks
@@ -90,12 +91,13 @@ def bench_plan(
 
 def measure(case: Case, repeats: int) -> Timing:
     """Lower one case again and again and return the times."""
-    shapes = ModelShapes(case.num_layers, 8, 128, "bfloat16", CacheKind.ATTENTION)
+    caches = ModelShapes(case.num_layers, 8, 128, "bfloat16", CacheKind.ATTENTION).caches()
     tokens = case.num_blocks * case.prefill.block_size
     num_destination = -(-tokens // case.decode.block_size)
     ids = block_ids(Blocks.SCATTERED, case.num_blocks, num_destination, seed=0)
-    sources = engine_shards(shapes, case.prefill, case.num_blocks + 1, RANK_SPACING)
-    destination = engine_shards(shapes, case.decode, num_destination + 1, RANK_SPACING * (case.prefill.tp + 1))[0]
+    prefill, decode = engine_of("prefill", case.prefill, caches), engine_of("decode", case.decode, caches)
+    sources = prefill.shards(case.num_blocks + 1, RANK_SPACING)
+    destination = decode.shards(num_destination + 1, RANK_SPACING * (case.prefill.num_ranks + 1))[0]
 
     def request() -> GroupBlocks:
         return GroupBlocks(

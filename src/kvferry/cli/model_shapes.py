@@ -1,29 +1,19 @@
-"""Cache shapes of a model, from its Hugging Face ``config.json``."""
+"""Cache shapes of a model: from its Hugging Face ``config.json``, or given by hand."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from kvferry.cli.model_config import ModelConfig, item_size, read_config
+from kvferry.cli.model_families import layer_caches
 from kvferry.errors import Reason, SettingsError
 from kvferry.layout.cache_group import CacheKind
-
-UNSUPPORTED_KEYS = {
-    "mamba_d_state": "Mamba layers",
-    "ssm_state_size": "Mamba layers",
-    "state_size": "Mamba layers",
-    "linear_key_head_dim": "linear-attention layers",
-    "index_topk": "an indexer cache beside the latent one",
-    "num_kv_shared_layers": "layers that share another's cache",
-    "is_encoder_decoder": "an encoder",
-}
-"""What a configuration has when its cache is of a kind that is not planned yet."""
+from kvferry.layout.layer_caches import AttentionCache, LayerCache
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """What of a model decides its cache: layers, KV heads, channels of K (and of V) per head, dtype."""
+    """The cache of a model whose layers are alike: how many, KV heads, channels of K (and of V) per head, dtype."""
 
     num_layers: int
     num_kv_heads: int
@@ -31,62 +21,60 @@ class ModelShapes:
     dtype: str
     kind: CacheKind
 
+    def caches(self) -> list[LayerCache]:
+        """Return what each layer keeps."""
+        is_latent, itemsize = self.kind is CacheKind.MLA, item_size(self.dtype)
+        heads, size = self.num_kv_heads, self.head_size
+        cache = AttentionCache(num_kv_heads=heads, head_size=size, itemsize=itemsize, is_latent=is_latent)
+        return [cache] * self.num_layers
+
 
 def read_model_shapes(path: Path) -> ModelShapes:
     """Return the shapes of the model whose ``config.json``, or folder with one, is given.
 
-    Raises :class:`SettingsError`: ``invalid-setting`` where the file cannot be read or lacks a number, ``unsupported``
-    where the model has a cache of another kind.
+    Raises :class:`SettingsError` as :func:`kvferry.cli.model_config.read_config` and
+    :func:`kvferry.cli.model_families.layer_caches` do, and ``unsupported`` for a model of several kinds of layers.
     """
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SettingsError(Reason.INVALID_SETTING, f"{path} is no model configuration: {error}.") from None
-    if not isinstance(config, dict):
-        raise SettingsError(Reason.INVALID_SETTING, f"{path} holds no JSON object.")
-    nested = config.get("text_config")
-    return shapes_of({**config, **nested} if isinstance(nested, dict) else config)
+    config = read_config(path)
+    return uniform_shapes(layer_caches(config, item_size(config.dtype)), config.dtype)
 
 
-def shapes_of(config: Mapping[str, Any]) -> ModelShapes:
-    """Return the shapes that a configuration names.
+def uniform_shapes(caches: Sequence[LayerCache], dtype: str) -> ModelShapes:
+    """Return the shapes of layers that are alike and keep all tokens. Raises :class:`SettingsError` (``unsupported``).
 
-    >>> shapes_of({"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512})
+    >>> uniform_shapes([AttentionCache(num_kv_heads=2, head_size=64, itemsize=2)] * 2, "bfloat16")
     ModelShapes(num_layers=2, num_kv_heads=2, head_size=64, dtype='bfloat16', kind=<CacheKind.ATTENTION: 'attention'>)
     """
-    _refuse_other_kinds(config)
-    layers = _number(config, "num_hidden_layers", "n_layer")
-    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
-    if config.get("kv_lora_rank"):
-        latent = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
-        return ModelShapes(layers, 1, latent, dtype, CacheKind.MLA)
-    heads = _number(config, "num_attention_heads", "n_head")
-    kv_heads = 1 if config.get("multi_query") else int(config.get("num_key_value_heads") or heads)
-    head_size = config.get("head_dim") or _number(config, "hidden_size", "n_embd") // heads
-    return ModelShapes(layers, kv_heads, int(head_size), dtype, CacheKind.ATTENTION)
-
-
-def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
-    found = next((what for key, what in UNSUPPORTED_KEYS.items() if config.get(key)), None)
-    kinds = set(config.get("layer_types") or ["full_attention"])
-    if found is None and kinds - {"full_attention", "attention"}:
-        found = f"layers of the types {', '.join(sorted(kinds))}"
-    slides = config.get("sliding_window") and config.get("use_sliding_window", True) and not config.get("layer_types")
-    if found is None and slides:
-        found = f"a sliding window of {config['sliding_window']} tokens"
-    if found is not None:
+    cache = caches[0]
+    if len(set(caches)) > 1 or not isinstance(cache, AttentionCache) or cache.window:
         raise SettingsError(
             Reason.UNSUPPORTED,
-            f"the model has {found}; caches of full attention and MLA are planned.",
-            "Give the shapes of its full-attention layers by hand.",
+            "the model's layers are not all alike, or keep a window or a state.",
+            "Leave out --layers, --kv-heads and --head-size, or leave out --model.",
         )
+    return ModelShapes(len(caches), cache.num_kv_heads, cache.head_size, dtype, cache.kind)
 
 
-def _number(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and value > 0:
-            return value
-    what = f"the model's configuration names no {names[0]}."
-    raise SettingsError(Reason.INVALID_SETTING, what, "Give the shapes by hand.")
+def caches_of(
+    model: Path | None, layers: int | None, kv_heads: int | None, head_size: int | None, dtype: str | None
+) -> Sequence[LayerCache]:
+    """Return what each layer keeps: from the model's configuration, overridden by what is given by hand.
+
+    Raises :class:`SettingsError`, also where too little is given or the model's layers are too unlike to be overridden.
+    """
+    by_hand = {"--layers": layers, "--kv-heads": kv_heads, "--head-size": head_size}
+    if model is None:
+        missing = [option for option, value in by_hand.items() if value is None]
+        if missing:
+            what = f"{', '.join(missing)} must be given."
+            raise SettingsError(Reason.INVALID_SETTING, what, "Or name a model's config.json with --model.")
+        shapes = ModelShapes(layers or 0, kv_heads or 0, head_size or 0, dtype or "bfloat16", CacheKind.ATTENTION)
+        return shapes.caches()
+    config: ModelConfig = read_config(model)
+    named = dtype or config.dtype
+    caches = layer_caches(config, item_size(named))
+    if not any(by_hand.values()):
+        return caches
+    found = uniform_shapes(caches, named)
+    sizes = layers or found.num_layers, kv_heads or found.num_kv_heads, head_size or found.head_size
+    return ModelShapes(*sizes, named, found.kind).caches()

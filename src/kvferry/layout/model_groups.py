@@ -6,8 +6,8 @@ the most frequent where that is less than half as many more. Kind by kind, in th
 ``num_groups``-th layer goes to one group, so that a pipeline stage holds a part of each (``kv_cache_utils.py``). A
 group may fall short of that number.
 
-A state is larger than a block of 16 tokens. vLLM then makes the attention block so long that its page holds a state, and
-pads the state's page to that size (``platforms/interface.py``). Both depend on the tensor-parallel size.
+A state is larger than a block of 16 tokens. vLLM then makes the attention block so long that its page holds a state,
+and pads the state's page to that size (``platforms/interface.py``). Both depend on the tensor-parallel size.
 """
 
 from collections import Counter
@@ -48,8 +48,9 @@ def form_groups(caches: Mapping[str, LayerCache]) -> tuple[LayerGroup, ...]:
     >>> full, slides = (AttentionCache(num_kv_heads=2, head_size=64, itemsize=2, window=size) for size in (0, 128))
     >>> for group in form_groups({str(layer): full if layer % 3 == 2 else slides for layer in range(8)}):
     ...     print(group.name, *group.layers)
-    sliding-window-0 0 3 6
-    sliding-window-1 1 4 7
+    sliding-window-0 0 4
+    sliding-window-1 1 6
+    sliding-window-2 3 7
     full 2 5
     """
     require(bool(caches), "a model without layers has no cache.")

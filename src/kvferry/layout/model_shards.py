@@ -1,8 +1,8 @@
 """Where one rank of an engine keeps a whole model's cache: one flat region that all groups overlay.
 
-The rules are those of vLLM 0.32 (``get_kv_cache_config_from_groups``, ``compute_layout_strides``): every group begins at
-byte 0 and owns blocks that no other owns. In a cross-layer layout a block is as long as that of the group with most
-layers, and a shorter group leaves the tail. In any other layout a layer's pages of all blocks lie together.
+The rules are those of vLLM 0.32 (``get_kv_cache_config_from_groups``, ``compute_layout_strides``): every group
+begins at byte 0 and owns blocks that no other owns. In a cross-layer layout a block is as long as that of the group
+with most layers, and a shorter group leaves the tail. In any other layout a layer's pages of all blocks lie together.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,94 @@
+"""Counts the descriptors of one request for well-known models, with a cross-layer layout and with a per-layer one.
+
+    python benchmarks/plan_models.py tests/pure/model_configs --json models.json
+
+Each ``*.json`` in the folder is a Hugging Face configuration, of which only the fields that decide the cache are
+needed. Both engines use one layout; block ids are scattered, so that no two blocks are neighbours on both sides. The
+per-layer layout, LBHNC, is the peer. The cross-layer one is BHLNC, or the nearest that the model allows. Plans of up to
+``--verify`` tokens are checked byte by byte.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from kvferry.cli.console import open_console
+from kvferry.cli.engine_shape import EngineShape
+from kvferry.cli.model_shapes import caches_of
+from kvferry.cli.plan_report import Blocks, make_report
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model and request: what each layout needs. ``verified`` says whether both plans were checked."""
+
+    model: str
+    groups: str
+    tokens: int
+    layout: str
+    bytes: int
+    cross_layer: int
+    per_layer: int
+    verified: bool
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Folder of model configurations.")],
+    tokens: Annotated[str, typer.Option(help="Tokens of the request, with commas.")] = "1024,10240,102400",
+    prefill_tp: Annotated[int, typer.Option(min=1)] = 4,
+    decode_tp: Annotated[int, typer.Option(min=1)] = 2,
+    verify: Annotated[int, typer.Option(min=0, help="Check plans of up to so many tokens.")] = 1024,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+) -> None:
+    """Print the table. Exit code 1 if a checked plan is wrong."""
+    configs = sorted(folder.glob("*.json"))
+    if not configs:
+        raise typer.BadParameter(f"{folder} holds no *.json.")
+    rows = [
+        count(path, int(number), (prefill_tp, decode_tp), verify=int(number) <= verify)
+        for path in configs
+        for number in tokens.split(",")
+    ]
+    print_rows(rows, f"TP {prefill_tp} to TP {decode_tp}")
+    if json_path is not None:
+        json_path.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+
+
+def count(path: Path, tokens: int, tp_sizes: tuple[int, int], *, verify: bool) -> Row:
+    """Plan one request in both layouts."""
+    caches = caches_of(path, None, None, None, None)
+    reports = [
+        make_report(caches, *engines, tokens, Blocks.SCATTERED, verify=verify)
+        for layout in (NamedLayout.BHLNC, NamedLayout.LBHNC)
+        for engines in [[EngineShape(tp, layout, 16) for tp in tp_sizes]]
+    ]
+    failures = [failure for report in reports for failure in report.failures]
+    if failures:
+        typer.echo(f"{path.stem}: {failures[0]}", err=True)
+        raise typer.Exit(1)
+    kinds = [group.kind.value for group in reports[0].prefill.groups]
+    groups = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    counts = [report.descriptors for report in reports]
+    return Row(path.stem, groups, tokens, reports[0].prefill.layout.value, reports[0].bytes, *counts, verified=verify)
+
+
+def print_rows(rows: list[Row], engines: str) -> None:
+    """Print one line for each model and request."""
+    table = Table(title=f"Descriptors of one request, {engines}, scattered blocks")
+    for column in ("model", "cache groups", "tokens", "bytes", "layout", "cross-layer", "LBHNC", "fewer", "verified"):
+        table.add_column(column, justify="left" if column in ("model", "cache groups", "layout") else "right")
+    for row in rows:
+        fewer = f"{row.per_layer / row.cross_layer:.1f}x"
+        counts = str(row.cross_layer), str(row.per_layer), fewer, "yes" if row.verified else "-"
+        table.add_row(row.model, row.groups, str(row.tokens), format_bytes(row.bytes), row.layout, *counts)
+    open_console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

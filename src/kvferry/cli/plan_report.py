@@ -1,0 +1,259 @@
+"""A plan of one request between two made-up engines: made, counted and checked."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from kvferry.cli.engine_shape import RANK_SPACING, Engine, EngineShape, engine_of
+from kvferry.errors import Reason, SettingsError, VerificationError
+from kvferry.layout.cache_group import CacheKind
+from kvferry.layout.layer_caches import AttentionCache, LayerCache
+from kvferry.layout.model_groups import LayerGroup
+from kvferry.layout.shard import Shard
+from kvferry.plan.describe import Summary, summarize
+from kvferry.plan.request import GroupBlocks
+from kvferry.plan.transfer_plan import Descriptors, PairPlan, Planner
+from kvferry.plan.verify import verify_destination, verify_pair
+from kvferry.plan.window import first_token_to_move
+from kvferry.transport.null import NullTransport
+from kvferry.transport.protocol import Direction, Status
+
+
+class Blocks(StrEnum):
+    """In which order the engines' allocators handed out the block ids."""
+
+    CONTIGUOUS = "contiguous"
+    DESCENDING = "descending"
+    SCATTERED = "scattered"
+
+
+@dataclass(frozen=True, eq=False)
+class PairReport:
+    """What one prefill rank sends to one decode rank: in all, and by cache group."""
+
+    pair: PairPlan
+    decode_rank: int
+    descriptors: Descriptors
+    summary: Summary
+    groups: tuple[tuple[str, Summary], ...]
+    failure: str
+
+    @property
+    def prefill_rank(self) -> int:
+        """Index of the prefill rank, stage by stage."""
+        return self.pair.assignment.source_index
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        ranks = {"prefill_rank": self.prefill_rank, "decode_rank": self.decode_rank}
+        groups = [{"group": name, **_summary_json(summary)} for name, summary in self.groups]
+        return {**ranks, **_summary_json(self.summary), "verified": not self.failure, "groups": groups}
+
+
+@dataclass(frozen=True, eq=False)
+class PlanReport:
+    """All pairs, and whether every decode rank gets exactly what it needs."""
+
+    prefill: Engine
+    decode: Engine
+    sources: tuple[Shard, ...]
+    destinations: tuple[Shard, ...]
+    requests: tuple[GroupBlocks, ...]
+    selector: int
+    pairs: tuple[PairReport, ...]
+    failures: tuple[str, ...]
+
+    @property
+    def descriptors(self) -> int:
+        """Descriptors of all pairs."""
+        return sum(pair.summary.descriptors for pair in self.pairs)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pairs."""
+        return sum(pair.summary.bytes for pair in self.pairs)
+
+    @property
+    def verified(self) -> bool:
+        """Whether no check failed."""
+        return not self.failures
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {
+            "descriptors": self.descriptors,
+            "bytes": self.bytes,
+            "verified": self.verified,
+            "failures": list(self.failures),
+            "notes": self.prefill.notes() + self.decode.notes(),
+            "groups": [_group_json(*pair) for pair in zip(self.prefill.groups, self.requests, strict=True)],
+            "engines": {engine.name: _engine_json(engine) for engine in (self.prefill, self.decode)},
+            "pairs": [pair.as_json() for pair in self.pairs],
+        }
+
+
+def _summary_json(summary: Summary) -> dict[str, Any]:
+    runs = [{"length": length, "count": count} for length, count in summary.run_lengths]
+    return {**asdict(summary), "run_lengths": runs}
+
+
+def _group_json(group: LayerGroup, request: GroupBlocks) -> dict[str, Any]:
+    window = group.cache.window if isinstance(group.cache, AttentionCache) else 0
+    tokens = {"first_token": request.first_token, "last_token": request.last_token}
+    return {"group": group.name, "kind": group.kind.value, "window": window, "layers": list(group.layers), **tokens}
+
+
+def _engine_json(engine: Engine) -> dict[str, Any]:
+    sizes = {"tp": engine.wanted.tp, "pp": engine.wanted.pp}
+    return {**sizes, "layout": engine.layout.value, "block_size": engine.block_size}
+
+
+def make_report(
+    caches: Sequence[LayerCache],
+    prefill: EngineShape,
+    decode: EngineShape,
+    tokens: int,
+    blocks: Blocks,
+    seed: int = 0,
+    *,
+    verify: bool = True,
+) -> PlanReport:
+    """Plan one request between two engines, hand the lists to the counting transport, and check them."""
+    engines = engine_of("prefill", prefill, caches), engine_of("decode", decode, caches)
+    requests, num_blocks = make_requests(engines[0], engines[1], tokens, blocks, seed)
+    sources = engines[0].shards(num_blocks[0], RANK_SPACING)
+    destinations = engines[1].shards(num_blocks[1], RANK_SPACING * (prefill.num_ranks + 1))
+    pairs: list[PairReport] = []
+    failures: list[str] = []
+    for rank, destination in enumerate(destinations):
+        asked = [blocks for blocks in requests if destination.group(blocks.group)]
+        received = [
+            _pair_report(pair, rank, asked, verify=verify) for pair in Planner(sources, destination).plans(seed)
+        ]
+        pairs += received
+        failures += [pair.failure for pair in received if pair.failure]
+        if verify:
+            failures += _destination_failures(received, destination, asked)
+    shards = tuple(sources), tuple(destinations)
+    return PlanReport(*engines, *shards, tuple(requests), seed, tuple(pairs), tuple(failures))
+
+
+def _pair_report(pair: PairPlan, decode_rank: int, asked: Sequence[GroupBlocks], *, verify: bool) -> PairReport:
+    descriptors = submitted(pair, asked)
+    groups = [(name, _group_summary(pair, name, asked)) for name in pair.groups]
+    failure = _failure(pair, descriptors, asked) if verify else ""
+    return PairReport(pair, decode_rank, descriptors, summarize(descriptors), tuple(groups), failure)
+
+
+def _group_summary(pair: PairPlan, name: str, asked: Sequence[GroupBlocks]) -> Summary:
+    rows = pair.groups[name].lower([blocks for blocks in asked if blocks.group == name])
+    empty = np.empty((0, 3), dtype=np.int64)
+    return summarize(np.concatenate([empty, *rows]).view(np.uint64))
+
+
+def _failure(pair: PairPlan, descriptors: Descriptors, asked: Sequence[GroupBlocks]) -> str:
+    try:
+        verify_pair(descriptors, pair.source, pair.destination, asked, pair.heads)
+    except VerificationError as error:
+        return f"{pair.source.rank_name} to {pair.destination.rank_name}: {error}"
+    return ""
+
+
+def _destination_failures(
+    received: Sequence[PairReport], destination: Shard, asked: Sequence[GroupBlocks]
+) -> list[str]:
+    lists = [(report.pair.source, report.descriptors) for report in received]
+    try:
+        verify_destination(lists, destination, asked)
+    except VerificationError as error:
+        return [f"decode {destination.rank_name}: {error}"]
+    return []
+
+
+def submitted(pair: PairPlan, requests: Sequence[GroupBlocks]) -> Descriptors:
+    """Hand the pair's list to the transport that only counts, and return what it was handed."""
+    holder, receiver = NullTransport(), NullTransport(keep_descriptors=True)
+    try:
+        receiver.register(pair.destination.regions)
+        peer = receiver.connect(holder.register(pair.source.regions))
+        transfer = receiver.submit(peer, Direction.READ, pair.lower(requests))
+        if receiver.poll(transfer) is not Status.DONE:
+            raise SettingsError(Reason.TRANSFER_FAILED, f"the counting transport said {transfer.error}.")
+        return receiver.descriptor_lists[-1]
+    finally:
+        holder.close()
+        receiver.close()
+
+
+def make_requests(
+    prefill: Engine, decode: Engine, tokens: int, blocks: Blocks, seed: int
+) -> tuple[list[GroupBlocks], tuple[int, int]]:
+    """Return what one request asks of each group, and how many blocks that takes of each engine.
+
+    Block 0 is the engine's own (vLLM's null block). Groups share a pool, so each gets ids that no other has. Of a
+    sliding window only what the next token needs is asked; of a state the one block that holds it.
+    """
+    taken = [1, 1]
+    requests = []
+    for group in prefill.groups:
+        sizes = (1, 1) if group.kind is CacheKind.STATE else (prefill.block_size, decode.block_size)
+        last = 1 if group.kind is CacheKind.STATE else tokens
+        first = _first_token(group, last, sizes)
+        nulls = [first // size for size in sizes]
+        counts = [-(-last // size) - null for size, null in zip(sizes, nulls, strict=True)]
+        ids = block_ids(blocks, counts[0], counts[1], seed)
+        lists = [
+            [0] * null + [offset + number - 1 for number in numbers]
+            for null, offset, numbers in zip(nulls, taken, ids, strict=True)
+        ]
+        taken = [offset + count for offset, count in zip(taken, counts, strict=True)]
+        named = {"source_block_ids": lists[0], "destination_block_ids": lists[1]}
+        requests.append(GroupBlocks(group=group.name, first_token=first, last_token=last, **named))  # type: ignore[arg-type]
+    return requests, (taken[0], taken[1])
+
+
+def _first_token(group: LayerGroup, tokens: int, sizes: tuple[int, int]) -> int:
+    if group.kind is not CacheKind.SLIDING_WINDOW or not isinstance(group.cache, AttentionCache):
+        return 0
+    return first_token_to_move(
+        num_computed_tokens=tokens,
+        first_token=0,
+        window=group.cache.window,
+        source_block_size=sizes[0],
+        destination_block_size=sizes[1],
+        whole_pages=False,
+    )
+
+
+def block_ids(blocks: Blocks, num_source: int, num_destination: int, seed: int) -> tuple[list[int], list[int]]:
+    """Return the ids of a request's blocks on both sides, from 1 on.
+
+    Scattered ids are such that no two blocks are neighbours on both sides, as far as there is a choice.
+
+    >>> block_ids(Blocks.DESCENDING, 3, 3, 0)
+    ([3, 2, 1], [3, 2, 1])
+    """
+    source, destination = np.arange(1, num_source + 1), np.arange(1, num_destination + 1)
+    if blocks is Blocks.DESCENDING:
+        source, destination = source[::-1], destination[::-1]
+    if blocks is Blocks.SCATTERED:
+        generator = np.random.default_rng(seed)
+        source, destination = generator.permutation(source), generator.permutation(destination)
+        if num_source == num_destination:
+            _part_neighbours(source, destination, generator)
+    return source.tolist(), destination.tolist()
+
+
+def _part_neighbours(source: Any, destination: Any, generator: np.random.Generator) -> None:
+    """Exchange source ids until no two pairs are neighbours on both sides. One exchange in n makes a new pair."""
+    order = np.argsort(destination)
+    while len(order) > 1:
+        neighbours = order[1:][np.diff(source[order]) == 1]
+        if not len(neighbours):
+            return
+        for index in neighbours.tolist():
+            other = int(generator.integers(len(order)))
+            source[index], source[other] = source[other], source[index]
