@@ -20,6 +20,7 @@ import typer
 from rich.table import Table
 
 from kvferry.cli.console import open_console
+from kvferry.cli.kernel_report import report_kernels
 from kvferry.errors import KVFerryError
 from kvferry.units import format_bytes
 
@@ -49,8 +50,14 @@ class Finding:
 
 def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on standard output.")] = False,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Only try vLLM's kernels on every layout.")] = False,
+    model: Annotated[str | None, typer.Option(help="With --kernels: a model whose sizes to try too.")] = None,
 ) -> None:
     """Say what works on this machine and what to do about what does not. Exit code 1: something essential fails."""
+    if model is not None and not kernels:
+        raise typer.BadParameter("--model needs --kernels.")
+    if kernels:
+        raise typer.Exit(report_kernels(model, json_output))
     findings = [finding for check in CHECKS for finding in check()]
     if json_output:
         print(

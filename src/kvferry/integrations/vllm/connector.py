@@ -13,7 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvferry.integrations.vllm.layout_choice import check_layout, widen_cpu_attention, wished_layout
+from kvferry.integrations.vllm.engine_kernels import check_engine_kernels
+from kvferry.integrations.vllm.layout_choice import asked_layout, check_layout, widen_cpu_attention
 from kvferry.integrations.vllm.metadata import RankMetadata, StepMetadata
 from kvferry.integrations.vllm.plugin import log_as_vllm_does
 from kvferry.integrations.vllm.scheduler_role import SchedulerRole
@@ -83,7 +84,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         assert vllm_config.kv_transfer_config is not None
         settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        layout = wished_layout(vllm_config, settings)
+        layout = asked_layout(vllm_config, settings)
         return None if layout is None else layout.value
 
     @classmethod
@@ -143,6 +144,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # In a worker.
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        layout = resolved_layout(self._vllm_config)
+        check_engine_kernels(self._vllm_config, self._kv_cache_config, kv_caches, layout)
         self._worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

@@ -1,0 +1,122 @@
+"""``kvferry doctor --kernels``: which KV cache layouts vLLM's kernels read and write rightly on this machine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from kvferry.cli.console import open_console
+from kvferry.integrations.vllm.kernel_verdicts import Outcome, Verdict
+from kvferry.layout.named_layouts import NamedLayout
+
+MEASURING_SECONDS = 1800.0
+# What the connector asks for unless told otherwise; of MLA on a CPU it asks for nothing.
+ASKED_BY_DEFAULT = (NamedLayout.BHLNC, NamedLayout.BLHNC)
+NEVER_ASKED = "CPU_MLA"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The verdicts that were reached, and why there are no more where the kernels' process did not end well."""
+
+    verdicts: tuple[Verdict, ...]
+    complaint: str = ""
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether no layout fails that the connector would ask for by default."""
+        return not self.complaint and not any(is_asked(verdict) and verdict.fails for verdict in self.verdicts)
+
+
+def is_asked(verdict: Verdict) -> bool:
+    """Tell whether the connector asks for the verdict's layout by default."""
+    return verdict.layout in ASKED_BY_DEFAULT and verdict.case.backend != NEVER_ASKED
+
+
+def report_kernels(model: str | None, json_output: bool) -> int:
+    """Measure, print, and return the exit code."""
+    measured = measure_in_child(model)
+    if json_output:
+        print(json.dumps(_as_json(measured), indent=2))
+    else:
+        _print_table(measured)
+    return 0 if measured.is_healthy else 1
+
+
+def measure_in_child(model: str | None = None) -> Measured:
+    """Run the kernels in a process of their own, on one core: one that crashes must not take the report with it."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
+        path = Path(folder, "verdicts")
+        path.touch()
+        command = [sys.executable, "-m", "kvferry.integrations.vllm.kernel_samples", str(path)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        try:
+            child = subprocess.run(
+                [*command, model] if model else command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=MEASURING_SECONDS,
+                check=False,
+            )
+            complaint = _complaint(child)
+        except subprocess.TimeoutExpired:
+            complaint = f"no end after {MEASURING_SECONDS:.0f} s"
+        lines = path.read_bytes().splitlines()
+    return Measured(tuple(msgspec.json.decode(line, type=Verdict) for line in lines), complaint)
+
+
+def _complaint(child: "subprocess.CompletedProcess[str]") -> str:
+    if child.returncode == 0:
+        return ""
+    if child.returncode < 0:
+        return f"a kernel ended its process with {signal.Signals(-child.returncode).name}, after the last row"
+    return (child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
+
+
+def _as_json(measured: Measured) -> dict[str, object]:
+    rows = [{**msgspec.to_builtins(verdict), "asked": is_asked(verdict)} for verdict in measured.verdicts]
+    return {"healthy": measured.is_healthy, "complaint": measured.complaint, "verdicts": rows}
+
+
+def _print_table(measured: Measured) -> None:
+    console = open_console()
+    console.print(_table(measured.verdicts))
+    for verdicts in _by_what_was_found(measured.verdicts).values():
+        layouts = ", ".join(dict.fromkeys(verdict.layout for verdict in verdicts))
+        console.print(f"{verdicts[0].case.backend} on {layouts}: {verdicts[0].found}", highlight=False, markup=False)
+    if measured.complaint:
+        console.print(f"[red]The measurement did not end: {measured.complaint}[/]")
+    if not measured.is_healthy:
+        console.print("The connector will ask for another layout where one marked * fails.")
+
+
+def _by_what_was_found(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], list[Verdict]]:
+    groups: dict[tuple[str, str], list[Verdict]] = {}
+    for verdict in verdicts:
+        if verdict.found:
+            groups.setdefault((verdict.case.backend, verdict.found), []).append(verdict)
+    return groups
+
+
+def _table(verdicts: Sequence[Verdict]) -> Table:
+    table = Table("back end", "dtype", "head", "block", "layout", "verdict", "difference")
+    for verdict in verdicts:
+        case = verdict.case
+        layout = f"{verdict.layout} *" if is_asked(verdict) else str(verdict.layout)
+        colour = {Outcome.PASSES: "green", Outcome.NOT_CHECKED: "yellow"}.get(
+            verdict.outcome, "red" if is_asked(verdict) else "yellow"
+        )
+        sizes = (str(case.head_size), str(case.block_size))
+        outcome = f"[{colour}]{verdict.outcome}[/]"
+        table.add_row(case.backend, case.dtype, *sizes, layout, outcome, f"{verdict.difference:.3g}")
+    table.caption = "* asked for by default. Differences are from the answers on the per-layer layout LBHNC."
+    return table
