@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvferry.plan.strategy import Choice, Prediction
 from kvferry.plan.transfer_plan import Descriptors
+from kvferry.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -36,3 +38,32 @@ def summarize(descriptors: Descriptors) -> Summary:
     lengths, counts = np.unique(descriptors[:, 2], return_counts=True)
     runs = tuple(zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True))
     return Summary("direct", len(descriptors), int(descriptors[:, 2].sum()), runs)
+
+
+def describe_choice(choice: Choice) -> str:
+    """Return a pair's choice of strategy, what was rejected, and the times that were predicted, a line each.
+
+    >>> from kvferry.plan.strategy import TYPICAL_COSTS, Strategy
+    >>> direct, scatter = Prediction(Strategy.DIRECT, 4096, 8 << 20), Prediction(Strategy.SCATTER, 256, 8 << 20)
+    >>> costs = TYPICAL_COSTS["nixl"]
+    >>> print(describe_choice(Choice(scatter.timed(costs), (direct.timed(costs),), ((Strategy.GATHER, "no."),), costs,
+    ...     2048)))
+    for 2048 tokens in scattered blocks over nixl:
+      chosen   scatter    1.12 ms: 256 descriptors, 8.0 MiB on the wire
+      rejected direct     9.57 ms: 4096 descriptors, 8.0 MiB on the wire
+      not had  gather  no.
+    """
+    lines = [f"for {choice.num_tokens} tokens in scattered blocks over {choice.costs.transport}:"]
+    lines.append(f"  chosen   {_describe(choice.chosen)}")
+    lines += [f"  rejected {_describe(prediction)}" for prediction in choice.rejected]
+    lines += [f"  not had  {strategy:7} {why}" for strategy, why in choice.impossible]
+    return "\n".join(lines)
+
+
+def _describe(prediction: Prediction) -> str:
+    what = f"{prediction.num_descriptors} descriptors, {format_bytes(prediction.num_bytes)} on the wire"
+    if prediction.num_copies:
+        what += f", {prediction.num_copied_runs} runs put in place by {prediction.num_copies} copies"
+    if prediction.gap_bytes:
+        what += f", gaps of up to {format_bytes(prediction.gap_bytes)} read along"
+    return f"{prediction.strategy:7} {prediction.seconds * 1e3:7.2f} ms: {what}"

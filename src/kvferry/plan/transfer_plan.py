@@ -11,9 +11,9 @@ from kvferry.layout.shard import Shard
 from kvferry.layout.strided import HeadRange
 from kvferry.plan.coalesce import Offsets, merge_rows
 from kvferry.plan.match import Assignment, choose_sources
-from kvferry.plan.request import GroupBlocks, Integers, refuse_incomplete
+from kvferry.plan.request import GroupBlocks, refuse_incomplete
 from kvferry.plan.template import Template, build_templates
-from kvferry.plan.token_pieces import Phase, block_pairs, refuse_twice
+from kvferry.plan.token_pieces import BlockPairs, Phase, block_pairs, refuse_twice
 
 MAX_CACHED_PHASES = 256
 """Templates of this many phases are kept for each group; block sizes without a common factor can make many."""
@@ -67,18 +67,28 @@ class GroupPlan:
             self._templates[phase] = found
         return found
 
+    def pairs(self, requests: Sequence[GroupBlocks]) -> list[BlockPairs]:
+        """Return the pairs of blocks of these requests of this group, once for each phase."""
+        refuse_twice(requests, self.destination_group)
+        members: dict[Phase, list[BlockPairs]] = {}
+        for blocks in requests:
+            for found in block_pairs(blocks, self.source_group, self.destination_group):
+                members.setdefault(found.phase, []).append(found)
+        return [
+            BlockPairs(
+                phase,
+                np.concatenate([found.source_blocks for found in members[phase]]),
+                np.concatenate([found.destination_blocks for found in members[phase]]),
+            )
+            for phase in sorted(members)
+        ]
+
     def lower(self, requests: Sequence[GroupBlocks]) -> list[Offsets]:
         """Return rows for these requests of this group, one array for each pair of regions and blocks."""
-        refuse_twice(requests, self.destination_group)
-        pairs: dict[Phase, list[tuple[Integers, Integers]]] = {}
-        for blocks in requests:
-            found = block_pairs(blocks, self.source_group, self.destination_group)
-            for phase, source_blocks, destination_blocks in found:
-                pairs.setdefault(phase, []).append((source_blocks, destination_blocks))
+        pairs = self.pairs(requests)
         rows: dict[tuple[int, int], list[Offsets]] = {}
         joins, num_rows = len(pairs) > 1, 0
-        for phase in sorted(pairs):
-            source_blocks, destination_blocks = (np.concatenate(side) for side in zip(*pairs[phase], strict=True))
+        for phase, source_blocks, destination_blocks in pairs:
             for template in self.templates(phase):
                 num_rows += len(template.pieces) * len(source_blocks)
                 _refuse_too_many(self.destination_group, num_rows)
@@ -128,6 +138,16 @@ class PairPlan:
         """Global heads that this pair carries, by group and component."""
         return {(part.group, part.component): part.heads for part in self.assignment.parts}
 
+    def asked(self, requests: Sequence[GroupBlocks]) -> list[tuple[GroupPlan, list[GroupBlocks]]]:
+        """Return what is asked of each group that this source serves. Raises as :meth:`lower`."""
+        refuse_incomplete(requests, self.destination)
+        named = {blocks.group for blocks in requests}
+        return [
+            (plan, [blocks for blocks in requests if blocks.group == name])
+            for name, plan in self.groups.items()
+            if name in named
+        ]
+
     def lower(self, requests: Sequence[GroupBlocks]) -> Descriptors:
         """Return the descriptors, an array of shape (n, 3): source address, destination address, length in bytes.
 
@@ -137,11 +157,7 @@ class PairPlan:
         Raises :class:`PlanError` (``invalid-request``) for an unknown group, one that is left out (see
         :func:`kvferry.plan.request.refuse_incomplete`), and blocks that do not fit.
         """
-        refuse_incomplete(requests, self.destination)
-        asked: dict[str, list[GroupBlocks]] = {}
-        for blocks in requests:
-            asked.setdefault(blocks.group, []).append(blocks)
-        rows = [part for name, plan in self.groups.items() if name in asked for part in plan.lower(asked[name])]
+        rows = [part for plan, asked in self.asked(requests) for part in plan.lower(asked)]
         if not rows:
             return np.empty((0, 3), dtype=np.uint64)
         return (rows[0] if len(rows) == 1 else np.concatenate(rows)).view(np.uint64)

@@ -1,0 +1,196 @@
+"""Which way a pair's bytes go: straight between the caches, or by way of a stage. Costs predicted, not measured here.
+
+``descriptors * seconds_per_descriptor + bytes / bytes_per_second`` for the wire, and for what is staged
+``copied bytes / copy_bytes_per_second + runs * seconds_per_copied_run + copies * seconds_per_copy`` on top.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from kvferry.errors import PlanError, Reason
+from kvferry.layout.cache_group import CacheGroup, CacheKind
+from kvferry.plan.staged import ScatterPlan, StagedPart, aligned
+from kvferry.plan.template import Template
+from kvferry.plan.transfer_plan import Descriptors, PairPlan
+
+DEFAULT_STAGE_BYTES = 64 << 20
+NOMINAL_TOKENS = 2048
+"""Tokens of the request for which a pair chooses. All but the copies' fixed costs grows alike, so it matters little."""
+
+
+class Strategy(StrEnum):
+    """How bytes get from one cache into another."""
+
+    DIRECT = "direct"
+    """Descriptors straight between the caches."""
+    SCATTER = "scatter"
+    """Long runs of the source into a stage at the destination, which copies them into its cache."""
+    GATHER = "gather"
+    """The source packs a stage in the destination's order. Needs a source that copies on request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What moving takes over one transport on one machine. Seconds and bytes per second."""
+
+    transport: str
+    seconds_per_descriptor: float
+    bytes_per_second: float
+    copy_bytes_per_second: float
+    seconds_per_copied_run: float
+    seconds_per_copy: float
+
+    @property
+    def gap_bytes(self) -> int:
+        """Bytes that take as long as one descriptor: a smaller gap between two runs is read along with them."""
+        return int(self.seconds_per_descriptor * self.bytes_per_second)
+
+
+TYPICAL_COSTS = {
+    "cma": Costs("cma", 0.6e-6, 15e9, 12e9, 20e-9, 20e-6),
+    "nixl": Costs("nixl", 2.2e-6, 15e9, 12e9, 20e-9, 20e-6),
+    "memcpy": Costs("memcpy", 0.3e-6, 15e9, 12e9, 20e-9, 20e-6),
+}
+"""One machine with two x86-64 server cores and huge pages: for plans that are made where nothing can be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one strategy would move, and how long that should take."""
+
+    strategy: Strategy
+    num_descriptors: int
+    num_bytes: int
+    """Bytes on the wire."""
+    copied_bytes: int = 0
+    num_copies: int = 0
+    num_copied_runs: int = 0
+    gap_bytes: int = 0
+    seconds: float = 0.0
+
+    def timed(self, costs: Costs) -> "Prediction":
+        """Return it with the time that it should take.
+
+        >>> Prediction(Strategy.DIRECT, 1000, 15_000_000).timed(TYPICAL_COSTS["nixl"]).seconds
+        0.0032
+        """
+        wire = self.num_descriptors * costs.seconds_per_descriptor + self.num_bytes / costs.bytes_per_second
+        copies = self.copied_bytes / costs.copy_bytes_per_second + self.num_copied_runs * costs.seconds_per_copied_run
+        return replace(self, seconds=round(wire + copies + self.num_copies * costs.seconds_per_copy, 9))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The strategy of one pair of ranks, and what was rejected, for a request of ``num_tokens`` in scattered blocks."""
+
+    chosen: Prediction
+    rejected: tuple[Prediction, ...]
+    impossible: tuple[tuple[Strategy, str], ...]
+    costs: Costs
+    num_tokens: int
+
+
+def choose(
+    plan: PairPlan, costs: Costs, wish: Strategy | None = None, stage_bytes: int = DEFAULT_STAGE_BYTES
+) -> Choice:
+    """Choose the strategy whose predicted time is shortest, or the one wished for.
+
+    Raises :class:`PlanError` (``unsupported``) for a wish that this pair cannot have.
+
+    >>> from kvferry.layout.named_layouts import NamedLayout
+    >>> from kvferry.layout.shapes import shard_for
+    >>> from kvferry.plan.transfer_plan import Planner
+    >>> shape = dict(layers=["0", "1"], num_kv_heads=8, head_size=128, itemsize=2, block_size=16, num_blocks=10,
+    ...     layout=NamedLayout.LBNHC)
+    >>> prefill = [shard_for(tp_rank=rank, tp_size=2, **shape) for rank in range(2)]
+    >>> plan = Planner(prefill, shard_for(base_address=1 << 30, **shape)).plans(0)[0]
+    >>> choice = choose(plan, TYPICAL_COSTS["nixl"])
+    >>> [(str(found.strategy), found.num_descriptors) for found in (choice.chosen, *choice.rejected)]
+    [('scatter', 256), ('direct', 4096)]
+    """
+    possible = [direct_prediction(plan, costs)]
+    impossible = [(Strategy.GATHER, "the prefill engine does not copy on request.")]
+    try:
+        possible += _scatter_predictions(plan, costs, stage_bytes)
+    except PlanError as error:
+        impossible.append((Strategy.SCATTER, error.message))
+    possible.sort(key=lambda found: found.seconds)
+    wished = [found for found in possible if wish in (None, found.strategy)]
+    if not wished:
+        why = next(reason for strategy, reason in impossible if strategy is wish)
+        raise PlanError(
+            Reason.UNSUPPORTED,
+            f"strategy {str(wish)!r} from {plan.source.rank_name} to {plan.destination.rank_name}: {why}",
+            'Set "strategy" to "auto" or "direct".',
+        )
+    rejected = tuple(found for found in possible if found is not wished[0])
+    return Choice(wished[0], rejected, tuple(impossible), costs, NOMINAL_TOKENS)
+
+
+def direct_prediction(plan: PairPlan, costs: Costs) -> Prediction:
+    """Return what moving directly should take."""
+    found = list(_nominal(plan))
+    return Prediction(
+        strategy=Strategy.DIRECT,
+        num_descriptors=sum(len(template.pieces) * blocks for template, blocks in found),
+        num_bytes=sum(int(template.pieces[:, 2].sum()) * blocks for template, blocks in found),
+    ).timed(costs)
+
+
+def _scatter_predictions(plan: PairPlan, costs: Costs, stage_bytes: int) -> list[Prediction]:
+    plans = [ScatterPlan(plan, gap_bytes) for gap_bytes in sorted({0, costs.gap_bytes})]
+    found = [_scatter_prediction(scatter, costs, stage_bytes) for scatter in plans]
+    # Gaps worth reading are named only where there are any.
+    return found[:1] if found[-1].num_bytes == found[0].num_bytes else found
+
+
+def _scatter_prediction(scatter: ScatterPlan, costs: Costs, stage_bytes: int) -> Prediction:
+    nominal = [(template, scatter.staged(template), blocks) for template, blocks in _nominal(scatter.plan)]
+    largest = max((staged.block_bytes for _, staged, _ in nominal), default=0)
+    if aligned(largest) + aligned(1) > stage_bytes:
+        raise PlanError(Reason.UNSUPPORTED, f"one block fills {largest} bytes, the stage has {stage_bytes}.")
+    return Prediction(
+        strategy=Strategy.SCATTER,
+        num_descriptors=sum(staged.num_reads * blocks for _, staged, blocks in nominal),
+        num_bytes=sum(staged.block_bytes * blocks for _, staged, blocks in nominal),
+        copied_bytes=sum(int(template.pieces[:, 2].sum()) * blocks for template, _, blocks in nominal),
+        num_copies=sum(staged.num_copies for _, staged, _ in nominal),
+        num_copied_runs=sum(staged.num_copied_runs * blocks for _, staged, blocks in nominal),
+        gap_bytes=scatter.gap_bytes,
+    ).timed(costs)
+
+
+def _nominal(plan: PairPlan) -> Iterator[tuple[Template, int]]:
+    """Return the templates of whole blocks and how many blocks of each a request has."""
+    for group in plan.groups.values():
+        phases = group.first_phases()
+        blocks = -(-_num_blocks(group.destination_group) // len(phases))
+        for phase in phases:
+            for template in group.templates(phase):
+                yield template, blocks
+
+
+def _num_blocks(group: CacheGroup) -> int:
+    return 1 if group.kind is CacheKind.STATE else -(-NOMINAL_TOKENS // group.tokens_per_position)
+
+
+def predict_direct(lists: Sequence[Descriptors], costs: Costs) -> Prediction:
+    """Return what lists that were lowered should take."""
+    return Prediction(
+        strategy=Strategy.DIRECT,
+        num_descriptors=sum(map(len, lists)),
+        num_bytes=sum(int(rows[:, 2].sum()) for rows in lists),
+    ).timed(costs)
+
+
+def predict_scatter(parts: Sequence[StagedPart], costs: Costs) -> Prediction:
+    """Return what parts of a request, and their copies, should take when each is read at once."""
+    return Prediction(
+        strategy=Strategy.SCATTER,
+        num_descriptors=sum(len(part.reads(0)) for part in parts),
+        num_bytes=sum(part.num_bytes for part in parts),
+        copied_bytes=sum(int(part.template.template.pieces[:, 2].sum()) * len(part.source_blocks) for part in parts),
+        num_copies=sum(part.template.num_copies for part in parts),
+        num_copied_runs=sum(part.template.num_copied_runs * len(part.source_blocks) for part in parts),
+    ).timed(costs)

@@ -1,0 +1,219 @@
+"""Staged moves: as exact as direct ones, and wrong ones are caught."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from kvferry.errors import PlanError, Reason, VerificationError
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shapes import shard_for
+from kvferry.layout.shard import Shard
+from kvferry.plan.request import GroupBlocks
+from kvferry.plan.staged import Merge, Numbered, ScatterPlan, cut, placed
+from kvferry.plan.strategy import TYPICAL_COSTS, Strategy, choose
+from kvferry.plan.transfer_plan import PairPlan, Planner
+from kvferry.plan.verify import verify_destination, verify_pair
+from kvferry.plan.verify_staged import composed
+from kvferry.testing.oracle import Arena, check_moved, strided_memory
+from kvferry.testing.strategies import Move, moves
+
+Rows = npt.NDArray[np.uint64]
+GAPS = st.sampled_from([0, 1, 8, 64, 1 << 20])
+
+
+def staged_rows(plan: PairPlan, requests: Sequence[GroupBlocks], gap_bytes: int, round_bytes: int) -> Rows:
+    """Return what the rounds of a scatter amount to."""
+    parts: list[Numbered] = [(0, part) for part in ScatterPlan(plan, gap_bytes).parts(requests)]
+    rows = [np.empty((0, 3), dtype=np.uint64)]
+    for pieces in cut(parts, round_bytes):
+        reads, merges, num_bytes = one_round(pieces)
+        rows.append(composed(reads, merges, num_bytes, plan.source))
+    return np.concatenate(rows)
+
+
+def one_round(pieces: list[Numbered]) -> tuple[npt.NDArray[np.int64], list[Merge], int]:
+    begins, num_bytes = placed(pieces)
+    together = list(zip(begins, (piece for _, piece in pieces), strict=True))
+    reads = np.concatenate([piece.reads(begin) for begin, piece in together])
+    return reads, [merge for begin, piece in together for merge in piece.merges(begin)], num_bytes
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(moves(), st.integers(0, 100), GAPS, st.sampled_from([1, 300, 1 << 30]))
+def test_any_move_is_exact_by_way_of_a_stage(move: Move, selector: int, gap_bytes: int, round_bytes: int) -> None:
+    arena = Arena(sum(region.length for shard in (*move.sources, *move.destinations) for region in shard.regions))
+    sources = [strided_memory(arena, shard) for shard in move.sources]
+    destinations = [strided_memory(arena, shard) for shard in move.destinations]
+    rows = []
+    for destination in destinations:
+        asked, lists = move.of(destination.shard), []
+        for plan in Planner([rank.shard for rank in sources], destination.shard).plans(selector):
+            found = staged_rows(plan, asked, gap_bytes, round_bytes)
+            verify_pair(found, plan.source, plan.destination, asked, plan.heads)
+            lists.append((plan.source, found))
+        verify_destination(lists, destination.shard, asked)
+        rows += [found for _, found in lists]
+    check_moved(arena, sources, destinations, move.requests, np.concatenate(rows))
+
+
+def verify_round(
+    reads: npt.NDArray[np.int64], merges: list[Merge], num_bytes: int, plan: PairPlan, requests: Sequence[GroupBlocks]
+) -> None:
+    rows = composed(reads, merges, num_bytes, plan.source)
+    verify_pair(rows[rows[:, 2] > 0], plan.source, plan.destination, requests, plan.heads)
+
+
+Round = tuple[npt.NDArray[np.int64], list[Merge]]
+
+
+def without_a_read(staged: Round, at: int) -> Round:
+    return np.delete(staged[0], at % len(staged[0]), axis=0), staged[1]
+
+
+def read_elsewhere(staged: Round, at: int) -> Round:
+    staged[0][at % len(staged[0]), 0] += 1
+    return staged
+
+
+def read_twice(staged: Round, at: int) -> Round:
+    return np.concatenate((staged[0], staged[0][at % len(staged[0])][None])), staged[1]
+
+
+def read_beyond_the_stage(staged: Round, at: int) -> Round:
+    staged[0][at % len(staged[0]), 1] += 1 << 40
+    return staged
+
+
+def with_a_merge(change: Callable[[Merge], Merge]) -> Callable[[Round, int], Round]:
+    def mutate(staged: Round, at: int) -> Round:
+        index = at % len(staged[1])
+        staged[1][index] = change(staged[1][index])
+        return staged
+
+    return mutate
+
+
+MUTATIONS = {
+    "without a read": without_a_read,
+    "read elsewhere": read_elsewhere,
+    "read twice": read_twice,
+    "read beyond the stage": read_beyond_the_stage,
+    "merge from elsewhere": with_a_merge(lambda merge: replace(merge, stage_offset=merge.stage_offset + 1)),
+    "merge to elsewhere": with_a_merge(lambda merge: replace(merge, destination_address=merge.destination_address + 1)),
+    "shorter runs": with_a_merge(lambda merge: replace(merge, run_bytes=merge.run_bytes - 1)),
+    "longer runs": with_a_merge(lambda merge: replace(merge, run_bytes=merge.run_bytes + 1)),
+    "other blocks": with_a_merge(lambda merge: replace(merge, destination_blocks=merge.destination_blocks + 1)),
+    "no block": with_a_merge(lambda merge: replace(merge, destination_blocks=merge.destination_blocks[1:])),
+}
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(moves(), GAPS, st.integers(0, 1000), st.sampled_from(list(MUTATIONS)))
+def test_a_wrong_stage_is_caught(move: Move, gap_bytes: int, at: int, mutation: str) -> None:
+    asked = move.of(move.destinations[0])
+    plan = Planner(move.sources, move.destinations[0]).plans(0)[0]
+    pieces: list[Numbered] = [(0, part) for part in ScatterPlan(plan, gap_bytes).parts(asked)]
+    assume(pieces)
+    reads, merges, num_bytes = one_round(pieces)
+    reads, merges = MUTATIONS[mutation]((reads.copy(), merges), at)
+    with pytest.raises(VerificationError):
+        verify_round(reads, merges, num_bytes, plan, asked)
+
+
+SHAPE = {"layers": [str(layer) for layer in range(4)], "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
+
+
+def shard(layout: NamedLayout, tp_rank: int = 0, tp_size: int = 1, block_size: int = 16) -> Shard:
+    return shard_for(
+        layout=layout,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        block_size=block_size,
+        num_blocks=64,
+        base_address=tp_rank << 40,
+        **SHAPE,  # type: ignore[arg-type]
+    )
+
+
+def pair(layout: NamedLayout, source_tp: int, destination_tp: int) -> PairPlan:
+    sources = [shard(layout, rank, source_tp) for rank in range(source_tp)]
+    return Planner(sources, shard(layout, 0, destination_tp)).plans(0)[0]
+
+
+def test_a_head_merge_of_short_runs_is_read_in_whole_pages() -> None:
+    plan = pair(NamedLayout.LBNHC, 2, 1)
+    request = GroupBlocks(
+        group="full", first_token=0, last_token=64, source_block_ids=[9, 3, 7, 8], destination_block_ids=[1, 5, 2, 4]
+    )
+    (part,) = ScatterPlan(plan, 0).parts([request])
+    reads = part.reads(0)
+    # Blocks 7, 8 and 9 lie together in each of the 4 layers.
+    assert len(reads) == 8
+    assert len(plan.lower([request])) == 4 * 4 * 16
+    assert len(part.merges(0)) == 1
+
+
+def test_a_head_split_reads_the_gaps_where_that_is_quicker() -> None:
+    plan = pair(NamedLayout.LBNHC, 1, 2)
+    choice = choose(plan, TYPICAL_COSTS["nixl"])
+    assert choice.chosen.strategy is Strategy.SCATTER
+    assert choice.chosen.gap_bytes > 0
+    without_gaps = next(found for found in choice.rejected if found.strategy is Strategy.SCATTER)
+    assert choice.chosen.num_descriptors * 16 == without_gaps.num_descriptors
+    assert choice.chosen.num_bytes > without_gaps.num_bytes
+    assert choice.chosen.copied_bytes == without_gaps.copied_bytes
+
+
+def test_long_runs_go_directly() -> None:
+    choice = choose(pair(NamedLayout.BHLNC, 2, 1), TYPICAL_COSTS["nixl"])
+    assert choice.chosen.strategy is Strategy.DIRECT
+    assert [found.strategy for found in choice.rejected] == [Strategy.SCATTER]
+
+
+def test_the_choice_turns_where_a_descriptor_costs_as_much_as_the_copy() -> None:
+    plan, costs = pair(NamedLayout.LBNHC, 2, 1), replace(TYPICAL_COSTS["nixl"], seconds_per_copy=0.0)
+    direct, scatter = (choose(plan, costs, strategy).chosen for strategy in (Strategy.DIRECT, Strategy.SCATTER))
+    copying = scatter.copied_bytes / costs.copy_bytes_per_second + scatter.num_copied_runs * 20e-9
+    even = copying / (direct.num_descriptors - scatter.num_descriptors)
+    for factor, expected in ((0.99, Strategy.DIRECT), (1.01, Strategy.SCATTER)):
+        turned = replace(costs, seconds_per_descriptor=even * factor)
+        assert choose(plan, turned).chosen.strategy is expected
+
+
+def test_a_stage_smaller_than_a_block_leaves_only_direct() -> None:
+    plan = pair(NamedLayout.LBNHC, 2, 1)
+    block_bytes = 4 * 16 * 4 * 256 * 2
+    assert choose(plan, TYPICAL_COSTS["nixl"], stage_bytes=block_bytes + 64).chosen.strategy is Strategy.SCATTER
+    small = choose(plan, TYPICAL_COSTS["nixl"], stage_bytes=block_bytes)
+    assert small.chosen.strategy is Strategy.DIRECT
+    assert Strategy.SCATTER in dict(small.impossible)
+    with pytest.raises(PlanError) as caught:
+        choose(plan, TYPICAL_COSTS["nixl"], Strategy.SCATTER, stage_bytes=block_bytes)
+    assert caught.value.reason is Reason.UNSUPPORTED
+
+
+def test_gather_is_refused() -> None:
+    with pytest.raises(PlanError, match="does not copy on request") as caught:
+        choose(pair(NamedLayout.LBNHC, 2, 1), TYPICAL_COSTS["nixl"], Strategy.GATHER)
+    assert caught.value.reason is Reason.UNSUPPORTED
+
+
+def test_rounds_hold_no_more_than_asked_and_every_block_once() -> None:
+    plan = pair(NamedLayout.LBNHC, 2, 1)
+    ids = np.random.default_rng(0).permutation(64)[:60]
+    request = GroupBlocks(
+        group="full", first_token=0, last_token=960, source_block_ids=ids, destination_block_ids=ids[::-1]
+    )
+    parts: list[Numbered] = [(number, part) for number in range(2) for part in ScatterPlan(plan, 0).parts([request])]
+    limit = 7 * parts[0][1].template.block_bytes + 64
+    rounds = list(cut(parts, limit))
+    assert all(placed(pieces)[1] <= limit for pieces in rounds)
+    for number in range(2):
+        blocks = [piece.source_blocks for pieces in rounds for owner, piece in pieces if owner == number]
+        assert sorted(np.concatenate(blocks)) == sorted(ids)
+    assert len(rounds) == 18
