@@ -113,6 +113,7 @@ def test_explanation_names_sources_runs_and_refusals() -> None:
     assert "one of 2 ranks that hold them, by selector 0" in text
     assert "run of 8.0 KiB, all joined" in text
     assert text.endswith("refused or changed: nothing")
+    assert "other patterns" not in text
     assert "explanation" not in planned("--layers 2 --kv-heads 2 --head-size 64 --tokens 64")
 
 

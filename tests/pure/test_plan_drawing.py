@@ -105,3 +105,6 @@ def test_what_does_not_fit_is_left_out_and_said(arguments: dict[str, Any], left_
     assert len(bars) <= 2 * MAX_BARS
     assert all(len(bar.findall(f"{SVG}rect")) <= MAX_CELLS for _, bar in bars)
     assert len(picture) < 3_000_000
+    lowest = max(float(cell.get("y", "")) + CELL for cell in svg.iter(f"{SVG}rect") if cell.get("class") == "cell")
+    corners = [float(point.split(",")[1]) for band in bands_of(svg) for point in str(band.get("points")).split()]
+    assert max(corners, default=0.0) <= lowest
