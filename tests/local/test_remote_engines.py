@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase
 from kvferry.execution.scratch import Scratch
+from kvferry.execution.staging import Stage
+from kvferry.execution.transfer_costs import Strategist
 from kvferry.handoff import remote_engines as module
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.guard import GuardWords
@@ -32,7 +35,9 @@ from kvferry.handoff.remote_engines import RemoteEngine, RemoteEngines
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.request import GroupBlocks, Integers
+from kvferry.plan.staged import Merge, StagedTemplate
+from kvferry.plan.strategy import Strategy
 from kvferry.plan.transfer_plan import PairPlan
 from kvferry.plan.wire import encode_shard
 from kvferry.transport.protocol import Region
@@ -124,12 +129,14 @@ class PrefillEngine:
 class DecodeRank:
     """The one rank of a decode engine."""
 
-    def __init__(self, transport: str, timeout_seconds: float = 20.0) -> None:
+    def __init__(self, transport: str, timeout_seconds: float = 20.0, wish: Strategy = Strategy.DIRECT) -> None:
         self.rank = Rank(0, 1)
+        stage = Stage(1 << 16)
         self.scratch = Scratch(num_words=8)
         self.transports: TransportSet = open_transports(transport)
-        self.transports.register([self.rank.region, self.scratch.region])
-        self.engines = RemoteEngines(self.rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds)
+        self.transports.register([self.rank.region, self.scratch.region, stage.region])
+        strategist = Strategist(stage, wish)
+        self.engines = RemoteEngines(self.rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds, strategist)
 
     def engine(self, hold: RemoteHold) -> RemoteEngine:
         """Ask until the handshake has ended."""
@@ -190,9 +197,10 @@ def decode() -> Iterator[DecodeRank]:
     rank.transports.close()
 
 
+@pytest.mark.parametrize("wish", [Strategy.DIRECT, Strategy.SCATTER])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_labelled_bytes_arrive_exactly(transport: str, tp_size: int) -> None:
-    prefill, decode = PrefillEngine(transport, tp_size), DecodeRank(transport)
+def test_labelled_bytes_arrive_exactly(transport: str, tp_size: int, wish: Strategy) -> None:
+    prefill, decode = PrefillEngine(transport, tp_size), DecodeRank(transport, wish=wish)
     try:
         result = decode.load(prefill.hold(), [5, 0, 3], [1, 2, 4])
         assert result.error is None
@@ -311,6 +319,26 @@ def test_requests_spread_over_replicas(decode: DecodeRank) -> None:
         assert len(chosen) > 1
     finally:
         prefill.close()
+
+
+def test_a_strategy_that_cannot_be_had_is_refused_at_the_handshake(prefill: PrefillEngine) -> None:
+    decode = DecodeRank("memcpy", wish=Strategy.GATHER)
+    error = decode.refusal(prefill.hold())
+    assert error.reason is Reason.UNSUPPORTED
+    assert "does not copy on request" in error.message
+
+
+def test_a_staged_plan_that_is_wrong_is_refused_at_the_handshake(
+    prefill: PrefillEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merges = StagedTemplate.merges
+
+    def shifted(template: StagedTemplate, blocks: Integers, offset: int) -> list[Merge]:
+        return [replace(merge, stage_offset=merge.stage_offset ^ 64) for merge in merges(template, blocks, offset)]
+
+    monkeypatch.setattr(StagedTemplate, "merges", shifted)
+    decode = DecodeRank("memcpy", wish=Strategy.SCATTER)
+    assert decode.refusal(prefill.hold()).reason in (Reason.WRONG_SOURCE, Reason.BYTES_MISSING)
 
 
 def test_no_connection_is_left_of_an_engine_that_is_refused(

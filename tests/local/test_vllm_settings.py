@@ -8,6 +8,7 @@ import pytest
 from kvferry.errors import KVFerryError, Reason
 from kvferry.integrations.vllm.settings import Settings, parse_settings
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.plan.strategy import Strategy
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,8 @@ def test_an_unknown_setting_names_the_nearest(wrong: str, nearest: str) -> None:
         {"lease_seconds": 10, "load_timeout_seconds": 10},
         {"mode": "fetch"},
         {"huge_pages": "yes"},
+        {"strategy": "fast"},
+        {"stage_bytes": 100},
         {"transfer_cores": [-1]},
         {"faults": {"zerro": {}}},
     ],
@@ -38,6 +41,14 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(KVFerryError) as refusal:
         parse_settings(settings)
     assert refusal.value.reason is Reason.INVALID_SETTING
+
+
+def test_a_strategy_is_chosen_named_or_refused() -> None:
+    assert parse_settings({}).wanted_strategy is None
+    assert parse_settings({"strategy": "scatter", "stage_bytes": 1 << 20}).wanted_strategy is Strategy.SCATTER
+    with pytest.raises(KVFerryError, match="copies on request") as refusal:
+        parse_settings({"strategy": "gather"})
+    assert refusal.value.reason is Reason.UNSUPPORTED
 
 
 def engine(use_mla: bool = False, is_hybrid: bool = False) -> Any:

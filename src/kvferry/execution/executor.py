@@ -124,6 +124,10 @@ class Executor:
             if load.phase is Phase.DONE:
                 self._active.remove(load)
                 self._results.put(load.result(time.monotonic()))
+            elif load.phase is Phase.STAGE:
+                # Between two rounds the others go first.
+                self._active.remove(load)
+                self._active.append(load)
             if moved:
                 return True
         return False

@@ -2,9 +2,13 @@
 
 A load advances on the thread that calls :meth:`Load.advance`; it never blocks. It commits only when
 every read has completed and every guard word was the expected one before and after.
+
+What goes by way of a stage comes in rounds, as much at a time as the stage has room for: read, guard words again, and
+only then copied into the cache.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,35 +17,45 @@ import numpy as np
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.scratch import Scratch
+from kvferry.execution.staging import Stage, put_in_place
+from kvferry.plan.staged import Merge, Numbered, StagedPart, cut, placed
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport
 
 
 @dataclass(frozen=True, slots=True)
 class GuardedRead:
-    """What one source rank contributes: ``descriptors`` is ``(n, 3)`` source, destination, length."""
+    """What one source rank contributes: ``descriptors`` is ``(n, 3)`` source, destination, length.
+
+    ``parts`` are read into ``stage`` and copied from there.
+    """
 
     transport: Transport
     peer: Peer
     word_address: int
     expected_word: bytes
     descriptors: np.ndarray
+    parts: Sequence[StagedPart] = ()
+    stage: Stage | None = None
 
     def __post_init__(self) -> None:
         if self.descriptors.ndim != 2 or self.descriptors.shape[1] != 3:
             raise TransportError(
                 Reason.INVALID_REQUEST, f"descriptors must be of shape (n, 3), not {self.descriptors.shape}."
             )
+        if self.parts and self.stage is None:
+            raise TransportError(Reason.INVALID_REQUEST, "parts to be staged come without a stage.")
 
     @property
     def num_bytes(self) -> int:
         """Bytes to be read."""
-        return int(self.descriptors[:, 2].sum())
+        return int(self.descriptors[:, 2].sum()) + sum(part.num_bytes for part in self.parts)
 
 
 class Phase(Enum):
     """Where a load stands."""
 
     PREPARING = "preparing"
+    STAGE = "waiting for room in the stage"
     GUARD_BEFORE = "reading the guard words before the data"
     DATA = "reading the data"
     GUARD_AFTER = "reading the guard words after the data"
@@ -81,6 +95,10 @@ class Load:
     _is_prepared: bool = False
     _transfers: list[Transfer] = field(default_factory=list)
     _scratch_slots: list[int] = field(default_factory=list)
+    _rounds: deque[list[Numbered]] = field(default_factory=deque)
+    _merges: list[Merge] = field(default_factory=list)
+    _has_read_directly: bool = False
+    _num_descriptors: int = 0
     _data_started_at: float = 0.0
     _transfer_seconds: float = 0.0
 
@@ -111,7 +129,7 @@ class Load:
             load_id=self.load_id,
             error=self.error,
             num_bytes=sum(read.num_bytes for read in self._reads),
-            num_descriptors=sum(len(read.descriptors) for read in self._reads),
+            num_descriptors=self._num_descriptors,
             num_sources=len(self._reads),
             transport=",".join(names),
             wait_seconds=finished_at - self.created_at,
@@ -121,6 +139,8 @@ class Load:
     def _step(self, scratch: Scratch) -> bool:
         if self.phase is Phase.PREPARING:
             return self._start(scratch)
+        if self.phase is Phase.STAGE:
+            return self._begin_round()
         moved = self._poll_transfers()
         if self.phase is not Phase.STOPPING:
             self._raise_failed()
@@ -129,13 +149,17 @@ class Load:
         if self.phase is Phase.STOPPING:
             return self._finish(scratch)
         if self.phase is Phase.DATA:
-            self._transfer_seconds = time.monotonic() - self._data_started_at
+            self._transfer_seconds += time.monotonic() - self._data_started_at
             self._submit_words(scratch, Phase.GUARD_AFTER)
             return True
         self._check_words(scratch)
         if self.phase is Phase.GUARD_AFTER:
-            return self._finish(scratch)
-        self._submit_data()
+            self._put_in_place()
+            # The words after one round are those before the next, which begins when other loads have had their turn.
+            self.phase = Phase.STAGE
+            return True if self._rounds else self._finish(scratch)
+        self.phase = Phase.STAGE
+        self._begin_round()
         return True
 
     def _start(self, scratch: Scratch) -> bool:
@@ -144,6 +168,7 @@ class Load:
             if reads is None:
                 return False
             self._reads, self._is_prepared = reads, True
+            self._rounds = self._cut()
         if not scratch.has_room(len(self._reads)):
             return False
         self._scratch_slots = scratch.take(len(self._reads))
@@ -158,12 +183,55 @@ class Load:
             descriptor = scratch.descriptor(slot, read.word_address)
             self._transfers.append(read.transport.submit(read.peer, Direction.READ, descriptor))
 
-    def _submit_data(self) -> None:
+    def _cut(self) -> deque[list[Numbered]]:
+        parts = [(number, part) for number, read in enumerate(self._reads) for part in read.parts]
+        return deque(cut(parts, self._stage.round_bytes)) if parts else deque()
+
+    @property
+    def _stage(self) -> Stage:
+        return next(read.stage for read in self._reads if read.stage is not None)
+
+    def _begin_round(self) -> bool:
+        """Read what is left to be read directly, and into the stage as much as a round has, once there is room."""
+        staged: list[tuple[int, np.ndarray]] = []
+        if self._rounds:
+            begins, num_bytes = placed(self._rounds[0])
+            begin = self._stage.take(id(self), num_bytes)
+            if begin is None:
+                return False
+            staged = self._staged_reads([begin + each for each in begins])
         self.phase = Phase.DATA
         self._data_started_at = time.monotonic()
         self._transfers = []
-        for read in self._reads:
-            self._transfers.append(read.transport.submit(read.peer, Direction.READ, read.descriptors))
+        for number, read in enumerate(self._reads):
+            lists = [] if self._has_read_directly else [read.descriptors]
+            lists += [rows for owner, rows in staged if owner == number]
+            rows = np.concatenate([np.empty((0, 3), dtype=np.uint64), *lists])
+            self._num_descriptors += len(rows)
+            self._transfers.append(read.transport.submit(read.peer, Direction.READ, rows))
+        self._has_read_directly = True
+        return True
+
+    def _staged_reads(self, begins: Sequence[int]) -> list[tuple[int, np.ndarray]]:
+        """Return the reads of a round's pieces and whose they are, and keep the copies that are to follow."""
+        base = np.array([0, self._stage.region.base_address, 0], dtype=np.int64)
+        lists = []
+        for begin, (number, piece) in zip(begins, self._rounds[0], strict=True):
+            lists.append((number, (piece.reads(begin) + base).view(np.uint64)))
+            self._merges += piece.merges(begin)
+        return lists
+
+    def _put_in_place(self) -> None:
+        """Copy what the stage holds into the cache: the source was its source until all had come."""
+        if not self._merges:
+            return
+        started_at = time.monotonic()
+        for merge in self._merges:
+            put_in_place(merge, self._stage.region.base_address)
+        self._merges = []
+        self._rounds.popleft()
+        self._stage.give_back(id(self))
+        self._transfer_seconds += time.monotonic() - started_at
 
     def _poll_transfers(self) -> bool:
         moved = False
@@ -197,6 +265,9 @@ class Load:
     def _finish(self, scratch: Scratch) -> bool:
         scratch.give_back(self._scratch_slots)
         self._scratch_slots = []
+        for read in self._reads:
+            if read.stage is not None:
+                read.stage.give_back(id(self))
         self.phase = Phase.DONE
         return True
 

@@ -7,8 +7,11 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.load import GuardedRead
+from kvferry.execution.transfer_costs import Strategist
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.guard import WORD_BYTES, word_bytes
 from kvferry.handoff.handshake import fetch_directory
@@ -16,8 +19,10 @@ from kvferry.handoff.protocol import Directory, Identity
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.sample import sample_requests
-from kvferry.plan.transfer_plan import PairPlan, Planner
+from kvferry.plan.staged import ScatterPlan, placed
+from kvferry.plan.transfer_plan import Descriptors, PairPlan, Planner
 from kvferry.plan.verify import verify_destination
+from kvferry.plan.verify_staged import composed
 from kvferry.plan.wire import decode_shard
 from kvferry.transport.registry import Link, TransportSet
 
@@ -34,17 +39,19 @@ class RemoteEngine:
     before a request waits: shards that do not fit raise :class:`PlanError`.
     """
 
-    def __init__(self, directory: Directory, shard: Shard, transports: TransportSet) -> None:
+    def __init__(self, directory: Directory, shard: Shard, transports: TransportSet, strategist: Strategist) -> None:
         self._directory = directory
         self._shard = shard
         self._transports = transports
         self._sources = [decode_shard(entry.shard) for entry in directory.ranks]
+        self._strategist = strategist
         self._links: dict[int, Link] = {}
+        self._scatter_plans: dict[PairPlan, ScatterPlan | None] = {}
         self._planner = Planner(self._sources, shard)
         plans = self._planner.plans(selector=0)
         try:
             for plan in plans:
-                self._link(plan.assignment.source_index)
+                self._scatter_plan(plan)
             self._verify_sample(plans)
         except KVFerryError:
             self.close()
@@ -63,9 +70,12 @@ class RemoteEngine:
                     Reason.INVALID_REQUEST, f"slot {slot} of {hold.handle.request_id}: the rank has {entry.num_words}."
                 )
             link = self._link(source_index)
-            descriptors = plan.lower(blocks)
             word_address = entry.words_address + slot * WORD_BYTES
-            reads.append(GuardedRead(link.transport, link.peer, word_address, expected, descriptors))
+            scatter = self._scatter_plan(plan)
+            descriptors = plan.lower(blocks) if scatter is None else np.empty((0, 3), dtype=np.uint64)
+            parts = () if scatter is None else tuple(scatter.parts(blocks))
+            stage = None if scatter is None else self._strategist.stage
+            reads.append(GuardedRead(link.transport, link.peer, word_address, expected, descriptors, parts, stage))
         return reads
 
     def close(self) -> None:
@@ -81,20 +91,46 @@ class RemoteEngine:
     def _verify_sample(self, plans: Sequence[PairPlan]) -> None:
         """Prove the templates on a small request before any other waits."""
         blocks = sample_requests(self._sources, self._shard)
-        verify_destination([(plan.source, plan.lower(blocks)) for plan in plans], self._shard, blocks)
+        verify_destination([(plan.source, self._moved(plan, blocks)) for plan in plans], self._shard, blocks)
+
+    def _moved(self, plan: PairPlan, blocks: Sequence[GroupBlocks]) -> Descriptors:
+        """Return from where to where a pair's bytes go, by way of the stage or not."""
+        scatter = self._scatter_plan(plan)
+        if scatter is None:
+            return plan.lower(blocks)
+        pieces = [(0, part) for part in scatter.parts(blocks)]
+        begins, num_bytes = placed(pieces)
+        together = [(begin, piece) for begin, (_, piece) in zip(begins, pieces, strict=True)]
+        reads = [np.empty((0, 3), dtype=np.int64), *(piece.reads(begin) for begin, piece in together)]
+        merges = [merge for begin, piece in together for merge in piece.merges(begin)]
+        return composed(np.concatenate(reads), merges, num_bytes, plan.source)
+
+    def _scatter_plan(self, plan: PairPlan) -> ScatterPlan | None:
+        """Return the plan by way of the stage where the pair has chosen that."""
+        if plan not in self._scatter_plans:
+            link = self._link(plan.assignment.source_index)
+            self._scatter_plans[plan] = self._strategist.scatter_plan(plan, link.transport, link.peer)
+        return self._scatter_plans[plan]
 
 
 class RemoteEngines:
     """All prefill engines that a rank reads from; handshakes run beside, on threads of their own."""
 
     def __init__(
-        self, shard: Shard, identity: Identity, transports: TransportSet, sender: str, timeout_seconds: float
+        self,
+        shard: Shard,
+        identity: Identity,
+        transports: TransportSet,
+        sender: str,
+        timeout_seconds: float,
+        strategist: Strategist | None = None,
     ) -> None:
         self._shard = shard
         self._identity = identity
         self._transports = transports
         self._sender = sender
         self._timeout_seconds = timeout_seconds
+        self._strategist = strategist or Strategist()
         self._engines: dict[tuple[str, int, int], RemoteEngine] = {}
         self._handshakes: dict[tuple[str, int, int], Handshake] = {}
         self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
@@ -136,7 +172,7 @@ class RemoteEngines:
 
     def _build(self, handshake: "Handshake") -> RemoteEngine:
         try:
-            return RemoteEngine(handshake.directory(), self._shard, self._transports)
+            return RemoteEngine(handshake.directory(), self._shard, self._transports, self._strategist)
         except KVFerryError as error:
             handshake.fail(error)
             raise

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvferry.errors import Reason, SettingsError
+from kvferry.plan.strategy import DEFAULT_STAGE_BYTES, Strategy
 from kvferry.transport.faults import FaultPlan
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -23,6 +24,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_timeout_seconds: after this a load fails; at most the lease.
     handshake_timeout_seconds: how long a prefill engine may take to answer a handshake.
     max_held_requests: guard words a rank keeps; more requests than this are not exported.
+    strategy: ``auto`` chooses by predicted times between ``direct`` copies from cache to cache and ``scatter``, by way
+        of a stage in the decode engine; ``gather`` is refused, since prefill engines do not copy on request.
+    stage_bytes: memory of that stage in each rank; larger loads go in rounds.
     huge_pages: put the cache into 2 MiB pages at start where the kernel allows.
     transfer_cores: cores for the transfer thread; empty means all but the compute cores.
     realtime_transfers: give the transfer thread real-time priority where the kernel allows.
@@ -40,12 +44,19 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_timeout_seconds: Seconds = 30.0
     handshake_timeout_seconds: Seconds = 15.0
     max_held_requests: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 16384
+    strategy: Literal["auto", "direct", "scatter", "gather"] = "auto"
+    stage_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 36)] = DEFAULT_STAGE_BYTES
     huge_pages: bool = True
     transfer_cores: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
     realtime_transfers: bool = True
     transfer_log: str = ""
     model_id: str = ""
     faults: FaultPlan | None = None
+
+    @property
+    def wanted_strategy(self) -> Strategy | None:
+        """The strategy asked for; None leaves the choice to each pair of ranks."""
+        return None if self.strategy == "auto" else Strategy(self.strategy)
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
@@ -72,5 +83,11 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
             Reason.INVALID_SETTING,
             f"load_timeout_seconds ({settings.load_timeout_seconds:g}) must be below "
             f"lease_seconds ({settings.lease_seconds:g}): a reader gives up before its holder does.",
+        )
+    if settings.strategy == "gather":
+        raise SettingsError(
+            Reason.UNSUPPORTED,
+            "strategy 'gather' needs a prefill engine that copies on request, which it does not.",
+            'Set "strategy" to "auto", "scatter" or "direct".',
         )
     return settings

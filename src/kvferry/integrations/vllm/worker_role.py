@@ -16,6 +16,8 @@ from kvferry.execution.executor import Executor
 from kvferry.execution.load import GuardedRead, Load, LoadResult
 from kvferry.execution.memory import collapse_to_huge_pages
 from kvferry.execution.scratch import Scratch
+from kvferry.execution.staging import Stage
+from kvferry.execution.transfer_costs import Strategist
 from kvferry.handoff.guard import GuardWords
 from kvferry.handoff.protocol import RankEntry
 from kvferry.handoff.remote_engines import RemoteEngines
@@ -26,6 +28,7 @@ from kvferry.integrations.vllm.transfer_log import TransferLog
 from kvferry.integrations.vllm.translate import identity_of, resolved_layout, shard_of
 from kvferry.layout.shard import Region
 from kvferry.plan.request import GroupBlocks
+from kvferry.plan.strategy import Strategy
 from kvferry.plan.wire import encode_shard
 from kvferry.transport.registry import open_transports
 
@@ -63,7 +66,10 @@ class WorkerRole:
         for region in shard.regions:
             self._use_huge_pages(region)
         words = Region(self._words.address, self._words.array.nbytes)
-        end_points = self._transports.register([*shard.regions, words, self._scratch.region])
+        wish = self._settings.wanted_strategy
+        stage = None if wish is Strategy.DIRECT else Stage(self._settings.stage_bytes, self._settings.huge_pages)
+        staged = [] if stage is None else [stage.region]
+        end_points = self._transports.register([*shard.regions, words, self._scratch.region, *staged])
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
             pp_rank=0,
@@ -75,7 +81,9 @@ class WorkerRole:
         identity = identity_of(self._vllm_config, self._settings)
         sender = f"{self._vllm_config.kv_transfer_config.engine_id}/{self._tp_rank}"  # type: ignore[union-attr]
         timeout = self._settings.handshake_timeout_seconds
-        self._remote_engines = RemoteEngines(shard, identity, self._transports, sender, timeout)
+        self._remote_engines = RemoteEngines(
+            shard, identity, self._transports, sender, timeout, Strategist(stage, wish)
+        )
         self._executor = Executor(self._scratch, self._transfer_cores(), self._settings.realtime_transfers)
         logger.info("kvferry: rank %d moves\n%r", self._tp_rank, shard)
 

@@ -1,0 +1,121 @@
+"""Bounded stages at the destination, and the copies that take what they hold into the cache."""
+
+import mmap
+from collections.abc import Hashable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import PlanError, Reason
+from kvferry.layout.shard import Region
+from kvferry.plan.staged import Merge, aligned
+
+ROUNDS = 4
+"""A load takes at most this part of a stage at a time, so that others find room beside it."""
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+class Stage:
+    """Memory of which each owner holds at most one stretch at a time, in the order in which they asked.
+
+    Nobody waits while holding, so all that is held comes back and the first in the queue gets its stretch: no
+    deadlock, and none is overtaken. Used by one thread. Untouched memory costs nothing.
+
+    >>> stage = Stage(4096, huge_pages=False)
+    >>> stage.take("a", 3000), stage.take("b", 2000), stage.take("c", 100)
+    (0, None, None)
+    >>> stage.give_back("a"); stage.take("c", 100), stage.take("b", 2000), stage.take("c", 100)
+    (None, 0, 2048)
+    """
+
+    def __init__(self, num_bytes: int, huge_pages: bool = True) -> None:
+        mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if huge_pages:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(mapping, dtype=np.uint8)
+        self.memory = whole[-whole.ctypes.data % _HUGE_PAGE_BYTES :][:num_bytes]
+        self._held: dict[Hashable, tuple[int, int]] = {}
+        self._waiting: dict[Hashable, None] = {}
+
+    @property
+    def region(self) -> Region:
+        """The memory to register."""
+        return Region(int(self.memory.ctypes.data), self.memory.nbytes)
+
+    @property
+    def round_bytes(self) -> int:
+        """Most bytes that a load should take at a time, unless one block has more."""
+        return self.memory.nbytes // ROUNDS
+
+    def take(self, owner: Hashable, num_bytes: int) -> int | None:
+        """Return where the owner's stretch begins, or None while it must wait: it keeps its place in the queue.
+
+        Raises :class:`PlanError` (``unsupported``) for more than the whole stage.
+        """
+        assert owner not in self._held, "an owner holds one stretch at a time"
+        if aligned(num_bytes) > self.memory.nbytes:
+            raise PlanError(
+                Reason.UNSUPPORTED, f"{num_bytes} bytes were asked of a stage of {self.memory.nbytes}.", "Raise it."
+            )
+        self._waiting.setdefault(owner)
+        if next(iter(self._waiting)) != owner:
+            return None
+        begin = self._gap(aligned(num_bytes))
+        if begin is not None:
+            del self._waiting[owner]
+            self._held[owner] = (begin, begin + aligned(num_bytes))
+        return begin
+
+    def give_back(self, owner: Hashable) -> None:
+        """Return what the owner holds, or its place in the queue; neither is fine."""
+        self._held.pop(owner, None)
+        self._waiting.pop(owner, None)
+
+    def _gap(self, num_bytes: int) -> int | None:
+        begin = 0
+        for start, end in sorted(self._held.values()):
+            if start - begin >= num_bytes:
+                return begin
+            begin = end
+        return begin if self.memory.nbytes - begin >= num_bytes else None
+
+
+class _Address:
+    """Memory that numpy may view although no Python object owns it."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": f"|u{itemsize}" if itemsize == 1 else f"<u{itemsize}",
+            "version": 3,
+        }
+
+
+def put_in_place(merge: Merge, stage_address: int) -> None:
+    """Copy what was read into the stage to where it belongs in the cache, all blocks by one assignment.
+
+    >>> stage, cache = np.arange(8, dtype=np.uint8), np.zeros(16, dtype=np.uint8)
+    >>> put_in_place(Merge(0, 4, cache.ctypes.data, 8, np.array([1, 0]), 2, ((2, 2, 4),)), stage.ctypes.data)
+    >>> cache.tolist()
+    [4, 5, 0, 0, 6, 7, 0, 0, 0, 1, 0, 0, 2, 3, 0, 0]
+    """
+    # numpy releases the interpreter lock while it copies and starts no threads, as torch would on the compute cores.
+    counts, stage_strides, destination_strides = zip(*merge.loops[::-1], strict=True) if merge.loops else ((), (), ())
+    blocks = merge.destination_blocks
+    stage = (stage_address + merge.stage_offset, merge.stage_block_stride, *stage_strides)
+    destination = (merge.destination_address, merge.destination_block_stride, *destination_strides)
+    itemsize = _widest(merge.run_bytes, *stage, *destination)
+    inner = (*counts, merge.run_bytes // itemsize)
+    source = _view(stage, (len(blocks), *inner), itemsize)
+    _view(destination, (int(blocks.max()) + 1, *inner), itemsize)[blocks] = source
+
+
+def _widest(*sizes: int) -> int:
+    return next(width for width in (8, 4, 2, 1) if all(size % width == 0 for size in sizes))
+
+
+def _view(place: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> npt.NDArray[np.unsignedinteger]:
+    """Return memory at an address with these strides, its last axis dense."""
+    return np.asarray(_Address(place[0], shape, (*place[1:], itemsize), itemsize))

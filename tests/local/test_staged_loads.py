@@ -1,0 +1,261 @@
+"""Loads by way of a stage: real bytes over memcpy and cma, in rounds, and what a failure leaves behind."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvferry.errors import HandoffError, PlanError, Reason, TransportError
+from kvferry.execution.executor import Executor
+from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase
+from kvferry.execution.scratch import Scratch
+from kvferry.execution.staging import Stage
+from kvferry.execution.transfer_costs import Strategist, measure_costs
+from kvferry.handoff.guard import GuardWords, word_bytes
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shapes import shard_for
+from kvferry.layout.shard import Shard
+from kvferry.plan.request import GroupBlocks
+from kvferry.plan.staged import ScatterPlan
+from kvferry.plan.strategy import TYPICAL_COSTS, Strategy
+from kvferry.plan.transfer_plan import Planner
+from kvferry.transport.memcpy import MemcpyTransport
+from kvferry.transport.protocol import Region, Status, Transfer, Transport
+from kvferry.transport.registry import open_transport
+
+LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = ["0", "1", "2"], 4, 16, 8, 40
+TOKEN_BYTES = len(LAYERS) * HEADS * HEAD_SIZE * 2 * 2
+SHAPE = (len(LAYERS), NUM_BLOCKS, BLOCK_SIZE)
+
+
+def shard(memory: np.ndarray, tp_rank: int = 0, tp_size: int = 1) -> Shard:
+    return shard_for(
+        layers=LAYERS,
+        num_kv_heads=HEADS,
+        head_size=HEAD_SIZE,
+        itemsize=2,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        layout=NamedLayout.LBNHC,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        base_address=memory.ctypes.data,
+    )
+
+
+class Pair:
+    """Two prefill ranks and the one decode rank that merges their heads; every read goes by way of the stage."""
+
+    def __init__(self, name: str = "memcpy", stage_bytes: int = 1 << 20, num_blocks: int = 30) -> None:
+        row = HEADS * HEAD_SIZE * 2 * 2
+        self.sources = [np.random.default_rng(r).integers(0, 256, (*SHAPE, row // 2), np.uint8) for r in range(2)]
+        self.cache = np.zeros((*SHAPE, row), dtype=np.uint8)
+        self.words, self.stage, self.scratch = GuardWords(8), Stage(stage_bytes, huge_pages=False), Scratch(64)
+        self.words.set(1, 7, 3)
+        self.holder, self.reader = open_transport(name), open_transport(name)
+        held = [*self.sources, self.words.array]
+        self.peer = self.reader.connect(self.holder.register([Region(m.ctypes.data, m.nbytes) for m in held]))
+        cache = Region(self.cache.ctypes.data, self.cache.nbytes)
+        self.reader.register([cache, self.stage.region, self.scratch.region])
+        shards = [shard(memory, rank, 2) for rank, memory in enumerate(self.sources)]
+        self.plans = Planner(shards, shard(self.cache)).plans(0)
+        generator = np.random.default_rng(5)
+        self.ids = [generator.permutation(NUM_BLOCKS)[:num_blocks] for _ in range(2)]
+        self.request = GroupBlocks(
+            group="full",
+            first_token=0,
+            last_token=num_blocks * BLOCK_SIZE,
+            source_block_ids=self.ids[0],
+            destination_block_ids=self.ids[1],
+        )
+
+    def load(self, load_id: str = "a", transport: Transport | None = None, seconds: float = 30.0) -> Load:
+        reads = [
+            GuardedRead(
+                transport=transport or self.reader,
+                peer=self.peer,
+                word_address=self.words.address + 16,
+                expected_word=word_bytes(7, 3),
+                descriptors=np.empty((0, 3), dtype=np.uint64),
+                parts=ScatterPlan(plan, 0).parts([self.request]),
+                stage=self.stage,
+            )
+            for plan in self.plans
+        ]
+        return Load(load_id, lambda: reads, time.monotonic() + seconds)
+
+    @property
+    def is_exact(self) -> bool:
+        expected = np.zeros_like(self.cache)
+        merged = np.concatenate(self.sources, axis=-1)
+        expected[:, self.ids[1]] = merged[:, self.ids[0]]
+        return bool((self.cache == expected).all())
+
+    @property
+    def is_stage_free(self) -> bool:
+        """Whether the whole stage can be taken at once."""
+        taken = self.stage.take("probe", self.stage.memory.nbytes)
+        self.stage.give_back("probe")
+        return taken == 0
+
+
+def run(load: Load, scratch: Scratch, each: Callable[[], None] = lambda: None) -> LoadResult:
+    while load.phase is not Phase.DONE:
+        load.advance(scratch, time.monotonic())
+        each()
+    return load.result(time.monotonic())
+
+
+class Watched(MemcpyTransport):
+    """Does something once a transfer of data has ended, or withholds its end."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner, self.holds = inner, False
+        self.after_data: Callable[[], None] = lambda: None
+        self.num_data = 0
+
+    def submit(self, *arguments: object) -> Transfer:
+        return self.inner.submit(*arguments)  # type: ignore[arg-type]
+
+    def poll(self, transfer: Transfer) -> Status:
+        if transfer.num_bytes <= 16 or transfer.status is not Status.PENDING:
+            return self.inner.poll(transfer)
+        if not self.holds and self.inner.poll(transfer) is Status.DONE:
+            self.num_data += 1
+            self.after_data()
+        return transfer.status
+
+    def cancel(self, transfer: Transfer) -> Status:
+        return self.inner.cancel(transfer)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.mark.parametrize("name", ["memcpy", "cma"])
+@pytest.mark.parametrize("stage_bytes", [1 << 20, 1 << 16])
+def test_a_head_merge_is_exact_in_one_round_and_in_many(name: str, stage_bytes: int) -> None:
+    pair = Pair(name, stage_bytes)
+    result = run(pair.load(), pair.scratch)
+    assert result.error is None
+    assert pair.is_exact
+    assert pair.is_stage_free
+    assert result.num_bytes == 30 * BLOCK_SIZE * TOKEN_BYTES
+    assert result.num_descriptors <= 30 * len(LAYERS) * 2
+    assert pair.scratch.has_room(64)
+
+
+@pytest.mark.parametrize("round_number", [1, 2, 3])
+def test_a_source_that_changed_never_touches_the_cache_again(round_number: int) -> None:
+    pair = Pair(stage_bytes=1 << 16)
+    watched = Watched(pair.reader)
+    before: list[np.ndarray] = []
+
+    def change() -> None:
+        # The two ranks' reads of a round end one after the other, or one rank's alone.
+        if watched.num_data == round_number:
+            pair.words.clear(1)
+            before.append(pair.cache.copy())
+
+    watched.after_data = change
+    result = run(pair.load(transport=watched), pair.scratch)
+    assert result.error is not None
+    assert result.error.reason is Reason.SOURCE_CHANGED
+    assert (pair.cache == before[0]).all()
+    assert pair.is_stage_free
+
+
+def test_a_cancelled_load_keeps_its_stage_until_it_is_quiet_and_then_gives_it_back() -> None:
+    pair = Pair()
+    watched = Watched(pair.reader)
+    watched.holds = True
+    load = pair.load(transport=watched)
+    for _ in range(20):
+        load.advance(pair.scratch, time.monotonic())
+    assert load.phase is Phase.DATA
+    assert not pair.is_stage_free
+    load.cancel(HandoffError(Reason.ABORTED, "aborted."))
+    result = run(load, pair.scratch)
+    assert result.error is not None
+    assert result.error.reason is Reason.ABORTED
+    assert pair.is_stage_free
+    assert not pair.cache.any()
+
+
+def test_a_load_that_waits_for_the_stage_ends_at_its_deadline_and_leaves_the_queue() -> None:
+    pair = Pair()
+    pair.stage.take("another", pair.stage.memory.nbytes)
+    load = pair.load(seconds=0.05)
+    result = run(load, pair.scratch)
+    assert result.error is not None
+    assert result.error.reason is Reason.DEADLINE_EXCEEDED
+    assert "waiting for room in the stage" in result.error.message
+    pair.stage.give_back("another")
+    assert pair.is_stage_free
+
+
+def test_loads_that_share_a_stage_all_end_and_a_small_one_does_not_wait_for_a_large_one() -> None:
+    large, small = Pair(stage_bytes=1 << 16, num_blocks=40), Pair(stage_bytes=1 << 16, num_blocks=1)
+    small.stage, small.scratch = large.stage, large.scratch
+    small.reader.register([large.stage.region, large.scratch.region])
+    executor = Executor(large.scratch)
+    try:
+        executor.submit(large.load("large"))
+        for number in range(8):
+            executor.submit(small.load(f"small {number}"))
+        ended: list[str] = []
+        end = time.monotonic() + 60
+        while len(ended) < 9 and time.monotonic() < end:
+            results = executor.collect()
+            assert [result.error for result in results] == [None] * len(results)
+            ended += [result.load_id for result in results]
+            time.sleep(0.001)
+    finally:
+        executor.close()
+    assert large.is_exact
+    assert small.is_exact
+    assert ended[-1] == "large"
+
+
+def test_parts_without_a_stage_are_no_read() -> None:
+    pair = Pair()
+    parts = ScatterPlan(pair.plans[0], 0).parts([pair.request])
+    with pytest.raises(TransportError):
+        GuardedRead(pair.reader, pair.peer, 0, b"", np.empty((0, 3), dtype=np.uint64), parts)
+
+
+def test_more_than_the_whole_stage_is_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        Stage(1 << 16, huge_pages=False).take("a", (1 << 16) + 1)
+    assert caught.value.reason is Reason.UNSUPPORTED
+
+
+@pytest.mark.parametrize("name", ["memcpy", "cma"])
+def test_costs_are_measured_quickly_and_leave_the_stage_free(name: str) -> None:
+    pair = Pair(name)
+    began_at = time.perf_counter()
+    costs = measure_costs(pair.reader, pair.peer, pair.plans[0].source.regions, pair.stage)
+    assert time.perf_counter() - began_at < 5.0
+    assert costs is not None
+    assert costs.transport == name
+    assert min(costs.bytes_per_second, costs.copy_bytes_per_second) > 1e7
+    assert 0 < costs.seconds_per_descriptor < 1e-3
+    assert pair.is_stage_free
+    pair.stage.take("another", pair.stage.memory.nbytes)
+    assert measure_costs(pair.reader, pair.peer, pair.plans[0].source.regions, pair.stage) is None
+    pair.stage.give_back("another")
+    assert pair.is_stage_free
+
+
+def test_the_choice_follows_costs_given_and_the_wish() -> None:
+    pair = Pair()
+    slow, quick = (
+        {"memcpy": TYPICAL_COSTS["memcpy"].__class__("memcpy", seconds, 1e10, 1e10, 1e-9, 1e-6)}
+        for seconds in (1e-5, 1e-9)
+    )
+    wishes = [(None, slow, True), (None, quick, False), (Strategy.DIRECT, slow, False), (Strategy.SCATTER, quick, True)]
+    for wish, costs, staged in wishes:
+        strategist = Strategist(pair.stage, wish, costs)
+        assert (strategist.scatter_plan(pair.plans[0], pair.reader, pair.peer) is not None) is staged
+    assert Strategist().scatter_plan(pair.plans[0], pair.reader, pair.peer) is None
