@@ -130,6 +130,7 @@ def test_a_kernel_that_cannot_run_at_all_is_not_judged() -> None:
         assert verdict.found == "fails on LBHNC already: NotImplementedError: no such kernel"
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cpu_attention_reads_what_the_connector_asks_for(dtype: str) -> None:
     from kvferry.integrations.vllm.kernel_samples import check_attention
@@ -142,6 +143,7 @@ def test_cpu_attention_reads_what_the_connector_asks_for(dtype: str) -> None:
     assert verdicts[NamedLayout.BHLNC].case == KernelCase("CPU_ATTN", dtype, 64, 64)
 
 
+@pytest.mark.vllm
 def test_cpu_mla_fails_on_cross_layer_layouts() -> None:
     """When this fails, vLLM has repaired its kernel, and the rule in ``check_layout`` may go."""
     from kvferry.integrations.vllm.kernel_samples import check_mla
@@ -152,6 +154,7 @@ def test_cpu_mla_fails_on_cross_layer_layouts() -> None:
     assert "cache write of a prompt" in verdicts[NamedLayout.BHLNC].found
 
 
+@pytest.mark.vllm
 def test_the_wish_falls_back_where_a_kernel_fails(caplog: pytest.LogCaptureFixture) -> None:
     from kvferry.integrations.vllm.layout_choice import asked_layout
 
@@ -206,6 +209,7 @@ def start_engine_parts(layout: NamedLayout) -> tuple[Any, Any, Any]:
     return vllm_config, kv_cache_config, views
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("layout", [NamedLayout.BHLNC, NamedLayout.BLHNC])
 def test_an_engine_starts_on_a_layout_that_its_kernel_reads(
     layout: NamedLayout, caplog: pytest.LogCaptureFixture
@@ -220,6 +224,7 @@ def test_an_engine_starts_on_a_layout_that_its_kernel_reads(
     assert all(not view.any() for view in parts[2].values()), "the engine's own cache was touched"
 
 
+@pytest.mark.vllm
 def test_an_engine_is_refused_a_layout_that_its_kernel_misreads(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
@@ -262,6 +267,7 @@ def test_the_exit_code_is_about_what_the_connector_asks_for(
     assert CliRunner().invoke(app, ["doctor", "--kernels", "--json"]).exit_code == exit_code
 
 
+@pytest.mark.vllm
 def test_doctor_measures_and_keeps_every_verdict() -> None:
     result = CliRunner().invoke(app, ["doctor", "--kernels", "--json"])
     report = json.loads(result.stdout)
