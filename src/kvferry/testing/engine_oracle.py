@@ -4,14 +4,14 @@ Start the engine with ``--worker-extension-cls kvferry.testing.engine_oracle.Eng
 ``VLLM_SERVER_DEV_MODE=1``; each method is then called in every worker through ``POST /collective_rpc``. Arguments
 are JSON texts, since that end point passes strings.
 
-The labels know nothing of kvferry: they are written and looked for through vLLM's own per-layer ``[B, H, N, C]``
-views, and which heads a rank has follows from vLLM's configuration and rank.
+The labels know nothing of kvferry: they are written and looked for through vLLM's own views, per layer ``[B, H, N, C]``
+and a Mamba layer's states, and which heads and channels a rank has follows from vLLM's configuration and rank.
 """
 
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,38 +28,37 @@ EXPONENT_OF_ONE_HALF = 0x3F000000
 Labels = NDArray[np.int32]
 
 
-def labels_of(nonce: str, layer: str, head: int, block_index: int, shape: tuple[int, int]) -> Labels:
-    """Return what page ``(layer, head, block_index)`` of the prompt holds: an int32 hash for each ``(slot, channel)``.
+def labels_of(nonce: str, what: str, first: int, shape: tuple[int, int]) -> Labels:
+    """Return an int32 hash for each channel of the tokens (or heads, or channels) from ``first`` on of ``what``.
 
     Read as float32 every label lies in [0.5, 1), so that an engine may compute with it.
 
-    >>> first = labels_of("x", "layers.0", 0, 0, (2, 3))
-    >>> bool((first != labels_of("x", "layers.0", 1, 0, (2, 3))).any()), bool((first.view(np.float32) < 1).all())
+    >>> labels = labels_of("x", "layer 0", 0, (4, 3))
+    >>> bool(labels.view(np.float32).max() < 1), np.array_equal(labels[2:], labels_of("x", "layer 0", 2, (2, 3)))
     (True, True)
     """
-    seed = zlib.crc32(f"{nonce}|{layer}|{head}|{block_index}".encode())
-    mixed = np.arange(shape[0] * shape[1], dtype=np.uint64) + (np.uint64(seed) << np.uint64(32))
+    seed = zlib.crc32(f"{nonce}|{what}".encode())
+    mixed = np.arange(first * shape[1], (first + shape[0]) * shape[1], dtype=np.uint64)
+    mixed += np.uint64(seed) << np.uint64(32)
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         mixed = (mixed ^ (mixed >> np.uint64(33))) * np.uint64(factor)
     label = ((mixed >> np.uint64(41)) | np.uint64(EXPONENT_OF_ONE_HALF)).astype(np.int32)
     return label.reshape(shape)
 
 
-def token_places(first_slot: int, shape: tuple[int, int], has_planes: bool) -> NDArray[np.bool_]:
-    """Return where the tokens from ``first_slot`` on lie in a page of ``shape`` (slots, channels).
+def page_of(tokens: NDArray[Any], has_planes: bool) -> NDArray[Any]:
+    """Return a page as the engine keeps it, of what each token (rows) and channel (columns) has.
 
     A page is either one row a token, or (CPU attention) a plane of keys, channel by channel, then a plane of values.
 
-    >>> int(token_places(3, (4, 6), has_planes=False).sum()), int(token_places(2, (4, 6), has_planes=True).sum())
-    (6, 12)
+    >>> page_of(np.array([[1, 2], [3, 4]]), has_planes=True).tolist()
+    [[1, 3], [2, 4]]
     """
-    num_slots, num_channels = shape
     if not has_planes:
-        return np.broadcast_to(np.arange(num_slots)[:, None] >= first_slot, shape)
-    is_late = np.arange(num_slots) >= first_slot
-    keys = np.broadcast_to(is_late[None, :], (num_channels // 2, num_slots))
-    values = np.broadcast_to(is_late[:, None], (num_slots, num_channels // 2))
-    return np.concatenate([keys.ravel(), values.ravel()]).reshape(shape)
+        return tokens
+    half = tokens.shape[1] // 2
+    page: NDArray[Any] = np.concatenate([tokens[:, :half].T.ravel(), tokens[:, half:].ravel()])
+    return page.reshape(tokens.shape)
 
 
 class EngineOracle:
@@ -70,36 +69,70 @@ class EngineOracle:
         vllm_config: Any
 
     def oracle_label(self, text: str) -> dict[str, Any]:
-        """Write labels over the blocks ``block_ids`` (of one request, in prompt order) in all layers and heads."""
-        order = json.loads(text)
-        for layer, view, heads in self._oracle_pages():
-            for index, block_id in enumerate(order["block_ids"]):
-                for local_head, head in enumerate(heads):
-                    view[block_id, local_head] = labels_of(order["nonce"], layer, head, index, view.shape[2:])
-        return {"pages": sum(len(heads) for _, _, heads in self._oracle_pages()) * len(order["block_ids"])}
+        """Write labels over the blocks of one request: ``block_ids`` has a list for each cache group, in prompt order.
 
-    def oracle_remember(self) -> dict[str, Any]:
-        """Take note of every page's content, for :meth:`oracle_find` to tell which ones have changed."""
-        self._oracle_sums = {layer: _page_sums(view) for layer, view, _ in self._oracle_pages()}
+        The null block, which stands for those that have left a window, is left alone. The last block holds the state.
+        """
+        order = json.loads(text)
+        for layer in self._oracle_layers():
+            block_ids = order["block_ids"][layer.group]
+            if layer.is_state:
+                for view, labels in self._oracle_state(layer.name, order["nonce"]):
+                    view[block_ids[-1]] = labels
+                continue
+            for index, block_id in enumerate(block_ids):
+                for local_head, head in enumerate(layer.heads if block_id else ()):
+                    layer.view[block_id, local_head] = self._oracle_page(order["nonce"], layer, head, index)
+        return {"groups": len(order["block_ids"])}
+
+    def oracle_remember(self, text: str) -> dict[str, Any]:
+        """Take note of every page's content, for :meth:`oracle_find` to tell which ones have changed.
+
+        States are looked for when the next load has come in: the engine's next step already goes on from them.
+        """
+        order = json.loads(text)
+        self._oracle_sums = {layer.name: _page_sums(layer.view) for layer in self._oracle_layers()}
+        self._oracle_arrived: dict[str, list[list[int]]] = {}
+        states = [layer.name for layer in self._oracle_layers() if layer.is_state]
+        role = _worker_role()
+        take_finished = type(role).take_finished.__get__(role)
+
+        def look_at_states() -> tuple[set[str], set[str]]:
+            received: tuple[set[str], set[str]] = take_finished()
+            if received[0]:
+                for name in states:
+                    found = [_holders(view, labels) for view, labels in self._oracle_state(name, order["nonce"])]
+                    self._oracle_arrived.setdefault(name, []).extend(found)
+            return received
+
+        role.take_finished = look_at_states  # type: ignore[method-assign]
         return {"layers": len(self._oracle_sums)}
 
     def oracle_find(self, text: str) -> dict[str, Any]:
-        """Look for the labelled prompt blocks in this engine's own pages, in every layer and local head.
+        """Look for the labelled prompt of ``num_tokens`` in this engine's own pages, in every layer and local head.
 
-        ``block_ids`` names for each prompt block the one block that holds it; ``problems`` says what is wrong.
-        The engine computes the last prompt token, at ``last_slot`` of the last block, itself: exactly that token's
-        places (one key and one value per head) may differ, and those behind it, which hold no token.
+        ``block_ids`` names for each group and each of its prompt blocks the one block that holds it, none for blocks
+        before its window; ``problems`` says what is wrong. The engine computes the last prompt token itself: exactly
+        that token's places (one key and one value per head) may differ, those behind it, which hold no token, and those
+        before the window.
         """
         order = json.loads(text)
         problems: list[str] = []
-        found: list[set[int]] = [set() for _ in range(order["num_blocks"])]
-        for layer, view, heads in self._oracle_pages():
-            self._oracle_find_in_layer(order, layer, view, heads, found, problems)
-        for index, block_ids in enumerate(found):
-            if len(block_ids) != 1:
-                problems.append(f"prompt block {index} is in the blocks {sorted(block_ids)} instead of in one")
-        problems.extend(self._oracle_changes_outside(set().union(*found)))
-        ids = [min(block_ids) if block_ids else None for block_ids in found]
+        found: dict[int, dict[int, set[int]]] = {}
+        for layer in self._oracle_layers():
+            group = found.setdefault(layer.group, {})
+            if layer.is_state:
+                self._oracle_find_state(layer, group.setdefault(0, set()), problems)
+            else:
+                self._oracle_find_in_layer(order, layer, group, problems)
+        for number, group in found.items():
+            for index, block_ids in group.items():
+                if len(block_ids) != 1:
+                    where = f"group {number}, prompt block {index}"
+                    problems.append(f"{where} is in the blocks {sorted(block_ids)} instead of in one")
+        held = {block_id for group in found.values() for block_ids in group.values() for block_id in block_ids}
+        problems.extend(self._oracle_changes_outside(held))
+        ids = [[sorted(block_ids) for _, block_ids in sorted(group.items())] for _, group in sorted(found.items())]
         return {"block_ids": ids, "problems": problems[:20], "num_problems": len(problems)}
 
     def oracle_faults(self, text: str) -> dict[str, Any]:
@@ -119,14 +152,45 @@ class EngineOracle:
         role._remote_engines._engines.clear()
         return {"transports": sorted(transports)}
 
-    def _oracle_pages(self) -> list[tuple[str, NDArray[np.int32], Sequence[int]]]:
-        """Return each layer's name, its ``[B, H, N, C]`` cache as int32, and its heads' global indices."""
+    def _oracle_layers(self) -> list["Layer"]:
+        """Return each layer with its cache as int32, its heads' global indices and what its group keeps."""
         from vllm.model_executor.models.utils import extract_layer_index
+        from vllm.v1.kv_cache_interface import MambaSpec
 
-        names = [name for group in self.model_runner.kv_cache_config.kv_cache_groups for name in group.layer_names]
+        groups = self.model_runner.kv_cache_config.kv_cache_groups
+        group_of = {name: index for index, group in enumerate(groups) for name in group.layer_names}
         views = self.model_runner.kv_caches  # in the order of the layers' indices, addressed by scheduler block ids
-        named = zip(sorted(names, key=extract_layer_index), views, strict=True)
-        return [(name, _as_int32(view), self._oracle_heads(view)) for name, view in named]
+        layers = []
+        for name, view in zip(sorted(group_of, key=extract_layer_index), views, strict=True):
+            spec = groups[group_of[name]].kv_cache_spec
+            is_state = isinstance(spec, MambaSpec)
+            window = getattr(spec, "sliding_window", None) or 0
+            heads = range(0) if is_state else self._oracle_heads(view)
+            layers.append(Layer(name, group_of[name], _as_int32(view), heads, spec.block_size, window, is_state))
+        return layers
+
+    def _oracle_page(self, nonce: str, layer: "Layer", head: int, index: int) -> Labels:
+        labels = labels_of(nonce, f"{layer.name}|{head}", index * layer.block_size, layer.view.shape[2:])
+        return page_of(labels, not self.vllm_config.model_config.use_mla)
+
+    def _oracle_state(self, name: str, nonce: str) -> list[tuple[NDArray[np.int32], Labels]]:
+        """Return the convolution's and the recurrent states of a Mamba2 layer, and the labels of this rank's part.
+
+        The layer keeps them as ``[B, taps, channels]`` (or the last two the other way round) and ``[B, heads, ..]``.
+        """
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+        layer = self.vllm_config.compilation_config.static_forward_context[name]
+        conv, recurrent = (state.detach().numpy().view(np.int32) for state in layer.kv_cache)
+        rank, size = get_tensor_model_parallel_rank(), layer.tp_size
+        channels = _conv_channels(layer, rank, size)
+        taps = conv.shape[2] if is_conv_state_dim_first() else conv.shape[1]
+        parts = [labels_of(nonce, f"{name}|{part}", first, (count, taps)) for part, first, count in channels]
+        conv_labels = np.concatenate(parts)
+        heads, width = recurrent.shape[1], recurrent.shape[2] * recurrent.shape[3]
+        recurrent_labels = labels_of(nonce, f"{name}|heads", rank * heads, (heads, width)).reshape(recurrent.shape[1:])
+        return [(conv, conv_labels if is_conv_state_dim_first() else conv_labels.T), (recurrent, recurrent_labels)]
 
     def _oracle_heads(self, view: Any) -> Sequence[int]:
         """Ranks get equal shares of the heads; where there are fewer heads than ranks, neighbours share one."""
@@ -141,46 +205,72 @@ class EngineOracle:
         return range(rank * view.shape[1], (rank + 1) * view.shape[1])
 
     def _oracle_find_in_layer(
-        self,
-        order: Mapping[str, Any],
-        layer: str,
-        view: NDArray[np.int32],
-        heads: Sequence[int],
-        found: list[set[int]],
-        problems: list[str],
+        self, order: Mapping[str, Any], layer: "Layer", found: dict[int, set[int]], problems: list[str]
     ) -> None:
-        for local_head, head in enumerate(heads):
-            for index in range(order["num_blocks"]):
-                labels = labels_of(order["nonce"], layer, head, index, view.shape[2:])
-                equal = view[:, local_head] == labels
+        last = order["num_tokens"] - 1
+        first = max(0, last + 1 - layer.window) if layer.window else 0
+        for index in range(first // layer.block_size, -(-last // layer.block_size)):
+            slots = np.arange(layer.block_size) + index * layer.block_size
+            wanted = np.broadcast_to(((slots >= first) & (slots < last))[:, None], layer.view.shape[2:])
+            must_equal = page_of(wanted, not self.vllm_config.model_config.use_mla)
+            for local_head, head in enumerate(layer.heads):
+                equal = layer.view[:, local_head] == self._oracle_page(order["nonce"], layer, head, index)
                 candidates = np.flatnonzero(equal.sum(axis=(1, 2)) > CHANCE)
-                must_equal = self._oracle_must_equal(order, index, labels.shape)
                 whole = [int(block_id) for block_id in candidates if equal[block_id][must_equal].all()]
                 if len(whole) != 1 or len(candidates) != 1:
-                    where = f"{layer}, head {head}, prompt block {index}"
+                    where = f"{layer.name}, head {head}, prompt block {index}"
                     problems.append(f"{where}: whole in the blocks {whole}, some of it in {candidates.tolist()}")
-                found[index].update(whole)
+                found.setdefault(index, set()).update(whole)
 
-    def _oracle_must_equal(self, order: Mapping[str, Any], index: int, shape: tuple[int, int]) -> NDArray[np.bool_]:
-        """Return which places of a prompt block's page must hold their label."""
-        if index < order["num_blocks"] - 1:
-            return np.ones(shape, dtype=bool)
-        return ~token_places(order["last_slot"], shape, has_planes=not self.vllm_config.model_config.use_mla)
+    def _oracle_find_state(self, layer: "Layer", found: set[int], problems: list[str]) -> None:
+        arrived = self._oracle_arrived.get(layer.name, [])
+        if len(arrived) != 2 or any(len(holders) != 1 for holders in arrived):
+            problems.append(f"{layer.name}: convolution and state came whole into the blocks {arrived}")
+        found.update(block_id for holders in arrived for block_id in holders)
 
     def _oracle_changes_outside(self, expected: set[int]) -> list[str]:
         """Name blocks that changed since :meth:`oracle_remember` and are none of the prompt's."""
         problems = []
-        for layer, view, _ in self._oracle_pages():
-            before = getattr(self, "_oracle_sums", {}).get(layer)
+        for layer in self._oracle_layers():
+            before = getattr(self, "_oracle_sums", {}).get(layer.name)
             if before is not None:
-                changed = set(np.flatnonzero((before != _page_sums(view)).any(axis=1)).tolist()) - expected
+                changed = set(np.flatnonzero((before != _page_sums(layer.view)).any(axis=1)).tolist()) - expected
                 if changed:
-                    problems.append(f"{layer}: the foreign blocks {sorted(changed)} were written")
+                    problems.append(f"{layer.name}: the foreign blocks {sorted(changed)} were written")
         return problems
 
 
+class Layer(NamedTuple):
+    """One layer's cache as vLLM's worker sees it. A ``window`` of 0 means that everything is kept."""
+
+    name: str
+    group: int
+    view: NDArray[np.int32]
+    heads: Sequence[int]
+    block_size: int
+    window: int
+    is_state: bool
+
+
+def _conv_channels(layer: Any, rank: int, size: int) -> list[tuple[str, int, int]]:
+    """Return the parts of a convolution that a rank has: name, first global channel, number of channels."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    own = layer.intermediate_size // size
+    grouped = layer.n_groups * layer.ssm_state_size // size
+    # The one group of a model is the same on every rank, and layer.n_groups then counts it once for each.
+    first = rank * grouped if isinstance(layer.conv1d, MergedColumnParallelLinear) else 0
+    return [("x", rank * own, own), ("B", first, grouped), ("C", first, grouped)]
+
+
+def _holders(view: NDArray[np.int32], labels: Labels) -> list[int]:
+    """Return the blocks that hold these labels whole."""
+    inner = tuple(range(1, view.ndim))
+    return [int(block_id) for block_id in np.flatnonzero((view == labels).all(axis=inner))]
+
+
 def _as_int32(view: Any) -> NDArray[np.int32]:
-    array: NDArray[np.int32] = view.detach().numpy().view(np.int32)
+    array: NDArray[np.int32] = view.detach().numpy().view(np.int32)  # of bytes, where a page is a state's
     if array.ndim != 4 or not np.shares_memory(array, view.numpy()):
         raise ValueError(f"expected a [B, H, N, C] view of 4-byte elements, found {view.shape} of {view.dtype}")
     return array

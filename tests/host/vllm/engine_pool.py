@@ -27,11 +27,16 @@ from kvferry.integrations.vllm.launch import (
 )
 from kvferry.integrations.vllm.tiny_models import make_tiny_model
 
-MODELS = {"gqa": "qwen3-tiny", "mla": "deepseek-mla-tiny"}
+MODELS = {"gqa": "qwen3-tiny", "mla": "deepseek-mla-tiny", "gemma": "gemma3-tiny", "granite": "granite-tiny"}
 EXTENSION = ("--worker-extension-cls", "kvferry.testing.engine_oracle.EngineOracle")
 # In vLLM 0.32 the CPU's rotary_embedding kernel turns a query that is a slice of a wider tensor, as MLA's is, by wrong
 # angles, other ones for a token alone than for the same token in a prompt; the plain PyTorch one is right.
 MLA_ARGUMENTS = ("--compilation-config", json.dumps({"custom_ops": ["all", "-rotary_embedding"]}))
+MODEL_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "mla": MLA_ARGUMENTS,
+    # Long prompts are computed in parts, so that blocks leave the window while they run.
+    "gemma": ("--max-num-batched-tokens", "512"),
+}
 # Generous: with nine ranks on two cores, where those that wait spin, an engine may not get to answer for half a minute.
 CONNECTOR_SETTINGS: dict[str, Any] = {
     "lease_seconds": 180.0,
@@ -66,12 +71,23 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "mla-tp1": ("mla", {}),
     "mla-tp1-other": ("mla", {"load_failure_policy": "recompute", "cores": LAST_CORE}),
     "mla-tp2": ("mla", {"tensor_parallel_size": 2}),
+    "gqa-block64": ("gqa", {"block_size": 64, "cores": LAST_CORE}),
+    "gemma-reference": ("gemma", {"role": None, "cores": BOTH_CORES}),
+    "gemma-tp1": ("gemma", {}),
+    "gemma-tp1-other": ("gemma", {"cores": LAST_CORE}),
+    "gemma-tp2": ("gemma", {"tensor_parallel_size": 2}),
+    "granite-reference": ("granite", {"role": None, "cores": BOTH_CORES, "prefix_caching": False}),
+    "granite-tp1": ("granite", {"prefix_caching": False}),
+    "granite-tp1-other": ("granite", {"prefix_caching": False, "cores": LAST_CORE}),
+    "granite-tp2": ("granite", {"tensor_parallel_size": 2, "prefix_caching": False}),
 }
 # What runs together; memory for all at once is not asked for.
 STAGES: tuple[tuple[str, ...], ...] = (
-    ("gqa-reference", "gqa-tp1", "gqa-tp1-other", "gqa-tp2"),
+    ("gqa-reference", "gqa-tp1", "gqa-tp1-other", "gqa-tp2", "gqa-block64"),
     ("gqa-tp2", "gqa-tp2-other", "gqa-tp1-nixl", "gqa-tp4"),
     ("gqa-tp1-nixl", "mla-reference", "mla-tp1", "mla-tp1-other", "mla-tp2"),
+    ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2"),
+    ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
 )
 
 
@@ -133,8 +149,11 @@ class Engine:
 
     @property
     def block_size(self) -> int:
-        """The engine's default on CPUs: 128 tokens, and 16 for MLA."""
-        return 16 if self.model == "mla" else 128
+        """Tokens in a block of attention: what was asked for, else the engine's default on CPUs.
+
+        A model with states has longer blocks, whose size nobody chooses.
+        """
+        return self.settings.block_size or (16 if self.model == "mla" else 128)
 
     def complete(self, prompt: Sequence[int], max_tokens: int = 8, salt: str | None = None, **more: Any) -> Any:
         body = completion_body(prompt, max_tokens, salt or fresh_salt(), **more)
@@ -169,6 +188,11 @@ class Engine:
     def prompt_tokens(self) -> Any:
         return prompt_tokens(self.server.metrics())
 
+    def loads(self) -> list[dict[str, Any]]:
+        """Return the transfer log of the engine's first rank."""
+        path = Path(str(self.settings.connector_settings["transfer_log"]) + ".rank0")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
     def log(self) -> str:
         return self.server.process.log_path.read_text(errors="replace")
 
@@ -197,9 +221,10 @@ class EnginePool:
         connector_settings = dict(CONNECTOR_SETTINGS)
         if transport := differences.pop("transport", None):
             connector_settings["transport"] = transport
-        arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": (256 << 20) // (tp if model == "gqa" else 1)}
-        arguments.update(differences, arguments=MLA_ARGUMENTS if model == "mla" else ())
+        arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": (256 << 20) // (1 if model == "mla" else tp)}
+        arguments.update(differences, arguments=MODEL_ARGUMENTS.get(model, ()))
         if arguments["role"] is not None:
+            connector_settings["transfer_log"] = str(self.folder / f"{name}.transfers")
             arguments.update(connector_settings=connector_settings, arguments=(*arguments["arguments"], *EXTENSION))
             arguments["variables"] = {"VLLM_SERVER_DEV_MODE": "1"}
         return EngineSettings(self.model_path(model), **arguments)

@@ -1,5 +1,6 @@
 """A tiny router and the checks that every handoff must pass."""
 
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ class Pair:
     prefill: str
     decode: str
     transport: str = "cma"
+    in_matrix: bool = False
+    """Whether the whole set of tests runs for this pair with KVFERRY_MATRIX=1 only."""
 
     @property
     def model(self) -> str:
@@ -39,17 +42,23 @@ PAIRS = (
     Pair("gqa-2-1-nixl", "gqa-tp2", "gqa-tp1-nixl", "nixl"),
     Pair("mla-1-1", "mla-tp1", "mla-tp1-other"),
     Pair("mla-2-1", "mla-tp2", "mla-tp1"),
+    Pair("gqa-64-128", "gqa-block64", "gqa-tp1"),
+    Pair("gqa-128-64", "gqa-tp1", "gqa-block64", in_matrix=True),
+    Pair("gemma-2-1", "gemma-tp2", "gemma-tp1"),
+    Pair("gemma-1-1", "gemma-tp1", "gemma-tp1-other", in_matrix=True),
+    Pair("gemma-1-2", "gemma-tp1", "gemma-tp2", in_matrix=True),
+    # The block of attention is as long as a page must be to hold a state: other for each tensor-parallel size.
+    Pair("granite-1-2", "granite-tp1", "granite-tp2"),
+    Pair("granite-1-1", "granite-tp1", "granite-tp1-other", in_matrix=True),
+    Pair("granite-2-1", "granite-tp2", "granite-tp1", in_matrix=True),
 )
-
-
-GQA_PAIRS = tuple(pair.name for pair in PAIRS if pair.model == "gqa")
-MLA_PAIRS = tuple(pair.name for pair in PAIRS if pair.model == "mla")
+ALL_PAIRS = os.environ.get("KVFERRY_MATRIX") == "1"
 
 
 def for_pairs(*names: str) -> Any:
-    """Parametrize a test over pairs (all of them without names); the argument is ``pair``."""
-    chosen = [pair for pair in PAIRS if not names or pair.name in names]
-    assert len(chosen) == (len(names) or len(PAIRS))
+    """Parametrize a test over the pairs named, or all that run by default; the argument is ``pair``."""
+    chosen = [pair for pair in PAIRS if (pair.name in names if names else ALL_PAIRS or not pair.in_matrix)]
+    assert not names or len(chosen) == len(names)
     params = [pytest.param(pair, id=pair.name, marks=pytest.mark.engines(pair.prefill, pair.decode)) for pair in chosen]
     return pytest.mark.parametrize("pair", params)
 
@@ -65,6 +74,11 @@ class Handoffs:
     @classmethod
     def of(cls, pair: Pair, pool: EnginePool) -> "Handoffs":
         return cls(pair, pool.running[pair.prefill], pool.running[pair.decode])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one cache group, in blocks of one size."""
+        return self.pair.model in ("gqa", "mla") and self.prefill.block_size == self.decode.block_size
 
     def send(self, prompt: Sequence[int], max_tokens: int = 8, salt: str | None = None, **more: Any) -> list[list[int]]:
         """Send one prompt through both engines; return the tokens of every sample."""
@@ -134,12 +148,17 @@ def check_tokens(
 
 
 def submission_bytes(handoffs: Handoffs, num_tokens: int) -> int:
-    """Return the bytes that one decode rank reads from one prefill rank for a prompt, by the models' shapes.
+    """Return the bytes that one decode rank reads from one prefill rank for a prompt.
 
-    GQA pages are moved whole; 8 layers and 4 heads of 64 keys and 64 values. MLA: 4 layers, 576 elements a token.
+    By the models' shapes where these are plain. GQA pages are moved whole; 8 layers and 4 heads of 64 keys and 64
+    values. MLA: 4 layers, 576 elements a token. Otherwise as the decode engine's first rank counted it.
     """
     if handoffs.pair.model == "mla":
         return 4 * num_tokens * 576 * 4
+    if not handoffs.is_plain:
+        handoffs.send(random_prompt(num_tokens, num_tokens), 1)
+        load = handoffs.decode.loads()[-1]
+        return int(load["bytes"]) // int(load["sources"])
     num_heads = 4 // max(handoffs.prefill.tp, handoffs.decode.tp)
     block_size = handoffs.decode.block_size
     return -(-num_tokens // block_size) * 8 * num_heads * block_size * 128 * 4

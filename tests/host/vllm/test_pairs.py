@@ -38,9 +38,16 @@ def faults_of(pair: Pair, handoffs: Handoffs) -> dict[str, tuple[int, dict[str, 
     A prompt of one block has one page for each layer and head, and a prompt of a block and a bit has two blocks
     of which swapping moves nearly all tokens out of the prompt. (Blocks that are both full may be swapped without
     harm to the tokens: attention does not care where in the cache a key and its value lie.) MLA pages of two layers
-    are swapped for the same reason: its last block is moved without the part that has no token.
+    are swapped for the same reason: its last block is moved without the part that has no token. Of other caches the
+    halves are swapped, and the first eighth is zeroed: of a hybrid that is a part of its first group, such as states.
     """
     block_size = handoffs.decode.block_size
+    if not handoffs.is_plain:
+        whole = submission_bytes(handoffs, 200)
+        return {
+            "swap": (200, {"swap": {"first": 0, "second": whole // 2, "length": whole // 2}}),
+            "zero": (200, {"zero": {"position": 0, "length": whole // 8}}),
+        }
     if pair.model == "mla":
         per_layer = submission_bytes(handoffs, 40) // 4
         page = submission_bytes(handoffs, block_size) // 4

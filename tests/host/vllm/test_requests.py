@@ -57,6 +57,22 @@ def test_prefix_hits_on_the_decode_side(pair: Pair, engine_pool: EnginePool, ref
     handoffs.check_released(logs_before)
 
 
+@for_pairs("gqa-128-64")
+def test_a_prefix_hit_within_a_block_of_the_prefill_side(
+    pair: Pair, engine_pool: EnginePool, reference: Reference
+) -> None:
+    """Blocks of 64 tokens on the decode side: the hit ends, and the load begins, inside a block of 128."""
+    handoffs = Handoffs.of(pair, engine_pool)
+    logs_before, salt = handoffs.log_ends(), fresh_salt()
+    first = random_prompt(52, 513)
+    for prompt, expected in [(first, (0, 513, 0)), (first[:330] + random_prompt(53, 200), (320, 210, 0))]:
+        before = handoffs.decode.prompt_tokens()
+        check_tokens([handoffs.send(prompt, salt=salt)], pair.model, [prompt], reference)
+        moved = handoffs.decode.prompt_tokens() - before
+        assert (moved.cached, moved.received, moved.computed) == expected
+    handoffs.check_released(logs_before)
+
+
 @for_pairs("gqa-2-1", "mla-1-1")
 def test_prompts_around_one_block(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
     handoffs = Handoffs.of(pair, engine_pool)

@@ -60,7 +60,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_role: SchedulerRole | None = None
         self._worker_role: WorkerRole | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler_role = SchedulerRole(vllm_config, engine_id, settings)
+            self._scheduler_role = SchedulerRole(vllm_config, kv_cache_config, engine_id, settings)
         else:
             self._worker_role = WorkerRole(vllm_config, kv_cache_config, settings)
 

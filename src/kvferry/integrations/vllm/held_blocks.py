@@ -8,6 +8,8 @@ A reference in the block pool holds the blocks as well and lets the engine sleep
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvferry.integrations.vllm.block_lists import NULL_BLOCK_ID
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -25,9 +27,13 @@ class HeldBlocks:
         self._pool = pool
 
     def hold(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """Add a reference to each block of the request, which still has its own."""
+        """Add a reference to each block of the request, which still has its own.
+
+        Where a block has left a sliding window, the null block stands, which nobody owns.
+        """
         assert self._pool is not None
-        blocks = [self._pool.blocks[block_id] for group in block_ids for block_id in group]
+        held = (block_id for group in block_ids for block_id in group if block_id != NULL_BLOCK_ID)
+        blocks = [self._pool.blocks[block_id] for block_id in held]
         self._pool.touch(blocks)
         self._blocks[request_id] = blocks
 

@@ -6,27 +6,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from kvferry.errors import KVFerryError
 from kvferry.handoff.decode_side import RemoteHold
-
-
-@dataclass(frozen=True, slots=True)
-class BlockTransfer:
-    """The tokens ``[first_token, end_token)`` of one request, and each side's block ids per group from token 0 on."""
-
-    first_token: int
-    end_token: int
-    source_block_ids: tuple[tuple[int, ...], ...]
-    destination_block_ids: tuple[tuple[int, ...], ...]
+from kvferry.plan.request import GroupBlocks
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """One request to load. ``error`` set means that it is to be reported as failed at once."""
+    """One request's ``num_tokens`` prompt tokens to load, as blocks of every cache group.
+
+    ``error`` set means that it is to be reported as failed at once.
+    """
 
     request_id: str
     timeout_seconds: float
     hold: RemoteHold | None = None
     slot: int = 0
-    blocks: BlockTransfer | None = None
+    num_tokens: int = 0
+    blocks: tuple[GroupBlocks, ...] = ()
     error: KVFerryError | None = None
 
 

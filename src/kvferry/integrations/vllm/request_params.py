@@ -15,16 +15,19 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.prefill_side import Hold
 from kvferry.handoff.protocol import PROTOCOL_VERSION, Handle, Identifier, LeaseSeconds, Unsigned
+from kvferry.layout.cache_group import MAX_BLOCK_SIZE
+from kvferry.layout.shard import MAX_GROUPS
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MAX_BLOCKS = 1 << 20
+BlockSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
 BlockIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
 
 
 class Ferry(msgspec.Struct, frozen=True):
-    """kvferry's part: which hold, in which epoch, of which prompt."""
+    """kvferry's part: which hold, in which epoch, of how many tokens of which prompt, in blocks of which size."""
 
     version: Unsigned
     epoch: Unsigned
@@ -33,6 +36,7 @@ class Ferry(msgspec.Struct, frozen=True):
     lease_seconds: LeaseSeconds
     num_tokens: Annotated[int, msgspec.Meta(ge=1)]
     prompt_digest: Identifier
+    block_sizes: Annotated[tuple[BlockSize, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 
 
 class RemoteParams(msgspec.Struct, frozen=True):
@@ -42,7 +46,7 @@ class RemoteParams(msgspec.Struct, frozen=True):
     remote_request_id: Identifier
     remote_host: Identifier
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    remote_block_ids: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=64)]
+    remote_block_ids: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     kvferry: Ferry
 
     @property
@@ -72,7 +76,8 @@ def answer_params(
             "slot": hold.slot,
             "lease_seconds": engine.lease_seconds,
             "num_tokens": request.num_prompt_tokens,
-            "prompt_digest": prompt_digest(request),
+            "prompt_digest": prompt_digest(request, request.num_prompt_tokens),
+            "block_sizes": list(engine.block_sizes),
         },
     }
 
@@ -86,6 +91,7 @@ class PrefillEngine(msgspec.Struct, frozen=True):
     tp_size: int
     epoch: int
     lease_seconds: float
+    block_sizes: tuple[int, ...]
 
 
 def parse_params(params: Mapping[str, Any], request: "Request") -> RemoteParams:
@@ -110,21 +116,41 @@ def parse_params(params: Mapping[str, Any], request: "Request") -> RemoteParams:
     return parsed
 
 
-def check_prompt(parsed: RemoteParams, request: "Request") -> None:
-    """Refuse to load another prompt's cache. Raises :class:`HandoffError` (invalid-request)."""
-    if parsed.kvferry.prompt_digest != prompt_digest(request):
+def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> None:
+    """Refuse to load a cache other than that of the prompt's first ``num_tokens``.
+
+    Raises :class:`HandoffError` (invalid-request).
+    """
+    found = parsed.kvferry
+    if found.num_tokens != num_tokens or found.prompt_digest != prompt_digest(request, num_tokens):
         raise HandoffError(
             Reason.INVALID_REQUEST,
-            f"{request.request_id} has {request.num_prompt_tokens} prompt tokens that are not the "
-            f"{parsed.kvferry.num_tokens} which {parsed.remote_request_id} prefilled.",
+            f"of the {request.num_prompt_tokens} prompt tokens of {request.request_id} the first {num_tokens} are not "
+            f"the {found.num_tokens} which {parsed.remote_request_id} prefilled.",
             "Send one prompt per request, and the same prompt, template and adapter to both engines.",
         )
 
 
-def prompt_digest(request: "Request") -> str:
-    """Return a digest of all that the prompt's cache depends on besides the model."""
+def leave_last_token(request: "Request") -> None:
+    """Let the prefill engine compute all of the prompt but its last token, which the decode engine computes.
+
+    Else that token would advance a Mamba state twice. Applied once, to a request that is new. One of a single token,
+    and one that reads no cache (prompt log probabilities), for which the decode engine does not load either, stay
+    whole.
+    """
+    if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.skip_reading_prefix_cache:
+        return
+    # Parallel samples in one process share the list of the prompt.
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    del request._all_token_ids[-1]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+
+
+def prompt_digest(request: "Request", num_tokens: int) -> str:
+    """Return a digest of all that the cache of the prompt's first ``num_tokens`` depends on besides the model."""
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(np.asarray(request.prompt_token_ids or (), dtype=np.int64).tobytes())
+    digest.update(np.asarray((request.prompt_token_ids or ())[:num_tokens], dtype=np.int64).tobytes())
     for feature in request.mm_features or ():
         digest.update(f"|{feature.identifier}".encode())
     if request.lora_request is not None:

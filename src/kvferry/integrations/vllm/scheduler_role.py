@@ -25,23 +25,26 @@ from kvferry.handoff.protocol import (
     Renew,
     Renewed,
 )
+from kvferry.integrations.vllm.block_lists import blocks_to_load, has_state, num_recomputed
 from kvferry.integrations.vllm.held_blocks import HeldBlocks
-from kvferry.integrations.vllm.metadata import BlockTransfer, LoadOrder, StepMetadata
+from kvferry.integrations.vllm.metadata import LoadOrder, StepMetadata
 from kvferry.integrations.vllm.request_params import (
     PrefillEngine,
     RemoteParams,
     answer_params,
     check_prompt,
+    leave_last_token,
     parse_params,
 )
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.translate import identity_of
+from kvferry.integrations.vllm.translate import group_shapes, identity_of
 from kvferry.integrations.vllm.versions import find_engine_wake
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -56,8 +59,12 @@ EPOCH_BITS = 53
 class SchedulerRole:
     """Both sides of a pull as the scheduler sees them; one instance may hold and read (``kv_both``)."""
 
-    def __init__(self, vllm_config: "VllmConfig", engine_id: str, settings: Settings) -> None:
+    def __init__(
+        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", engine_id: str, settings: Settings
+    ) -> None:
         self._settings = settings
+        self._groups = group_shapes(kv_cache_config)
+        self._has_state = has_state(self._groups)
         self._engine_id = engine_id
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._identity = identity_of(vllm_config, settings)
@@ -79,9 +86,16 @@ class SchedulerRole:
     # The engine's requests, as the scheduler meets them.
 
     def on_new_request(self, request: "Request") -> None:
-        """Take note of a request that names a remote hold, so that its lease is renewed while it waits."""
+        """Take note of a request that names a remote hold, so that its lease is renewed while it waits.
+
+        One that is to be held must end where the decode engine goes on.
+        """
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        if not params:
+            return
+        if params.get("do_remote_decode") and self._has_state:
+            leave_last_token(request)
+        if not params.get("do_remote_prefill"):
             return
         try:
             parsed = parse_params(params, request)
@@ -95,12 +109,12 @@ class SchedulerRole:
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
         """Return how many prompt tokens to load. Without effects: the engine may ask again or ignore the answer.
 
-        One token alone is not worth a load: the engine computes the last token anyway.
+        One token alone is not worth a load: the engine computes the next one anyway.
         """
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill") or request.request_id not in self._remote:
             return 0, False
-        num_missing = request.num_prompt_tokens - num_computed_tokens
+        num_missing = self._num_loadable(request) - num_computed_tokens
         return (num_missing, True) if num_missing > 1 else (0, False)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
@@ -138,6 +152,10 @@ class SchedulerRole:
         with self._prefill_lock:
             if not is_complete or request.prompt_token_ids is None or not any(block_ids):
                 self._prefill_side.drop(request.request_id)
+                return False, None
+            if self._has_state and request.num_computed_tokens != request.num_prompt_tokens:
+                self._prefill_side.drop(request.request_id)
+                logger.warning("kvferry: %s is not exported: its state went past the prompt.", request.request_id)
                 return False, None
             hold = self._prefill_side.export(request.request_id, time.monotonic())
         if hold is None:
@@ -193,7 +211,14 @@ class SchedulerRole:
     @property
     def _prefill_engine(self) -> PrefillEngine:
         host, port = self._settings.host, self._listener.port
-        return PrefillEngine(self._engine_id, host, port, self._tp_size, self._epoch, self._settings.lease_seconds)
+        block_sizes = tuple(group.block_size for group in self._groups)
+        lease_seconds = self._settings.lease_seconds
+        return PrefillEngine(self._engine_id, host, port, self._tp_size, self._epoch, lease_seconds, block_sizes)
+
+    def _num_loadable(self, request: "Request") -> int:
+        """Return how many of the prompt's tokens a load can bring; a prompt of one token is computed here."""
+        num_tokens: int = request.num_prompt_tokens
+        return max(num_tokens - num_recomputed(self._groups), 1)
 
     def _begin_hold(self, request: "Request") -> None:
         with self._prefill_lock:
@@ -216,7 +241,15 @@ class SchedulerRole:
         try:
             if isinstance(remote, KVFerryError):
                 raise remote
-            check_prompt(remote, request)
+            num_loadable = self._num_loadable(request)
+            check_prompt(remote, request, num_loadable if self._has_state else request.num_prompt_tokens)
+            blocks = blocks_to_load(
+                self._groups,
+                remote.kvferry.block_sizes,
+                (num_loadable - num_external_tokens, num_loadable),
+                remote.remote_block_ids,
+                block_ids,
+            )
             with self._decode_lock:
                 lease = self._decode_side.lease_of(request.request_id)
             if lease is None or lease.is_over(time.monotonic()):
@@ -224,14 +257,9 @@ class SchedulerRole:
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error)
             return LoadOrder(request.request_id, timeout, error=error)
-        blocks = BlockTransfer(
-            first_token=request.num_prompt_tokens - num_external_tokens,
-            end_token=request.num_prompt_tokens,
-            source_block_ids=remote.remote_block_ids,
-            destination_block_ids=tuple(tuple(group) for group in block_ids),
-        )
         timeout = min(timeout, lease.remaining(time.monotonic()))
-        return LoadOrder(request.request_id, timeout, remote.hold, remote.kvferry.slot, blocks)
+        hold, slot = remote.hold, remote.kvferry.slot
+        return LoadOrder(request.request_id, timeout, hold, slot, num_external_tokens, blocks)
 
     def _finish_reading(self, request_id: str) -> None:
         if self._remote.pop(request_id, None) is not None:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -28,15 +28,16 @@ VOCABULARY_SIZE = 2048
 class TinyModel:
     """The recipe of a tiny model.
 
-    ``dtype`` is the type its weights are saved in. ``num_layers``, ``num_kv_heads`` and ``content_size`` (elements
-    that one token and one KV head store in one layer, K and V together) give the size of its cache in closed form.
+    ``dtype`` is the type its weights are saved in. ``num_layers`` (those whose cache grows with the prompt, windows
+    and states left out), ``num_kv_heads`` and ``content_size`` (elements that one token and one KV head store in one
+    layer, K and V together) give the size of its cache in closed form.
 
     >>> TINY_MODELS["kv-heavy"].kv_bytes_per_token()
     147456
     """
 
     name: str
-    family: Literal["qwen3", "deepseek_v2"]
+    family: Literal["qwen3", "deepseek_v2", "gemma3_text", "granitemoehybrid"]
     dtype: Literal["float32", "bfloat16"]
     num_layers: int
     num_kv_heads: int
@@ -44,7 +45,7 @@ class TinyModel:
     settings: Mapping[str, Any]
 
     def kv_bytes_per_token(self, itemsize: int | None = None) -> int:
-        """Return the bytes that one token's cache occupies over all layers and KV heads."""
+        """Return the bytes that one token adds to the cache over all layers that keep the whole prompt."""
         width = itemsize if itemsize is not None else {"float32": 4, "bfloat16": 2}[self.dtype]
         return self.num_layers * self.num_kv_heads * self.content_size * width
 
@@ -93,12 +94,59 @@ def _deepseek_mla(name: str, layers: int) -> TinyModel:
     return TinyModel(name, "deepseek_v2", "float32", layers, 1, 512 + 64, MappingProxyType(settings))
 
 
+def _gemma3(name: str, layer_types: Sequence[str], window: int) -> TinyModel:
+    settings = {
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": len(layer_types),
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": window,
+        "layer_types": [f"{kind}_attention" for kind in layer_types],
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
+    }
+    num_full = list(layer_types).count("full")
+    return TinyModel(name, "gemma3_text", "float32", num_full, 4, 2 * 64, MappingProxyType(settings))
+
+
+def _granite_hybrid(name: str, layer_types: Sequence[str]) -> TinyModel:
+    settings = {
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "shared_intermediate_size": 512,
+        "num_hidden_layers": len(layer_types),
+        "layer_types": list(layer_types),
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "num_local_experts": 0,
+        "attention_multiplier": 32**-0.5,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 64,
+        "mamba_d_head": 64,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
+    }
+    num_attention = list(layer_types).count("attention")
+    return TinyModel(name, "granitemoehybrid", "float32", num_attention, 1, 2 * 32, MappingProxyType(settings))
+
+
 TINY_MODELS: Mapping[str, TinyModel] = MappingProxyType(
     {
         model.name: model
         for model in (
             _qwen3("qwen3-tiny", "float32", layers=8, hidden=256, heads=8, kv_heads=4, head=64),
             _deepseek_mla("deepseek-mla-tiny", layers=4),
+            # Two kinds of layers in numbers that make three groups, one of them short.
+            _gemma3("gemma3-tiny", ["sliding", "sliding", "full", "sliding", "full"], window=128),
+            _granite_hybrid("granite-tiny", ["mamba", "mamba", "attention", "mamba", "attention"]),
             _qwen3("kv-heavy", "bfloat16", layers=36, hidden=64, heads=8, kv_heads=8, head=128),
             _qwen3("kv-heavy-one-head", "bfloat16", layers=36, hidden=64, heads=8, kv_heads=1, head=128),
         )
@@ -127,8 +175,8 @@ def find_tiny_model(name: str) -> TinyModel:
 
     >>> find_tiny_model("qwen4-tiny")
     Traceback (most recent call last):
-    kvferry.errors.SettingsError: unknown model 'qwen4-tiny'. Use one of: deepseek-mla-tiny, kv-heavy, \
-kv-heavy-one-head, qwen3-tiny. [unknown-setting]
+    kvferry.errors.SettingsError: unknown model 'qwen4-tiny'. Use one of: deepseek-mla-tiny, gemma3-tiny, \
+granite-tiny, kv-heavy, kv-heavy-one-head, qwen3-tiny. [unknown-setting]
     """
     if name in TINY_MODELS:
         return TINY_MODELS[name]
@@ -176,9 +224,12 @@ def _spread_weights(network: Any) -> None:
 
 
 def _transformers_config(model: TinyModel) -> "PretrainedConfig":
-    from transformers import DeepseekV2Config, Qwen3Config
+    from transformers import DeepseekV2Config, Gemma3TextConfig, GraniteMoeHybridConfig, Qwen3Config
 
-    config_class: Callable[..., PretrainedConfig] = {"qwen3": Qwen3Config, "deepseek_v2": DeepseekV2Config}[
-        model.family
-    ]
+    config_class: Callable[..., PretrainedConfig] = {
+        "qwen3": Qwen3Config,
+        "deepseek_v2": DeepseekV2Config,
+        "gemma3_text": Gemma3TextConfig,
+        "granitemoehybrid": GraniteMoeHybridConfig,
+    }[model.family]
     return config_class(**model.settings)

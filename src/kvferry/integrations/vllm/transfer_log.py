@@ -18,13 +18,13 @@ class TransferLog:
 
     def write(self, order: LoadOrder, result: LoadResult) -> None:
         """Append one load."""
-        if self._file is None or order.blocks is None or order.hold is None:
+        if self._file is None or order.hold is None:
             return
         line = {
             "request_id": order.request_id,
             "remote_request_id": order.hold.handle.request_id,
             "tp_rank": self._tp_rank,
-            "num_tokens": order.blocks.end_token - order.blocks.first_token,
+            "num_tokens": order.num_tokens,
             "bytes": result.num_bytes,
             "descriptors": result.num_descriptors,
             "sources": result.num_sources,

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +11,17 @@ import torch
 
 from kvferry.errors import HandoffError, LayoutError, Reason
 from kvferry.handoff.protocol import Identity, RankEntry
+from kvferry.integrations.vllm.block_lists import GroupShape
 from kvferry.integrations.vllm.settings import Settings
+from kvferry.integrations.vllm.translate_attention import attention_components
+from kvferry.integrations.vllm.translate_state import check_state, state_components
 from kvferry.layout.cache_group import CacheGroup, CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
-from kvferry.layout.strided import Atom, Component, HeadRange
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 # A model's files are sampled, not read whole: enough to tell two checkpoints apart, quick for any size.
 SAMPLE_BYTES = 64 * 1024
@@ -29,25 +31,17 @@ _VOLATILE_CONFIG_KEYS = ("_name_or_path", "name_or_path", "transformers_version"
 
 def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
     """Refuse at start what this version cannot move. Raises :class:`LayoutError` (unsupported)."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         _refuse(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}", "Run with pipeline parallel size 1.")
     context_parallel = parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size
     if context_parallel > 1:
         _refuse("context parallelism is on", "Run with prefill and decode context parallel size 1.")
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        _refuse(
-            f"the model has {len(groups)} KV cache groups and this version moves one",
-            "For sliding-window models, run both engines with --disable-hybrid-kv-cache-manager.",
-        )
-    spec = _spec_of(kv_cache_config)
-    if not isinstance(spec, FullAttentionSpec) or spec.tokens_per_state != 1 or spec.page_size_padded is not None:
-        _refuse(f"the KV cache is a {type(spec).__name__}", "Full attention and MLA caches are supported.")
-    if spec.kv_quant_mode.value != 0:
-        _refuse(f"the KV cache is quantised ({spec.kv_quant_mode.name})", "Run with --kv-cache-dtype auto.")
+    if vllm_config.num_prefill_lookahead_tokens > 1:
+        lookahead = vllm_config.num_prefill_lookahead_tokens
+        _refuse(f"the drafter embeds {lookahead} tokens ahead of the prompt", "Run without multi-module drafting.")
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        _check_group(index, group)
 
 
 def identity_of(vllm_config: "VllmConfig", settings: Settings) -> Identity:
@@ -70,31 +64,31 @@ def resolved_layout(vllm_config: "VllmConfig") -> NamedLayout:
     return NamedLayout.parse(vllm_config.cache_config.get_resolved_kv_cache_layout().name)
 
 
+def group_shapes(kv_cache_config: "KVCacheConfig") -> tuple[GroupShape, ...]:
+    """Return what the scheduler must know of each cache group, in vLLM's order."""
+    return tuple(_group_shape(_spec_of(group)) for group in kv_cache_config.kv_cache_groups)
+
+
 def shard_of(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", kv_caches: Mapping[str, torch.Tensor], tp_rank: int
 ) -> Shard:
-    """Return what this rank holds, from the engine's own ``[B, H, N, C]`` views.
+    """Return what this rank holds, from the engine's own views of its one buffer: a group for each of vLLM's.
+
+    Groups overlay each other in the buffer and own disjoint block ids. A group is named by its index and its layers
+    by name; ``kv_caches`` may hold more layers than the groups, those that read another layer's cache.
 
     Raises :class:`LayoutError` when a view is not what the specification promises.
     """
-    layer_names = tuple(kv_cache_config.kv_cache_groups[0].layer_names)
-    views = [kv_caches[name] for name in layer_names]
-    spec = _spec_of(kv_cache_config)
     tp_size = vllm_config.parallel_config.tensor_parallel_size
-    storage = views[0].untyped_storage()
+    first = kv_caches[kv_cache_config.kv_cache_groups[0].layer_names[0]]
+    storage = first.untyped_storage()
     region = Region(storage.data_ptr(), storage.nbytes())
-    _check_views(layer_names, views, (kv_cache_config.num_blocks, spec.num_heads, spec.block_size))
-    is_mla = vllm_config.model_config.use_mla
-    num_kv_heads = 1 if is_mla else vllm_config.model_config.get_total_num_kv_heads()
-    heads = _heads_of(num_kv_heads, tp_rank, tp_size, is_mla)
-    group = CacheGroup(
-        name="0",
-        kind=CacheKind.MLA if is_mla else CacheKind.ATTENTION,
-        block_size=spec.block_size,
-        num_blocks=kv_cache_config.num_blocks,
-        components=(_component(layer_names, views, region, heads, num_kv_heads, vllm_config),),
-    )
-    return Shard(regions=(region,), groups=(group,), tp_rank=tp_rank, tp_size=tp_size)
+    groups = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        views = {name: kv_caches[name] for name in group.layer_names}
+        _check_views(views, region)
+        groups.append(_cache_group(vllm_config, kv_cache_config, index, views, region, (tp_rank, tp_size)))
+    return Shard(regions=(region,), groups=tuple(groups), tp_rank=tp_rank, tp_size=tp_size)
 
 
 def decode_rank_entry(data: bytes) -> RankEntry:
@@ -105,80 +99,76 @@ def decode_rank_entry(data: bytes) -> RankEntry:
         raise HandoffError(Reason.MALFORMED_MESSAGE, f"a worker's handshake metadata is malformed: {error}.") from error
 
 
-def _component(
-    layer_names: tuple[str, ...],
-    views: Sequence[torch.Tensor],
-    region: Region,
-    heads: HeadRange,
-    total_heads: int,
+def _check_group(index: int, group: "KVCacheGroupSpec") -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+
+    spec = _spec_of(group)
+    where = f"cache group {index} is a {type(spec).__name__}"
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec):
+        _refuse(where, "Full attention, sliding windows, MLA and Mamba2 states are supported.")
+    if not group.enable_kv_transfer or group.host_resident:
+        _refuse(f"{where} whose blocks are not to be moved", "Run without a cache kept in host memory.")
+    if isinstance(spec, MambaSpec):
+        check_state(index, spec)
+        return
+    if spec.tokens_per_state != 1:
+        _refuse(f"{where} with {spec.tokens_per_state} tokens a slot", "Caches of one slot a token are supported.")
+    if spec.kv_quant_mode.value != 0:
+        _refuse(f"{where}, quantised ({spec.kv_quant_mode.name})", "Run with --kv-cache-dtype auto.")
+
+
+def _group_shape(spec: Any) -> GroupShape:
+    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+
+    if isinstance(spec, MambaSpec):
+        return GroupShape(CacheKind.STATE, block_size=1)
+    if isinstance(spec, SlidingWindowSpec):
+        # vLLM keeps so many tokens more than attention reads; they lie in real blocks as well.
+        window = spec.sliding_window + spec.extra_retained_tokens
+        return GroupShape(CacheKind.SLIDING_WINDOW, spec.block_size, window)
+    kind = CacheKind.MLA if isinstance(spec, MLAAttentionSpec) else CacheKind.ATTENTION
+    return GroupShape(kind, spec.block_size)
+
+
+def _cache_group(
     vllm_config: "VllmConfig",
-) -> Component:
-    first = views[0]
-    itemsize = first.element_size()
-    block, head, token, channel = (stride * itemsize for stride in first.stride())
-    packing = _packing(vllm_config, layer_names[0], first)
-    return Component(
-        name="kv",
-        layers=layer_names,
-        layer_offsets=tuple(view.data_ptr() - region.base_address for view in views),
-        heads=(heads,),
-        total_heads=total_heads,
-        num_channels=first.shape[3],
-        itemsize=itemsize,
-        block_stride=block,
-        head_stride=head,
-        token_stride=token,
-        channel_stride=channel,
-        atom=Atom.PAGE if packing else Atom.CONTENT,
-        packing=packing,
+    kv_cache_config: "KVCacheConfig",
+    index: int,
+    views: Mapping[str, torch.Tensor],
+    region: Region,
+    rank: tuple[int, int],
+) -> CacheGroup:
+    spec = _spec_of(kv_cache_config.kv_cache_groups[index])
+    shape = _group_shape(spec)
+    if shape.kind is CacheKind.STATE:
+        layer = vllm_config.compilation_config.static_forward_context[next(iter(views))]
+        components = state_components(spec, layer, views, region, rank)
+    else:
+        expected = (kv_cache_config.num_blocks, spec.num_heads, spec.block_size)
+        components = attention_components(vllm_config, shape.kind, views, expected, region, rank)
+    return CacheGroup(
+        name=str(index),
+        kind=shape.kind,
+        block_size=shape.block_size,
+        num_blocks=kv_cache_config.num_blocks,
+        components=components,
+        window=shape.window,
     )
 
 
-def _packing(vllm_config: "VllmConfig", layer_name: str, view: torch.Tensor) -> str:
-    """Name the inside of a ``(block, head)`` page that a kernel packs; empty where tokens lie apart.
-
-    CPU attention keeps a key plane and a value plane in a page, arranged by instruction set,
-    dtype and block size.
-    """
-    layer = vllm_config.compilation_config.static_forward_context[layer_name]
-    backend = layer.get_attn_backend().get_name()
-    if backend != "CPU_ATTN":
-        return ""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    block_size = view.shape[2]
-    dtype: Any = vllm_config.model_config.dtype
-    isa = _get_attn_isa(dtype, block_size, layer.head_size, vllm_config.cache_config.cache_dtype)
-    return f"cpu_attn:{isa}:{str(view.dtype).removeprefix('torch.')}:{block_size}"
-
-
-def _heads_of(num_kv_heads: int, tp_rank: int, tp_size: int, is_mla: bool) -> HeadRange:
-    """Return the global heads of a rank: an equal share, or one head shared by several ranks."""
-    if is_mla:
-        return HeadRange(0, 1)
-    if tp_size <= num_kv_heads:
-        share = num_kv_heads // tp_size
-        return HeadRange(tp_rank * share, (tp_rank + 1) * share)
-    head = tp_rank // (tp_size // num_kv_heads)
-    return HeadRange(head, head + 1)
-
-
-def _check_views(layer_names: Sequence[str], views: Sequence[torch.Tensor], expected: tuple[int, int, int]) -> None:
-    first = views[0]
-    for name, view in zip(layer_names, views, strict=True):
-        if tuple(view.shape[:3]) != expected:
-            _refuse(
-                f"the cache of {name} has shape {tuple(view.shape)}, expected [blocks, heads, tokens] of {expected}",
-                "Choose a block size that the attention kernel takes whole.",
-            )
+def _check_views(views: Mapping[str, torch.Tensor], region: Region) -> None:
+    (first_name, first), *others = views.items()
+    for name, view in views.items():
+        if view.untyped_storage().data_ptr() != region.base_address:
+            _refuse(f"the cache of {name} lies in a buffer of its own", "")
+    for name, view in others:
         if view.stride() != first.stride() or view.dtype != first.dtype or view.shape != first.shape:
-            _refuse(f"the cache of {name} differs in shape or strides from that of {layer_names[0]}", "")
+            _refuse(f"the cache of {name} differs in shape or strides from that of {first_name}", "")
 
 
-def _spec_of(kv_cache_config: "KVCacheConfig") -> Any:
+def _spec_of(group: "KVCacheGroupSpec") -> Any:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    group = kv_cache_config.kv_cache_groups[0]
     spec: Any = group.kv_cache_spec
     return spec.kv_cache_specs[group.layer_names[0]] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
@@ -188,9 +178,13 @@ def _refuse(what: str, remedy: str) -> None:
 
 
 def _kv_dtype(vllm_config: "VllmConfig") -> str:
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    dtype = vllm_config.model_config.dtype if cache_dtype == "auto" else cache_dtype
-    return str(dtype).removeprefix("torch.")
+    """Return the types of all that is cached: of keys and values, and of states where the model has any."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    names: list[str] = [cache.cache_dtype]
+    if model.is_hybrid or model.is_attention_free:
+        names += [cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype]
+    dtypes = (model.dtype if name == "auto" else name for name in names)
+    return "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _config_digest(config: Mapping[str, Any]) -> str:

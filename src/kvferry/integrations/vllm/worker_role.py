@@ -11,7 +11,7 @@ import msgspec
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from kvferry.errors import HandoffError, Reason, TransportError
+from kvferry.errors import Reason, TransportError
 from kvferry.execution.executor import Executor
 from kvferry.execution.load import GuardedRead, Load, LoadResult
 from kvferry.execution.memory import collapse_to_huge_pages
@@ -27,7 +27,6 @@ from kvferry.integrations.vllm.statistics import Statistics
 from kvferry.integrations.vllm.transfer_log import TransferLog
 from kvferry.integrations.vllm.translate import identity_of, resolved_layout, shard_of
 from kvferry.layout.shard import Region
-from kvferry.plan.request import GroupBlocks
 from kvferry.plan.strategy import Strategy
 from kvferry.plan.wire import encode_shard
 from kvferry.transport.registry import open_transports
@@ -140,30 +139,8 @@ class WorkerRole:
     def _prepare(self, order: LoadOrder) -> Sequence[GuardedRead] | None:
         assert self._remote_engines is not None
         assert order.hold is not None
-        assert order.blocks is not None
         engine = self._remote_engines.get(order.hold)
-        if engine is None:
-            return None
-        blocks = order.blocks
-        if len(blocks.source_block_ids) != len(blocks.destination_block_ids):
-            raise HandoffError(
-                Reason.GROUP_MISMATCH,
-                f"{order.request_id}: the prefill engine names blocks of {len(blocks.source_block_ids)} cache groups, "
-                f"this engine has {len(blocks.destination_block_ids)}.",
-            )
-        groups = [
-            GroupBlocks(
-                group=str(index),
-                first_token=blocks.first_token,
-                last_token=blocks.end_token,
-                source_block_ids=source,
-                destination_block_ids=destination,
-            )
-            for index, (source, destination) in enumerate(
-                zip(blocks.source_block_ids, blocks.destination_block_ids, strict=True)
-            )
-        ]
-        return engine.reads(order.hold, order.slot, groups)
+        return None if engine is None else engine.reads(order.hold, order.slot, order.blocks)
 
     def _account(self, result: LoadResult) -> None:
         order = self._orders.pop(result.load_id)

@@ -1,0 +1,106 @@
+"""Pages of Mamba2 states as components. vLLM gives each layer one view of bytes, ``[B, 1, 1, C]``.
+
+A page holds the convolution's last inputs, then the recurrent state, then padding up to the size of an attention page.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvferry.errors import LayoutError, Reason
+from kvferry.layout.shard import Region
+from kvferry.layout.state import (
+    ConvOrder,
+    ConvSegment,
+    StatePages,
+    conv_components,
+    mamba2_segments,
+    recurrent_component,
+)
+from kvferry.layout.strided import Component, HeadRange
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+
+def check_state(index: int, spec: "MambaSpec") -> None:
+    """Refuse states that this version cannot move. Raises :class:`LayoutError` (unsupported)."""
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+    where = f"cache group {index} holds states"
+    if spec.mamba_type is not MambaAttentionBackendEnum.MAMBA2 or len(spec.shapes) != 2:
+        _refuse(f"{where} of {spec.mamba_type.name} in {len(spec.shapes)} parts", "Mamba2 states are supported.")
+    if spec.mamba_cache_mode != "none":
+        _refuse(f"{where} that are cached by prefix ({spec.mamba_cache_mode})", "Run with --no-enable-prefix-caching.")
+    if spec.num_speculative_blocks:
+        _refuse(f"{where} of draft tokens", "Run without speculative decoding.")
+
+
+def state_components(
+    spec: "MambaSpec",
+    layer: "MambaMixer2",
+    views: Mapping[str, torch.Tensor],
+    region: Region,
+    rank: tuple[int, int],
+) -> tuple[Component, ...]:
+    """Return the components of one group's layers, of which ``layer`` is the first; ``rank`` has its size.
+
+    Raises :class:`LayoutError` (unsupported) where the specification is not that of the layer.
+    """
+    first = next(iter(views.values()))
+    conv_shape, recurrent_shape = spec.shapes
+    conv_itemsize, recurrent_itemsize = (dtype.itemsize for dtype in spec.dtypes)
+    conv_bytes = math.prod(conv_shape) * conv_itemsize
+    page_bytes = conv_bytes + math.prod(recurrent_shape) * recurrent_itemsize
+    segments, order = _segments(layer, rank), _conv_order()
+    state_len, num_channels = conv_shape if order is ConvOrder.SD else conv_shape[::-1]
+    _check(spec, layer, num_channels == sum(len(segment.held) for segment in segments), rank)
+    if first.element_size() != 1 or tuple(first.shape[1:]) != (1, 1, page_bytes):
+        _refuse(f"a view of states has shape {tuple(first.shape)}, expected pages of {page_bytes} bytes")
+    pages = StatePages(
+        layers=tuple(views),
+        layer_offsets=tuple(view.data_ptr() - region.base_address for view in views.values()),
+        block_stride=first.stride(0),
+    )
+    num_held = recurrent_shape[0]
+    recurrent = recurrent_component(
+        pages,
+        HeadRange(rank[0] * num_held, (rank[0] + 1) * num_held),
+        num_held * rank[1],
+        num_channels=math.prod(recurrent_shape[1:]),
+        itemsize=recurrent_itemsize,
+        page_offset=conv_bytes,
+    )
+    conv = conv_components(pages, segments, state_len=state_len, order=order, itemsize=conv_itemsize)
+    return (*conv, recurrent)
+
+
+def _segments(layer: "MambaMixer2", rank: tuple[int, int]) -> tuple[ConvSegment, ...]:
+    """Return this rank's segments of the convolution.
+
+    ``layer.n_groups`` counts a group that every rank has once for each; its convolution then is no merged one.
+    """
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    num_groups = layer.n_groups if isinstance(layer.conv1d, MergedColumnParallelLinear) else 1
+    return mamba2_segments(layer.intermediate_size, num_groups, layer.ssm_state_size, *rank)
+
+
+def _conv_order() -> ConvOrder:
+    """VLLM asks for DS where the connector's name begins with Nixl, for SD elsewhere, and its environment decides."""
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    return ConvOrder(get_conv_state_layout())
+
+
+def _check(spec: "MambaSpec", layer: "MambaMixer2", segments_fit: bool, rank: tuple[int, int]) -> None:
+    expected: Any = (layer.num_heads // rank[1], layer.head_dim, layer.ssm_state_size)
+    if not segments_fit or tuple(spec.shapes[1]) != expected:
+        _refuse(f"states of shapes {spec.shapes} are not those of a Mamba2 layer with {expected}")
+
+
+def _refuse(what: str, remedy: str = "") -> None:
+    raise LayoutError(Reason.UNSUPPORTED, f"{what}.", remedy)

@@ -1,0 +1,205 @@
+"""vLLM's cache tensors as components, from views made as vLLM makes them; no engine runs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from kvferry.errors import KVFerryError, Reason
+from kvferry.integrations.vllm import translate, translate_attention
+from kvferry.layout.cache_group import CacheKind
+from kvferry.layout.strided import Atom
+
+NUM_BLOCKS, BLOCK_SIZE, HEAD_SIZE = 6, 32, 8
+PAGE = 2 * BLOCK_SIZE * 2 * HEAD_SIZE * 4  # bytes of two heads
+ATTENTION: dict[str, Any] = {
+    "block_size": BLOCK_SIZE,
+    "num_kv_heads": 2,
+    "head_size": HEAD_SIZE,
+    "dtype": torch.float32,
+}
+FULL = FullAttentionSpec(**ATTENTION)
+WINDOW = SlidingWindowSpec(**ATTENTION, sliding_window=40, extra_retained_tokens=2)
+STATE = MambaSpec(
+    shapes=((3, 24), (2, 8, 4)), dtypes=(torch.float32, torch.float32), block_size=4096, page_size_padded=PAGE
+)
+
+
+def engine(monkeypatch: pytest.MonkeyPatch, isa: str = "vec", tp_size: int = 2, **layers: Any) -> Any:
+    """Return a configuration of an engine whose attention runs on a CPU with this instruction set."""
+    monkeypatch.setattr("vllm.v1.attention.backends.cpu_attn._get_attn_isa", lambda *_: isa)
+    backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    attention = SimpleNamespace(get_attn_backend=lambda: backend, head_size=HEAD_SIZE)
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tp_size,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+        ),
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 4, dtype=torch.float32),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={str(n): attention for n in range(5)} | layers),
+        num_prefill_lookahead_tokens=0,
+    )
+
+
+def groups(*named: tuple[list[str], Any]) -> KVCacheConfig:
+    return KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(layers, spec) for layers, spec in named])
+
+
+def block_rows(num_pages: int) -> torch.Tensor:
+    return torch.zeros(NUM_BLOCKS * num_pages * PAGE, dtype=torch.int8)
+
+
+def attention_view(rows: torch.Tensor, page: int) -> torch.Tensor:
+    """Return page number ``page`` of every block row, as vLLM's ``BLHNC`` does."""
+    shape = (NUM_BLOCKS, 2, BLOCK_SIZE, 2 * HEAD_SIZE)
+    strides = (len(rows) // NUM_BLOCKS // 4, PAGE // 8, 2 * HEAD_SIZE, 1)
+    return rows.view(torch.float32).as_strided(shape, strides, page * PAGE // 4)
+
+
+def state_view(rows: torch.Tensor, page: int, num_bytes: int) -> torch.Tensor:
+    row = len(rows) // NUM_BLOCKS
+    return rows.as_strided((NUM_BLOCKS, 1, 1, num_bytes), (row, num_bytes, num_bytes, 1), page * PAGE)
+
+
+def test_groups_that_interleave_their_layers_overlay_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are told apart by name, and a shorter group leaves the tail of its block rows alone."""
+    rows = block_rows(num_pages=2)
+    config = groups((["2", "4"], FULL), (["0", "3"], WINDOW), (["1"], WINDOW))
+    caches = {"2": attention_view(rows, 0), "4": attention_view(rows, 1), "0": attention_view(rows, 0)}
+    caches |= {"3": attention_view(rows, 1), "1": attention_view(rows, 0)}
+    shard = translate.shard_of(engine(monkeypatch), config, caches, tp_rank=1)
+    assert [group.name for group in shard.groups] == ["0", "1", "2"]
+    assert [group.kind for group in shard.groups] == [CacheKind.ATTENTION] + [CacheKind.SLIDING_WINDOW] * 2
+    assert [group.window for group in shard.groups] == [0, 42, 42]
+    assert [group.component("k").layers for group in shard.groups] == [("2", "4"), ("0", "3"), ("1",)]
+    assert [group.component("k").layer_offsets for group in shard.groups] == [(0, PAGE), (0, PAGE), (0,)]
+    assert [list(map(repr, group.component("v").heads)) for group in shard.groups] == [["2:4"]] * 3
+
+
+def test_a_layer_that_reads_anothers_cache_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = block_rows(num_pages=1)
+    caches = {"0": attention_view(rows, 0), "1": attention_view(rows, 0)}
+    shard = translate.shard_of(engine(monkeypatch), groups((["0"], FULL)), caches, tp_rank=0)
+    assert shard.groups[0].layers == {"0"}
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16"])
+def test_planes_name_the_elements_that_the_kernel_reads(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's views of a page are ``[channel][token]`` keys, then ``[token][channel]`` values."""
+    rows = torch.arange(NUM_BLOCKS * PAGE // 4, dtype=torch.float32).view(torch.int8)
+    view = attention_view(rows, 0)
+    shard = translate.shard_of(engine(monkeypatch, isa), groups((["0"], FULL)), {"0": view}, tp_rank=0)
+    page = view[3, 1].reshape(-1)
+    keys, values = page[: BLOCK_SIZE * HEAD_SIZE], page[BLOCK_SIZE * HEAD_SIZE :]
+    elements = {"k": keys.view(HEAD_SIZE, BLOCK_SIZE).T, "v": values.view(BLOCK_SIZE, HEAD_SIZE)}
+    for name, expected in elements.items():
+        part = shard.groups[0].component(name)
+        offset = part.layer_offsets[0] + 3 * part.block_stride + part.head_stride
+        strides = (part.token_stride // 4, part.channel_stride // 4)
+        found = rows.view(torch.float32).as_strided((BLOCK_SIZE, HEAD_SIZE), strides, offset // 4)
+        assert torch.equal(found, expected)
+
+
+def test_pages_of_other_instruction_sets_are_atoms(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = {"0": attention_view(block_rows(1), 0)}
+    [group] = translate.shard_of(engine(monkeypatch, "amx"), groups((["0"], FULL)), caches, tp_rank=0).groups
+    assert [part.atom for part in group.components] == [Atom.PAGE]
+    assert group.components[0].packing == "cpu_attn:amx:float32:32"
+
+
+def mixer(tp_size: int, *, shared_group: bool) -> Any:
+    linear = ColumnParallelLinear if shared_group else MergedColumnParallelLinear
+    return SimpleNamespace(
+        intermediate_size=16 * tp_size,
+        n_groups=tp_size,
+        ssm_state_size=4,
+        num_heads=2 * tp_size,
+        head_dim=8,
+        conv1d=linear.__new__(linear),
+    )
+
+
+@pytest.mark.parametrize("order", ["SD", "DS"])
+@pytest.mark.parametrize("shared_group", [False, True])
+def test_states_lie_in_padded_pages_of_bytes(order: str, shared_group: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The view of a state has no shape: it is in the specification, and the padding is in the strides."""
+    monkeypatch.setattr("vllm.model_executor.layers.mamba.mamba_utils.get_conv_state_layout", lambda: order)
+    conv_shape = (3, 24) if order == "SD" else (24, 3)
+    spec = MambaSpec(shapes=(conv_shape, (2, 8, 4)), dtypes=STATE.dtypes, block_size=4096, page_size_padded=PAGE)
+    rows, num_bytes = block_rows(num_pages=2), (3 * 24 + 2 * 8 * 4) * 4
+    caches = {"m0": state_view(rows, 0, num_bytes), "m1": state_view(rows, 1, num_bytes)}
+    config = engine(monkeypatch, m0=mixer(2, shared_group=shared_group))
+    [group] = translate.shard_of(config, groups((["m0", "m1"], spec)), caches, tp_rank=1).groups
+    assert (group.kind, group.block_size) == (CacheKind.STATE, 1)
+    held = {part.name: (repr(part.heads[0]), part.total_heads) for part in group.components}
+    grouped = ("0:4", 4) if shared_group else ("4:8", 8)
+    assert held == {"conv.x": ("16:32", 32), "conv.B": grouped, "conv.C": grouped, "ssm": ("2:4", 4)}
+    channel, tap = (4, 96) if order == "SD" else (12, 4)
+    segment = group.component("conv.C")
+    assert (segment.head_stride, segment.channel_stride) == (channel, tap)
+    assert segment.layer_offsets == (20 * channel, PAGE + 20 * channel)
+    assert group.component("ssm").layer_offsets == (3 * 24 * 4, PAGE + 3 * 24 * 4)
+    assert {part.block_stride for part in group.components} == {2 * PAGE}
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, config: Any, **parallel: int) -> str:
+    vllm_config = engine(monkeypatch)
+    for name, value in parallel.items():
+        setattr(vllm_config.parallel_config, name, value)
+    with pytest.raises(KVFerryError) as found:
+        translate.check_supported(vllm_config, config)
+    assert found.value.reason is Reason.UNSUPPORTED
+    return str(found.value)
+
+
+def test_what_works_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    translate.check_supported(engine(monkeypatch), groups((["0"], FULL), (["1"], WINDOW), (["2"], STATE)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64), "a ChunkedLocalAttentionSpec"),
+        (FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), "quantised"),
+        (
+            MambaSpec(shapes=STATE.shapes, dtypes=STATE.dtypes, block_size=64, mamba_cache_mode="align"),
+            "--no-enable-prefix",
+        ),
+        (MambaSpec(shapes=STATE.shapes, dtypes=STATE.dtypes, block_size=64, num_speculative_blocks=1), "draft tokens"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_at_start(spec: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert text in refusal(monkeypatch, groups((["0"], FULL), (["1"], spec)))
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
+def test_other_parallelism_is_refused_at_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "parallel" in refusal(monkeypatch, groups((["0"], FULL)), **{name: 2})
+
+
+def test_a_view_of_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    halved = attention_view(block_rows(1), 0)[:, :, : BLOCK_SIZE // 2]
+    with pytest.raises(KVFerryError, match="a block size that the attention kernel takes whole"):
+        translate.shard_of(engine(monkeypatch), groups((["0"], FULL)), {"0": halved}, tp_rank=0)
+
+
+def test_one_head_held_where_the_model_has_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KVFerryError, match="holds one KV head where the model has 4"):
+        translate_attention._heads(engine(monkeypatch), CacheKind.ATTENTION, 1, (0, 2))
