@@ -53,7 +53,7 @@ def test_block_sizes_differ_and_the_prefix_hit_is_unaligned() -> None:
 
 
 def test_a_state_is_the_last_block_of_each_list() -> None:
-    full, state = blocks_to_load([FULL, STATE], [16, 1], (0, 20), [[9, 8], [3]], [[1, 2], [0, 5]])
+    full, state = blocks_to_load([FULL, STATE], [16, 1], (0, 20), [[9, 8], [0, 3]], [[1, 2], [0, 5]])
     assert (full.num_tokens, state.num_tokens) == (20, 1)
     assert (state.source_ids.tolist(), state.destination_ids.tolist()) == ([3], [5])
     assert has_state([FULL, STATE])
