@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.cli.bench_strategy import report_strategies
 from kvferry.cli.transport_measurement import (
     MemcpyMover,
     PlainNixl,
@@ -155,12 +156,19 @@ def bench_transport(
     sizes: Annotated[str, typer.Option(help="Piece sizes, separated by commas.")] = "4K,16K,64K,512K,64M",
     total: Annotated[str, typer.Option(help="Bytes to move, a multiple of every size.")] = "64M",
     repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 9,
+    strategy: Annotated[bool, typer.Option("--strategy", help="Compare direct with scatter on a head merge.")] = False,
 ) -> None:
-    """Measure transports between two processes, beside memcpy in one process and a plain NIXL program."""
+    """Measure transports between two processes, beside memcpy in one process and a plain NIXL program.
+
+    With --strategy: two ranks of LBNHC merged into one, in runs of 2 KiB, directly and by way of a stage (huge pages).
+    """
     names = [name.strip() for name in transport.split(",")]
     for name in names:
         check_setting(name)
     num_bytes, piece_bytes = parse_size(total), [parse_size(size) for size in sizes.split(",")]
+    if strategy:
+        report_strategies(names, num_bytes, repeat, json_output)
+        return
     for size in piece_bytes:
         if num_bytes % size:
             raise SettingsError(Reason.INVALID_SETTING, f"{num_bytes} bytes are not a multiple of pieces of {size}.")

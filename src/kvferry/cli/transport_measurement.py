@@ -79,19 +79,20 @@ class Mover:
     """One transport with its peer, ready to move pieces."""
 
     def __init__(self, transport: Transport, peer: Peer, remote_address: int, local: Bytes) -> None:
-        self._transport = transport
-        self._peer = peer
+        self.transport = transport
+        self.peer = peer
+        self.remote_address = remote_address
         self._base = np.array([remote_address, local.ctypes.data, 0], np.uint64)
 
     def __call__(self, pieces: Descriptors) -> float:
         """Read the pieces and return the seconds, submit and end included."""
         descriptors = pieces + self._base
         started = time.perf_counter()
-        transfer = self._transport.submit(self._peer, Direction.READ, descriptors)
-        while self._transport.poll(transfer) is Status.PENDING:
+        transfer = self.transport.submit(self.peer, Direction.READ, descriptors)
+        while self.transport.poll(transfer) is Status.PENDING:
             if time.perf_counter() - started > ANSWER_SECONDS:
-                self._transport.cancel(transfer)
-                raise TransportError(Reason.DEADLINE_EXCEEDED, f"{self._peer.name}: no end in {ANSWER_SECONDS} s.")
+                self.transport.cancel(transfer)
+                raise TransportError(Reason.DEADLINE_EXCEEDED, f"{self.peer.name}: no end in {ANSWER_SECONDS} s.")
         seconds = time.perf_counter() - started
         if transfer.error is not None:
             raise transfer.error
@@ -247,13 +248,16 @@ class PlainNixl:
 
 @contextmanager
 def open_movers(
-    names: Sequence[str], num_bytes: int, local: Bytes, huge: bool
+    names: Sequence[str], num_bytes: int, local: Bytes, huge: bool, others: Sequence[Region] = ()
 ) -> Iterator[tuple[dict[str, Mover], Child]]:
-    """Open transports and connect each to one other process that has ``2 * num_bytes`` of memory."""
+    """Open transports and connect each to one other process that has ``2 * num_bytes`` of memory.
+
+    ``others`` is memory of this process that is registered along with ``local``.
+    """
     transports = TransportSet({name: open_transport(name) for name in names})
     child = Child("peer", num_bytes, int(huge), ",".join(names))
     try:
-        transports.register([Region(int(local.ctypes.data), local.nbytes)])
+        transports.register([Region(int(local.ctypes.data), local.nbytes), *others])
         hello = child.read()
         movers = {}
         for name in names:
