@@ -16,7 +16,7 @@ from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.null import NullTransport
 from kvferry.transport.probe import probe
 from kvferry.transport.protocol import Descriptors, Direction, Peer, Region, Status, Transfer, Transport
-from kvferry.transport.registry import TransportSet, open_transports, probe_all
+from kvferry.transport.registry import AUTO, TransportSet, open_transports, probe_all
 from kvferry.transport.tracing import TracingTransport
 
 BYTES = 1 << 16
@@ -90,11 +90,22 @@ def test_auto_goes_on_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.reason is Reason.MISSING_DEPENDENCY
 
 
+def test_mooncake_is_opened_by_name_only_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "mooncake" not in AUTO
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    with pytest.raises(TransportError, match=r"pip install \"kvferry\[mooncake\]\"") as caught:
+        open_transports("mooncake")
+    assert caught.value.reason is Reason.TRANSPORT_UNAVAILABLE
+
+
 def test_probes_say_what_works() -> None:
     pytest.importorskip("nixl")
+    pytest.importorskip("mooncake")
     assert [(result.name, result.works, result.reason) for result in probe_all()] == [
         ("cma", True, ""),
         ("nixl", True, ""),
+        ("mooncake", True, ""),
     ]
 
 

@@ -24,3 +24,12 @@ class TestNixl(TransportSuite):
     @classmethod
     def _installed(cls) -> None:
         pytest.importorskip("nixl")
+
+
+class TestMooncake(TransportSuite):
+    factory = "kvferry.transport.mooncake:MooncakeTransport"
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _installed(cls) -> None:
+        pytest.importorskip("mooncake")

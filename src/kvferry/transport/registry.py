@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 FACTORIES: dict[str, str] = {
     "cma": "kvferry.transport.cma:CmaTransport",
     "nixl": "kvferry.transport.nixl:NixlTransport",
+    "mooncake": "kvferry.transport.mooncake:MooncakeTransport",
     "memcpy": "kvferry.transport.memcpy:MemcpyTransport",
     "null": "kvferry.transport.null:NullTransport",
 }
@@ -23,6 +24,9 @@ FACTORIES: dict[str, str] = {
 
 AUTO = ("cma", "nixl")
 """What ``auto`` opens, the preferred first."""
+
+PROBED = (*AUTO, "mooncake")
+"""What works between processes and so can be tried with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,5 +137,5 @@ def check_setting(setting: str) -> None:
 
 
 def probe_all() -> list[ProbeResult]:
-    """Try each transport of ``auto`` against a child process, and say what works, or why not and what to do."""
-    return [probe(name, FACTORIES[name]) for name in AUTO]
+    """Try each transport between processes against a child, and say what works, or why not and what to do."""
+    return [probe(name, FACTORIES[name]) for name in PROBED]

@@ -1,0 +1,348 @@
+"""Mooncake Transfer Engine over TCP: host memory between processes that reach each other's ports.
+
+The engine calls a batch failed while other requests of it may still write, and of a batch that runs it says without
+blocking only whether the first request has ended. So each slice of a transfer is one batch and then a *fence*: a batch
+of one request, which reads the peer's nonce. With one lane per peer requests end strictly in order, so that a slice
+has ended, well or not, when its fence has; and a right nonce says that the peer was still the peer after the bytes.
+Nothing posted can be revoked: a cancelled or failed transfer stays ``PENDING`` until its fences have ended.
+"""
+
+import os
+import re
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import Reason, SettingsError, TransportError
+from kvferry.layout.shard import Region
+from kvferry.transport.end_points import (
+    NONCE_BYTES,
+    Address,
+    Nonce,
+    RegionList,
+    decode_end_point,
+    pack_regions,
+    unpack_regions,
+)
+from kvferry.transport.mooncake_engine import LOOPBACK, MAX_QUEUED_DESCRIPTORS, is_loopback, open_engine
+from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
+from kvferry.transport.regions import RegionTable, check_regions
+from kvferry.transport.submission import check_submission, slice_bounds, split_long
+
+MAX_DESCRIPTORS_PER_SLICE = 256
+MAX_BYTES_PER_SLICE = 8 << 20
+MAX_SLICES_IN_FLIGHT = 2
+CONNECT_SECONDS = 10.0
+CLOSE_SECONDS = 2.0
+
+_HOST = r"[0-9A-Za-z]([0-9A-Za-z.\-]{0,251}[0-9A-Za-z])?"
+_COMPLETED = 1
+_UNDER_WAY = (0, -2)  # -2: longer than Mooncake's own limit for a request, and still under way
+
+
+class MooncakeEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an engine answers, its registered memory, and a nonce in it."""
+
+    transport: Literal["mooncake"]
+    version: Literal[1]
+    host: Annotated[str, msgspec.Meta(pattern=f"^{_HOST}$")]
+    port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    regions: RegionList
+    nonce_address: Address
+    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
+@dataclass(slots=True, eq=False)
+class MooncakePeer(Peer):
+    """A remote engine; ``name`` is ``host:port``, by which Mooncake knows it."""
+
+    nonce_address: int
+    nonce: bytes
+
+
+@dataclass(slots=True, eq=False)
+class Slice:
+    """A posted part of a transfer. ``batch`` is 0 where there is only a fence, ``fence`` 0 where that is missing."""
+
+    peer: MooncakePeer
+    batch: int
+    num_descriptors: int
+    num_bytes: int
+    fence: int = 0
+    landed_nonce: np.ndarray = field(default_factory=lambda: np.zeros(NONCE_BYTES, np.uint8))
+
+
+@dataclass(slots=True, eq=False)
+class MooncakeTransfer(Transfer):
+    """A transfer as slices ``[bounds[i], bounds[i + 1])`` of its descriptors, posted in order."""
+
+    descriptors: Descriptors = field(kw_only=True)
+    bounds: list[int] = field(kw_only=True)
+    next_slice: int = 0
+    running: deque[Slice] = field(default_factory=deque)
+    ending: Status | None = None
+    """Set by an error or ``cancel``: post nothing more and end so once the wire is quiet."""
+
+
+class MooncakeTransport:
+    """One engine, reached on loopback, or at the address in ``MC_TCP_BIND_ADDRESS``.
+
+    Mooncake neither authenticates nor encrypts: on loopback only this host's processes reach it, elsewhere whoever
+    reaches its ports can read and write registered memory.
+    """
+
+    def __init__(self) -> None:
+        self._host = os.environ.get("MC_TCP_BIND_ADDRESS", LOOPBACK)
+        _check_host(self._host)
+        self.capabilities = Capabilities(
+            name="mooncake",
+            same_host_only=is_loopback(self._host),
+            needs_target_progress=True,
+            cancel_is_immediate=False,
+        )
+        self._regions: list[Region] = []
+        self._local = RegionTable([])
+        self._slices: set[Slice] = set()
+        self._num_queued: Counter[str] = Counter()  # descriptors and fences, by peer
+        self._nonce = Nonce()
+        self._engine: Any = open_engine(self._host)  # nothing else may hold it, or ``close`` would not end it
+        self._register_memory(Region(self._nonce.address, NONCE_BYTES))
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        """Register memory with the engine and return where it answers."""
+        self._check_open()
+        check_regions(regions, "mooncake")
+        for region in RegionTable(regions).regions:
+            self._register_memory(region)
+        self._regions.extend(regions)
+        self._local = RegionTable(self._regions)
+        end_point = MooncakeEndPoint(
+            transport="mooncake",
+            version=1,
+            host=self._host,
+            port=self._engine.get_rpc_port(),
+            regions=pack_regions(self._local),
+            nonce_address=self._nonce.address,
+            nonce=self._nonce.value,
+        )
+        return msgspec.msgpack.encode(end_point)
+
+    def connect(self, end_point: bytes) -> Peer:
+        """See that the peer runs and read its nonce, for at most twice ``CONNECT_SECONDS``."""
+        self._check_open()
+        remote = decode_end_point(end_point, MooncakeEndPoint, "mooncake")
+        if remote.nonce == self._nonce.value:
+            raise TransportError(
+                Reason.UNSUPPORTED, "a Mooncake engine cannot connect to itself.", "Open a second transport."
+            )
+        peer = MooncakePeer(
+            name=f"{remote.host}:{remote.port}",
+            regions=unpack_regions(remote.regions),
+            nonce_address=remote.nonce_address,
+            nonce=remote.nonce,
+        )
+        _await_hang_up(remote.host, remote.port)
+        self._probe(peer)
+        return peer
+
+    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
+        """Check both sides and queue; slices are posted in ``poll``."""
+        self._check_open()
+        assert isinstance(peer, MooncakePeer)
+        check_submission(descriptors, direction, self._local, peer.regions, self.capabilities)
+        pieces = split_long(descriptors, MAX_BYTES_PER_SLICE)
+        bounds = slice_bounds(pieces[:, 2], MAX_DESCRIPTORS_PER_SLICE, MAX_BYTES_PER_SLICE)
+        num_bytes = int(descriptors[:, 2].sum())
+        transfer = MooncakeTransfer(peer, direction, len(descriptors), num_bytes, descriptors=pieces, bounds=bounds)
+        if not num_bytes:
+            transfer.status = Status.DONE
+        return transfer
+
+    def poll(self, transfer: Transfer) -> Status:
+        """Take back ended slices and post at most one more."""
+        assert isinstance(transfer, MooncakeTransfer)
+        if transfer.status is not Status.PENDING:
+            return transfer.status
+        if self._closed:
+            return transfer.fail(_closed())
+        self._reap(transfer)
+        if self._may_post(transfer):
+            self._post_next(transfer)
+        if not transfer.running:
+            if transfer.ending is not None:
+                transfer.status = transfer.ending
+            elif transfer.bytes_done == transfer.num_bytes:
+                transfer.status = Status.DONE
+        return transfer.status
+
+    def cancel(self, transfer: Transfer) -> Status:
+        """Post nothing more; ``CANCELLED`` once what was posted has ended, which a stopped peer delays."""
+        assert isinstance(transfer, MooncakeTransfer)
+        if transfer.status is Status.PENDING and transfer.ending is None:
+            transfer.ending = Status.CANCELLED
+        return self.poll(transfer)
+
+    def close(self) -> None:
+        """Wait up to ``CLOSE_SECONDS`` for the wire to be quiet and end the engine, which takes up to a second.
+
+        No byte lands in local memory afterwards; what a peer had received of a ``WRITE`` it may still apply.
+        """
+        if self._closed:
+            return
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._slices and time.monotonic() < deadline:
+            self._slices = {part for part in self._slices if self._fence_status(part) in _UNDER_WAY}
+            time.sleep(0.0005)
+        self._engine = None
+        self._slices.clear()
+
+    @property
+    def _closed(self) -> bool:
+        return self._engine is None
+
+    def _register_memory(self, region: Region) -> None:
+        if code := self._engine.register_memory(region.base_address, region.length):
+            raise TransportError(
+                Reason.INVALID_REQUEST,
+                f"Mooncake refuses to register {region} (code {code}).",
+                "Is it registered already, or does it overlap with what is?",
+            )
+
+    def _probe(self, peer: MooncakePeer) -> None:
+        transfer = MooncakeTransfer(peer, Direction.READ, 0, 0, descriptors=np.empty((0, 3), np.uint64), bounds=[0])
+        self._start(transfer, Slice(peer, batch=0, num_descriptors=0, num_bytes=0))
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while self.poll(transfer) is Status.PENDING and time.monotonic() < deadline:
+            time.sleep(0.0002)
+        if transfer.status is Status.PENDING:
+            self.cancel(transfer)
+            raise _unreachable(peer.name, f"it did not answer within {CONNECT_SECONDS} s")
+        if transfer.error is not None:
+            raise transfer.error
+
+    def _may_post(self, transfer: MooncakeTransfer) -> bool:
+        if transfer.ending is not None or transfer.next_slice >= len(transfer.bounds) - 1:
+            return False
+        room = MAX_QUEUED_DESCRIPTORS - self._num_queued[transfer.peer.name]
+        return len(transfer.running) < MAX_SLICES_IN_FLIGHT and room > MAX_DESCRIPTORS_PER_SLICE
+
+    def _post_next(self, transfer: MooncakeTransfer) -> None:
+        assert isinstance(transfer.peer, MooncakePeer)
+        start, stop = transfer.bounds[transfer.next_slice : transfer.next_slice + 2]
+        transfer.next_slice += 1
+        sources, destinations, lengths = transfer.descriptors[start:stop].T
+        if transfer.direction is Direction.READ:
+            batch = self._engine.batch_transfer_async_read(
+                transfer.peer.name, destinations.tolist(), sources.tolist(), lengths.tolist()
+            )
+        else:
+            batch = self._engine.batch_transfer_async_write(
+                transfer.peer.name, sources.tolist(), destinations.tolist(), lengths.tolist()
+            )
+        if batch:
+            self._start(transfer, Slice(transfer.peer, batch, stop - start, int(lengths.sum())))
+        else:
+            _end_failed(transfer, _refused(transfer.peer))
+
+    def _start(self, transfer: MooncakeTransfer, part: Slice) -> None:
+        """Follow a slice whose batch is posted, if it has one, from its fence on."""
+        self._slices.add(part)
+        self._num_queued[part.peer.name] += part.num_descriptors + 1
+        transfer.running.append(part)
+        self._post_fence(part)
+
+    def _post_fence(self, part: Slice) -> None:
+        part.fence = self._engine.batch_transfer_async_read(
+            part.peer.name, [part.landed_nonce.ctypes.data], [part.peer.nonce_address], [NONCE_BYTES]
+        )
+
+    def _fence_status(self, part: Slice) -> int:
+        """Ask the engine, which forgets a fence that has ended: ask no more then."""
+        if not part.fence:  # the engine took the batch but not the fence; without one nobody can tell when it ends
+            self._post_fence(part)
+            return _UNDER_WAY[0]
+        return int(self._engine.transfer_check_status(part.fence))
+
+    def _reap(self, transfer: MooncakeTransfer) -> None:
+        while transfer.running:
+            part = transfer.running[0]
+            fence_status = self._fence_status(part)
+            if fence_status in _UNDER_WAY:
+                return
+            transfer.running.popleft()
+            self._slices.discard(part)
+            self._num_queued[part.peer.name] -= part.num_descriptors + 1
+            if error := self._error_of(part, fence_status == _COMPLETED):
+                _end_failed(transfer, error)
+            else:
+                transfer.bytes_done += part.num_bytes
+
+    def _error_of(self, part: Slice, fence_completed: bool) -> TransportError | None:
+        """Return what went wrong with a slice whose fence has ended; the engine forgets its batch."""
+        moved = part.batch == 0 or self._engine.get_batch_transfer_status([part.batch]) == 0
+        if not fence_completed:
+            return TransportError(
+                Reason.PEER_DIED, f"the connection to {part.peer.name} is lost.", "Reconnect when the peer is back."
+            )
+        if part.landed_nonce.tobytes() != part.peer.nonce:
+            return TransportError(
+                Reason.PEER_CHANGED, f"{part.peer.name} holds another nonce.", "Ask the peer for a new end point."
+            )
+        return None if moved else _refused(part.peer)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _closed()
+
+
+def _check_host(host: str) -> None:
+    if not re.fullmatch(_HOST, host):
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"MC_TCP_BIND_ADDRESS is {host!r}.",
+            "Name this host's IPv4 address or host name as peers see it, or unset it for loopback.",
+        )
+
+
+def _await_hang_up(host: str, port: int) -> None:
+    """Raise unless a process runs at this port: Mooncake hangs up on a caller that says nothing, a stopped one cannot.
+
+    Mooncake itself would wait for a minute, and would start no other transfer meanwhile.
+    """
+    try:
+        with socket.create_connection((host, port), CONNECT_SECONDS) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+    except OSError as error:
+        raise _unreachable(f"{host}:{port}", str(error)) from error
+
+
+def _end_failed(transfer: MooncakeTransfer, error: TransportError) -> None:
+    if transfer.ending is not Status.FAILED:
+        transfer.ending, transfer.error = Status.FAILED, error
+
+
+def _unreachable(name: str, found: str) -> TransportError:
+    return TransportError(
+        Reason.PEER_UNREACHABLE,
+        f"Mooncake does not reach {name}: {found}.",
+        "Is it running? A peer on another host needs MC_TCP_BIND_ADDRESS set to its address there.",
+    )
+
+
+def _refused(peer: MooncakePeer) -> TransportError:
+    return TransportError(
+        Reason.TRANSFER_FAILED,
+        f"{peer.name} refused a piece, or the connection was lost under it.",
+        "Is all of that memory still registered there, and every piece inside one register call's memory?",
+    )
+
+
+def _closed() -> TransportError:
+    return TransportError(Reason.CLOSED, "this mooncake transport is closed.")

@@ -1,0 +1,246 @@
+"""What is particular to Mooncake: fences, honest ends, loopback only, its settings in the environment."""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import Reason, SettingsError, TransportError
+from kvferry.testing.transport_peer import PeerProcess, pattern
+from kvferry.testing.transport_suite import Pair, many_pieces, open_pair
+from kvferry.transport import mooncake, mooncake_engine
+from kvferry.transport.mooncake import MooncakeEndPoint, MooncakeTransport
+from kvferry.transport.protocol import Direction, Region, Status
+
+pytest.importorskip("mooncake")
+FACTORY = "kvferry.transport.mooncake:MooncakeTransport"
+BYTES = 24 << 20
+PIECE = np.array([[0, 0, 4096]], np.uint64)
+
+
+@pytest.fixture(scope="module")
+def shared_pair() -> Iterator[Pair]:
+    with open_pair(FACTORY, BYTES) as pair:
+        yield pair
+
+
+@pytest.fixture
+def pair(shared_pair: Pair) -> Pair:
+    shared_pair.local[:] = 0
+    shared_pair.remote.fill(2)
+    return shared_pair
+
+
+@pytest.fixture
+def own_pair() -> Iterator[Pair]:
+    with open_pair(FACTORY, BYTES) as pair:
+        pair.remote.fill(2)
+        yield pair
+
+
+@pytest.fixture
+def transport() -> Iterator[MooncakeTransport]:
+    transport = MooncakeTransport()
+    yield transport
+    transport.close()
+
+
+def changed(end_point: bytes, **fields: object) -> bytes:
+    decoded = msgspec.msgpack.decode(end_point, type=MooncakeEndPoint)
+    return msgspec.msgpack.encode(msgspec.structs.replace(decoded, **fields))
+
+
+def refusal(action: Callable[[], object]) -> TransportError:
+    with pytest.raises(TransportError) as caught:
+        action()
+    assert caught.value.remedy
+    return caught.value
+
+
+def is_quiet(pair: Pair) -> bool:
+    """Return whether local memory stays as it is although the peer's changes."""
+    landed = pair.local.copy()
+    pair.remote.fill(9)
+    time.sleep(0.2)
+    return np.array_equal(pair.local, landed)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_fence_ends_after_all_that_was_posted_before_it(pair: Pair, direction: Direction) -> None:
+    """The order that every end of a transfer relies on; with more lanes the fence overtakes."""
+    transport, engine = pair.transport, pair.transport._engine
+    post = {Direction.READ: engine.batch_transfer_async_read, Direction.WRITE: engine.batch_transfer_async_write}
+    batch = post[direction](pair.peer.name, [int(pair.local.ctypes.data)], [pair.remote.address], [BYTES])
+    fence = mooncake.Slice(pair.peer, batch=0, num_descriptors=0, num_bytes=0)
+    transport._post_fence(fence)
+    while transport._fence_status(fence) in mooncake._UNDER_WAY:
+        time.sleep(0.0001)
+    assert engine.transfer_check_status(batch) == mooncake._COMPLETED
+
+
+def test_a_transfer_with_a_refused_piece_fails_when_its_other_pieces_have_ended(pair: Pair) -> None:
+    """Mooncake calls the batch failed at once; the pieces after the refused one land nevertheless."""
+    below = pair.remote.address - 4096
+    wider = changed(pair.remote.end_point, regions=[(below, BYTES + 4096)])
+    peer = pair.transport.connect(wider)
+    offsets = np.arange(60, dtype=np.uint64) * np.uint64(65536)
+    sources = np.append(np.uint64(below), np.uint64(pair.remote.address) + offsets[1:])
+    pieces = np.column_stack([sources, np.uint64(pair.local.ctypes.data) + offsets, np.full(60, 65536, np.uint64)])
+    pieces[0, 2] = 4096
+    transfer = pair.transport.submit(peer, Direction.READ, pieces)
+    assert pair.finish(transfer) is Status.FAILED
+    assert transfer.error is not None
+    assert transfer.error.reason is Reason.TRANSFER_FAILED
+    last = slice(59 * 65536, 60 * 65536)
+    assert np.array_equal(pair.local[last], pattern(2, BYTES)[last])
+    assert is_quiet(pair)
+    assert pair.finish(pair.submit(Direction.READ, PIECE)) is Status.DONE
+
+
+def test_bytes_of_a_peer_with_another_nonce_are_not_believed(own_pair: Pair) -> None:
+    wrong = changed(own_pair.remote.end_point, nonce=bytes(16))
+    assert refusal(lambda: own_pair.transport.connect(wrong)).reason is Reason.PEER_CHANGED
+    own_pair.peer.nonce = bytes(16)
+    transfer = own_pair.submit(Direction.READ, PIECE)
+    assert own_pair.finish(transfer) is Status.FAILED
+    assert transfer.error is not None
+    assert transfer.error.reason is Reason.PEER_CHANGED
+
+
+def test_a_stopped_peer_delays_the_end_of_a_cancelled_transfer_and_nobody_else(
+    own_pair: Pair, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake, "CONNECT_SECONDS", 0.5)
+    assert isinstance(own_pair.remote, PeerProcess)
+    other = own_pair.transport.connect(pair.remote.end_point)
+    transfer = own_pair.start(Direction.READ, many_pieces())
+    own_pair.remote.stop()
+    try:
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            assert own_pair.transport.cancel(transfer) is Status.PENDING
+        connecting = refusal(lambda: own_pair.transport.connect(own_pair.remote.end_point))
+        assert connecting.reason is Reason.PEER_UNREACHABLE
+        beside = Pair(own_pair.transport, own_pair.local, pair.remote, other)
+        assert beside.finish(beside.submit(Direction.READ, PIECE)) is Status.DONE
+    finally:
+        own_pair.remote.resume()
+    assert own_pair.finish(transfer) is Status.CANCELLED
+    assert is_quiet(own_pair)
+
+
+def test_nothing_lands_after_close_even_from_a_stopped_peer(own_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "CLOSE_SECONDS", 0.2)
+    assert isinstance(own_pair.remote, PeerProcess)
+    transfer = own_pair.start(Direction.READ, many_pieces())
+    own_pair.remote.stop()
+    try:
+        started = time.monotonic()
+        own_pair.transport.close()
+        assert time.monotonic() - started < 5.0
+    finally:
+        own_pair.remote.resume()
+    assert own_pair.transport.poll(transfer) is Status.FAILED
+    assert is_quiet(own_pair)
+
+
+def test_a_full_lane_is_not_filled_further(pair: Pair) -> None:
+    """Mooncake fails what a full lane does not take, and out of order."""
+    queued = pair.transport._num_queued
+    assert queued[pair.peer.name] == 0
+    queued[pair.peer.name] += mooncake_engine.MAX_QUEUED_DESCRIPTORS - mooncake.MAX_DESCRIPTORS_PER_SLICE
+    transfer = pair.submit(Direction.READ, PIECE)
+    assert pair.transport.poll(transfer) is Status.PENDING
+    assert not transfer.running
+    queued.clear()
+    assert pair.finish(transfer) is Status.DONE
+    assert queued[pair.peer.name] == 0
+
+
+def test_memory_registered_later_is_reached_by_the_later_end_point(pair: Pair, transport: MooncakeTransport) -> None:
+    later = pattern(1, 4096).copy()
+    transport.register([])
+    early = pair.transport.connect(transport.register([]))
+    late = pair.transport.connect(transport.register([Region(int(later.ctypes.data), 4096)]))
+    descriptors = np.array([[later.ctypes.data, pair.local.ctypes.data, 4096]], np.uint64)
+    unknown = refusal(lambda: pair.transport.submit(early, Direction.READ, descriptors))
+    assert unknown.reason is Reason.UNREGISTERED_RANGE
+    assert pair.finish(pair.transport.submit(late, Direction.READ, descriptors)) is Status.DONE
+    assert np.array_equal(pair.local[:4096], later)
+    twice = refusal(lambda: transport.register([Region(int(later.ctypes.data) + 1, 4)]))
+    assert twice.reason is Reason.INVALID_REQUEST
+
+
+def test_a_transport_does_not_connect_to_itself(transport: MooncakeTransport) -> None:
+    assert refusal(lambda: transport.connect(transport.register([]))).reason is Reason.UNSUPPORTED
+
+
+@pytest.mark.parametrize("wrong", [{"host": "a b"}, {"host": ""}, {"host": "::1"}, {"port": 0}, {"port": 65536}])
+def test_an_end_point_with_an_impossible_address_is_refused(
+    transport: MooncakeTransport, wrong: dict[str, object]
+) -> None:
+    end_point = changed(transport.register([]), **wrong)
+    assert refusal(lambda: transport.connect(end_point)).reason is Reason.MALFORMED_MESSAGE
+
+
+def device_of(found: socket.socket) -> bytes:
+    return found.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
+
+
+def test_only_loopback_reaches_the_engine_and_other_listeners_are_left_alone() -> None:
+    with socket.create_server(("", 0)) as foreign:
+        before = mooncake_engine._listener_ids()
+        transport = MooncakeTransport()
+        devices = [device_of(found) for identity, found in mooncake_engine._listeners() if identity not in before]
+        assert devices == [b"lo\0", b"lo\0"]
+        assert device_of(foreign) == b""
+        assert transport.capabilities.same_host_only
+        transport.close()
+
+
+def test_an_engine_that_cannot_be_confined_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_engine, "_INTERFACE", b"absent\0")
+    error = refusal(MooncakeTransport)
+    assert error.reason is Reason.TRANSPORT_UNAVAILABLE
+    assert "MC_TCP_BIND_ADDRESS" in error.remedy
+    monkeypatch.undo()
+    monkeypatch.setattr(mooncake_engine, "_NUM_LISTENERS", 3)
+    assert refusal(MooncakeTransport).reason is Reason.TRANSPORT_UNAVAILABLE
+
+
+def test_an_address_for_other_hosts_is_a_wish_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "kvferry.invalid")
+    transport = MooncakeTransport()
+    assert msgspec.msgpack.decode(transport.register([]), type=MooncakeEndPoint).host == "kvferry.invalid"
+    assert not transport.capabilities.same_host_only
+    transport.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "can read and write registered memory" in caplog.text
+    monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "no host")
+    with pytest.raises(SettingsError, match="MC_TCP_BIND_ADDRESS"):
+        MooncakeTransport()
+
+
+def test_settings_hold_while_an_engine_starts_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_LANES_PER_PEER", "4")
+    monkeypatch.setenv("MC_USE_TENT", "1")
+    before = dict(os.environ)
+    with mooncake_engine._environment():
+        assert os.environ["MC_TCP_LANES_PER_PEER"] == "1"
+        assert "MC_USE_TENT" not in os.environ
+    assert dict(os.environ) == before
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_engine, "_installed_version", lambda name: "0.3.130")
+    error = refusal(MooncakeTransport)
+    assert error.reason is Reason.TRANSPORT_UNAVAILABLE
+    assert "0.3.130" in error.message
+    assert "0.3.13.post1" in error.remedy
