@@ -17,7 +17,7 @@ from kvferry.transport import mooncake, mooncake_engine
 from kvferry.transport.mooncake import MooncakeEndPoint, MooncakeTransport
 from kvferry.transport.protocol import Direction, Region, Status
 
-pytest.importorskip("mooncake")
+pytest.importorskip("mooncake.engine", exc_type=ImportError)
 FACTORY = "kvferry.transport.mooncake:MooncakeTransport"
 BYTES = 24 << 20
 PIECE = np.array([[0, 0, 4096]], np.uint64)

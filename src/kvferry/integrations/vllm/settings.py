@@ -44,7 +44,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_timeout_seconds: Seconds = 30.0
     handshake_timeout_seconds: Seconds = 15.0
     max_held_requests: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 16384
-    strategy: Literal["auto", "direct", "scatter", "gather"] = "auto"
+    strategy: Literal["auto", "direct", "scatter", "gather"] = "direct"
     stage_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 36)] = DEFAULT_STAGE_BYTES
     huge_pages: bool = True
     transfer_cores: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
