@@ -44,7 +44,8 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any]) -> None:
 
 
 def test_a_strategy_is_chosen_named_or_refused() -> None:
-    assert parse_settings({}).wanted_strategy is None
+    assert parse_settings({}).wanted_strategy is Strategy.DIRECT
+    assert parse_settings({"strategy": "auto"}).wanted_strategy is None
     assert parse_settings({"strategy": "scatter", "stage_bytes": 1 << 20}).wanted_strategy is Strategy.SCATTER
     with pytest.raises(KVFerryError, match="copies on request") as refusal:
         parse_settings({"strategy": "gather"})
