@@ -5,7 +5,7 @@ MODE ?= pull
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint bench clean
+.PHONY: help setup demo test test-matrix test-fast lint bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -18,6 +18,9 @@ demo: setup ## Prefill on one vLLM engine, decode on another, compare with one e
 
 test: setup ## Every test, real vLLM engines included (less than 25 minutes on 2 cores)
 	@$(PYTEST) $(ARGS)
+
+test-matrix: setup ## Every pair of engines, hybrids with their negative controls too (about 15 minutes)
+	@KVFERRY_MATRIX=1 $(PYTEST) tests/host/vllm/test_pairs.py tests/host/vllm/test_engine_oracle.py $(ARGS)
 
 test-fast: setup ## The tests without vLLM engines (less than 2 minutes)
 	@$(PYTEST) -m "not vllm" tests/pure tests/local src $(ARGS)

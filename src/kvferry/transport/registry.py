@@ -25,9 +25,6 @@ FACTORIES: dict[str, str] = {
 AUTO = ("cma", "nixl")
 """What ``auto`` opens, the preferred first."""
 
-PROBED = (*AUTO, "mooncake")
-"""What works between processes and so can be tried with one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -137,5 +134,5 @@ def check_setting(setting: str) -> None:
 
 
 def probe_all() -> list[ProbeResult]:
-    """Try each transport between processes against a child, and say what works, or why not and what to do."""
-    return [probe(name, FACTORIES[name]) for name in PROBED]
+    """Try each transport of ``auto`` against a child process, and say what works, or why not and what to do."""
+    return [probe(name, FACTORIES[name]) for name in AUTO]

@@ -32,6 +32,11 @@ class Pair:
     def model(self) -> str:
         return self.prefill.partition("-")[0]
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the model has several cache groups."""
+        return self.model in ("gemma", "granite")
+
 
 PAIRS = (
     Pair("gqa-1-1", "gqa-tp1", "gqa-tp1-other"),
@@ -42,13 +47,13 @@ PAIRS = (
     Pair("gqa-2-1-nixl", "gqa-tp2", "gqa-tp1-nixl", "nixl"),
     Pair("mla-1-1", "mla-tp1", "mla-tp1-other"),
     Pair("mla-2-1", "mla-tp2", "mla-tp1"),
-    Pair("gqa-64-128", "gqa-block64", "gqa-tp1"),
+    Pair("gqa-64-128", "gqa-block64", "gqa-tp1", in_matrix=True),
     Pair("gqa-128-64", "gqa-tp1", "gqa-block64", in_matrix=True),
-    Pair("gemma-2-1", "gemma-tp2", "gemma-tp1"),
+    Pair("gemma-2-1", "gemma-tp2", "gemma-tp1", in_matrix=True),
     Pair("gemma-1-1", "gemma-tp1", "gemma-tp1-other", in_matrix=True),
     Pair("gemma-1-2", "gemma-tp1", "gemma-tp2", in_matrix=True),
     # The block of attention is as long as a page must be to hold a state: other for each tensor-parallel size.
-    Pair("granite-1-2", "granite-tp1", "granite-tp2"),
+    Pair("granite-1-2", "granite-tp1", "granite-tp2", in_matrix=True),
     Pair("granite-1-1", "granite-tp1", "granite-tp1-other", in_matrix=True),
     Pair("granite-2-1", "granite-tp2", "granite-tp1", in_matrix=True),
 )
@@ -56,8 +61,12 @@ ALL_PAIRS = os.environ.get("KVFERRY_MATRIX") == "1"
 
 
 def for_pairs(*names: str) -> Any:
-    """Parametrize a test over the pairs named, or all that run by default; the argument is ``pair``."""
-    chosen = [pair for pair in PAIRS if (pair.name in names if names else ALL_PAIRS or not pair.in_matrix)]
+    """Parametrize a test over the pairs named, or all that run by default; the argument is ``pair``.
+
+    ``make test-matrix`` runs all of them.
+    """
+    by_default = [pair for pair in PAIRS if ALL_PAIRS or not pair.in_matrix]
+    chosen = [pair for pair in PAIRS if pair.name in names] if names else by_default
     assert not names or len(chosen) == len(names)
     params = [pytest.param(pair, id=pair.name, marks=pytest.mark.engines(pair.prefill, pair.decode)) for pair in chosen]
     return pytest.mark.parametrize("pair", params)
@@ -78,7 +87,7 @@ class Handoffs:
     @property
     def is_plain(self) -> bool:
         """Whether there is one cache group, in blocks of one size."""
-        return self.pair.model in ("gqa", "mla") and self.prefill.block_size == self.decode.block_size
+        return not self.pair.is_hybrid and self.prefill.block_size == self.decode.block_size
 
     def send(self, prompt: Sequence[int], max_tokens: int = 8, salt: str | None = None, **more: Any) -> list[list[int]]:
         """Send one prompt through both engines; return the tokens of every sample."""
