@@ -62,6 +62,7 @@ def test_an_unknown_command_or_option_is_refused() -> None:
     assert run("doctor", "--loud").returncode == 2
 
 
+@pytest.mark.vllm
 def test_doctor_finds_this_machine_healthy() -> None:
     result = run("doctor", "--json")
     report = json.loads(result.stdout)

@@ -24,7 +24,7 @@ from kvferry.testing.strategies import Move, moves
 Lowered = list[tuple[PairPlan, Descriptors]]
 # Drawing two engines is slow on a busy machine.
 SLOW = [HealthCheck.too_slow]
-CASES = int(os.environ.get("KVFERRY_CASES", "150"))
+CASES = int(os.environ.get("KVFERRY_CASES", "80"))
 
 
 def lower(move: Move, destination: Shard, selector: int) -> Lowered:

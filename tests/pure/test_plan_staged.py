@@ -43,7 +43,7 @@ def one_round(pieces: list[Numbered]) -> tuple[npt.NDArray[np.int64], list[Merge
     return reads, [merge for begin, piece in together for merge in piece.merges(begin)], num_bytes
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(moves(), st.integers(0, 100), GAPS, st.sampled_from([1, 300, 1 << 30]))
 def test_any_move_is_exact_by_way_of_a_stage(move: Move, selector: int, gap_bytes: int, round_bytes: int) -> None:
     arena = Arena(sum(region.length for shard in (*move.sources, *move.destinations) for region in shard.regions))
@@ -112,7 +112,7 @@ MUTATIONS = {
 }
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(moves(), GAPS, st.integers(0, 1000), st.sampled_from(list(MUTATIONS)))
 def test_a_wrong_stage_is_caught(move: Move, gap_bytes: int, at: int, mutation: str) -> None:
     asked = move.of(move.destinations[0])

@@ -23,10 +23,11 @@ def test_mandatory_dependencies_are_few() -> None:
     assert names == {"numpy", "msgspec", "pyzmq", "typer", "rich"}
 
 
-def test_set_up_installs_every_extra() -> None:
+def test_set_up_installs_every_extra_but_mooncake() -> None:
+    """Mooncake needs libibverbs, with which NIXL 1.5.1 crashes at the end of a process."""
     wanted = re.search(r'^extras="([^"]*)"$', (ROOT / "scripts/setup").read_text(), re.MULTILINE)
     assert wanted is not None
-    assert set(wanted[1].split(",")) == set(PROJECT["optional-dependencies"])
+    assert set(wanted[1].split(",")) == set(PROJECT["optional-dependencies"]) - {"mooncake"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -35,7 +36,7 @@ def test_scripts_are_executable_and_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "lint", "bench", "clean"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-matrix", "test-fast", "lint", "bench", "clean"])
 def test_make_knows_its_targets(target: str) -> None:
     result = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
