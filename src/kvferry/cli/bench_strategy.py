@@ -20,7 +20,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged import ScatterPlan
+from kvferry.plan.staged import ScatterPlan, lowered
 from kvferry.plan.strategy import DEFAULT_STAGE_BYTES, Choice, Prediction, Strategy, predict_direct, predict_scatter
 from kvferry.plan.transfer_plan import PairPlan, Planner
 
@@ -87,21 +87,17 @@ class HeadMerge:
 
     def reads(self, mover: Mover, scatters: Mapping[PairPlan, ScatterPlan | None], stage: Stage) -> list[GuardedRead]:
         """Return the guarded reads; the word is any of the other process's bytes, which never change."""
-        reads = []
-        for plan, scatter in scatters.items():
-            nothing = np.empty((0, 3), dtype=np.uint64)
-            reads.append(
-                GuardedRead(
-                    transport=mover.transport,
-                    peer=mover.peer,
-                    word_address=mover.remote_address,
-                    expected_word=self._source[:WORD_BYTES].tobytes(),
-                    descriptors=plan.lower([self.request]) if scatter is None else nothing,
-                    parts=() if scatter is None else scatter.parts([self.request]),
-                    stage=None if scatter is None else stage,
-                )
+        return [
+            GuardedRead(
+                mover.transport,
+                mover.peer,
+                mover.remote_address,
+                self._source[:WORD_BYTES].tobytes(),
+                *lowered(plan, scatter, [self.request]),
+                stage,
             )
-        return reads
+            for plan, scatter in scatters.items()
+        ]
 
     def is_exact(self) -> bool:
         """Return whether exactly the wanted bytes are here, and forget them."""

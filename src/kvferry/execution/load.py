@@ -18,7 +18,7 @@ import numpy as np
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.staging import Stage, put_in_place
-from kvferry.plan.staged import Merge, Numbered, StagedPart, cut, placed
+from kvferry.plan.staged import NOTHING, Merge, Numbered, StagedPart, cut, placed
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport
 
 
@@ -206,7 +206,8 @@ class Load:
         for number, read in enumerate(self._reads):
             lists = [] if self._has_read_directly else [read.descriptors]
             lists += [rows for owner, rows in staged if owner == number]
-            rows = np.concatenate([np.empty((0, 3), dtype=np.uint64), *lists])
+            # What goes directly is handed on as it is: it may be many thousands of rows.
+            rows = lists[0] if len(lists) == 1 else np.concatenate([NOTHING, *lists])
             self._num_descriptors += len(rows)
             self._transfers.append(read.transport.submit(read.peer, Direction.READ, rows))
         self._has_read_directly = True

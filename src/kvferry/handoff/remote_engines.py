@@ -19,7 +19,7 @@ from kvferry.handoff.protocol import Directory, Identity
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.sample import sample_requests
-from kvferry.plan.staged import ScatterPlan, placed
+from kvferry.plan.staged import ScatterPlan, lowered, placed
 from kvferry.plan.transfer_plan import Descriptors, PairPlan, Planner
 from kvferry.plan.verify import verify_destination
 from kvferry.plan.verify_staged import composed
@@ -71,11 +71,9 @@ class RemoteEngine:
                 )
             link = self._link(source_index)
             word_address = entry.words_address + slot * WORD_BYTES
-            scatter = self._scatter_plan(plan)
-            descriptors = plan.lower(blocks) if scatter is None else np.empty((0, 3), dtype=np.uint64)
-            parts = () if scatter is None else tuple(scatter.parts(blocks))
-            stage = None if scatter is None else self._strategist.stage
-            reads.append(GuardedRead(link.transport, link.peer, word_address, expected, descriptors, parts, stage))
+            moved = lowered(plan, self._scatter_plan(plan), blocks)
+            stage = self._strategist.stage
+            reads.append(GuardedRead(link.transport, link.peer, word_address, expected, *moved, stage))
         return reads
 
     def close(self) -> None:

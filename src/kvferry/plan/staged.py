@@ -14,13 +14,15 @@ from kvferry.errors import PlanError, Reason
 from kvferry.plan.coalesce import Loop, Offsets, StridedCopy, fold, merge_rows
 from kvferry.plan.request import GroupBlocks, Integers
 from kvferry.plan.template import Template
-from kvferry.plan.transfer_plan import PairPlan
+from kvferry.plan.transfer_plan import Descriptors, PairPlan
 
 ALIGNMENT = 64
 """Bytes to which each part of a stage is aligned."""
 MAX_COPIES = 4096
 """Copies of one template; irregular layouts make more, and are moved directly."""
 MAX_CACHED_TEMPLATES = 1024
+NOTHING: Descriptors = np.empty((0, 3), dtype=np.uint64)
+"""A list without descriptors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,6 +254,15 @@ class ScatterPlan:
                 for template in plan.templates(phase):
                     parts.append(StagedPart(self.staged(template), source_blocks[order], destination_blocks[order]))
         return parts
+
+
+def lowered(
+    plan: PairPlan, scatter: ScatterPlan | None, requests: Sequence[GroupBlocks]
+) -> tuple[Descriptors, Sequence[StagedPart]]:
+    """Return what a pair moves directly, and what by way of a stage: one of both is empty. Raises as ``lower``."""
+    if scatter is None:
+        return plan.lower(requests), ()
+    return NOTHING, scatter.parts(requests)
 
 
 Numbered = tuple[int, StagedPart]

@@ -31,9 +31,10 @@ from kvferry.transport.end_points import (
     unpack_regions,
 )
 from kvferry.transport.mooncake_engine import LOOPBACK, MAX_QUEUED_DESCRIPTORS, is_loopback, open_engine
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
+from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Transfer
 from kvferry.transport.regions import RegionTable, check_regions
-from kvferry.transport.submission import check_submission, slice_bounds, split_long
+from kvferry.transport.sliced import SlicedTransfer, SlicedTransport
+from kvferry.transport.submission import check_submission
 
 MAX_DESCRIPTORS_PER_SLICE = 256
 MAX_BYTES_PER_SLICE = 8 << 20
@@ -79,23 +80,20 @@ class Slice:
 
 
 @dataclass(slots=True, eq=False)
-class MooncakeTransfer(Transfer):
-    """A transfer as slices ``[bounds[i], bounds[i + 1])`` of its descriptors, posted in order."""
+class MooncakeTransfer(SlicedTransfer):
+    """A transfer whose running slices end in the order in which they were posted."""
 
-    descriptors: Descriptors = field(kw_only=True)
-    bounds: list[int] = field(kw_only=True)
-    next_slice: int = 0
     running: deque[Slice] = field(default_factory=deque)
-    ending: Status | None = None
-    """Set by an error or ``cancel``: post nothing more and end so once the wire is quiet."""
 
 
-class MooncakeTransport:
+class MooncakeTransport(SlicedTransport[MooncakeTransfer]):
     """One engine, reached on loopback, or at the address in ``MC_TCP_BIND_ADDRESS``.
 
     Mooncake neither authenticates nor encrypts: on loopback only this host's processes reach it, elsewhere whoever
     reaches its ports can read and write registered memory.
     """
+
+    _transfer_type = MooncakeTransfer
 
     def __init__(self) -> None:
         self._host = os.environ.get("MC_TCP_BIND_ADDRESS", LOOPBACK)
@@ -156,37 +154,7 @@ class MooncakeTransport:
         self._check_open()
         assert isinstance(peer, MooncakePeer)
         check_submission(descriptors, direction, self._local, peer.regions, self.capabilities)
-        pieces = split_long(descriptors, MAX_BYTES_PER_SLICE)
-        bounds = slice_bounds(pieces[:, 2], MAX_DESCRIPTORS_PER_SLICE, MAX_BYTES_PER_SLICE)
-        num_bytes = int(descriptors[:, 2].sum())
-        transfer = MooncakeTransfer(peer, direction, len(descriptors), num_bytes, descriptors=pieces, bounds=bounds)
-        if not num_bytes:
-            transfer.status = Status.DONE
-        return transfer
-
-    def poll(self, transfer: Transfer) -> Status:
-        """Take back ended slices and post at most one more."""
-        assert isinstance(transfer, MooncakeTransfer)
-        if transfer.status is not Status.PENDING:
-            return transfer.status
-        if self._closed:
-            return transfer.fail(_closed())
-        self._reap(transfer)
-        if self._may_post(transfer):
-            self._post_next(transfer)
-        if not transfer.running:
-            if transfer.ending is not None:
-                transfer.status = transfer.ending
-            elif transfer.bytes_done == transfer.num_bytes:
-                transfer.status = Status.DONE
-        return transfer.status
-
-    def cancel(self, transfer: Transfer) -> Status:
-        """Post nothing more; ``CANCELLED`` once what was posted has ended, which a stopped peer delays."""
-        assert isinstance(transfer, MooncakeTransfer)
-        if transfer.status is Status.PENDING and transfer.ending is None:
-            transfer.ending = Status.CANCELLED
-        return self.poll(transfer)
+        return MooncakeTransfer.cut(peer, direction, descriptors, MAX_DESCRIPTORS_PER_SLICE, MAX_BYTES_PER_SLICE)
 
     def close(self) -> None:
         """Wait up to ``CLOSE_SECONDS`` for the wire to be quiet and end the engine, which takes up to a second.
@@ -217,26 +185,16 @@ class MooncakeTransport:
     def _probe(self, peer: MooncakePeer) -> None:
         transfer = MooncakeTransfer(peer, Direction.READ, 0, 0, descriptors=np.empty((0, 3), np.uint64), bounds=[0])
         self._start(transfer, Slice(peer, batch=0, num_descriptors=0, num_bytes=0))
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while self.poll(transfer) is Status.PENDING and time.monotonic() < deadline:
-            time.sleep(0.0002)
-        if transfer.status is Status.PENDING:
-            self.cancel(transfer)
+        if not self._ends_within(transfer, CONNECT_SECONDS):
             raise _unreachable(peer.name, f"it did not answer within {CONNECT_SECONDS} s")
-        if transfer.error is not None:
-            raise transfer.error
 
-    def _may_post(self, transfer: MooncakeTransfer) -> bool:
-        if transfer.ending is not None or transfer.next_slice >= len(transfer.bounds) - 1:
-            return False
+    def _has_room(self, transfer: MooncakeTransfer) -> bool:
         room = MAX_QUEUED_DESCRIPTORS - self._num_queued[transfer.peer.name]
         return len(transfer.running) < MAX_SLICES_IN_FLIGHT and room > MAX_DESCRIPTORS_PER_SLICE
 
-    def _post_next(self, transfer: MooncakeTransfer) -> None:
+    def _post(self, transfer: MooncakeTransfer, pieces: Descriptors) -> None:
         assert isinstance(transfer.peer, MooncakePeer)
-        start, stop = transfer.bounds[transfer.next_slice : transfer.next_slice + 2]
-        transfer.next_slice += 1
-        sources, destinations, lengths = transfer.descriptors[start:stop].T
+        sources, destinations, lengths = pieces.T
         if transfer.direction is Direction.READ:
             batch = self._engine.batch_transfer_async_read(
                 transfer.peer.name, destinations.tolist(), sources.tolist(), lengths.tolist()
@@ -246,9 +204,9 @@ class MooncakeTransport:
                 transfer.peer.name, sources.tolist(), destinations.tolist(), lengths.tolist()
             )
         if batch:
-            self._start(transfer, Slice(transfer.peer, batch, stop - start, int(lengths.sum())))
+            self._start(transfer, Slice(transfer.peer, batch, len(pieces), int(lengths.sum())))
         else:
-            _end_failed(transfer, _refused(transfer.peer))
+            transfer.end_failed(_refused(transfer.peer))
 
     def _start(self, transfer: MooncakeTransfer, part: Slice) -> None:
         """Follow a slice whose batch is posted, if it has one, from its fence on."""
@@ -279,7 +237,7 @@ class MooncakeTransport:
             self._slices.discard(part)
             self._num_queued[part.peer.name] -= part.num_descriptors + 1
             if error := self._error_of(part, fence_status == _COMPLETED):
-                _end_failed(transfer, error)
+                transfer.end_failed(error)
             else:
                 transfer.bytes_done += part.num_bytes
 
@@ -295,10 +253,6 @@ class MooncakeTransport:
                 Reason.PEER_CHANGED, f"{part.peer.name} holds another nonce.", "Ask the peer for a new end point."
             )
         return None if moved else _refused(part.peer)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise _closed()
 
 
 def _check_host(host: str) -> None:
@@ -323,11 +277,6 @@ def _await_hang_up(host: str, port: int) -> None:
         raise _unreachable(f"{host}:{port}", str(error)) from error
 
 
-def _end_failed(transfer: MooncakeTransfer, error: TransportError) -> None:
-    if transfer.ending is not Status.FAILED:
-        transfer.ending, transfer.error = Status.FAILED, error
-
-
 def _unreachable(name: str, found: str) -> TransportError:
     return TransportError(
         Reason.PEER_UNREACHABLE,
@@ -342,7 +291,3 @@ def _refused(peer: MooncakePeer) -> TransportError:
         f"{peer.name} refused a piece, or the connection was lost under it.",
         "Is all of that memory still registered there, and every piece inside one register call's memory?",
     )
-
-
-def _closed() -> TransportError:
-    return TransportError(Reason.CLOSED, "this mooncake transport is closed.")

@@ -26,9 +26,10 @@ from kvferry.transport.end_points import (
     pack_regions,
     unpack_regions,
 )
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
+from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Transfer
 from kvferry.transport.regions import RegionTable, check_regions
-from kvferry.transport.submission import check_submission, slice_bounds, split_long
+from kvferry.transport.sliced import SlicedTransfer, SlicedTransport
+from kvferry.transport.submission import check_submission
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +52,17 @@ class NixlPeer(Peer):
 
 
 @dataclass(slots=True, eq=False)
-class NixlTransfer(Transfer):
-    """A transfer as slices ``[bounds[i], bounds[i + 1])`` of its descriptors, posted in order."""
+class NixlTransfer(SlicedTransfer):
+    """A transfer whose running slices are NIXL handles, with the bytes of each."""
 
-    descriptors: Descriptors = field(kw_only=True)
-    bounds: list[int] = field(kw_only=True)
-    next_slice: int = 0
     running: dict[int, int] = field(default_factory=dict)
-    """NIXL handle -> bytes."""
-    ending: Status | None = None
-    """Set by an error or ``cancel``: post nothing more and end so once the wire is quiet."""
 
 
-class NixlTransport:
+class NixlTransport(SlicedTransport[NixlTransfer]):
     """One NIXL agent with the UCX back end."""
 
     capabilities = Capabilities(name="nixl", needs_target_progress=True, cancel_is_immediate=False)
+    _transfer_type = NixlTransfer
 
     def __init__(self) -> None:
         self._nixl = _import_bindings()
@@ -82,7 +78,7 @@ class NixlTransport:
         self._probe_memory = np.frombuffer(bytearray(os.urandom(NONCE_BYTES * (_PROBE_SLOTS + 1))), np.uint8).copy()
         self._probe_address = int(self._probe_memory.ctypes.data)
         self._register_memory([Region(self._probe_address, self._probe_memory.nbytes)])
-        self._closed = False
+        self._is_closed = False
 
     def register(self, regions: Sequence[Region]) -> bytes:
         """Register memory with NIXL and return the agent's metadata with it."""
@@ -128,35 +124,11 @@ class NixlTransport:
         check_submission(descriptors, direction, self._local, peer.regions, self.capabilities)
         return self._queue(peer, direction, descriptors)
 
-    def poll(self, transfer: Transfer) -> Status:
-        """Take back ended slices and post at most one more."""
-        assert isinstance(transfer, NixlTransfer)
-        if transfer.status is not Status.PENDING:
-            return transfer.status
-        if self._closed:
-            return transfer.fail(_closed())
-        self._reap(transfer)
-        if self._may_post(transfer):
-            self._post_next(transfer)
-        if not transfer.running:
-            if transfer.ending is not None:
-                transfer.status = transfer.ending
-            elif transfer.bytes_done == transfer.num_bytes:
-                transfer.status = Status.DONE
-        return transfer.status
-
-    def cancel(self, transfer: Transfer) -> Status:
-        """Post nothing more; ``CANCELLED`` once what was posted has ended."""
-        assert isinstance(transfer, NixlTransfer)
-        if transfer.status is Status.PENDING and transfer.ending is None:
-            transfer.ending = Status.CANCELLED
-        return self.poll(transfer)
-
     def close(self) -> None:
         """Wait up to ``CLOSE_SECONDS`` for the wire to be quiet and destroy the agent."""
         if self._closed:
             return
-        self._closed = True
+        self._is_closed = True
         if not self._is_quiet_within(CLOSE_SECONDS):
             logger.warning("closed with %d NIXL transfers on the wire; the agent stays", len(self._running_handles))
             _unquiet.append((self._agent, self._probe_memory))
@@ -242,42 +214,29 @@ class NixlTransport:
     def _probe(self, peer: NixlPeer, remote: NixlEndPoint) -> None:
         slot = next(self._probe_slots) * NONCE_BYTES
         row = np.array([[remote.nonce_address, self._probe_address + slot, NONCE_BYTES]], np.uint64)
-        transfer = self._queue(peer, Direction.READ, row)
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while self.poll(transfer) is Status.PENDING and time.monotonic() < deadline:
-            time.sleep(0.0002)
-        if transfer.status is Status.PENDING:
-            self.cancel(transfer)
+        if not self._ends_within(self._queue(peer, Direction.READ, row), CONNECT_SECONDS):
             raise TransportError(
                 Reason.PEER_UNREACHABLE,
                 f"{peer.name} did not answer within {CONNECT_SECONDS} s.",
                 "Is it running, and are its addresses reachable (UCX_NET_DEVICES)?",
             )
-        if transfer.error is not None:
-            raise transfer.error
         if self._probe_memory[slot : slot + NONCE_BYTES].tobytes() != remote.nonce:
             raise TransportError(
                 Reason.PEER_CHANGED, f"{peer.name} holds another nonce.", "Ask the peer for a new end point."
             )
 
     def _queue(self, peer: NixlPeer, direction: Direction, descriptors: Descriptors) -> NixlTransfer:
-        pieces = split_long(descriptors, MAX_BYTES_PER_SLICE)
-        num_bytes = int(descriptors[:, 2].sum())
-        bounds = slice_bounds(pieces[:, 2], MAX_DESCRIPTORS_PER_SLICE, MAX_BYTES_PER_SLICE)
-        transfer = NixlTransfer(peer, direction, len(descriptors), num_bytes, descriptors=pieces, bounds=bounds)
-        if not num_bytes:
-            transfer.status = Status.DONE
-        return transfer
+        return NixlTransfer.cut(peer, direction, descriptors, MAX_DESCRIPTORS_PER_SLICE, MAX_BYTES_PER_SLICE)
 
-    def _may_post(self, transfer: NixlTransfer) -> bool:
-        waiting = transfer.next_slice < len(transfer.bounds) - 1
-        return waiting and transfer.ending is None and len(transfer.running) < MAX_SLICES_IN_FLIGHT
+    @property
+    def _closed(self) -> bool:
+        return self._is_closed
 
-    def _post_next(self, transfer: NixlTransfer) -> None:
+    def _has_room(self, transfer: NixlTransfer) -> bool:
+        return len(transfer.running) < MAX_SLICES_IN_FLIGHT
+
+    def _post(self, transfer: NixlTransfer, pieces: Descriptors) -> None:
         assert isinstance(transfer.peer, NixlPeer)
-        start, stop = transfer.bounds[transfer.next_slice : transfer.next_slice + 2]
-        pieces = transfer.descriptors[start:stop]
-        transfer.next_slice += 1
         local_column = 1 if transfer.direction is Direction.READ else 0
         try:
             handle = self._agent.createXferReq(
@@ -289,7 +248,7 @@ class NixlTransport:
                 [self._backend],
             )
         except Exception as error:
-            self._end_failed(transfer, error)
+            transfer.end_failed(_translate(error, transfer))
             return
         transfer.running[handle] = int(pieces[:, 2].sum())
         self._running_handles[handle] = transfer.peer.agent_name
@@ -318,18 +277,13 @@ class NixlTransport:
         if error is None:
             transfer.bytes_done += num_bytes
         else:
-            self._end_failed(transfer, error)
+            transfer.end_failed(_translate(error, transfer))
 
     def _release(self, handle: int) -> None:
         try:
             self._agent.releaseXferReq(handle)
         except Exception:
             logger.warning("NIXL did not release an ended transfer", exc_info=True)
-
-    def _end_failed(self, transfer: NixlTransfer, error: Exception) -> None:
-        if transfer.ending is not Status.FAILED:
-            transfer.ending = Status.FAILED
-            transfer.error = _translate(error, transfer)
 
     def _is_quiet_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -344,10 +298,6 @@ class NixlTransport:
                     self._release(handle)
             time.sleep(0.0005)
         return not self._running_handles
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise _closed()
 
 
 def _import_bindings() -> Any:
@@ -382,7 +332,3 @@ def _malformed(found: str) -> TransportError:
     return TransportError(
         Reason.MALFORMED_MESSAGE, f"this is not a nixl end point: {found}.", "Both sides must run NIXL 1.5.1."
     )
-
-
-def _closed() -> TransportError:
-    return TransportError(Reason.CLOSED, "this nixl transport is closed.")
