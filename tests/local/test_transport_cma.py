@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import threading
 from collections.abc import Iterator
 
 import msgspec
@@ -12,6 +13,7 @@ from kvferry.errors import Reason, TransportError
 from kvferry.testing.transport_suite import Pair, open_pair
 from kvferry.transport import cma
 from kvferry.transport.cma import CmaTransport
+from kvferry.transport.copy_threads import CopyThreads
 from kvferry.transport.end_points import ProcessEndPoint
 from kvferry.transport.protocol import Direction, Region, Status
 
@@ -104,6 +106,52 @@ def test_partial_calls_are_continued_exactly(pair: Pair) -> None:
     assert pair.finish(pair.submit(Direction.READ, pieces)) is Status.DONE
     assert landed.any()
     assert np.array_equal(landed, pair.local)
+
+
+def test_threads_copy_their_shares_exactly_though_calls_stop_short(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three shares ends early: what it left, and what lies behind, is copied by later polls."""
+    monkeypatch.setattr(CopyThreads, "num_usable", 3)
+    monkeypatch.setattr(cma, "MIN_BYTES_PER_THREAD", 1 << 16)
+    read = pair.transport._calls[Direction.READ]
+    threads = set()
+
+    def record(pid: int, local: int, num_local: int, remote: int, num_remote: int, flags: int) -> int:
+        threads.add(threading.get_ident())
+        is_second = len(threads) == 2
+        if is_second:
+            (ctypes.c_uint64 * 2).from_address(local)[1] = 1000
+        return int(read(pid, local, 1 if is_second else num_local, remote, num_remote, flags))
+
+    pair.transport._calls = dict.fromkeys(Direction, record)
+    assert pair.finish(pair.submit(Direction.READ, np.array([[0, 0, BYTES]], np.uint64))) is Status.DONE
+    assert len(threads) >= 2
+    landed = pair.local.copy()
+    pair.transport._calls = dict.fromkeys(Direction, read)
+    monkeypatch.setattr(CopyThreads, "num_usable", 1)
+    pair.local[:] = 0
+    assert pair.finish(pair.submit(Direction.READ, np.array([[0, 0, BYTES]], np.uint64))) is Status.DONE
+    assert landed.any()
+    assert np.array_equal(landed, pair.local)
+
+
+def test_an_error_on_another_thread_is_explained(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of an error belongs to the thread that made the call."""
+    monkeypatch.setattr(CopyThreads, "num_usable", 2)
+    monkeypatch.setattr(cma, "MIN_BYTES_PER_THREAD", 1 << 16)
+    own = threading.get_ident()
+    read = pair.transport._calls[Direction.READ]
+
+    def refuse_beside(*arguments: int) -> int:
+        if threading.get_ident() == own:
+            return int(read(*arguments))
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    pair.transport._calls = dict.fromkeys(Direction, refuse_beside)
+    transfer = pair.submit(Direction.READ, np.array([[0, 0, BYTES]], np.uint64))
+    assert pair.finish(transfer) is Status.FAILED
+    assert transfer.error is not None
+    assert transfer.error.reason is Reason.PERMISSION_DENIED
 
 
 def test_unmapped_memory_is_an_error_not_a_crash(pair: Pair) -> None:
