@@ -191,6 +191,7 @@ def test_two_ranks_commit_with_exact_bytes_over_memcpy(scratch: Scratch) -> None
     assert result.error is None
     assert all(source.is_whole for source in sources)
     assert (result.num_bytes, result.num_descriptors, result.num_sources) == (2 * NUM_BYTES, 6, 2)
+    assert result.num_staged_bytes == 0
     assert result.transport == "memcpy"
     assert scratch.has_room(8)
 

@@ -141,7 +141,7 @@ def test_a_head_merge_is_exact_in_one_round_and_in_many(name: str, stage_bytes: 
     assert result.error is None
     assert pair.is_exact
     assert pair.is_stage_free
-    assert result.num_bytes == 30 * BLOCK_SIZE * TOKEN_BYTES
+    assert result.num_bytes == result.num_staged_bytes == 30 * BLOCK_SIZE * TOKEN_BYTES
     assert result.num_descriptors <= 30 * len(LAYERS) * 2
     assert pair.scratch.has_room(64)
 

@@ -65,11 +65,15 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """How a load ended: ``error`` is None for a commit. Times are seconds."""
+    """How a load ended: ``error`` is None for a commit. Times are seconds.
+
+    Of ``num_bytes`` so many as ``num_staged_bytes`` came by way of the stage.
+    """
 
     load_id: str
     error: KVFerryError | None
     num_bytes: int
+    num_staged_bytes: int
     num_descriptors: int
     num_sources: int
     transport: str
@@ -129,6 +133,7 @@ class Load:
             load_id=self.load_id,
             error=self.error,
             num_bytes=sum(read.num_bytes for read in self._reads),
+            num_staged_bytes=sum(part.num_bytes for read in self._reads for part in read.parts),
             num_descriptors=self._num_descriptors,
             num_sources=len(self._reads),
             transport=",".join(names),

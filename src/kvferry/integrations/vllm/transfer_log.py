@@ -23,9 +23,11 @@ class TransferLog:
         line = {
             "request_id": order.request_id,
             "remote_request_id": order.hold.handle.request_id,
+            "remote_engine_id": order.hold.engine_id,
             "tp_rank": self._tp_rank,
             "num_tokens": order.num_tokens,
             "bytes": result.num_bytes,
+            "staged_bytes": result.num_staged_bytes,
             "descriptors": result.num_descriptors,
             "sources": result.num_sources,
             "transport": result.transport,
