@@ -39,6 +39,7 @@ class EngineSettings:
 
     ``role`` None starts an engine without a connector. ``kv_cache_bytes`` is per rank. ``cores`` names the cores
     of each rank as vLLM does (``("0", "1")``, ``("0,1",)``); by default each rank has one, and they take turns.
+    ``data_parallel_size`` engine cores serve behind one API server, or behind as many as ``program`` starts.
     ``connector_module`` names the module to take the connector from (``kv_connector_module_path``), not a plugin.
     ``layout`` is the user's wish (``VLLM_KV_CACHE_LAYOUT``); None leaves it to the connector. ``arguments`` and
     ``variables`` are passed on as they are.
@@ -47,6 +48,8 @@ class EngineSettings:
     model: Path
     role: Role | None = None
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    program: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
     connector: str = "KVFerryConnector"
     connector_module: str | None = None
     connector_settings: Mapping[str, Any] = field(default_factory=dict)
@@ -61,13 +64,19 @@ class EngineSettings:
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def num_ranks(self) -> int:
+        """How many workers the engine has."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
     def command(self, port: int) -> list[str]:
         """Return the command line of an API server that listens on ``port``."""
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(port)]
+        command = [sys.executable, *self.program, "--host", HOST, "--port", str(port)]
         command += ["--model", str(self.model), "--served-model-name", "model", "--dtype", self.dtype]
         command += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", str(self.max_model_len)]
         command += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
         command += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        command += ["--data-parallel-size", str(self.data_parallel_size)] if self.data_parallel_size > 1 else []
         command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
         command += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
         if self.block_size is not None:
@@ -91,7 +100,7 @@ class EngineSettings:
     def environment(self, port: int) -> dict[str, str]:
         """Return the variables to set for the API server."""
         variables = {
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(self.cores or spread_over_cores(self.tensor_parallel_size)),
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(self.cores or spread_over_cores(self.num_ranks)),
             "VLLM_CPU_CI_ENV": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -167,7 +176,11 @@ def start_engine(name: str, settings: EngineSettings, log_folder: Path, port: in
 
 
 def start_router(
-    prefill_urls: Sequence[str], decode_urls: Sequence[str], log_folder: Path, port: int | None = None
+    prefill_urls: Sequence[str],
+    decode_urls: Sequence[str],
+    log_folder: Path,
+    port: int | None = None,
+    arguments: Sequence[str] = (),
 ) -> Server:
     """Start an unmodified vllm-router for prefill/decode disaggregation and return at once."""
     port = _usable_port("router", port)
@@ -175,7 +188,7 @@ def start_router(
     command = [str(program), "--host", HOST, "--port", str(port), "--vllm-pd-disaggregation"]
     command += [part for url in prefill_urls for part in ("--prefill", url)]
     command += [part for url in decode_urls for part in ("--decode", url)]
-    command += ["--prometheus-port", str(free_port(avoid=port)), "--disable-retries"]
+    command += ["--prometheus-port", str(free_port(avoid=port)), "--disable-retries", *arguments]
     process = ChildProcess.start("router", command, log_folder / "router.log", grace_seconds=1.0)
     return Server(process, f"http://{HOST}:{port}", time.monotonic())
 
