@@ -1,9 +1,8 @@
 """Prefill engines as a decode rank meets them: real handshakes, real bytes, and every way to be refused."""
 
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,170 +11,31 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase
-from kvferry.execution.scratch import Scratch
-from kvferry.execution.staging import Stage
-from kvferry.execution.transfer_costs import Strategist
 from kvferry.handoff import remote_engines as module
 from kvferry.handoff.decode_side import RemoteHold
-from kvferry.handoff.guard import GuardWords
-from kvferry.handoff.listener import Listener
-from kvferry.handoff.protocol import (
-    PROTOCOL_VERSION,
-    Answer,
-    Directory,
-    DirectoryRequest,
-    Handle,
-    Identity,
-    Question,
-    RankEntry,
-    Released,
-)
-from kvferry.handoff.remote_engines import RemoteEngine, RemoteEngines
-from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import shard_for
-from kvferry.layout.shard import Shard
+from kvferry.handoff.protocol import PROTOCOL_VERSION, Handle, Released
 from kvferry.plan.request import GroupBlocks, Integers
 from kvferry.plan.staged import Merge, StagedTemplate
 from kvferry.plan.strategy import Strategy
 from kvferry.plan.transfer_plan import PairPlan
 from kvferry.plan.wire import encode_shard
-from kvferry.transport.protocol import Region
-from kvferry.transport.registry import TransportSet, open_transports
 
-HOST, EPOCH, GENERATION, SLOT = "127.0.0.1", 7, 3, 1
-IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 2, 4, 8)
-LAYERS, HEADS, HEAD_SIZE, ITEMSIZE, BLOCK_SIZE, NUM_BLOCKS = ["0", "1"], 4, 8, 4, 4, 6
-ROW_BYTES = len(LAYERS) * HEADS * BLOCK_SIZE * HEAD_SIZE * 2 * ITEMSIZE
+from .engines_in_process import (
+    EPOCH,
+    GENERATION,
+    HEADS,
+    HOST,
+    IDENTITY,
+    ROW_BYTES,
+    SLOT,
+    DecodeRank,
+    PrefillEngine,
+    Rank,
+    filled_ranks,
+    whole_blocks,
+)
 
-ONE_BLOCK = [
-    GroupBlocks(group="full", first_token=0, last_token=BLOCK_SIZE, source_block_ids=[2], destination_block_ids=[1])
-]
-
-
-class Rank:
-    """Memory of one rank in ``BHLNC``, where a block's row is its heads one after the other."""
-
-    def __init__(self, tp_rank: int, tp_size: int, layers: Sequence[str] = LAYERS) -> None:
-        self.cache = np.zeros((NUM_BLOCKS, ROW_BYTES // min(tp_size, HEADS)), dtype=np.uint8)
-        self.tp_rank = tp_rank
-        self.shard: Shard = shard_for(
-            layers=layers,
-            num_kv_heads=HEADS,
-            head_size=HEAD_SIZE,
-            itemsize=ITEMSIZE,
-            block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
-            layout=NamedLayout.BHLNC,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            base_address=self.cache.ctypes.data,
-        )
-
-    @property
-    def region(self) -> Region:
-        return Region(self.cache.ctypes.data, self.cache.nbytes)
-
-
-class PrefillEngine:
-    """A prefill engine in this process: labelled ranks, guard words, a listener that answers handshakes."""
-
-    def __init__(self, transport: str, tp_size: int = 2, port: int = 0, epoch: int = EPOCH) -> None:
-        self.epoch = epoch
-        self.transports = open_transports(transport)
-        self.words = GuardWords(num_slots=4)
-        self.words.set(SLOT, epoch, GENERATION)
-        self.ranks = [Rank(tp_rank, tp_size) for tp_rank in range(tp_size)]
-        for rank in self.ranks:
-            rank.cache[:] = np.random.default_rng(rank.tp_rank).integers(0, 256, rank.cache.shape, dtype=np.uint8)
-        regions = [rank.region for rank in self.ranks]
-        self.end_points = self.transports.register([*regions, Region(self.words.address, self.words.array.nbytes)])
-        self.answer: Callable[[Question], Answer] = lambda question: self.directory()
-        self.num_handshakes = 0
-        self.may_answer = threading.Event()
-        self.may_answer.set()
-        self.listener = Listener(HOST, port, self._answer)
-
-    def _answer(self, question: Question) -> Answer:
-        assert isinstance(question, DirectoryRequest)
-        self.num_handshakes += 1
-        self.may_answer.wait(20)
-        return self.answer(question)
-
-    def directory(self, **changes: object) -> Directory:
-        entries = tuple(
-            RankEntry(
-                tp_rank=rank.tp_rank,
-                pp_rank=0,
-                shard=encode_shard(rank.shard),
-                end_points=self.end_points,
-                words_address=self.words.address,
-                num_words=len(self.words.array),
-            )
-            for rank in self.ranks
-        )
-        directory = Directory(PROTOCOL_VERSION, "p", self.epoch, IDENTITY, entries)
-        return msgspec.structs.replace(directory, **changes)
-
-    def hold(self, epoch: int | None = None) -> RemoteHold:
-        return RemoteHold("p", epoch or self.epoch, HOST, self.listener.port, Handle("a", GENERATION))
-
-    def close(self) -> None:
-        self.may_answer.set()
-        self.listener.close()
-        self.transports.close()
-
-
-class DecodeRank:
-    """The one rank of a decode engine."""
-
-    def __init__(self, transport: str, timeout_seconds: float = 20.0, wish: Strategy = Strategy.DIRECT) -> None:
-        self.rank = Rank(0, 1)
-        stage = Stage(1 << 16)
-        self.scratch = Scratch(num_words=8)
-        self.transports: TransportSet = open_transports(transport)
-        self.transports.register([self.rank.region, self.scratch.region, stage.region])
-        strategist = Strategist(stage, wish)
-        self.engines = RemoteEngines(self.rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds, strategist)
-
-    def engine(self, hold: RemoteHold) -> RemoteEngine:
-        """Ask until the handshake has ended."""
-        end = time.monotonic() + 30
-        while (engine := self.engines.get(hold)) is None:
-            assert time.monotonic() < end, "the handshake does not end"
-            time.sleep(0.002)
-        return engine
-
-    def refusal(self, hold: RemoteHold) -> KVFerryError:
-        """Ask until the handshake has failed."""
-        with pytest.raises(KVFerryError) as caught:
-            self.engine(hold)
-        return caught.value
-
-    def forget_failures(self) -> None:
-        """As if ``FAILURE_SECONDS`` had passed."""
-        self.engines._handshakes.clear()
-
-    def load(self, hold: RemoteHold, source_ids: list[int], destination_ids: list[int]) -> LoadResult:
-        blocks = [
-            GroupBlocks(
-                group="full",
-                first_token=0,
-                last_token=len(source_ids) * BLOCK_SIZE,
-                source_block_ids=source_ids,
-                destination_block_ids=destination_ids,
-            )
-        ]
-
-        def prepare() -> list[GuardedRead] | None:
-            engine = self.engines.get(hold)
-            return None if engine is None else engine.reads(hold, SLOT, blocks)
-
-        load = Load("a", prepare, deadline=time.monotonic() + 30)
-        while load.phase is not Phase.DONE:
-            if not load.advance(self.scratch, time.monotonic()):
-                time.sleep(0.001)
-        return load.result(time.monotonic())
+ONE_BLOCK = [whole_blocks("full", [2], [1])]
 
 
 @pytest.fixture(params=["memcpy", "cma"])
@@ -185,14 +45,14 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def prefill() -> Iterator[PrefillEngine]:
-    engine = PrefillEngine("memcpy")
+    engine = PrefillEngine("memcpy", filled_ranks())
     yield engine
     engine.close()
 
 
 @pytest.fixture
 def decode() -> Iterator[DecodeRank]:
-    rank = DecodeRank("memcpy")
+    rank = DecodeRank("memcpy", Rank(0, 1))
     yield rank
     rank.transports.close()
 
@@ -200,7 +60,7 @@ def decode() -> Iterator[DecodeRank]:
 @pytest.mark.parametrize("wish", [Strategy.DIRECT, Strategy.SCATTER])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_labelled_bytes_arrive_exactly(transport: str, tp_size: int, wish: Strategy) -> None:
-    prefill, decode = PrefillEngine(transport, tp_size), DecodeRank(transport, wish=wish)
+    prefill, decode = PrefillEngine(transport, filled_ranks(tp_size)), DecodeRank(transport, Rank(0, 1), wish=wish)
     try:
         result = decode.load(prefill.hold(), [5, 0, 3], [1, 2, 4])
         assert result.error is None
@@ -217,7 +77,7 @@ def test_labelled_bytes_arrive_exactly(transport: str, tp_size: int, wish: Strat
 
 
 def test_a_hold_that_has_ended_is_not_read(prefill: PrefillEngine, decode: DecodeRank) -> None:
-    prefill.words.clear(SLOT)
+    prefill.words[0].clear(SLOT)
     result = decode.load(prefill.hold(), [5], [1])
     assert result.error is not None
     assert result.error.reason is Reason.SOURCE_CHANGED
@@ -307,7 +167,7 @@ def test_a_plan_that_lowers_wrongly_is_found_before_any_byte_moves(
 
 def test_requests_spread_over_replicas(decode: DecodeRank) -> None:
     """Eight ranks hold four heads twice: which of the two is read depends on the request."""
-    prefill = PrefillEngine("memcpy", tp_size=8)
+    prefill = PrefillEngine("memcpy", filled_ranks(8))
     try:
         hold = prefill.hold()
         engine = decode.engine(hold)
@@ -322,7 +182,7 @@ def test_requests_spread_over_replicas(decode: DecodeRank) -> None:
 
 
 def test_a_strategy_that_cannot_be_had_is_refused_at_the_handshake(prefill: PrefillEngine) -> None:
-    decode = DecodeRank("memcpy", wish=Strategy.GATHER)
+    decode = DecodeRank("memcpy", Rank(0, 1), wish=Strategy.GATHER)
     error = decode.refusal(prefill.hold())
     assert error.reason is Reason.UNSUPPORTED
     assert "does not copy on request" in error.message
@@ -337,7 +197,7 @@ def test_a_staged_plan_that_is_wrong_is_refused_at_the_handshake(
         return [replace(merge, stage_offset=merge.stage_offset ^ 64) for merge in merges(template, blocks, offset)]
 
     monkeypatch.setattr(StagedTemplate, "merges", shifted)
-    decode = DecodeRank("memcpy", wish=Strategy.SCATTER)
+    decode = DecodeRank("memcpy", Rank(0, 1), wish=Strategy.SCATTER)
     assert decode.refusal(prefill.hold()).reason in (Reason.WRONG_SOURCE, Reason.BYTES_MISSING)
 
 
@@ -354,7 +214,7 @@ def test_no_connection_is_left_of_an_engine_that_is_refused(
 
 
 def test_a_listener_that_never_answers_is_unreachable_in_time(prefill: PrefillEngine) -> None:
-    decode = DecodeRank("memcpy", timeout_seconds=1.0)
+    decode = DecodeRank("memcpy", Rank(0, 1), timeout_seconds=1.0)
     prefill.may_answer.clear()
     started_at = time.monotonic()
     try:
@@ -372,7 +232,7 @@ def test_all_that_waited_for_a_handshake_learn_of_its_failure(
 ) -> None:
     """Thirty loads for a dead engine must not each wait for a handshake of their own, one after the other."""
     monkeypatch.setattr(module, "FAILURE_SECONDS", 60.0)
-    decode = DecodeRank("memcpy", timeout_seconds=0.2)
+    decode = DecodeRank("memcpy", Rank(0, 1), timeout_seconds=0.2)
     prefill.may_answer.clear()
     try:
         errors = {id(decode.refusal(prefill.hold())) for _ in range(30)}
@@ -393,7 +253,7 @@ def test_a_failed_handshake_is_tried_again_by_a_later_request(
     hold = RemoteHold("p", EPOCH, HOST, port, Handle("a", GENERATION))
     assert decode.refusal(hold).reason is Reason.PEER_UNREACHABLE
     decode.engines._timeout_seconds = 20.0
-    prefill = PrefillEngine("memcpy", port=port)
+    prefill = PrefillEngine("memcpy", filled_ranks(), port)
     try:
         time.sleep(0.15)
         assert decode.load(hold, [5], [1]).error is None
@@ -431,7 +291,7 @@ def test_forgotten_failures_do_not_gather(decode: DecodeRank, monkeypatch: pytes
 def test_a_restarted_engine_replaces_its_former_life(prefill: PrefillEngine, decode: DecodeRank) -> None:
     former = decode.engine(prefill.hold())
     prefill.epoch += 1
-    prefill.words.set(SLOT, prefill.epoch, GENERATION)
+    prefill.begin_hold()
     assert decode.load(prefill.hold(), [5], [1]).error is None
     assert list(decode.engines._engines) == [prefill.hold().destination]
     assert decode.engines.get(prefill.hold()) is not former
@@ -440,7 +300,7 @@ def test_a_restarted_engine_replaces_its_former_life(prefill: PrefillEngine, dec
 
 def test_the_number_of_engines_is_bounded(decode: DecodeRank, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ENGINES", 2)
-    prefills = [PrefillEngine("memcpy") for _ in range(4)]
+    prefills = [PrefillEngine("memcpy", filled_ranks()) for _ in range(4)]
     try:
         for prefill in prefills:
             decode.engine(prefill.hold())

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MambaSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from kvferry.errors import KVFerryError, Reason
@@ -34,12 +35,13 @@ ATTENTION: dict[str, Any] = {
 }
 FULL = FullAttentionSpec(**ATTENTION)
 WINDOW = SlidingWindowSpec(**ATTENTION, sliding_window=40, extra_retained_tokens=2)
+UNIFORM = UniformTypeKVCacheSpecs(block_size=BLOCK_SIZE, kv_cache_specs={"elsewhere": FULL})
 STATE = MambaSpec(
     shapes=((3, 24), (2, 8, 4)), dtypes=(torch.float32, torch.float32), block_size=4096, page_size_padded=PAGE
 )
 
 
-def engine(monkeypatch: pytest.MonkeyPatch, isa: str = "vec", tp_size: int = 2, **layers: Any) -> Any:
+def engine(monkeypatch: pytest.MonkeyPatch, isa: str = "vec", tp_size: int = 2, pp_size: int = 1, **layers: Any) -> Any:
     """Return a configuration of an engine whose attention runs on a CPU with this instruction set."""
     monkeypatch.setattr("vllm.v1.attention.backends.cpu_attn._get_attn_isa", lambda *_: isa)
     backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
@@ -47,7 +49,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, isa: str = "vec", tp_size: int = 2, 
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             tensor_parallel_size=tp_size,
-            pipeline_parallel_size=1,
+            pipeline_parallel_size=pp_size,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
         ),
@@ -98,6 +100,24 @@ def test_a_layer_that_reads_anothers_cache_is_none_of_ours(monkeypatch: pytest.M
     caches = {"0": attention_view(rows, 0), "1": attention_view(rows, 0)}
     shard = translate.shard_of(engine(monkeypatch), groups((["0"], FULL)), caches, tp_rank=0)
     assert shard.groups[0].layers == {"0"}
+
+
+def test_a_stage_leaves_out_the_groups_of_which_it_has_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage is told of all groups, with its own layers: an index names the same group in all of them."""
+    config = groups(([], FULL), (["3", "4"], WINDOW), ([], UNIFORM), (["1"], WINDOW))
+    rows = block_rows(num_pages=2)
+    caches = {"3": attention_view(rows, 0), "4": attention_view(rows, 1), "1": attention_view(rows, 0)}
+    vllm_config = engine(monkeypatch, pp_size=3)
+    translate.check_supported(vllm_config, config)
+    assert [shape.block_size for shape in translate.group_shapes(config)] == [BLOCK_SIZE] * 4
+    shard = translate.shard_of(vllm_config, config, caches, tp_rank=1, pp_rank=2)
+    assert [(group.name, sorted(group.layers)) for group in shard.groups] == [("1", ["3", "4"]), ("3", ["1"])]
+    assert shard.rank_name == "rank tp 1/2 pp 2/3"
+
+
+def test_a_stage_without_any_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KVFerryError, match="no layer of pipeline stage 1 of 2 has a cache"):
+        translate.shard_of(engine(monkeypatch, pp_size=2), groups(([], FULL)), {}, tp_rank=0, pp_rank=1)
 
 
 @pytest.mark.parametrize("isa", ["vec", "vec16"])
@@ -189,9 +209,10 @@ def test_what_cannot_be_moved_is_refused_at_start(spec: Any, text: str, monkeypa
     assert text in refusal(monkeypatch, groups((["0"], FULL), (["1"], spec)))
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
-def test_other_parallelism_is_refused_at_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "parallel" in refusal(monkeypatch, groups((["0"], FULL)), **{name: 2})
+@pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])
+def test_context_parallelism_is_refused_by_name_at_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = refusal(monkeypatch, groups((["0"], FULL)), **{name: 2})
+    assert f"{name} is 2. Run with --{name.replace('_', '-')} 1" in message
 
 
 def test_a_view_of_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

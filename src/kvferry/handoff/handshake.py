@@ -3,6 +3,8 @@
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff import courier
 from kvferry.handoff.protocol import PROTOCOL_VERSION, Directory, DirectoryRequest, Identity
+from kvferry.layout.shard import Shard
+from kvferry.plan.wire import decode_shard
 
 _REASONS = {"kv_dtype": Reason.DTYPE_MISMATCH, "head_size": Reason.HEAD_SIZE_MISMATCH}
 
@@ -49,6 +51,37 @@ def fetch_directory(host: str, port: int, sender: str, epoch: int, ours: Identit
         )
     compare_identities(answer.identity, ours)
     return answer
+
+
+def decode_shards(directory: Directory) -> list[Shard]:
+    """Return what each rank of a prefill engine holds, in the directory's order.
+
+    Every rank, named by its pipeline stage and its tensor-parallel rank, must be there once: raises
+    :class:`HandoffError` (missing-source, or malformed-message), and as :func:`decode_shard`.
+    """
+    shards = [decode_shard(entry.shard) for entry in directory.ranks]
+    entries = [(entry.pp_rank, entry.tp_rank) for entry in directory.ranks]
+    sizes = {(shard.pp_size, shard.tp_size) for shard in shards}
+    as_named = entries == [(shard.pp_rank, shard.tp_rank) for shard in shards]
+    named = set(entries)
+    if not as_named or len(named) < len(entries) or len(sizes) > 1:
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE,
+            f"engine {directory.engine_id} names its ranks (pp, tp) {entries} with the caches of "
+            f"{[shard.rank_name for shard in shards]}.",
+            "Run the same kvferry version on both sides.",
+        )
+    [(pp_size, tp_size)] = sizes
+    ranks = ((stage, rank) for stage in range(pp_size) for rank in range(tp_size))
+    missing = next((rank for rank in ranks if rank not in named), None)
+    if missing is not None:
+        raise HandoffError(
+            Reason.MISSING_SOURCE,
+            f"engine {directory.engine_id} names {len(entries)} of its {pp_size * tp_size} ranks; tensor-parallel rank "
+            f"{missing[1]} of pipeline stage {missing[0]} is missing.",
+            "Look into the prefill engine's log for what happened to that worker.",
+        )
+    return shards
 
 
 def check_version(version: int) -> None:

@@ -14,16 +14,15 @@ from kvferry.execution.load import GuardedRead
 from kvferry.execution.transfer_costs import Strategist
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.guard import WORD_BYTES, word_bytes
-from kvferry.handoff.handshake import fetch_directory
+from kvferry.handoff.handshake import decode_shards, fetch_directory
 from kvferry.handoff.protocol import Directory, Identity
 from kvferry.layout.shard import Shard
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.request import GroupBlocks, of_rank
 from kvferry.plan.sample import sample_requests
 from kvferry.plan.staged import ScatterPlan, lowered, placed
 from kvferry.plan.transfer_plan import Descriptors, PairPlan, Planner
 from kvferry.plan.verify import verify_destination
 from kvferry.plan.verify_staged import composed
-from kvferry.plan.wire import decode_shard
 from kvferry.transport.registry import Link, TransportSet
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class RemoteEngine:
         self._directory = directory
         self._shard = shard
         self._transports = transports
-        self._sources = [decode_shard(entry.shard) for entry in directory.ranks]
+        self._sources = decode_shards(directory)
         self._strategist = strategist
         self._links: dict[int, Link] = {}
         self._scatter_plans: dict[PairPlan, ScatterPlan | None] = {}
@@ -58,7 +57,12 @@ class RemoteEngine:
             raise
 
     def reads(self, hold: RemoteHold, slot: int, blocks: Sequence[GroupBlocks]) -> list[GuardedRead]:
-        """Return one guarded read per source rank that this rank needs for the request."""
+        """Return one guarded read per source rank that this rank needs for the request.
+
+        ``blocks`` are those of every cache group of the model; of a group that this rank's pipeline stage does not
+        have, other ranks read.
+        """
+        blocks = of_rank(blocks, self._shard)
         selector = zlib.crc32(hold.handle.request_id.encode())
         expected = word_bytes(hold.epoch, hold.handle.generation)
         reads = []

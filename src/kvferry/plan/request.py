@@ -99,6 +99,14 @@ def refuse_incomplete(requests: Sequence[GroupBlocks], destination: Shard) -> No
         )
 
 
+def of_rank(requests: Sequence[GroupBlocks], rank: Shard) -> Sequence[GroupBlocks]:
+    """Return what concerns the rank: a stage of a pipeline may hold no layer of a cache group."""
+    if rank.pp_size == 1:
+        return requests
+    held = {group.name for group in rank.groups}
+    return [blocks for blocks in requests if blocks.group in held]
+
+
 def _as_ids(ids: BlockIds, group: str) -> Integers:
     """Return a copy as int64, refusing anything that is not a flat list of integers."""
     array = np.array(ids)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvferry.errors import LayoutError, Reason
+from kvferry.integrations.vllm.cache_specs import spec_of
 from kvferry.integrations.vllm.kernel_check import (
     BLOCK_IDS,
     NUM_BLOCKS,
@@ -29,7 +30,7 @@ from kvferry.layout.named_layouts import NamedLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
 
@@ -178,11 +179,11 @@ def _engine_verdicts(
     for group in kv_cache_config.kv_cache_groups:
         kinds: dict[KernelCase, list[str]] = {}
         for name in group.layer_names:
-            if _is_checkable(_spec_of(group, name), kv_caches[name]):
-                kinds.setdefault(case_of(vllm_config, name, _spec_of(group, name)), []).append(name)
+            if _is_checkable(spec_of(group, name), kv_caches[name]):
+                kinds.setdefault(case_of(vllm_config, name, spec_of(group, name)), []).append(name)
         for case, members in kinds.items():
             names = list(dict.fromkeys((members[0], members[-1])))
-            spec = _spec_of(group, names[0])
+            spec = spec_of(group, names[0])
             device = kv_caches[names[0]].device
             allocate = partial(_allocate_as_engine, kv_cache_config, spec, names, device, layout)
             try:
@@ -234,13 +235,6 @@ def _is_checkable(spec: Any, cache: torch.Tensor) -> bool:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     return isinstance(spec, AttentionSpec) and spec.tokens_per_state == 1 and cache.dim() == 4
-
-
-def _spec_of(group: "KVCacheGroupSpec", layer_name: str) -> Any:
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-
-    spec: Any = group.kv_cache_spec
-    return spec.kv_cache_specs[layer_name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def _keep(verdict: Verdict) -> None:

@@ -30,7 +30,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     huge_pages: put the cache into 2 MiB pages at start where the kernel allows.
     transfer_cores: cores for the transfer thread; empty means all but the compute cores, or any if fewer than two.
     realtime_transfers: give the transfer thread real-time priority where the kernel allows.
-    transfer_log: a file that gets one JSON line per load and rank (``.rank<tp_rank>`` is appended).
+    transfer_log: a file that gets one JSON line per load and rank (``.rank<rank>`` is appended).
     model_id: what both sides must agree on in place of the digest of model and weights.
     faults: injected faults, for negative controls in tests.
     """

@@ -9,11 +9,14 @@ from kvferry.layout.named_layouts import NamedLayout
 
 
 class TransferLog:
-    """Appends to ``<path>.rank<tp_rank>``; an empty path logs nothing."""
+    """Appends to ``<path>.rank<rank>``; an empty path logs nothing.
 
-    def __init__(self, path: str, tp_rank: int, layout: NamedLayout) -> None:
-        self._file: TextIO | None = open(f"{path}.rank{tp_rank}", "a", buffering=1) if path else None  # noqa: SIM115
-        self._tp_rank = tp_rank
+    Ranks are counted over the pipeline's stages, those of one stage by their tensor-parallel rank.
+    """
+
+    def __init__(self, path: str, rank: int, layout: NamedLayout) -> None:
+        self._file: TextIO | None = open(f"{path}.rank{rank}", "a", buffering=1) if path else None  # noqa: SIM115
+        self._rank = rank
         self._layout = layout
 
     def write(self, order: LoadOrder, result: LoadResult) -> None:
@@ -24,7 +27,7 @@ class TransferLog:
             "request_id": order.request_id,
             "remote_request_id": order.hold.handle.request_id,
             "remote_engine_id": order.hold.engine_id,
-            "tp_rank": self._tp_rank,
+            "rank": self._rank,
             "num_tokens": order.num_tokens,
             "bytes": result.num_bytes,
             "staged_bytes": result.num_staged_bytes,

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from kvferry.errors import HandoffError, LayoutError, Reason
+from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.protocol import Identity, RankEntry
 from kvferry.integrations.vllm.block_lists import GroupShape
+from kvferry.integrations.vllm.cache_specs import refuse, spec_of
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.translate_attention import attention_components
 from kvferry.integrations.vllm.translate_state import check_state, state_components
@@ -32,14 +33,13 @@ _VOLATILE_CONFIG_KEYS = ("_name_or_path", "name_or_path", "transformers_version"
 def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
     """Refuse at start what this version cannot move. Raises :class:`LayoutError` (unsupported)."""
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        _refuse(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}", "Run with pipeline parallel size 1.")
-    context_parallel = parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size
-    if context_parallel > 1:
-        _refuse("context parallelism is on", "Run with prefill and decode context parallel size 1.")
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        size = getattr(parallel, name)
+        if size > 1:
+            refuse(f"{name} is {size}", f"Run with --{name.replace('_', '-')} 1.")
     if vllm_config.num_prefill_lookahead_tokens > 1:
         lookahead = vllm_config.num_prefill_lookahead_tokens
-        _refuse(f"the drafter embeds {lookahead} tokens ahead of the prompt", "Run without multi-module drafting.")
+        refuse(f"the drafter embeds {lookahead} tokens ahead of the prompt", "Run without multi-module drafting.")
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         _check_group(index, group)
 
@@ -66,29 +66,38 @@ def resolved_layout(vllm_config: "VllmConfig") -> NamedLayout:
 
 def group_shapes(kv_cache_config: "KVCacheConfig") -> tuple[GroupShape, ...]:
     """Return what the scheduler must know of each cache group, in vLLM's order."""
-    return tuple(_group_shape(_spec_of(group)) for group in kv_cache_config.kv_cache_groups)
+    return tuple(_group_shape(spec_of(group)) for group in kv_cache_config.kv_cache_groups)
 
 
 def shard_of(
-    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", kv_caches: Mapping[str, torch.Tensor], tp_rank: int
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    kv_caches: Mapping[str, torch.Tensor],
+    tp_rank: int,
+    pp_rank: int = 0,
 ) -> Shard:
     """Return what this rank holds, from the engine's own views of its one buffer: a group for each of vLLM's.
 
-    Groups overlay each other in the buffer and own disjoint block ids. A group is named by its index and its layers
-    by name; ``kv_caches`` may hold more layers than the groups, those that read another layer's cache.
+    Groups overlay each other in the buffer and own disjoint block ids. A group is named by its index, which is the
+    same in every pipeline stage, and its layers by name; one of which this stage has no layer is left out.
+    ``kv_caches`` may hold more layers than the groups, those that read another layer's cache.
 
-    Raises :class:`LayoutError` when a view is not what the specification promises.
+    Raises :class:`LayoutError` when a view is not what the specification promises, or the stage has no cache.
     """
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
-    first = kv_caches[kv_cache_config.kv_cache_groups[0].layer_names[0]]
-    storage = first.untyped_storage()
+    parallel = vllm_config.parallel_config
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    held = {index: group for index, group in enumerate(kv_cache_config.kv_cache_groups) if group.layer_names}
+    if not held:
+        refuse(f"no layer of pipeline stage {pp_rank} of {pp_size} has a cache", "Run with fewer pipeline stages.")
+    storage = kv_caches[next(iter(held.values())).layer_names[0]].untyped_storage()
     region = Region(storage.data_ptr(), storage.nbytes())
     groups = []
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+    for index, group in held.items():
         views = {name: kv_caches[name] for name in group.layer_names}
         _check_views(views, region)
         groups.append(_cache_group(vllm_config, kv_cache_config, index, views, region, (tp_rank, tp_size)))
-    return Shard(regions=(region,), groups=tuple(groups), tp_rank=tp_rank, tp_size=tp_size)
+    ranks = {"tp_rank": tp_rank, "tp_size": tp_size, "pp_rank": pp_rank, "pp_size": pp_size}
+    return Shard(regions=(region,), groups=tuple(groups), **ranks)
 
 
 def decode_rank_entry(data: bytes) -> RankEntry:
@@ -102,19 +111,19 @@ def decode_rank_entry(data: bytes) -> RankEntry:
 def _check_group(index: int, group: "KVCacheGroupSpec") -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
-    spec = _spec_of(group)
+    spec = spec_of(group)
     where = f"cache group {index} is a {type(spec).__name__}"
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec):
-        _refuse(where, "Full attention, sliding windows, MLA and Mamba2 states are supported.")
+        refuse(where, "Full attention, sliding windows, MLA and Mamba2 states are supported.")
     if not group.enable_kv_transfer or group.host_resident:
-        _refuse(f"{where} whose blocks are not to be moved", "Run without a cache kept in host memory.")
+        refuse(f"{where} whose blocks are not to be moved", "Run without a cache kept in host memory.")
     if isinstance(spec, MambaSpec):
         check_state(index, spec)
         return
     if spec.tokens_per_state != 1:
-        _refuse(f"{where} with {spec.tokens_per_state} tokens a slot", "Caches of one slot a token are supported.")
+        refuse(f"{where} with {spec.tokens_per_state} tokens a slot", "Caches of one slot a token are supported.")
     if spec.kv_quant_mode.value != 0:
-        _refuse(f"{where}, quantised ({spec.kv_quant_mode.name})", "Run with --kv-cache-dtype auto.")
+        refuse(f"{where}, quantised ({spec.kv_quant_mode.name})", "Run with --kv-cache-dtype auto.")
 
 
 def _group_shape(spec: Any) -> GroupShape:
@@ -138,7 +147,7 @@ def _cache_group(
     region: Region,
     rank: tuple[int, int],
 ) -> CacheGroup:
-    spec = _spec_of(kv_cache_config.kv_cache_groups[index])
+    spec = spec_of(kv_cache_config.kv_cache_groups[index])
     shape = _group_shape(spec)
     if shape.kind is CacheKind.STATE:
         layer = vllm_config.compilation_config.static_forward_context[next(iter(views))]
@@ -160,21 +169,10 @@ def _check_views(views: Mapping[str, torch.Tensor], region: Region) -> None:
     (first_name, first), *others = views.items()
     for name, view in views.items():
         if view.untyped_storage().data_ptr() != region.base_address:
-            _refuse(f"the cache of {name} lies in a buffer of its own", "")
+            refuse(f"the cache of {name} lies in a buffer of its own")
     for name, view in others:
         if view.stride() != first.stride() or view.dtype != first.dtype or view.shape != first.shape:
-            _refuse(f"the cache of {name} differs in shape or strides from that of {first_name}", "")
-
-
-def _spec_of(group: "KVCacheGroupSpec") -> Any:
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-
-    spec: Any = group.kv_cache_spec
-    return spec.kv_cache_specs[group.layer_names[0]] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-
-
-def _refuse(what: str, remedy: str) -> None:
-    raise LayoutError(Reason.UNSUPPORTED, f"{what}.", remedy)
+            refuse(f"the cache of {name} differs in shape or strides from that of {first_name}")
 
 
 def _kv_dtype(vllm_config: "VllmConfig") -> str:

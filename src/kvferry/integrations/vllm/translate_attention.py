@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvferry.errors import LayoutError, Reason
+from kvferry.integrations.vllm.cache_specs import refuse
 from kvferry.layout.cache_group import CacheKind
 from kvferry.layout.shapes import heads_of_rank
 from kvferry.layout.shard import Region
@@ -32,7 +32,7 @@ def attention_components(
     """
     name, first = next(iter(views.items()))
     if tuple(first.shape[:3]) != expected:
-        _refuse(
+        refuse(
             f"the cache of {name} has shape {tuple(first.shape)}, expected [blocks, heads, tokens] of {expected}",
             "Choose a block size that the attention kernel takes whole.",
         )
@@ -69,7 +69,7 @@ def _planes(name: str, view: torch.Tensor, offsets: Sequence[int], place: Mappin
     """
     itemsize, num_tokens, num_channels = view.element_size(), view.shape[2], view.shape[3]
     if view.stride()[2:] != (num_channels, 1):
-        _refuse(f"a page of {name} has strides {view.stride()[2:]}", "Use a layout that ends in NC.")
+        refuse(f"a page of {name} has strides {view.stride()[2:]}", "Use a layout that ends in NC.")
     head_size, block, head = num_channels // 2, view.stride(0) * itemsize, view.stride(1) * itemsize
     strides = {"k": (itemsize, num_tokens * itemsize), "v": (head_size * itemsize, itemsize)}
     first_bytes = {"k": 0, "v": num_tokens * head_size * itemsize}
@@ -117,9 +117,5 @@ def _heads(vllm_config: "VllmConfig", kind: CacheKind, num_held: int, rank: tupl
     if num_held > 1 or tp_size == 1:
         total = num_held * tp_size
     elif total > tp_size:
-        _refuse(f"a rank of {tp_size} holds one KV head where the model has {total}", "")
+        refuse(f"a rank of {tp_size} holds one KV head where the model has {total}")
     return total, heads_of_rank(total, tp_rank, tp_size)
-
-
-def _refuse(what: str, remedy: str) -> None:
-    raise LayoutError(Reason.UNSUPPORTED, f"{what}.", remedy)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvferry.errors import LayoutError, Reason
+from kvferry.integrations.vllm.cache_specs import refuse
 from kvferry.layout.shard import Region
 from kvferry.layout.state import (
     ConvOrder,
@@ -32,11 +32,11 @@ def check_state(index: int, spec: "MambaSpec") -> None:
 
     where = f"cache group {index} holds states"
     if spec.mamba_type is not MambaAttentionBackendEnum.MAMBA2 or len(spec.shapes) != 2:
-        _refuse(f"{where} of {spec.mamba_type.name} in {len(spec.shapes)} parts", "Mamba2 states are supported.")
+        refuse(f"{where} of {spec.mamba_type.name} in {len(spec.shapes)} parts", "Mamba2 states are supported.")
     if spec.mamba_cache_mode != "none":
-        _refuse(f"{where} that are cached by prefix ({spec.mamba_cache_mode})", "Run with --no-enable-prefix-caching.")
+        refuse(f"{where} that are cached by prefix ({spec.mamba_cache_mode})", "Run with --no-enable-prefix-caching.")
     if spec.num_speculative_blocks:
-        _refuse(f"{where} of draft tokens", "Run without speculative decoding.")
+        refuse(f"{where} of draft tokens", "Run without speculative decoding.")
 
 
 def state_components(
@@ -59,7 +59,7 @@ def state_components(
     state_len, num_channels = conv_shape if order is ConvOrder.SD else conv_shape[::-1]
     _check(spec, layer, num_channels == sum(len(segment.held) for segment in segments), rank)
     if first.element_size() != 1 or tuple(first.shape[1:]) != (1, 1, page_bytes):
-        _refuse(f"a view of states has shape {tuple(first.shape)}, expected pages of {page_bytes} bytes")
+        refuse(f"a view of states has shape {tuple(first.shape)}, expected pages of {page_bytes} bytes")
     pages = StatePages(
         layers=tuple(views),
         layer_offsets=tuple(view.data_ptr() - region.base_address for view in views.values()),
@@ -99,8 +99,4 @@ def _conv_order() -> ConvOrder:
 def _check(spec: "MambaSpec", layer: "MambaMixer2", segments_fit: bool, rank: tuple[int, int]) -> None:
     expected: Any = (layer.num_heads // rank[1], layer.head_dim, layer.ssm_state_size)
     if not segments_fit or tuple(spec.shapes[1]) != expected:
-        _refuse(f"states of shapes {spec.shapes} are not those of a Mamba2 layer with {expected}")
-
-
-def _refuse(what: str, remedy: str = "") -> None:
-    raise LayoutError(Reason.UNSUPPORTED, f"{what}.", remedy)
+        refuse(f"states of shapes {spec.shapes} are not those of a Mamba2 layer with {expected}")

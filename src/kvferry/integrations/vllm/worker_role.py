@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from kvferry.errors import Reason, TransportError
 from kvferry.execution.executor import Executor
@@ -50,11 +50,13 @@ class WorkerRole:
         self._kv_cache_config = kv_cache_config
         self._settings = settings
         self._tp_rank = get_tensor_model_parallel_rank()
+        self._pp_rank = get_pp_group().rank_in_group
+        self._rank = self._pp_rank * vllm_config.parallel_config.tensor_parallel_size + self._tp_rank
         self._words = GuardWords(settings.max_held_requests)
         self._scratch = Scratch(SCRATCH_WORDS)
         self._transports = open_transports(settings.transport, settings.faults)
         self._statistics = Statistics()
-        self._log = TransferLog(settings.transfer_log, self._tp_rank, resolved_layout(vllm_config))
+        self._log = TransferLog(settings.transfer_log, self._rank, resolved_layout(vllm_config))
         self._entry: RankEntry | None = None
         self._executor: Executor | None = None
         self._remote_engines: RemoteEngines | None = None
@@ -63,7 +65,7 @@ class WorkerRole:
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Make the engine's cache reachable and be ready to fill it."""
-        shard = shard_of(self._vllm_config, self._kv_cache_config, kv_caches, self._tp_rank)
+        shard = shard_of(self._vllm_config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank)
         for region in shard.regions:
             self._use_huge_pages(region)
         words = Region(self._words.address, self._words.array.nbytes)
@@ -73,20 +75,20 @@ class WorkerRole:
         end_points = self._transports.register([*shard.regions, words, self._scratch.region, *staged])
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
-            pp_rank=0,
+            pp_rank=self._pp_rank,
             shard=encode_shard(shard),
             end_points=end_points,
             words_address=self._words.address,
             num_words=self._settings.max_held_requests,
         )
         identity = identity_of(self._vllm_config, self._settings)
-        sender = f"{self._vllm_config.kv_transfer_config.engine_id}/{self._tp_rank}"  # type: ignore[union-attr]
+        sender = f"{self._vllm_config.kv_transfer_config.engine_id}/{self._rank}"  # type: ignore[union-attr]
         timeout = self._settings.handshake_timeout_seconds
         self._remote_engines = RemoteEngines(
             shard, identity, self._transports, sender, timeout, Strategist(stage, wish)
         )
         self._executor = Executor(self._scratch, self._transfer_cores(), self._settings.realtime_transfers)
-        logger.info("kvferry: rank %d moves\n%r", self._tp_rank, shard)
+        logger.info("kvferry: rank %d moves\n%r", self._rank, shard)
 
     def get_handshake_metadata(self) -> RankMetadata | None:
         """Return what peers must know of this rank."""
@@ -151,7 +153,7 @@ class WorkerRole:
         if isinstance(result.error, TransportError) and order.hold is not None and self._remote_engines is not None:
             self._remote_engines.suspect(order.hold)
         if result.error is not None and result.error.reason is not Reason.ABORTED:
-            logger.error("kvferry: rank %d failed to load %s: %s", self._tp_rank, result.load_id, result.error)
+            logger.error("kvferry: rank %d failed to load %s: %s", self._rank, result.load_id, result.error)
 
     def _use_huge_pages(self, region: Region) -> None:
         if self._settings.huge_pages and region.device == "cpu":

@@ -1,0 +1,198 @@
+"""Prefill engines and decode ranks inside the test's process: real handshakes, guard words and bytes, no vLLM."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import KVFerryError
+from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase
+from kvferry.execution.scratch import Scratch
+from kvferry.execution.staging import Stage
+from kvferry.execution.transfer_costs import Strategist
+from kvferry.handoff.decode_side import RemoteHold
+from kvferry.handoff.guard import GuardWords
+from kvferry.handoff.listener import Listener
+from kvferry.handoff.protocol import (
+    PROTOCOL_VERSION,
+    Answer,
+    Directory,
+    DirectoryRequest,
+    Handle,
+    Identity,
+    Question,
+    RankEntry,
+)
+from kvferry.handoff.remote_engines import RemoteEngine, RemoteEngines
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shapes import shard_for
+from kvferry.layout.shard import Shard
+from kvferry.plan.request import GroupBlocks
+from kvferry.plan.strategy import Strategy
+from kvferry.plan.wire import encode_shard
+from kvferry.transport.protocol import Region
+from kvferry.transport.registry import TransportSet, open_transports
+
+HOST, EPOCH, GENERATION, SLOT = "127.0.0.1", 7, 3, 1
+IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 2, 4, 8)
+LAYERS, HEADS, HEAD_SIZE, ITEMSIZE, BLOCK_SIZE, NUM_BLOCKS = ["0", "1"], 4, 8, 4, 4, 6
+ROW_BYTES = len(LAYERS) * HEADS * BLOCK_SIZE * HEAD_SIZE * 2 * ITEMSIZE
+
+
+def filled_ranks(tp_size: int = 2) -> "list[Rank]":
+    """Return the ranks of a prefill engine, each filled with what no other has."""
+    return [Rank(tp_rank, tp_size).fill() for tp_rank in range(tp_size)]
+
+
+class HoldsCache(Protocol):
+    """A rank of either engine: what it holds, and the memory that holds it."""
+
+    shard: Shard
+
+    @property
+    def regions(self) -> list[Region]: ...
+
+
+class Rank:
+    """Memory of one rank in ``BHLNC``, where a block's row is its heads one after the other."""
+
+    def __init__(self, tp_rank: int, tp_size: int, layers: Sequence[str] = LAYERS) -> None:
+        self.cache = np.zeros((NUM_BLOCKS, ROW_BYTES // min(tp_size, HEADS)), dtype=np.uint8)
+        self.tp_rank = tp_rank
+        self.shard: Shard = shard_for(
+            layers=layers,
+            num_kv_heads=HEADS,
+            head_size=HEAD_SIZE,
+            itemsize=ITEMSIZE,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            layout=NamedLayout.BHLNC,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            base_address=self.cache.ctypes.data,
+        )
+
+    @property
+    def regions(self) -> list[Region]:
+        return [Region(self.cache.ctypes.data, self.cache.nbytes)]
+
+    def fill(self) -> "Rank":
+        """Fill it with what no other rank has."""
+        self.cache[:] = np.random.default_rng(self.tp_rank).integers(0, 256, self.cache.shape, dtype=np.uint8)
+        return self
+
+
+class PrefillEngine:
+    """A prefill engine in this process: filled ranks, each with guard words, and a listener for handshakes."""
+
+    def __init__(self, transport: str, ranks: Sequence[HoldsCache], port: int = 0, epoch: int = EPOCH) -> None:
+        self.epoch = epoch
+        self.transports = open_transports(transport)
+        self.ranks = list(ranks)
+        self.words = [GuardWords(num_slots=4) for _ in ranks]
+        self.begin_hold()
+        regions = [region for rank in ranks for region in rank.regions]
+        regions += [Region(words.address, words.array.nbytes) for words in self.words]
+        self.end_points = self.transports.register(regions)
+        self.answer: Callable[[Question], Answer] = lambda question: self.directory()
+        self.num_handshakes = 0
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.listener = Listener(HOST, port, self._answer)
+
+    def _answer(self, question: Question) -> Answer:
+        assert isinstance(question, DirectoryRequest)
+        self.num_handshakes += 1
+        self.may_answer.wait(20)
+        return self.answer(question)
+
+    def begin_hold(self) -> None:
+        """Write the guard words of the hold, as every rank does when a prefill begins."""
+        for words in self.words:
+            words.set(SLOT, self.epoch, GENERATION)
+
+    def directory(self, **changes: object) -> Directory:
+        entries = tuple(
+            RankEntry(
+                tp_rank=rank.shard.tp_rank,
+                pp_rank=rank.shard.pp_rank,
+                shard=encode_shard(rank.shard),
+                end_points=self.end_points,
+                words_address=words.address,
+                num_words=len(words.array),
+            )
+            for rank, words in zip(self.ranks, self.words, strict=True)
+        )
+        directory = Directory(PROTOCOL_VERSION, "p", self.epoch, IDENTITY, entries)
+        return msgspec.structs.replace(directory, **changes)
+
+    def hold(self, epoch: int | None = None) -> RemoteHold:
+        return RemoteHold("p", epoch or self.epoch, HOST, self.listener.port, Handle("a", GENERATION))
+
+    def close(self) -> None:
+        self.may_answer.set()
+        self.listener.close()
+        self.transports.close()
+
+
+class DecodeRank:
+    """One rank of a decode engine."""
+
+    def __init__(
+        self, transport: str, rank: HoldsCache, timeout_seconds: float = 20.0, wish: Strategy = Strategy.DIRECT
+    ) -> None:
+        self.rank = rank
+        stage = Stage(1 << 16)
+        self.scratch = Scratch(num_words=8)
+        self.transports: TransportSet = open_transports(transport)
+        self.transports.register([*rank.regions, self.scratch.region, stage.region])
+        strategist = Strategist(stage, wish)
+        self.engines = RemoteEngines(rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds, strategist)
+
+    def engine(self, hold: RemoteHold) -> RemoteEngine:
+        """Ask until the handshake has ended."""
+        end = time.monotonic() + 30
+        while (engine := self.engines.get(hold)) is None:
+            assert time.monotonic() < end, "the handshake does not end"
+            time.sleep(0.002)
+        return engine
+
+    def refusal(self, hold: RemoteHold) -> KVFerryError:
+        """Ask until the handshake has failed."""
+        with pytest.raises(KVFerryError) as caught:
+            self.engine(hold)
+        return caught.value
+
+    def forget_failures(self) -> None:
+        """As if ``FAILURE_SECONDS`` had passed."""
+        self.engines._handshakes.clear()
+
+    def load(self, hold: RemoteHold, source_ids: list[int], destination_ids: list[int]) -> LoadResult:
+        """Load whole blocks of the one group."""
+        return self.load_blocks(hold, [whole_blocks("full", source_ids, destination_ids)])
+
+    def load_blocks(self, hold: RemoteHold, blocks: Sequence[GroupBlocks]) -> LoadResult:
+        def prepare() -> list[GuardedRead] | None:
+            engine = self.engines.get(hold)
+            return None if engine is None else engine.reads(hold, SLOT, blocks)
+
+        load = Load("a", prepare, deadline=time.monotonic() + 30)
+        while load.phase is not Phase.DONE:
+            if not load.advance(self.scratch, time.monotonic()):
+                time.sleep(0.001)
+        return load.result(time.monotonic())
+
+
+def whole_blocks(group: str, source_ids: Sequence[int], destination_ids: Sequence[int]) -> GroupBlocks:
+    """Ask for a prompt that fills its blocks."""
+    return GroupBlocks(
+        group=group,
+        first_token=0,
+        last_token=len(source_ids) * BLOCK_SIZE,
+        source_block_ids=source_ids,
+        destination_block_ids=destination_ids,
+    )
