@@ -9,6 +9,7 @@ from rich.table import Table
 
 from kvferry.cli.console import open_console
 from kvferry.cli.engine_shape import parse_engine
+from kvferry.cli.given_costs import read_costs
 from kvferry.cli.model_config import ITEM_SIZES
 from kvferry.cli.model_shapes import caches_of
 from kvferry.cli.plan_drawing import draw_plan
@@ -36,7 +37,8 @@ def plan(
     blocks: Annotated[Blocks, typer.Option(help="Order of the block ids.")] = Blocks.SCATTERED,
     model: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or a folder with one.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of scattered ids and of the choice among replicas.", min=0)] = 0,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why: sources, templates, refusals.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say why: sources, runs, strategy, refusals.")] = False,
+    costs: Annotated[Path | None, typer.Option(help="For --explain: a report of bench transport --strategy.")] = None,
     draw: Annotated[Path | None, typer.Option(help="Draw both sides' memory into this SVG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
@@ -51,14 +53,16 @@ def plan(
     kvferry plan --model path/to/config.json --tokens 10240 --prefill tp=4 --decode tp=2,pp=2 --explain --draw plan.svg
     """
     try:
+        if costs is not None and not explain:
+            raise SettingsError(Reason.INVALID_SETTING, "--costs says nothing without --explain.", "Add --explain.")
         caches = caches_of(model, layers, kv_heads, head_size, dtype)
         engines = parse_engine("--prefill", prefill, block_size), parse_engine("--decode", decode, block_size)
         report = make_report(caches, *engines, tokens, blocks, seed)
+        explanation = explain_plan(report, read_costs(costs)) if explain else []
         if draw is not None:
             _write(draw, draw_plan(report))
     except KVFerryError as error:
         refuse(error, as_json)
-    explanation = explain_plan(report) if explain else []
     if as_json:
         said = {"explanation": explanation} if explain else {}
         typer.echo(json.dumps({**report.as_json(), **said}, indent=2))

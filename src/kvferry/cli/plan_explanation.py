@@ -10,8 +10,10 @@ from kvferry.layout.layer_caches import AttentionCache
 from kvferry.layout.model_groups import LayerGroup
 from kvferry.layout.shard import Shard
 from kvferry.plan.coalesce import StridedCopy
+from kvferry.plan.describe import describe_choice
 from kvferry.plan.match import ComponentHeads
 from kvferry.plan.request import GroupBlocks
+from kvferry.plan.strategy import Costs, choose
 from kvferry.plan.template import Template
 from kvferry.plan.transfer_plan import GroupPlan, PairPlan
 from kvferry.units import format_bytes
@@ -20,13 +22,14 @@ MAX_COPIES = 6
 """Patterns shown of one template."""
 
 
-def explain_plan(report: PlanReport) -> list[str]:
+def explain_plan(report: PlanReport, costs: Sequence[Costs]) -> list[str]:
     """Return the explanation of a whole plan: engines and groups, then each pair, then what was refused."""
     lines = [_engine_line(engine) for engine in (report.prefill, report.decode)]
     for group, request in zip(report.prefill.groups, report.requests, strict=True):
         lines.append(_group_line(group, request))
     for pair in report.pairs:
         lines += _pair_lines(pair, report)
+        lines += [f"  {line}" for line in explain_choice(pair.pair, costs)]
     refused = [*report.prefill.notes(), *report.decode.notes(), *report.failures]
     lines.append("refused or changed:" if refused else "refused or changed: nothing")
     return [*lines, *(f"  {line}" for line in refused)]
@@ -38,6 +41,12 @@ def explain_pair(pair: PairPlan) -> list[str]:
     for name, group in pair.groups.items():
         alike.setdefault(tuple(_template_lines(group)), []).append(name)
     return [line for lines, names in alike.items() for line in (f"{', '.join(names)}:", *(f"  {one}" for one in lines))]
+
+
+def explain_choice(pair: PairPlan, costs: Iterable[Costs]) -> list[str]:
+    """Return the strategy that each transport's costs choose for the pair, and what was rejected."""
+    choices = [describe_choice(choose(pair, each)).splitlines() for each in costs]
+    return [line for first, *others in choices for line in (f"strategy {first}", *others)]
 
 
 def spans(numbers: Iterable[str]) -> str:

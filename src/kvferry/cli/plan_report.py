@@ -15,6 +15,7 @@ from kvferry.layout.model_groups import LayerGroup
 from kvferry.layout.shard import Shard
 from kvferry.plan.describe import Summary, summarize
 from kvferry.plan.request import GroupBlocks
+from kvferry.plan.staged import NOTHING
 from kvferry.plan.transfer_plan import Descriptors, PairPlan, Planner
 from kvferry.plan.verify import verify_destination, verify_pair
 from kvferry.plan.window import first_token_to_move
@@ -142,16 +143,11 @@ def make_report(
 
 
 def _pair_report(pair: PairPlan, decode_rank: int, asked: Sequence[GroupBlocks], *, verify: bool) -> PairReport:
-    descriptors = submitted(pair, asked)
-    groups = [(name, _group_summary(pair, name, asked)) for name in pair.groups]
+    lists = pair.lower_groups(asked)
+    descriptors = submitted(pair, np.concatenate([NOTHING, *lists.values()]))
+    groups = tuple((name, summarize(rows)) for name, rows in lists.items())
     failure = _failure(pair, descriptors, asked) if verify else ""
-    return PairReport(pair, decode_rank, descriptors, summarize(descriptors), tuple(groups), failure)
-
-
-def _group_summary(pair: PairPlan, name: str, asked: Sequence[GroupBlocks]) -> Summary:
-    rows = pair.groups[name].lower([blocks for blocks in asked if blocks.group == name])
-    empty = np.empty((0, 3), dtype=np.int64)
-    return summarize(np.concatenate([empty, *rows]).view(np.uint64))
+    return PairReport(pair, decode_rank, descriptors, summarize(descriptors), groups, failure)
 
 
 def _failure(pair: PairPlan, descriptors: Descriptors, asked: Sequence[GroupBlocks]) -> str:
@@ -173,13 +169,13 @@ def _destination_failures(
     return []
 
 
-def submitted(pair: PairPlan, requests: Sequence[GroupBlocks]) -> Descriptors:
+def submitted(pair: PairPlan, descriptors: Descriptors) -> Descriptors:
     """Hand the pair's list to the transport that only counts, and return what it was handed."""
     holder, receiver = NullTransport(), NullTransport(keep_descriptors=True)
     try:
         receiver.register(pair.destination.regions)
         peer = receiver.connect(holder.register(pair.source.regions))
-        transfer = receiver.submit(peer, Direction.READ, pair.lower(requests))
+        transfer = receiver.submit(peer, Direction.READ, descriptors)
         if receiver.poll(transfer) is not Status.DONE:
             raise SettingsError(Reason.TRANSFER_FAILED, f"the counting transport said {transfer.error}.")
         return receiver.descriptor_lists[-1]

@@ -157,10 +157,11 @@ class PairPlan:
         Raises :class:`PlanError` (``invalid-request``) for an unknown group, one that is left out (see
         :func:`kvferry.plan.request.refuse_incomplete`), and blocks that do not fit.
         """
-        rows = [part for plan, asked in self.asked(requests) for part in plan.lower(asked)]
-        if not rows:
-            return np.empty((0, 3), dtype=np.uint64)
-        return (rows[0] if len(rows) == 1 else np.concatenate(rows)).view(np.uint64)
+        return _together([part for plan, asked in self.asked(requests) for part in plan.lower(asked)])
+
+    def lower_groups(self, requests: Sequence[GroupBlocks]) -> dict[str, Descriptors]:
+        """Return what :meth:`lower` does, by group."""
+        return {plan.source_group.name: _together(plan.lower(asked)) for plan, asked in self.asked(requests)}
 
 
 class Planner:
@@ -203,6 +204,12 @@ def plan_pair(source: Shard, destination: Shard, assignment: Assignment) -> Pair
         for phase in group.first_phases():
             group.templates(phase)
     return plan
+
+
+def _together(rows: list[Offsets]) -> Descriptors:
+    if not rows:
+        return np.empty((0, 3), dtype=np.uint64)
+    return (rows[0] if len(rows) == 1 else np.concatenate(rows)).view(np.uint64)
 
 
 def _join(rows: list[Offsets], joins: bool) -> Offsets:
