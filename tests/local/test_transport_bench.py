@@ -1,6 +1,8 @@
 """``kvferry bench transport`` measures, checks its bytes, and judges."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -17,6 +19,14 @@ def test_the_report_has_all_sizes_and_the_pages_asked_for(capsys: pytest.Capture
     assert [(row["piece_bytes"], row["descriptors"]) for row in rows] == [(65536, 64), (524288, 8)]
     assert all(rate > 0 for row in rows for rate in row["gb_per_second"].values())
     assert [target["target"] for target in report["targets"]] == [0.6, 0.7]
+
+
+def test_the_plain_nixl_program_leaves_stdout_alone() -> None:
+    """NIXL's own wrapper logs there, where ``--json`` writes one object."""
+    program = "from kvferry.cli.transport_measurement import *; plain_nixl_agent(allocate(4096, False))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+    assert done.stdout == b""
+    assert b"NIXL INFO" in done.stderr
 
 
 @pytest.mark.parametrize("wrong", [{"sizes": "3K"}, {"sizes": "x"}, {"transport": "cam"}])

@@ -1,6 +1,7 @@
 """Measures transports between two processes: buffers, the other process, timing."""
 
 import json
+import logging
 import mmap
 import os
 import select
@@ -129,6 +130,9 @@ def plain_nixl_agent(buffer: Bytes) -> Any:
     """Return an agent with NIXL's documented defaults that has the buffer registered."""
     from nixl._api import nixl_agent  # type: ignore[import-untyped]
 
+    for handler in logging.getLogger("nixl").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)  # it logs to stdout, which may be a JSON object's
     agent = nixl_agent(f"plain-{os.getpid()}")
     agent.register_memory([(int(buffer.ctypes.data), buffer.nbytes, 0, "")], "DRAM")
     return agent
