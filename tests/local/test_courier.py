@@ -286,6 +286,15 @@ def test_ask_gives_up_in_time() -> None:
     assert time.monotonic() - started_at < 5
 
 
+def test_ask_has_one_deadline_for_the_connection_and_the_answer() -> None:
+    """A full backlog answers no knock: to find that out takes the timeout, and leaves nothing to wait for an answer."""
+    with socket.create_server((HOST, 0), backlog=0) as mute, socket.create_connection(mute.getsockname()):
+        started_at = time.monotonic()
+        with pytest.raises(HandoffError, match=r"within 1 s"):
+            ask(HOST, mute.getsockname()[1], Release(7, ()), timeout_seconds=1)
+        assert 0.9 < time.monotonic() - started_at < 1.8
+
+
 def test_ask_fails_at_once_where_nothing_listens() -> None:
     started_at = time.monotonic()
     with pytest.raises(HandoffError, match="nothing listens") as caught:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from kvferry.cli.engine_shape import Engine
 from kvferry.cli.plan_report import PairReport, PlanReport
 from kvferry.layout.cache_group import CacheGroup, CacheKind
-from kvferry.layout.layer_caches import AttentionCache
 from kvferry.layout.model_groups import LayerGroup
 from kvferry.layout.shard import Shard
 from kvferry.plan.coalesce import StridedCopy
@@ -74,7 +73,7 @@ def _group_line(group: LayerGroup, request: GroupBlocks) -> str:
         asked = "one block, which holds the last state"
     else:
         asked = f"tokens {request.first_token} to {request.last_token}"
-    if isinstance(group.cache, AttentionCache) and group.cache.window:
+    if group.cache.window:
         asked += f", all that a window of {group.cache.window} needs, from the first block that reaches into it"
     return f"group {group.name}: {len(group.layers)} layers ({spans(group.layers)}), {asked}"
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvferry.cli.engine_shape import RANK_SPACING, Engine, EngineShape, engine_of
 from kvferry.errors import Reason, SettingsError, VerificationError
 from kvferry.layout.cache_group import CacheKind
-from kvferry.layout.layer_caches import AttentionCache, LayerCache
+from kvferry.layout.layer_caches import LayerCache
 from kvferry.layout.model_groups import LayerGroup
 from kvferry.layout.shard import Shard
 from kvferry.plan.describe import Summary, summarize
@@ -102,9 +102,9 @@ def _summary_json(summary: Summary) -> dict[str, Any]:
 
 
 def _group_json(group: LayerGroup, request: GroupBlocks) -> dict[str, Any]:
-    window = group.cache.window if isinstance(group.cache, AttentionCache) else 0
+    holds = {"group": group.name, "kind": group.kind.value, "window": group.cache.window}
     tokens = {"first_token": request.first_token, "last_token": request.last_token}
-    return {"group": group.name, "kind": group.kind.value, "window": window, "layers": list(group.layers), **tokens}
+    return {**holds, "layers": list(group.layers), **tokens}
 
 
 def _engine_json(engine: Engine) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def make_requests(
 
 
 def _first_token(group: LayerGroup, tokens: int, sizes: tuple[int, int]) -> int:
-    if group.kind is not CacheKind.SLIDING_WINDOW or not isinstance(group.cache, AttentionCache):
+    if not group.cache.window:
         return 0
     return first_token_to_move(
         num_computed_tokens=tokens,

@@ -187,11 +187,12 @@ class Courier:
 
 
 def ask(host: str, port: int, question: Question, timeout_seconds: float) -> Answer:
-    """Ask one question on the caller's thread and wait for its answer.
+    """Ask one question on the caller's thread and wait for its answer, in all no longer than the timeout.
 
     Raises :class:`HandoffError`: peer-unreachable when nothing listens there or no answer came in time, the
     refusal's reason when the peer refused.
     """
+    deadline = time.monotonic() + timeout_seconds
     check_listening(host, port, timeout_seconds)
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     with socket:
@@ -204,7 +205,7 @@ def ask(host: str, port: int, question: Question, timeout_seconds: float) -> Ans
                 Reason.PEER_UNREACHABLE, f"{host}:{port} is no address of a prefill engine: {error.strerror}."
             ) from error
         socket.send_multipart([b"\0", protocol.encode(question)])
-        if not socket.poll(int(timeout_seconds * 1000)):
+        if not socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             raise HandoffError(
                 Reason.PEER_UNREACHABLE,
                 f"no answer from {host}:{port} within {timeout_seconds:g} s.",

@@ -43,8 +43,24 @@ class AttentionCache:
         return len(self.heads(0, tp_size)) * block_size * self.num_channels * self.itemsize
 
 
+class _State:
+    """What all states have in common."""
+
+    __slots__ = ()
+
+    @property
+    def kind(self) -> CacheKind:
+        """The kind of group that such layers form."""
+        return CacheKind.STATE
+
+    @property
+    def window(self) -> int:
+        """No window: a state takes in all tokens."""
+        return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2Cache:
+class Mamba2Cache(_State):
     """The state of one Mamba2 layer. ``kernel_size`` is that of the convolution, which keeps one input less."""
 
     intermediate_size: int
@@ -66,7 +82,7 @@ class Mamba2Cache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaCache:
+class GatedDeltaCache(_State):
     """The state of one layer of a gated delta net."""
 
     num_key_heads: int

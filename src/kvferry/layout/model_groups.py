@@ -37,7 +37,7 @@ class LayerGroup:
     @property
     def kind(self) -> CacheKind:
         """What the group's blocks hold."""
-        return self.cache.kind if isinstance(self.cache, AttentionCache) else CacheKind.STATE
+        return self.cache.kind
 
 
 def form_groups(caches: Mapping[str, LayerCache]) -> tuple[LayerGroup, ...]:
@@ -79,8 +79,7 @@ def _refuse_unequal_widths(caches: Mapping[str, LayerCache]) -> None:
 
 
 def _names(caches: list[LayerCache]) -> list[str]:
-    kinds = [cache.kind if isinstance(cache, AttentionCache) else CacheKind.STATE for cache in caches]
-    names = ["full" if kind is CacheKind.ATTENTION else kind.value for kind in kinds]
+    names = ["full" if cache.kind is CacheKind.ATTENTION else cache.kind.value for cache in caches]
     total, seen = Counter(names), Counter[str]()
     numbered = []
     for name in names:

@@ -80,7 +80,7 @@ def _group(group: LayerGroup, layers: tuple[str, ...], memory: RankMemory, page:
         block_size=1 if group.kind is CacheKind.STATE else memory.block_size,
         num_blocks=memory.num_blocks,
         components=components,
-        window=cache.window if isinstance(cache, AttentionCache) else 0,
+        window=cache.window,
     )
 
 
