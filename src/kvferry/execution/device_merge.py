@@ -1,0 +1,188 @@
+"""Stage-to-cache copies on a GPU, and cache-to-stage ones: all layers, blocks and pieces by one launch of one kernel.
+
+The copies are those of :mod:`kvferry.plan.staged`, which :mod:`kvferry.execution.staging` carries out on a CPU. Each
+becomes a *job*: a row of a table that the kernel reads. What is decided here, in a few integers for each job, is how
+wide an element may be (the widest that divides every address and stride) and how a tile lies over the runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import Reason, TransportError
+from kvferry.plan.staged import Merge
+
+if TYPE_CHECKING:
+    import torch
+
+TILE_BITS = 10
+"""A program copies 1024 elements, 16 KiB where these have 16 bytes."""
+COALESCED_BYTES = 128
+"""Neighbouring threads reach memory together in pieces of so many bytes; a tile is made no narrower to fit a run."""
+_INT32 = 1 << 31
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceCopies:
+    """Copies between a stage and a cache on a GPU, prepared: ``merge`` and ``split`` launch and return at once.
+
+    They run on the device's current stream, after what was launched on it before. The caller sees to it that stage and
+    cache stay until then. Runs of one list must not overlap at the side that is written.
+    """
+
+    jobs: "torch.Tensor"
+    blocks: "torch.Tensor"
+    num_jobs: int
+    num_tiles: int
+    num_loops: int
+    tile_bits: int
+    is_wide: bool
+
+    def merge(self) -> None:
+        """Copy from the stage into the cache."""
+        self._launch(into_stage=False)
+
+    def split(self) -> None:
+        """Copy from the cache into the stage."""
+        self._launch(into_stage=True)
+
+    def _launch(self, into_stage: bool) -> None:
+        kernel().copy_tiles[(self.num_tiles,)](
+            self.jobs,
+            self.blocks,
+            self.num_jobs,
+            (self.num_jobs - 1).bit_length(),
+            NUM_LOOPS=self.num_loops,
+            TILE_BITS=self.tile_bits,
+            WIDE=self.is_wide,
+            INTO_STAGE=into_stage,
+        )
+
+
+def prepare(
+    merges: Sequence[Merge], stage_address: int, device: "torch.device", tile_bits: int = TILE_BITS
+) -> DeviceCopies | None:
+    """Bring to the device what the kernel must know of these copies, None where there is nothing to copy.
+
+    Two small transfers on the device's current stream, without waiting for them. Raises :class:`TransportError`
+    (``missing-dependency``) without triton.
+    """
+    kernel()
+    table = job_table([merge for merge in merges if merge.num_runs], stage_address, tile_bits)
+    if table is None:
+        return None
+    return DeviceCopies(
+        jobs=_on_device(table.jobs, device),
+        blocks=_on_device(table.blocks, device),
+        num_jobs=len(table.jobs),
+        num_tiles=table.num_tiles,
+        num_loops=table.num_loops,
+        tile_bits=tile_bits,
+        is_wide=table.is_wide,
+    )
+
+
+def _on_device(array: Integers, device: "torch.device") -> "torch.Tensor":
+    import torch
+
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def kernel() -> ModuleType:
+    """Return the module of the kernel, imported on first use. Raises :class:`TransportError` without triton."""
+    try:
+        from kvferry.execution import merge_kernel
+    except ImportError as error:
+        raise TransportError(
+            Reason.MISSING_DEPENDENCY,
+            f"a stage on a GPU needs triton, which cannot be imported: {error}.",
+            'Install triton, or set "strategy" to "direct".',
+        ) from error
+    return merge_kernel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobTable:
+    """What the kernel reads: ``jobs`` in the columns that its module names, and the ``blocks`` of all of them."""
+
+    jobs: Integers
+    blocks: Integers
+    num_tiles: int
+    num_loops: int
+    is_wide: bool
+
+
+def job_table(merges: Sequence[Merge], stage_address: int, tile_bits: int = TILE_BITS) -> JobTable | None:
+    """Return the table of these copies, None for none of them.
+
+    >>> merge = Merge(0, 4096, 1 << 20, 8192, np.array([5, 3]), 256, ((16, 256, 512),))
+    >>> table = job_table([merge], 1 << 30)
+    >>> table.jobs.tolist()[0][:10]
+    [0, 16, 1073741824, 4096, 1048576, 8192, 0, 32, 16, 4]
+    >>> table.num_tiles, table.blocks.tolist()
+    (1, [5, 3])
+    """
+    if not merges:
+        return None
+    num_loops = max(len(merge.loops) for merge in merges)
+    jobs = np.array([_job(merge, stage_address, tile_bits, num_loops) for merge in merges], dtype=np.int64)
+    lengths = np.array([len(merge.destination_blocks) for merge in merges], dtype=np.int64)
+    tiles = np.array([num_tiles(job[7], job[8], job[9], tile_bits) for job in jobs.tolist()], dtype=np.int64)
+    jobs[:, 0] = np.cumsum(tiles) - tiles
+    jobs[:, 6] = np.cumsum(lengths) - lengths
+    return JobTable(
+        jobs=jobs,
+        blocks=np.concatenate([merge.destination_blocks for merge in merges]).astype(np.int64, copy=False),
+        num_tiles=int(tiles.sum()),
+        num_loops=num_loops,
+        # A tile at the end counts beyond the last run and element.
+        is_wide=bool(jobs[:, 7:9].max() + (1 << tile_bits) >= _INT32),
+    )
+
+
+def _job(merge: Merge, stage_address: int, tile_bits: int, num_loops: int) -> list[int]:
+    loops = [*merge.loops, *[(1, 0, 0)] * (num_loops - len(merge.loops))]
+    numbers = [stage_address + merge.stage_offset, merge.stage_block_stride]
+    numbers += [merge.destination_address, merge.destination_block_stride]
+    width = element_width(merge.run_bytes, *numbers, *(stride for loop in merge.loops for stride in loop[1:]))
+    elements = merge.run_bytes // width
+    bits = column_bits(merge.num_runs, elements, width, tile_bits)
+    return [0, width, *numbers, 0, merge.num_runs, elements, bits, *(number for loop in loops for number in loop)]
+
+
+def element_width(*numbers: int) -> int:
+    """Return the widest element, in bytes, whose size divides every one of these addresses, strides and lengths.
+
+    >>> element_width(4096, 256), element_width(4096, 24), element_width(4096, 9)
+    (16, 8, 1)
+    """
+    return next(width for width in (16, 8, 4, 2, 1) if all(number % width == 0 for number in numbers))
+
+
+def column_bits(num_runs: int, elements: int, width: int, tile_bits: int = TILE_BITS) -> int:
+    """Return the logarithm of a tile's columns: the shape that needs the fewest tiles, the widest of these.
+
+    A tile that is much wider than a run, or higher than there are runs, leaves threads without work.
+
+    >>> column_bits(1, 1 << 20, 16), column_bits(4096, 16, 16), column_bits(4096, 72, 16), column_bits(4096, 3, 2)
+    (10, 4, 3, 2)
+    """
+    most = min(tile_bits, (elements - 1).bit_length())
+    least = min(most, (COALESCED_BYTES // width).bit_length() - 1)
+    return min(range(least, most + 1), key=lambda bits: (num_tiles(num_runs, elements, bits, tile_bits), -bits))
+
+
+def num_tiles(num_runs: int, elements: int, bits: int, tile_bits: int) -> int:
+    """Return how many tiles of ``2**bits`` columns cover the runs.
+
+    >>> num_tiles(100, 72, 6, 10), num_tiles(100, 72, 3, 10)
+    (14, 9)
+    """
+    return -(-elements // (1 << bits)) * -(-num_runs // (1 << (tile_bits - bits)))
