@@ -1,4 +1,4 @@
-"""Pages of Mamba2 states as components. vLLM gives each layer one view of bytes, ``[B, 1, 1, C]``.
+"""Pages of Mamba1, Mamba2 and gated-delta states as components; vLLM gives each layer bytes, ``[B, 1, 1, C]``.
 
 A page holds the convolution's last inputs, then the recurrent state, then padding up to the size of an attention page.
 """
@@ -16,6 +16,8 @@ from kvferry.layout.state import (
     ConvSegment,
     StatePages,
     conv_components,
+    gated_delta_segments,
+    mamba1_segments,
     mamba2_segments,
     recurrent_component,
 )
@@ -25,14 +27,17 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.v1.kv_cache_interface import MambaSpec
 
+_SUPPORTED = ("MAMBA1", "MAMBA2", "GDN_ATTN")
+
 
 def check_state(index: int, spec: "MambaSpec") -> None:
     """Refuse states that this version cannot move. Raises :class:`LayoutError` (unsupported)."""
-    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-
     where = f"cache group {index} holds states"
-    if spec.mamba_type is not MambaAttentionBackendEnum.MAMBA2 or len(spec.shapes) != 2:
-        refuse(f"{where} of {spec.mamba_type.name} in {len(spec.shapes)} parts", "Mamba2 states are supported.")
+    if spec.mamba_type.name not in _SUPPORTED or len(spec.shapes) != 2:
+        kinds = "States of Mamba1, Mamba2 and gated delta nets, in two parts, are supported."
+        refuse(f"{where} of {spec.mamba_type.name} in {len(spec.shapes)} parts", kinds)
+    if spec.tp_replicated:
+        refuse(f"{where} of which every rank has the whole", "Run without such layers.")
     if spec.mamba_cache_mode != "none":
         refuse(f"{where} that are cached by prefix ({spec.mamba_cache_mode})", "Run with --no-enable-prefix-caching.")
     if spec.num_speculative_blocks:
@@ -41,7 +46,7 @@ def check_state(index: int, spec: "MambaSpec") -> None:
 
 def state_components(
     spec: "MambaSpec",
-    layer: "MambaMixer2",
+    layer: Any,
     views: Mapping[str, torch.Tensor],
     region: Region,
     rank: tuple[int, int],
@@ -55,9 +60,12 @@ def state_components(
     conv_itemsize, recurrent_itemsize = (dtype.itemsize for dtype in spec.dtypes)
     conv_bytes = math.prod(conv_shape) * conv_itemsize
     page_bytes = conv_bytes + math.prod(recurrent_shape) * recurrent_itemsize
-    segments, order = _segments(layer, rank), _conv_order()
+    segments, order = _segments(spec, layer, rank), _conv_order()
     state_len, num_channels = conv_shape if order is ConvOrder.SD else conv_shape[::-1]
-    _check(spec, layer, num_channels == sum(len(segment.held) for segment in segments), rank)
+    heads, *per_head = _recurrent_shape(spec, layer)
+    expected = (sum(len(segment.held) for segment in segments), heads // rank[1], *per_head)
+    if (num_channels, *recurrent_shape) != expected:
+        refuse(f"states of shapes {spec.shapes} are not those of a {type(layer).__name__} with {expected}")
     if first.element_size() != 1 or tuple(first.shape[1:]) != (1, 1, page_bytes):
         refuse(f"a view of states has shape {tuple(first.shape)}, expected pages of {page_bytes} bytes")
     pages = StatePages(
@@ -78,15 +86,38 @@ def state_components(
     return (*conv, recurrent)
 
 
-def _segments(layer: "MambaMixer2", rank: tuple[int, int]) -> tuple[ConvSegment, ...]:
-    """Return this rank's segments of the convolution.
+def _segments(spec: "MambaSpec", layer: Any, rank: tuple[int, int]) -> tuple[ConvSegment, ...]:
+    """Return this rank's segments of the convolution."""
+    if spec.mamba_type.name == "MAMBA1":
+        return mamba1_segments(layer.intermediate_size, *rank)
+    if spec.mamba_type.name == "MAMBA2":
+        return _mamba2_segments(layer, rank)
+    return gated_delta_segments(*_delta_heads(layer), *rank)
 
-    ``layer.n_groups`` counts a group that every rank has once for each; its convolution then is no merged one.
-    """
+
+def _mamba2_segments(layer: "MambaMixer2", rank: tuple[int, int]) -> tuple[ConvSegment, ...]:
+    """``layer.n_groups`` counts a group that every rank has once for each; its convolution then is no merged one."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
     num_groups = layer.n_groups if isinstance(layer.conv1d, MergedColumnParallelLinear) else 1
     return mamba2_segments(layer.intermediate_size, num_groups, layer.ssm_state_size, *rank)
+
+
+def _recurrent_shape(spec: "MambaSpec", layer: Any) -> tuple[int, ...]:
+    """Return the heads of all ranks, of which Mamba1's are its channels, and what each of them keeps."""
+    if spec.mamba_type.name == "MAMBA1":
+        return layer.intermediate_size, layer.ssm_state_size
+    if spec.mamba_type.name == "MAMBA2":
+        return layer.num_heads, layer.head_dim, layer.ssm_state_size
+    _, key_size, num_heads, value_size = _delta_heads(layer)
+    return num_heads, value_size, key_size
+
+
+def _delta_heads(layer: Any) -> tuple[int, int, int, int]:
+    """Return the number and size of key heads, then of value heads. Kimi's layers have as many of both."""
+    if hasattr(layer, "num_k_heads"):
+        return layer.num_k_heads, layer.head_k_dim, layer.num_v_heads, layer.head_v_dim
+    return layer.num_heads, layer.head_dim, layer.num_heads, layer.head_dim
 
 
 def _conv_order() -> ConvOrder:
@@ -94,9 +125,3 @@ def _conv_order() -> ConvOrder:
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
     return ConvOrder(get_conv_state_layout())
-
-
-def _check(spec: "MambaSpec", layer: "MambaMixer2", segments_fit: bool, rank: tuple[int, int]) -> None:
-    expected: Any = (layer.num_heads // rank[1], layer.head_dim, layer.ssm_state_size)
-    if not segments_fit or tuple(spec.shapes[1]) != expected:
-        refuse(f"states of shapes {spec.shapes} are not those of a Mamba2 layer with {expected}")
