@@ -1,16 +1,18 @@
 """The kernel for stages on a GPU, run by Triton's interpreter on host memory: labelled bytes, and the CPU's way."""
 
-import importlib
+import importlib.util
 import itertools
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -252,3 +254,45 @@ def test_the_kernel_compiles_for_a_gpu_and_moves_16_bytes_at_once(tmp_path: Path
     assert program.returncode == 0, program.stderr
     for instruction in ("ld.global.v2.b64", "st.global.v2.b64", "st.global.b8", "st.global.b16", "st.global.b32"):
         assert instruction in program.stdout
+
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks/device_merge.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("device_merge_benchmark", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures where there is a GPU")
+def test_without_a_gpu_the_benchmark_says_so(
+    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as caught:
+        benchmark.main(json_path=tmp_path / "rows.json")
+    assert caught.value.exit_code == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "rows.json").exists()
+
+
+@pytest.mark.parametrize("engines", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC", "BHLNC"])
+def test_the_benchmarks_cases_move_a_whole_request_and_its_check_sees_a_wrong_byte(
+    benchmark: ModuleType, engines: tuple[int, int], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "HEAD_SIZE", 16)
+    case = benchmark.Case("small", 2, *engines, 32, benchmark.NamedLayout(layout))
+    bench = benchmark.Bench(case, HOST)
+    assert bench.moved == case.cache_bytes == 2 * 32 * 8 * 16 * 2 * 2 // engines[1]
+    assert bench.is_exact()
+    assert len(bench.prepared().jobs) <= 2
+    first, *others = bench.merges
+    wrong = [replace(first, destination_blocks=first.destination_blocks[::-1]), *others]
+    monkeypatch.setattr(bench, "prepared", lambda: prepare(wrong, bench.stage.data_ptr(), HOST))
+    assert not bench.is_exact()

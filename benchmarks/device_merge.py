@@ -1,0 +1,259 @@
+"""Measures the kernel that takes stages apart on a GPU, against one large copy within the device.
+
+    python benchmarks/device_merge.py --json device_merge.json
+
+A case is one decode rank's request: what the planner reads into the stage for a pair of engines, in scattered blocks,
+is merged into a cache (TP 2 to 1: two ranks' heads side by side; TP 1 to 2: half the heads of each page). Before it is
+timed, the bytes of a case of up to 512 MiB are compared with the CPU's copies. Kernel and large copy are timed in turn
+by CUDA events, queued behind a pause so that no launch is waited for; medians count. Bytes are those moved, once.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.table import Table
+
+from kvferry.cli.console import open_console
+from kvferry.execution.device_merge import DeviceCopies, prepare
+from kvferry.execution.staging import put_in_place
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shapes import shard_for
+from kvferry.layout.shard import Shard
+from kvferry.plan.request import GroupBlocks
+from kvferry.plan.staged import Merge, ScatterPlan, placed
+from kvferry.plan.strategy import TYPICAL_COSTS
+from kvferry.plan.transfer_plan import Planner
+from kvferry.units import format_bytes
+
+BLOCK_SIZE, KV_HEADS, HEAD_SIZE, ITEMSIZE = 16, 8, 128, 2
+MODELS = {"Llama 8B": 32, "Llama 70B": 80}
+"""Layers; both have 8 KV heads of 128."""
+LAYOUTS = (NamedLayout.LBNHC, NamedLayout.BLNHC, NamedLayout.BHLNC)
+LARGE_BYTES = 1 << 30
+CHECKED_BYTES = 512 << 20
+PAUSE_CYCLES = 1_000_000
+NO_DEVICE = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request of ``tokens`` between engines of these tensor-parallel sizes."""
+
+    model: str
+    layers: int
+    source_tp: int
+    destination_tp: int
+    tokens: int
+    layout: NamedLayout
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the request; the cache has no others."""
+        return -(-self.tokens // BLOCK_SIZE)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The decode rank's cache."""
+        return self._shard(0, 1 << 40, self.destination_tp).regions[0].length
+
+    def merges(self, cache_address: int) -> tuple[list[Merge], int]:
+        """Return the copies from a stage that holds the whole request, and the bytes of that stage."""
+        sources = [self._shard(rank, (rank + 1) << 44, self.source_tp) for rank in range(self.source_tp)]
+        generator = np.random.default_rng(0)
+        request = GroupBlocks(
+            group="full",
+            first_token=0,
+            last_token=self.tokens,
+            source_block_ids=generator.permutation(self.num_blocks),
+            destination_block_ids=generator.permutation(self.num_blocks),
+        )
+        gap_bytes = TYPICAL_COSTS["nixl"].gap_bytes
+        plans = Planner(sources, self._shard(0, cache_address, self.destination_tp)).plans(0)
+        pieces = [(0, part) for plan in plans for part in ScatterPlan(plan, gap_bytes).parts([request])]
+        begins, num_bytes = placed(pieces)
+        merges = [merge for begin, (_, part) in zip(begins, pieces, strict=True) for merge in part.merges(begin)]
+        return merges, num_bytes
+
+    def _shard(self, tp_rank: int, base_address: int, tp_size: int) -> Shard:
+        return shard_for(
+            layers=[str(layer) for layer in range(self.layers)],
+            num_kv_heads=KV_HEADS,
+            head_size=HEAD_SIZE,
+            itemsize=ITEMSIZE,
+            block_size=BLOCK_SIZE,
+            num_blocks=self.num_blocks,
+            layout=self.layout,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            base_address=base_address,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case: rates are 10^9 bytes a second, ``share`` is the kernel's of the large copy's."""
+
+    model: str
+    engines: str
+    tokens: int
+    layout: str
+    bytes: int
+    shortest_run: int
+    prepare_ms: float
+    merge_gb_s: float
+    split_gb_s: float
+    large_copy_gb_s: float
+    share: float
+    checked: bool
+
+
+class Bench:
+    """Memory on the device for one case, and its copies."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.cache = torch.zeros(case.cache_bytes, dtype=torch.uint8, device=device)
+        self.merges, stage_bytes = case.merges(self.cache.data_ptr())
+        self.stage = torch.randint(0, 256, (stage_bytes,), dtype=torch.uint8, device=device)
+        self.moved = sum(merge.num_runs * merge.run_bytes for merge in self.merges)
+
+    def prepared(self) -> DeviceCopies:
+        """Return the copies, ready to launch."""
+        copies = prepare(self.merges, self.stage.data_ptr(), self.cache.device)
+        assert copies is not None
+        return copies
+
+    def is_exact(self) -> bool:
+        """Return whether the kernel's merge and split move the bytes that the CPU's copies move."""
+        self.cache.zero_()
+        copies = self.prepared()
+        copies.merge()
+        stage = self.stage.cpu().numpy()
+        by_cpu = np.zeros(self.cache.numel(), dtype=np.uint8)
+        shift = int(by_cpu.ctypes.data) - self.cache.data_ptr()
+        for merge in self.merges:
+            put_in_place(replace(merge, destination_address=merge.destination_address + shift), stage.ctypes.data)
+        if not np.array_equal(self.cache.cpu().numpy(), by_cpu):
+            return False
+        # Split into an empty stage, what was merged comes back, and merges to the same cache.
+        self.stage.zero_()
+        copies.split()
+        self.cache.zero_()
+        copies.merge()
+        return np.array_equal(self.cache.cpu().numpy(), by_cpu)
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Models, with commas.")] = ",".join(MODELS),
+    tokens: Annotated[str, typer.Option(help="Tokens of a request, with commas.")] = "1024,10240",
+    repeat: Annotated[int, typer.Option(min=1)] = 20,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+) -> None:
+    """Print the table. Exit code 1 if a byte is wrong, 2 without a GPU."""
+    unknown = set(models.split(",")) - set(MODELS)
+    if unknown:
+        raise typer.BadParameter(f"there is no {sorted(unknown)}; there are {list(MODELS)}.")
+    if not torch.cuda.is_available():
+        typer.echo("this benchmark needs a CUDA device, and torch finds none here: nothing was measured.", err=True)
+        raise typer.Exit(NO_DEVICE)
+    device = torch.device("cuda", torch.cuda.current_device())
+    large = tuple(torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    rows = [measure(case, device, large, repeat) for case in fitting(cases(models, tokens), device)]
+    print_rows(rows, torch.cuda.get_device_name(device))
+    if json_path is not None:
+        report = {"device": torch.cuda.get_device_name(device), "repeat": repeat, "rows": list(map(asdict, rows))}
+        json_path.write_text(json.dumps(report, indent=2))
+
+
+def cases(models: str, tokens: str) -> Iterator[Case]:
+    """Yield every case, both directions."""
+    for model, number, engines, layout in product(models.split(","), tokens.split(","), ((2, 1), (1, 2)), LAYOUTS):
+        yield Case(model, MODELS[model], *engines, int(number), layout)
+
+
+def fitting(found: Iterator[Case], device: torch.device) -> Iterator[Case]:
+    """Yield the cases for which the device has room, and name the others."""
+    for case in found:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        needed = case.cache_bytes + case.merges(0)[1]
+        if needed < 0.9 * free:
+            yield case
+        else:
+            typer.echo(f"left out, {format_bytes(needed)} do not fit: {case}", err=True)
+
+
+def measure(case: Case, device: torch.device, large: Sequence[torch.Tensor], repeat: int) -> Row:
+    """Time one case."""
+    bench = Bench(case, device)
+    checked = bench.moved <= CHECKED_BYTES
+    if checked and not bench.is_exact():
+        typer.echo(f"wrong bytes: {case}", err=True)
+        raise typer.Exit(1)
+    began_at = time.perf_counter()
+    copies = bench.prepared()
+    prepare_ms = (time.perf_counter() - began_at) * 1e3
+    merge, split, copy = medians([copies.merge, copies.split, lambda: large[0].copy_(large[1])], repeat)
+    rates = [bench.moved / merge / 1e9, bench.moved / split / 1e9, LARGE_BYTES / copy / 1e9]
+    return Row(
+        model=case.model,
+        engines=f"TP {case.source_tp} to {case.destination_tp}",
+        tokens=case.tokens,
+        layout=case.layout.value,
+        bytes=bench.moved,
+        shortest_run=min(found.run_bytes for found in bench.merges),
+        prepare_ms=prepare_ms,
+        merge_gb_s=rates[0],
+        split_gb_s=rates[1],
+        large_copy_gb_s=rates[2],
+        share=rates[0] / rates[2],
+        checked=checked,
+    )
+
+
+def medians(operations: Sequence[Callable[[], object]], repeat: int) -> list[float]:
+    """Return the median seconds of each, timed in turn after one run of each that is not counted."""
+    seconds: list[list[float]] = [[] for _ in operations]
+    for number in range(repeat + 1):
+        for operation, found in zip(operations, seconds, strict=True):
+            elapsed = elapsed_seconds(operation)
+            if number:
+                found.append(elapsed)
+    return [statistics.median(found) for found in seconds]
+
+
+def elapsed_seconds(operation: Callable[[], object]) -> float:
+    """Return what the device takes for it; the pause before hides how long the host takes to launch."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(PAUSE_CYCLES)  # type: ignore[no-untyped-call]
+    start.record()
+    operation()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def print_rows(rows: Sequence[Row], device: str) -> None:
+    """Print one line for each case."""
+    table = Table(title=f"Stages taken apart on {device}, GB/s; large copy of {format_bytes(LARGE_BYTES)}")
+    for column in ("model", "engines", "layout"):
+        table.add_column(column)
+    for column in ("tokens", "bytes", "run", "prepare", "merge", "split", "copy", "share"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        sizes = format_bytes(row.bytes), format_bytes(row.shortest_run), f"{row.prepare_ms:.2f} ms"
+        rates = (f"{rate:.0f}" for rate in (row.merge_gb_s, row.split_gb_s, row.large_copy_gb_s))
+        table.add_row(row.model, row.engines, row.layout, str(row.tokens), *sizes, *rates, f"{row.share:.2f}")
+    open_console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
