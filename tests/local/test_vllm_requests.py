@@ -11,11 +11,12 @@ pytest.importorskip("vllm")
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvferry.errors import Reason
+from kvferry.errors import HandoffError, Reason, SettingsError
 from kvferry.handoff.protocol import Identity
 from kvferry.integrations.vllm import scheduler_role
 from kvferry.integrations.vllm.block_lists import GroupShape
 from kvferry.integrations.vllm.held_blocks import HeldBlocks
+from kvferry.integrations.vllm.launch import free_port
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.layout.cache_group import CacheKind
 
@@ -29,13 +30,14 @@ PROMPT = list(range(100, 180))
 def make_role(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return a function that makes a role for a model of these cache groups."""
     identity = Identity("m", "w", "a", "float32", 2, 2, 8)
-    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
     roles: list[scheduler_role.SchedulerRole] = []
 
-    def make(*groups: GroupShape) -> scheduler_role.SchedulerRole:
+    def make(*groups: GroupShape, port: int = 0, dp_rank: int = 0) -> scheduler_role.SchedulerRole:
+        parallel = SimpleNamespace(tensor_parallel_size=1, data_parallel_index=dp_rank)
+        config: Any = SimpleNamespace(parallel_config=parallel)
         monkeypatch.setattr(scheduler_role, "identity_of", lambda *_: identity)
         monkeypatch.setattr(scheduler_role, "group_shapes", lambda *_: groups)
-        role: Any = scheduler_role.SchedulerRole(config, None, f"engine-{len(roles)}", Settings())  # type: ignore[arg-type]
+        role: Any = scheduler_role.SchedulerRole(config, None, f"engine-{len(roles)}", Settings(port=port))  # type: ignore[arg-type]
         role.bind_block_pool(BlockPool())
         roles.append(role)
         return role
@@ -202,3 +204,24 @@ def test_references_are_dropped_tail_first_and_the_null_block_has_none() -> None
     assert pool.held == [3, 4, 5]
     held.free("r")
     assert pool.held == []
+
+
+def test_each_data_parallel_rank_answers_with_an_end_point_of_its_own(make_role: Any) -> None:
+    """A port that the settings name is that of rank 0; nobody computes the others': they come with the answers."""
+    port = free_port()
+    ranks = [make_role(FULL, port=port, dp_rank=rank) for rank in range(2)]
+    answers = [prefill(rank, PROMPT, [5, 4, 3, 2, 1]) for rank in ranks]
+    assert [answer["remote_port"] for answer in answers] == [port, port + 1]
+    assert [answer["remote_engine_id"] for answer in answers] == ["engine-0", "engine-1"]
+    with pytest.raises(HandoffError) as taken:
+        make_role(FULL, port=port, dp_rank=1)
+    assert taken.value.reason is Reason.PORT_IN_USE
+    assert str(port + 1) in str(taken.value)
+    free = [make_role(FULL, dp_rank=rank) for rank in range(2)]
+    assert len({prefill(rank, PROMPT, [5, 4, 3, 2, 1])["remote_port"] for rank in free}) == 2
+
+
+def test_a_port_that_leaves_none_for_the_rank_is_refused(make_role: Any) -> None:
+    with pytest.raises(SettingsError) as refused:
+        make_role(FULL, port=65535, dp_rank=1)
+    assert refused.value.reason is Reason.INVALID_SETTING

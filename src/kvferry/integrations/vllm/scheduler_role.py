@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.handoff.decode_side import DecodeSide
 from kvferry.handoff.errands import Errands
 from kvferry.handoff.handshake import check_version
@@ -54,6 +54,7 @@ SIBLING_LINGER_SECONDS = 0.5
 RENEW_SHARE = 0.25
 # JSON carries it through routers that know doubles only.
 EPOCH_BITS = 53
+LAST_PORT = 65535
 
 
 class SchedulerRole:
@@ -80,7 +81,8 @@ class SchedulerRole:
         self._loading: set[str] = set()
         self._step = StepMetadata()
         self._directory: Directory | None = None
-        self._listener = Listener(settings.host, settings.port, self._answer, self._keep_up)
+        port = control_port(settings.port, vllm_config.parallel_config.data_parallel_index)
+        self._listener = Listener(settings.host, port, self._answer, self._keep_up)
         logger.info("kvferry: engine %s listens on %s:%d", engine_id, settings.host, self._listener.port)
 
     # The engine's requests, as the scheduler meets them.
@@ -323,6 +325,26 @@ class SchedulerRole:
             self._prefill_side.release(question.epoch, question.handles)
         self._wake_for_ended()
         return Released(self._epoch)
+
+
+def control_port(port: int, data_parallel_index: int) -> int:
+    """Return where this data-parallel rank listens: a port that the settings name is that of rank 0.
+
+    The others take those behind it, on whichever host they run; 0 takes a free one for each. Peers learn the port from
+    an answer and never compute it. Raises :class:`SettingsError` (invalid-setting) beyond the last port.
+
+    >>> control_port(5600, 1), control_port(0, 1)
+    (5601, 0)
+    """
+    if port == 0:
+        return 0
+    if port + data_parallel_index > LAST_PORT:
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"port {port} leaves none for data-parallel rank {data_parallel_index}, which takes the port so far behind.",
+            'Set a lower "port", or 0, which takes a free one for each rank.',
+        )
+    return port + data_parallel_index
 
 
 def lease_lost(request_id: str) -> HandoffError:

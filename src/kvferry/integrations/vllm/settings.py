@@ -19,7 +19,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: how caches move; ``pull`` is what exists today.
     transport: ``auto``, or the name of one transport.
     layout: the KV cache layout to ask the engine for; empty lets the connector choose.
-    host, port: where a prefill engine's control end point listens; port 0 takes a free one.
+    host, port: where a prefill engine's control end point listens; port 0 takes a free one, another one is that of
+        data-parallel rank 0 and the other ranks take those behind it.
     lease_seconds: how long finished prompts are held for a reader that does not renew.
     load_timeout_seconds: after this a load fails; at most the lease.
     handshake_timeout_seconds: how long a prefill engine may take to answer a handshake.
