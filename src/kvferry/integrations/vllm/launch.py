@@ -3,6 +3,9 @@
 >>> settings = EngineSettings(Path("/models/tiny"), role="kv_producer", tensor_parallel_size=2)
 >>> settings.environment(port=20001)["VLLM_CPU_OMP_THREADS_BIND"].count("|")
 1
+>>> pipeline = EngineSettings(Path("/models/tiny"), pipeline_parallel_size=2)
+>>> "--enforce-eager" in pipeline.command(port=20001), pipeline.environment(port=20001)["VLLM_CPU_CI_ENV"]
+(False, '0')
 """
 
 import json
@@ -28,6 +31,9 @@ HOST = "127.0.0.1"
 FIRST_PORT = 20000
 READY_SECONDS = 240.0
 POLL_SECONDS = 0.1
+# On a CPU vLLM makes the buffers between pipeline stages while it warms up, which it leaves out with --enforce-eager
+# and with VLLM_CPU_CI_ENV. A trace that goes to no compiler needs none installed.
+PIPELINE_WITHOUT_COMPILER = ("--compilation-config", '{"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}')
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 Progress = Callable[[str, float], None]
 """Called with a server's name and the seconds since its start, about ten times a second and when it is ready."""
@@ -39,6 +45,7 @@ class EngineSettings:
 
     ``role`` None starts an engine without a connector. ``kv_cache_bytes`` is per rank. ``cores`` names the cores
     of each rank as vLLM does (``("0", "1")``, ``("0,1",)``); by default each rank has one, and they take turns.
+    A pipeline is traced and warmed up, which takes some seconds more; any other engine runs eagerly.
     ``data_parallel_size`` engine cores serve behind one API server, or behind as many as ``program`` starts.
     ``connector_module`` names the module to take the connector from (``kv_connector_module_path``), not a plugin.
     ``layout`` is the user's wish (``VLLM_KV_CACHE_LAYOUT``); None leaves it to the connector. ``arguments`` and
@@ -48,6 +55,7 @@ class EngineSettings:
     model: Path
     role: Role | None = None
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     program: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
     connector: str = "KVFerryConnector"
@@ -67,15 +75,17 @@ class EngineSettings:
     @property
     def num_ranks(self) -> int:
         """How many workers the engine has."""
-        return self.tensor_parallel_size * self.data_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     def command(self, port: int) -> list[str]:
         """Return the command line of an API server that listens on ``port``."""
         command = [sys.executable, *self.program, "--host", HOST, "--port", str(port)]
         command += ["--model", str(self.model), "--served-model-name", "model", "--dtype", self.dtype]
-        command += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", str(self.max_model_len)]
+        command += ["--skip-tokenizer-init", "--max-model-len", str(self.max_model_len)]
+        command += PIPELINE_WITHOUT_COMPILER if self.pipeline_parallel_size > 1 else ["--enforce-eager"]
         command += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
         command += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        command += ["--pipeline-parallel-size", str(self.pipeline_parallel_size)]
         command += ["--data-parallel-size", str(self.data_parallel_size)] if self.data_parallel_size > 1 else []
         command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
         command += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
@@ -101,7 +111,7 @@ class EngineSettings:
         """Return the variables to set for the API server."""
         variables = {
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(self.cores or spread_over_cores(self.num_ranks)),
-            "VLLM_CPU_CI_ENV": "1",
+            "VLLM_CPU_CI_ENV": "0" if self.pipeline_parallel_size > 1 else "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
