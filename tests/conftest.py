@@ -1,0 +1,34 @@
+"""With KVFERRY_MATRIX naming a folder, keeps in it what the tests of pairs and of refusals measured."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .matrix_results import Results, results_folder
+
+
+def check_of(item: pytest.Item) -> tuple[str, str] | None:
+    """Return the pair that a test is about and what it checks; None for a test that is not about a pair."""
+    params = dict(getattr(getattr(item, "callspec", None), "params", {}))
+    pair = params.pop("pair", None)
+    if pair is None:
+        return None
+    others = [str(value) for value in params.values()]
+    return pair.name, f"{item.originalname}[{'-'.join(others)}]" if others else item.originalname  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    report = yield
+    folder = results_folder()
+    if folder is not None and (report.when == "call" or report.failed):
+        results = Results(folder)
+        message = str(call.excinfo.value) if call.excinfo is not None else ""
+        if check := check_of(item):
+            measured = {name: value for name, value in item.user_properties if name != "refused"}
+            results.add_check(*check, outcome=report.outcome, message=message, measured=measured)
+        for name, value in item.user_properties:
+            if name == "refused":
+                results.add_refusal(**value)
+    return report

@@ -1,0 +1,140 @@
+"""Every refused combination that needs no running engine: its code, and that the error says what to do about it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from kvferry.errors import KVFerryError
+from kvferry.handoff.handshake import decode_shards, fetch_directory
+from kvferry.handoff.listener import Listener
+from kvferry.handoff.protocol import PROTOCOL_VERSION, Directory, Identity, RankEntry
+from kvferry.integrations.vllm import translate
+from kvferry.layout.shard import Shard
+from kvferry.plan.transfer_plan import Planner
+from kvferry.plan.wire import encode_shard
+
+from ..matrix_refusals import REFUSALS, Refusal, Where
+from .test_vllm_translate import ATTENTION, BLOCK_SIZE, FULL, STATE, WINDOW, attention_view, block_rows, engine, groups
+
+IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 2, 4, 8)
+HOST, EPOCH, ONE = "127.0.0.1", 7, ["0"]
+Patch = pytest.MonkeyPatch
+
+
+def start(patch: Patch, spec: Any = FULL, **changes: Any) -> None:
+    """Let the adapter look at an engine with this specification as it starts; ``changes`` are to its configuration."""
+    config = engine(patch)
+    for name, value in changes.items():
+        setattr(config if hasattr(config, name) else config.parallel_config, name, value)
+    translate.check_supported(config, groups((["0"], FULL), (["1"], spec)))
+
+
+def shard(patch: Patch, *named: tuple[list[str], Any], isa: str = "vec") -> Shard:
+    """Return what the first of two ranks of an engine holds whose attention runs on this instruction set."""
+    config = groups(*named)
+    sizes = {name: spec.block_size for names, spec in named for name in names}
+    rows = block_rows(len(sizes))
+    views = {name: attention_view(rows, page)[:, :, :size] for page, (name, size) in enumerate(sizes.items())}
+    return translate.shard_of(engine(patch, isa), config, views, tp_rank=0)
+
+
+def meet(source: Shard, destination: Shard) -> None:
+    """Plan as a decode rank does at the handshake."""
+    Planner([source], destination)
+
+
+def ask(identity: Identity = IDENTITY, version: int = PROTOCOL_VERSION, epoch: int = EPOCH) -> None:
+    """Shake hands with a prefill engine that answers so."""
+    entry = RankEntry(0, 0, b"", {}, 0, 1)
+    listener = Listener(HOST, 0, lambda _: Directory(version, "prefill", epoch, identity, (entry,)))
+    try:
+        fetch_directory(HOST, listener.port, "decode", EPOCH, IDENTITY, timeout_seconds=10.0)
+    finally:
+        listener.close()
+
+
+def split_blocks(patch: Patch) -> None:
+    """Let the kernel take half a block."""
+    views = {"0": attention_view(block_rows(1), 0)[:, :, : BLOCK_SIZE // 2]}
+    translate.shard_of(engine(patch), groups((ONE, FULL)), views, tp_rank=0)
+
+
+def one_of_two_ranks(patch: Patch) -> None:
+    entry = RankEntry(0, 0, encode_shard(shard(patch, (ONE, FULL))), {}, 0, 1)
+    decode_shards(Directory(PROTOCOL_VERSION, "prefill", EPOCH, IDENTITY, (entry,)))
+
+
+def kept_in_host_memory(patch: Patch) -> None:
+    config = groups((ONE, FULL))
+    config.kv_cache_groups[0].host_resident = True
+    translate.check_supported(engine(patch), config)
+
+
+SHAPES = {"shapes": STATE.shapes, "dtypes": STATE.dtypes, "block_size": 64}
+HALF_BLOCKS = FullAttentionSpec(**{**ATTENTION, "block_size": BLOCK_SIZE // 2})
+WIDER = SlidingWindowSpec(**ATTENTION, sliding_window=64)
+ATTEMPTS: dict[str, Callable[[Patch], None]] = {
+    "context-parallel": lambda patch: start(patch, decode_context_parallel_size=2),
+    "prefill-context-parallel": lambda patch: start(patch, prefill_context_parallel_size=2),
+    "quantised-cache": lambda patch: start(
+        patch, FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    ),
+    "chunked-attention": lambda patch: start(patch, ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64)),
+    "cached-states": lambda patch: start(patch, MambaSpec(**SHAPES, mamba_cache_mode="align")),
+    "draft-states": lambda patch: start(patch, MambaSpec(**SHAPES, num_speculative_blocks=1)),
+    "other-states": lambda patch: start(patch, MambaSpec(**SHAPES, mamba_type=MambaAttentionBackendEnum.GDN_ATTN)),
+    "drafter-ahead": lambda patch: start(patch, num_prefill_lookahead_tokens=2),
+    "host-resident": kept_in_host_memory,
+    "kernel-splits-blocks": split_blocks,
+    "empty-stage": lambda patch: translate.shard_of(engine(patch, pp_size=2), groups(([], FULL)), {}, 0, 1),
+    "other-weights": lambda _: ask(msgspec.structs.replace(IDENTITY, weights="of another revision")),
+    "protocol-version": lambda _: ask(version=PROTOCOL_VERSION + 1),
+    "restarted": lambda _: ask(epoch=EPOCH + 1),
+    "packed-and-plain": lambda patch: meet(shard(patch, (ONE, FULL), isa="amx"), shard(patch, (ONE, FULL))),
+    "packed-blocks": lambda patch: meet(
+        shard(patch, (ONE, FULL), isa="amx"), shard(patch, (ONE, HALF_BLOCKS), isa="amx")
+    ),
+    "layer-missing": lambda patch: meet(shard(patch, (ONE, FULL)), shard(patch, (["0", "1"], FULL))),
+    "layer-more": lambda patch: meet(shard(patch, (["0", "1"], FULL)), shard(patch, (ONE, FULL))),
+    "group-missing": lambda patch: meet(shard(patch, (ONE, FULL)), shard(patch, (ONE, FULL), (["1"], WINDOW))),
+    "other-kind": lambda patch: meet(shard(patch, (ONE, FULL)), shard(patch, (ONE, WINDOW))),
+    "other-window": lambda patch: meet(shard(patch, (ONE, WIDER)), shard(patch, (ONE, WINDOW))),
+    "rank-missing": one_of_two_ranks,
+}
+WITHOUT_ENGINES = [refusal for refusal in REFUSALS if refusal.where in (Where.ADAPTER, Where.HANDSHAKE)]
+
+
+def test_the_list_is_whole() -> None:
+    assert sorted(ATTEMPTS) == sorted(refusal.name for refusal in WITHOUT_ENGINES)
+
+
+@pytest.mark.parametrize("refusal", WITHOUT_ENGINES, ids=lambda refusal: refusal.name)
+def test_refused(refusal: Refusal, monkeypatch: Patch, record_property: Callable[[str, object], None]) -> None:
+    record_property("refused", {"name": refusal.name, "found": "nothing refused it", "message": ""})
+    with pytest.raises(KVFerryError) as error:
+        ATTEMPTS[refusal.name](monkeypatch)
+    found = error.value
+    record_property("refused", {"name": refusal.name, "found": found.reason.value, "message": str(found)})
+    assert found.reason is refusal.reason
+    assert found.message
+    assert found.remedy
+
+
+def test_equal_peers_are_not_refused(monkeypatch: Patch) -> None:
+    start(monkeypatch, MambaSpec(**SHAPES))
+    ask()
+    for isa in ("vec", "amx"):
+        meet(shard(monkeypatch, (ONE, FULL), isa=isa), shard(monkeypatch, (ONE, FULL), isa=isa))
