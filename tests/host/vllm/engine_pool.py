@@ -6,11 +6,12 @@ pair and as the decode engine of another.
 """
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,7 @@ CONNECTOR_SETTINGS: dict[str, Any] = {
 }
 
 BOTH_CORES = (",".join(sorted(spread_over_cores(2))),)
+SEVERAL_API_SERVERS = (str(Path(__file__).with_name("several_api_servers.py")),)
 LAST_CORE = spread_over_cores(1, from_last=True)
 
 # Name -> model and what differs from the defaults. Peers of one rank compute on different cores. A prefill engine on
@@ -71,6 +73,12 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "mla-tp1": ("mla", {}),
     "mla-tp1-other": ("mla", {"load_failure_policy": "recompute", "cores": LAST_CORE}),
     "mla-tp2": ("mla", {"tensor_parallel_size": 2}),
+    # Two engine cores behind two API servers.
+    "gqa-dp2": ("gqa", {"data_parallel_size": 2, "program": SEVERAL_API_SERVERS}),
+    "gqa-bfloat16": (
+        "gqa",
+        {"dtype": "bfloat16", "kv_cache_bytes": 32 << 20, "max_model_len": 1024, "cores": LAST_CORE},
+    ),
     "gqa-block64": ("gqa", {"block_size": 64, "cores": LAST_CORE}),
     "gemma-reference": ("gemma", {"role": None, "cores": BOTH_CORES}),
     "gemma-tp1": ("gemma", {}),
@@ -85,7 +93,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 STAGES: tuple[tuple[str, ...], ...] = (
     ("gqa-reference", "gqa-tp1", "gqa-tp1-other", "gqa-tp2", "gqa-block64"),
     ("gqa-tp2", "gqa-tp2-other", "gqa-tp1-nixl", "gqa-tp4"),
-    ("gqa-tp1-nixl", "mla-reference", "mla-tp1", "mla-tp1-other", "mla-tp2"),
+    ("gqa-reference", "gqa-tp4", "gqa-tp1", "gqa-dp2"),
+    ("gqa-tp1-nixl", "gqa-bfloat16", "mla-reference", "mla-tp1", "mla-tp1-other", "mla-tp2"),
     ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2"),
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
 )
@@ -105,9 +114,12 @@ class RequestFailed(Exception):
         super().__init__(f"{status}: {text[:500]}")
 
 
-def post(url: str, body: dict[str, Any], timeout_seconds: float = 300.0) -> Any:
+def post(
+    url: str, body: dict[str, Any], timeout_seconds: float = 300.0, headers: Mapping[str, str] | None = None
+) -> Any:
     """Post JSON and return the JSON of the answer."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=timeout_seconds) as response:
             return json.load(response)
@@ -155,9 +167,18 @@ class Engine:
         """
         return self.settings.block_size or (16 if self.model == "mla" else 128)
 
-    def complete(self, prompt: Sequence[int], max_tokens: int = 8, salt: str | None = None, **more: Any) -> Any:
+    def complete(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        salt: str | None = None,
+        dp_rank: int | None = None,
+        **more: Any,
+    ) -> Any:
+        """Send a completion; the engine chooses the data-parallel rank unless one is named."""
         body = completion_body(prompt, max_tokens, salt or fresh_salt(), **more)
-        return post(f"{self.server.url}/v1/completions", body)
+        headers = {} if dp_rank is None else {"X-data-parallel-rank": str(dp_rank)}
+        return post(f"{self.server.url}/v1/completions", body, headers=headers)
 
     def prefill(self, prompt: Sequence[int], salt: str | None = None, **more: Any) -> dict[str, Any]:
         """Do as a router does with the prefill engine; return its ``kv_transfer_params``."""
@@ -188,10 +209,20 @@ class Engine:
     def prompt_tokens(self) -> Any:
         return prompt_tokens(self.server.metrics())
 
+    @property
+    def layout(self) -> str:
+        """The KV cache layout that the engine says it uses."""
+        return re.findall(r"Using (\w+) KV cache layout", self.log())[-1]
+
     def loads(self) -> list[dict[str, Any]]:
-        """Return the transfer log of the engine's first rank."""
-        path = Path(str(self.settings.connector_settings["transfer_log"]) + ".rank0")
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        """Return the transfer log of the engine's first rank, or of the first of each data-parallel rank."""
+        return self.loads_of_ranks()[0]
+
+    def loads_of_ranks(self) -> list[list[dict[str, Any]]]:
+        """Return the transfer log of every rank."""
+        log = Path(str(self.settings.connector_settings["transfer_log"]))
+        paths = sorted(log.parent.glob(f"{log.name}.rank*"))
+        return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
     def log(self) -> str:
         return self.server.process.log_path.read_text(errors="replace")

@@ -47,6 +47,10 @@ PAIRS = (
     Pair("gqa-2-1-nixl", "gqa-tp2", "gqa-tp1-nixl", "nixl"),
     Pair("mla-1-1", "mla-tp1", "mla-tp1-other"),
     Pair("mla-2-1", "mla-tp2", "mla-tp1"),
+    Pair("mla-1-2", "mla-tp1", "mla-tp2", in_matrix=True),
+    Pair("gqa-4-1", "gqa-tp4", "gqa-tp1", in_matrix=True),
+    Pair("gqa-dp2-1", "gqa-dp2", "gqa-tp1", in_matrix=True),
+    Pair("gqa-1-dp2", "gqa-tp1", "gqa-dp2", in_matrix=True),
     Pair("gqa-64-128", "gqa-block64", "gqa-tp1", in_matrix=True),
     Pair("gqa-128-64", "gqa-tp1", "gqa-block64", in_matrix=True),
     Pair("gemma-2-1", "gemma-tp2", "gemma-tp1", in_matrix=True),
@@ -57,7 +61,7 @@ PAIRS = (
     Pair("granite-1-1", "granite-tp1", "granite-tp1-other", in_matrix=True),
     Pair("granite-2-1", "granite-tp2", "granite-tp1", in_matrix=True),
 )
-ALL_PAIRS = os.environ.get("KVFERRY_MATRIX") == "1"
+ALL_PAIRS = bool(os.environ.get("KVFERRY_MATRIX"))
 
 
 def for_pairs(*names: str) -> Any:
@@ -140,20 +144,40 @@ def random_prompts(seed: int, count: int, shortest: int, longest: int) -> list[l
     return [random_prompt(seed * 1000 + index, length) for index, length in enumerate(lengths)]
 
 
+FIRST_WAVE = random_prompts(seed=1, count=32, shortest=5, longest=2000)
+SECOND_WAVE = random_prompts(seed=2, count=8, shortest=7, longest=700)
+NAMED_TOKENS = 1000
+"""Tokens of the request whose descriptors are told of every pair."""
+
+
 def check_tokens(
     answers: Sequence[Sequence[Sequence[int]]], model: str, prompts: Sequence[Sequence[int]], reference: Reference
 ) -> None:
     """Every sample of every answer must be what an engine computes that never received a cache."""
-    max_tokens = len(answers[0][0])
-    expected = reference.tokens(model, prompts, max_tokens)
-    different = [
+    different = different_prompts(answers, model, prompts, reference)
+    assert not different, (
+        f"tokens differ for {len(different)} of {len(prompts)} prompts, of lengths {sorted(different)}"
+    )
+
+
+def different_prompts(
+    answers: Sequence[Sequence[Sequence[int]]], model: str, prompts: Sequence[Sequence[int]], reference: Reference
+) -> list[int]:
+    """Return the lengths of the prompts whose answers are not what an engine computes that never received a cache."""
+    expected = reference.tokens(model, prompts, len(answers[0][0]))
+    return [
         len(prompt)
         for prompt, answer, tokens in zip(prompts, answers, expected, strict=True)
         if any(sample != tokens for sample in answer)
     ]
-    assert not different, (
-        f"tokens differ for {len(different)} of {len(prompts)} prompts, of lengths {sorted(different)}"
-    )
+
+
+def wait_until_unused(engines: Sequence[Engine]) -> None:
+    """Every engine's KV cache must be free soon."""
+    deadline = time.monotonic() + RELEASE_SECONDS
+    while (usages := [engine.usage() for engine in engines]) and any(usages):
+        assert time.monotonic() < deadline, f"KV cache usage {usages} is left"
+        time.sleep(0.05)
 
 
 def submission_bytes(handoffs: Handoffs, num_tokens: int) -> int:

@@ -11,12 +11,15 @@ pytestmark = pytest.mark.vllm
 
 
 def move_labels(handoffs: Handoffs, num_tokens: int) -> list[dict[str, Any]]:
-    """Label a held prompt's blocks, let the decode engine load them, and return what each of its ranks finds."""
+    """Label a held prompt's blocks, let the decode engine load them, and return what each of its ranks finds.
+
+    Of several data-parallel ranks all label and the first loads: its workers' answers are those that one gets.
+    """
     prompt, salt = random_prompt(num_tokens, num_tokens), fresh_salt()
     params = handoffs.prefill.prefill(prompt, salt)
     handoffs.prefill.call("oracle_label", {"block_ids": params["remote_block_ids"], "nonce": salt})
     handoffs.decode.call("oracle_remember", {"nonce": salt})
-    handoffs.decode.decode(prompt, params, 1, salt)
+    handoffs.decode.decode(prompt, params, 1, salt, dp_rank=0)
     return handoffs.decode.call("oracle_find", {"num_tokens": num_tokens, "nonce": salt})
 
 

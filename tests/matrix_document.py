@@ -1,0 +1,179 @@
+"""Writes docs/matrix.md from what the tests left in a folder: ``python -m tests.matrix_document FOLDER``.
+
+Nothing here knows a result: a pair whose tests did not run is written as not run, one of which any failed as failed.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .host.vllm.engine_pool import ENGINES
+from .host.vllm.handoffs import FIRST_WAVE, NAMED_TOKENS, PAIRS, Pair
+from .matrix_refusals import REFUSALS, Refusal
+from .matrix_results import REPOSITORY, Results
+
+DOCUMENT = REPOSITORY / "docs" / "matrix.md"
+COMMAND = "make test-matrix"
+MODELS = {
+    "gqa": "Qwen3, GQA",
+    "mla": "DeepSeek V2, MLA",
+    "gemma": "Gemma 3, sliding windows and full attention",
+    "granite": "Granite 4, Mamba2 and attention",
+}
+TOKENS = "test_tokens_are_those_of_one_engine_alone"
+CHECKS = {
+    TOKENS: "tokens",
+    "test_what_one_request_moves": "one request",
+    "test_labels_arrive_whole_and_nowhere_else": "labels",
+    "test_a_fault_in_the_transport_is_seen[swap]": "swapped blocks seen",
+    "test_a_fault_in_the_transport_is_seen[zero]": "zeroed head seen",
+    "test_swapped_labels_are_noticed": "swapped labels seen",
+}
+"""What every pair must pass; tests beyond these count when they ran."""
+PAIR_COLUMNS = (
+    *("pair", "model", "prefill", "decode", "block", "layout", "transport", "descriptors", "strategy"),
+    *("requests", "identical", "received / computed", "result"),
+)
+REFUSAL_COLUMNS = ("combination", "refused by", "code that must come", "code that came", "result")
+
+
+TEXT = """# What works between which engines
+
+Written by `{command}` from what its tests measured; not to be edited. Engines are real vLLM on a CPU, in float32, with
+tiny random models. Of {num_pairs} combinations {num_passed} passed; of {num_refusals} that must be refused \
+{num_refused} were, with their code. What ran:
+
+{runs}
+
+## Combinations that must work
+
+A passed pair gave for every request the tokens of one engine that never received a cache. {at_once} of the requests
+were sent at once, with prompts of {shortest} to {longest} tokens. Received and computed tokens are the decode engine's
+own count. Labels written through one engine's own views were found through the other's, each once. Each negative
+control was seen: blocks swapped, a part zeroed, labels swapped. Block (in tokens; of attention where there are states),
+layout, transport, strategy and descriptors are those of one request of {named_tokens} tokens, over all decode ranks;
+where the two engines differ, both are named.
+
+{pairs}
+
+## Combinations that must be refused
+
+Each with a stable code and a remedy, before a byte moves.
+
+{refusals}
+"""
+
+
+def shape_of(engine: str) -> str:
+    """Return the parallel shape of an engine of the tests.
+
+    >>> shape_of("gqa-tp4"), shape_of("gqa-dp2")
+    ('TP 4', 'DP 2 x TP 1')
+    """
+    settings = ENGINES[engine][1]
+    outer = {"DP": settings.get("data_parallel_size", 1), "PP": settings.get("pipeline_parallel_size", 1)}
+    sizes = [(name, size) for name, size in outer.items() if size > 1]
+    return " x ".join(f"{name} {size}" for name, size in (*sizes, ("TP", settings.get("tensor_parallel_size", 1))))
+
+
+def result_of(found: dict[str, Any]) -> str:
+    """Return how a pair's tests ended.
+
+    >>> result_of({}), result_of({"checks": {TOKENS: {"outcome": "failed", "message": "tokens differ | for 2"}}})[:36]
+    ('not run', '**failed**: tokens (tokens differ fo')
+    """
+    checks = {name: check for name, check in found.get("checks", {}).items() if check["outcome"] != "skipped"}
+    if not checks:
+        return "not run"
+    failed = {name: check["message"] for name, check in checks.items() if check["outcome"] != "passed"}
+    if failed:
+        return "**failed**: " + "; ".join(f"{CHECKS.get(name, name)} ({first_line(failed[name])})" for name in failed)
+    missing = [label for name, label in CHECKS.items() if name not in checks]
+    return f"in part: {', '.join(missing)} not run" if missing else "passed"
+
+
+def first_line(message: str) -> str:
+    """Return the beginning of a message as it may stand in a table."""
+    line = (message.strip().splitlines() or [""])[0]
+    return line.replace("|", "").replace("  ", " ")[:120]
+
+
+def both(values: Sequence[Any]) -> str:
+    """Return what both engines have, or what each has."""
+    unique = dict.fromkeys(map(str, values))
+    return " to ".join(map(str, values)) if len(unique) > 1 else next(iter(unique), "")
+
+
+def pair_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a pair; those of what was not measured are empty."""
+    measured = found.get("measured", {})
+    traffic = measured.get("traffic", {})
+    return (
+        pair.name,
+        MODELS[pair.model],
+        shape_of(pair.prefill),
+        shape_of(pair.decode),
+        both(measured.get("block_sizes", ())),
+        both(measured.get("layouts", ())),
+        measured.get("transport", ""),
+        f"{measured['descriptors']:,}" if "descriptors" in measured else "",
+        measured.get("strategy", ""),
+        str(traffic.get("requests", "")),
+        str(traffic.get("identical", "")),
+        f"{traffic['received']:,} / {traffic['computed']:,}" if traffic else "",
+        result_of(found),
+    )
+
+
+def refusal_row(refusal: Refusal, found: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a refused combination."""
+    came = found.get("found", "")
+    result = ("refused" if came == refusal.reason else "**failed**") if found else "not run"
+    return refusal.combination, refusal.where, f"`{refusal.reason}`", f"`{came}`" if came else "", result
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def runs(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield on what the results were measured, each tree and set of versions once."""
+    known = dict.fromkeys(
+        (ran["tree"], ran["day"], ", ".join(f"{name} {number}" for name, number in ran["versions"].items()))
+        for ran in (each["ran"] for each in found if each)
+    )
+    for tree, day, versions in known:
+        yield f"* commit {tree}, {day}: {versions}"
+
+
+def document(results: Results) -> str:
+    """Return the text of docs/matrix.md."""
+    pairs = [(pair, results.pair(pair.name)) for pair in PAIRS]
+    refusals = [(refusal, results.refusal(refusal.name)) for refusal in REFUSALS]
+    rows, refused = [pair_row(*each) for each in pairs], [refusal_row(*each) for each in refusals]
+    return TEXT.format(
+        command=COMMAND,
+        num_pairs=len(rows),
+        num_passed=sum(row[-1] == "passed" for row in rows),
+        num_refusals=len(refused),
+        num_refused=sum(row[-1] == "refused" for row in refused),
+        runs="\n".join(runs([found for _, found in (*pairs, *refusals)])) or "Nothing has run.",
+        at_once=len(FIRST_WAVE),
+        shortest=min(map(len, FIRST_WAVE)),
+        longest=max(map(len, FIRST_WAVE)),
+        named_tokens=NAMED_TOKENS,
+        pairs=table(PAIR_COLUMNS, rows),
+        refusals=table(REFUSAL_COLUMNS, refused),
+    )
+
+
+def main(folder: str) -> None:
+    """Write the document from the results in ``folder``."""
+    DOCUMENT.write_text(document(Results(REPOSITORY / Path(folder))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,70 @@
+"""The document of the matrix says what the results say, and nothing that they do not."""
+
+from pathlib import Path
+
+import pytest
+
+from ..host.vllm.handoffs import PAIRS
+from ..matrix_document import CHECKS, TOKENS, document
+from ..matrix_refusals import REFUSALS
+from ..matrix_results import Results
+
+PAIR, REFUSAL = PAIRS[0].name, REFUSALS[0]
+TRAFFIC = {"requests": 40, "identical": 39, "received": 1234, "computed": 3}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    return Results(tmp_path)
+
+
+def rows(results: Results) -> dict[str, list[str]]:
+    lines = [line.strip("| ").split(" | ") for line in document(results).splitlines() if line.startswith("|")]
+    return {cells[0]: [cell.strip() for cell in cells] for cells in lines}
+
+
+def add(results: Results, checks: list[str], outcome: str = "passed", **measured: object) -> None:
+    for check in checks:
+        message = "" if outcome == "passed" else "tokens differ | for 2\nand more"
+        results.add_check(PAIR, check, outcome=outcome, message=message, measured=measured)
+
+
+def test_what_did_not_run_is_said_not_to_have_run(results: Results) -> None:
+    found = rows(results)
+    assert {found[pair.name][-1] for pair in PAIRS} == {"not run"}
+    assert {found[refusal.combination][-1] for refusal in REFUSALS} == {"not run"}
+    assert "Nothing has run." in document(results)
+    add(results, [*CHECKS], "skipped")
+    assert rows(results)[PAIR][-1] == "not run"
+
+
+def test_a_pair_passes_when_all_of_its_checks_have(results: Results) -> None:
+    add(results, [*CHECKS][:-1], descriptors=12345, layouts=["LBHNC", "BHLNC"], block_sizes=[64, 64], traffic=TRAFFIC)
+    row = rows(results)[PAIR]
+    assert row[-1] == "in part: swapped labels seen not run"
+    assert row[4:] == ["64", "LBHNC to BHLNC", "", "12,345", "", "40", "39", "1,234 / 3", row[-1]]
+    add(results, [*CHECKS][-1:])
+    assert rows(results)[PAIR][-1] == "passed"
+    assert f"Of {len(PAIRS)} combinations 1 passed" in document(results)
+
+
+def test_one_failed_check_fails_the_pair(results: Results) -> None:
+    add(results, [*CHECKS])
+    add(results, [TOKENS], "failed")
+    assert rows(results)[PAIR][-1] == "**failed**: tokens (tokens differ for 2)"
+    add(results, [TOKENS])
+    add(results, ["test_beyond_the_list"], "failed")
+    assert rows(results)[PAIR][-1].startswith("**failed**: test_beyond_the_list")
+
+
+def test_a_refusal_counts_with_its_code_only(results: Results) -> None:
+    results.add_refusal(REFUSAL.name, "nothing refused it", "")
+    assert rows(results)[REFUSAL.combination][-2:] == ["`nothing refused it`", "**failed**"]
+    results.add_refusal(REFUSAL.name, REFUSAL.reason.value, "why")
+    assert rows(results)[REFUSAL.combination][-1] == "refused"
+    assert "with their code" in document(results)
+
+
+def test_names_are_unique() -> None:
+    for names in ([pair.name for pair in PAIRS], [each.name for each in REFUSALS], [e.combination for e in REFUSALS]):
+        assert len(set(names)) == len(names)
