@@ -1,0 +1,78 @@
+"""Pipelines as vLLM's engine core sees them: whom it counts, whose blocks it defers, how it hands ranks over."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.protocol import RankEntry
+from kvferry.integrations.vllm.connector import KVFerryConnector
+from kvferry.integrations.vllm.held_blocks import HeldBlocks
+from kvferry.integrations.vllm.metadata import LoadOrder, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.worker_role import WorkerRole
+
+TP, PP = 2, 2
+
+
+def rank_without_engine() -> Any:
+    role: Any = WorkerRole.__new__(WorkerRole)
+    role._failed, role._executor = set(), None
+    return role
+
+
+def test_a_load_is_over_when_every_rank_of_every_stage_has_said_so_once() -> None:
+    """Trap 11: the aggregator counts down from the number of ranks, and a second report would never be undone."""
+    connector: Any = SimpleNamespace(get_finished_count=lambda: KVFerryConnector.get_finished_count(connector))
+    aggregator = KVOutputAggregator.from_connector(connector, world_size=TP * PP)
+    roles = [rank_without_engine() for _ in range(TP * PP)]
+    refused = StepMetadata(loads=[LoadOrder("r", 1.0, error=HandoffError(Reason.INVALID_REQUEST, "of no use."))])
+    reports = []
+    for late in (*roles, None):  # one rank after the other gets to the order
+        if late is not None:
+            late.start_loads(refused)
+        outputs: list[Any] = []
+        for role in roles:
+            received, failed = role.take_finished()
+            output = KVConnectorOutput(finished_recving=received, failed_recving=failed)
+            outputs.append(ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output))
+        found = aggregator.aggregate(outputs, output_rank=(PP - 1) * TP)
+        assert found is not None
+        assert found.kv_connector_output is not None
+        reports.append((found.kv_connector_output.finished_recving, found.kv_connector_output.failed_recving))
+    assert reports == [(None, set())] * 3 + [({"r"}, {"r"}), (None, set())]
+    assert not aggregator._recv_remaining_count
+
+
+@pytest.mark.parametrize("is_ended_first", [False, True])
+def test_blocks_of_a_step_in_flight_stay_with_both_owners(is_ended_first: bool) -> None:
+    """Trap 12: with batches in flight vLLM drops a finished request's references later, perhaps after its reader."""
+    pool = BlockPool(num_gpu_blocks=8, enable_caching=False, hash_block_size=16)
+    held = HeldBlocks()
+    held.bind(pool)
+    blocks = pool.get_new_blocks(3)
+    num_free = pool.get_num_free_blocks()
+    held.hold("r", [[block.block_id for block in blocks]])
+    drops = [lambda: held.free("r"), lambda: pool.free_blocks(reversed(blocks))]
+    for drop, expected in zip(drops if is_ended_first else drops[::-1], (num_free, num_free + 3), strict=True):
+        drop()
+        assert pool.get_num_free_blocks() == expected
+
+
+def test_ranks_are_published_stage_by_stage() -> None:
+    """Workers answer in any order, each with its (pp, tp); none of them is named twice or left out."""
+    published: list[RankEntry] = []
+    connector: Any = KVFerryConnector.__new__(KVFerryConnector)
+    connector._scheduler_role = SimpleNamespace(publish=published.extend)
+    entries = {(pp, tp): RankEntry(tp, pp, b"", {}, 0, 0) for tp in range(TP) for pp in reversed(range(PP))}
+    connector.set_xfer_handshake_metadata_pp_aware(
+        {place: RankMetadata(msgspec.msgpack.encode(entry)) for place, entry in entries.items()}
+    )
+    assert [(entry.pp_rank, entry.tp_rank) for entry in published] == [(0, 0), (0, 1), (1, 0), (1, 1)]
