@@ -4,8 +4,9 @@ For :mod:`kvferry.plan.verify`, and so without the planner's code: tokens are li
 sides' blocks, layers found by name, heads by global index.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -80,8 +81,23 @@ def needed_in(destination: Shard, sources: Sequence[Shard], requests: Sequence[G
                 destination_first_token=blocks.destination_first_token,
             )
         )
-    everything = {(group.name, part.name): part.heads for group in destination.groups for part in group.components}
-    return _units(destination, destination, needs, everything)
+    needed = {
+        (group.name, part.name): part.heads
+        for group in destination.groups
+        for part in group.components
+        if not part.is_padding or _all_pad_alike(part, group.name, sources)
+    }
+    return _units(destination, destination, needs, needed)
+
+
+def _all_pad_alike(padding: Component, group_name: str, sources: Sequence[Shard]) -> bool:
+    """Return whether every source that holds the group has as much padding, dealt to as many ranks."""
+    sizes = [
+        {(part.total_heads, part.num_channels) for part in held.components if part.is_padding}
+        for source in sources
+        if (held := source.group(group_name))
+    ]
+    return all((padding.total_heads, padding.num_channels) in found for found in sizes)
 
 
 def _check_complete(requests: Sequence[GroupBlocks], destination: Shard) -> None:
@@ -144,13 +160,19 @@ def _units(source: Shard, destination: Shard, requests: Sequence[GroupBlocks], h
     chunks: list[_Chunk] = []
     for blocks in requests:
         wanted, held = _group(destination, blocks.group), source.group(blocks.group)
+        if held is None:
+            continue
+        # The same for most components of a group.
+        tokens = cache(partial(_tokens, blocks, held, wanted))
         for component in wanted.components:
-            if held is None or (blocks.group, component.name) not in heads:
+            if (blocks.group, component.name) not in heads:
+                continue
+            if component.is_padding and not _all_pad_alike(component, blocks.group, [source]):
                 continue
             sent = next(other for other in held.components if other.name == component.name)
             bases = (source.regions[sent.region].base_address, destination.regions[component.region].base_address)
             carried = heads[blocks.group, component.name]
-            chunk, *columns = _component_units(blocks, (held, wanted), (sent, component), bases, carried)
+            chunk, *columns = _component_units(blocks, (held, wanted), (sent, component), bases, carried, tokens)
             chunks.append(chunk)
             arrays.append((columns[0], columns[1], columns[2]))
     empty = np.empty(0, dtype=np.int64)
@@ -171,11 +193,12 @@ def _component_units(
     components: tuple[Component, Component],
     bases: tuple[int, int],
     heads: Sequence[HeadRange],
+    tokens_of: Callable[[bool], _Stretches],
 ) -> tuple[_Chunk, Integers, Integers, Integers]:
     """Return the units of one component: coordinates, then source, destination and length in bytes."""
     sent, received = components
     grain = _grain(groups[1].kind is CacheKind.STATE, components)
-    tokens = _tokens(blocks, *groups, single=not grain.whole_tokens)
+    tokens = tokens_of(not grain.whole_tokens)
     dealt = _heads(sent, received, heads, single=not grain.whole_heads)
     layers = tuple(layer for layer in received.layers if layer in set(sent.layers))
     columns = []
@@ -232,7 +255,7 @@ def _listed(heads: Sequence[HeadRange]) -> Integers:
     return np.concatenate([np.arange(held.start, held.end, dtype=np.int64) for held in heads])
 
 
-def _tokens(blocks: GroupBlocks, source: CacheGroup, destination: CacheGroup, *, single: bool) -> _Stretches:
+def _tokens(blocks: GroupBlocks, source: CacheGroup, destination: CacheGroup, single: bool) -> _Stretches:
     """Locate every needed token that both hold: its slot, counted over all blocks of each side's list."""
     token = np.arange(blocks.first_token, blocks.last_token, dtype=np.int64)
     for group in (source, destination):

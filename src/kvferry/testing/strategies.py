@@ -27,9 +27,24 @@ from kvferry.testing.random_models import (
 )
 
 RANK_SPACING = 1 << 32
-MAX_TOKENS = 14
-MAX_RANKS_OF_STAGE = 8
+MAX_TOKENS = 18
+MAX_RANKS = 6
+"""Of an engine. A case costs by pairs of ranks, and more of them show nothing new."""
 SOURCE, DESTINATION = 0, 1
+
+# Made once: to make a strategy costs as much as to draw from it.
+BITS, SEEDS = st.booleans(), st.integers(0, 1 << 32)
+KINDS, FAMILIES = st.sampled_from(CacheKind), st.sampled_from(["mamba1", "mamba2", "mamba2-groups", "delta"])
+HEADS = {prime: st.sampled_from([1, prime, prime, 2 * prime]) for prime in (2, 3)}
+"""By the one prime of their tensor-parallel sizes, so that groups of one model have sizes in common."""
+STATE_HEADS = {prime: st.sampled_from([prime, 2 * prime]) for prime in HEADS}
+PRIMES = st.sampled_from([2, 2, 2, 3])
+WIDTHS, OTHER_WIDTHS, ITEMSIZES = st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2, 4])
+NUM_GROUPS, NUM_PARTS, WINDOWS, BLOCK_SIZES = (st.integers(1, largest) for largest in (3, 3, 9, 6))
+CONTEXT_PARALLEL_SIZES, NUM_STAGES = st.sampled_from([1, 1, 1, 2, 2, 3]), st.sampled_from([1, 1, 1, 2, 2, 3])
+PROMPTS = st.sampled_from([*range(1, MAX_TOKENS + 1)] * 3 + [0])
+PLACEMENTS = st.sampled_from(["rows", "slots", "apart"])
+UP_TO = [st.integers(0, largest) for largest in range(MAX_TOKENS + 1)]
 
 
 @dataclass(frozen=True)
@@ -50,30 +65,27 @@ class Move:
         return [blocks for blocks in self.requests if destination.group(blocks.group)]
 
 
-@st.composite
-def groups(draw: st.DrawFn, name: str, layers: tuple[str, ...]) -> GroupModel:
+def _group_model(draw: st.DrawFn, name: str, layers: tuple[str, ...], prime: int) -> GroupModel:
     """Return a group of any kind over these layers."""
-    kind = draw(st.sampled_from(CacheKind))
-    num_heads = draw(st.sampled_from([1, 2, 3, 4, 6]))
-    width, other, itemsize = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4]))
+    kind = draw(KINDS)
+    width, other, itemsize = draw(WIDTHS), draw(OTHER_WIDTHS), draw(ITEMSIZES)
     if kind is CacheKind.STATE:
-        family = draw(st.sampled_from(["mamba1", "mamba2", "mamba2-groups", "delta"]))
         parts = (Part("conv", other, itemsize), Part("ssm", width, 4))
-        return GroupModel(name, kind, layers, num_heads, parts, family=family)
-    packed = draw(st.booleans()) and draw(st.booleans())
+        return GroupModel(name, kind, layers, draw(STATE_HEADS[prime]), parts, family=draw(FAMILIES))
+    num_heads = draw(HEADS[prime])
+    packed = draw(BITS) and draw(BITS)
     names = ("latent", "rope") if kind is CacheKind.MLA else ("k", "v")
     every = (Part(names[0], width, itemsize), Part(names[1], other, itemsize), Part("scale", 1, 4))
-    kept = every[: draw(st.integers(1, 3))]
-    window = draw(st.integers(1, 9)) if kind is CacheKind.SLIDING_WINDOW else 0
+    kept = every[: draw(NUM_PARTS)]
+    window = draw(WINDOWS) if kind is CacheKind.SLIDING_WINDOW else 0
     return GroupModel(name, kind, layers, num_heads, kept, window=window, packed=packed)
 
 
-@st.composite
-def models(draw: st.DrawFn) -> tuple[GroupModel, ...]:
+def _model(draw: st.DrawFn) -> tuple[GroupModel, ...]:
     """Return small models of several groups, whose layers interleave."""
-    num_groups = draw(st.integers(1, 3))
+    num_groups, prime = draw(NUM_GROUPS), draw(PRIMES)
     layers = [f"layer.{index}" for index in range(draw(st.integers(num_groups, 5)))]
-    return tuple(draw(groups(str(index), tuple(layers[index::num_groups]))) for index in range(num_groups))
+    return tuple(_group_model(draw, str(index), tuple(layers[index::num_groups]), prime) for index in range(num_groups))
 
 
 @dataclass(frozen=True)
@@ -90,42 +102,39 @@ class Tokens:
         return self.block_size * self.share.size
 
 
-@st.composite
-def token_splits(draw: st.DrawFn, model: Sequence[GroupModel]) -> tuple[dict[str, Tokens], dict[str, Tokens]]:
+def _token_splits(draw: st.DrawFn, model: Sequence[GroupModel]) -> tuple[dict[str, Tokens], dict[str, Tokens]]:
     """Return for both engines how each group's tokens are split; packed pages are split alike."""
-    sizes = [draw(st.sampled_from([1, 1, 2, 3])) for _ in (SOURCE, DESTINATION)]
+    sizes = [draw(CONTEXT_PARALLEL_SIZES) for _ in (SOURCE, DESTINATION)]
     if any(group.packed for group in model):
         sizes[DESTINATION] = sizes[SOURCE]
     splits: tuple[dict[str, Tokens], dict[str, Tokens]] = ({}, {})
     for group in model:
         for side, size in enumerate(sizes):
-            splits[side][group.name] = draw(_split(group, size))
-        if group.packed or draw(st.booleans()):
+            splits[side][group.name] = _split(draw, group, size)
+        if group.packed or draw(BITS):
             alike = splits[SOURCE][group.name]
             same_size = sizes[SOURCE] == sizes[DESTINATION]
             splits[DESTINATION][group.name] = alike if same_size else splits[DESTINATION][group.name]
     return splits
 
 
-@st.composite
 def _split(draw: st.DrawFn, group: GroupModel, size: int) -> Tokens:
     if group.kind is CacheKind.STATE:
         return Tokens(1, WHOLE)
-    block_size = draw(st.integers(1, 6))
+    block_size = draw(BLOCK_SIZES)
     if size == 1:
         return Tokens(block_size, WHOLE)
     dividing = [interleave for interleave in range(1, block_size + 1) if block_size % interleave == 0]
     return Tokens(block_size, TokenShare(0, size, draw(st.sampled_from(dividing))))
 
 
-@st.composite
-def requests(
+def _requests(
     draw: st.DrawFn, model: Sequence[GroupModel], splits: tuple[dict[str, Tokens], dict[str, Tokens]]
 ) -> tuple[list[GroupBlocks], list[int]]:
     """Return a request, and how many blocks each engine needs: block 0 is the null block, all others are used once."""
-    prompt = draw(st.integers(0, MAX_TOKENS))
-    generator = random.Random(draw(st.integers(0, 1 << 32)))
-    wanted = {group.name: draw(_wanted(group, prompt, *(split[group.name] for split in splits))) for group in model}
+    prompt = draw(PROMPTS)
+    generator = random.Random(draw(SEEDS))
+    wanted = {group.name: _wanted(draw, group, prompt, *(split[group.name] for split in splits)) for group in model}
     states = {group.name for group in model if group.kind is CacheKind.STATE}
     if any(first < last for name, (first, last, _) in wanted.items() if name not in states):
         wanted.update(dict.fromkeys(states, (0, 1, [0, 0])))
@@ -136,9 +145,9 @@ def requests(
             positions(last - begin, split[name].block_size, split[name].share)
             for begin, split in zip(begins, splits, strict=True)
         ]
-        # Blocks that look ahead of the prompt follow in the receiver's list.
-        lists[DESTINATION] += 0 if name in states else generator.choice((0, 0, 2))
-        counts[name] = lists
+        # Blocks that look ahead of the prompt follow in either list.
+        ahead = [0 if name in states else generator.choice((0, 0, 2)) for _ in lists]
+        counts[name] = [count + more for count, more in zip(lists, ahead, strict=True)]
     for side in (SOURCE, DESTINATION):
         every = list(range(1, 1 + sum(lists[side] for lists in counts.values())))
         ids[side].extend(generator.choice((every, every[::-1], generator.sample(every, len(every)))))
@@ -146,14 +155,14 @@ def requests(
     return _take(model, wanted, counts, splits, ids), num_blocks
 
 
-@st.composite
 def _wanted(
     draw: st.DrawFn, group: GroupModel, prompt: int, source: Tokens, destination: Tokens
 ) -> tuple[int, int, list[int]]:
     """Return the first and last token that move, and the token with which each side's list of blocks begins."""
     if group.kind is CacheKind.STATE:
         return 0, min(prompt, 1), [0, 0]
-    first = draw(st.integers(0, prompt))
+    # Nothing, a part or (rarely) all of the prompt is there already.
+    first = draw(UP_TO[prompt if draw(BITS) else max(prompt - 1, 0)]) if draw(BITS) else 0
     if group.kind is CacheKind.SLIDING_WINDOW:
         first = first_token_to_move(
             num_computed_tokens=prompt,
@@ -165,7 +174,7 @@ def _wanted(
         )
     if group.packed:
         first -= first % destination.covers
-    begins = [draw(st.integers(0, first)) for _ in (SOURCE, DESTINATION)]
+    begins = [draw(UP_TO[first]) for _ in (SOURCE, DESTINATION)]
     for side, split in enumerate((source, destination)):
         if group.packed or split.share.size > 1 or group.kind is CacheKind.SLIDING_WINDOW:
             begins[side] -= begins[side] % split.covers
@@ -202,46 +211,67 @@ def _take(
     return asked
 
 
-@st.composite
-def engines(
-    draw: st.DrawFn, model: Sequence[GroupModel], splits: dict[str, Tokens], num_blocks: int, base_address: int
+def _engine(
+    draw: st.DrawFn,
+    model: Sequence[GroupModel],
+    splits: dict[str, Tokens],
+    num_blocks: int,
+    sizes: tuple[int, int],
+    base_address: int,
 ) -> tuple[Shard, ...]:
-    """Return all ranks of an engine."""
-    layout = EngineLayout(draw(st.sampled_from(["rows", "slots", "apart"])), num_blocks, draw(st.integers(0, 1 << 32)))
+    """Return all ranks of an engine of so many tensor-parallel ranks and pipeline stages."""
+    tp_size, num_stages = sizes
+    layout = EngineLayout(draw(PLACEMENTS), num_blocks, draw(SEEDS))
     cp_size = max(split.share.size for split in splits.values())
-    tp_size = draw(st.sampled_from(common_tp_sizes(model, MAX_RANKS_OF_STAGE // cp_size)))
-    stages = _stages(draw, [layer for group in model for layer in group.layers])
+    block_sizes = {name: split.block_size for name, split in splits.items()}
     shards: list[Shard] = []
-    for pp_rank, stage in enumerate(stages):
+    for pp_rank, stage in enumerate(_stages(model, num_stages, layout.seed)):
         for rank in range(tp_size * cp_size):
-            cp_rank = rank // tp_size
-            shares = {name: _share(split.share, cp_rank) for name, split in splits.items()}
-            block_sizes = {name: split.block_size for name, split in splits.items()}
+            shares = {name: _share(split.share, rank // tp_size) for name, split in splits.items()}
             shape = RankShape(stage, rank % tp_size, tp_size, block_sizes, shares)
-            ranks = {"tp_rank": rank, "tp_size": tp_size * cp_size, "pp_rank": pp_rank, "pp_size": len(stages)}
+            ranks = {"tp_rank": rank, "tp_size": tp_size * cp_size, "pp_rank": pp_rank, "pp_size": num_stages}
             shards.append(rank_shard(model, shape, layout, base_address + len(shards) * RANK_SPACING, **ranks))
     return tuple(shards)
+
+
+def _sizes(draw: st.DrawFn, model: Sequence[GroupModel], splits: Sequence[dict[str, Tokens]]) -> list[tuple[int, int]]:
+    """Return for both engines the tensor-parallel size, mostly not the same, and the number of pipeline stages."""
+    num_layers = sum(len(group.layers) for group in model)
+    sizes: list[tuple[int, int]] = []
+    for side in splits:
+        cp_size = max(split.share.size for split in side.values())
+        num_stages = min(draw(NUM_STAGES), num_layers)
+        possible = common_tp_sizes(model, max(1, MAX_RANKS // (cp_size * num_stages)))
+        others = [size for size in possible if sizes and size != sizes[SOURCE][0]]
+        wants_other = draw(BITS)
+        chosen = others if others and wants_other else possible
+        sizes.append((draw(st.sampled_from(chosen)), num_stages))
+    return sizes
 
 
 def _share(first: TokenShare, cp_rank: int) -> TokenShare:
     return first if first.is_whole else TokenShare(cp_rank, first.size, first.interleave)
 
 
-def _stages(draw: st.DrawFn, layers: Sequence[str]) -> list[frozenset[str]]:
+def _stages(model: Sequence[GroupModel], num_stages: int, seed: int) -> list[frozenset[str]]:
     """Deal layers to pipeline stages, unevenly and in any order."""
-    num_stages = draw(st.integers(1, min(3, len(layers))))
-    order = draw(st.permutations(layers))
-    cuts = sorted(draw(st.permutations(range(1, len(layers))))[: num_stages - 1])
-    bounds = [0, *cuts, len(layers)]
+    generator = random.Random(seed)
+    order = [layer for group in model for layer in group.layers]
+    generator.shuffle(order)
+    cuts = sorted(generator.sample(range(1, len(order)), num_stages - 1))
+    bounds = [0, *cuts, len(order)]
     return [frozenset(order[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
 @st.composite
 def moves(draw: st.DrawFn) -> Move:
     """Return two engines of one model and a request that can be moved between them."""
-    model = draw(models())
-    splits = draw(token_splits(model))
-    asked, num_blocks = draw(requests(model, splits))
-    sources = draw(engines(model, splits[SOURCE], num_blocks[SOURCE], 1 << 40))
-    destinations = draw(engines(model, splits[DESTINATION], num_blocks[DESTINATION], 1 << 50))
+    model = _model(draw)
+    splits = _token_splits(draw, model)
+    asked, num_blocks = _requests(draw, model, splits)
+    sizes = _sizes(draw, model, splits)
+    sources, destinations = (
+        _engine(draw, model, splits[side], num_blocks[side], sizes[side], 1 << (40 + 10 * side))
+        for side in (SOURCE, DESTINATION)
+    )
     return Move(sources, destinations, tuple(asked))
