@@ -1,0 +1,14 @@
+"""What several tests without engines need."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def make_role(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a function that makes a scheduler's role for a model of these cache groups."""
+    from .scheduler_requests import scheduler_roles  # vLLM is imported by those who need it
+
+    yield from scheduler_roles(monkeypatch)

@@ -1,0 +1,75 @@
+"""Requests as vLLM makes them, and scheduler's roles that meet them without an engine."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from kvferry.handoff.protocol import Identity
+from kvferry.integrations.vllm import scheduler_role
+from kvferry.integrations.vllm.block_lists import GroupShape
+from kvferry.integrations.vllm.settings import Settings
+from kvferry.layout.cache_group import CacheKind
+
+FULL = GroupShape(CacheKind.ATTENTION, 16)
+WINDOW = GroupShape(CacheKind.SLIDING_WINDOW, 16, 40)
+STATE = GroupShape(CacheKind.STATE, 1)
+PROMPT = list(range(100, 180))
+
+
+def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Give a function that makes a role for a model of these cache groups, and end the roles afterwards."""
+    identity = Identity("m", "w", "a", "float32", 2, 2, 8)
+    roles: list[scheduler_role.SchedulerRole] = []
+
+    def make(*groups: GroupShape, port: int = 0, dp_rank: int = 0) -> scheduler_role.SchedulerRole:
+        parallel = SimpleNamespace(tensor_parallel_size=1, data_parallel_index=dp_rank)
+        config: Any = SimpleNamespace(parallel_config=parallel)
+        monkeypatch.setattr(scheduler_role, "identity_of", lambda *_: identity)
+        monkeypatch.setattr(scheduler_role, "group_shapes", lambda *_: groups)
+        role: Any = scheduler_role.SchedulerRole(config, None, f"engine-{len(roles)}", Settings(port=port))  # type: ignore[arg-type]
+        role.bind_block_pool(BlockPool())
+        roles.append(role)
+        return role
+
+    yield make
+    for role in roles:
+        role.shutdown()
+
+
+class BlockPool:
+    """Counts the references to blocks as vLLM's pool does."""
+
+    def __init__(self) -> None:
+        self.blocks = list(range(64))
+        self.held: list[int] = []
+
+    def touch(self, blocks: list[int]) -> None:
+        self.held += blocks
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            self.held.remove(block)
+
+
+def request(prompt: list[int], params: dict[str, Any], request_id: str = "r", **sampling: Any) -> Request:
+    sampling_params = SamplingParams(**{"max_tokens": 1, **sampling}, extra_args={"kv_transfer_params": params})
+    return Request(request_id, prompt, sampling_params, None)
+
+
+def allocated(*groups: list[int]) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: groups)
+
+
+def prefill(role: Any, prompt: list[int], *groups: list[int], **sampling: Any) -> dict[str, Any] | None:
+    """Let a request run on the prefill side; return what it answers."""
+    ours = request(prompt, {"do_remote_decode": True}, **sampling)
+    role.on_new_request(ours)
+    role.update_state_after_alloc(ours, allocated(*groups), 0)
+    ours.num_computed_tokens = ours.num_prompt_tokens
+    held, answer = role.request_finished(ours, groups, is_complete=True)
+    assert held is False
+    return answer  # type: ignore[no-any-return]
