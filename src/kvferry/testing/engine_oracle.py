@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Elements of a foreign page that may equal a label by chance: labels are 23 bits wide.
 CHANCE = 4
 EXPONENT_OF_ONE_HALF = 0x3F000000
+# Not a number: read as one float32 and as two bfloat16.
+NAN = 0x7FC07FC0
 Labels = NDArray[np.int32]
 
 
@@ -134,6 +136,17 @@ class EngineOracle:
         problems.extend(self._oracle_changes_outside(held))
         ids = [[sorted(block_ids) for _, block_ids in sorted(group.items())] for _, group in sorted(found.items())]
         return {"block_ids": ids, "problems": problems[:20], "num_problems": len(problems)}
+
+    def oracle_poison(self) -> dict[str, Any]:
+        """Fill every block but the null block with NaN, as if a request that is gone had left it there.
+
+        Only while no request has blocks. An engine whose groups share pages meets such bytes without anybody's fault:
+        what was a state of one type is NaN when read as keys of another.
+        """
+        layers = self._oracle_layers()
+        for layer in layers:
+            layer.view[1:] = NAN
+        return {"layers": len(layers)}
 
     def oracle_faults(self, text: str) -> dict[str, Any]:
         """Put a :class:`FaultPlan` between this engine and its transports, or take it out again (``null``).

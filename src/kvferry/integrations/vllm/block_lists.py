@@ -51,6 +51,24 @@ def has_state(groups: Iterable[GroupShape]) -> bool:
     return any(group.kind is CacheKind.STATE for group in groups)
 
 
+def groups_filled_whole(groups: Sequence[GroupShape], source_block_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the groups in whose blocks a load leaves no byte as it was: states, and pages that move whole.
+
+    Where block sizes differ tokens move, and what lies behind the last of them stays. In a hybrid a state may have been
+    there, whose bytes can be NaN as keys and values; a kernel that gives them weight 0 makes NaN of the whole sum.
+
+    >>> groups_filled_whole([GroupShape(CacheKind.ATTENTION, 544), GroupShape(CacheKind.STATE, 4096)], [288, 4096])
+    (1,)
+    """
+    if len(source_block_sizes) != len(groups):
+        return ()
+    return tuple(
+        index
+        for index, (group, source_size) in enumerate(zip(groups, source_block_sizes, strict=True))
+        if group.kind is CacheKind.STATE or group.block_size == source_size
+    )
+
+
 def blocks_to_load(
     groups: Sequence[GroupShape],
     source_block_sizes: Sequence[int],

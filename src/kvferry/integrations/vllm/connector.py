@@ -110,7 +110,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        return self._kv_cache_config.transfer_group_ids
+        # Of the other groups vLLM clears new blocks where that matters, at the begin of the step that starts the load.
+        return self._scheduler.groups_filled_whole(request)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)

@@ -25,7 +25,7 @@ from kvferry.handoff.protocol import (
     Renew,
     Renewed,
 )
-from kvferry.integrations.vllm.block_lists import blocks_to_load, has_state, num_recomputed
+from kvferry.integrations.vllm.block_lists import blocks_to_load, groups_filled_whole, has_state, num_recomputed
 from kvferry.integrations.vllm.held_blocks import HeldBlocks
 from kvferry.integrations.vllm.metadata import LoadOrder, StepMetadata
 from kvferry.integrations.vllm.request_params import (
@@ -118,6 +118,12 @@ class SchedulerRole:
             return 0, False
         num_missing = self._num_loadable(request) - num_computed_tokens
         return (num_missing, True) if num_missing > 1 else (0, False)
+
+    def groups_filled_whole(self, request: "Request") -> tuple[int, ...]:
+        """Return the cache groups of whose blocks this request's load leaves nothing for the engine to clear."""
+        remote = self._remote.get(request.request_id)
+        sizes = remote.kvferry.block_sizes if isinstance(remote, RemoteParams) else ()
+        return groups_filled_whole(self._groups, sizes)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """The engine has given the request blocks: order the load once, or let the remote hold go."""
@@ -341,7 +347,7 @@ def control_port(port: int, data_parallel_index: int) -> int:
     if port + data_parallel_index > LAST_PORT:
         raise SettingsError(
             Reason.INVALID_SETTING,
-            f"port {port} leaves none for data-parallel rank {data_parallel_index}, which takes the port so far behind.",
+            f"port {port} leaves none for data-parallel rank {data_parallel_index}, which takes one so far behind.",
             'Set a lower "port", or 0, which takes a free one for each rank.',
         )
     return port + data_parallel_index
