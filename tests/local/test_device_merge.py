@@ -17,9 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import Reason, TransportError
+from kvferry.execution import staging
+from kvferry.execution.device import CudaOrder
 from kvferry.execution.device_merge import TILE_BITS, element_width, job_table, prepare
 from kvferry.execution.staging import put_in_place
 from kvferry.plan.staged import Merge
+
+from .fake_cuda import FakeCuda
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
@@ -296,3 +300,18 @@ def test_the_benchmarks_cases_move_a_whole_request_and_its_check_sees_a_wrong_by
     wrong = [replace(first, destination_blocks=first.destination_blocks[::-1]), *others]
     monkeypatch.setattr(bench, "prepared", lambda: prepare(wrong, bench.stage.data_ptr(), HOST))
     assert not bench.is_exact()
+
+
+def test_a_stage_on_a_device_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "put_in_place", None)
+    cuda = FakeCuda()
+    order = CudaOrder("cpu", cuda)
+    order.enter_thread()
+    stage, cache = staging.Stage(2 * 16384, order=order), labelled(2 * 16384, 1)
+    stage.memory[:] = torch.from_numpy(labelled(2 * 16384, 0))
+    mark = stage.put_in_place(head_merge(2, int(cache.ctypes.data)))
+    halves = stage.memory.numpy().reshape(2, 2, 16, 512)  # type: ignore[union-attr]
+    assert (cache.reshape(2, 16, 2, 512)[::-1] == halves.transpose(1, 2, 0, 3)).all()
+    assert not mark.is_over()
+    cuda.streams[-1].run()
+    assert mark.is_over()

@@ -199,3 +199,11 @@ def test_a_second_request_of_an_id_that_is_still_held_touches_nothing() -> None:
     side.drop("a")
     assert side.num_held == 1
     assert side.renew(EPOCH, [former.handle], now=2.0) == []
+
+
+def test_what_is_exported_or_unknown_is_not_unfinished() -> None:
+    side = PrefillSide(EPOCH, 4, LEASE)
+    exported(side, "a")
+    hold = side.begin("b")
+    side.begin("c")
+    assert side.unfinished(["a", "b", "d"]) == [hold]

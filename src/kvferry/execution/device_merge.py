@@ -88,6 +88,15 @@ def prepare(
     )
 
 
+def merge(merges: Sequence[Merge], stage_address: int, device: str) -> None:
+    """Copy from the stage into the cache on the current stream. Raises as :func:`prepare`."""
+    import torch
+
+    copies = prepare(merges, stage_address, torch.device(device))
+    if copies is not None:
+        copies.merge()
+
+
 def _on_device(array: Integers, device: "torch.device") -> "torch.Tensor":
     import torch
 

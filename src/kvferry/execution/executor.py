@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 
 from kvferry.errors import HandoffError, Reason, SettingsError
+from kvferry.execution.device import HOST, DeviceOrder
 from kvferry.execution.load import Load, LoadResult, Phase
 from kvferry.execution.scratch import Scratch
 
@@ -25,8 +26,11 @@ class Executor:
     kernel refuses it. Raises :class:`SettingsError` (invalid-setting) when the thread cannot run on ``cores``.
     """
 
-    def __init__(self, scratch: Scratch, cores: Iterable[int] = (), realtime: bool = False) -> None:
+    def __init__(
+        self, scratch: Scratch, cores: Iterable[int] = (), realtime: bool = False, order: DeviceOrder = HOST
+    ) -> None:
         self._scratch = scratch
+        self._order = order
         self._cores = set(cores)
         self._realtime = realtime
         # Loads and the ids to cancel in one queue, so that a cancellation never overtakes its load.
@@ -80,6 +84,7 @@ class Executor:
             if self._cores:
                 # A thread of a vLLM CPU worker inherits the one core that computes.
                 os.sched_setaffinity(0, self._cores)
+            self._order.enter_thread()
         except Exception as error:
             self._started.set_exception(error)
             return

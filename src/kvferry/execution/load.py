@@ -16,8 +16,9 @@ from enum import Enum
 import numpy as np
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
+from kvferry.execution.device import OVER, Mark
 from kvferry.execution.scratch import Scratch
-from kvferry.execution.staging import Stage, put_in_place
+from kvferry.execution.staging import Stage
 from kvferry.plan.staged import NOTHING, Merge, Numbered, StagedPart, cut, placed
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport
 
@@ -79,6 +80,8 @@ class LoadResult:
     transport: str
     wait_seconds: float
     transfer_seconds: float
+    landing: Mark = OVER
+    """Behind the last copy into the cache, on a GPU: the engine's stream must wait for it."""
 
 
 # Returns the reads of a load, or None while something they need (a handshake) is not there yet.
@@ -101,6 +104,7 @@ class Load:
     _scratch_slots: list[int] = field(default_factory=list)
     _rounds: deque[list[Numbered]] = field(default_factory=deque)
     _merges: list[Merge] = field(default_factory=list)
+    _landing: Mark = OVER
     _has_read_directly: bool = False
     _num_descriptors: int = 0
     _data_started_at: float = 0.0
@@ -139,6 +143,7 @@ class Load:
             transport=",".join(names),
             wait_seconds=finished_at - self.created_at,
             transfer_seconds=self._transfer_seconds,
+            landing=self._landing,
         )
 
     def _step(self, scratch: Scratch) -> bool:
@@ -157,6 +162,9 @@ class Load:
             self._transfer_seconds += time.monotonic() - self._data_started_at
             self._submit_words(scratch, Phase.GUARD_AFTER)
             return True
+        if self.phase is Phase.GUARD_BEFORE and self._is_being_written(scratch):
+            self._submit_words(scratch, Phase.GUARD_BEFORE)
+            return False
         self._check_words(scratch)
         if self.phase is Phase.GUARD_AFTER:
             self._put_in_place()
@@ -232,11 +240,10 @@ class Load:
         if not self._merges:
             return
         started_at = time.monotonic()
-        for merge in self._merges:
-            put_in_place(merge, self._stage.region.base_address)
+        self._landing = self._stage.put_in_place(self._merges)
         self._merges = []
         self._rounds.popleft()
-        self._stage.give_back(id(self))
+        self._stage.give_back(id(self), after=self._landing)
         self._transfer_seconds += time.monotonic() - started_at
 
     def _poll_transfers(self) -> bool:
@@ -253,6 +260,11 @@ class Load:
         for transfer in self._transfers:
             if transfer.status in (Status.FAILED, Status.CANCELLED):
                 raise transfer.error or TransportError(Reason.TRANSFER_FAILED, f"a transfer ended {transfer.status}.")
+
+    def _is_being_written(self, scratch: Scratch) -> bool:
+        """Return whether a source's last step has not ended on its device: the words must be read again."""
+        reads = zip(self._reads, self._scratch_slots, strict=True)
+        return any(scratch.is_being_written(slot, read.expected_word) for read, slot in reads)
 
     def _check_words(self, scratch: Scratch) -> None:
         for read, slot in zip(self._reads, self._scratch_slots, strict=True):

@@ -5,6 +5,8 @@ import numpy as np
 from kvferry.transport.protocol import Region
 
 WORD_BYTES = 16
+BEING_WRITTEN = 1 << 63
+"""Set in the second half of a word while its holder's blocks are being written: a reader is to ask again."""
 
 
 class Scratch:
@@ -45,6 +47,11 @@ class Scratch:
         """Return the ``(1, 3)`` descriptor that reads a remote word into ``slot``."""
         destination = int(self._words.ctypes.data) + slot * WORD_BYTES
         return np.array([[source_address, destination, WORD_BYTES]], dtype=np.uint64)
+
+    def is_being_written(self, slot: int, expected: bytes) -> bool:
+        """Return whether the word in ``slot`` will be the expected one once what is being written is done."""
+        word = np.frombuffer(expected, dtype=np.uint64) | np.array([0, BEING_WRITTEN], dtype=np.uint64)
+        return bool((self._words[slot] == word).all())
 
     def word(self, slot: int) -> bytes:
         """Return the word that was read into ``slot``."""

@@ -1,22 +1,29 @@
 """Bounded stages at the destination, and the copies that take what they hold into the cache."""
 
 import mmap
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import PlanError, Reason
+from kvferry.execution import device_merge
+from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark
 from kvferry.layout.shard import Region
 from kvferry.plan.staged import Merge, aligned
 
+if TYPE_CHECKING:
+    import torch
+
+Memory = Union[npt.NDArray[np.uint8], "torch.Tensor"]
 ROUNDS = 4
 """A load takes at most this part of a stage at a time, so that others find room beside it."""
 _HUGE_PAGE_BYTES = 2 << 20
 
 
 class Stage:
-    """Memory of which each owner holds at most one stretch at a time, in the order in which they asked.
+    """Memory where the cache is, of which each owner holds at most one stretch at a time, in the order of asking.
 
     Nobody waits while holding, so all that is held comes back and the first in the queue gets its stretch: no
     deadlock, and none is overtaken. Used by one thread. Untouched memory costs nothing.
@@ -28,19 +35,16 @@ class Stage:
     (None, 0, 2048)
     """
 
-    def __init__(self, num_bytes: int, huge_pages: bool = True) -> None:
-        mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if huge_pages:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        whole = np.frombuffer(mapping, dtype=np.uint8)
-        self.memory = whole[-whole.ctypes.data % _HUGE_PAGE_BYTES :][:num_bytes]
+    def __init__(self, num_bytes: int, huge_pages: bool = True, order: DeviceOrder = HOST) -> None:
+        self._order = order
+        self.memory, address = (
+            _host_memory(num_bytes, huge_pages) if order.is_immediate else _device_memory(num_bytes, order.device)
+        )
+        self.region = Region(address, num_bytes, order.device)
+        """The memory to register."""
         self._held: dict[Hashable, tuple[int, int]] = {}
         self._waiting: dict[Hashable, None] = {}
-
-    @property
-    def region(self) -> Region:
-        """The memory to register."""
-        return Region(int(self.memory.ctypes.data), self.memory.nbytes)
+        self._given_back: list[tuple[tuple[int, int], Mark]] = []
 
     @property
     def round_bytes(self) -> int:
@@ -66,18 +70,49 @@ class Stage:
             self._held[owner] = (begin, begin + aligned(num_bytes))
         return begin
 
-    def give_back(self, owner: Hashable) -> None:
-        """Return what the owner holds, or its place in the queue; neither is fine."""
-        self._held.pop(owner, None)
+    def give_back(self, owner: Hashable, after: Mark = OVER) -> None:
+        """Return what the owner holds, or its place in the queue; neither is fine. Nobody gets it before the mark."""
+        stretch = self._held.pop(owner, None)
         self._waiting.pop(owner, None)
+        if stretch is not None:
+            self._given_back.append((stretch, after))
+
+    def put_in_place(self, merges: Sequence[Merge]) -> Mark:
+        """Copy what was read to where it belongs in the cache; return the mark behind that.
+
+        On a GPU by one launch on the calling thread's stream.
+        """
+        if self._order.is_immediate:
+            for merge in merges:
+                put_in_place(merge, self.region.base_address)
+        else:
+            device_merge.merge(merges, self.region.base_address, self._order.device)
+        return self._order.mark()
 
     def _gap(self, num_bytes: int) -> int | None:
+        self._given_back = [(stretch, mark) for stretch, mark in self._given_back if not mark.is_over()]
         begin = 0
-        for start, end in sorted(self._held.values()):
+        for start, end in sorted((*self._held.values(), *(stretch for stretch, _ in self._given_back))):
             if start - begin >= num_bytes:
                 return begin
             begin = end
         return begin if self.memory.nbytes - begin >= num_bytes else None
+
+
+def _host_memory(num_bytes: int, huge_pages: bool) -> "tuple[Memory, int]":
+    mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge_pages:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(mapping, dtype=np.uint8)
+    memory = whole[-whole.ctypes.data % _HUGE_PAGE_BYTES :][:num_bytes]
+    return memory, int(memory.ctypes.data)
+
+
+def _device_memory(num_bytes: int, device: str) -> "tuple[Memory, int]":
+    import torch
+
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return memory, memory.data_ptr()
 
 
 class _Address:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvferry.errors import Reason, TransportError
-from kvferry.execution.staging import Stage, put_in_place
+from kvferry.execution.staging import Stage
 from kvferry.plan.describe import describe_choice
 from kvferry.plan.staged import Merge, ScatterPlan
 from kvferry.plan.strategy import TYPICAL_COSTS, Choice, Costs, Strategy, choose
@@ -50,7 +50,7 @@ class Strategist:
         """Return the choice and what was rejected; None where there is nothing to choose."""
         if self.stage is None:
             return None
-        name, size = transport.capabilities.name, self.stage.memory.nbytes
+        name, size = transport.capabilities.name, self.stage.region.length
         typical = TYPICAL_COSTS.get(name, replace(TYPICAL_COSTS["nixl"], transport=name))
         choice = choose(plan, self._costs.get(name, typical), self._wish, size)
         better = [found for found in choice.rejected if found.num_descriptors < choice.chosen.num_descriptors]
@@ -72,13 +72,11 @@ def measure_costs(transport: Transport, peer: Peer, regions: Sequence[Region], s
     """
     owner = object()
     remote = max(regions, key=lambda region: region.length)
-    num_bytes = min(PROBE_BYTES, remote.length, stage.memory.nbytes) // (4 * PIECE_BYTES) * 4 * PIECE_BYTES
+    num_bytes = min(PROBE_BYTES, remote.length, stage.region.length) // (4 * PIECE_BYTES) * 4 * PIECE_BYTES
     begin = stage.take(owner, num_bytes) if num_bytes else None
     is_quiet = True
     try:
-        return (
-            None if begin is None else _measure(transport, peer, remote, stage.region.base_address + begin, num_bytes)
-        )
+        return None if begin is None else _measure(transport, peer, remote, stage, begin, num_bytes)
     except _StillMovingError:
         is_quiet = False
         raise
@@ -92,13 +90,14 @@ class _StillMovingError(TransportError):
     """A transfer was stopped but is not quiet."""
 
 
-def _measure(transport: Transport, peer: Peer, remote: Region, address: int, num_bytes: int) -> Costs:
+def _measure(transport: Transport, peer: Peer, remote: Region, stage: Stage, begin: int, num_bytes: int) -> Costs:
+    address = stage.region.base_address + begin
     whole = np.array([[remote.base_address, address, num_bytes]], dtype=np.uint64)
     per_byte = _best(lambda: _read(transport, peer, whole)) / num_bytes
     small = _small_pieces(remote.base_address, address, num_bytes)
     pieces = _best(lambda: _read(transport, peer, small)) - int(small[:, 2].sum()) * per_byte
     per_descriptor = max(pieces / len(small), 1e-9)
-    return Costs(transport.capabilities.name, per_descriptor, 1 / per_byte, *_copy_costs(address, num_bytes))
+    return Costs(transport.capabilities.name, per_descriptor, 1 / per_byte, *_copy_costs(stage, begin, num_bytes))
 
 
 def _small_pieces(remote: int, local: int, num_bytes: int) -> Descriptors:
@@ -109,24 +108,25 @@ def _small_pieces(remote: int, local: int, num_bytes: int) -> Descriptors:
     return np.stack((offsets + np.uint64(remote), offsets[::-1] + np.uint64(local), length), axis=1)
 
 
-def _copy_costs(address: int, num_bytes: int) -> tuple[float, float, float]:
+def _copy_costs(stage: Stage, begin: int, num_bytes: int) -> tuple[float, float, float]:
     """Return bytes a second, seconds for each run and for each copy, within memory of the stage."""
     half, run = num_bytes // 2, PIECE_BYTES
+    address = stage.region.base_address + begin
     one = np.zeros(1, dtype=np.int64)
-    whole = Merge(0, half, address + half, half, one, half, ())
+    whole = Merge(begin, half, address + half, half, one, half, ())
     # Short runs, so that what each costs shows.
-    short = Merge(0, half, address + half, half, one, run // 32, ((half // run, run, run),))
-    tiny = Merge(0, 64, address + half, 64, one, 64, ())
-    copying = _best(lambda: _copy(whole, address, 1)) / half
-    each = _best(lambda: _copy(tiny, address, SMALL_COPIES)) / SMALL_COPIES
-    runs = _best(lambda: _copy(short, address, 1)) - each
+    short = Merge(begin, half, address + half, half, one, run // 32, ((half // run, run, run),))
+    tiny = Merge(begin, 64, address + half, 64, one, 64, ())
+    copying = _best(lambda: _copy(stage, whole, 1)) / half
+    each = _best(lambda: _copy(stage, tiny, SMALL_COPIES)) / SMALL_COPIES
+    runs = _best(lambda: _copy(stage, short, 1)) - each
     return 1 / copying, max(runs / (half // run), 1e-10), each
 
 
-def _copy(merge: Merge, address: int, times: int) -> float:
+def _copy(stage: Stage, merge: Merge, times: int) -> float:
     started_at = time.perf_counter()
     for _ in range(times):
-        put_in_place(merge, address)
+        stage.put_in_place([merge]).wait()
     return time.perf_counter() - started_at
 
 

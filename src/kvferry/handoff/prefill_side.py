@@ -107,6 +107,11 @@ class PrefillSide:
         self._families.setdefault(sampling_family(request_id), set()).add(request_id)
         return hold
 
+    def unfinished(self, request_ids: Iterable[str]) -> list[Hold]:
+        """Return the holds of those of these requests that have begun and are not exported: they are being written."""
+        holds = (self._holds.get(request_id) for request_id in request_ids)
+        return [hold for hold in holds if hold is not None and not hold.is_exported]
+
     def export(self, request_id: str, now: float) -> Hold | None:
         """Start the lease of a finished request; None if it never began.
 

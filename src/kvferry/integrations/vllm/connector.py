@@ -117,7 +117,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        return self._scheduler.build_connector_meta()
+        return self._scheduler.build_connector_meta(scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         self._scheduler.update_connector_output(connector_output)
@@ -168,7 +168,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to save: the decode side reads the prefill side's cache where it lies."""
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for, see :meth:`save_kv_layer`."""
+        """Nothing to wait for: what the step wrote may be read once the device has done it."""
+        self._worker.finish_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, failed = self._worker.take_finished()

@@ -6,6 +6,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from kvferry.errors import KVFerryError
 from kvferry.handoff.decode_side import RemoteHold
+from kvferry.handoff.guard import Held
 from kvferry.plan.request import GroupBlocks
 
 
@@ -27,9 +28,9 @@ class LoadOrder:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Orders of one step. ``begun`` holds (slot, epoch, generation), ``ended`` slots."""
+    """Orders of one step: ``written`` holds the words of held requests that it writes, ``ended`` slots."""
 
-    begun: list[tuple[int, int, int]] = field(default_factory=list)
+    written: list[Held] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)

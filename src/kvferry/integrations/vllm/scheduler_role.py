@@ -4,15 +4,16 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.handoff.decode_side import DecodeSide
 from kvferry.handoff.errands import Errands
+from kvferry.handoff.guard import Held
 from kvferry.handoff.handshake import check_version
 from kvferry.handoff.listener import Listener
-from kvferry.handoff.prefill_side import Ended, Ending, PrefillSide
+from kvferry.handoff.prefill_side import Ended, Ending, Hold, PrefillSide
 from kvferry.handoff.protocol import (
     PROTOCOL_VERSION,
     Answer,
@@ -177,14 +178,16 @@ class SchedulerRole:
 
     # Once per engine step.
 
-    def build_connector_meta(self) -> StepMetadata:
-        """Return this step's orders to the workers."""
+    def build_connector_meta(self, scheduled: Iterable[str] = ()) -> StepMetadata:
+        """Return this step's orders to the workers; ``scheduled`` are the requests that it computes."""
         now = time.monotonic()
         with self._prefill_lock:
             self._prefill_side.expire(now)
             ended = self._prefill_side.take_ended()
+            unfinished = self._prefill_side.unfinished(scheduled)
         for end in ended:
             self._end_hold(end)
+        self._step.written = list(dict.fromkeys([*self._step.written, *map(self._held, unfinished)]))
         self._run_errands(now)
         step, self._step = self._step, StepMetadata()
         return step
@@ -239,7 +242,10 @@ class SchedulerRole:
                 self._settings.max_held_requests,
             )
             return
-        self._step.begun.append((hold.slot, self._epoch, hold.handle.generation))
+        self._step.written.append(self._held(hold))
+
+    def _held(self, hold: Hold) -> Held:
+        return hold.slot, self._epoch, hold.handle.generation
 
     def _load_order(
         self, request: "Request", block_ids: Sequence[Sequence[int]], num_external_tokens: int

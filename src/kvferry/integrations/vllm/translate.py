@@ -90,7 +90,7 @@ def shard_of(
     if not held:
         refuse(f"no layer of pipeline stage {pp_rank} of {pp_size} has a cache", "Run with fewer pipeline stages.")
     storage = kv_caches[next(iter(held.values())).layer_names[0]].untyped_storage()
-    region = Region(storage.data_ptr(), storage.nbytes())
+    region = Region(storage.data_ptr(), storage.nbytes(), str(storage.device))
     groups = []
     for index, group in held.items():
         views = {name: kv_caches[name] for name in group.layer_names}

@@ -12,13 +12,14 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from kvferry.errors import Reason, TransportError
+from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.executor import Executor
 from kvferry.execution.load import GuardedRead, Load, LoadResult
 from kvferry.execution.memory import collapse_to_huge_pages
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.staging import Stage
 from kvferry.execution.transfer_costs import Strategist
-from kvferry.handoff.guard import GuardWords
+from kvferry.handoff.guard import GuardWords, StepWords
 from kvferry.handoff.protocol import RankEntry
 from kvferry.handoff.remote_engines import RemoteEngines
 from kvferry.integrations.vllm.metadata import LoadOrder, RankMetadata, StepMetadata
@@ -53,6 +54,9 @@ class WorkerRole:
         self._pp_rank = get_pp_group().rank_in_group
         self._rank = self._pp_rank * vllm_config.parallel_config.tensor_parallel_size + self._tp_rank
         self._words = GuardWords(settings.max_held_requests)
+        self._order: DeviceOrder = HOST
+        self._step_words = StepWords(self._words, self._order)
+        self._launched_before: Mark = OVER
         self._scratch = Scratch(SCRATCH_WORDS)
         self._transports = open_transports(settings.transport, settings.faults)
         self._statistics = Statistics()
@@ -68,9 +72,13 @@ class WorkerRole:
         shard = shard_of(self._vllm_config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank)
         for region in shard.regions:
             self._use_huge_pages(region)
+        self._order = device_order(region.device for region in shard.regions)
+        self._step_words = StepWords(self._words, self._order)
         words = Region(self._words.address, self._words.array.nbytes)
         wish = self._settings.wanted_strategy
-        stage = None if wish is Strategy.DIRECT else Stage(self._settings.stage_bytes, self._settings.huge_pages)
+        stage = None
+        if wish is not Strategy.DIRECT:
+            stage = Stage(self._settings.stage_bytes, self._settings.huge_pages, self._order)
         staged = [] if stage is None else [stage.region]
         end_points = self._transports.register([*shard.regions, words, self._scratch.region, *staged])
         self._entry = RankEntry(
@@ -87,7 +95,7 @@ class WorkerRole:
         self._remote_engines = RemoteEngines(
             shard, identity, self._transports, sender, timeout, Strategist(stage, wish)
         )
-        self._executor = Executor(self._scratch, self._transfer_cores(), self._settings.realtime_transfers)
+        self._executor = Executor(self._scratch, self._transfer_cores(), self._settings.realtime_transfers, self._order)
         logger.info("kvferry: rank %d moves\n%r", self._rank, shard)
 
     def get_handshake_metadata(self) -> RankMetadata | None:
@@ -96,10 +104,14 @@ class WorkerRole:
 
     def begin_step(self, orders: StepMetadata) -> None:
         """Change guard words, before the step can touch any block."""
-        for slot in orders.ended:
-            self._words.clear(slot)
-        for slot, epoch, generation in orders.begun:
-            self._words.set(slot, epoch, generation)
+        self._step_words.begin(orders.ended, orders.written)
+        if orders.loads:
+            # What still runs may write the blocks that these loads were given: their last owner's step, or zeros.
+            self._launched_before = self._order.mark()
+
+    def finish_step(self) -> None:
+        """Everything that the step writes has been launched."""
+        self._step_words.finish()
 
     def start_loads(self, orders: StepMetadata) -> None:
         """Start the step's loads; returns at once."""
@@ -110,7 +122,9 @@ class WorkerRole:
             assert self._executor is not None
             self._orders[order.request_id] = order
             deadline = time.monotonic() + order.timeout_seconds
-            self._executor.submit(Load(order.request_id, partial(self._prepare, order), deadline))
+            self._executor.submit(
+                Load(order.request_id, partial(self._prepare, order, self._launched_before), deadline)
+            )
         for request_id in orders.aborted:
             if self._executor is not None:
                 self._executor.cancel(request_id)
@@ -121,6 +135,7 @@ class WorkerRole:
         received = set(failed)
         for result in self._executor.collect() if self._executor is not None else ():
             received.add(result.load_id)
+            self._order.wait_for(result.landing)
             self._account(result)
             if result.error is not None:
                 failed.add(result.load_id)
@@ -137,12 +152,15 @@ class WorkerRole:
         """Stop the loads, then let go of the memory; twice is fine."""
         if self._executor is not None:
             self._executor.close()
+        self._step_words.close()
         self._transports.close()
         self._log.close()
 
-    def _prepare(self, order: LoadOrder) -> Sequence[GuardedRead] | None:
+    def _prepare(self, order: LoadOrder, launched_before: Mark) -> Sequence[GuardedRead] | None:
         assert self._remote_engines is not None
         assert order.hold is not None
+        if not launched_before.is_over():
+            return None
         engine = self._remote_engines.get(order.hold)
         return None if engine is None else engine.reads(order.hold, order.slot, order.blocks)
 

@@ -1,0 +1,72 @@
+"""What kvferry uses of ``torch.cuda``, on a CPU: streams whose work is done only when a test runs them."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+
+class FakeEvent:
+    """Over once its stream has come to where it was recorded."""
+
+    def __init__(self, blocking: bool = False) -> None:
+        assert blocking, "a thread that waits would spin"
+        self._is_over = threading.Event()
+
+    def record(self, stream: "FakeStream") -> None:
+        stream.launch(self._is_over.set)
+
+    def query(self) -> bool:
+        return self._is_over.is_set()
+
+    def synchronize(self) -> None:
+        assert self._is_over.wait(30), "the event never comes"
+
+
+class FakeStream:
+    """Does what was launched in order, when it is told to run, as far as its waits allow."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._work: deque[Callable[[], object] | FakeEvent] = deque()
+
+    def launch(self, work: Callable[[], object]) -> None:
+        self._work.append(work)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self._work.append(event)
+
+    def run(self) -> None:
+        while self._work:
+            work = self._work[0]
+            if isinstance(work, FakeEvent):
+                if not work.query():
+                    return
+            else:
+                work()
+            self._work.popleft()
+
+
+class FakeCuda:
+    """A thread has no stream until it has set its device."""
+
+    Event = FakeEvent
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self.streams: list[FakeStream] = []
+
+    def Stream(self, device: str) -> FakeStream:
+        self.streams.append(FakeStream(device))
+        return self.streams[-1]
+
+    def set_device(self, device: str) -> None:
+        self._local.device = device
+
+    def set_stream(self, stream: FakeStream) -> None:
+        assert stream.device == self._local.device
+        self._local.stream = stream
+
+    def current_stream(self, device: str) -> FakeStream:
+        assert getattr(self._local, "device", None) == device, "this thread has not set its device"
+        found: FakeStream = self._local.stream
+        return found

@@ -1,0 +1,398 @@
+"""Device order, with streams that a test runs: every race is seen without the wait, and is gone with it."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.errors import Reason, TransportError
+from kvferry.execution import device_merge
+from kvferry.execution.device import HOST, OVER, Afterwards, CudaOrder, DeviceOrder, device_order
+from kvferry.execution.load import Load, Phase
+from kvferry.execution.scratch import Scratch
+from kvferry.execution.staging import Stage, put_in_place
+from kvferry.handoff.guard import BEING_WRITTEN, GuardWords, StepWords
+from kvferry.plan.staged import Merge
+
+from .engines_in_process import (
+    EPOCH,
+    GENERATION,
+    IDENTITY,
+    SLOT,
+    DecodeRank,
+    PrefillEngine,
+    Rank,
+    filled_ranks,
+    whole_blocks,
+)
+from .fake_cuda import FakeCuda, FakeStream
+
+DEVICE = "cpu"
+"""Memory that every transport reaches, with a device that is not: the fake's."""
+HELD = (SLOT, EPOCH, GENERATION)
+SOURCE_IDS, DESTINATION_IDS = [3, 1], [2, 5]
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    """The test's thread is the engine's."""
+    cuda = FakeCuda()
+    cuda.set_device(DEVICE)
+    cuda.set_stream(cuda.Stream(DEVICE))
+    return cuda
+
+
+@pytest.fixture
+def forward(cuda: FakeCuda) -> FakeStream:
+    return cuda.current_stream(DEVICE)
+
+
+@pytest.fixture
+def order(cuda: FakeCuda) -> CudaOrder:
+    return CudaOrder(DEVICE, cuda)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def settle(words: StepWords) -> None:
+    """Return once everything that waited for marks that are over has been done."""
+    done = threading.Event()
+    words._afterwards.add(OVER, done.set)
+    assert done.wait(30)
+
+
+# The source: a hold's word says "being written" until what its step wrote is done.
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_source_is_read_only_once_its_step_is_done_on_the_device(
+    order: CudaOrder, forward: FakeStream, is_ordered: bool
+) -> None:
+    prefill, decode = PrefillEngine("memcpy", [Rank(0, 1)]), DecodeRank("memcpy", Rank(0, 1))
+    cache = prefill.ranks[0].cache  # type: ignore[attr-defined]
+    words = StepWords(prefill.words[0], order if is_ordered else HOST)
+    words.begin([], [HELD])
+    forward.launch(prefill.ranks[0].fill)  # type: ignore[attr-defined]
+    words.finish()
+    decode.engine(prefill.hold())
+    load = Load("a", lambda: decode.engines.get(prefill.hold()).reads(prefill.hold(), SLOT, blocks()), 1e12)  # type: ignore[union-attr]
+    for _ in range(50):
+        if load.phase is not Phase.DONE:
+            load.advance(decode.scratch, time.monotonic())
+    assert (load.phase is Phase.DONE) is not is_ordered
+    forward.run()
+    advance_to_the_end(load, decode.scratch)
+    assert load.error is None
+    is_exact = (decode.rank.cache[DESTINATION_IDS] == cache[SOURCE_IDS]).all()  # type: ignore[attr-defined]
+    assert is_exact == is_ordered, "without the wait, what was there before the step is believed"
+    words.close()
+    prefill.close()
+
+
+def blocks() -> list[Any]:
+    return [whole_blocks("full", SOURCE_IDS, DESTINATION_IDS)]
+
+
+def advance_to_the_end(load: Load, scratch: Scratch) -> None:
+    while load.phase is not Phase.DONE:
+        if not load.advance(scratch, time.monotonic()):
+            time.sleep(0.001)
+
+
+def test_a_step_that_never_ends_is_a_deadline_before_any_data(order: CudaOrder) -> None:
+    prefill, decode = PrefillEngine("memcpy", filled_ranks(1)), DecodeRank("memcpy", Rank(0, 1))
+    words = StepWords(prefill.words[0], order)
+    words.begin([], [HELD])
+    words.finish()
+    engine = decode.engine(prefill.hold())
+    load = Load("a", lambda: engine.reads(prefill.hold(), SLOT, blocks()), time.monotonic() + 0.05)
+    advance_to_the_end(load, decode.scratch)
+    assert load.error is not None
+    assert load.error.reason is Reason.DEADLINE_EXCEEDED
+    assert "before the data" in load.error.message
+    assert not decode.rank.cache.any()  # type: ignore[attr-defined]
+    prefill.close()
+
+
+def test_a_word_waits_for_the_last_of_the_steps_that_write(order: CudaOrder, forward: FakeStream) -> None:
+    guard = GuardWords(4)
+    words = StepWords(guard, order)
+    being_written = [EPOCH, GENERATION | BEING_WRITTEN]
+    words.begin([], [HELD])
+    words.finish()
+    words.begin([], [HELD])
+    assert guard.array[SLOT].tolist() == being_written
+    forward.run()
+    settle(words)
+    assert guard.array[SLOT].tolist() == being_written, "the first step is done, the second is not"
+    words.finish()
+    settle_after(words, forward)
+    assert guard.array[SLOT].tolist() == [EPOCH, GENERATION]
+    words.begin([], [])
+    words.finish()
+    assert guard.array[SLOT].tolist() == [EPOCH, GENERATION], "later steps of others change nothing"
+    words.close()
+
+
+def settle_after(words: StepWords, stream: FakeStream) -> None:
+    stream.run()
+    settle(words)
+
+
+def test_what_has_ended_is_never_published(order: CudaOrder, forward: FakeStream) -> None:
+    guard = GuardWords(4)
+    words = StepWords(guard, order)
+    words.begin([], [HELD])
+    words.finish()
+    words.begin([SLOT], [])
+    assert guard.array[SLOT].tolist() == [0, 0], "cleared at once: the blocks are given away behind it"
+    words.begin([], [(SLOT, EPOCH, GENERATION + 1)])
+    settle_after(words, forward)
+    assert guard.array[SLOT].tolist() == [EPOCH, GENERATION + 1 | BEING_WRITTEN]
+    words.close()
+
+
+def test_a_step_whose_end_was_not_told_is_done_with_the_next(order: CudaOrder, forward: FakeStream) -> None:
+    guard = GuardWords(4)
+    words = StepWords(guard, order)
+    words.begin([], [HELD])
+    words.begin([], [])
+    words.finish()
+    settle_after(words, forward)
+    assert guard.array[SLOT].tolist() == [EPOCH, GENERATION]
+    words.close()
+
+
+def test_on_a_cpu_a_word_is_set_at_once_and_no_thread_starts() -> None:
+    guard, num_threads = GuardWords(4), threading.active_count()
+    words = StepWords(guard, HOST)
+    words.begin([], [HELD])
+    assert guard.array[SLOT].tolist() == [EPOCH, GENERATION]
+    words.finish()
+    words.begin([SLOT], [])
+    assert guard.array[SLOT].tolist() == [0, 0]
+    assert threading.active_count() == num_threads
+    words.close()
+
+
+def test_what_waits_for_a_failed_device_is_not_done_and_the_rest_is(order: CudaOrder) -> None:
+    class Failed:
+        def is_over(self) -> bool:
+            return True
+
+        def wait(self) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    afterwards, done = Afterwards(order), []
+    afterwards.add(Failed(), lambda: done.append("failed"))
+    afterwards.add(OVER, lambda: done.append("over"))
+    afterwards.close()
+    assert done == ["over"]
+
+
+# The decode engine's worker: its own threads, real handshake, guard words and bytes.
+
+
+class Worker:
+    """A decode engine's worker on the fake device, and the prefill engine that it reads from."""
+
+    def __init__(self, order: DeviceOrder, strategy: str, patch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("vllm")
+        from kvferry.integrations.vllm import worker_role
+        from kvferry.integrations.vllm.metadata import LoadOrder, StepMetadata
+        from kvferry.integrations.vllm.settings import Settings
+        from kvferry.layout.named_layouts import NamedLayout
+
+        self.prefill, self.rank = PrefillEngine("memcpy", filled_ranks(2)), Rank(0, 1)
+        for name, value in {
+            "get_tensor_model_parallel_rank": 0,
+            "get_pp_group": SimpleNamespace(rank_in_group=0),
+            "resolved_layout": NamedLayout.BHLNC,
+            "shard_of": self.rank.shard,
+            "identity_of": IDENTITY,
+            "device_order": order,
+        }.items():
+            patch.setattr(worker_role, name, lambda *_, value=value: value)
+        config: Any = SimpleNamespace(
+            parallel_config=SimpleNamespace(tensor_parallel_size=1), kv_transfer_config=SimpleNamespace(engine_id="d")
+        )
+        settings = Settings(transport="memcpy", strategy=strategy, huge_pages=False, stage_bytes=1 << 16)  # type: ignore[arg-type]
+        self.role = worker_role.WorkerRole(config, None, settings)  # type: ignore[arg-type]
+        self.role.register_kv_caches({})
+        self.orders = StepMetadata(loads=[LoadOrder("a", 30.0, self.prefill.hold(), SLOT, 8, tuple(blocks()))])
+
+    def begin_load(self) -> None:
+        self.role.begin_step(self.orders)
+        self.role.start_loads(self.orders)
+
+    def finish_load(self, each: Callable[[], None] = lambda: None) -> None:
+        """Ask, as the engine does in each step, until the load is reported."""
+
+        def is_reported() -> bool:
+            each()
+            received, failed = self.role.take_finished()
+            assert not failed
+            return bool(received)
+
+        wait_until(is_reported)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.is_exact_in(self.rank.cache)
+
+    def is_exact_in(self, cache: np.ndarray) -> bool:
+        sources = [rank.cache[SOURCE_IDS] for rank in self.prefill.ranks]  # type: ignore[attr-defined]
+        return bool((cache[DESTINATION_IDS] == np.concatenate(sources, axis=1)).all())
+
+    def close(self) -> None:
+        self.role.shutdown()
+        self.prefill.close()
+
+
+@pytest.fixture
+def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DeviceOrder, str], Worker]]:
+    workers: list[Worker] = []
+
+    def make(order: DeviceOrder, strategy: str = "direct") -> Worker:
+        workers.append(Worker(order, strategy, monkeypatch))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_load_waits_for_what_was_launched_when_it_got_its_blocks(
+    make_worker: Callable[..., Worker], order: CudaOrder, forward: FakeStream, is_ordered: bool
+) -> None:
+    worker = make_worker(order if is_ordered else HOST)
+    forward.launch(lambda: worker.rank.cache.fill(0))
+    worker.begin_load()
+    if is_ordered:
+        time.sleep(0.1)
+        assert worker.role.take_finished() == (set(), set())
+        assert not worker.rank.cache.any()
+        forward.run()
+    worker.finish_load()
+    forward.run()
+    assert worker.is_exact == is_ordered, "without the wait, the engine's zeros come after what was loaded"
+
+
+@pytest.fixture
+def launches(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Instead of the kernel, the same copies by the CPU, when the stream on which they are launched is run."""
+    found: list[int] = []
+
+    def launch(merges: Sequence[Merge], stage_address: int, device: str) -> None:
+        found.append(len(merges))
+        every = list(merges)
+        cuda.current_stream(device).launch(lambda: [put_in_place(merge, stage_address) for merge in every])
+
+    monkeypatch.setattr(device_merge, "merge", launch)
+    return found
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_the_engine_waits_for_the_last_copy_into_its_cache(
+    make_worker: Callable[..., Worker],
+    order: CudaOrder,
+    cuda: FakeCuda,
+    forward: FakeStream,
+    launches: list[int],
+    is_ordered: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not is_ordered:
+        monkeypatch.setattr(CudaOrder, "wait_for", lambda *_: None)
+    worker = make_worker(order, "scatter")
+    launches.clear()
+    worker.begin_load()
+    worker.finish_load(forward.run)
+    assert len(launches) == 1
+    seen: list[bool] = []
+    forward.launch(lambda: seen.append(worker.is_exact_in(worker.rank.cache)))
+    # The forward stream goes first, and as far as it may.
+    forward.run()
+    for stream in cuda.streams:
+        stream.run()
+    forward.run()
+    assert seen == [is_ordered], "without the wait, the engine reads before the copy is done"
+    assert worker.is_exact
+
+
+def test_a_stage_is_given_to_the_next_only_once_the_copies_out_of_it_are_done(
+    order: CudaOrder, forward: FakeStream
+) -> None:
+    stage = Stage(4096, order=order)
+    assert stage.take("a", 4096) == 0
+    stage.give_back("a", after=order.mark())
+    assert stage.take("b", 64) is None
+    forward.run()
+    assert stage.take("b", 64) == 0
+
+
+def test_a_thread_of_its_own_needs_its_device(order: CudaOrder, cuda: FakeCuda) -> None:
+    found: list[object] = []
+
+    def use(enter: bool) -> None:
+        try:
+            if enter:
+                order.enter_thread()
+            order.mark()
+            found.append(cuda.current_stream(DEVICE))
+        except AssertionError as error:
+            found.append(str(error))
+
+    for enter in (False, True):
+        thread = threading.Thread(target=use, args=(enter,))
+        thread.start()
+        thread.join()
+    assert found == ["this thread has not set its device", cuda.streams[-1]]
+    assert cuda.streams[-1] is not cuda.current_stream(DEVICE)
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cuda:0"], ["cuda:0", "cuda:1"], ["npu:0"], []])
+def test_regions_on_several_devices_or_others_are_refused(devices: list[str]) -> None:
+    with pytest.raises(TransportError) as caught:
+        device_order(devices)
+    assert caught.value.reason is Reason.UNSUPPORTED
+
+
+def test_a_gpu_gets_an_order_of_its_own() -> None:
+    found = device_order(["cuda:1", "cuda:1"])
+    assert isinstance(found, CudaOrder)
+    assert found.device == "cuda:1"
+    assert not found.is_immediate
+
+
+@pytest.fixture
+def make_scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    pytest.importorskip("vllm")
+    from .scheduler_requests import scheduler_roles
+
+    yield from scheduler_roles(monkeypatch)
+
+
+def test_every_step_that_computes_a_held_request_names_it_until_it_is_exported(make_scheduler: Any) -> None:
+    from .scheduler_requests import FULL, PROMPT, allocated, request
+
+    role, ours = make_scheduler(FULL), request(PROMPT, {"do_remote_decode": True})
+    role.on_new_request(ours)
+    role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
+    first = role.build_connector_meta(["r", "of another kind"]).written
+    assert len(first) == 1
+    assert role.build_connector_meta(["r"]).written == first, "the prompt's next chunk"
+    assert role.build_connector_meta([]).written == []
+    ours.num_computed_tokens = ours.num_prompt_tokens
+    role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)
+    assert role.build_connector_meta(["r"]).written == [], "a request of the same id that is not held"
