@@ -1,7 +1,7 @@
 """Moves states of vLLM's layers between tensor-parallel sizes; vLLM's own loaders say which channel lies where."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -161,13 +161,37 @@ class Rank:
         oriented = labels if conv.shape[0] == TAPS and conv.shape[1] == len(channels) else labels.T
         return oriented.to(torch.int16), numbers.to(torch.int32).view(recurrent.shape)
 
+    def label(self, block: int) -> None:
+        """Write every layer's labels into one block."""
+        for layer in range(len(LAYERS)):
+            for state, labels in zip(self.states(block, layer), self.expected(layer), strict=True):
+                state.copy_(labels)
+
+    def check(self, block: int) -> None:
+        """Compare every layer's states of one block, and see that nothing else was written."""
+        num_written = 0
+        for layer in range(len(LAYERS)):
+            for state, labels in zip(self.states(block, layer), self.expected(layer), strict=True):
+                assert torch.equal(state, labels)
+                num_written += int(torch.count_nonzero(state.view(torch.int8)))
+        assert int(torch.count_nonzero(self.rows)) == num_written, "bytes elsewhere were written"
+
     def _page(self, block: int, layer: int) -> int:
         return block * self.row_bytes + layer * (self.page_bytes + 64)
 
 
-def carry_out(descriptors: Any) -> None:
-    for source, destination, length in descriptors.tolist():
-        ctypes.memmove(destination, source, length)
+def carry_out(sources: Sequence[Rank], destination: Rank) -> None:
+    """Move the states of one request."""
+    blocks = GroupBlocks(
+        group="0",
+        first_token=0,
+        last_token=1,
+        source_block_ids=[SOURCE_BLOCK],
+        destination_block_ids=[DESTINATION_BLOCK],
+    )
+    for plan in Planner([rank.shard for rank in sources], destination.shard).plans(0):
+        for source, address, length in plan.lower([blocks]).tolist():
+            ctypes.memmove(address, source, length)
 
 
 @pytest.mark.parametrize("order", ["SD", "DS"])
@@ -179,28 +203,11 @@ def test_states_arrive_where_vllm_reads_them(
     monkeypatch.setattr("vllm.model_executor.layers.mamba.mamba_utils.get_conv_state_layout", lambda: order)
     sources = [Rank(kind, rank, source_size) for rank in range(source_size)]
     for rank in sources:
-        for layer in range(len(LAYERS)):
-            for state, labels in zip(rank.states(SOURCE_BLOCK, layer), rank.expected(layer), strict=True):
-                state.copy_(labels)
-    blocks = GroupBlocks(
-        group="0",
-        first_token=0,
-        last_token=1,
-        source_block_ids=[SOURCE_BLOCK],
-        destination_block_ids=[DESTINATION_BLOCK],
-    )
+        rank.label(SOURCE_BLOCK)
     for tp_rank in range(destination_size):
         destination = Rank(kind, tp_rank, destination_size)
-        for plan in Planner([rank.shard for rank in sources], destination.shard).plans(0):
-            carry_out(plan.lower([blocks]))
-        num_written = 0
-        for layer in range(len(LAYERS)):
-            for state, labels in zip(
-                destination.states(DESTINATION_BLOCK, layer), destination.expected(layer), strict=True
-            ):
-                assert torch.equal(state, labels)
-                num_written += int(torch.count_nonzero(state.view(torch.int8)))
-        assert int(torch.count_nonzero(destination.rows)) == num_written, "bytes elsewhere were written"
+        carry_out(sources, destination)
+        destination.check(DESTINATION_BLOCK)
 
 
 def test_a_layer_of_other_shapes_is_refused() -> None:

@@ -47,7 +47,7 @@ class Engines:
         self.arena = Arena(1 << 16)
         self.sources = {key: engine(self.arena, num_kv_heads, *key) for key in ENGINES}
         self.destinations = {key: engine(self.arena, num_kv_heads, *key) for key in ENGINES}
-        labels = Labels.of(self.sources[ENGINES[0]], TOKENS)
+        labels = Labels.of(self.sources[ENGINES[0]], [], TOKENS)
         assert labels.num_digits == 1
         self.arena.buffer[:] = np.random.default_rng(0).integers(0, 256, len(self.arena.buffer), dtype=np.uint8)
         for rank in (rank for ranks in self.sources.values() for rank in ranks):

@@ -10,7 +10,7 @@ import msgspec
 
 from kvferry.errors import HandoffError, Reason
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_REQUESTS_PER_MESSAGE = 4096
 MAX_IDENTIFIER_LENGTH = 512

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from kvferry.errors import LayoutError, Reason
 from kvferry.layout.axes import Axis
 from kvferry.layout.cache_group import CacheGroup, CacheKind
-from kvferry.layout.layer_caches import AttentionCache, StateCache, conv_bytes, state_heads
+from kvferry.layout.layer_caches import AttentionCache, StateCache, conv_bytes, state_bytes, state_heads
 from kvferry.layout.model_groups import LayerGroup, page_bytes, possible_layout
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
-from kvferry.layout.state import ConvOrder, StatePages, conv_components, recurrent_component
+from kvferry.layout.state import ConvOrder, StatePages, conv_components, padding_components, recurrent_component
 from kvferry.layout.strided import Component, require
 
 
@@ -122,7 +122,8 @@ def _state(
         itemsize=cache.itemsize,
         page_offset=conv_bytes(cache, memory.tp_size),
     )
-    return (*conv, recurrent)
+    padding = padding_components(pages, state_bytes(cache, memory.tp_size), page, memory.tp_rank, memory.tp_size)
+    return (*conv, recurrent, *padding)
 
 
 def _strides(memory: RankMemory, sizes: dict[Axis, int], page: int, row: int) -> dict[Axis, int]:

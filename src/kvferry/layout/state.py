@@ -22,6 +22,9 @@ from enum import StrEnum
 from kvferry.layout.shapes import heads_of_rank
 from kvferry.layout.strided import Component, HeadRange, require
 
+MAX_PADDING_SHARE = 0.25
+"""Padding that is moved with a state, as a share of the state's bytes."""
+
 
 class ConvOrder(StrEnum):
     """The memory order of a convolution's state in a page (``VLLM_SSM_CONV_STATE_LAYOUT``)."""
@@ -178,6 +181,35 @@ def recurrent_component(
     )
 
 
+def padding_components(pages: StatePages, begin: int, end: int, tp_rank: int, tp_size: int) -> tuple[Component, ...]:
+    """Return the padding from byte ``begin`` of a page to its ``end``: one component, or none.
+
+    With it the pages of neighbouring layers are one run where both engines have the same. Of much padding there is
+    none: its bytes would cost more than the runs that they join.
+
+    >>> pages = StatePages(layers=["0"], layer_offsets=[0], block_stride=4096)
+    >>> padding_components(pages, 4000, 4096, 1, 2)
+    (padding LBNHC: base + 4000 + b*4096 + n*4096 + h*96 + c*1,)
+    >>> padding_components(pages, 400, 4096, 1, 2), padding_components(pages, 4096, 4096, 1, 2)
+    ((), ())
+    """
+    if not 0 < end - begin <= begin * MAX_PADDING_SHARE:
+        return ()
+    component = _component(
+        pages,
+        name="padding",
+        heads=(HeadRange(tp_rank, tp_rank + 1),),
+        total_heads=tp_size,
+        num_channels=end - begin,
+        itemsize=1,
+        head_stride=end - begin,
+        channel_stride=1,
+        page_offset=begin,
+        is_padding=True,
+    )
+    return (component,)
+
+
 def _component(
     pages: StatePages,
     *,
@@ -189,6 +221,7 @@ def _component(
     head_stride: int,
     channel_stride: int,
     page_offset: int,
+    is_padding: bool = False,
 ) -> Component:
     return Component(
         name=name,
@@ -204,4 +237,5 @@ def _component(
         token_stride=pages.block_stride,
         channel_stride=channel_stride,
         region=pages.region,
+        is_padding=is_padding,
     )

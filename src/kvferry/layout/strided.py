@@ -90,6 +90,9 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     atom: Atom = Atom.CONTENT
     packing: Name = ""
     """Names the inside of a page where the atom is PAGE, such as ``cpu_attn:amx:bfloat16``."""
+    is_padding: bool = False
+    """Bytes of a group's own blocks that nobody reads. They are moved, so that runs join, where a source has as many of
+    the same rank, and left alone elsewhere."""
 
     def __post_init__(self) -> None:
         self._check_layers()
@@ -119,6 +122,13 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
         last = ordered[-1].end - 1
         require(self.total_heads <= MAX_HEADS, f"component {self.name!r} has {self.total_heads} heads.")
         require(last < self.total_heads, f"component {self.name!r} holds head {last} of {self.total_heads}.")
+
+    def is_like(self, other: "Component") -> bool:
+        """Return whether both have elements of the same number and size, however they lie and are dealt out."""
+        return all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("name", "total_heads", "num_channels", "itemsize", "is_padding")
+        )
 
     @property
     def num_heads(self) -> int:

@@ -73,15 +73,16 @@ def _check_group(source: CacheGroup, destination: CacheGroup, between: str) -> N
         windows = f"{source.window} and {destination.window}"
         _refuse(Reason.MODEL_MISMATCH, f"{between}: windows of {windows} tokens differ.")
     _check_scales(source, destination, between)
-    components = {component.name: component for component in source.components}
-    wanted = {component.name for component in destination.components}
+    components = {component.name: component for component in source.components if not component.is_padding}
+    needed = [component for component in destination.components if not component.is_padding]
+    wanted = {component.name for component in needed}
     if components.keys() != wanted:
         raise PlanError(
             Reason.SPLIT_ATOM,
             f"{between}: content is kept as {sorted(components)} and as {sorted(wanted)}.",
             "Describe K and V as separate components on both sides.",
         )
-    for component in destination.components:
+    for component in needed:
         where = f"{between}, component {component.name!r}"
         _check_component(components[component.name], component, where)
         if component.atom is Atom.PAGE:

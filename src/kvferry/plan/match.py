@@ -95,14 +95,16 @@ def _tasks(sources: Sequence[Shard], destination: Shard) -> Iterator[_Task]:
             for _, share in shares:
                 if share.meets(group.token_share):
                     holders = [(index, found) for index, found in held if found.token_share == share]
-                    yield from (_task(group, component, share, holders) for component in group.components)
+                    tasks = [_task(group, component, share, holders) for component in group.components]
+                    # Padding that no source has alike is nobody's task.
+                    yield from (task for task in tasks if task.replicas or not task.wanted.is_padding)
 
 
 def _task(group: CacheGroup, wanted: Component, share: TokenShare, held: Sequence[tuple[int, CacheGroup]]) -> _Task:
     replicas: dict[Ranges, list[int]] = {}
     for index, found in held:
-        component = found.component(wanted.name)
-        overlap = common(component.heads, wanted.heads)
+        component = next((part for part in found.components if part.is_like(wanted)), None)
+        overlap = common(component.heads, wanted.heads) if component is not None else ()
         if overlap:
             replicas.setdefault(overlap, []).append(index)
     return _Task(group.name, wanted, share, replicas)

@@ -85,19 +85,21 @@ def needed_in(destination: Shard, sources: Sequence[Shard], requests: Sequence[G
         (group.name, part.name): part.heads
         for group in destination.groups
         for part in group.components
-        if not part.is_padding or _all_pad_alike(part, group.name, sources)
+        if not part.is_padding or _is_padded_alike(part, group.name, sources)
     }
     return _units(destination, destination, needs, needed)
 
 
-def _all_pad_alike(padding: Component, group_name: str, sources: Sequence[Shard]) -> bool:
-    """Return whether every source that holds the group has as much padding, dealt to as many ranks."""
-    sizes = [
-        {(part.total_heads, part.num_channels) for part in held.components if part.is_padding}
+def _is_padded_alike(padding: Component, group_name: str, sources: Sequence[Shard]) -> bool:
+    """Return whether a source has this rank's padding: as many bytes, and the same of as many ranks."""
+    found = {
+        (part.name, part.num_channels, part.total_heads, part.heads)
         for source in sources
         if (held := source.group(group_name))
-    ]
-    return all((padding.total_heads, padding.num_channels) in found for found in sizes)
+        for part in held.components
+        if part.is_padding
+    }
+    return (padding.name, padding.num_channels, padding.total_heads, padding.heads) in found
 
 
 def _check_complete(requests: Sequence[GroupBlocks], destination: Shard) -> None:
@@ -167,7 +169,7 @@ def _units(source: Shard, destination: Shard, requests: Sequence[GroupBlocks], h
         for component in wanted.components:
             if (blocks.group, component.name) not in heads:
                 continue
-            if component.is_padding and not _all_pad_alike(component, blocks.group, [source]):
+            if component.is_padding and not _is_padded_alike(component, blocks.group, [source]):
                 continue
             sent = next(other for other in held.components if other.name == component.name)
             bases = (source.regions[sent.region].base_address, destination.regions[component.region].base_address)

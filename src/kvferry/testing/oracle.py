@@ -18,6 +18,7 @@ from kvferry.layout.cache_group import CacheGroup, CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import Content
 from kvferry.layout.shard import Region, Shard
+from kvferry.layout.strided import Component, HeadRange
 from kvferry.plan.request import GroupBlocks
 
 Bytes = npt.NDArray[np.uint8]
@@ -192,11 +193,13 @@ class Labels:
     num_heads: int
     num_channels: int
     itemsize: int
+    padding: frozenset[tuple[str, int, int, tuple[HeadRange, ...]]]
+    """The sources' padding, by group, size and whose of the ranks: that which moves."""
 
     @classmethod
-    def of(cls, ranks: Sequence[RankMemory], num_tokens: int) -> "Labels":
+    def of(cls, sources: Sequence[RankMemory], destinations: Sequence[RankMemory], num_tokens: int) -> "Labels":
         """Return the labels for the coordinates of these ranks and tokens 0 up to ``num_tokens``."""
-        groups = [group for rank in ranks for group in rank.shard.groups]
+        groups = [group for rank in (*sources, *destinations) for group in rank.shard.groups]
         components = [component for group in groups for component in group.components]
         return cls(
             groups=tuple(sorted({group.name for group in groups})),
@@ -206,6 +209,13 @@ class Labels:
             num_heads=max(component.total_heads for component in components),
             num_channels=max(component.num_channels for component in components),
             itemsize=min(component.itemsize for component in components),
+            padding=frozenset(
+                _padding(group, part)
+                for rank in sources
+                for group in rank.shard.groups
+                for part in group.components
+                if part.is_padding
+            ),
         )
 
     @property
@@ -226,6 +236,8 @@ class Labels:
         token, slot = _held(group, token, begin)
         block, slot = ids[slot // group.block_size], slot % group.block_size
         for component in group.components:
+            if component.is_padding and _padding(group, component) not in self.padding:
+                continue
             heads = np.concatenate([np.arange(held.start, held.end, dtype=np.int64) for held in component.heads])
             channel = np.arange(component.num_channels, dtype=np.int64)
             for layer in component.layers:
@@ -245,6 +257,10 @@ class Labels:
         return digits.astype(np.uint8)
 
 
+def _padding(group: CacheGroup, part: Component) -> tuple[str, int, int, tuple[HeadRange, ...]]:
+    return group.name, part.num_channels, part.total_heads, part.heads
+
+
 def check_moved(
     arena: Arena,
     sources: Sequence[RankMemory],
@@ -258,7 +274,7 @@ def check_moved(
     Raises :class:`OracleMismatch`.
     """
     ends = [_end(blocks, sources, destinations) for blocks in requests]
-    labels = Labels.of([*sources, *destinations], max([1, *ends]))
+    labels = Labels.of(sources, destinations, max([1, *ends]))
     generator = np.random.default_rng(0)
     for digit in range(labels.num_digits):
         for rank in [*sources, *destinations]:

@@ -22,6 +22,7 @@ from kvferry.layout.state import (
     gated_delta_segments,
     mamba1_segments,
     mamba2_segments,
+    padding_components,
     recurrent_component,
 )
 from kvferry.layout.strided import Atom, Component, HeadRange
@@ -149,7 +150,8 @@ def _state_draft(
     held = heads_of_rank(model.num_heads, shape.tp_rank, shape.tp_size)
     conv_bytes = sum(len(segment.held) for segment in segments) * conv.num_channels * conv.itemsize
     gap = generator.choice((0, 0, 5))
-    page = conv_bytes + gap + len(held) * recurrent.num_channels * recurrent.itemsize + generator.choice((0, 8))
+    body = conv_bytes + gap + len(held) * recurrent.num_channels * recurrent.itemsize
+    page = body + generator.choice((0, 2, 8))
     strides, num_bytes = _strides(axes, counts, page)
     pages = StatePages(
         layers=layers,
@@ -166,7 +168,8 @@ def _state_draft(
         itemsize=recurrent.itemsize,
         page_offset=conv_bytes + gap,
     )
-    return _Draft((*parts, state), num_bytes, is_state=True)
+    tail = padding_components(pages, body, page, shape.tp_rank, shape.tp_size) if generator.random() < 0.75 else ()
+    return _Draft((*parts, state, *tail), num_bytes, is_state=True)
 
 
 def _segments(model: GroupModel, tp_rank: int, tp_size: int) -> tuple[ConvSegment, ...]:

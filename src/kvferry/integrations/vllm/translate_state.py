@@ -19,6 +19,7 @@ from kvferry.layout.state import (
     gated_delta_segments,
     mamba1_segments,
     mamba2_segments,
+    padding_components,
     recurrent_component,
 )
 from kvferry.layout.strided import Component, HeadRange
@@ -83,7 +84,7 @@ def state_components(
         page_offset=conv_bytes,
     )
     conv = conv_components(pages, segments, state_len=state_len, order=order, itemsize=conv_itemsize)
-    return (*conv, recurrent)
+    return (*conv, recurrent, *padding_components(pages, page_bytes, spec.page_size_bytes, *rank))
 
 
 def _segments(spec: "MambaSpec", layer: Any, rank: tuple[int, int]) -> tuple[ConvSegment, ...]:
