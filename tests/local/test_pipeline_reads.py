@@ -193,6 +193,7 @@ def test_a_directory_that_mistakes_its_ranks_is_refused(prefill: PrefillEngine, 
     wrong = {
         "twice": (*whole, whole[-1]),
         "another stage": (renamed, *whole[1:]),
+        "stages exchanged": tuple(msgspec.structs.replace(entry, pp_rank=1 - entry.pp_rank) for entry in whole),
         "other sizes": (*whole[:2], *other_size.directory().ranks[1:]),
     }
     other_size.close()
