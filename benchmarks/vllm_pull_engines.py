@@ -225,7 +225,10 @@ def call_workers(server: Server, method: str) -> list[Any]:
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    """Send JSON and return the JSON that is answered. Raises :class:`BenchmarkError` for an error status."""
+    """Send JSON and return the JSON that is answered.
+
+    Raises :class:`BenchmarkError` for an error status, and where nothing is answered for ``REQUEST_SECONDS``.
+    """
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
@@ -233,6 +236,8 @@ def post(url: str, body: dict[str, Any]) -> Any:
     except urllib.error.HTTPError as error:
         found = error.read(500).decode(errors="replace")
         raise BenchmarkError(Reason.TRANSFER_FAILED, f"{url} answered {error.code}: {found}") from error
+    except OSError as error:
+        raise BenchmarkError(Reason.DEADLINE_EXCEEDED, f"{url} did not answer: {error}") from error
 
 
 @contextmanager
