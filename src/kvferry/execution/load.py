@@ -19,7 +19,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import OVER, Mark
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.staging import Stage
-from kvferry.plan.staged import NOTHING, Merge, Numbered, StagedPart, cut, placed
+from kvferry.plan.staged import NOTHING, Merge, Numbered, StagedPart, cut, joined, placed
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport
 
 
@@ -229,10 +229,12 @@ class Load:
     def _staged_reads(self, begins: Sequence[int]) -> list[tuple[int, np.ndarray]]:
         """Return the reads of a round's pieces and whose they are, and keep the copies that are to follow."""
         base = np.array([0, self._stage.region.base_address, 0], dtype=np.int64)
-        lists = []
+        lists: list[tuple[int, np.ndarray]] = []
+        merges: list[Merge] = []
         for begin, (number, piece) in zip(begins, self._rounds[0], strict=True):
             lists.append((number, (piece.reads(begin) + base).view(np.uint64)))
-            self._merges += piece.merges(begin)
+            merges += piece.merges(begin)
+        self._merges = joined(merges)
         return lists
 
     def _put_in_place(self) -> None:

@@ -118,12 +118,12 @@ def _device_memory(num_bytes: int, device: str) -> "tuple[Memory, int]":
 class _Address:
     """Memory that numpy may view although no Python object owns it."""
 
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> None:
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], run_bytes: int) -> None:
         self.__array_interface__ = {
             "data": (address, False),
             "shape": shape,
             "strides": strides,
-            "typestr": f"|u{itemsize}" if itemsize == 1 else f"<u{itemsize}",
+            "typestr": f"|V{run_bytes}",
             "version": 3,
         }
 
@@ -139,18 +139,13 @@ def put_in_place(merge: Merge, stage_address: int) -> None:
     # numpy releases the interpreter lock while it copies and starts no threads, as torch would on the compute cores.
     counts, stage_strides, destination_strides = zip(*merge.loops[::-1], strict=True) if merge.loops else ((), (), ())
     blocks = merge.destination_blocks
-    stage = (stage_address + merge.stage_offset, merge.stage_block_stride, *stage_strides)
-    destination = (merge.destination_address, merge.destination_block_stride, *destination_strides)
-    itemsize = _widest(merge.run_bytes, *stage, *destination)
-    inner = (*counts, merge.run_bytes // itemsize)
-    source = _view(stage, (len(blocks), *inner), itemsize)
-    _view(destination, (int(blocks.max()) + 1, *inner), itemsize)[blocks] = source
+    stage = (merge.stage_block_stride, *stage_strides)
+    destination = (merge.destination_block_stride, *destination_strides)
+    source = _view(stage_address + merge.stage_offset, (len(blocks), *counts), stage, merge.run_bytes)
+    shape = (int(blocks.max()) + 1, *counts)
+    _view(merge.destination_address, shape, destination, merge.run_bytes)[blocks] = source
 
 
-def _widest(*sizes: int) -> int:
-    return next(width for width in (8, 4, 2, 1) if all(size % width == 0 for size in sizes))
-
-
-def _view(place: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> npt.NDArray[np.unsignedinteger]:
-    """Return memory at an address with these strides, its last axis dense."""
-    return np.asarray(_Address(place[0], shape, (*place[1:], itemsize), itemsize))
+def _view(address: int, shape: tuple[int, ...], strides: tuple[int, ...], run_bytes: int) -> npt.NDArray[np.void]:
+    """Return memory at an address as an array of runs: each is one element, which numpy copies by one memmove."""
+    return np.asarray(_Address(address, shape, strides, run_bytes))

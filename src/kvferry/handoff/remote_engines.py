@@ -19,7 +19,7 @@ from kvferry.handoff.protocol import Directory, Identity
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks, of_rank
 from kvferry.plan.sample import sample_requests
-from kvferry.plan.staged import ScatterPlan, lowered, placed
+from kvferry.plan.staged import ScatterPlan, joined, lowered, placed
 from kvferry.plan.transfer_plan import Descriptors, PairPlan, Planner
 from kvferry.plan.verify import verify_destination
 from kvferry.plan.verify_staged import composed
@@ -104,7 +104,7 @@ class RemoteEngine:
         begins, num_bytes = placed(pieces)
         together = [(begin, piece) for begin, (_, piece) in zip(begins, pieces, strict=True)]
         reads = [np.empty((0, 3), dtype=np.int64), *(piece.reads(begin) for begin, piece in together)]
-        merges = [merge for begin, piece in together for merge in piece.merges(begin)]
+        merges = joined([merge for begin, piece in together for merge in piece.merges(begin)])
         return composed(np.concatenate(reads), merges, num_bytes, plan.source)
 
     def _scatter_plan(self, plan: PairPlan) -> ScatterPlan | None:

@@ -6,7 +6,7 @@ one run for each token. A stage holds ``[block][run]`` where the source keeps a 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -269,24 +269,68 @@ Numbered = tuple[int, StagedPart]
 
 
 def cut(parts: Sequence[Numbered], max_bytes: int) -> Iterator[list[Numbered]]:
-    """Cut numbered parts (the number says whose they are) into rounds of at most so many bytes, a block at least."""
+    """Cut numbered parts (the number says whose they are) into rounds of at most so many bytes, a block at least.
+
+    Parts that fill the same blocks go in step, so that :func:`joined` finds what they write side by side.
+    """
     together: list[Numbered] = []
     left = max_bytes
-    for number, part in parts:
-        start, num_blocks = 0, len(part.source_blocks)
+    for band in _bands(parts, max_bytes):
+        block_bytes = sum(part.template.block_bytes for _, part in band)
+        start, num_blocks = 0, len(band[0][1].source_blocks)
         while start < num_blocks:
-            fit = (left - ALIGNMENT) // part.template.block_bytes
+            fit = (left - ALIGNMENT * len(band)) // block_bytes
             if fit <= 0 and together:
                 yield together
                 together, left = [], max_bytes
                 continue
             stop = min(num_blocks, start + max(fit, 1))
-            piece = part.slice(start, stop)
-            together.append((number, piece))
-            left -= aligned(piece.num_bytes)
+            pieces = [(number, part.slice(start, stop)) for number, part in band]
+            together += pieces
+            left -= sum(aligned(piece.num_bytes) for _, piece in pieces)
             start = stop
     if together:
         yield together
+
+
+def _bands(parts: Sequence[Numbered], max_bytes: int) -> Iterator[list[Numbered]]:
+    """Group parts that fill the same blocks, unless one block of all of them is more than a round."""
+    bands: dict[bytes, list[Numbered]] = {}
+    for numbered in parts:
+        bands.setdefault(numbered[1].destination_blocks.tobytes(), []).append(numbered)
+    for band in bands.values():
+        if sum(part.template.block_bytes + ALIGNMENT for _, part in band) <= max_bytes:
+            yield band
+        else:
+            yield from ([numbered] for numbered in band)
+
+
+def joined(merges: Sequence[Merge]) -> list[Merge]:
+    """Join copies that are alike but for a constant step on both sides, such as the heads of two source ranks.
+
+    One copy then writes whole stretches of the cache in the order of their addresses, which memory does faster.
+
+    >>> heads = [Merge(64 * rank, 8, 1000 + 2 * rank, 16, np.array([5, 4]), 2, ((4, 2, 4),)) for rank in range(2)]
+    >>> [(merge.destination_address, merge.loops) for merge in joined(heads)]
+    [(1000, ((2, 64, 2), (4, 2, 4)))]
+    """
+    alike: dict[tuple[object, ...], list[Merge]] = {}
+    for merge in merges:
+        strides = (merge.stage_block_stride, merge.destination_block_stride)
+        key = (*strides, merge.run_bytes, merge.loops, merge.destination_blocks.tobytes())
+        alike.setdefault(key, []).append(merge)
+    return [merge for members in alike.values() for merge in _joined(members)]
+
+
+def _joined(members: list[Merge]) -> list[Merge]:
+    members = sorted(members, key=lambda merge: merge.destination_address)
+    places = np.array([(merge.stage_offset, merge.destination_address) for merge in members], dtype=np.int64)
+    steps = np.diff(places, axis=0)
+    if not len(steps) or (steps != steps[0]).any() or (steps[0] <= 0).any():
+        return members
+    first, (over, to) = members[0], steps[0].tolist()
+    run_bytes, loops = fold(first.run_bytes, (*first.loops, (len(members), over, to)))
+    return [replace(first, run_bytes=run_bytes, loops=loops)]
 
 
 def aligned(num_bytes: int) -> int:
