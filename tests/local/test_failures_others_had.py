@@ -1,0 +1,113 @@
+"""Failures that users of other systems reported, where threads, memory or sockets are needed to bring them about."""
+
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.execution.load import Phase
+from kvferry.handoff.protocol import RankEntry
+from kvferry.transport.protocol import Region, Status, Transfer
+from kvferry.transport.registry import TransportSet, open_transports
+
+from .engines_in_process import DecodeRank, PrefillEngine, Rank, filled_ranks
+from .test_staged_loads import Pair, Watched, run
+
+
+class OneIsSlow(Watched):
+    """Keeps the data of the second rank from arriving."""
+
+    held: Transfer | None = None
+
+    def submit(self, *arguments: object) -> Transfer:
+        transfer = super().submit(*arguments)
+        if transfer.num_bytes > 16:
+            self.held = transfer
+        return transfer
+
+    def poll(self, transfer: Transfer) -> Status:
+        return Status.PENDING if transfer is self.held else self.inner.poll(transfer)
+
+
+def test_vllm_ascend_10548_parallel_pulls_do_not_race_the_merge() -> None:
+    """vllm-ascend#10548: heads pulled from several ranks at once were merged before all of them had come."""
+    pair = Pair()
+    slow = OneIsSlow(pair.reader)
+    load = pair.load(transport=slow)
+    for _ in range(50):
+        load.advance(pair.scratch, time.monotonic())
+    assert [transfer.status for transfer in load._transfers] == [Status.DONE, Status.PENDING]
+    assert load.phase is Phase.DATA
+    assert not pair.cache.any(), "merged while a rank's data was on its way"
+    assert not pair.is_stage_free, "another load could overwrite what has come"
+    slow.held = None
+    assert run(load, pair.scratch).error is None
+    assert pair.is_exact
+
+
+class RanksApart(PrefillEngine):
+    """A prefill engine whose ranks each have transports of their own, as processes have."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        super().__init__("memcpy", ranks)
+        self.each: list[TransportSet] = [open_transports("memcpy") for _ in ranks]
+        own = [
+            each.register([*rank.regions, Region(words.address, words.array.nbytes)])
+            for each, rank, words in zip(self.each, ranks, self.words, strict=True)
+        ]
+        entries: tuple[RankEntry, ...] = tuple(
+            msgspec.structs.replace(entry, end_points=end_points)
+            for entry, end_points in zip(self.directory().ranks, own, strict=True)
+        )
+        self.answer = lambda question: self.directory(ranks=entries)
+
+    def close(self) -> None:
+        super().close()
+        for each in self.each:
+            each.close()
+
+
+def test_vllm_ascend_5960_engines_and_ranks_are_reached_by_what_they_name() -> None:
+    """vllm-ascend#5960: ports computed by arithmetic collided across PP, PCP and DP. Here nothing is computed.
+
+    Four engines on one host, two ranks each: every byte comes from the engine and the rank that named its end points.
+    """
+    engines = []
+    try:
+        for number in range(4):
+            ranks = filled_ranks(2)
+            for rank in ranks:
+                rank.cache += np.uint8(50 * number)
+            engines.append(RanksApart(ranks))
+        assert len({engine.listener.port for engine in engines}) == 4
+        for engine in reversed(engines):
+            decode = DecodeRank("memcpy", Rank(0, 1))
+            assert decode.load(engine.hold(), [5, 0, 3], [1, 2, 4]).error is None
+            rows = np.concatenate([rank.cache for rank in engine.ranks], axis=1)  # type: ignore[attr-defined]
+            np.testing.assert_array_equal(decode.rank.cache[[1, 2, 4]], rows[[5, 0, 3]])  # type: ignore[attr-defined]
+            decode.transports.close()
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_vllm_ascend_5960_data_parallel_ranks_name_their_own_ports(make_role: Any) -> None:
+    """vllm-ascend#5960: a port that the settings name is that of rank 0; the others' come with the answers."""
+    from kvferry.integrations.vllm.launch import free_port
+
+    from .scheduler_requests import FULL, PROMPT, prefill
+
+    port = free_port()
+    ranks = [make_role(FULL, port=port, dp_rank=rank) for rank in range(2)]
+    answers = [prefill(rank, PROMPT, [5, 4, 3, 2, 1]) or {} for rank in ranks]
+    assert [answer["remote_port"] for answer in answers] == [port, port + 1]
+    assert [answer["remote_engine_id"] for answer in answers] == ["engine-0", "engine-1"]
+    with pytest.raises(HandoffError) as taken:
+        make_role(FULL, port=port, dp_rank=1)
+    assert taken.value.reason is Reason.PORT_IN_USE
+    assert str(port + 1) in str(taken.value)
+    free = [prefill(make_role(FULL, dp_rank=rank), PROMPT, [5, 4, 3, 2, 1]) or {} for rank in range(2)]
+    assert len({answer["remote_port"] for answer in free}) == 2
