@@ -90,12 +90,12 @@ ATTEMPTS: dict[str, Callable[[Patch], None]] = {
     "context-parallel": lambda patch: start(patch, decode_context_parallel_size=2),
     "prefill-context-parallel": lambda patch: start(patch, prefill_context_parallel_size=2),
     "quantised-cache": lambda patch: start(
-        patch, FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+        patch, FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
     ),
     "chunked-attention": lambda patch: start(patch, ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64)),
     "cached-states": lambda patch: start(patch, MambaSpec(**SHAPES, mamba_cache_mode="align")),
     "draft-states": lambda patch: start(patch, MambaSpec(**SHAPES, num_speculative_blocks=1)),
-    "other-states": lambda patch: start(patch, MambaSpec(**SHAPES, mamba_type=MambaAttentionBackendEnum.GDN_ATTN)),
+    "other-states": lambda patch: start(patch, MambaSpec(**SHAPES, mamba_type=MambaAttentionBackendEnum.LINEAR)),
     "drafter-ahead": lambda patch: start(patch, num_prefill_lookahead_tokens=2),
     "host-resident": kept_in_host_memory,
     "kernel-splits-blocks": split_blocks,

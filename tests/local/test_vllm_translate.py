@@ -144,6 +144,30 @@ def test_pages_of_other_instruction_sets_are_atoms(monkeypatch: pytest.MonkeyPat
     assert group.components[0].packing == "cpu_attn:amx:float32:32"
 
 
+def test_quantised_pages_move_whole_and_name_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE,
+        num_kv_heads=2,
+        head_size=HEAD_SIZE,
+        dtype=torch.uint8,
+        kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
+    )
+    config = engine(monkeypatch)
+    for name, scale in (("0", 0.5), ("1", 2.0)):
+        layer = config.compilation_config.static_forward_context[name]
+        scaled = SimpleNamespace(**vars(layer), _k_scale_float=scale, _v_scale_float=2 * scale)
+        config.compilation_config.static_forward_context[name] = scaled
+    rows = block_rows(num_pages=2)
+    shape, strides = (NUM_BLOCKS, 2, BLOCK_SIZE, 2 * HEAD_SIZE), (2 * PAGE, PAGE // 8, 2 * HEAD_SIZE, 1)
+    caches = {str(page): rows.view(torch.uint8).as_strided(shape, strides, page * PAGE) for page in range(2)}
+    translate.check_supported(config, groups((["0", "1"], spec)))
+    [group] = translate.shard_of(config, groups((["0", "1"], spec)), caches, tp_rank=0).groups
+    [component] = group.components
+    assert (component.atom, component.packing) == (Atom.PAGE, "cpu_attn:vec:uint8:32")
+    scales = {(scale.layer, scale.tensor): scale.value for scale in group.scales}
+    assert scales == {("0", "k"): 0.5, ("0", "v"): 1.0, ("1", "k"): 2.0, ("1", "v"): 4.0}
+
+
 def mixer(tp_size: int, *, shared_group: bool) -> Any:
     linear = ColumnParallelLinear if shared_group else MergedColumnParallelLinear
     return SimpleNamespace(
@@ -197,7 +221,7 @@ def test_what_works_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("spec", "text"),
     [
         (ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64), "a ChunkedLocalAttentionSpec"),
-        (FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), "quantised"),
+        (FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD), "quantised"),
         (
             MambaSpec(shapes=STATE.shapes, dtypes=STATE.dtypes, block_size=64, mamba_cache_mode="align"),
             "--no-enable-prefix",

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from kvferry.integrations.vllm.cache_specs import refuse, spec_of
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.translate_attention import attention_components
 from kvferry.integrations.vllm.translate_state import check_state, state_components
-from kvferry.layout.cache_group import CacheGroup, CacheKind
+from kvferry.layout.cache_group import CacheGroup, CacheKind, TensorScale
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # A model's files are sampled, not read whole: enough to tell two checkpoints apart, quick for any size.
 SAMPLE_BYTES = 64 * 1024
 SAMPLES_PER_FILE = 8
+_QUANTISATIONS = ("NONE", "FP8_PER_TENSOR")
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
@@ -122,8 +123,8 @@ def _check_group(index: int, group: "KVCacheGroupSpec") -> None:
         return
     if spec.tokens_per_state != 1:
         refuse(f"{where} with {spec.tokens_per_state} tokens a slot", "Caches of one slot a token are supported.")
-    if spec.kv_quant_mode.value != 0:
-        refuse(f"{where}, quantised ({spec.kv_quant_mode.name})", "Run with --kv-cache-dtype auto.")
+    if spec.kv_quant_mode.name not in _QUANTISATIONS:
+        refuse(f"{where}, quantised ({spec.kv_quant_mode.name})", "Run with --kv-cache-dtype auto or fp8.")
 
 
 def _group_shape(spec: Any) -> GroupShape:
@@ -162,6 +163,21 @@ def _cache_group(
         num_blocks=kv_cache_config.num_blocks,
         components=components,
         window=shape.window,
+        scales=_scales(vllm_config, spec, views),
+    )
+
+
+def _scales(vllm_config: "VllmConfig", spec: Any, layers: Iterable[str]) -> tuple[TensorScale, ...]:
+    """Return the scales that were loaded with the weights, of caches that have one for a layer's keys and values."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    if not isinstance(spec, AttentionSpec) or spec.kv_quant_mode.name != "FP8_PER_TENSOR":
+        return ()
+    loaded = vllm_config.compilation_config.static_forward_context
+    return tuple(
+        TensorScale(layer, tensor, getattr(loaded[layer], f"_{tensor}_scale_float"))
+        for layer in layers
+        for tensor in ("k", "v")
     )
 
 

@@ -14,7 +14,8 @@ from kvferry.layout.strided import Atom, Component, HeadRange
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Of CPU attention: those that keep a plane of keys, channel by channel, and then a plane of values, token by token.
+# Of CPU attention: those that keep a plane of keys, channel by channel, and then a plane of values, token by token. How
+# they arrange a quantised cache was not looked into: its pages move whole.
 PLAIN_INSTRUCTION_SETS = ("vec", "vec16")
 
 
@@ -42,7 +43,7 @@ def attention_components(
     packing = _packing(vllm_config, name, first)
     if packing is None:
         return (_content(first, offsets, place),)
-    if packing.split(":")[1] in PLAIN_INSTRUCTION_SETS:
+    if packing.split(":")[1] in PLAIN_INSTRUCTION_SETS and first.element_size() > 1:
         return _planes(name, first, offsets, place)
     return (_content(first, offsets, place | {"atom": Atom.PAGE, "packing": packing}),)
 
