@@ -114,9 +114,9 @@ class EngineOracle:
         """Look for the labelled prompt of ``num_tokens`` in this engine's own pages, in every layer and local head.
 
         ``block_ids`` names for each group and each of its prompt blocks the one block that holds it, none for blocks
-        before its window; ``problems`` says what is wrong. The engine computes the last prompt token itself: exactly
-        that token's places (one key and one value per head) may differ, those behind it, which hold no token, and those
-        before the window.
+        before its window, and no group of which this rank has no layer; ``problems`` says what is wrong. The engine
+        computes the last prompt token itself: exactly that token's places (one key and one value per head) may differ,
+        those behind it, which hold no token, and those before the window.
         """
         order = json.loads(text)
         problems: list[str] = []
@@ -134,7 +134,10 @@ class EngineOracle:
                     problems.append(f"{where} is in the blocks {sorted(block_ids)} instead of in one")
         held = {block_id for group in found.values() for block_ids in group.values() for block_id in block_ids}
         problems.extend(self._oracle_changes_outside(held))
-        ids = [[sorted(block_ids) for _, block_ids in sorted(group.items())] for _, group in sorted(found.items())]
+        ids = {
+            str(number): [sorted(block_ids) for _, block_ids in sorted(group.items())]
+            for number, group in sorted(found.items())
+        }
         return {"block_ids": ids, "problems": problems[:20], "num_problems": len(problems)}
 
     def oracle_poison(self) -> dict[str, Any]:

@@ -79,10 +79,14 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
         "gqa",
         {"dtype": "bfloat16", "kv_cache_bytes": 32 << 20, "max_model_len": 1024, "cores": LAST_CORE},
     ),
+    "gqa-pp2": ("gqa", {"pipeline_parallel_size": 2}),
+    "gqa-pp2x2": ("gqa", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
     "gqa-block64": ("gqa", {"block_size": 64, "cores": LAST_CORE}),
     "gemma-reference": ("gemma", {"role": None, "cores": BOTH_CORES}),
     "gemma-tp1": ("gemma", {}),
     "gemma-tp1-other": ("gemma", {"cores": LAST_CORE}),
+    # Its second stage has no layer of the second of three groups.
+    "gemma-pp2": ("gemma", {"pipeline_parallel_size": 2}),
     "gemma-tp2": ("gemma", {"tensor_parallel_size": 2}),
     "granite-reference": ("granite", {"role": None, "cores": BOTH_CORES, "prefix_caching": False}),
     "granite-tp1": ("granite", {"prefix_caching": False}),
@@ -95,7 +99,10 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("gqa-tp2", "gqa-tp2-other", "gqa-tp1-nixl", "gqa-tp4"),
     ("gqa-reference", "gqa-tp4", "gqa-tp1", "gqa-dp2"),
     ("gqa-tp1-nixl", "gqa-bfloat16", "mla-reference", "mla-tp1", "mla-tp1-other", "mla-tp2"),
+    ("gqa-reference", "gqa-tp1", "gqa-pp2"),
+    ("gqa-reference", "gqa-tp2", "gqa-pp2x2"),
     ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2"),
+    ("gemma-reference", "gemma-tp1", "gemma-pp2"),
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
 )
 
@@ -158,6 +165,10 @@ class Engine:
     @property
     def tp(self) -> int:
         return self.settings.tensor_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.settings.pipeline_parallel_size
 
     @property
     def block_size(self) -> int:
@@ -248,11 +259,12 @@ class EnginePool:
     def settings(self, name: str) -> EngineSettings:
         model, differences = ENGINES[name]
         differences = dict(differences)
-        tp = differences.get("tensor_parallel_size", 1)
+        tp, pp = (differences.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
         connector_settings = dict(CONNECTOR_SETTINGS)
         if transport := differences.pop("transport", None):
             connector_settings["transport"] = transport
-        arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": (256 << 20) // (1 if model == "mla" else tp)}
+        cache_bytes = (256 << 20) // (pp * (1 if model == "mla" else tp))
+        arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": cache_bytes}
         arguments.update(differences, arguments=MODEL_ARGUMENTS.get(model, ()))
         if arguments["role"] is not None:
             connector_settings["transfer_log"] = str(self.folder / f"{name}.transfers")

@@ -51,10 +51,15 @@ PAIRS = (
     Pair("gqa-4-1", "gqa-tp4", "gqa-tp1", in_matrix=True),
     Pair("gqa-dp2-1", "gqa-dp2", "gqa-tp1", in_matrix=True),
     Pair("gqa-1-dp2", "gqa-tp1", "gqa-dp2", in_matrix=True),
+    Pair("gqa-pp2-1", "gqa-pp2", "gqa-tp1", in_matrix=True),
+    Pair("gqa-1-pp2", "gqa-tp1", "gqa-pp2", in_matrix=True),
+    Pair("gqa-pp2x2-2", "gqa-pp2x2", "gqa-tp2", in_matrix=True),
     Pair("gqa-64-128", "gqa-block64", "gqa-tp1", in_matrix=True),
     Pair("gqa-128-64", "gqa-tp1", "gqa-block64", in_matrix=True),
     Pair("gemma-2-1", "gemma-tp2", "gemma-tp1", in_matrix=True),
     Pair("gemma-1-1", "gemma-tp1", "gemma-tp1-other", in_matrix=True),
+    Pair("gemma-pp2-1", "gemma-pp2", "gemma-tp1", in_matrix=True),
+    Pair("gemma-1-pp2", "gemma-tp1", "gemma-pp2", in_matrix=True),
     Pair("gemma-1-2", "gemma-tp1", "gemma-tp2", in_matrix=True),
     # The block of attention is as long as a page must be to hold a state: other for each tensor-parallel size.
     Pair("granite-1-2", "granite-tp1", "granite-tp2", in_matrix=True),
@@ -192,6 +197,11 @@ def submission_bytes(handoffs: Handoffs, num_tokens: int) -> int:
         handoffs.send(random_prompt(num_tokens, num_tokens), 1)
         load = handoffs.decode.loads()[-1]
         return int(load["bytes"]) // int(load["sources"])
-    num_heads = 4 // max(handoffs.prefill.tp, handoffs.decode.tp)
     block_size = handoffs.decode.block_size
-    return -(-num_tokens // block_size) * 8 * num_heads * block_size * 128 * 4
+    return -(-num_tokens // block_size) * pages_in_a_block(handoffs) * block_size * 128 * 4
+
+
+def pages_in_a_block(handoffs: Handoffs) -> int:
+    """Return how many pages of a GQA block one decode rank reads from one prefill rank: 8 layers, 4 heads, shared."""
+    sides = handoffs.prefill, handoffs.decode
+    return (8 // max(side.pp for side in sides)) * (4 // max(side.tp for side in sides))

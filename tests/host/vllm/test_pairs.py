@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from .engine_pool import EnginePool, Reference
-from .handoffs import Handoffs, Pair, check_tokens, for_pairs, random_prompts, submission_bytes
+from .handoffs import Handoffs, Pair, check_tokens, for_pairs, pages_in_a_block, random_prompts, submission_bytes
 
 pytestmark = pytest.mark.vllm
 
@@ -56,7 +56,7 @@ def faults_of(pair: Pair, handoffs: Handoffs) -> dict[str, tuple[int, dict[str, 
             "zero": (block_size, {"zero": {"position": 0, "length": page}}),
         }
     block = submission_bytes(handoffs, block_size)
-    page = block // 8 // (4 // max(handoffs.prefill.tp, handoffs.decode.tp))
+    page = block // pages_in_a_block(handoffs)
     return {
         "swap": (block_size + 12, {"swap": {"first": 0, "second": block, "length": block}}),
         "zero": (block_size - 28, {"zero": {"position": 0, "length": page}}),
