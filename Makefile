@@ -3,9 +3,11 @@ PYTEST := $(PYTHON) -m pytest
 # demo: MODE=pull, and any flag of `kvferry demo`, such as ARGS="--prefill-tp 1 --json demo.json"
 MODE ?= pull
 ARGS ?=
+MATRIX := $(addprefix tests/host/vllm/,test_pairs.py test_engine_oracle.py test_data_parallel.py test_refusals.py) \
+	tests/local/test_refused_combinations.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix test-fast lint bench clean
+.PHONY: help setup demo test test-matrix test-fast test-full lint bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -19,11 +21,18 @@ demo: setup ## Prefill on one vLLM engine, decode on another, compare with one e
 test: setup ## Every test, real vLLM engines included (less than 25 minutes on 2 cores)
 	@$(PYTEST) $(ARGS)
 
-test-matrix: setup ## Every pair of engines, hybrids with their negative controls too (about 15 minutes)
-	@KVFERRY_MATRIX=1 $(PYTEST) tests/host/vllm/test_pairs.py tests/host/vllm/test_engine_oracle.py $(ARGS)
+test-matrix: setup ## Every pair of engines and every refusal; writes docs/matrix.md (about an hour)
+	@rm -rf build/matrix
+	@KVFERRY_MATRIX=build/matrix $(PYTEST) $(MATRIX) $(ARGS); status=$$?; \
+	$(PYTHON) -m tests.matrix_document build/matrix && exit $$status
 
 test-fast: setup ## The tests without vLLM engines (less than 2 minutes)
 	@$(PYTEST) -m "not vllm" tests/pure tests/local src $(ARGS)
+
+# Pieces of their own seeds: one process would remember every case that it drew.
+test-full: setup ## 100,000 drawn cases through every strategy (about an hour on 2 cores)
+	@seq 80 | xargs -P "$$(nproc)" -I{} env KVFERRY_CASES=1250 $(PYTEST) -p no:cacheprovider --hypothesis-seed={} \
+	  tests/pure/test_plan_properties.py tests/pure/test_plan_staged.py $(ARGS)
 
 lint: setup ## ruff and mypy --strict
 	@.venv/bin/ruff check
