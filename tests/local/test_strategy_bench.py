@@ -5,13 +5,13 @@ import json
 import pytest
 
 from kvferry.cli.bench_strategy import BLOCK_BYTES, judge_strategies
-from kvferry.cli.bench_transport import bench_transport
 from kvferry.errors import Reason, SettingsError
 
+from .test_transport_bench import run
 
-def test_the_report_has_both_ways_measured_and_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_transport(json_output=True, transport="cma", total="8M", sizes="64K", repeat=1, strategy=True)
-    report = json.loads(capsys.readouterr().out)
+
+def test_the_report_has_both_ways_measured_and_predicted() -> None:
+    report = json.loads(run("--strategy --json --transport cma --total 8M --repeat 1").stdout)
     assert report["bytes"] == 3 * BLOCK_BYTES
     (row,) = report["rows"]
     assert row["ways"]["direct"]["descriptors"] == 3 * 36 * 16 * 2
@@ -21,9 +21,16 @@ def test_the_report_has_both_ways_measured_and_predicted(capsys: pytest.CaptureF
 
 
 def test_fewer_bytes_than_a_block_are_refused() -> None:
-    with pytest.raises(SettingsError) as caught:
-        bench_transport(transport="cma", total="1M", sizes="64K", strategy=True)
-    assert caught.value.reason is Reason.INVALID_SETTING
+    error = run("--strategy --transport cma --total 1M").exception
+    assert isinstance(error, SettingsError)
+    assert error.reason is Reason.INVALID_SETTING
+
+
+@pytest.mark.parametrize("option", ["--sizes 4K", "--huge", "--no-huge", "--no-small"])
+def test_options_that_say_nothing_of_a_head_merge_are_refused(option: str) -> None:
+    error = run(f"--strategy --transport cma --total 1M {option}").exception
+    assert isinstance(error, SettingsError)
+    assert option.split()[0].replace("no-", "") in error.message
 
 
 @pytest.mark.parametrize(("transport", "gain", "met"), [("nixl", 2.99, False), ("nixl", 3.0, True), ("cma", 1.0, True)])

@@ -3,17 +3,26 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from kvferry.cli.bench_transport import bench_transport, judge
 from kvferry.cli.transport_measurement import MemcpyMover, allocate, copied_exactly, huge_share, scattered_pieces
 from kvferry.errors import Reason, SettingsError
 
 
-def test_the_report_has_all_sizes_and_the_pages_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_transport(json_output=True, transport="cma", huge=True, small=False, sizes="64K,512K", total="4M", repeat=2)
-    report = json.loads(capsys.readouterr().out)
+def run(arguments: str) -> Any:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(bench_transport)
+    return CliRunner().invoke(app, arguments.split())
+
+
+def test_the_report_has_all_sizes_and_the_pages_asked_for() -> None:
+    result = run("--json --transport cma --no-small --sizes 64K,512K --total 4M --repeat 2")
+    report = json.loads(result.stdout)
     assert [half["pages"] for half in report["halves"]] == ["huge"]
     rows = report["halves"][0]["rows"]
     assert [(row["piece_bytes"], row["descriptors"]) for row in rows] == [(65536, 64), (524288, 8)]
@@ -29,11 +38,11 @@ def test_the_plain_nixl_program_leaves_stdout_alone() -> None:
     assert b"NIXL INFO" in done.stderr
 
 
-@pytest.mark.parametrize("wrong", [{"sizes": "3K"}, {"sizes": "x"}, {"transport": "cam"}])
-def test_wrong_settings_are_refused(wrong: dict[str, str]) -> None:
-    with pytest.raises(SettingsError) as caught:
-        bench_transport(**{"transport": "cma", "total": "4M", **wrong})
-    assert caught.value.reason in (Reason.INVALID_SETTING, Reason.UNKNOWN_SETTING)
+@pytest.mark.parametrize("wrong", ["--sizes 3K", "--sizes x", "--transport cam"])
+def test_wrong_settings_are_refused(wrong: str) -> None:
+    error = run(f"--transport cma --total 4M {wrong}").exception
+    assert isinstance(error, SettingsError)
+    assert error.reason in (Reason.INVALID_SETTING, Reason.UNKNOWN_SETTING)
 
 
 def test_a_target_is_met_or_missed() -> None:

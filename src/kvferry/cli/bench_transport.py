@@ -130,6 +130,18 @@ def _verdict(size: int, what: str, measured: float, target: float) -> dict[str, 
     }
 
 
+def _refuse_given(context: typer.Context, *options: str) -> None:
+    """Raise :class:`SettingsError` (``invalid-setting``) for options that mean nothing beside ``--strategy``."""
+    sources = {name: context.get_parameter_source(name[2:]) for name in options}
+    given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+    if given:
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"{', '.join(given)} beside --strategy, which moves runs of 2 KiB in huge pages.",
+            "Leave them out; --total, --repeat and --transport may be given.",
+        )
+
+
 def _print_half(console: Console, half: Mapping[str, Any]) -> None:
     names = list(half["rows"][0]["gb_per_second"])
     share = f"{half['huge_share']:.0%} of them huge"
@@ -149,6 +161,7 @@ def _print_verdicts(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> 
 
 
 def bench_transport(
+    context: typer.Context,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     transport: Annotated[str, typer.Option(help="Transports to measure, separated by commas.")] = "cma,nixl",
     huge: Annotated[bool, typer.Option(help="Measure in huge pages.")] = True,
@@ -167,6 +180,7 @@ def bench_transport(
         check_setting(name)
     num_bytes, piece_bytes = parse_size(total), [parse_size(size) for size in sizes.split(",")]
     if strategy:
+        _refuse_given(context, "--huge", "--small", "--sizes")
         report_strategies(names, num_bytes, repeat, json_output)
         return
     for size in piece_bytes:

@@ -1,26 +1,27 @@
-"""What moving costs here, measured in some ten milliseconds on a peer's own memory, and the choice that follows."""
+"""What moving costs here, measured in some tenths of a second on a peer's own memory, and the choice that follows."""
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from kvferry.errors import Reason, TransportError
+from kvferry.execution.copy_costs import MIN_BYTES, measure_copies
 from kvferry.execution.staging import Stage
 from kvferry.plan.describe import describe_choice
-from kvferry.plan.staged import Merge, ScatterPlan
+from kvferry.plan.staged import ScatterPlan
 from kvferry.plan.strategy import TYPICAL_COSTS, Choice, Costs, Strategy, choose
 from kvferry.plan.transfer_plan import PairPlan
 from kvferry.transport.protocol import Descriptors, Direction, Peer, Region, Status, Transfer, Transport
 
 logger = logging.getLogger(__name__)
 
-PROBE_BYTES = 8 << 20
+PROBE_BYTES = 16 << 20
+MIN_PROBE_BYTES = 8 * MIN_BYTES
 PIECE_BYTES = 2 << 10
-SMALL_COPIES = 64
-REPEAT = 3
+REPEAT = 5
 LONGEST_SECONDS = 1.0
 
 
@@ -67,13 +68,14 @@ class Strategist:
 def measure_costs(transport: Transport, peer: Peer, regions: Sequence[Region], stage: Stage) -> Costs | None:
     """Measure over a connection, by reading the peer's caches into the stage; what they hold is ignored.
 
-    Returns None while the stage or the peer has no room for that. Raises :class:`TransportError` where the peer does
-    not answer.
+    Every read is of other memory, spread over the peer's largest region: what was read before is in a cache. Returns
+    None while the stage has no room for that, or the peer not enough memory. Raises :class:`TransportError` where the
+    peer does not answer.
     """
     owner = object()
     remote = max(regions, key=lambda region: region.length)
-    num_bytes = min(PROBE_BYTES, remote.length, stage.region.length) // (4 * PIECE_BYTES) * 4 * PIECE_BYTES
-    begin = stage.take(owner, num_bytes) if num_bytes else None
+    num_bytes = 1 << min(PROBE_BYTES, 2 * remote.length, stage.region.length).bit_length() - 1
+    begin = stage.take(owner, num_bytes) if num_bytes >= MIN_PROBE_BYTES else None
     is_quiet = True
     try:
         return None if begin is None else _measure(transport, peer, remote, stage, begin, num_bytes)
@@ -91,49 +93,34 @@ class _StillMovingError(TransportError):
 
 
 def _measure(transport: Transport, peer: Peer, remote: Region, stage: Stage, begin: int, num_bytes: int) -> Costs:
+    """Measure with the first half of these bytes of the stage for long reads, the second for short ones."""
+    half = num_bytes // 2
     address = stage.region.base_address + begin
-    whole = np.array([[remote.base_address, address, num_bytes]], dtype=np.uint64)
-    per_byte = _best(lambda: _read(transport, peer, whole)) / num_bytes
-    small = _small_pieces(remote.base_address, address, num_bytes)
-    pieces = _best(lambda: _read(transport, peer, small)) - int(small[:, 2].sum()) * per_byte
-    per_descriptor = max(pieces / len(small), 1e-9)
-    return Costs(transport.capabilities.name, per_descriptor, 1 / per_byte, *_copy_costs(stage, begin, num_bytes))
+    areas = np.linspace(0, remote.length - half, 1 + 2 * REPEAT).astype(np.uint64) // 64 * 64 + remote.base_address
+    for landing in (address, address + half):
+        _read(transport, peer, _whole(areas[0], landing, half))
+    copies = measure_copies(stage, begin, num_bytes)
+    slot = half // 4
+    pieces = [_small_pieces(area, address + half + turn % 4 * slot, slot) for turn, area in enumerate(areas[1::2])]
+    fixed = min(_read(transport, peer, rows[:1]) for rows in pieces)
+    small = min(_read(transport, peer, rows) for rows in pieces) - fixed
+    whole = min(_read(transport, peer, _whole(area, address, half)) for area in areas[2::2]) - fixed
+    num_small = int(pieces[0][:, 2].sum())
+    per_byte = max(min(whole / half, small / num_small), 1e-12)
+    per_descriptor = max((small - num_small * per_byte) / len(pieces[0]), 1e-9)
+    return Costs(transport.capabilities.name, per_descriptor, 1 / per_byte, *copies)
+
+
+def _whole(remote: int, local: int, num_bytes: int) -> Descriptors:
+    return np.array([[remote, local, num_bytes]], dtype=np.uint64)
 
 
 def _small_pieces(remote: int, local: int, num_bytes: int) -> Descriptors:
     """Return pieces that no transport can merge: scattered, with gaps."""
-    places = np.random.default_rng(0).permutation(num_bytes // (2 * PIECE_BYTES)).astype(np.uint64)[:1024]
+    places = np.random.default_rng(0).permutation(num_bytes // (2 * PIECE_BYTES)).astype(np.uint64)
     offsets = places * np.uint64(2 * PIECE_BYTES)
     length = np.full(len(places), PIECE_BYTES, dtype=np.uint64)
     return np.stack((offsets + np.uint64(remote), offsets[::-1] + np.uint64(local), length), axis=1)
-
-
-def _copy_costs(stage: Stage, begin: int, num_bytes: int) -> tuple[float, float, float]:
-    """Return bytes a second, seconds for each run and for each copy, within memory of the stage."""
-    half, run = num_bytes // 2, PIECE_BYTES
-    address = stage.region.base_address + begin
-    one = np.zeros(1, dtype=np.int64)
-    whole = Merge(begin, half, address + half, half, one, half, ())
-    # Short runs, so that what each costs shows.
-    short = Merge(begin, half, address + half, half, one, run // 32, ((half // run, run, run),))
-    tiny = Merge(begin, 64, address + half, 64, one, 64, ())
-    copying = _best(lambda: _copy(stage, whole, 1)) / half
-    each = _best(lambda: _copy(stage, tiny, SMALL_COPIES)) / SMALL_COPIES
-    runs = _best(lambda: _copy(stage, short, 1)) - each
-    return 1 / copying, max(runs / (half // run), 1e-10), each
-
-
-def _copy(stage: Stage, merge: Merge, times: int) -> float:
-    started_at = time.perf_counter()
-    for _ in range(times):
-        stage.put_in_place([merge]).wait()
-    return time.perf_counter() - started_at
-
-
-def _best(measure: Callable[[], float]) -> float:
-    """Measure once to touch the memory, then take the shortest: other work only ever adds."""
-    measure()
-    return min(measure() for _ in range(REPEAT))
 
 
 def _read(transport: Transport, peer: Peer, descriptors: Descriptors) -> float:

@@ -27,7 +27,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_held_requests: guard words a rank keeps; more requests than this are not exported.
     strategy: ``auto`` chooses by predicted times between ``direct`` copies from cache to cache and ``scatter``, by way
         of a stage in the decode engine; ``gather`` is refused, since prefill engines do not copy on request.
-    stage_bytes: memory of that stage in each rank; larger loads go in rounds.
+    stage_bytes: with ``scatter`` and ``auto`` only, memory of that stage in each rank; larger loads go in rounds.
     huge_pages: put the cache into 2 MiB pages at start where the kernel allows.
     transfer_cores: cores for the transfer thread; empty means all but the compute cores, or any if fewer than two.
     realtime_transfers: give the transfer thread real-time priority where the kernel allows.
