@@ -1,6 +1,6 @@
 """What the random cases cover, counted: a property says nothing about what is never drawn.
 
-``python tests/pure/test_drawn_cases.py 20000`` prints the shares. The floors below are about a third of them.
+``python tests/pure/test_drawn_cases.py 4000`` prints the shares.
 """
 
 import sys
@@ -16,48 +16,49 @@ from kvferry.layout.strided import Atom, Component
 from kvferry.plan.request import GroupBlocks
 from kvferry.testing.strategies import Move, moves
 
-# In percent of the drawn cases.
-FLOORS = {
-    "attention": 14,
-    "mla": 12,
-    "sliding window": 10,
-    "state": 14,
-    "kinds mixed": 15,
-    "mamba1": 5,
-    "mamba2, one group": 4,
-    "mamba2, groups": 3,
-    "gated delta": 4,
-    "state of unequal tensor parallelism": 9,
-    "convolution in another order": 7,
-    "more sources than destinations": 10,
-    "fewer sources than destinations": 10,
-    "replicated heads at the source": 4,
-    "replicated heads at the destination": 3,
-    "replicas of a latent": 5,
-    "stages at the source": 11,
-    "stages at the destination": 10,
-    "stages on both sides": 5,
-    "token shares at the source": 12,
-    "token shares at the destination": 11,
-    "token shares in unequal numbers": 1,
-    "token shares by several tokens": 8,
-    "interleaves differ": 2,
-    "larger blocks at the source": 5,
-    "larger blocks at the destination": 5,
-    "block sizes without a ratio": 6,
-    "packed pages": 8,
-    "unequal widths": 16,
-    "unequal item sizes": 6,
-    "prefix hit": 8,
-    "first token within a block on both sides": 6,
-    "lists that begin elsewhere": 6,
-    "window clipped at the source": 3,
-    "window clipped at the destination": 3,
-    "look-ahead blocks at the source": 10,
-    "look-ahead blocks at the destination": 10,
-    "last block partly filled": 20,
-    "several blocks": 15,
+SHARES = {
+    "attention": 40,
+    "mla": 38,
+    "sliding window": 38,
+    "state": 44,
+    "kinds mixed": 49,
+    "mamba1": 15,
+    "mamba2, one group": 10,
+    "mamba2, groups": 12,
+    "gated delta": 12,
+    "state of unequal tensor parallelism": 24,
+    "convolution in another order": 21,
+    "more sources than destinations": 24,
+    "fewer sources than destinations": 30,
+    "replicated heads at the source": 10,
+    "replicated heads at the destination": 11,
+    "replicas of a latent": 13,
+    "stages at the source": 40,
+    "stages at the destination": 38,
+    "stages on both sides": 22,
+    "token shares at the source": 38,
+    "token shares at the destination": 36,
+    "token shares in unequal numbers": 4,
+    "token shares by several tokens": 29,
+    "interleaves differ": 9,
+    "larger blocks at the source": 18,
+    "larger blocks at the destination": 19,
+    "block sizes without a ratio": 20,
+    "packed pages": 28,
+    "unequal widths": 54,
+    "unequal item sizes": 24,
+    "prefix hit": 20,
+    "first token within a block on both sides": 14,
+    "lists that begin elsewhere": 21,
+    "window clipped at the source": 12,
+    "window clipped at the destination": 13,
+    "look-ahead blocks at the source": 29,
+    "look-ahead blocks at the destination": 34,
+    "last block partly filled": 61,
+    "several blocks": 47,
+    "padded pages of states": 21,
 }
+"""Percent of 4000 drawn cases. A third of it is required of a sample."""
 
 
 def features(move: Move) -> set[str]:
@@ -109,6 +110,7 @@ def _of_group(sent: CacheGroup, received: CacheGroup, sent_tp: int, received_tp:
             **{
                 "state of unequal tensor parallelism": sent_tp != received_tp,
                 "convolution in another order": len(orders) > 1,
+                "padded pages of states": any(part.is_padding for part in parts),
             }
         )
         return
@@ -194,16 +196,16 @@ def shares(num_cases: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def drawn() -> dict[str, float]:
-    return shares(300)
+    return shares(200)
 
 
-@pytest.mark.parametrize("feature", FLOORS)
+@pytest.mark.parametrize("feature", SHARES)
 def test_enough_is_drawn_of(feature: str, drawn: dict[str, float]) -> None:
-    assert drawn.get(feature, 0) >= FLOORS[feature]
+    assert drawn.get(feature, 0) >= SHARES[feature] / 3
 
 
-def test_every_feature_has_a_floor(drawn: dict[str, float]) -> None:
-    assert set(drawn) <= set(FLOORS)
+def test_every_feature_has_a_share(drawn: dict[str, float]) -> None:
+    assert set(drawn) <= set(SHARES)
 
 
 if __name__ == "__main__":
