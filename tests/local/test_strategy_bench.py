@@ -33,8 +33,24 @@ def test_options_that_say_nothing_of_a_head_merge_are_refused(option: str) -> No
     assert option.split()[0].replace("no-", "") in error.message
 
 
-@pytest.mark.parametrize(("transport", "gain", "met"), [("nixl", 2.99, False), ("nixl", 3.0, True), ("cma", 1.0, True)])
-def test_the_gain_wanted_depends_on_the_transport(transport: str, gain: float, met: bool) -> None:
-    ways = {"direct": {"predicted_ms": 1.0, "measured_ms": 2.0}, "scatter": {"predicted_ms": 1.0, "measured_ms": 2.1}}
-    row = {"transport": transport, "chosen": "scatter", "gain": gain, "ways": ways}
-    assert [verdict["met"] for verdict in judge_strategies([row])] == [met, True, False]
+@pytest.mark.parametrize(
+    ("transport", "chosen", "direct", "scatter", "met"),
+    [
+        ("nixl", "scatter", 2.99, 1.0, False),
+        ("nixl", "scatter", 3.0, 1.0, True),
+        ("nixl", "direct", 1.0, 1.0, False),
+        ("cma", "scatter", 1.0, 1.0, True),
+        ("cma", "scatter", 0.99, 1.0, False),
+        ("cma", "direct", 1.0, 1.0, True),
+        ("cma", "direct", 1.0, 0.99, False),
+    ],
+)
+def test_the_gain_wanted_depends_on_the_transport(
+    transport: str, chosen: str, direct: float, scatter: float, met: bool
+) -> None:
+    ways = {
+        "direct": {"predicted_ms": direct / 2, "measured_ms": direct},
+        "scatter": {"predicted_ms": scatter * 2.01, "measured_ms": scatter},
+    }
+    verdicts = judge_strategies([{"transport": transport, "chosen": chosen, "ways": ways}])
+    assert [verdict["met"] for verdict in verdicts] == [met, True, False]
