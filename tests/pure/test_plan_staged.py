@@ -210,6 +210,23 @@ def test_ranks_that_fill_the_same_blocks_go_in_step_and_fill_them_by_one_copy() 
     assert sorted(len(pieces) for pieces in alone) == [1] * 120
 
 
+def test_copies_are_joined_only_where_the_step_is_the_same_on_both_sides() -> None:
+    blocks = np.array([3, 1])
+    merges = [
+        Merge(at, 64, to, 256, blocks, 4, ((2, 4, 32),)) for at, to in ((0, 1000), (8, 1008), (16, 1128), (24, 1136))
+    ]
+    merges += [
+        Merge(32, 64, 1016, 256, blocks, 4, ((2, 8, 32),)),
+        Merge(48, 64, 2000, 256, blocks + 1, 4, ((2, 4, 32),)),
+    ]
+    found = joined(merges[::-1])
+    assert sorted((merge.stage_offset, merge.num_runs) for merge in found) == [(0, 8), (16, 8), (32, 4), (48, 4)]
+    everything = np.array([[0, 0, 128]])
+    source = shard(NamedLayout.LBNHC)
+    rows = [composed(everything, some, 128, source).tolist() for some in (merges, found)]
+    assert sorted(rows[0]) == sorted(rows[1])
+
+
 def test_rounds_hold_no_more_than_asked_and_every_block_once() -> None:
     plan = pair(NamedLayout.LBNHC, 2, 1)
     ids = np.random.default_rng(0).permutation(64)[:60]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvferry.errors import PlanError, Reason
-from kvferry.plan.coalesce import Loop, Offsets, StridedCopy, fold, merge_rows
+from kvferry.plan.coalesce import Loop, Offsets, StridedCopy, fold, merge_rows, place
 from kvferry.plan.request import GroupBlocks, Integers
 from kvferry.plan.template import Template
 from kvferry.plan.transfer_plan import Descriptors, PairPlan
@@ -323,14 +323,18 @@ def joined(merges: Sequence[Merge]) -> list[Merge]:
 
 
 def _joined(members: list[Merge]) -> list[Merge]:
-    members = sorted(members, key=lambda merge: merge.destination_address)
+    first = members[0]
     places = np.array([(merge.stage_offset, merge.destination_address) for merge in members], dtype=np.int64)
-    steps = np.diff(places, axis=0)
-    if not len(steps) or (steps != steps[0]).any() or (steps[0] <= 0).any():
-        return members
-    first, (over, to) = members[0], steps[0].tolist()
-    run_bytes, loops = fold(first.run_bytes, (*first.loops, (len(members), over, to)))
-    return [replace(first, run_bytes=run_bytes, loops=loops)]
+    return [
+        replace(
+            first,
+            stage_offset=copy.source_offset,
+            destination_address=copy.destination_offset,
+            run_bytes=copy.run_bytes,
+            loops=copy.loops,
+        )
+        for copy in place(first.run_bytes, first.loops, places)
+    ]
 
 
 def aligned(num_bytes: int) -> int:
