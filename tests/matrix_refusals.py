@@ -51,5 +51,6 @@ REFUSALS = (
     Refusal("group-missing", "one cache group and two", Reason.GROUP_MISMATCH, Where.HANDSHAKE),
     Refusal("other-kind", "full attention and a sliding window", Reason.GROUP_MISMATCH, Where.HANDSHAKE),
     Refusal("other-window", "windows of 40 and 64 tokens", Reason.MODEL_MISMATCH, Where.HANDSHAKE),
+    Refusal("other-scales", "FP8 caches of other scales", Reason.MODEL_MISMATCH, Where.HANDSHAKE),
     Refusal("rank-missing", "a prefill engine of two ranks that names one", Reason.MISSING_SOURCE, Where.HANDSHAKE),
 )

@@ -1,6 +1,7 @@
 """Every refused combination that needs no running engine: its code, and that the error says what to do about it."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -77,6 +78,14 @@ def one_of_two_ranks(patch: Patch) -> None:
     decode_shards(Directory(PROTOCOL_VERSION, "prefill", EPOCH, IDENTITY, (entry,)))
 
 
+def quantised(patch: Patch, scale: float) -> Shard:
+    """Return what a rank holds of a cache that was quantised to FP8 by this scale."""
+    config, spec = engine(patch), FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    layers = config.compilation_config.static_forward_context
+    layers["0"] = SimpleNamespace(**vars(layers["0"]), _k_scale_float=scale, _v_scale_float=1.0)
+    return translate.shard_of(config, groups((ONE, spec)), {"0": attention_view(block_rows(1), 0)}, tp_rank=0)
+
+
 def kept_in_host_memory(patch: Patch) -> None:
     config = groups((ONE, FULL))
     config.kv_cache_groups[0].host_resident = True
@@ -112,6 +121,7 @@ ATTEMPTS: dict[str, Callable[[Patch], None]] = {
     "group-missing": lambda patch: meet(shard(patch, (ONE, FULL)), shard(patch, (ONE, FULL), (["1"], WINDOW))),
     "other-kind": lambda patch: meet(shard(patch, (ONE, FULL)), shard(patch, (ONE, WINDOW))),
     "other-window": lambda patch: meet(shard(patch, (ONE, WIDER)), shard(patch, (ONE, WINDOW))),
+    "other-scales": lambda patch: meet(quantised(patch, 0.5), quantised(patch, 2.0)),
     "rank-missing": one_of_two_ranks,
 }
 WITHOUT_ENGINES = [refusal for refusal in REFUSALS if refusal.where in (Where.ADAPTER, Where.HANDSHAKE)]
@@ -138,3 +148,4 @@ def test_equal_peers_are_not_refused(monkeypatch: Patch) -> None:
     ask()
     for isa in ("vec", "amx"):
         meet(shard(monkeypatch, (ONE, FULL), isa=isa), shard(monkeypatch, (ONE, FULL), isa=isa))
+    meet(quantised(monkeypatch, 0.5), quantised(monkeypatch, 0.5))
