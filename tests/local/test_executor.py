@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, SettingsError, TransportError
+from kvferry.execution import executor as executor_module
 from kvferry.execution.executor import WAIT_SECONDS, Executor, take_realtime_priority
 from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase
 from kvferry.execution.scratch import Scratch
@@ -274,6 +275,17 @@ def test_deadline_while_the_data_is_pending_waits_until_the_transfer_is_quiet(
     assert scratch.has_room(8)
 
 
+def test_of_a_load_that_fails_no_byte_is_counted(
+    transport: ScriptedTransport, source: Source, scratch: Scratch
+) -> None:
+    """The words before are right, all data lands, the words behind are wrong: nothing of it is used."""
+    transport.after_data = lambda: source.words.clear(SLOT)
+    result = run(load_of(lambda: [source.read(transport)]), scratch)
+    assert error_of(result).reason is Reason.SOURCE_CHANGED
+    assert source.is_whole
+    assert (result.num_bytes, result.num_staged_bytes, result.num_descriptors) == (0, 0, 3)
+
+
 def test_deadline_while_the_words_are_pending(transport: ScriptedTransport, source: Source, scratch: Scratch) -> None:
     transport.holds_words = True
     load = load_of(lambda: [source.read(transport)], deadline=10.0)
@@ -499,6 +511,28 @@ def test_every_load_ends_exactly_once_whatever_happens(seed: int) -> None:
     assert scratch.has_room(5)
     assert not scratch.has_room(6)
     assert sum(transport.num_pending for transport in transports) == 0
+
+
+def test_a_transfer_that_does_not_end_is_told_of_and_keeps_its_load(
+    transport: ScriptedTransport, source: Source, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As over NIXL from a stopped process: what may still land keeps its blocks, and the log says so."""
+    monkeypatch.setattr(executor_module, "QUIET_SECONDS", 0.02)
+    executor = Executor(Scratch(num_words=2))
+    transport.holds_data, transport.polls_until_quiet = True, 1 << 60
+    try:
+        executor.submit(load_of(lambda: [source.read(transport)], deadline=time.monotonic() + 0.05, load_id="stuck"))
+        wait_until(lambda: bool(caplog.messages))
+        time.sleep(0.05)
+        assert [("cannot be revoked" in text, "deadline-exceeded" in text) for text in caplog.messages] == [
+            (True, True)
+        ]
+        assert executor.collect() == []
+        transport.polls_until_quiet = 0
+        assert error_of(collect(executor, 1)["stuck"]).reason is Reason.DEADLINE_EXCEEDED
+        assert "stuck ended" in caplog.messages[-1]
+    finally:
+        executor.close()
 
 
 def test_close_gives_up_what_is_in_progress_once_it_is_quiet(transport: ScriptedTransport, source: Source) -> None:

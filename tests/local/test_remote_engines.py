@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.execution.load import Load, Phase
 from kvferry.handoff import remote_engines as module
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.protocol import PROTOCOL_VERSION, Handle, Released
@@ -302,12 +303,38 @@ def test_the_number_of_engines_is_bounded(decode: DecodeRank, monkeypatch: pytes
     monkeypatch.setattr(module, "MAX_ENGINES", 2)
     prefills = [PrefillEngine("memcpy", filled_ranks()) for _ in range(4)]
     try:
-        for prefill in prefills:
+        for prefill in prefills[:2]:
             decode.engine(prefill.hold())
-        assert list(decode.engines._engines) == [prefill.hold().destination for prefill in prefills[2:]]
+        decode.engine(prefills[0].hold())
+        for prefill in prefills[2:]:
+            decode.engine(prefill.hold())
+            decode.engine(prefills[0].hold())
+        assert set(decode.engines._engines) == {prefill.hold().destination for prefill in (prefills[0], prefills[3])}
+        assert [prefill.num_handshakes for prefill in prefills] == [1] * 4
     finally:
         for prefill in prefills:
             prefill.close()
+
+
+def test_an_engine_that_gives_way_is_read_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load was under way when so many others came that its engine was forgotten."""
+    monkeypatch.setattr(module, "MAX_ENGINES", 1)
+    decode = DecodeRank("cma", Rank(0, 1))
+    prefills = [PrefillEngine("cma", filled_ranks()) for _ in range(2)]
+    try:
+        reads = decode.engine(prefills[0].hold()).reads(prefills[0].hold(), SLOT, ONE_BLOCK)
+        decode.engine(prefills[1].hold())
+        assert list(decode.engines._engines) == [prefills[1].hold().destination]
+        load = Load("a", lambda: reads, deadline=time.monotonic() + 30)
+        while load.phase is not Phase.DONE:
+            load.advance(decode.scratch, time.monotonic())
+        assert load.error is None
+        rows = np.concatenate([rank.cache for rank in prefills[0].ranks], axis=1)
+        np.testing.assert_array_equal(decode.rank.cache[1], rows[2])
+    finally:
+        for prefill in prefills:
+            prefill.close()
+        decode.transports.close()
 
 
 def test_a_suspected_engine_is_handshaken_anew(prefill: PrefillEngine, decode: DecodeRank) -> None:

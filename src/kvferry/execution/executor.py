@@ -16,6 +16,8 @@ from kvferry.execution.scratch import Scratch
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.0005
+QUIET_SECONDS = 10.0
+"""So long a load that was given up may take to be quiet before the log tells of it."""
 
 
 class Executor:
@@ -37,6 +39,7 @@ class Executor:
         self._orders: queue.SimpleQueue[Load | str | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self._active: list[Load] = []
+        self._unquiet: set[str] = set()
         self._stop = threading.Event()
         self._give_up_at = 0.0
         self._thread = threading.Thread(target=self._run, name="kvferry-executor", daemon=True)
@@ -126,6 +129,7 @@ class Executor:
         now = time.monotonic()
         for load in sorted(self._active, key=lambda load: not load.is_ending(now)):
             moved = self._advance_one(load)
+            self._tell_if_unquiet(load, now)
             if load.phase is Phase.DONE:
                 self._active.remove(load)
                 self._results.put(load.result(time.monotonic()))
@@ -136,6 +140,26 @@ class Executor:
             if moved:
                 return True
         return False
+
+    def _tell_if_unquiet(self, load: Load, now: float) -> None:
+        """Tell, once when it gets late and once when it is over, of blocks that the engine cannot have back yet.
+
+        A posted read cannot be revoked: what lands after the blocks were given to another request would be its cache.
+        """
+        seconds = 0.0 if load.given_up_at is None else now - load.given_up_at
+        if load.phase is Phase.DONE and load.load_id in self._unquiet:
+            self._unquiet.remove(load.load_id)
+            logger.warning("kvferry: the transfers of %s ended %.0f s after it was given up.", load.load_id, seconds)
+        elif load.phase is Phase.STOPPING and seconds > QUIET_SECONDS and load.load_id not in self._unquiet:
+            self._unquiet.add(load.load_id)
+            logger.warning(
+                "kvferry: %s was given up %.0f s ago (%s), but its transfers cannot be revoked and have not ended: the "
+                "request and its blocks are kept until they have. Is the prefill engine's process stopped? If it ends, "
+                "so do they.",
+                load.load_id,
+                seconds,
+                load.error,
+            )
 
     def _advance_one(self, load: Load) -> bool:
         was_stopping = load.phase is Phase.STOPPING

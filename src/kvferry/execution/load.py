@@ -68,7 +68,8 @@ class Phase(Enum):
 class LoadResult:
     """How a load ended: ``error`` is None for a commit. Times are seconds.
 
-    Of ``num_bytes`` so many as ``num_staged_bytes`` came by way of the stage.
+    ``num_bytes`` are those committed, of which ``num_staged_bytes`` came by way of the stage: none of a load that
+    failed, whatever of it had landed. ``num_descriptors`` counts what transports were asked for.
     """
 
     load_id: str
@@ -98,6 +99,7 @@ class Load:
     created_at: float = field(default_factory=time.monotonic)
     phase: Phase = Phase.PREPARING
     error: KVFerryError | None = None
+    given_up_at: float | None = None
     _reads: Sequence[GuardedRead] = ()
     _is_prepared: bool = False
     _transfers: list[Transfer] = field(default_factory=list)
@@ -133,11 +135,12 @@ class Load:
     def result(self, finished_at: float) -> LoadResult:
         """Return how it ended."""
         names = sorted({read.transport.capabilities.name for read in self._reads})
+        committed = self._reads if self.error is None else ()
         return LoadResult(
             load_id=self.load_id,
             error=self.error,
-            num_bytes=sum(read.num_bytes for read in self._reads),
-            num_staged_bytes=sum(part.num_bytes for read in self._reads for part in read.parts),
+            num_bytes=sum(read.num_bytes for read in committed),
+            num_staged_bytes=sum(part.num_bytes for read in committed for part in read.parts),
             num_descriptors=self._num_descriptors,
             num_sources=len(self._reads),
             transport=",".join(names),
@@ -279,7 +282,8 @@ class Load:
                 )
 
     def _fail(self, error: KVFerryError) -> None:
-        self.error = self.error or error
+        if self.error is None:
+            self.error, self.given_up_at = error, time.monotonic()
         self.phase = Phase.STOPPING
 
     def _finish(self, scratch: Scratch) -> bool:

@@ -146,7 +146,8 @@ class RemoteEngines:
         self._drop_suspects()
         key = hold.destination
         if key in self._engines:
-            return self._engines[key]
+            engine = self._engines[key] = self._engines.pop(key)  # behind those that were asked for longer ago
+            return engine
         handshake = self._handshakes.get(key)
         if handshake is None or handshake.is_forgotten(time.monotonic()):
             handshake = self._start_handshake(hold)
@@ -163,9 +164,12 @@ class RemoteEngines:
         self._suspects.put(hold.destination)
 
     def _drop_suspects(self) -> None:
-        # Not closed: other loads may still be reading over the same connections.
         while not self._suspects.empty():
-            self._engines.pop(self._suspects.get_nowait(), None)
+            self._forget(self._suspects.get_nowait())
+
+    def _forget(self, key: tuple[str, int, int]) -> None:
+        """Not closed: loads may still be reading over the same connections, which end with the last of these."""
+        self._engines.pop(key, None)
 
     def _start_handshake(self, hold: RemoteHold) -> "Handshake":
         now = time.monotonic()
@@ -183,12 +187,12 @@ class RemoteEngines:
         return fetch_directory(hold.host, hold.port, self._sender, hold.epoch, self._identity, self._timeout_seconds)
 
     def _make_room(self, hold: RemoteHold) -> None:
-        """Forget the former lives of this engine, and the oldest engine beyond the bound."""
+        """Forget the former lives of this engine, and beyond the bound the one that was asked for longest ago."""
         stale = [key for key in self._engines if key[:2] == hold.destination[:2]]
-        if len(self._engines) >= MAX_ENGINES:
+        if not stale and len(self._engines) >= MAX_ENGINES:
             stale.append(next(iter(self._engines)))
         for key in stale:
-            self._engines.pop(key).close()
+            self._forget(key)
 
 
 class Handshake:
