@@ -140,6 +140,14 @@ class EngineOracle:
         }
         return {"block_ids": ids, "problems": problems[:20], "num_problems": len(problems)}
 
+    def oracle_plugin(self) -> dict[str, bool]:
+        """Return whether kvferry's plugin has registered the connector with vLLM in this worker."""
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        from kvferry.integrations.vllm.plugin import CONNECTOR_NAME
+
+        return {"is_registered": CONNECTOR_NAME in KVConnectorFactory._registry}
+
     def oracle_poison(self) -> dict[str, Any]:
         """Fill every block but the null block with NaN, as if a request that is gone had left it there.
 

@@ -26,6 +26,7 @@ from kvferry.integrations.vllm.launch import (
     stop_servers,
     wait_until_ready,
 )
+from kvferry.integrations.vllm.plugin import CONNECTOR_MODULE
 from kvferry.integrations.vllm.tiny_models import make_tiny_model
 
 MODELS = {"gqa": "qwen3-tiny", "mla": "deepseek-mla-tiny", "gemma": "gemma3-tiny", "granite": "granite-tiny"}
@@ -81,7 +82,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gqa-pp2": ("gqa", {"pipeline_parallel_size": 2}),
     "gqa-pp2x2": ("gqa", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
-    "gqa-block64": ("gqa", {"block_size": 64, "cores": LAST_CORE}),
+    # Finds the connector by its module's path and loads no plugin.
+    "gqa-block64": ("gqa", {"block_size": 64, "cores": LAST_CORE, "connector_module": CONNECTOR_MODULE}),
     "gemma-reference": ("gemma", {"role": None, "cores": BOTH_CORES}),
     "gemma-tp1": ("gemma", {}),
     "gemma-tp1-other": ("gemma", {"cores": LAST_CORE}),
@@ -270,6 +272,8 @@ class EnginePool:
             connector_settings["transfer_log"] = str(self.folder / f"{name}.transfers")
             arguments.update(connector_settings=connector_settings, arguments=(*arguments["arguments"], *EXTENSION))
             arguments["variables"] = {"VLLM_SERVER_DEV_MODE": "1"}
+            if "connector_module" in differences:
+                arguments["variables"]["VLLM_PLUGINS"] = ""
         return EngineSettings(self.model_path(model), **arguments)
 
     def need(self, names: Iterable[str]) -> None:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 check_version()
-# Also when vLLM finds this class by kv_connector_module_path and loads no plugin.
+# For vLLM that finds this class by kv_connector_module_path and loads no plugin. Then it comes in time only where the
+# worker shares the engine's process: one of its own has named its layouts before it imports this, LBHNC alone.
 widen_cpu_attention()
 log_as_vllm_does()
 

@@ -75,8 +75,9 @@ def check_layout(vllm_config: "VllmConfig", layout: NamedLayout, settings: Setti
     if wish is not None and wish is not layout:
         logger.warning(
             "kvferry asked for KV cache layout %s and the engine uses %s: either VLLM_KV_CACHE_LAYOUT is set, or the "
-            "attention back end or the model's page shapes do not allow it, or its kernel failed on it (the engine's "
-            "log names the valid layouts and the failure). Transfers stay correct but may need more descriptors.",
+            "attention back end (on a CPU without kvferry's plugin: see VLLM_PLUGINS) or the model's page shapes do "
+            "not allow it, or its kernel failed on it (the engine's log names the valid layouts and the failure). "
+            "Transfers stay correct but may need more descriptors.",
             wish,
             layout,
         )
