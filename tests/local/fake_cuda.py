@@ -8,17 +8,20 @@ from collections.abc import Callable
 class FakeEvent:
     """Over once its stream has come to where it was recorded."""
 
-    def __init__(self, blocking: bool = False) -> None:
+    def __init__(self, check_thread: Callable[[], None], blocking: bool = False) -> None:
         assert blocking, "a thread that waits would spin"
+        self._check_thread = check_thread
         self._is_over = threading.Event()
 
     def record(self, stream: "FakeStream") -> None:
         stream.launch(self._is_over.set)
 
     def query(self) -> bool:
+        self._check_thread()
         return self._is_over.is_set()
 
     def synchronize(self) -> None:
+        self._check_thread()
         assert self._is_over.wait(30), "the event never comes"
 
 
@@ -47,13 +50,14 @@ class FakeStream:
 
 
 class FakeCuda:
-    """A thread has no stream until it has set its device."""
-
-    Event = FakeEvent
+    """A thread may do nothing here until it has set its device: it would use another."""
 
     def __init__(self) -> None:
         self._local = threading.local()
         self.streams: list[FakeStream] = []
+
+    def Event(self, blocking: bool = False) -> FakeEvent:
+        return FakeEvent(self._check_thread, blocking)
 
     def Stream(self, device: str) -> FakeStream:
         self.streams.append(FakeStream(device))
@@ -67,6 +71,10 @@ class FakeCuda:
         self._local.stream = stream
 
     def current_stream(self, device: str) -> FakeStream:
-        assert getattr(self._local, "device", None) == device, "this thread has not set its device"
+        self._check_thread()
+        assert self._local.device == device
         found: FakeStream = self._local.stream
         return found
+
+    def _check_thread(self) -> None:
+        assert hasattr(self._local, "device"), "this thread has not set its device"

@@ -15,7 +15,9 @@ from kvferry.execution.device import HOST, OVER, Afterwards, CudaOrder, DeviceOr
 from kvferry.execution.load import Load, Phase
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.staging import Stage, put_in_place
+from kvferry.execution.transfer_costs import measure_costs
 from kvferry.handoff.guard import BEING_WRITTEN, GuardWords, StepWords
+from kvferry.layout.shard import Region
 from kvferry.plan.staged import Merge
 
 from .engines_in_process import (
@@ -84,7 +86,9 @@ def test_a_source_is_read_only_once_its_step_is_done_on_the_device(
     forward.launch(prefill.ranks[0].fill)  # type: ignore[attr-defined]
     words.finish()
     decode.engine(prefill.hold())
-    load = Load("a", lambda: decode.engines.get(prefill.hold()).reads(prefill.hold(), SLOT, blocks()), 1e12)  # type: ignore[union-attr]
+    load = Load(
+        "a", lambda: decode.engines.get(prefill.hold()).reads(prefill.hold(), SLOT, blocks()), time.monotonic() + 20
+    )  # type: ignore[union-attr]
     for _ in range(50):
         if load.phase is not Phase.DONE:
             load.advance(decode.scratch, time.monotonic())
@@ -148,7 +152,7 @@ def settle_after(words: StepWords, stream: FakeStream) -> None:
     settle(words)
 
 
-def test_what_has_ended_is_never_published(order: CudaOrder, forward: FakeStream) -> None:
+def test_the_next_owner_of_a_slot_waits_for_its_own_step(order: CudaOrder, forward: FakeStream) -> None:
     guard = GuardWords(4)
     words = StepWords(guard, order)
     words.begin([], [HELD])
@@ -158,6 +162,17 @@ def test_what_has_ended_is_never_published(order: CudaOrder, forward: FakeStream
     words.begin([], [(SLOT, EPOCH, GENERATION + 1)])
     settle_after(words, forward)
     assert guard.array[SLOT].tolist() == [EPOCH, GENERATION + 1 | BEING_WRITTEN]
+    words.close()
+
+
+def test_what_has_ended_stays_ended(order: CudaOrder, forward: FakeStream) -> None:
+    guard = GuardWords(4)
+    words = StepWords(guard, order)
+    words.begin([], [HELD])
+    words.finish()
+    words.begin([SLOT], [])
+    settle_after(words, forward)
+    assert guard.array[SLOT].tolist() == [0, 0]
     words.close()
 
 
@@ -246,6 +261,16 @@ class Worker:
         wait_until(is_reported)
 
     @property
+    def is_stage_free(self) -> bool:
+        """Whether the whole stage can be taken at once."""
+        assert self.role._remote_engines is not None
+        stage = self.role._remote_engines._strategist.stage
+        assert stage is not None
+        taken = stage.take("probe", stage.region.length)
+        stage.give_back("probe")
+        return taken == 0
+
+    @property
     def is_exact(self) -> bool:
         return self.is_exact_in(self.rank.cache)
 
@@ -319,6 +344,7 @@ def test_the_engine_waits_for_the_last_copy_into_its_cache(
     worker.begin_load()
     worker.finish_load(forward.run)
     assert len(launches) == 1
+    assert not worker.is_stage_free, "bytes could come into what is still copied from"
     seen: list[bool] = []
     forward.launch(lambda: seen.append(worker.is_exact_in(worker.rank.cache)))
     # The forward stream goes first, and as far as it may.
@@ -328,6 +354,7 @@ def test_the_engine_waits_for_the_last_copy_into_its_cache(
     forward.run()
     assert seen == [is_ordered], "without the wait, the engine reads before the copy is done"
     assert worker.is_exact
+    assert worker.is_stage_free
 
 
 def test_a_stage_is_given_to_the_next_only_once_the_copies_out_of_it_are_done(
@@ -396,3 +423,26 @@ def test_every_step_that_computes_a_held_request_names_it_until_it_is_exported(m
     ours.num_computed_tokens = ours.num_prompt_tokens
     role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)
     assert role.build_connector_meta(["r"]).written == [], "a request of the same id that is not held"
+
+
+def test_the_connector_tells_the_roles_which_requests_a_step_computes_and_when_it_is_launched() -> None:
+    pytest.importorskip("vllm")
+    from kvferry.integrations.vllm.connector import KVFerryConnector
+
+    connector, told = object.__new__(KVFerryConnector), []
+    connector._scheduler_role = SimpleNamespace(build_connector_meta=told.append)  # type: ignore[assignment]
+    connector._worker_role = SimpleNamespace(finish_step=lambda: told.append("finished"))  # type: ignore[assignment]
+    connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"a": 4}))  # type: ignore[arg-type]
+    connector.wait_for_save()
+    assert told == [{"a": 4}, "finished"]
+
+
+def test_costs_of_a_stage_on_a_gpu_are_typical_ones() -> None:
+    """What measures copies does so by the processor, on host memory."""
+    prefill, decode = PrefillEngine("memcpy", filled_ranks(1)), DecodeRank("memcpy", Rank(0, 1))
+    link = decode.transports.connect(prefill.end_points)
+    stage = Stage(1 << 20, huge_pages=False)
+    stage.region = Region(stage.region.base_address, stage.region.length, "cuda:0")
+    remote = Region(stage.region.base_address, stage.region.length)
+    assert measure_costs(link.transport, link.peer, [remote], stage) is None
+    prefill.close()

@@ -69,9 +69,11 @@ def measure_costs(transport: Transport, peer: Peer, regions: Sequence[Region], s
     """Measure over a connection, by reading the peer's caches into the stage; what they hold is ignored.
 
     Every read is of other memory, spread over the peer's largest region: what was read before is in a cache. Returns
-    None while the stage has no room for that, or the peer not enough memory. Raises :class:`TransportError` where the
-    peer does not answer.
+    None while the stage has no room for that, or the peer not enough memory, and for a stage on a GPU, whose copies
+    are not measured. Raises :class:`TransportError` where the peer does not answer.
     """
+    if stage.region.device != "cpu":
+        return None
     owner = object()
     remote = max(regions, key=lambda region: region.length)
     num_bytes = 1 << min(PROBE_BYTES, 2 * remote.length, stage.region.length).bit_length() - 1
