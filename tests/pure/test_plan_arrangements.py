@@ -7,11 +7,18 @@ from kvferry.errors import KVFerryError, Reason
 from kvferry.layout.cache_group import CacheGroup, CacheKind
 from kvferry.layout.shapes import heads_of_rank
 from kvferry.layout.shard import Region, Shard
-from kvferry.layout.state import ConvOrder, StatePages, conv_components, gated_delta_segments, recurrent_component
+from kvferry.layout.state import (
+    ConvOrder,
+    StatePages,
+    conv_components,
+    gated_delta_segments,
+    padding_components,
+    recurrent_component,
+)
 from kvferry.layout.strided import Component
 from kvferry.plan.transfer_plan import Planner
 
-from .arrangements import BLOCKS, FULL, STATE, ask, hybrid, moved
+from .arrangements import BLOCKS, FULL, STATE, ask, hybrid, moved, state_group
 
 MIB2 = 2 << 20
 
@@ -35,6 +42,24 @@ def test_a_state_is_asked_for_as_one_block(tokens: int) -> None:
     with pytest.raises(KVFerryError) as error:
         plan.lower([FULL, ask("state", tokens, ids, ids)])
     assert error.value.reason is Reason.INVALID_REQUEST
+
+
+def padded_stage(layers: list[str], page: int, pp_rank: int = 0, pp_size: int = 1) -> Shard:
+    """States of 180 bytes in pages of so many."""
+    offsets = [index * page for index in range(len(layers))]
+    pages = StatePages(layers=layers, layer_offsets=offsets, block_stride=len(layers) * page)
+    group = state_group(0, 1, pages)
+    padded = msgspec.structs.replace(group, components=(*group.components, *padding_components(pages, 180, page, 0, 1)))
+    region = Region(0, BLOCKS * len(layers) * page)
+    return Shard(regions=(region,), groups=(padded,), pp_rank=pp_rank, pp_size=pp_size)
+
+
+@pytest.mark.parametrize("page", [180, 188])
+def test_stages_that_are_padded_unlike_each_other(page: int) -> None:
+    """Padding moves where the stage that holds the layer has the same, and is left alone in the other layers."""
+    sources = [padded_stage(["0"], page, 0, 2), padded_stage(["1"], 196, 1, 2)]
+    (first, second) = moved(sources, [padded_stage(["0", "1"], 196)], STATE)
+    assert (int(first[:, 2].sum()), int(second[:, 2].sum())) == (180, 196)
 
 
 def plain(name: str, *, heads: int, channels: int, itemsize: int, first: int, layers: int, **changes: int) -> Component:

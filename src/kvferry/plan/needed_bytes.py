@@ -55,7 +55,7 @@ def needed_from(source: Shard, destination: Shard, requests: Sequence[GroupBlock
         held, wanted = source.group(blocks.group), _group(destination, blocks.group)
         if held is not None:
             whole.append(replace(blocks, last_token=_end_of_need(blocks, held, wanted)))
-    return _units(source, destination, whole, heads)
+    return _units(source, destination, whole, heads, holders=[source])
 
 
 def needed_in(destination: Shard, sources: Sequence[Shard], requests: Sequence[GroupBlocks]) -> Units:
@@ -81,25 +81,23 @@ def needed_in(destination: Shard, sources: Sequence[Shard], requests: Sequence[G
                 destination_first_token=blocks.destination_first_token,
             )
         )
-    needed = {
-        (group.name, part.name): part.heads
-        for group in destination.groups
-        for part in group.components
-        if not part.is_padding or _is_padded_alike(part, group.name, sources)
-    }
-    return _units(destination, destination, needs, needed)
+    everything = {(group.name, part.name): part.heads for group in destination.groups for part in group.components}
+    return _units(destination, destination, needs, everything, holders=sources)
 
 
-def _is_padded_alike(padding: Component, group_name: str, sources: Sequence[Shard]) -> bool:
-    """Return whether a source has this rank's padding: as many bytes, and the same of as many ranks."""
-    found = {
-        (part.name, part.num_channels, part.total_heads, part.heads)
-        for source in sources
-        if (held := source.group(group_name))
+def _layers(component: Component, group_name: str, holders: Sequence[Shard]) -> set[str]:
+    """Return the layers that move, of padding those of which a holder has as much, and the same rank's of as many."""
+    if not component.is_padding:
+        return set(component.layers)
+    mine = (component.name, component.num_channels, component.total_heads, component.heads)
+    groups = [held for holder in holders if (held := holder.group(group_name))]
+    return {
+        layer
+        for held in groups
         for part in held.components
-        if part.is_padding
+        if part.is_padding and (part.name, part.num_channels, part.total_heads, part.heads) == mine
+        for layer in part.layers
     }
-    return (padding.name, padding.num_channels, padding.total_heads, padding.heads) in found
 
 
 def _check_complete(requests: Sequence[GroupBlocks], destination: Shard) -> None:
@@ -157,7 +155,9 @@ class _Stretches(NamedTuple):
     destination: Integers
 
 
-def _units(source: Shard, destination: Shard, requests: Sequence[GroupBlocks], heads: Heads) -> Units:
+def _units(
+    source: Shard, destination: Shard, requests: Sequence[GroupBlocks], heads: Heads, holders: Sequence[Shard]
+) -> Units:
     arrays: list[tuple[Integers, Integers, Integers]] = []
     chunks: list[_Chunk] = []
     for blocks in requests:
@@ -169,12 +169,16 @@ def _units(source: Shard, destination: Shard, requests: Sequence[GroupBlocks], h
         for component in wanted.components:
             if (blocks.group, component.name) not in heads:
                 continue
-            if component.is_padding and not _is_padded_alike(component, blocks.group, [source]):
+            named = _layers(component, blocks.group, holders) & held.layers
+            layers = tuple(layer for layer in component.layers if layer in named)
+            if not layers:
                 continue
             sent = next(other for other in held.components if other.name == component.name)
             bases = (source.regions[sent.region].base_address, destination.regions[component.region].base_address)
             carried = heads[blocks.group, component.name]
-            chunk, *columns = _component_units(blocks, (held, wanted), (sent, component), bases, carried, tokens)
+            chunk, *columns = _component_units(
+                blocks, (held, wanted), (sent, component), bases, layers, carried, tokens
+            )
             chunks.append(chunk)
             arrays.append((columns[0], columns[1], columns[2]))
     empty = np.empty(0, dtype=np.int64)
@@ -194,6 +198,7 @@ def _component_units(
     groups: tuple[CacheGroup, CacheGroup],
     components: tuple[Component, Component],
     bases: tuple[int, int],
+    layers: tuple[str, ...],
     heads: Sequence[HeadRange],
     tokens_of: Callable[[bool], _Stretches],
 ) -> tuple[_Chunk, Integers, Integers, Integers]:
@@ -202,7 +207,6 @@ def _component_units(
     grain = _grain(groups[1].kind is CacheKind.STATE, components)
     tokens = tokens_of(not grain.whole_tokens)
     dealt = _heads(sent, received, heads, single=not grain.whole_heads)
-    layers = tuple(layer for layer in received.layers if layer in set(sent.layers))
     columns = []
     sides = (
         (blocks.source_ids, tokens.source, dealt.source),

@@ -193,8 +193,8 @@ class Labels:
     num_heads: int
     num_channels: int
     itemsize: int
-    padding: frozenset[tuple[str, int, int, tuple[HeadRange, ...]]]
-    """The sources' padding, by group, size and whose of the ranks: that which moves."""
+    padding: frozenset[tuple[str, str, int, int, tuple[HeadRange, ...]]]
+    """The sources' padding, by group, layer, size and whose of the ranks: that which moves."""
 
     @classmethod
     def of(cls, sources: Sequence[RankMemory], destinations: Sequence[RankMemory], num_tokens: int) -> "Labels":
@@ -210,11 +210,12 @@ class Labels:
             num_channels=max(component.num_channels for component in components),
             itemsize=min(component.itemsize for component in components),
             padding=frozenset(
-                _padding(group, part)
+                _padding(group, part, layer)
                 for rank in sources
                 for group in rank.shard.groups
                 for part in group.components
                 if part.is_padding
+                for layer in part.layers
             ),
         )
 
@@ -236,11 +237,11 @@ class Labels:
         token, slot = _held(group, token, begin)
         block, slot = ids[slot // group.block_size], slot % group.block_size
         for component in group.components:
-            if component.is_padding and _padding(group, component) not in self.padding:
-                continue
             heads = np.concatenate([np.arange(held.start, held.end, dtype=np.int64) for held in component.heads])
             channel = np.arange(component.num_channels, dtype=np.int64)
             for layer in component.layers:
+                if component.is_padding and _padding(group, component, layer) not in self.padding:
+                    continue
                 place = (self.groups.index(group.name), self.components.index(component.name), self.layers.index(layer))
                 number = self._number(place, token[:, None, None], heads[None, :, None], channel[None, None, :])
                 view = rank.views[group.name, component.name, layer]
@@ -257,8 +258,8 @@ class Labels:
         return digits.astype(np.uint8)
 
 
-def _padding(group: CacheGroup, part: Component) -> tuple[str, int, int, tuple[HeadRange, ...]]:
-    return group.name, part.num_channels, part.total_heads, part.heads
+def _padding(group: CacheGroup, part: Component, layer: str) -> tuple[str, str, int, int, tuple[HeadRange, ...]]:
+    return group.name, layer, part.num_channels, part.total_heads, part.heads
 
 
 def check_moved(
