@@ -3,33 +3,73 @@
 Each pair is also seen to fail: with two blocks swapped, or one head of one layer zeroed, inside the transport.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from kvferry.integrations.vllm.engine_metrics import cache_block_size
+
 from .engine_pool import EnginePool, Reference
-from .handoffs import Handoffs, Pair, check_tokens, for_pairs, pages_in_a_block, random_prompts, submission_bytes
+from .handoffs import (
+    FIRST_WAVE,
+    NAMED_TOKENS,
+    SECOND_WAVE,
+    Handoffs,
+    Pair,
+    check_tokens,
+    different_prompts,
+    for_pairs,
+    pages_in_a_block,
+    random_prompt,
+    random_prompts,
+    submission_bytes,
+)
 
 pytestmark = pytest.mark.vllm
-
-FIRST_WAVE = random_prompts(seed=1, count=32, shortest=5, longest=2000)
-SECOND_WAVE = random_prompts(seed=2, count=8, shortest=7, longest=700)
+Recorder = Callable[[str, object], None]
 
 
 @for_pairs()
-def test_tokens_are_those_of_one_engine_alone(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
-    handoffs = Handoffs.of(pair, engine_pool)
+def test_tokens_are_those_of_one_engine_alone(
+    pair: Pair, engine_pool: EnginePool, reference: Reference, record_property: Recorder
+) -> None:
+    handoffs, traffic = Handoffs.of(pair, engine_pool), Counter[str]()
     for prompts in (FIRST_WAVE, SECOND_WAVE):
         reference.tokens(pair.model, prompts)
         logs_before = handoffs.log_ends()
         before = handoffs.decode.prompt_tokens()
         answers = handoffs.send_all(prompts)
         handoffs.check_released(logs_before)
-        check_tokens(answers, pair.model, prompts, reference)
         moved = handoffs.decode.prompt_tokens() - before
+        num_different = len(different_prompts(answers, pair.model, prompts, reference))
+        traffic.update(requests=len(prompts), identical=len(prompts) - num_different)
+        traffic.update(received=moved.received, computed=moved.computed)
+        record_property("traffic", dict(traffic))
+        check_tokens(answers, pair.model, prompts, reference)
         assert moved.computed <= len(prompts)
         assert moved.received + moved.computed == sum(len(prompt) for prompt in prompts)
     assert f"using the {pair.transport} transport" in handoffs.decode.log()
+
+
+@for_pairs()
+def test_what_one_request_moves(pair: Pair, engine_pool: EnginePool, record_property: Recorder) -> None:
+    """A request of 1000 tokens, alone: each decode rank loads it once, and the ranks' logs say how."""
+    handoffs = Handoffs.of(pair, engine_pool)
+    handoffs.send(random_prompt(NAMED_TOKENS, NAMED_TOKENS), 1)
+    loads = [loads[-1] for loads in handoffs.decode.loads_of_ranks()]
+    num_bytes, staged = (sum(load[name] for load in loads) for name in ("bytes", "staged_bytes"))
+    record_property("layouts", [engine.layout for engine in (handoffs.prefill, handoffs.decode)])
+    record_property("block_sizes", [cache_block_size(each.server.url) for each in (handoffs.prefill, handoffs.decode)])
+    record_property("descriptors", sum(load["descriptors"] for load in loads))
+    record_property("bytes", num_bytes)
+    record_property("strategy", "direct" if not staged else "scatter" if staged == num_bytes else "direct and scatter")
+    record_property("transport", ", ".join(sorted({load["transport"] for load in loads})))
+    assert len({load["remote_request_id"] for load in loads}) == 1
+    assert {load["error"] for load in loads} == {None}
+    assert {load["transport"] for load in loads} == {pair.transport}
+    assert {load["layout"] for load in loads} == {handoffs.decode.layout}
 
 
 def faults_of(pair: Pair, handoffs: Handoffs) -> dict[str, tuple[int, dict[str, Any]]]:
@@ -43,7 +83,7 @@ def faults_of(pair: Pair, handoffs: Handoffs) -> dict[str, tuple[int, dict[str, 
     """
     block_size = handoffs.decode.block_size
     if not handoffs.is_plain:
-        whole = submission_bytes(handoffs, 200)
+        whole = submission_bytes(handoffs, 200) // 64 * 64  # of whole numbers: the pieces of broken ones can be NaN
         return {
             "swap": (200, {"swap": {"first": 0, "second": whole // 2, "length": whole // 2}}),
             "zero": (200, {"zero": {"position": 0, "length": whole // 8}}),
