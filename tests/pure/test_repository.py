@@ -36,7 +36,7 @@ def test_scripts_are_executable_and_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-matrix", "test-fast", "lint", "bench", "clean"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-matrix", "test-fast", "test-full", "lint", "bench", "clean"])
 def test_make_knows_its_targets(target: str) -> None:
     result = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
