@@ -21,7 +21,7 @@ demo: setup ## Prefill on one vLLM engine, decode on another, compare with one e
 test: setup ## Every test, real vLLM engines included (less than 25 minutes on 2 cores)
 	@$(PYTEST) $(ARGS)
 
-test-matrix: setup ## Every pair of engines and every refusal; writes docs/matrix.md (about an hour)
+test-matrix: setup ## Every pair of engines and every refusal; writes docs/matrix.md (about 40 minutes)
 	@rm -rf build/matrix
 	@KVFERRY_MATRIX=build/matrix $(PYTEST) $(MATRIX) $(ARGS); status=$$?; \
 	$(PYTHON) -m tests.matrix_document build/matrix && exit $$status
