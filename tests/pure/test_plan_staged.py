@@ -16,7 +16,7 @@ from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staged import Merge, Numbered, ScatterPlan, cut, joined, placed
-from kvferry.plan.strategy import TYPICAL_COSTS, Strategy, choose
+from kvferry.plan.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose
 from kvferry.plan.transfer_plan import PairPlan, Planner
 from kvferry.plan.verify import verify_pair
 from kvferry.plan.verify_staged import composed
@@ -158,11 +158,14 @@ def test_long_runs_go_directly() -> None:
     assert [found.strategy for found in choice.rejected] == [Strategy.SCATTER]
 
 
-def test_the_choice_turns_where_a_descriptor_costs_as_much_as_the_copy() -> None:
+def test_the_choice_turns_where_descriptors_cost_so_much_more_than_the_copy() -> None:
     plan, costs = pair(NamedLayout.LBNHC, 2, 1), replace(TYPICAL_COSTS["nixl"], seconds_per_copy=0.0)
     direct, scatter = (choose(plan, costs, strategy).chosen for strategy in (Strategy.DIRECT, Strategy.SCATTER))
     copying = scatter.copied_bytes / costs.copy_bytes_per_second + scatter.num_copied_runs * 20e-9
-    even = copying / (direct.num_descriptors - scatter.num_descriptors)
+    bytes_once = direct.num_bytes / costs.bytes_per_second
+    even = (LEAST_GAIN * copying + (LEAST_GAIN - 1) * bytes_once) / (
+        direct.num_descriptors - LEAST_GAIN * scatter.num_descriptors
+    )
     for factor, expected in ((0.99, Strategy.DIRECT), (1.01, Strategy.SCATTER)):
         turned = replace(costs, seconds_per_descriptor=even * factor)
         assert choose(plan, turned).chosen.strategy is expected

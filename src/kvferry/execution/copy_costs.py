@@ -14,9 +14,9 @@ SHORT_BYTES, LONG_BYTES = 512, 4 << 10
 """Lengths of the runs that are copied: what a run costs besides its bytes follows from both."""
 RUNS_PER_BLOCK = 4
 MIN_BYTES = RUNS_PER_BLOCK * LONG_BYTES
-MAX_BYTES = 2 << 20
+MAX_BYTES = 8 << 20
 TINY_BYTES, TINY_COPIES = 64, 64
-REPEAT = 5
+REPEAT = 2
 MAX_CACHE_BYTES = 64 << 20
 USUAL_CACHE_BYTES = 32 << 20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -56,7 +56,8 @@ def measure_copies(stage: Stage, begin: int, num_bytes: int) -> tuple[float, flo
     True
     """
     moved = min(MAX_BYTES, num_bytes // 4)
-    # Every copy goes to memory of its own: what one has written is in a cache.
+    # Every copy goes to memory of its own: what one has written is in a cache. All come out of the same, as a round
+    # of a load has just been written when it is copied.
     num_areas = 2 * REPEAT if stage.region.device == "cpu" else 0
     cold = cold_memory(2 * moved * num_areas)
     areas = [int(cold.ctypes.data) + 2 * moved * index for index in range(num_areas)]

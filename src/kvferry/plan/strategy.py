@@ -15,6 +15,7 @@ from kvferry.plan.template import Template
 from kvferry.plan.transfer_plan import Descriptors, PairPlan
 
 DEFAULT_STAGE_BYTES = 64 << 20
+LEAST_GAIN = 1.4
 NOMINAL_TOKENS = 2048
 """Tokens of the request for which a pair chooses. All but the copies' fixed costs grows alike, so it matters little."""
 
@@ -96,6 +97,7 @@ def choose(
 ) -> Choice:
     """Choose the strategy whose predicted time is shortest, or the one wished for.
 
+    A stage must be predicted to be ``LEAST_GAIN`` times as fast as the direct way: it takes memory and a core besides.
     Raises :class:`PlanError` (``unsupported``) for a wish that this pair cannot have.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
@@ -115,7 +117,7 @@ def choose(
         possible += _scatter_predictions(plan, costs, stage_bytes)
     except PlanError as error:
         impossible.append((Strategy.SCATTER, error.message))
-    possible.sort(key=lambda found: found.seconds)
+    possible.sort(key=lambda found: found.seconds * (1 if found.strategy is Strategy.DIRECT else LEAST_GAIN))
     wished = [found for found in possible if wish in (None, found.strategy)]
     if not wished:
         why = next(reason for strategy, reason in impossible if strategy is wish)
