@@ -4,7 +4,7 @@ PYTEST := $(PYTHON) -m pytest
 MODE ?= pull
 ARGS ?=
 MATRIX := $(addprefix tests/host/vllm/,test_pairs.py test_engine_oracle.py test_data_parallel.py test_refusals.py) \
-	tests/local/test_refused_combinations.py
+	tests/host/vllm/test_requests.py::test_prefix_hits_on_the_decode_side tests/local/test_refused_combinations.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-matrix test-fast test-full lint bench clean

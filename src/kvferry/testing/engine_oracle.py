@@ -190,7 +190,8 @@ class EngineOracle:
             is_state = isinstance(spec, MambaSpec)
             window = getattr(spec, "sliding_window", None) or 0
             heads = range(0) if is_state else self._oracle_heads(view)
-            layers.append(Layer(name, group_of[name], _as_int32(view), heads, spec.block_size, window, is_state))
+            cache = _as_int32(view), heads, spec.block_size, window, is_state, view.element_size()
+            layers.append(Layer(name, group_of[name], *cache))
         return layers
 
     def _oracle_page(self, nonce: str, layer: "Layer", head: int, index: int) -> Labels:
@@ -235,8 +236,11 @@ class EngineOracle:
         first = max(0, last + 1 - layer.window) if layer.window else 0
         for index in range(first // layer.block_size, -(-last // layer.block_size)):
             slots = np.arange(layer.block_size) + index * layer.block_size
-            wanted = np.broadcast_to(((slots >= first) & (slots < last))[:, None], layer.view.shape[2:])
-            must_equal = page_of(wanted, not self.vllm_config.model_config.use_mla)
+            num_elements = layer.view.shape[3] * 4 // layer.itemsize
+            wanted = np.broadcast_to(((slots >= first) & (slots < last))[:, None], (layer.block_size, num_elements))
+            elements = page_of(wanted, not self.vllm_config.model_config.use_mla)
+            # A label of four bytes may hold elements of several tokens.
+            must_equal = elements.reshape(*layer.view.shape[2:], -1).all(axis=-1)
             for local_head, head in enumerate(layer.heads):
                 equal = layer.view[:, local_head] == self._oracle_page(order["nonce"], layer, head, index)
                 candidates = np.flatnonzero(equal.sum(axis=(1, 2)) > CHANCE)
@@ -274,6 +278,8 @@ class Layer(NamedTuple):
     block_size: int
     window: int
     is_state: bool
+    itemsize: int
+    """Bytes of an element as the engine reads it."""
 
 
 def _conv_channels(layer: Any, rank: int, size: int) -> list[tuple[str, int, int]]:

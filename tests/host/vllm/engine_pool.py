@@ -29,13 +29,20 @@ from kvferry.integrations.vllm.launch import (
 from kvferry.integrations.vllm.plugin import CONNECTOR_MODULE
 from kvferry.integrations.vllm.tiny_models import make_tiny_model
 
-MODELS = {"gqa": "qwen3-tiny", "mla": "deepseek-mla-tiny", "gemma": "gemma3-tiny", "granite": "granite-tiny"}
+MODELS = {
+    "gqa": "qwen3-tiny",
+    "fp8": "qwen3-tiny",
+    "mla": "deepseek-mla-tiny",
+    "gemma": "gemma3-tiny",
+    "granite": "granite-tiny",
+}
 EXTENSION = ("--worker-extension-cls", "kvferry.testing.engine_oracle.EngineOracle")
 # In vLLM 0.32 the CPU's rotary_embedding kernel turns a query that is a slice of a wider tensor, as MLA's is, by wrong
 # angles, other ones for a token alone than for the same token in a prompt; the plain PyTorch one is right.
 MLA_ARGUMENTS = ("--compilation-config", json.dumps({"custom_ops": ["all", "-rotary_embedding"]}))
 MODEL_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "mla": MLA_ARGUMENTS,
+    "fp8": ("--kv-cache-dtype", "fp8"),
     # Long prompts are computed in parts, so that blocks leave the window while they run.
     "gemma": ("--max-num-batched-tokens", "512"),
 }
@@ -67,6 +74,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gqa-tp1-nixl": ("gqa", {"transport": "nixl", "cores": LAST_CORE}),
+    # Everything that it loads comes by way of a stage.
+    "gqa-tp1-scatter": ("gqa", {"strategy": "scatter", "cores": LAST_CORE}),
     "gqa-tp2": ("gqa", {"tensor_parallel_size": 2, "transport": "auto"}),
     "gqa-tp2-other": ("gqa", {"tensor_parallel_size": 2, "load_failure_policy": "recompute"}),
     "gqa-tp4": ("gqa", {"tensor_parallel_size": 4}),
@@ -83,6 +92,9 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-pp2": ("gqa", {"pipeline_parallel_size": 2}),
     "gqa-pp2x2": ("gqa", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
     # Finds the connector by its module's path and loads no plugin.
+    "fp8-reference": ("fp8", {"role": None, "cores": BOTH_CORES}),
+    "fp8-tp1": ("fp8", {}),
+    "fp8-tp2": ("fp8", {"tensor_parallel_size": 2}),
     "gqa-block64": ("gqa", {"block_size": 64, "cores": LAST_CORE, "connector_module": CONNECTOR_MODULE}),
     "gemma-reference": ("gemma", {"role": None, "cores": BOTH_CORES}),
     "gemma-tp1": ("gemma", {}),
@@ -102,7 +114,8 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("gqa-reference", "gqa-tp4", "gqa-tp1", "gqa-dp2"),
     ("gqa-tp1-nixl", "gqa-bfloat16", "mla-reference", "mla-tp1", "mla-tp1-other", "mla-tp2"),
     ("gqa-reference", "gqa-tp1", "gqa-pp2"),
-    ("gqa-reference", "gqa-tp2", "gqa-pp2x2"),
+    ("gqa-reference", "gqa-tp2", "gqa-pp2x2", "gqa-tp1-scatter"),
+    ("fp8-reference", "fp8-tp1", "fp8-tp2"),
     ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2"),
     ("gemma-reference", "gemma-tp1", "gemma-pp2"),
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
@@ -263,8 +276,8 @@ class EnginePool:
         differences = dict(differences)
         tp, pp = (differences.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
         connector_settings = dict(CONNECTOR_SETTINGS)
-        if transport := differences.pop("transport", None):
-            connector_settings["transport"] = transport
+        for setting in {"transport", "strategy"} & differences.keys():
+            connector_settings[setting] = differences.pop(setting)
         cache_bytes = (256 << 20) // (pp * (1 if model == "mla" else tp))
         arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": cache_bytes}
         arguments.update(differences, arguments=MODEL_ARGUMENTS.get(model, ()))

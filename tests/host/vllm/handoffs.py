@@ -49,11 +49,13 @@ PAIRS = (
     Pair("mla-2-1", "mla-tp2", "mla-tp1"),
     Pair("mla-1-2", "mla-tp1", "mla-tp2", in_matrix=True),
     Pair("gqa-4-1", "gqa-tp4", "gqa-tp1", in_matrix=True),
+    Pair("gqa-2-1-scatter", "gqa-tp2", "gqa-tp1-scatter", in_matrix=True),
     Pair("gqa-dp2-1", "gqa-dp2", "gqa-tp1", in_matrix=True),
     Pair("gqa-1-dp2", "gqa-tp1", "gqa-dp2", in_matrix=True),
     Pair("gqa-pp2-1", "gqa-pp2", "gqa-tp1", in_matrix=True),
     Pair("gqa-1-pp2", "gqa-tp1", "gqa-pp2", in_matrix=True),
     Pair("gqa-pp2x2-2", "gqa-pp2x2", "gqa-tp2", in_matrix=True),
+    Pair("fp8-2-1", "fp8-tp2", "fp8-tp1", in_matrix=True),
     Pair("gqa-64-128", "gqa-block64", "gqa-tp1", in_matrix=True),
     Pair("gqa-128-64", "gqa-tp1", "gqa-block64"),
     Pair("gemma-2-1", "gemma-tp2", "gemma-tp1", in_matrix=True),
@@ -198,7 +200,8 @@ def submission_bytes(handoffs: Handoffs, num_tokens: int) -> int:
         load = handoffs.decode.loads()[-1]
         return int(load["bytes"]) // int(load["sources"])
     block_size = handoffs.decode.block_size
-    return -(-num_tokens // block_size) * pages_in_a_block(handoffs) * block_size * 128 * 4
+    itemsize = 1 if handoffs.pair.model == "fp8" else 4
+    return -(-num_tokens // block_size) * pages_in_a_block(handoffs) * block_size * 128 * itemsize
 
 
 def pages_in_a_block(handoffs: Handoffs) -> int:

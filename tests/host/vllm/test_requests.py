@@ -40,7 +40,7 @@ def test_parallel_samples(pair: Pair, prefill_samples: int, engine_pool: EngineP
     check_tokens(answers, pair.model, prompts, reference)
 
 
-@for_pairs("gqa-2-1")
+@for_pairs("gqa-2-1", "gqa-1-2", "gqa-dp2-1")
 def test_prefix_hits_on_the_decode_side(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
     handoffs = Handoffs.of(pair, engine_pool)
     logs_before, salt = handoffs.log_ends(), fresh_salt()
