@@ -17,6 +17,7 @@ DOCUMENT = REPOSITORY / "docs" / "matrix.md"
 COMMAND = "make test-matrix"
 MODELS = {
     "gqa": "Qwen3, GQA",
+    "fp8": "Qwen3, GQA, cache in FP8",
     "mla": "DeepSeek V2, MLA",
     "gemma": "Gemma 3, sliding windows and full attention",
     "granite": "Granite 4, Mamba2 and attention",
