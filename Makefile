@@ -30,7 +30,7 @@ test-fast: setup ## The tests without vLLM engines (less than 2 minutes)
 	@$(PYTEST) -m "not vllm" tests/pure tests/local src $(ARGS)
 
 # Pieces of their own seeds: one process would remember every case that it drew.
-test-full: setup ## 100,000 drawn cases through every strategy (about an hour on 2 cores)
+test-full: setup ## 100,000 drawn cases through every strategy (half an hour on 2 idle cores)
 	@seq 80 | xargs -P "$$(nproc)" -I{} env KVFERRY_CASES=1250 $(PYTEST) -p no:cacheprovider --hypothesis-seed={} \
 	  tests/pure/test_plan_properties.py tests/pure/test_plan_staged.py $(ARGS)
 
