@@ -1,5 +1,6 @@
 """Pipelines as vLLM's engine core sees them: whom it counts, whose blocks it defers, how it hands ranks over."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,16 @@ from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.held_blocks import HeldBlocks
 from kvferry.integrations.vllm.metadata import LoadOrder, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.worker_role import WorkerRole
+from kvferry.plan.request import GroupBlocks
+
+from .vllm_caches import CacheRank, full, move, window
 
 TP, PP = 2, 2
+# As vLLM groups them: sliding windows in "0" (0, 3) and "1" (1), full attention in "2" (2, 4).
+LAYERS = {"0": window, "1": window, "2": full, "3": window, "4": full}
+WHOLE: Sequence[Sequence[str]] = ()
+SHORT_LAST, SHORT_FIRST = (["0", "1", "2"], ["3", "4"]), (["0"], ["1", "2", "3", "4"])
+THREE = (["0"], ["1", "2"], ["3", "4"])
 
 
 def rank_without_engine() -> Any:
@@ -76,3 +85,41 @@ def test_ranks_are_published_stage_by_stage() -> None:
         {place: RankMetadata(msgspec.msgpack.encode(entry)) for place, entry in entries.items()}
     )
     assert [(entry.pp_rank, entry.tp_rank) for entry in published] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def engine(stages: Sequence[Sequence[str]], tp_size: int, layout: str) -> list[CacheRank]:
+    specs = {name: spec(tp_size) for name, spec in LAYERS.items()}
+    places = [(stage, rank) for stage in range(max(len(stages), 1)) for rank in range(tp_size)]
+    return [CacheRank(specs, layout, (rank, tp_size), stages=stages, pp_rank=stage) for stage, rank in places]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ((SHORT_LAST, 1), (WHOLE, 1)),
+        ((WHOLE, 1), (SHORT_LAST, 1)),
+        ((SHORT_LAST, 2), (WHOLE, 2)),
+        ((SHORT_FIRST, 2), (SHORT_LAST, 1)),
+        ((THREE, 1), (SHORT_FIRST, 2)),
+    ],
+    ids=["pp2-1", "1-pp2", "pp2x2-2", "pp2x2-pp2", "pp3-pp2x2"],
+)
+def test_stages_of_a_hybrid_meet_through_vllms_own_groups_and_views(prefill: Any, decode: Any) -> None:
+    """A stage has all groups, some without a layer of its own: labels are written and found through vLLM's views."""
+    sources, destinations = engine(*prefill, "BLHNC"), engine(*decode, "LBHNC")
+    assert {tuple(map(len, rank.groups())) for rank in engine(SHORT_LAST, 1, "BLHNC")} == {(1, 1, 1), (1, 0, 1)}
+    requests = [
+        GroupBlocks(
+            group=str(group),
+            first_token=0,
+            last_token=32,
+            source_block_ids=[2 * group + 1, 2 * group + 2],
+            destination_block_ids=[10 - 2 * group, 9 - 2 * group],
+        )
+        for group in range(3)
+    ]
+    for rank in sources:
+        rank.label(requests)
+    for rank in destinations:
+        move(sources, rank, requests)
+        rank.check(requests, 32)

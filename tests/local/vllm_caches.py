@@ -10,13 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.core.kv_cache_utils import (
+    _project_kv_cache_groups_to_worker,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.integrations.vllm import translate
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.request import GroupBlocks, of_rank
 from kvferry.plan.transfer_plan import Planner
 
 TOTAL_HEADS, HEAD_SIZE, NUM_BLOCKS = 4, 8, 12
@@ -36,7 +40,10 @@ def _attention(tp_size: int, block_size: int) -> dict[str, Any]:
 
 
 class CacheRank:
-    """One rank: vLLM's groups of these layers, one buffer, a view a layer. ``shared`` layers read another's cache."""
+    """One rank: vLLM's groups of these layers, one buffer, a view a layer. ``shared`` layers read another's cache.
+
+    ``stages`` are the layers of each stage of a pipeline, of which this rank belongs to number ``pp_rank``.
+    """
 
     def __init__(
         self,
@@ -45,15 +52,20 @@ class CacheRank:
         rank: tuple[int, int] = (0, 1),
         modules: Mapping[str, Any] | None = None,
         shared: Mapping[str, str] | None = None,
+        stages: Sequence[Sequence[str]] = (),
+        pp_rank: int = 0,
     ) -> None:
         self.tp_rank, self.specs = rank[0], dict(specs)
         attention = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
-        vllm_config = _config(rank[1], KVCacheLayout[layout], {**dict.fromkeys(specs, attention), **(modules or {})})
+        modules = {**dict.fromkeys(specs, attention), **(modules or {})}
+        vllm_config = _config(rank[1], max(len(stages), 1), KVCacheLayout[layout], modules)
         groups = get_kv_cache_groups(vllm_config, self.specs)
+        if stages:
+            groups = _project_kv_cache_groups_to_worker(groups, {name: specs[name] for name in stages[pp_rank]})
         self.config = get_kv_cache_config_from_groups(vllm_config, groups, available_memory=1 << 30)
         self.caches = allocate_kv_cache(self.config, torch.device("cpu"), KVCacheLayout[layout])
         self.caches |= {name: self.caches[owner] for name, owner in (shared or {}).items()}
-        self.shard = translate.shard_of(vllm_config, self.config, self.caches, rank[0])
+        self.shard = translate.shard_of(vllm_config, self.config, self.caches, rank[0], pp_rank)
 
     def groups(self) -> list[list[str]]:
         return [list(group.layer_names) for group in self.config.kv_cache_groups]
@@ -90,8 +102,12 @@ class CacheRank:
                     yield from ((layer, position, block) for position, block in enumerate(ids.tolist()))
 
 
-def _config(tp_size: int, layout: KVCacheLayout, modules: Mapping[str, Any]) -> Any:
-    parallel = {"pipeline_parallel_size": 1, "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1}
+def _config(tp_size: int, pp_size: int, layout: KVCacheLayout, modules: Mapping[str, Any]) -> Any:
+    parallel = {
+        "pipeline_parallel_size": pp_size,
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+    }
     cache = {"get_resolved_kv_cache_layout": lambda: layout, "num_gpu_blocks_override": NUM_BLOCKS}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, **parallel),
@@ -108,5 +124,5 @@ def _config(tp_size: int, layout: KVCacheLayout, modules: Mapping[str, Any]) -> 
 def move(sources: Sequence[CacheRank], destination: CacheRank, requests: Sequence[GroupBlocks]) -> None:
     """Plan and copy what one destination rank needs."""
     for plan in Planner([rank.shard for rank in sources], destination.shard).plans(0):
-        for source, address, length in plan.lower(requests).astype(np.int64).tolist():
+        for source, address, length in plan.lower(of_rank(requests, destination.shard)).astype(np.int64).tolist():
             ctypes.memmove(address, source, length)
