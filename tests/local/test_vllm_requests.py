@@ -6,6 +6,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
 from kvferry.errors import Reason, SettingsError
 from kvferry.integrations.vllm.block_lists import GroupShape
 from kvferry.integrations.vllm.held_blocks import HeldBlocks
@@ -25,6 +29,23 @@ def test_blocks_that_a_load_fills_in_part_are_left_for_the_engine_to_clear(make_
         reader, ours = make_role(*groups), request(PROMPT, asked or {}, "d")
         reader.on_new_request(ours)
         assert reader.groups_filled_whole(ours) == filled
+
+
+@pytest.mark.parametrize(("source_size", "cleared"), [(16, [1, 2, 3]), (32, [])])
+def test_vllm_clears_the_blocks_that_a_load_fills_in_part(source_size: int, cleared: list[int], make_role: Any) -> None:
+    """Through vLLM's own manager of blocks, for a model with states."""
+    full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    state = MambaSpec(block_size=4096, shapes=((4, 4),), dtypes=(torch.float32,), page_size_padded=full.page_size_bytes)
+    groups = [KVCacheGroupSpec(["attention"], full), KVCacheGroupSpec(["state"], state)]
+    manager = KVCacheManager(KVCacheConfig(8, [], groups), 4096, 4096, 32, enable_caching=False)
+    sender = make_role(GroupShape(CacheKind.ATTENTION, source_size), STATE)
+    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1], [9])
+    reader, ours = make_role(GroupShape(CacheKind.ATTENTION, 32), STATE), request(PROMPT, params or {}, "d")
+    reader.on_new_request(ours)
+    num_tokens, _ = reader.get_num_new_matched_tokens(ours, 0)
+    filled = reader.groups_filled_whole(ours)
+    manager.allocate_slots(ours, 0, num_external_computed_tokens=num_tokens, skip_zeroing_group_ids=filled)
+    assert manager.take_new_block_ids() == cleared
 
 
 def test_the_prompt_is_cut_once_and_only_where_a_state_is_held(make_role: Any) -> None:
