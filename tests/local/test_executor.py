@@ -16,7 +16,7 @@ import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, SettingsError, TransportError
 from kvferry.execution import executor as executor_module
-from kvferry.execution.executor import WAIT_SECONDS, Executor, take_realtime_priority
+from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor, take_realtime_priority
 from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase
 from kvferry.execution.scratch import Scratch
 from kvferry.handoff.guard import WORD_BYTES, GuardWords, word_bytes
@@ -590,6 +590,21 @@ def test_a_load_that_waits_is_not_asked_without_pause(executor: Executor) -> Non
     executor.cancel("waiting")
     collect(executor, 1)
     assert 2 <= len(asked) <= (asked[-1] - asked[0]) / WAIT_SECONDS + 1
+
+
+def test_a_load_that_waits_for_long_is_asked_less_often_and_keeps_no_other_waiting(
+    executor: Executor, transport: ScriptedTransport, source: Source
+) -> None:
+    asked: list[float] = []
+    executor.submit(load_of(lambda: asked.append(time.monotonic()), load_id="waiting"))
+    time.sleep(0.6)
+    later, since = len(asked), time.monotonic()
+    time.sleep(0.2)
+    assert 1 <= len(asked) - later <= (time.monotonic() - since) / MAX_WAIT_SECONDS + 2
+    executor.submit(load_of(lambda: [source.read(transport)], load_id="other"))
+    assert collect(executor, 1)["other"].error is None
+    executor.cancel("waiting")
+    collect(executor, 1)
 
 
 def test_the_thread_runs_on_the_cores_it_was_given() -> None:

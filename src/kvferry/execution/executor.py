@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 
 from kvferry.errors import HandoffError, Reason, SettingsError
 from kvferry.execution.device import HOST, DeviceOrder
@@ -16,6 +17,9 @@ from kvferry.execution.scratch import Scratch
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.0005
+MAX_WAIT_SECONDS = 0.01
+"""Between two looks at loads that have waited for something else than a transfer, such as a handshake, for a while. Each
+look costs a little for each of them, in real time: two ranks kept the cores from the engine that was to answer."""
 QUIET_SECONDS = 10.0
 """So long a load that was given up may take to be quiet before the log tells of it."""
 
@@ -40,6 +44,7 @@ class Executor:
         self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self._active: list[Load] = []
         self._unquiet: set[str] = set()
+        self._num_looks = 0
         self._stop = threading.Event()
         self._give_up_at = 0.0
         self._thread = threading.Thread(target=self._run, name="kvferry-executor", daemon=True)
@@ -97,8 +102,19 @@ class Executor:
         while not self._stop.is_set():
             self._take_orders()
             if self._active and not self._advance():
-                time.sleep(WAIT_SECONDS)
+                self._wait()
+            else:
+                self._num_looks = 0
         self._give_up()
+
+    def _wait(self) -> None:
+        """Sleep until it is time to look again: soon where transfers run, else ever longer or until an order comes."""
+        if any(load.phase is not Phase.PREPARING for load in self._active):
+            time.sleep(WAIT_SECONDS)
+            return
+        self._num_looks += 1
+        with suppress(queue.Empty):
+            self._take(self._orders.get(timeout=min(WAIT_SECONDS * (1 + self._num_looks // 4), MAX_WAIT_SECONDS)))
 
     def _take_orders(self) -> None:
         """Take what was queued; wait for it when there is nothing else to do."""
