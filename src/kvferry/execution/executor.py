@@ -18,8 +18,7 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.0005
 MAX_WAIT_SECONDS = 0.01
-"""Between two looks at loads that have waited for something else than a transfer, such as a handshake, for a while. Each
-look costs a little for each of them, in real time: two ranks kept the cores from the engine that was to answer."""
+"""Between two looks at loads that have waited for something else than a transfer, such as a handshake, for a while."""
 QUIET_SECONDS = 10.0
 """So long a load that was given up may take to be quiet before the log tells of it."""
 

@@ -29,7 +29,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         of a stage in the decode engine; ``gather`` is refused, since prefill engines do not copy on request.
     stage_bytes: with ``scatter`` and ``auto`` only, memory of that stage in each rank; larger loads go in rounds.
     huge_pages: put the cache into 2 MiB pages at start where the kernel allows.
-    transfer_cores: cores for the transfer thread; empty means all but the compute cores, or any if fewer than two.
+    transfer_cores: cores for the transfer thread; empty means all but the compute cores.
     realtime_transfers: give the transfer thread real-time priority where the kernel allows.
     transfer_log: a file that gets one JSON line per load and rank (``.rank<rank>`` is appended).
     model_id: what both sides must agree on in place of the digest of model and weights.
@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stage_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 36)] = DEFAULT_STAGE_BYTES
     huge_pages: bool = True
     transfer_cores: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
-    realtime_transfers: bool = True
+    realtime_transfers: bool = False
     transfer_log: str = ""
     model_id: str = ""
     faults: FaultPlan | None = None

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCRATCH_WORDS = 4096
-MIN_TRANSFER_CORES = 2
-"""Cores for the threads of a large copy. Where fewer do not compute, any core is taken for the moment."""
 
 
 class WorkerRole:
@@ -183,5 +181,4 @@ class WorkerRole:
         if self._settings.transfer_cores:
             return set(self._settings.transfer_cores)
         everything = set(range(os.cpu_count() or 1))
-        not_computing = everything - os.sched_getaffinity(0)
-        return not_computing if len(not_computing) >= MIN_TRANSFER_CORES else everything
+        return (everything - os.sched_getaffinity(0)) or everything
