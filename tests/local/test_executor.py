@@ -18,8 +18,8 @@ from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, Settin
 from kvferry.execution import executor as executor_module
 from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor, take_realtime_priority
 from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase
-from kvferry.execution.scratch import Scratch
-from kvferry.handoff.guard import WORD_BYTES, GuardWords, word_bytes
+from kvferry.execution.scratch import WORD_BYTES, Scratch
+from kvferry.handoff.guard import GuardWords, word_bytes
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import (
     Capabilities,

@@ -67,17 +67,22 @@ def test_a_pid_reused_during_the_transfer_fails_it(pair: Pair, monkeypatch: pyte
     assert transfer.error.reason is Reason.PEER_CHANGED
 
 
+def error_of_a_read(pair: Pair, reason: Reason) -> TransportError:
+    """Read everything, which must fail for that reason."""
+    transfer = pair.submit(Direction.READ, np.array([[0, 0, BYTES]], np.uint64))
+    assert pair.finish(transfer) is Status.FAILED
+    assert transfer.error is not None
+    assert transfer.error.reason is reason
+    return transfer.error
+
+
 def test_permission_denied_names_the_remedy(pair: Pair) -> None:
     def refuse(*_: object) -> int:
         ctypes.set_errno(errno.EPERM)
         return -1
 
     pair.transport._calls = dict.fromkeys(Direction, refuse)
-    transfer = pair.submit(Direction.READ, np.array([[0, 0, BYTES]], np.uint64))
-    assert pair.finish(transfer) is Status.FAILED
-    assert transfer.error is not None
-    assert transfer.error.reason is Reason.PERMISSION_DENIED
-    assert "ptrace_scope" in transfer.error.remedy
+    assert "ptrace_scope" in error_of_a_read(pair, Reason.PERMISSION_DENIED).remedy
     with pytest.raises(TransportError) as caught:
         pair.transport.connect(pair.remote.end_point)
     assert caught.value.reason is Reason.PERMISSION_DENIED
@@ -100,8 +105,13 @@ def test_partial_calls_are_continued_exactly(pair: Pair) -> None:
     pieces = np.array([[i * 700, 500_000 - i * 900, 650] for i in range(500)], np.uint64)
     assert pair.finish(pair.submit(Direction.READ, pieces)) is Status.DONE
     assert max(sizes) == 1000
-    landed = pair.local.copy()
     pair.transport._calls = dict.fromkeys(Direction, read)
+    check_same_again(pair, pieces)
+
+
+def check_same_again(pair: Pair, pieces: np.ndarray) -> None:
+    """What has landed must be what lands again, by calls that nothing disturbs."""
+    landed = pair.local.copy()
     pair.local[:] = 0
     assert pair.finish(pair.submit(Direction.READ, pieces)) is Status.DONE
     assert landed.any()
@@ -123,15 +133,12 @@ def test_threads_copy_their_shares_exactly_though_calls_stop_short(pair: Pair, m
         return int(read(pid, local, 1 if is_second else num_local, remote, num_remote, flags))
 
     pair.transport._calls = dict.fromkeys(Direction, record)
-    assert pair.finish(pair.submit(Direction.READ, np.array([[0, 0, BYTES]], np.uint64))) is Status.DONE
+    everything = np.array([[0, 0, BYTES]], np.uint64)
+    assert pair.finish(pair.submit(Direction.READ, everything)) is Status.DONE
     assert len(threads) >= 2
-    landed = pair.local.copy()
     pair.transport._calls = dict.fromkeys(Direction, read)
     monkeypatch.setattr(CopyThreads, "num_usable", 1)
-    pair.local[:] = 0
-    assert pair.finish(pair.submit(Direction.READ, np.array([[0, 0, BYTES]], np.uint64))) is Status.DONE
-    assert landed.any()
-    assert np.array_equal(landed, pair.local)
+    check_same_again(pair, everything)
 
 
 def test_an_error_on_another_thread_is_explained(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,10 +155,7 @@ def test_an_error_on_another_thread_is_explained(pair: Pair, monkeypatch: pytest
         return -1
 
     pair.transport._calls = dict.fromkeys(Direction, refuse_beside)
-    transfer = pair.submit(Direction.READ, np.array([[0, 0, BYTES]], np.uint64))
-    assert pair.finish(transfer) is Status.FAILED
-    assert transfer.error is not None
-    assert transfer.error.reason is Reason.PERMISSION_DENIED
+    error_of_a_read(pair, Reason.PERMISSION_DENIED)
 
 
 def test_unmapped_memory_is_an_error_not_a_crash(pair: Pair) -> None:

@@ -17,8 +17,6 @@ import numpy as np
 from kvferry.execution.device import Afterwards, DeviceOrder
 from kvferry.execution.scratch import BEING_WRITTEN
 
-WORD_BYTES = 16
-
 
 class GuardWords:
     """The words of one rank, ``num_slots`` of them; slot memory is plain and registered by the owner.

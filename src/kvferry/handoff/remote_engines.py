@@ -11,9 +11,10 @@ import numpy as np
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.load import GuardedRead
+from kvferry.execution.scratch import WORD_BYTES
 from kvferry.execution.transfer_costs import Strategist
 from kvferry.handoff.decode_side import RemoteHold
-from kvferry.handoff.guard import WORD_BYTES, word_bytes
+from kvferry.handoff.guard import word_bytes
 from kvferry.handoff.handshake import decode_shards, fetch_directory
 from kvferry.handoff.protocol import Directory, Identity
 from kvferry.layout.shard import Shard

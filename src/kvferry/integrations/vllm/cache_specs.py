@@ -22,6 +22,10 @@ def spec_of(group: "KVCacheGroupSpec", layer_name: str | None = None) -> Any:
     return next(iter(spec.kv_cache_specs.values())) if layer_name is None else spec.kv_cache_specs[layer_name]
 
 
-def refuse(what: str, remedy: str = "") -> NoReturn:
+UNEXPECTED = "This is not what kvferry knows of vLLM 0.32: please report it, with the engine's log."
+"""The remedy for what no setting can change."""
+
+
+def refuse(what: str, remedy: str = UNEXPECTED) -> NoReturn:
     """Raise :class:`LayoutError` (unsupported)."""
     raise LayoutError(Reason.UNSUPPORTED, f"{what}.", remedy)

@@ -115,7 +115,7 @@ def _check_group(index: int, group: "KVCacheGroupSpec") -> None:
     spec = spec_of(group)
     where = f"cache group {index} is a {type(spec).__name__}"
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec):
-        refuse(where, "Full attention, sliding windows, MLA and Mamba2 states are supported.")
+        refuse(where, "Full attention, sliding windows, MLA and states are supported.")
     if not group.enable_kv_transfer or group.host_resident:
         refuse(f"{where} whose blocks are not to be moved", "Run without a cache kept in host memory.")
     if isinstance(spec, MambaSpec):

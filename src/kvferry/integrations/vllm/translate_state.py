@@ -61,9 +61,9 @@ def state_components(
     conv_itemsize, recurrent_itemsize = (dtype.itemsize for dtype in spec.dtypes)
     conv_bytes = math.prod(conv_shape) * conv_itemsize
     page_bytes = conv_bytes + math.prod(recurrent_shape) * recurrent_itemsize
-    segments, order = _segments(spec, layer, rank), _conv_order()
+    (segments, recurrent_of_all), order = _parts(spec, layer, rank), _conv_order()
     state_len, num_channels = conv_shape if order is ConvOrder.SD else conv_shape[::-1]
-    heads, *per_head = _recurrent_shape(spec, layer)
+    heads, *per_head = recurrent_of_all
     expected = (sum(len(segment.held) for segment in segments), heads // rank[1], *per_head)
     if (num_channels, *recurrent_shape) != expected:
         refuse(f"states of shapes {spec.shapes} are not those of a {type(layer).__name__} with {expected}")
@@ -87,13 +87,18 @@ def state_components(
     return (*conv, recurrent, *padding_components(pages, page_bytes, spec.page_size_bytes, *rank))
 
 
-def _segments(spec: "MambaSpec", layer: Any, rank: tuple[int, int]) -> tuple[ConvSegment, ...]:
-    """Return this rank's segments of the convolution."""
+def _parts(spec: "MambaSpec", layer: Any, rank: tuple[int, int]) -> tuple[tuple[ConvSegment, ...], tuple[int, ...]]:
+    """Return this rank's segments of the convolution, and the shape of the recurrent states of all ranks together.
+
+    The latter are heads, of which Mamba1's are its channels, and what each of them keeps.
+    """
     if spec.mamba_type.name == "MAMBA1":
-        return mamba1_segments(layer.intermediate_size, *rank)
+        return mamba1_segments(layer.intermediate_size, *rank), (layer.intermediate_size, layer.ssm_state_size)
     if spec.mamba_type.name == "MAMBA2":
-        return _mamba2_segments(layer, rank)
-    return gated_delta_segments(*_delta_heads(layer), *rank)
+        return _mamba2_segments(layer, rank), (layer.num_heads, layer.head_dim, layer.ssm_state_size)
+    heads = _delta_heads(layer)
+    _, key_size, num_value_heads, value_size = heads
+    return gated_delta_segments(*heads, *rank), (num_value_heads, value_size, key_size)
 
 
 def _mamba2_segments(layer: "MambaMixer2", rank: tuple[int, int]) -> tuple[ConvSegment, ...]:
@@ -102,16 +107,6 @@ def _mamba2_segments(layer: "MambaMixer2", rank: tuple[int, int]) -> tuple[ConvS
 
     num_groups = layer.n_groups if isinstance(layer.conv1d, MergedColumnParallelLinear) else 1
     return mamba2_segments(layer.intermediate_size, num_groups, layer.ssm_state_size, *rank)
-
-
-def _recurrent_shape(spec: "MambaSpec", layer: Any) -> tuple[int, ...]:
-    """Return the heads of all ranks, of which Mamba1's are its channels, and what each of them keeps."""
-    if spec.mamba_type.name == "MAMBA1":
-        return layer.intermediate_size, layer.ssm_state_size
-    if spec.mamba_type.name == "MAMBA2":
-        return layer.num_heads, layer.head_dim, layer.ssm_state_size
-    _, key_size, num_heads, value_size = _delta_heads(layer)
-    return num_heads, value_size, key_size
 
 
 def _delta_heads(layer: Any) -> tuple[int, int, int, int]:
