@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 from kvferry.errors import Reason
 from kvferry.integrations.vllm.child_process import ChildProcess, LaunchError, stop_all
 from kvferry.integrations.vllm.engine_metrics import scrape_metrics
+from kvferry.integrations.vllm.waiting_workers import VARIABLE as SLEEPING_WORKERS
 
 HOST = "127.0.0.1"
 FIRST_PORT = 20000
@@ -112,6 +113,9 @@ class EngineSettings:
         variables = {
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(self.cores or spread_over_cores(self.num_ranks)),
             "VLLM_CPU_CI_ENV": "0" if self.pipeline_parallel_size > 1 else "1",
+            # The first request of a rank with a part of the vocabulary would wait 40 s for a C++ compiler.
+            "TORCHDYNAMO_DISABLE": "0" if self.pipeline_parallel_size > 1 else "1",
+            SLEEPING_WORKERS: "1" if self.num_ranks > 1 else "0",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }

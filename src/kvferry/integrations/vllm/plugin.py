@@ -3,6 +3,7 @@
 import logging
 
 from kvferry.integrations.vllm.versions import check_version
+from kvferry.integrations.vllm.waiting_workers import make_waits_sleep
 
 CONNECTOR_NAME = "KVFerryConnector"
 CONNECTOR_MODULE = "kvferry.integrations.vllm.connector"
@@ -18,6 +19,7 @@ def register() -> None:
     from kvferry.integrations.vllm.layout_choice import widen_cpu_attention
 
     widen_cpu_attention()
+    make_waits_sleep()
     log_as_vllm_does()
 
 
