@@ -169,7 +169,7 @@ class DecodeRank:
 
     def forget_failures(self) -> None:
         """As if ``FAILURE_SECONDS`` had passed."""
-        self.engines._handshakes.clear()
+        self.engines._handshakes._known.clear()
 
     def load(self, hold: RemoteHold, source_ids: list[int], destination_ids: list[int]) -> LoadResult:
         """Load whole blocks of the one group."""

@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.load import Load, Phase
+from kvferry.handoff import beside
 from kvferry.handoff import remote_engines as module
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.protocol import PROTOCOL_VERSION, Handle, Released
@@ -141,12 +142,12 @@ def test_a_shard_that_does_not_fit_or_decode_is_refused(prefill: PrefillEngine, 
 def test_a_refused_plan_is_remembered_like_a_failed_handshake(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "FAILURE_SECONDS", 60.0)
+    monkeypatch.setattr(beside, "FAILURE_SECONDS", 60.0)
     prefill.answer = lambda question: prefill.directory(ranks=prefill.directory().ranks[:1])
     first, second = decode.refusal(prefill.hold()), decode.refusal(prefill.hold())
     assert first.reason is Reason.MISSING_SOURCE
     assert first is second
-    monkeypatch.setattr(module, "FAILURE_SECONDS", 0.1)
+    monkeypatch.setattr(beside, "FAILURE_SECONDS", 0.1)
     prefill.answer = lambda question: prefill.directory()
     time.sleep(0.15)
     assert decode.load(prefill.hold(), [5], [1]).error is None
@@ -232,7 +233,7 @@ def test_all_that_waited_for_a_handshake_learn_of_its_failure(
     prefill: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thirty loads for a dead engine must not each wait for a handshake of their own, one after the other."""
-    monkeypatch.setattr(module, "FAILURE_SECONDS", 60.0)
+    monkeypatch.setattr(beside, "FAILURE_SECONDS", 60.0)
     decode = DecodeRank("memcpy", Rank(0, 1), timeout_seconds=0.2)
     prefill.may_answer.clear()
     try:
@@ -246,7 +247,7 @@ def test_all_that_waited_for_a_handshake_learn_of_its_failure(
 def test_a_failed_handshake_is_tried_again_by_a_later_request(
     decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "FAILURE_SECONDS", 0.1)
+    monkeypatch.setattr(beside, "FAILURE_SECONDS", 0.1)
     decode.engines._timeout_seconds = 0.1
     with socket.socket() as probe:
         probe.bind((HOST, 0))
@@ -266,12 +267,12 @@ def test_a_failure_that_nobody_waited_for_does_not_meet_a_later_request(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request was aborted before the handshake failed; an hour later the engine is well."""
-    monkeypatch.setattr(module, "FAILURE_SECONDS", 0.1)
+    monkeypatch.setattr(beside, "FAILURE_SECONDS", 0.1)
     prefill.answer = lambda question: Released(EPOCH)
     prefill.may_answer.clear()
     assert decode.engines.get(prefill.hold()) is None
     prefill.may_answer.set()
-    handshake = decode.engines._handshakes[prefill.hold().destination]
+    handshake = decode.engines._handshakes._known[prefill.hold().destination]
     handshake._thread.join(20)
     prefill.answer = lambda question: prefill.directory()
     time.sleep(0.15)
@@ -279,14 +280,48 @@ def test_a_failure_that_nobody_waited_for_does_not_meet_a_later_request(
 
 
 def test_forgotten_failures_do_not_gather(decode: DecodeRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FAILURE_SECONDS", 0.0)
+    monkeypatch.setattr(beside, "FAILURE_SECONDS", 0.0)
     for number in range(20):
         hold = RemoteHold("p", EPOCH, "no such host", 5600 + number, Handle("a", GENERATION))
         with suppress(KVFerryError):
             decode.engines.get(hold)
-        decode.engines._handshakes[hold.destination]._thread.join(20)
+        decode.engines._handshakes._known[hold.destination]._thread.join(20)
         time.sleep(0.001)
     assert len(decode.engines._handshakes) == 1
+
+
+def test_a_handshake_that_nobody_comes_for_is_let_go(
+    prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request was aborted; what the engine told of itself may be long."""
+    assert decode.engines.get(prefill.hold()) is None
+    decode.engines._handshakes._known[prefill.hold().destination]._thread.join(20)
+    monkeypatch.setattr(beside, "UNCLAIMED_SECONDS", 0.0)
+    time.sleep(0.001)
+    other = PrefillEngine("memcpy", filled_ranks())
+    try:
+        assert decode.engines.get(other.hold()) is None
+        assert list(decode.engines._handshakes._known) == [other.hold().destination]
+    finally:
+        other.close()
+
+
+def test_only_so_many_handshakes_run_and_the_next_ones_wait(
+    prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "MAX_RUNNING", 1)
+    other = PrefillEngine("memcpy", filled_ranks())
+    prefill.may_answer.clear()
+    try:
+        assert decode.engines.get(prefill.hold()) is None
+        for _ in range(20):
+            assert decode.engines.get(other.hold()) is None
+        assert (len(decode.engines._handshakes), other.num_handshakes) == (1, 0)
+        prefill.may_answer.set()
+        assert decode.load(other.hold(), [5], [1]).error is None
+        assert decode.load(prefill.hold(), [5], [1]).error is None
+    finally:
+        other.close()
 
 
 def test_a_restarted_engine_replaces_its_former_life(prefill: PrefillEngine, decode: DecodeRank) -> None:

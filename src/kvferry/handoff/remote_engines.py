@@ -1,11 +1,8 @@
 """Prefill engines as a decode rank knows them: handshaken once, planned once, read many times."""
 
-import logging
 import queue
-import threading
-import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,6 +10,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.load import GuardedRead
 from kvferry.execution.scratch import WORD_BYTES
 from kvferry.execution.transfer_costs import Strategist
+from kvferry.handoff.beside import AllBeside, Beside
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.guard import word_bytes
 from kvferry.handoff.handshake import decode_shards, fetch_directory
@@ -26,10 +24,7 @@ from kvferry.plan.verify import verify_destination
 from kvferry.plan.verify_staged import composed
 from kvferry.transport.registry import Link, TransportSet
 
-logger = logging.getLogger(__name__)
-
 MAX_ENGINES = 1024
-FAILURE_SECONDS = 2.0
 
 
 class RemoteEngine:
@@ -135,27 +130,25 @@ class RemoteEngines:
         self._timeout_seconds = timeout_seconds
         self._strategist = strategist or Strategist()
         self._engines: dict[tuple[str, int, int], RemoteEngine] = {}
-        self._handshakes: dict[tuple[str, int, int], Handshake] = {}
+        self._handshakes: AllBeside[tuple[str, int, int], Directory] = AllBeside("handshake")
         self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
 
     def get(self, hold: RemoteHold) -> RemoteEngine | None:
         """Return the engine, or None while its handshake is under way.
 
         Raises what the handshake came to when it failed, to all that waited for it and for
-        ``FAILURE_SECONDS``; a later request tries again.
+        ``beside.FAILURE_SECONDS``; a later request tries again.
         """
         self._drop_suspects()
         key = hold.destination
         if key in self._engines:
             engine = self._engines[key] = self._engines.pop(key)  # behind those that were asked for longer ago
             return engine
-        handshake = self._handshakes.get(key)
-        if handshake is None or handshake.is_forgotten(time.monotonic()):
-            handshake = self._start_handshake(hold)
-        if handshake.is_running:
+        handshake = self._handshakes.get(key, lambda: self._fetch(hold))
+        if handshake is None:
             return None
         engine = self._build(handshake)
-        del self._handshakes[key]
+        self._handshakes.forget(key)
         self._make_room(hold)
         self._engines[key] = engine
         return engine
@@ -172,14 +165,9 @@ class RemoteEngines:
         """Not closed: loads may still be reading over the same connections, which end with the last of these."""
         self._engines.pop(key, None)
 
-    def _start_handshake(self, hold: RemoteHold) -> "Handshake":
-        now = time.monotonic()
-        self._handshakes = {key: known for key, known in self._handshakes.items() if not known.is_forgotten(now)}
-        return self._handshakes.setdefault(hold.destination, Handshake(lambda: self._fetch(hold)))
-
-    def _build(self, handshake: "Handshake") -> RemoteEngine:
+    def _build(self, handshake: Beside[Directory]) -> RemoteEngine:
         try:
-            return RemoteEngine(handshake.directory(), self._shard, self._transports, self._strategist)
+            return RemoteEngine(handshake.result(), self._shard, self._transports, self._strategist)
         except KVFerryError as error:
             handshake.fail(error)
             raise
@@ -194,44 +182,3 @@ class RemoteEngines:
             stale.append(next(iter(self._engines)))
         for key in stale:
             self._forget(key)
-
-
-class Handshake:
-    """One question on a thread of its own, whose answer is fetched without blocking."""
-
-    def __init__(self, fetch: Callable[[], Directory]) -> None:
-        self._directory: Directory | None = None
-        self._error: KVFerryError | None = None
-        self._failed_at: float | None = None
-        self._fetch = fetch
-        self._thread = threading.Thread(target=self._run, name="kvferry-handshake", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the answer is still awaited."""
-        return self._thread.is_alive()
-
-    def is_forgotten(self, now: float) -> bool:
-        """Return whether it failed so long ago that whoever comes now tries again."""
-        return self._failed_at is not None and now - self._failed_at > FAILURE_SECONDS
-
-    def fail(self, error: KVFerryError) -> None:
-        """Remember why it came to nothing."""
-        if self._error is None:
-            self._error, self._failed_at = error, time.monotonic()
-
-    def directory(self) -> Directory:
-        """Return the answer or raise the failure; the handshake must have ended."""
-        if self._directory is None or self._error is not None:
-            raise self._error or HandoffError(Reason.PEER_UNREACHABLE, "the handshake ended without an answer.")
-        return self._directory
-
-    def _run(self) -> None:
-        try:
-            self._directory = self._fetch()
-        except KVFerryError as error:
-            self.fail(error)
-        except Exception as error:
-            logger.exception("kvferry: a handshake failed unexpectedly")
-            self.fail(HandoffError(Reason.PEER_UNREACHABLE, f"{type(error).__name__}: {error}"))
