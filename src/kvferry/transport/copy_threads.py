@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 MAX_THREADS = 4
@@ -31,10 +31,15 @@ class CopyThreads:
         return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
     def run(self, calls: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Return what the calls returned, in their order, once all have ended."""
+        """Return what the calls returned, in their order, or raise what one raised, once all have ended."""
         *beside, own = calls
-        futures = [self._started_pool().submit(call) for call in beside]
-        result = own()
+        futures: list[Future[Result]] = []
+        try:
+            futures.extend(self._started_pool().submit(call) for call in beside)
+            result = own()
+        finally:
+            # Whoever is told of an error may use the memory again: nothing is copied into it any more.
+            wait(futures)
         return [*(future.result() for future in futures), result]
 
     def close(self) -> None:

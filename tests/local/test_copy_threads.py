@@ -1,0 +1,74 @@
+"""Threads beside the caller's own: whatever goes wrong, none of them copies any more once ``run`` has ended."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvferry.transport.copy_threads import CopyThreads
+
+
+@pytest.fixture
+def threads() -> Iterator[CopyThreads]:
+    threads = CopyThreads()
+    yield threads
+    threads.close()
+
+
+class SlowCopy:
+    """A call that takes a while once it has begun."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.has_ended = threading.Event(), False
+
+    def __call__(self) -> str:
+        self.has_begun.set()
+        time.sleep(0.2)
+        self.has_ended = True
+        return "copied"
+
+
+def refuse() -> str:
+    raise MemoryError("no more")
+
+
+def test_what_runs_beside_has_ended_when_the_callers_own_call_raises(threads: CopyThreads) -> None:
+    slow = SlowCopy()
+
+    def own() -> str:
+        slow.has_begun.wait(20)
+        return refuse()
+
+    with pytest.raises(MemoryError):
+        threads.run([slow, own])
+    assert slow.has_ended
+
+
+def test_what_runs_beside_has_ended_when_another_call_raises(threads: CopyThreads) -> None:
+    slow = SlowCopy()
+    with pytest.raises(MemoryError):
+        threads.run([refuse, slow, lambda: "own"])
+    assert slow.has_ended
+
+
+def test_what_was_started_has_ended_when_no_thread_can_be_had(
+    threads: CopyThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowCopy()
+    pool = threads._started_pool()
+    submit = pool.submit
+
+    def submit_once(call: Callable[[], str]) -> object:
+        monkeypatch.setattr(pool, "submit", refuse_thread)
+        future = submit(call)
+        slow.has_begun.wait(20)
+        return future
+
+    def refuse_thread(call: Callable[[], str]) -> object:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pool, "submit", submit_once)
+    with pytest.raises(RuntimeError, match="new thread"):
+        threads.run([slow, slow, lambda: "own"])
+    assert slow.has_ended
