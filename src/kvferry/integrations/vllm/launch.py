@@ -115,7 +115,7 @@ class EngineSettings:
             "VLLM_CPU_CI_ENV": "0" if self.pipeline_parallel_size > 1 else "1",
             # The first request of a rank with a part of the vocabulary would wait 40 s for a C++ compiler.
             "TORCHDYNAMO_DISABLE": "0" if self.pipeline_parallel_size > 1 else "1",
-            SLEEPING_WORKERS: "1" if self.num_ranks > 1 else "0",
+            SLEEPING_WORKERS: "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
