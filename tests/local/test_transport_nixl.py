@@ -24,6 +24,13 @@ def pair() -> Iterator[Pair]:
         yield pair
 
 
+@pytest.fixture
+def own_pair() -> Iterator[Pair]:
+    with open_pair("kvferry.transport.nixl:NixlTransport", BYTES) as pair:
+        pair.remote.fill(2)
+        yield pair
+
+
 def test_an_idle_agent_costs_no_core(pair: Pair) -> None:
     before = time.process_time()
     time.sleep(1.0)
@@ -58,6 +65,71 @@ def test_a_new_end_point_waits_for_running_transfers(pair: Pair) -> None:
         pair.transport.connect(msgspec.msgpack.encode(msgspec.structs.replace(decoded, metadata=b"other")))
     del pair.transport._running_handles[0]
     assert caught.value.reason is Reason.PEER_UNREACHABLE
+
+
+PIECE = np.array([[0, 0, 4096]], np.uint64)
+
+
+def is_known(transport: NixlTransport, agent_name: str) -> bool:
+    """Return whether NIXL itself knows the agent."""
+    rows = transport._nixl.nixlXferDList(transport._nixl.DRAM_SEG, [])
+    return bool(transport._agent.checkRemoteMD(agent_name, rows) == transport._nixl.NIXL_SUCCESS)
+
+
+def test_a_living_peer_is_reached_again_after_its_connection_was_lost(own_pair: Pair) -> None:
+    """NIXL forgets an agent when its connection ends, whoever still has a peer of it."""
+    transport, name = own_pair.transport, own_pair.peer.agent_name
+    transport._agent.invalidateRemoteMD(name)
+    assert own_pair.finish(own_pair.submit(Direction.READ, PIECE)) is Status.FAILED
+    again = Pair(transport, own_pair.local, own_pair.remote, transport.connect(own_pair.remote.end_point))
+    assert again.finish(again.submit(Direction.READ, PIECE)) is Status.DONE
+    assert np.array_equal(own_pair.local[:4096], pattern(2, BYTES)[:4096])
+
+
+def test_an_agent_is_let_go_with_its_last_peer(own_pair: Pair) -> None:
+    transport, name = own_pair.transport, own_pair.peer.agent_name
+    other = transport.connect(own_pair.remote.end_point)
+    transfer = own_pair.submit(Direction.READ, PIECE)
+    other.close()
+    other.close()
+    assert own_pair.finish(transfer) is Status.DONE
+    assert is_known(transport, name)
+    del transfer, other
+    own_pair.peer = None  # collected, not closed
+    connect_to_another(transport)
+    assert not is_known(transport, name)
+    assert name not in transport._metadata_of_peer
+    own_pair.peer = transport.connect(own_pair.remote.end_point)
+    assert own_pair.finish(own_pair.submit(Direction.READ, PIECE)) is Status.DONE
+
+
+def test_an_agent_is_not_let_go_while_something_of_it_runs(own_pair: Pair) -> None:
+    transport, name = own_pair.transport, own_pair.peer.agent_name
+    own_pair.peer.close()
+    transport._running_handles[0] = name
+    connect_to_another(transport)
+    assert is_known(transport, name)
+    del transport._running_handles[0]
+    connect_to_another(transport)
+    assert not is_known(transport, name)
+
+
+def test_nothing_is_left_of_a_peer_that_is_refused(own_pair: Pair) -> None:
+    transport, name = own_pair.transport, own_pair.peer.agent_name
+    own_pair.peer.close()
+    decoded = msgspec.msgpack.decode(own_pair.remote.end_point, type=NixlEndPoint)
+    with pytest.raises(TransportError) as caught:
+        transport.connect(msgspec.msgpack.encode(msgspec.structs.replace(decoded, nonce=bytes(16))))
+    assert caught.value.reason is Reason.PEER_CHANGED
+    connect_to_another(transport)
+    assert not is_known(transport, name)
+
+
+def connect_to_another(transport: NixlTransport) -> None:
+    """Make the transport tidy up, as it does when it connects."""
+    other = NixlTransport()
+    transport.connect(other.register([]))
+    other.close()
 
 
 def test_a_transport_does_not_connect_to_itself(pair: Pair) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 import uuid
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,9 +47,20 @@ _unquiet: list[object] = []  # agents that were closed with a transfer on the wi
 
 @dataclass(slots=True, eq=False)
 class NixlPeer(Peer):
-    """A remote agent."""
+    """A remote agent, of which NIXL is told to let go when the last peer is closed or collected."""
 
     agent_name: str
+    left: deque[str]
+    """Where the transport learns, on its own thread, of peers that are gone."""
+    is_closed: bool = False
+
+    def close(self) -> None:
+        """Forget the agent; from any thread."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.left.append(self.agent_name)
+
+    __del__ = close
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +84,9 @@ class NixlTransport(SlicedTransport[NixlTransfer]):
         self._regions: list[Region] = []
         self._local = RegionTable([])
         self._metadata_of_peer: dict[str, bytes] = {}
+        self._num_peers: Counter[str] = Counter()
+        self._left: deque[str] = deque()
+        self._unused: set[str] = set()
         self._running_handles: dict[int, str] = {}
         self._registrations: list[Any] = []
         self._probe_slots = itertools.cycle(range(1, _PROBE_SLOTS + 1))
@@ -106,15 +121,23 @@ class NixlTransport(SlicedTransport[NixlTransfer]):
             raise TransportError(
                 Reason.UNSUPPORTED, "a NIXL agent cannot connect to itself.", "Open a second transport."
             )
-        is_new = remote.agent_name not in self._metadata_of_peer
+        name = remote.agent_name
+        self._let_go()
+        was_known = self._metadata_of_peer.get(name) == remote.metadata
         self._load_peer(remote)
-        peer = NixlPeer(name=remote.agent_name, regions=unpack_regions(remote.regions), agent_name=remote.agent_name)
+        peer = NixlPeer(name, unpack_regions(remote.regions), name, self._left)
+        self._num_peers[name] += 1
+        self._unused.discard(name)
         try:
             self._probe(peer, remote)
         except TransportError:
-            if is_new:
-                self._forget_peer(remote.agent_name)
-            raise
+            if not was_known or name in self._running_handles.values():
+                peer.close()
+                raise
+            # NIXL drops an agent whose connection it has lost, and says so to none who loads it again.
+            self._forget_peer(name)
+            self._load_peer(remote)
+            self._probe(peer, remote)
         return peer
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
@@ -211,6 +234,18 @@ class NixlTransport(SlicedTransport[NixlTransfer]):
         except Exception:  # it disconnected by itself
             logger.debug("NIXL had already dropped %s", name, exc_info=True)
 
+    def _let_go(self) -> None:
+        """Forget the agents that no peer needs any more and of which nothing runs."""
+        while self._left:
+            name = self._left.popleft()
+            self._num_peers[name] -= 1
+            if not self._num_peers[name]:
+                del self._num_peers[name]
+                self._unused.add(name)
+        for name in self._unused.difference(self._running_handles.values()):
+            self._unused.remove(name)
+            self._forget_peer(name)
+
     def _probe(self, peer: NixlPeer, remote: NixlEndPoint) -> None:
         slot = next(self._probe_slots) * NONCE_BYTES
         row = np.array([[remote.nonce_address, self._probe_address + slot, NONCE_BYTES]], np.uint64)
@@ -260,6 +295,8 @@ class NixlTransport(SlicedTransport[NixlTransfer]):
         return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, rows)
 
     def _reap(self, transfer: NixlTransfer) -> None:
+        if self._left or self._unused:
+            self._let_go()
         for handle in list(transfer.running):
             self._check(transfer, handle, self._agent.getXferStatus)
 
