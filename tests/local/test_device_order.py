@@ -176,6 +176,21 @@ def test_what_has_ended_stays_ended(order: CudaOrder, forward: FakeStream) -> No
     words.close()
 
 
+def test_at_the_end_nothing_is_held_even_where_a_step_is_done_later(order: CudaOrder, forward: FakeStream) -> None:
+    guard = GuardWords(4)
+    words = StepWords(guard, order)
+    guard.set(0, EPOCH, GENERATION)
+    words.begin([], [HELD])
+    words.finish()
+    closing = threading.Thread(target=words.close)
+    closing.start()
+    wait_until(lambda: not guard.array.any())
+    forward.run()
+    closing.join(20)
+    assert not guard.array.any()
+    words.close()
+
+
 def test_a_step_whose_end_was_not_told_is_done_with_the_next(order: CudaOrder, forward: FakeStream) -> None:
     guard = GuardWords(4)
     words = StepWords(guard, order)

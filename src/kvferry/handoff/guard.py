@@ -43,6 +43,10 @@ class GuardWords:
         """Mark the slot as holding nothing; must precede any reuse of the request's blocks."""
         self.array[slot] = 0
 
+    def clear_all(self) -> None:
+        """Mark every slot as holding nothing."""
+        self.array[:] = 0
+
 
 Held = tuple[int, int, int]
 """Slot, epoch and generation."""
@@ -83,7 +87,10 @@ class StepWords:
             self._afterwards.add(self._order.mark(), partial(self._publish, written))
 
     def close(self) -> None:
-        """Stop; twice is fine."""
+        """Let every hold end, since the blocks are about to go, and stop; twice is fine."""
+        with self._lock:
+            self._words.clear_all()
+            self._step_of.clear()
         self._afterwards.close()
 
     def _publish(self, written: Iterable[tuple[int, Held]]) -> None:

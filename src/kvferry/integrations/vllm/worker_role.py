@@ -147,10 +147,10 @@ class WorkerRole:
         return statistics
 
     def shutdown(self) -> None:
-        """Stop the loads, then let go of the memory; twice is fine."""
+        """Hold nothing any more, stop the loads, then let go of the memory; twice is fine."""
+        self._step_words.close()
         if self._executor is not None:
             self._executor.close()
-        self._step_words.close()
         self._transports.close()
         self._log.close()
 
