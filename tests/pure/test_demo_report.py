@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cli.console import open_console
 from kvferry.cli.demo_report import CacheShape, DemoReport, RequestLine, find_problems, read_transfer_log
+from kvferry.cli.demo_table import print_report
 from kvferry.cli.model_shapes import ModelShapes
 from kvferry.integrations.vllm.engine_metrics import PromptTokens
 from kvferry.layout.cache_group import CacheKind
@@ -88,6 +90,13 @@ def test_what_is_wrong_with_a_request_is_found(change: dict[str, object], proble
 )
 def test_what_is_wrong_with_a_run_is_found(change: dict[str, object], problem: str) -> None:
     assert any(problem in found for found in find_problems(replace(good_report(), **change)))
+
+
+def test_a_problem_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    changed = replace(good_report().lines[1], identical=False)
+    report = replace(good_report(), lines=(good_report().lines[0], changed))
+    print_report(replace(report, problems=tuple(find_problems(report))), open_console())
+    assert "requests [1] differ" in capsys.readouterr().out
 
 
 def test_ranks_are_added_up(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The demo's report as people read it."""
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.demo_report import DemoReport, RequestLine
@@ -28,7 +29,7 @@ def print_report(report: DemoReport, console: Console) -> None:
     )
     console.print(f"Both caches were free {report.seconds_until_free:.2f} s after the last answer.")
     for problem in report.problems:
-        console.print(f"[red]problem:[/red] {problem}")
+        console.print(f"[red]problem:[/red] {escape(problem)}")
 
 
 def _cells(line: RequestLine, report: DemoReport) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import open_console
@@ -77,7 +78,7 @@ def _print_findings(findings: list[Finding]) -> None:
     table = Table("", "health", "found", "what to do", show_lines=False)
     for finding in findings:
         health = f"[{colours[finding.health]}]{finding.health}[/]"
-        table.add_row(finding.name, health, finding.found, finding.advice)
+        table.add_row(finding.name, health, escape(finding.found), escape(finding.advice))
     open_console().print(table)
 
 

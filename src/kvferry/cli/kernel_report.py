@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import open_console
@@ -94,7 +95,7 @@ def _print_table(measured: Measured) -> None:
         layouts = ", ".join(dict.fromkeys(verdict.layout for verdict in verdicts))
         console.print(f"{verdicts[0].case.backend} on {layouts}: {verdicts[0].found}", highlight=False, markup=False)
     if measured.complaint:
-        console.print(f"[red]The measurement did not end: {measured.complaint}[/]")
+        console.print(f"[red]The measurement did not end: {escape(measured.complaint)}[/]")
     if not measured.is_healthy:
         console.print("The connector will ask for another layout where one marked * fails.")
 
