@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import zmq
@@ -215,6 +216,112 @@ def test_what_cannot_be_sent_comes_back_and_stops_nothing(
         listener.close()
 
 
+def test_a_name_that_is_looked_up_for_long_holds_nobody_else_up(
+    courier: Courier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else zmq would look it up on the one thread that serves every socket."""
+    may_answer, look_up = threading.Event(), socket.getaddrinfo
+
+    def look_up_late(host: str, *arguments: Any, **options: Any) -> Any:
+        if host != "late.example":
+            return look_up(host, *arguments, **options)
+        may_answer.wait(20)
+        return look_up(HOST, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_late)
+    listener = Listener(HOST, 0, echo_epoch)
+    try:
+        courier.send("late.example", listener.port, Release(1, ()), timeout_seconds=20)
+        courier.send("late.example", listener.port, Release(2, ()), timeout_seconds=0.05)
+        courier.send(HOST, listener.port, Release(3, ()), timeout_seconds=20)
+        parcels = collect(courier, 2)
+        assert {parcel.question.epoch: parcel.answer for parcel in parcels} == {2: None, 3: Released(3)}  # type: ignore[union-attr]
+        may_answer.set()
+        assert [parcel.answer for parcel in collect(courier)] == [Released(1)]
+    finally:
+        listener.close()
+
+
+def test_a_name_is_asked_at_the_address_that_listens(courier: Courier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may stand for IPv6 and IPv4, of which the engine listens on one."""
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, port, **_: [(0, 0, 0, "", (address, port)) for address in ("127.0.0.2", HOST)],
+    )
+    monkeypatch.setattr(socket, "create_connection", connect_to_numbers)
+    listener = Listener(HOST, 0, echo_epoch)
+    try:
+        assert ask("prefill-0", listener.port, Release(7, ()), timeout_seconds=20) == Released(7)
+        courier.send("prefill-0", listener.port, Release(8, ()), timeout_seconds=20)
+        assert [parcel.answer for parcel in collect(courier)] == [Released(8)]
+    finally:
+        listener.close()
+
+
+def connect_to_numbers(address: tuple[str, int], timeout: float) -> socket.socket:
+    connection = socket.socket()
+    connection.settimeout(timeout)
+    connection.connect(address)
+    return connection
+
+
+def test_connections_are_bounded_and_the_idle_one_gives_way(courier: Courier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier_module, "MAX_SOCKETS", 1)
+    listener = Listener(HOST, 0, echo_epoch)
+    with RawPeer(lambda sequence, data: []) as mute:
+        courier.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
+        assert [parcel.answer for parcel in collect(courier)] == [Released(7)]
+        courier.send(HOST, mute.port, Release(7, ()), timeout_seconds=0.3)
+        courier.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
+        refused, given_up = collect(courier, 2)
+        assert isinstance(refused.answer, Refusal)
+        assert "kv_transfer_params" in refused.answer.remedy
+        assert (refused.port, given_up.port, given_up.answer) == (listener.port, mute.port, None)
+        assert list(courier._sockets) == [(HOST, mute.port)]
+    listener.close()
+
+
+def test_a_fault_in_a_turn_does_not_end_the_courier(
+    courier: Courier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close_idle, resend = Courier._close_idle, Courier._send
+    monkeypatch.setattr(courier_module, "PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(courier_module, "RESEND_SECONDS", 0.01)
+    monkeypatch.setattr(Courier, "_close_idle", lambda *_: 1 / 0)
+    listener = Listener(HOST, 0, echo_epoch)
+    try:
+        courier.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
+        assert [parcel.answer for parcel in collect(courier)] == [Released(7)]
+        assert "a turn failed" in caplog.text
+        monkeypatch.setattr(Courier, "_close_idle", close_idle)
+        with RawPeer(lambda sequence, data: []) as mute:
+            courier.send(HOST, mute.port, Release(8, ()), timeout_seconds=20)
+            while not mute.received:
+                time.sleep(0.001)
+            monkeypatch.setattr(Courier, "_send", lambda *_: 1 / 0)
+            assert [type(parcel.answer) for parcel in collect(courier)] == [Refusal], "not tried again for ever"
+        monkeypatch.setattr(Courier, "_send", resend)
+        courier.send(HOST, listener.port, Release(9, ()), timeout_seconds=20)
+        assert [parcel.answer for parcel in collect(courier)] == [Released(9)]
+    finally:
+        listener.close()
+
+
+def test_a_refusals_remedy_reaches_who_asked() -> None:
+    def refuse(question: Question) -> Answer:
+        raise HandoffError(Reason.PEER_CHANGED, "another epoch.", "Send the prompt again.")
+
+    listener = Listener(HOST, 0, refuse)
+    try:
+        with pytest.raises(HandoffError) as caught:
+            ask(HOST, listener.port, Release(7, ()), timeout_seconds=20)
+        assert caught.value.remedy == "Send the prompt again."
+        assert caught.value.message.endswith("refused: another epoch.")
+    finally:
+        listener.close()
+
+
 def test_the_sender_never_waits_for_the_courier(courier: Courier, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many questions are queued while the thread is held up."""
     held_up = threading.Event()
@@ -257,7 +364,8 @@ def test_a_question_queued_at_the_close_is_still_sent() -> None:
         assert len(peer.received) == 1
 
 
-def test_close_leaves_no_thread_and_no_socket() -> None:
+def test_close_leaves_no_thread_and_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier_module, "CLOSING_MILLISECONDS", 10)
     threads = set(threading.enumerate())
     couriers = [Courier() for _ in range(30)]
     for courier in couriers:
@@ -271,6 +379,7 @@ def test_close_leaves_no_thread_and_no_socket() -> None:
         assert all(socket.closed for socket in courier._sockets.values())
         assert courier._wake_sender.closed
         assert courier._wake_receiver.closed
+        assert courier._context.closed
 
 
 def test_couriers_may_follow_each_other_at_once() -> None:

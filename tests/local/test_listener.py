@@ -2,8 +2,11 @@
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import zmq
@@ -65,7 +68,7 @@ def test_bytes_that_are_no_question_are_refused(listener: Listener, data: bytes)
 
 
 def test_a_message_over_the_bound_is_not_even_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MAX_MESSAGE_BYTES", 1024)
+    monkeypatch.setattr(protocol, "MAX_QUESTION_BYTES", 1024)
     small = Listener(HOST, 0, answer)
     try:
         assert send_and_receive(small.port, [b"1", bytes(1025)], wait_seconds=0.3) is None
@@ -73,6 +76,33 @@ def test_a_message_over_the_bound_is_not_even_taken(monkeypatch: pytest.MonkeyPa
         assert answers(small)
     finally:
         small.close()
+
+
+def test_a_peer_that_only_asks_has_few_questions_waiting() -> None:
+    """It reads no answer, and the holder is busy: what it sends stays on its side."""
+    may_answer = threading.Event()
+
+    def answer_later(question: Question) -> Answer:
+        may_answer.wait(20)
+        return Released(7)
+
+    busy = Listener(HOST, 0, answer_later)
+    flooder: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    flooder.setsockopt(zmq.LINGER, 0)
+    flooder.setsockopt(zmq.SNDHWM, 1)
+    flooder.connect(f"tcp://{HOST}:{busy.port}")
+    try:
+        num_sent, end = 0, time.monotonic() + 1
+        while time.monotonic() < end and num_sent < 200:
+            with suppress(zmq.Again):
+                flooder.send_multipart([b"1", bytes(1 << 20)], zmq.NOBLOCK)
+                num_sent += 1
+        # Beside the waiting ones the kernel's buffers hold some.
+        assert 1 < num_sent < 100
+    finally:
+        flooder.close()
+        may_answer.set()
+        busy.close()
 
 
 def test_bytes_that_are_not_even_zmq_are_survived(listener: Listener) -> None:
@@ -150,6 +180,16 @@ def test_port_zero_takes_a_free_port_and_two_listeners_two(listener: Listener) -
         other.close()
 
 
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_an_ipv6_address_is_listened_on_and_asked() -> None:
+    for host in ("::1", "[::1]"):
+        listener = Listener(host, 0, answer)
+        try:
+            assert ask(host, listener.port, Release(7, ()), timeout_seconds=20) == Released(7)
+        finally:
+            listener.close()
+
+
 def test_a_port_in_use_is_named_with_the_remedy(listener: Listener) -> None:
     with pytest.raises(HandoffError) as caught:
         Listener(HOST, listener.port, answer)
@@ -185,7 +225,7 @@ def test_a_full_answer_travels_whole() -> None:
         renewed = ask(HOST, listener.port, Renew(7, handles), timeout_seconds=20)
         assert isinstance(renewed, Renewed)
         assert renewed.lost == handles
-        assert len(encode(renewed)) > 2_000_000
+        assert len(encode(renewed)) > 500_000
     finally:
         listener.close()
 

@@ -88,5 +88,6 @@ def _batches(holds: Iterable[RemoteHold]) -> Iterator[tuple[tuple[str, int, int]
 
 def _log_undelivered(parcel: Parcel) -> None:
     kind = type(parcel.question).__name__.lower()
-    why = parcel.answer.message if isinstance(parcel.answer, Refusal) else "no answer"
+    refusal = parcel.answer if isinstance(parcel.answer, Refusal) else None
+    why = "no answer" if refusal is None else f"{refusal.message} {refusal.remedy}"
     logger.warning("kvferry: a %s to %s:%d came to nothing: %s", kind, parcel.host, parcel.port, why)

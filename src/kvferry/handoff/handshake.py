@@ -40,7 +40,9 @@ def fetch_directory(host: str, port: int, sender: str, epoch: int, ours: Identit
     answer = courier.ask(host, port, DirectoryRequest(PROTOCOL_VERSION, sender), timeout_seconds)
     if not isinstance(answer, Directory):
         raise HandoffError(
-            Reason.PROTOCOL_MISMATCH, f"{host}:{port} answered a handshake with {type(answer).__name__}."
+            Reason.PROTOCOL_MISMATCH,
+            f"{host}:{port} answered a handshake with {type(answer).__name__}.",
+            "Run the same kvferry version on both sides.",
         )
     check_version(answer.version)
     if answer.epoch != epoch:

@@ -9,11 +9,15 @@ import zmq
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff import protocol
-from kvferry.handoff.protocol import Answer, Question, Refusal
+from kvferry.handoff.addresses import end_point, is_ipv6
+from kvferry.handoff.protocol import MAX_TEXT_LENGTH, Answer, Question, Refusal
 
 logger = logging.getLogger(__name__)
 
 POLL_MILLISECONDS = 200
+MAX_WAITING_QUESTIONS = 8
+"""Of one connection; more wait on the peer's side. Not bounded are connections and the frames of an unfinished message,
+which zmq keeps until the last has come."""
 
 
 class Listener:
@@ -36,7 +40,9 @@ class Listener:
         self._next_upkeep = 0.0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.MAX_QUESTION_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_WAITING_QUESTIONS)
+        self._socket.setsockopt(zmq.IPV6, is_ipv6(host))
         self._socket.setsockopt(zmq.SNDTIMEO, 1000)
         self.port = self._bind(port)
         self._thread = threading.Thread(target=self._run, name="kvferry-listener", daemon=True)
@@ -49,7 +55,7 @@ class Listener:
 
     def _bind(self, port: int) -> int:
         try:
-            self._socket.bind(f"tcp://{self.host}:{port or '*'}")
+            self._socket.bind(end_point(self.host, port or "*"))
         except zmq.ZMQError as error:
             self._socket.close()
             raise HandoffError(
@@ -57,8 +63,7 @@ class Listener:
                 f"cannot listen on {self.host}:{port}: {error.strerror}.",
                 'Set another "host" or "port" in kv_connector_extra_config; port 0 takes a free one.',
             ) from error
-        end_point = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        return int(end_point.rsplit(":", 1)[1])
+        return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def _run(self) -> None:
         with self._socket:
@@ -96,8 +101,8 @@ class Listener:
             return protocol.encode(self._answer(protocol.decode_question(data)))
         except KVFerryError as error:
             logger.warning("kvferry listener refused a message: %s", error)
-            refusal = Refusal(error.reason.value, str(error)[:4096])
+            refusal = Refusal(error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy[:MAX_TEXT_LENGTH])
         except Exception:
             logger.exception("kvferry listener failed on a message")
-            refusal = Refusal(Reason.UNSUPPORTED.value, "the holder failed on this message; its log says why.")
+            refusal = Refusal(Reason.UNSUPPORTED.value, "the holder failed on this message.", "Its log says why.")
         return protocol.encode(refusal)

@@ -12,12 +12,16 @@ from kvferry.errors import HandoffError, Reason
 
 PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-MAX_REQUESTS_PER_MESSAGE = 4096
+"""Of an answer: a directory of many ranks is long."""
+MAX_QUESTION_BYTES = 4 * 1024 * 1024
+MAX_REQUESTS_PER_MESSAGE = 1024
+"""So that a question of the longest identifiers, of four bytes a character, is within its bound."""
 MAX_IDENTIFIER_LENGTH = 512
+MAX_TEXT_LENGTH = 4096
 MAX_LEASE_SECONDS = 7 * 86400.0
 
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_IDENTIFIER_LENGTH)]
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
 Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]
@@ -108,10 +112,11 @@ class Released(msgspec.Struct, frozen=True, tag="released", tag_field="type"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", tag_field="type"):
-    """Answers what cannot be served, with a stable reason."""
+    """Answers what cannot be served, with a stable reason and what to do about it."""
 
     reason: Identifier
     message: Text
+    remedy: Text = ""
 
 
 Question = DirectoryRequest | Renew | Release
@@ -135,18 +140,20 @@ def encode(message: Question | Answer) -> bytes:
 
 def decode_question(data: bytes) -> Question:
     """Return the question in ``data``; raises :class:`HandoffError` (malformed-message)."""
-    return _decode(_question_decoder, data)
+    return _decode(_question_decoder, data, MAX_QUESTION_BYTES)
 
 
 def decode_answer(data: bytes) -> Answer:
     """Return the answer in ``data``; raises :class:`HandoffError` (malformed-message)."""
-    return _decode(_answer_decoder, data)
+    return _decode(_answer_decoder, data, MAX_MESSAGE_BYTES)
 
 
-def _decode(decoder: "msgspec.msgpack.Decoder[Message]", data: bytes) -> Message:
-    if len(data) > MAX_MESSAGE_BYTES:
+def _decode(decoder: "msgspec.msgpack.Decoder[Message]", data: bytes, max_bytes: int) -> Message:
+    if len(data) > max_bytes:
         raise HandoffError(
-            Reason.MALFORMED_MESSAGE, f"a message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}."
+            Reason.MALFORMED_MESSAGE,
+            f"a message of {len(data)} bytes exceeds the limit of {max_bytes}.",
+            "Check that both sides run kvferry with the same protocol version.",
         )
     try:
         return decoder.decode(data)

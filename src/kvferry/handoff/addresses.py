@@ -1,0 +1,103 @@
+"""Hosts as addresses: where a control end point listens, and what the host of a request stands for.
+
+Names are looked up here and not by zmq, which does so on the one thread that serves all of its sockets.
+"""
+
+import ipaddress
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvferry.errors import HandoffError, Reason
+
+logger = logging.getLogger(__name__)
+
+MAX_ADDRESSES = 8
+"""Of one name, so many are tried."""
+
+
+def is_wildcard(host: str) -> bool:
+    """Return whether listening on ``host`` means every interface, which is no address to reach anyone at.
+
+    >>> [is_wildcard(host) for host in ("0.0.0.0", "0", "[::]", "*", "127.0.0.1", "::1", "prefill-0")]
+    [True, True, True, True, False, False, False]
+    """
+    with suppress(OSError):
+        return socket.inet_aton(host) == bytes(4)
+    return host == "*" or (is_numeric(host) and ipaddress.ip_address(bare(host)).is_unspecified)
+
+
+def is_numeric(host: str) -> bool:
+    """Return whether the host is an address and no name.
+
+    >>> is_numeric("[::1]"), is_numeric("127.0.0.1"), is_numeric("localhost")
+    (True, True, False)
+    """
+    try:
+        ipaddress.ip_address(bare(host))
+    except ValueError:
+        return False
+    return True
+
+
+def bare(host: str) -> str:
+    """Return the host without the brackets of an IPv6 address."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def is_ipv6(host: str) -> bool:
+    """Return whether zmq has to be told that this is an IPv6 address."""
+    return ":" in host
+
+
+def end_point(host: str, port: int | str) -> str:
+    """Return the end point as zmq names it.
+
+    >>> end_point("::1", 5600), end_point("127.0.0.1", "*")
+    ('tcp://[::1]:5600', 'tcp://127.0.0.1:*')
+    """
+    return f"tcp://[{bare(host)}]:{port}" if is_ipv6(host) else f"tcp://{host}:{port}"
+
+
+def find_address(host: str, port: int, timeout_seconds: float) -> str:
+    """Return the address at which ``host`` listens on ``port``: looked up and tried, on the caller's thread.
+
+    Where none answers in time it is the first that does not say no. Raises :class:`HandoffError` (peer-unreachable)
+    for a name that stands for no address, and at once where nothing listens: zmq would go on knocking, but an epoch is
+    one process's, so who is gone will not come back.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    silent: list[str] = []
+    addresses = _addresses(host, port)
+    for turn, address in enumerate(addresses):
+        patience = (deadline - time.monotonic()) / (len(addresses) - turn)
+        try:
+            socket.create_connection((address, port), max(patience, 0.001)).close()
+        except ConnectionRefusedError:
+            continue
+        except OSError as error:
+            logger.debug("kvferry: %s:%d takes no connection yet: %s", address, port, error)
+            silent.append(address)
+        else:
+            return address
+    if silent:
+        return silent[0]
+    raise HandoffError(
+        Reason.PEER_UNREACHABLE,
+        f"nothing listens on {host}:{port}.",
+        "The prefill engine has ended, or its kvferry host and port are not what it says: check its log.",
+    )
+
+
+def _addresses(host: str, port: int) -> Sequence[str]:
+    try:
+        found = socket.getaddrinfo(bare(host), port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        raise HandoffError(
+            Reason.PEER_UNREACHABLE,
+            f"{host!r} is no address of a prefill engine: {error}.",
+            'Set "advertised_host" on the prefill side to an address or a name that this machine knows.',
+        ) from error
+    return list(dict.fromkeys(str(place[4][0]) for place in found))[:MAX_ADDRESSES]
