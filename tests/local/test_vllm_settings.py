@@ -29,6 +29,9 @@ def test_an_unknown_setting_names_the_nearest(wrong: str, nearest: str) -> None:
         {"lease_seconds": 0},
         {"lease_seconds": "long"},
         {"lease_seconds": 10, "load_timeout_seconds": 10},
+        {"load_timeout_seconds": 10, "handshake_timeout_seconds": 10.1},
+        {"load_timeout_seconds": 10},
+        {"host": ""},
         {"mode": "fetch"},
         {"huge_pages": "yes"},
         {"strategy": "fast"},
@@ -41,6 +44,20 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(KVFerryError) as refusal:
         parse_settings(settings)
     assert refusal.value.reason is Reason.INVALID_SETTING
+
+
+def test_a_handshake_may_take_as_long_as_its_load() -> None:
+    assert parse_settings({"load_timeout_seconds": 10, "handshake_timeout_seconds": 10}).load_timeout_seconds == 10
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "[::]", "*"])
+def test_every_interface_is_no_address_to_give_to_peers(host: str) -> None:
+    for settings in ({"host": host}, {"advertised_host": host}):
+        with pytest.raises(KVFerryError, match="means every interface") as refusal:
+            parse_settings(settings)
+        assert refusal.value.reason is Reason.INVALID_SETTING
+        assert '"advertised_host"' in refusal.value.remedy
+    assert parse_settings({"host": host, "advertised_host": "prefill-0"}).host == host
 
 
 def test_a_strategy_is_chosen_named_or_refused() -> None:

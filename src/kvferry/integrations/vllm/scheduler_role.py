@@ -221,7 +221,7 @@ class SchedulerRole:
 
     @property
     def _prefill_engine(self) -> PrefillEngine:
-        host, port = self._settings.host, self._listener.port
+        host, port = self._settings.advertised_host or self._settings.host, self._listener.port
         block_sizes = tuple(group.block_size for group in self._groups)
         lease_seconds = self._settings.lease_seconds
         return PrefillEngine(self._engine_id, host, port, self._tp_size, self._epoch, lease_seconds, block_sizes)

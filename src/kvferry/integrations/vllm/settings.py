@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvferry.errors import Reason, SettingsError
+from kvferry.handoff.addresses import is_wildcard
 from kvferry.plan.strategy import DEFAULT_STAGE_BYTES, Strategy
 from kvferry.transport.faults import FaultPlan
 
@@ -21,9 +22,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: the KV cache layout to ask the engine for; empty lets the connector choose.
     host, port: where a prefill engine's control end point listens; port 0 takes a free one, another one is that of
         data-parallel rank 0 and the other ranks take those behind it.
+    advertised_host: the address or name that its answers give for ``host``; needed where that means every interface.
     lease_seconds: how long finished prompts are held for a reader that does not renew.
     load_timeout_seconds: after this a load fails; at most the lease.
-    handshake_timeout_seconds: how long a prefill engine may take to answer a handshake.
+    handshake_timeout_seconds: how long a prefill engine may take to answer a handshake; at most the time of a load.
     max_held_requests: guard words a rank keeps; more requests than this are not exported.
     strategy: ``auto`` chooses by predicted times between ``direct`` copies from cache to cache and ``scatter``, by way
         of a stage in the decode engine; ``gather`` is refused, since prefill engines do not copy on request.
@@ -39,7 +41,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["pull"] = "pull"
     transport: str = "auto"
     layout: str = ""
-    host: str = "127.0.0.1"
+    host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
+    advertised_host: str = ""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     lease_seconds: Seconds = 60.0
     load_timeout_seconds: Seconds = 30.0
@@ -79,12 +82,8 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         settings = msgspec.convert(dict(extra_config), Settings)
     except msgspec.ValidationError as error:
         raise SettingsError(Reason.INVALID_SETTING, f"kv_connector_extra_config: {error}.") from error
-    if settings.load_timeout_seconds >= settings.lease_seconds:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"load_timeout_seconds ({settings.load_timeout_seconds:g}) must be below "
-            f"lease_seconds ({settings.lease_seconds:g}): a reader gives up before its holder does.",
-        )
+    _check_times(settings)
+    _check_host(settings)
     if settings.strategy == "gather":
         raise SettingsError(
             Reason.UNSUPPORTED,
@@ -92,3 +91,33 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
             'Set "strategy" to "auto", "scatter" or "direct".',
         )
     return settings
+
+
+def _check_times(settings: Settings) -> None:
+    load, lease = settings.load_timeout_seconds, settings.lease_seconds
+    if load >= lease:
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"load_timeout_seconds ({load:g}) must be below lease_seconds ({lease:g}): a reader gives up before its "
+            "holder does.",
+            "Raise lease_seconds or lower load_timeout_seconds.",
+        )
+    handshake = settings.handshake_timeout_seconds
+    if handshake > load:
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"handshake_timeout_seconds ({handshake:g}) is more than load_timeout_seconds ({load:g}), in which a load "
+            "that waits for the handshake has to end.",
+            f"Set handshake_timeout_seconds to {load:g} or less, or raise load_timeout_seconds.",
+        )
+
+
+def _check_host(settings: Settings) -> None:
+    name = "advertised_host" if settings.advertised_host else "host"
+    host = settings.advertised_host or settings.host
+    if is_wildcard(host):
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"{name} {host!r} means every interface, which is no address that decode engines can connect to.",
+            'Set "advertised_host" to the address or name at which they reach this machine.',
+        )
