@@ -25,12 +25,12 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     identity = Identity("m", "w", "a", "float32", 2, 2, 8)
     roles: list[scheduler_role.SchedulerRole] = []
 
-    def make(*groups: GroupShape, port: int = 0, dp_rank: int = 0) -> scheduler_role.SchedulerRole:
-        parallel = SimpleNamespace(tensor_parallel_size=1, data_parallel_index=dp_rank)
+    def make(*groups: GroupShape, dp_rank: int = 0, **settings: Any) -> scheduler_role.SchedulerRole:
+        parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=dp_rank)
         config: Any = SimpleNamespace(parallel_config=parallel)
         monkeypatch.setattr(scheduler_role, "identity_of", lambda *_: identity)
         monkeypatch.setattr(scheduler_role, "group_shapes", lambda *_: groups)
-        role: Any = scheduler_role.SchedulerRole(config, None, f"engine-{len(roles)}", Settings(port=port))  # type: ignore[arg-type]
+        role: Any = scheduler_role.SchedulerRole(config, None, f"engine-{len(roles)}", Settings(**settings))  # type: ignore[arg-type]
         role.bind_block_pool(BlockPool())
         roles.append(role)
         return role

@@ -2,7 +2,7 @@
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff import courier
-from kvferry.handoff.protocol import PROTOCOL_VERSION, Directory, DirectoryRequest, Identity
+from kvferry.handoff.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Directory, DirectoryRequest, Identity, encode
 from kvferry.layout.shard import Shard
 from kvferry.plan.wire import decode_shard
 
@@ -53,6 +53,28 @@ def fetch_directory(host: str, port: int, sender: str, epoch: int, ours: Identit
         )
     compare_identities(answer.identity, ours)
     return answer
+
+
+def check_complete(directory: Directory, num_ranks: int) -> None:
+    """Refuse to publish what no peer could use: too few ranks, or more than a message may hold.
+
+    Raises :class:`HandoffError` (missing-source, unsupported).
+    """
+    if len(directory.ranks) != num_ranks:
+        raise HandoffError(
+            Reason.MISSING_SOURCE,
+            f"{len(directory.ranks)} of the {num_ranks} ranks of engine {directory.engine_id} said what they hold.",
+            "Below MultiConnector name KVFerryConnector before other connectors that have handshakes: vLLM hands those "
+            "of the first to all.",
+        )
+    num_bytes = len(encode(directory))
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise HandoffError(
+            Reason.UNSUPPORTED,
+            f"what the {num_ranks} ranks of engine {directory.engine_id} hold takes {num_bytes} bytes to say, a "
+            f"message has at most {MAX_MESSAGE_BYTES}.",
+            "Run this engine with fewer ranks.",
+        )
 
 
 def decode_shards(directory: Directory) -> list[Shard]:

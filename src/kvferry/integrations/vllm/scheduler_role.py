@@ -11,7 +11,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.handoff.decode_side import DecodeSide
 from kvferry.handoff.errands import Errands
 from kvferry.handoff.guard import Held
-from kvferry.handoff.handshake import check_version
+from kvferry.handoff.handshake import check_complete, check_version
 from kvferry.handoff.listener import Listener
 from kvferry.handoff.prefill_side import Ended, Ending, Hold, PrefillSide
 from kvferry.handoff.protocol import (
@@ -69,6 +69,7 @@ class SchedulerRole:
         self._has_state = has_state(self._groups)
         self._engine_id = engine_id
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
+        self._num_ranks = self._tp_size * vllm_config.parallel_config.pipeline_parallel_size
         self._identity = identity_of(vllm_config, settings)
         self._epoch = secrets.randbits(EPOCH_BITS)
         self._prefill_side = PrefillSide(self._epoch, settings.max_held_requests, settings.lease_seconds)
@@ -211,8 +212,10 @@ class SchedulerRole:
     # The engine's place among others.
 
     def publish(self, ranks: Sequence[RankEntry]) -> None:
-        """Serve handshakes with these ranks from now on."""
-        self._directory = Directory(PROTOCOL_VERSION, self._engine_id, self._epoch, self._identity, tuple(ranks))
+        """Serve handshakes with these ranks from now on. Raises as :func:`check_complete`."""
+        directory = Directory(PROTOCOL_VERSION, self._engine_id, self._epoch, self._identity, tuple(ranks))
+        check_complete(directory, self._num_ranks)
+        self._directory = directory
 
     def shutdown(self) -> None:
         """Close the control end point; twice is fine."""
