@@ -38,7 +38,7 @@ from kvferry.transport.protocol import Region
 from kvferry.transport.registry import TransportSet, open_transports
 
 HOST, EPOCH, GENERATION, SLOT = "127.0.0.1", 7, 3, 1
-IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 2, 4, 8)
+IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 2, 4, 8, "none", "float32")
 LAYERS, HEADS, HEAD_SIZE, ITEMSIZE, BLOCK_SIZE, NUM_BLOCKS = ["0", "1"], 4, 8, 4, 4, 6
 ROW_BYTES = len(LAYERS) * HEADS * BLOCK_SIZE * HEAD_SIZE * 2 * ITEMSIZE
 

@@ -22,7 +22,7 @@ PROMPT = list(range(100, 180))
 
 def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Give a function that makes a role for a model of these cache groups, and end the roles afterwards."""
-    identity = Identity("m", "w", "a", "float32", 2, 2, 8)
+    identity = Identity("m", "w", "a", "float32", 2, 2, 8, "none", "float32")
     roles: list[scheduler_role.SchedulerRole] = []
 
     def make(*groups: GroupShape, dp_rank: int = 0, **settings: Any) -> scheduler_role.SchedulerRole:

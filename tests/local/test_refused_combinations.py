@@ -30,7 +30,7 @@ from kvferry.plan.wire import encode_shard
 from ..matrix_refusals import REFUSALS, Refusal, Where
 from .test_vllm_translate import ATTENTION, BLOCK_SIZE, FULL, STATE, WINDOW, attention_view, block_rows, engine, groups
 
-IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 2, 4, 8)
+IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 2, 4, 8, "none", "float32")
 HOST, EPOCH, ONE = "127.0.0.1", 7, ["0"]
 Patch = pytest.MonkeyPatch
 

@@ -32,13 +32,13 @@ from kvferry.handoff.protocol import (
     encode,
 )
 
-IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 8, 4, 64)
+IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 8, 4, 64, "none", "float32")
 
 identifiers = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
 unsigned = st.integers(0, (1 << 63) - 1)
 handles = st.lists(st.builds(Handle, identifiers, unsigned), max_size=5).map(tuple)
 lease_seconds = st.floats(min_value=1e-3, max_value=MAX_LEASE_SECONDS)
-identities = st.builds(Identity, *[identifiers] * 4, *[unsigned] * 3)
+identities = st.builds(Identity, *[identifiers] * 4, *[unsigned] * 3, *[identifiers] * 2)
 end_points = st.dictionaries(identifiers, st.binary(max_size=20), max_size=3)
 ranks = st.builds(RankEntry, unsigned, unsigned, st.binary(max_size=50), end_points, unsigned, unsigned)
 questions = st.one_of(
@@ -189,6 +189,8 @@ def test_bounds_admit_their_last_value() -> None:
     full = tuple(Handle("a" * 512, (1 << 63) - 1) for _ in range(MAX_REQUESTS_PER_MESSAGE))
     renew = Renew((1 << 63) - 1, full)
     assert decode_question(encode(renew)) == renew
+    longest = tuple(Handle("😀" * 512, (1 << 63) - 1) for _ in range(MAX_REQUESTS_PER_MESSAGE))
+    assert decode_question(encode(Renew((1 << 63) - 1, longest))).handles == longest  # type: ignore[union-attr]
     renewed = decode_answer(encode(Renewed(0, MAX_LEASE_SECONDS, ())))
     assert isinstance(renewed, Renewed)
     assert renewed.lease_seconds == MAX_LEASE_SECONDS
@@ -221,6 +223,8 @@ def test_unknown_fields_are_left_to_later_versions() -> None:
         ("num_layers", 9, Reason.MODEL_MISMATCH),
         ("num_kv_heads", 2, Reason.MODEL_MISMATCH),
         ("head_size", 128, Reason.HEAD_SIZE_MISMATCH),
+        ("quantization", "fp8", Reason.MODEL_MISMATCH),
+        ("compute_dtype", "bfloat16", Reason.DTYPE_MISMATCH),
     ],
 )
 def test_every_field_of_the_identity_is_compared(field: str, value: str | int, reason: Reason) -> None:
@@ -250,6 +254,6 @@ def test_another_protocol_version_is_refused() -> None:
 def test_reasons_on_the_wire_are_stable() -> None:
     """Peers of other versions match on these strings; a change here is a change of the protocol."""
     assert set(string.ascii_lowercase + "-") >= set("".join(Reason))
-    assert protocol.PROTOCOL_VERSION == 3
+    assert protocol.PROTOCOL_VERSION == 4
     assert Reason.PEER_CHANGED.value == "peer-changed"
     assert Reason.PEER_UNREACHABLE.value == "peer-unreachable"

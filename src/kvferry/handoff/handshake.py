@@ -6,13 +6,17 @@ from kvferry.handoff.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Direct
 from kvferry.layout.shard import Shard
 from kvferry.plan.wire import decode_shard
 
-_REASONS = {"kv_dtype": Reason.DTYPE_MISMATCH, "head_size": Reason.HEAD_SIZE_MISMATCH}
+_REASONS = {
+    "kv_dtype": Reason.DTYPE_MISMATCH,
+    "compute_dtype": Reason.DTYPE_MISMATCH,
+    "head_size": Reason.HEAD_SIZE_MISMATCH,
+}
 
 
 def compare_identities(prefill: Identity, decode: Identity) -> None:
     """Raise :class:`HandoffError` naming every field that differs, with both values.
 
-    >>> ours = Identity("m", "w", "Qwen3ForCausalLM", "float32", 8, 4, 64)
+    >>> ours = Identity("m", "w", "Qwen3ForCausalLM", "float32", 8, 4, 64, "none", "float32")
     >>> compare_identities(ours, ours)
     """
     different = [
@@ -27,7 +31,7 @@ def compare_identities(prefill: Identity, decode: Identity) -> None:
     raise HandoffError(
         reason,
         f"the engines do not serve the same cache: {listing}.",
-        "Start both engines with the same model, revision and cache dtype.",
+        "Start both engines with the same model, revision, quantisation, dtype and cache dtype.",
     )
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from kvferry.errors import HandoffError, Reason
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Of an answer: a directory of many ranks is long."""
 MAX_QUESTION_BYTES = 4 * 1024 * 1024
@@ -38,7 +38,8 @@ class Identity(msgspec.Struct, frozen=True):
     """What two engines must agree on before a byte moves, compared field by field.
 
     ``model`` is a digest of the model's configuration, ``weights`` a digest of what is known of
-    its weights and revision. Both are opaque here.
+    its weights and revision; both are opaque here. ``quantization`` says how the weights are quantised, in the
+    checkpoint or while they are loaded; the model computes in ``compute_dtype`` and caches in ``kv_dtype``.
     """
 
     model: Identifier
@@ -48,6 +49,8 @@ class Identity(msgspec.Struct, frozen=True):
     num_layers: Unsigned
     num_kv_heads: Unsigned
     head_size: Unsigned
+    quantization: Identifier
+    compute_dtype: Identifier
 
 
 class RankEntry(msgspec.Struct, frozen=True):

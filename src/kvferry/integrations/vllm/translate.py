@@ -52,6 +52,8 @@ def identity_of(vllm_config: "VllmConfig", settings: Settings) -> Identity:
     return Identity(
         model=settings.model_id or _config_digest(model.hf_config.to_dict()),
         weights=settings.model_id or _weights_digest(str(model.model), model.revision),
+        quantization=settings.model_id or _quantization(model),
+        compute_dtype=_dtype_name(model.dtype),
         architecture=(model.architectures or ["unknown"])[0],
         kv_dtype=_kv_dtype(vllm_config),
         num_layers=int(text.num_hidden_layers),
@@ -198,21 +200,48 @@ def _kv_dtype(vllm_config: "VllmConfig") -> str:
     if model.is_hybrid or model.is_attention_free:
         names += [cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype]
     dtypes = (model.dtype if name == "auto" else name for name in names)
-    return "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return "/".join(map(_dtype_name, dtypes))
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _quantization(model: Any) -> str:
+    """Return how the weights are quantised, in the checkpoint or while they are loaded, of which no file tells."""
+    method, details = model.quantization or "none", model.quantization_config
+    return method if details is None else f"{method}/{_digest(repr(details))}"
 
 
 def _config_digest(config: Mapping[str, Any]) -> str:
     kept = {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS}
-    return hashlib.blake2b(json.dumps(kept, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return _digest(json.dumps(kept, sort_keys=True, default=str))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _commit_of(model: str, revision: str | None) -> str | None:
+    """Return the commit of a hub's model that this machine has at this revision, as the hub's cache tells."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        path = try_to_load_from_cache(model, "config.json", revision=revision)
+    except ValueError:
+        return None  # no name of the hub's
+    return Path(path).parent.name if isinstance(path, str) else None
 
 
 def _weights_digest(model: str, revision: str | None) -> str:
-    """Return a digest of sampled weight files of a local model; for a model of a hub, its name and revision."""
-    digest = hashlib.blake2b(digest_size=16)
+    """Return a digest of sampled weight files of a local model; for a model of a hub, of its name and commit.
+
+    Not seen are changes between the samples, and which commit it is where the hub's cache does not tell.
+    """
     directory = Path(model)
     if not directory.is_dir():
-        digest.update(f"{model}@{revision or 'default'}".encode())
-        return digest.hexdigest()
+        return _digest(f"{model}@{_commit_of(model, revision) or revision or 'default'}")
+    digest = hashlib.blake2b(digest_size=16)
     files = [path for path in directory.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".gguf")]
     for path in sorted(files):
         size = path.stat().st_size

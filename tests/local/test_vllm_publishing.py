@@ -1,0 +1,132 @@
+"""What an engine tells its peers: where it listens, of which ranks it is made, which model it serves."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.config.quantization import QuantizationConfigArgs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.execution.device import HOST
+from kvferry.handoff.guard import GuardWords, StepWords
+from kvferry.handoff.protocol import RankEntry
+from kvferry.integrations.vllm.connector import KVFerryConnector
+from kvferry.integrations.vllm.metadata import RankMetadata
+from kvferry.integrations.vllm.settings import Settings
+from kvferry.integrations.vllm.translate import identity_of
+from kvferry.integrations.vllm.worker_role import WorkerRole
+
+from .scheduler_requests import FULL, PROMPT, prefill
+
+
+def test_answers_name_the_host_at_which_peers_reach_the_engine(make_role: Any) -> None:
+    for settings, host in (({}, "127.0.0.1"), ({"host": "0.0.0.0", "advertised_host": "prefill-0"}, "prefill-0")):
+        role = make_role(FULL, **settings)
+        answer = prefill(role, PROMPT, list(range(5)))
+        assert answer is not None
+        assert (answer["remote_host"], answer["remote_port"]) == (host, role._listener.port)
+
+
+def rank_of(shard: bytes) -> RankMetadata:
+    return RankMetadata(msgspec.msgpack.encode(RankEntry(0, 0, shard, {}, 0, 0)))
+
+
+def test_an_engine_of_which_not_all_ranks_were_heard_does_not_start(make_role: Any) -> None:
+    """Below MultiConnector vLLM hands the first connector's words to all: nobody would find a rank of ours."""
+    connector: Any = KVFerryConnector.__new__(KVFerryConnector)
+    connector._scheduler_role = make_role(FULL)
+    for foreign in ({}, {(0, 0): KVConnectorHandshakeMetadata()}):
+        with pytest.raises(HandoffError, match="0 of the 1 ranks") as refusal:
+            connector.set_xfer_handshake_metadata_pp_aware(foreign)
+        assert refusal.value.reason is Reason.MISSING_SOURCE
+        assert "MultiConnector" in refusal.value.remedy
+    with pytest.raises(HandoffError, match="a message has at most") as refusal:
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): rank_of(bytes(16 << 20))})
+    assert refusal.value.reason is Reason.UNSUPPORTED
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): rank_of(b"")})
+
+
+def test_a_worker_that_ends_tells_readers_before_it_waits_for_its_own_loads() -> None:
+    guard, held = GuardWords(4), []
+    guard.set(2, epoch=7, generation=1)
+    role: Any = WorkerRole.__new__(WorkerRole)
+    role._step_words = StepWords(guard, HOST)
+    role._executor = SimpleNamespace(close=lambda: held.append(bool(guard.array.any())))
+    role._transports = role._log = SimpleNamespace(close=lambda: None)
+    role.shutdown()
+    assert held == [False]
+
+
+def engine(model: str, cache_dtype: str = "auto", **changes: Any) -> Any:
+    """Return as much of a vLLM configuration as says which model is served."""
+    known: dict[str, Any] = {
+        "hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 64}),
+        "hf_text_config": SimpleNamespace(num_hidden_layers=2),
+        "model": model,
+        "revision": None,
+        "architectures": ["Qwen3ForCausalLM"],
+        "use_mla": False,
+        "is_hybrid": False,
+        "is_attention_free": False,
+        "get_total_num_kv_heads": lambda: 2,
+        "get_head_size": lambda: 8,
+        "dtype": torch.float32,
+        "quantization": None,
+        "quantization_config": None,
+    }
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**known | changes), cache_config=SimpleNamespace(cache_dtype=cache_dtype)
+    )
+
+
+def differing(one: Any, other: Any, **settings: Any) -> set[str]:
+    identities = [identity_of(each, Settings(**settings)) for each in (one, other)]
+    return {name for name in identities[0].__struct_fields__ if len({getattr(each, name) for each in identities}) > 1}
+
+
+def test_engines_that_compute_otherwise_differ(tmp_path: Path) -> None:
+    """What a load brings must be what the decode engine would have computed, not only as long."""
+    plain = engine(str(tmp_path), cache_dtype="fp8")
+    assert differing(plain, engine(str(tmp_path), cache_dtype="fp8")) == set()
+    assert differing(plain, engine(str(tmp_path), cache_dtype="fp8", dtype=torch.bfloat16)) == {"compute_dtype"}
+    online = engine(str(tmp_path), cache_dtype="fp8", quantization="fp8")
+    assert differing(plain, online) == {"quantization"}
+    assert differing(plain, online, model_id="mine") == set()
+    configs = [
+        engine(
+            str(tmp_path),
+            quantization="online",
+            quantization_config=QuantizationConfigArgs(linear={"weight": "fp8_per_tensor_static"}, ignore=ignored),
+        )
+        for ignored in (["a"], ["a"], ["b"])
+    ]
+    assert differing(*configs[:2]) == set()
+    assert differing(*configs[1:]) == {"quantization"}
+
+
+def test_a_hubs_model_is_named_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cached(revision: str, commit: str) -> Path:
+        """Return a hub's cache in which this revision is this commit."""
+        cache = tmp_path / f"{revision}-{commit}"
+        model = cache / "models--some--model"
+        (model / "refs").mkdir(parents=True)
+        (model / "refs" / revision).write_text(commit)
+        (model / "snapshots" / commit).mkdir(parents=True)
+        (model / "snapshots" / commit / "config.json").write_text("{}")
+        return cache
+
+    def weights(cache: Path, revision: str | None = None) -> str:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        return identity_of(engine("some/model", revision=revision), Settings()).weights
+
+    old, new = cached("main", "a" * 40), cached("main", "b" * 40)
+    assert weights(old) != weights(new), "the default branch has moved between two downloads"
+    assert weights(old) == weights(cached("v1", "a" * 40), "v1"), "two names of one commit"
+    assert weights(tmp_path) == weights(tmp_path / "none") != weights(old)
