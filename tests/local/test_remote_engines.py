@@ -104,6 +104,8 @@ def test_a_slot_beyond_the_words_is_refused(prefill: PrefillEngine, decode: Deco
         ("num_layers", 3, Reason.MODEL_MISMATCH),
         ("num_kv_heads", 8, Reason.MODEL_MISMATCH),
         ("head_size", 16, Reason.HEAD_SIZE_MISMATCH),
+        ("quantization", "fp8", Reason.MODEL_MISMATCH),
+        ("compute_dtype", "bfloat16", Reason.DTYPE_MISMATCH),
     ],
 )
 def test_another_model_is_refused_by_field(
@@ -165,6 +167,53 @@ def test_a_plan_that_lowers_wrongly_is_found_before_any_byte_moves(
 
     monkeypatch.setattr(PairPlan, "lower", lower_wrongly)
     assert decode.refusal(prefill.hold()).reason is Reason.WRONG_SOURCE
+
+
+def test_what_nobody_foresaw_is_remembered_too(
+    prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "FAILURE_SECONDS", 60.0)
+    num_plans = 0
+
+    def plan_without_end(*_: object) -> None:
+        nonlocal num_plans
+        num_plans += 1
+        raise MemoryError
+
+    monkeypatch.setattr(module, "Planner", plan_without_end)
+    first, second = decode.refusal(prefill.hold()), decode.refusal(prefill.hold())
+    assert first is second
+    assert "MemoryError" in first.message
+    assert (num_plans, prefill.num_handshakes) == (1, 1)
+
+
+def test_ranks_that_only_later_requests_read_are_proved_too(
+    decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight ranks hold four heads twice; what the handshake's sample reads is right, the others' list is not."""
+    lower, proved, refused = PairPlan.lower, [], []
+
+    def lower_wrongly(plan: PairPlan, blocks: Sequence[GroupBlocks]) -> np.ndarray:
+        rows = lower(plan, blocks)
+        if plan.assignment.source_index % 2:
+            rows[[0, 1], 0] = rows[[1, 0], 0]
+        return rows
+
+    monkeypatch.setattr(PairPlan, "lower", lower_wrongly)
+    prefill = PrefillEngine("memcpy", filled_ranks(8))
+    try:
+        engine = decode.engine(prefill.hold())
+        for number in range(16):
+            hold = msgspec.structs.replace(prefill.hold(), handle=Handle(f"r{number}", 1))
+            try:
+                proved.append(engine.reads(hold, SLOT, ONE_BLOCK))
+            except KVFerryError as error:
+                refused.append(error.reason)
+        assert set(refused) == {Reason.WRONG_SOURCE}
+        assert proved
+        assert all(len({int(read.descriptors[0, 0]) for read in reads}) == HEADS for reads in proved)
+    finally:
+        prefill.close()
 
 
 def test_requests_spread_over_replicas(decode: DecodeRank) -> None:

@@ -100,6 +100,7 @@ def test_ranges_are_sets(one: tuple[HeadRange, ...], other: tuple[HeadRange, ...
         {"kind": CacheKind.STATE},
         {"kind": CacheKind.STATE, "block_size": 1, "token_share": TokenShare(0, 2, 1)},
         {"token_share": TokenShare(0, 2, 3)},
+        {"token_share": TokenShare(0, 2**16, 1), "block_size": 65},
         {"scales": (TensorScale("9", "k", 0.5),)},
         {"scales": (TensorScale("0", "k", 0.0),)},
         {"scales": (TensorScale("0", "k", math.nan),)},

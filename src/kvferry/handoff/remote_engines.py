@@ -1,5 +1,6 @@
 """Prefill engines as a decode rank knows them: handshaken once, planned once, read many times."""
 
+import logging
 import queue
 import zlib
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.load import GuardedRead
 from kvferry.execution.scratch import WORD_BYTES
 from kvferry.execution.transfer_costs import Strategist
-from kvferry.handoff.beside import AllBeside, Beside
+from kvferry.handoff.beside import AllBeside, Beside, unforeseen
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.guard import word_bytes
 from kvferry.handoff.handshake import decode_shards, fetch_directory
@@ -23,6 +24,8 @@ from kvferry.plan.transfer_plan import Descriptors, PairPlan, Planner
 from kvferry.plan.verify import verify_destination
 from kvferry.plan.verify_staged import composed
 from kvferry.transport.registry import Link, TransportSet
+
+logger = logging.getLogger(__name__)
 
 MAX_ENGINES = 1024
 
@@ -42,13 +45,14 @@ class RemoteEngine:
         self._strategist = strategist
         self._links: dict[int, Link] = {}
         self._scatter_plans: dict[PairPlan, ScatterPlan | None] = {}
+        self._verified: set[tuple[PairPlan, ...]] = set()
         self._planner = Planner(self._sources, shard)
         plans = self._planner.plans(selector=0)
         try:
             for plan in plans:
                 self._scatter_plan(plan)
-            self._verify_sample(plans)
-        except KVFerryError:
+            self._verify(plans)
+        except Exception:
             self.close()
             raise
 
@@ -56,18 +60,23 @@ class RemoteEngine:
         """Return one guarded read per source rank that this rank needs for the request.
 
         ``blocks`` are those of every cache group of the model; of a group that this rank's pipeline stage does not
-        have, other ranks read.
+        have, other ranks read. Which ranks are read depends on the request; those that no request has read before are
+        proved first. Raises :class:`PlanError`, :class:`VerificationError` and :class:`HandoffError` (invalid-request).
         """
         blocks = of_rank(blocks, self._shard)
         selector = zlib.crc32(hold.handle.request_id.encode())
         expected = word_bytes(hold.epoch, hold.handle.generation)
         reads = []
-        for plan in self._planner.plans(selector):
+        plans = self._planner.plans(selector)
+        self._verify(plans)
+        for plan in plans:
             source_index = plan.assignment.source_index
             entry = self._directory.ranks[source_index]
             if slot >= entry.num_words:
                 raise HandoffError(
-                    Reason.INVALID_REQUEST, f"slot {slot} of {hold.handle.request_id}: the rank has {entry.num_words}."
+                    Reason.INVALID_REQUEST,
+                    f"slot {slot} of {hold.handle.request_id}: the rank has {entry.num_words}.",
+                    "Check that the router copies the prefill engine's kv_transfer_params whole.",
                 )
             link = self._link(source_index)
             word_address = entry.words_address + slot * WORD_BYTES
@@ -86,10 +95,12 @@ class RemoteEngine:
             self._links[source_index] = self._transports.connect(self._directory.ranks[source_index].end_points)
         return self._links[source_index]
 
-    def _verify_sample(self, plans: Sequence[PairPlan]) -> None:
-        """Prove the templates on a small request before any other waits."""
-        blocks = sample_requests(self._sources, self._shard)
-        verify_destination([(plan.source, self._moved(plan, blocks)) for plan in plans], self._shard, blocks)
+    def _verify(self, plans: tuple[PairPlan, ...]) -> None:
+        """Prove the templates on a small request before any other is read by them."""
+        if plans not in self._verified:
+            blocks = sample_requests(self._sources, self._shard)
+            verify_destination([(plan.source, self._moved(plan, blocks)) for plan in plans], self._shard, blocks)
+            self._verified.add(plans)
 
     def _moved(self, plan: PairPlan, blocks: Sequence[GroupBlocks]) -> Descriptors:
         """Return from where to where a pair's bytes go, by way of the stage or not."""
@@ -171,6 +182,12 @@ class RemoteEngines:
         except KVFerryError as error:
             handshake.fail(error)
             raise
+        except Exception as error:
+            # Remembered as well: else every load would plan anew what cannot be planned.
+            logger.exception("kvferry: a plan failed unexpectedly")
+            refused = unforeseen("plan", error)
+            handshake.fail(refused)
+            raise refused from error
 
     def _fetch(self, hold: RemoteHold) -> Directory:
         return fetch_directory(hold.host, hold.port, self._sender, hold.epoch, self._identity, self._timeout_seconds)

@@ -12,6 +12,8 @@ from kvferry.layout.token_share import WHOLE, TokenShare
 MAX_COMPONENTS = 64
 MAX_BLOCK_SIZE = 2**20
 MAX_BLOCKS = 2**31
+MAX_TOKENS_PER_POSITION = 2**22
+"""Tokens of one block on all context-parallel ranks together. Plans are tried on a few such positions."""
 MAX_SCALES = 4 * MAX_LAYERS
 
 
@@ -72,6 +74,12 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
             self._check_component(component)
         self._check_kind()
         self._check_scales()
+        require(
+            self.tokens_per_position <= MAX_TOKENS_PER_POSITION,
+            f"group {self.name!r} has {self.tokens_per_position} tokens in one block of every rank, at most "
+            f"{MAX_TOKENS_PER_POSITION} are planned.",
+            "Use smaller blocks or fewer context-parallel ranks.",
+        )
 
     def _check_kind(self) -> None:
         where, share = f"group {self.name!r} ({self.kind})", self.token_share
