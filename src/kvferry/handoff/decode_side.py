@@ -65,7 +65,8 @@ class DecodeSide:
         return len(self._readings)
 
     def arrive(self, request_id: str, hold: RemoteHold, lease_seconds: float, now: float) -> None:
-        """A local request that may read ``hold`` has arrived; its lease is confirmed by the first renewal.
+        """A local request that may read ``hold`` has arrived, under a lease that some of may be over already: it counts
+        from now until the first renewal, due at once, says what is left.
 
         A request reads one hold: naming another lets the former go.
         """

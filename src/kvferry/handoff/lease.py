@@ -6,8 +6,9 @@ import msgspec
 class Lease(msgspec.Struct, frozen=True):
     """A promise to hold until ``end``, in seconds of the holder's or receiver's own monotonic clock.
 
-    A receiver computes ``end`` from the moment it *sent* the message that was granted, so its
-    view always ends before the holder's.
+    A receiver computes ``end`` from the moment it *sent* the renewal that was granted, so its view
+    ends before the holder's. The first lease was granted by the answer of the prefill engine, on its way through a
+    router: counted from the request's arrival it may end late, until the first renewal says what is left.
 
     >>> lease = Lease.granted(sent_at=10.0, seconds=60.0)
     >>> lease.end, lease.is_over(69.0), lease.is_over(70.0)
