@@ -3,6 +3,8 @@
 import ctypes
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -20,6 +22,7 @@ from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor,
 from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase
 from kvferry.execution.scratch import WORD_BYTES, Scratch
 from kvferry.handoff.guard import GuardWords, word_bytes
+from kvferry.handoff.lease import lease_lost
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import (
     Capabilities,
@@ -36,6 +39,7 @@ from kvferry.transport.protocol import (
 EPOCH, GENERATION, SLOT = 7, 3, 1
 NUM_BYTES = 1 << 16
 FAR = 1e12
+ABORTED = HandoffError(Reason.ABORTED, "the request was aborted.")
 
 
 def region(array: np.ndarray) -> Region:
@@ -389,22 +393,22 @@ def test_cancel_before_the_start_in_the_middle_and_afterwards(
     executor: Executor, transport: ScriptedTransport, source: Source
 ) -> None:
     executor.submit(load_of(lambda: None, load_id="preparing"))
-    executor.cancel("preparing")
+    executor.cancel("preparing", ABORTED)
     assert error_of(collect(executor, 1)["preparing"]).reason is Reason.ABORTED
 
     transport.holds_data, transport.polls_until_quiet = True, 20
     executor.submit(load_of(lambda: [source.read(transport)], load_id="middle"))
     wait_until(lambda: "data" in transport.submitted)
-    executor.cancel("middle")
-    executor.cancel("middle")
+    executor.cancel("middle", ABORTED)
+    executor.cancel("middle", ABORTED)
     assert error_of(collect(executor, 1)["middle"]).reason is Reason.ABORTED
     assert transport.num_pending == 0
 
     transport.holds_data = False
     executor.submit(load_of(lambda: [source.read(transport)], load_id="done"))
     assert collect(executor, 1)["done"].error is None
-    executor.cancel("done")
-    executor.cancel("never heard of")
+    executor.cancel("done", ABORTED)
+    executor.cancel("never heard of", ABORTED)
     time.sleep(0.05)
     assert executor.collect() == []
 
@@ -413,7 +417,7 @@ def test_a_cancellation_never_overtakes_its_load(executor: Executor) -> None:
     """However the two threads interleave: each load would wait for ever."""
     for number in range(500):
         executor.submit(load_of(lambda: None, load_id=str(number)))
-        executor.cancel(str(number))
+        executor.cancel(str(number), ABORTED)
     assert {error_of(result).reason for result in collect(executor, 500).values()} == {Reason.ABORTED}
 
 
@@ -438,6 +442,21 @@ def test_a_preparation_that_raises_fails_its_load_only(
     assert results["good"].error is None
 
 
+def test_a_fault_in_a_turn_ends_neither_the_thread_nor_leaves_a_load_without_end(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Load, "result", lambda *_: 1 / 0)
+    executor.submit(load_of(lambda: [], load_id="a"))
+    assert error_of(collect(executor, 1)["a"]).reason is Reason.TRANSFER_FAILED
+    monkeypatch.undo()
+    monkeypatch.setattr(Executor, "_tell_if_unquiet", lambda *_: 1 / 0)
+    executor.submit(load_of(lambda: None, load_id="b"))
+    wait_until(lambda: "a turn of the transfer thread failed" in caplog.text)
+    monkeypatch.undo()
+    executor.submit(load_of(lambda: [], load_id="c"))
+    assert collect(executor, 1)["c"].error is None
+
+
 def test_a_transfer_that_cannot_even_be_stopped_keeps_no_other_waiting(
     executor: Executor, transport: ScriptedTransport, source: Source
 ) -> None:
@@ -445,7 +464,7 @@ def test_a_transfer_that_cannot_even_be_stopped_keeps_no_other_waiting(
     stuck.holds_data = stuck.cancel_raises = True
     executor.submit(load_of(lambda: [Source(1).read(stuck)], load_id="stuck"))
     wait_until(lambda: "data" in stuck.submitted)
-    executor.cancel("stuck")
+    executor.cancel("stuck", ABORTED)
     executor.submit(load_of(lambda: [source.read(transport)], load_id="good"))
     assert collect(executor, 1)["good"].error is None
     stuck.cancel_raises = False
@@ -462,9 +481,9 @@ def test_a_deadline_is_kept_while_an_earlier_load_moves(
     executor.submit(load_of(lambda: None, deadline=time.monotonic() + 0.05, load_id="late"))
     assert error_of(collect(executor, 1)["late"]).reason is Reason.DEADLINE_EXCEEDED
     executor.submit(load_of(lambda: None, load_id="aborted"))
-    executor.cancel("aborted")
+    executor.cancel("aborted", ABORTED)
     assert error_of(collect(executor, 1)["aborted"]).reason is Reason.ABORTED
-    executor.cancel("endless")
+    executor.cancel("endless", ABORTED)
     assert error_of(collect(executor, 1)["endless"]).reason is Reason.ABORTED
 
 
@@ -500,7 +519,7 @@ def test_every_load_ends_exactly_once_whatever_happens(seed: int) -> None:
             )
             outcomes[load_id] = source
             if random.random() < 0.3:
-                executor.cancel(str(random.randrange(number + 1)))
+                executor.cancel(str(random.randrange(number + 1)), ABORTED)
         results = collect(executor, 30)
     finally:
         executor.close()
@@ -587,7 +606,7 @@ def test_a_load_that_waits_is_not_asked_without_pause(executor: Executor) -> Non
     asked: list[float] = []
     executor.submit(load_of(lambda: asked.append(time.monotonic()), load_id="waiting"))
     time.sleep(0.3)
-    executor.cancel("waiting")
+    executor.cancel("waiting", ABORTED)
     collect(executor, 1)
     assert 2 <= len(asked) <= (asked[-1] - asked[0]) / WAIT_SECONDS + 1
 
@@ -603,7 +622,7 @@ def test_a_load_that_waits_for_long_is_asked_less_often_and_keeps_no_other_waiti
     assert 1 <= len(asked) - later <= (time.monotonic() - since) / MAX_WAIT_SECONDS + 2
     executor.submit(load_of(lambda: [source.read(transport)], load_id="other"))
     assert collect(executor, 1)["other"].error is None
-    executor.cancel("waiting")
+    executor.cancel("waiting", ABORTED)
     collect(executor, 1)
 
 
@@ -645,7 +664,7 @@ def test_without_leave_for_realtime_the_executor_works(monkeypatch: pytest.Monke
     executor = Executor(Scratch(num_words=2), realtime=True)
     try:
         executor.submit(load_of(lambda: None, load_id="cmpl-8"))
-        executor.cancel("cmpl-8")
+        executor.cancel("cmpl-8", ABORTED)
         assert error_of(collect(executor, 1)["cmpl-8"]).reason is Reason.ABORTED
     finally:
         executor.close()
@@ -657,9 +676,26 @@ def may_be_realtime() -> bool:
         return threads.submit(take_realtime_priority).result()
 
 
-def test_an_abort_tells_which_request(executor: Executor) -> None:
+def test_a_load_that_is_given_up_ends_with_the_reason_for_that(executor: Executor) -> None:
     executor.submit(load_of(lambda: None, load_id="cmpl-7"))
-    executor.cancel("cmpl-7")
+    executor.cancel("cmpl-7", lease_lost("cmpl-7"))
     error = error_of(collect(executor, 1)["cmpl-7"])
-    assert isinstance(error, HandoffError)
-    assert "cmpl-7" in error.message
+    assert (error.reason, "cmpl-7" in error.message) == (Reason.LEASE_EXPIRED, True)
+
+
+def test_the_default_cores_are_those_that_the_process_may_use() -> None:
+    """As in a container's set of cores: the machine has others, of which none may be asked for."""
+    core = min(os.sched_getaffinity(0))
+    asked = "from kvferry.execution.executor import cores_that_do_not_compute as cores; print(*cores())"
+    bind = f"import os, subprocess, sys; os.sched_setaffinity(0, [{core}]); "
+    parent = bind + f"subprocess.run([sys.executable, '-c', {asked!r}])"
+    found = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.split() == [str(core)]
+
+
+def test_a_worker_that_is_bound_copies_on_the_other_cores_of_its_parent() -> None:
+    every = os.sched_getaffinity(0)
+    bind = f"import os; os.sched_setaffinity(0, [{min(every)}]); "
+    asked = bind + "from kvferry.execution.executor import cores_that_do_not_compute as cores; print(*cores())"
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
+    assert set(map(int, found.stdout.split())) == (every - {min(every)} or every)

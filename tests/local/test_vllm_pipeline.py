@@ -18,7 +18,10 @@ from kvferry.handoff.protocol import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.held_blocks import HeldBlocks
 from kvferry.integrations.vllm.metadata import LoadOrder, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.statistics import Statistics
+from kvferry.integrations.vllm.transfer_log import TransferLog
 from kvferry.integrations.vllm.worker_role import WorkerRole
+from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.request import GroupBlocks
 
 from .vllm_caches import CacheRank, full, move, window
@@ -34,6 +37,7 @@ THREE = (["0"], ["1", "2"], ["3", "4"])
 def rank_without_engine() -> Any:
     role: Any = WorkerRole.__new__(WorkerRole)
     role._failed, role._executor = set(), None
+    role._statistics, role._log = Statistics(), TransferLog("", 0, NamedLayout.BHLNC)
     return role
 
 

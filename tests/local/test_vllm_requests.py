@@ -1,5 +1,7 @@
 """The scheduler's role without an engine: what it answers, holds and orders, request by request."""
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,9 +10,11 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kvferry.errors import Reason, SettingsError
+from kvferry.integrations.vllm import scheduler_role
 from kvferry.integrations.vllm.block_lists import GroupShape
 from kvferry.integrations.vllm.held_blocks import HeldBlocks
 from kvferry.layout.cache_group import CacheKind
@@ -48,8 +52,9 @@ def test_vllm_clears_the_blocks_that_a_load_fills_in_part(source_size: int, clea
     assert manager.take_new_block_ids() == cleared
 
 
-def test_the_prompt_is_cut_once_and_only_where_a_state_is_held(make_role: Any) -> None:
-    sampled, plain = make_role(FULL, STATE), make_role(FULL, WINDOW)
+@pytest.mark.parametrize("other", [STATE, WINDOW])
+def test_the_prompt_is_cut_once_and_only_where_its_last_token_does_harm(other: GroupShape, make_role: Any) -> None:
+    sampled, plain = make_role(FULL, other), make_role(FULL)
     shared = list(PROMPT)
     samples = [request(shared, {"do_remote_decode": True}, f"{n}_r", max_tokens=9) for n in range(2)]
     for sample in samples:
@@ -110,6 +115,58 @@ def test_a_window_that_the_prefill_engine_has_lost_is_refused_with_a_reason(make
     [order] = reader.build_connector_meta().loads
     assert order.error is not None
     assert "prefill engine has no block number 2 of 5" in str(order.error)
+
+
+@pytest.mark.parametrize("num_tokens", range(2, 140))
+def test_no_prompt_loses_what_its_last_token_attends_to(num_tokens: int, make_role: Any) -> None:
+    """On both sides vLLM takes back the blocks that left the window, counted behind the tokens that it computed."""
+
+    def listed(first_id: int, num_computed: int) -> list[int]:
+        num_skipped = SlidingWindowManager.get_num_skipped_tokens(window, num_computed)
+        return [first_id + at if at >= num_skipped // 16 else 0 for at in range(-(-num_computed // 16))]
+
+    window: Any = SimpleNamespace(sliding_window=WINDOW.window, extra_retained_tokens=0)
+    sender, reader = make_role(WINDOW), make_role(WINDOW)
+    sent = request(list(range(num_tokens)), {"do_remote_decode": True})
+    sender.on_new_request(sent)
+    params = prefill(sender, list(range(num_tokens)), listed(10, sent.num_prompt_tokens))
+    ours = request(list(range(num_tokens)), params or {}, "d")
+    reader.on_new_request(ours)
+    num_loaded, _ = reader.get_num_new_matched_tokens(ours, 0)
+    reader.update_state_after_alloc(ours, allocated(listed(30, num_loaded)), num_loaded)
+    assert [order.error for order in reader.build_connector_meta().loads] == [None] * (num_loaded > 0)
+
+
+def test_renewals_are_taken_in_while_a_step_takes_long(make_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the listener's thread runs on the reader's side; each renewal follows from the answer to the last."""
+    monkeypatch.setattr(scheduler_role, "RENEW_SHARE", 0.001)
+    sender, reader = make_role(FULL), make_role(FULL)
+    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1])
+    reader.on_new_request(request(PROMPT, params or {}, "d"))
+    ends = {reader._decode_side.lease_of("d").end}
+    deadline = time.monotonic() + 20
+    while len(ends) < 4:
+        assert time.monotonic() < deadline, f"the lease was renewed {len(ends) - 1} times"
+        time.sleep(0.01)
+        ends.add(reader._decode_side.lease_of("d").end)
+
+
+def test_a_hold_that_was_lost_during_a_step_ends_the_load_with_that_reason(make_role: Any) -> None:
+    sender, reader = make_role(FULL), make_role(FULL)
+    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1])
+    ours = request(PROMPT, params or {}, "d")
+    reader.on_new_request(ours)
+    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
+    reader.build_connector_meta()
+    with sender._prefill_lock:
+        sender._prefill_side.expire(time.monotonic() + 1e6)
+    with reader._decode_lock:
+        reader._decode_side._renew_at = dict.fromkeys(reader._decode_side._renew_at, 0.0)
+    deadline = time.monotonic() + 20
+    while not (lost := reader.build_connector_meta().lost):
+        assert time.monotonic() < deadline, "nothing was lost"
+        time.sleep(0.01)
+    assert lost == ["d"]
 
 
 def test_references_are_dropped_tail_first_and_the_null_block_has_none() -> None:

@@ -21,6 +21,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.execution.executor import Executor
 from kvferry.execution.load import Load
 from kvferry.execution.scratch import Scratch
+from kvferry.handoff.lease import lease_lost
 from kvferry.integrations.vllm import worker_role
 from kvferry.integrations.vllm.metadata import LoadOrder, StepMetadata
 from kvferry.integrations.vllm.settings import Settings
@@ -239,7 +240,7 @@ def test_trap_11_every_rank_reports_a_request_once(monkeypatch: pytest.MonkeyPat
             rank.submit("received", None)
             rank.submit("failed", error)
             rank.submit("aborted", error)
-            refused = LoadOrder("refused", 1.0, error=error)
+            refused = LoadOrder("refused", 1.0, error=lease_lost("refused"))
             rank.role.start_loads(StepMetadata(loads=[refused], aborted=["aborted"]))
         end = time.monotonic() + 20
         last = 0.0
@@ -257,3 +258,5 @@ def test_trap_11_every_rank_reports_a_request_once(monkeypatch: pytest.MonkeyPat
     assert sorted(ended) == ["aborted", "failed", "received", "refused"]
     assert failed == {"aborted", "failed", "refused"}
     assert aggregator._recv_remaining_count == {}
+    # What the scheduler refused is counted beside what the transfers did, which this rank does not account for.
+    assert [rank.role.take_statistics().data["failures"] for rank in ranks] == [{"lease-expired": 1}] * 2

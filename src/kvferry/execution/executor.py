@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 
-from kvferry.errors import HandoffError, Reason, SettingsError
+from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.execution.device import HOST, DeviceOrder
-from kvferry.execution.load import Load, LoadResult, Phase
+from kvferry.execution.load import Load, LoadResult, Phase, refused
 from kvferry.execution.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,8 @@ MAX_WAIT_SECONDS = 0.01
 """Between two looks at loads that have waited for something else than a transfer, such as a handshake, for a while."""
 QUIET_SECONDS = 10.0
 """So long a load that was given up may take to be quiet before the log tells of it."""
+Cancellation = tuple[str, KVFerryError]
+"""The id of a load and why it is given up."""
 
 
 class Executor:
@@ -38,8 +40,8 @@ class Executor:
         self._order = order
         self._cores = set(cores)
         self._realtime = realtime
-        # Loads and the ids to cancel in one queue, so that a cancellation never overtakes its load.
-        self._orders: queue.SimpleQueue[Load | str | None] = queue.SimpleQueue()
+        # Loads and what to cancel in one queue, so that a cancellation never overtakes its load.
+        self._orders: queue.SimpleQueue[Load | Cancellation | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self._active: list[Load] = []
         self._unquiet: set[str] = set()
@@ -55,9 +57,9 @@ class Executor:
         """Queue a load; its result comes back through :meth:`collect`, exactly once."""
         self._orders.put(load)
 
-    def cancel(self, load_id: str) -> None:
-        """Give a load up; it still comes back through :meth:`collect`, once its transfers are quiet."""
-        self._orders.put(load_id)
+    def cancel(self, load_id: str, error: KVFerryError) -> None:
+        """Give a load up; it comes back with ``error`` through :meth:`collect`, once its transfers are quiet."""
+        self._orders.put((load_id, error))
 
     def collect(self) -> list[LoadResult]:
         """Return the loads that ended since the last call."""
@@ -99,12 +101,20 @@ class Executor:
             take_realtime_priority()
         self._started.set_result(None)
         while not self._stop.is_set():
-            self._take_orders()
-            if self._active and not self._advance():
-                self._wait()
-            else:
-                self._num_looks = 0
+            try:
+                self._turn()
+            except Exception:
+                # Nothing that one load does may end the thread that carries all others.
+                logger.exception("kvferry: a turn of the transfer thread failed")
+                time.sleep(MAX_WAIT_SECONDS)
         self._give_up()
+
+    def _turn(self) -> None:
+        self._take_orders()
+        if self._active and not self._advance():
+            self._wait()
+        else:
+            self._num_looks = 0
 
     def _wait(self) -> None:
         """Sleep until it is time to look again: soon where transfers run, else ever longer or until an order comes."""
@@ -122,13 +132,14 @@ class Executor:
         while not self._orders.empty():
             self._take(self._orders.get_nowait())
 
-    def _take(self, order: Load | str | None) -> None:
+    def _take(self, order: Load | Cancellation | None) -> None:
         if isinstance(order, Load):
             self._active.append(order)
-            return
-        for load in self._active:
-            if load.load_id == order:
-                load.cancel(HandoffError(Reason.ABORTED, f"the request {order} was aborted."))
+        elif order is not None:
+            load_id, error = order
+            for load in self._active:
+                if load.load_id == load_id:
+                    load.cancel(error)
 
     def _give_up(self) -> None:
         while not self._orders.empty():
@@ -147,7 +158,7 @@ class Executor:
             self._tell_if_unquiet(load, now)
             if load.phase is Phase.DONE:
                 self._active.remove(load)
-                self._results.put(load.result(time.monotonic()))
+                self._results.put(_result(load))
             elif load.phase is Phase.STAGE:
                 # Between two rounds the others go first.
                 self._active.remove(load)
@@ -183,9 +194,35 @@ class Executor:
         except Exception as error:
             if not was_stopping:
                 logger.exception("kvferry: the load of %s failed unexpectedly", load.load_id)
-            load.cancel(HandoffError(Reason.TRANSFER_FAILED, f"{type(error).__name__}: {error}"))
+            load.cancel(_unexpected(error))
             # One that cannot even be stopped must not keep the others waiting.
             return not was_stopping
+
+
+def cores_that_do_not_compute() -> set[int]:
+    """Return the cores on which a worker should copy: those it may use without those it is bound to, else the latter.
+
+    vLLM binds a worker on a CPU to the cores on which it computes, but not the process that started it.
+    """
+    bound = os.sched_getaffinity(0)
+    try:
+        return (os.sched_getaffinity(os.getppid()) - bound) or bound
+    except OSError:
+        return bound
+
+
+def _result(load: Load) -> LoadResult:
+    """Return how the load ended; where that cannot be told it failed, since the engine waits for an answer."""
+    try:
+        return load.result(time.monotonic())
+    except Exception as error:
+        logger.exception("kvferry: how the load of %s ended cannot be told", load.load_id)
+        return refused(load.load_id, _unexpected(error))
+
+
+def _unexpected(error: Exception) -> HandoffError:
+    what = f"the load failed unexpectedly: {type(error).__name__}: {error}."
+    return HandoffError(Reason.TRANSFER_FAILED, what, "The log has the whole of it; please report it.")
 
 
 def take_realtime_priority() -> bool:

@@ -85,6 +85,11 @@ class LoadResult:
     """Behind the last copy into the cache, on a GPU: the engine's stream must wait for it."""
 
 
+def refused(load_id: str, error: KVFerryError) -> LoadResult:
+    """Return how a load ended that was never begun."""
+    return LoadResult(load_id, error, 0, 0, 0, 0, "", 0.0, 0.0)
+
+
 # Returns the reads of a load, or None while something they need (a handshake) is not there yet.
 Prepare = Callable[[], Sequence[GuardedRead] | None]
 

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from kvferry.errors import HandoffError, Reason
+
 
 class Lease(msgspec.Struct, frozen=True):
     """A promise to hold until ``end``, in seconds of the holder's or receiver's own monotonic clock.
@@ -29,3 +31,12 @@ class Lease(msgspec.Struct, frozen=True):
     def remaining(self, now: float) -> float:
         """Return the seconds left, at least zero."""
         return max(0.0, self.end - now)
+
+
+def lease_lost(request_id: str) -> HandoffError:
+    """Return the error of a reader whose hold has ended."""
+    return HandoffError(
+        Reason.LEASE_EXPIRED,
+        f"the prefill engine no longer holds the blocks of {request_id}.",
+        "Send the prompt again; if this repeats, raise lease_seconds on the prefill side.",
+    )

@@ -152,7 +152,8 @@ def random_prompts(seed: int, count: int, shortest: int, longest: int) -> list[l
 
 
 FIRST_WAVE = random_prompts(seed=1, count=32, shortest=5, longest=2000)
-SECOND_WAVE = random_prompts(seed=2, count=8, shortest=7, longest=700)
+# Of 1023 tokens the last would push a block out of a window of whole blocks that it attends to.
+SECOND_WAVE = [*random_prompts(seed=2, count=8, shortest=7, longest=700), random_prompt(2999, 1023)]
 NAMED_TOKENS = 1000
 """Tokens of the request whose descriptors are told of every pair."""
 

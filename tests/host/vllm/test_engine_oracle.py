@@ -26,14 +26,14 @@ def move_labels(handoffs: Handoffs, num_tokens: int) -> list[dict[str, Any]]:
 @for_pairs()
 def test_labels_arrive_whole_and_nowhere_else(pair: Pair, engine_pool: EnginePool) -> None:
     handoffs = Handoffs.of(pair, engine_pool)
-    block_size = handoffs.decode.block_size
+    block_size, logs_before = handoffs.decode.block_size, handoffs.log_ends()
     for num_tokens in (3 * block_size, 2 * block_size + block_size // 2 + 1):
         ranks = move_labels(handoffs, num_tokens)
         assert [rank["problems"] for rank in ranks] == [[]] * (handoffs.decode.tp * handoffs.decode.pp)
         # One scheduler gave all ranks the same blocks; a stage knows those of the groups of which it has layers.
         found = [(group, block_ids) for rank in ranks for group, block_ids in rank["block_ids"].items()]
         assert all(block_ids == dict(found)[group] for group, block_ids in found)
-    handoffs.check_released(handoffs.log_ends())
+    handoffs.check_released(logs_before)
 
 
 @for_pairs(*(() if ALL_PAIRS else ("gqa-1-1", "gqa-2-1", "gqa-1-2", "gqa-4-2", "mla-2-1")))

@@ -33,9 +33,9 @@ class GroupShape:
 def num_recomputed(groups: Iterable[GroupShape]) -> int:
     """Return how many of a prompt's last tokens the decode engine computes itself, beyond what it was given.
 
-    It always runs the last token, whose logits it needs. A state would then advance twice by it, so the prefill engine
-    must not compute it. And a window laid out for the token behind the prompt may have lost the first one that the last
-    token attends to. Whole attention is not harmed: there the token is loaded and computed once more.
+    It always runs the last token, whose logits it needs. A state would then advance twice by it, and a window laid out
+    for the token behind the prompt may have lost the first one that the last token attends to, on either side: so the
+    prefill engine must not compute it. Whole attention is not harmed: there the token is loaded and computed once more.
 
     >>> num_recomputed([GroupShape(CacheKind.ATTENTION, 16)])
     0

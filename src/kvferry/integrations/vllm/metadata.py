@@ -28,12 +28,16 @@ class LoadOrder:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Orders of one step: ``written`` holds the words of held requests that it writes, ``ended`` slots."""
+    """Orders of one step: ``written`` holds the words of held requests that it writes, ``ended`` slots.
+
+    ``aborted`` loads are wanted no more, of ``lost`` ones the remote hold has ended.
+    """
 
     written: list[Held] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
 
 @dataclass

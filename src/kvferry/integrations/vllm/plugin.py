@@ -2,8 +2,11 @@
 
 import logging
 
+from kvferry.errors import KVFerryError
 from kvferry.integrations.vllm.versions import check_version
 from kvferry.integrations.vllm.waiting_workers import make_waits_sleep
+
+logger = logging.getLogger(__name__)
 
 CONNECTOR_NAME = "KVFerryConnector"
 CONNECTOR_MODULE = "kvferry.integrations.vllm.connector"
@@ -11,7 +14,12 @@ CONNECTOR_MODULE = "kvferry.integrations.vllm.connector"
 
 def register() -> None:
     """Called by vLLM in every process. Safe to call again."""
-    check_version()
+    try:
+        check_version()
+    except KVFerryError as error:
+        # Whoever asks for the connector is refused; an engine without it is none of our business.
+        logger.error("kvferry: %s", error)
+        return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:

@@ -134,7 +134,8 @@ def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> N
 def leave_last_token(request: "Request") -> None:
     """Let the prefill engine compute all of the prompt but its last token, which the decode engine computes.
 
-    Else that token would advance a Mamba state twice. Applied once, to a request that is new. One of a single token,
+    Else that token would advance a Mamba state twice, or push a block that the decode engine needs out of a sliding
+    window. Applied once, to a request that is new. One of a single token,
     and one that reads no cache (prompt log probabilities), for which the decode engine does not load either, stay
     whole.
     """

@@ -12,6 +12,7 @@ from kvferry.handoff.decode_side import DecodeSide
 from kvferry.handoff.errands import Errands
 from kvferry.handoff.guard import Held
 from kvferry.handoff.handshake import check_complete, check_version
+from kvferry.handoff.lease import lease_lost
 from kvferry.handoff.listener import Listener
 from kvferry.handoff.prefill_side import Ended, Ending, Hold, PrefillSide
 from kvferry.handoff.protocol import (
@@ -67,6 +68,7 @@ class SchedulerRole:
         self._settings = settings
         self._groups = group_shapes(kv_cache_config)
         self._has_state = has_state(self._groups)
+        self._leaves_last_token = num_recomputed(self._groups) > 0
         self._engine_id = engine_id
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._num_ranks = self._tp_size * vllm_config.parallel_config.pipeline_parallel_size
@@ -79,6 +81,7 @@ class SchedulerRole:
         self._decode_side = DecodeSide(SIBLING_LINGER_SECONDS, RENEW_SHARE)
         self._decode_lock = threading.Lock()
         self._errands = Errands()
+        self._lost: list[str] = []
         self._remote: dict[str, RemoteParams | KVFerryError] = {}
         self._loading: set[str] = set()
         self._step = StepMetadata()
@@ -97,7 +100,7 @@ class SchedulerRole:
         params = request.kv_transfer_params
         if not params:
             return
-        if params.get("do_remote_decode") and self._has_state:
+        if params.get("do_remote_decode") and self._leaves_last_token:
             leave_last_token(request)
         if not params.get("do_remote_prefill"):
             return
@@ -189,7 +192,10 @@ class SchedulerRole:
         for end in ended:
             self._end_hold(end)
         self._step.written = list(dict.fromkeys([*self._step.written, *map(self._held, unfinished)]))
-        self._run_errands(now)
+        with self._decode_lock:
+            self._run_errands(now)
+            lost, self._lost = self._lost, []
+        self._step.lost = [request_id for request_id in lost if request_id in self._loading]
         step, self._step = self._step, StepMetadata()
         return step
 
@@ -259,7 +265,7 @@ class SchedulerRole:
             if isinstance(remote, KVFerryError):
                 raise remote
             num_loadable = self._num_loadable(request)
-            check_prompt(remote, request, num_loadable if self._has_state else request.num_prompt_tokens)
+            check_prompt(remote, request, num_loadable)
             blocks = blocks_to_load(
                 self._groups,
                 remote.kvferry.block_sizes,
@@ -273,7 +279,8 @@ class SchedulerRole:
                 raise lease_lost(request.request_id)
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error)
-            return LoadOrder(request.request_id, timeout, error=error)
+            hold = remote.hold if isinstance(remote, RemoteParams) else None
+            return LoadOrder(request.request_id, timeout, hold, error=error)
         timeout = min(timeout, lease.remaining(time.monotonic()))
         hold, slot = remote.hold, remote.kvferry.slot
         return LoadOrder(request.request_id, timeout, hold, slot, num_external_tokens, blocks)
@@ -286,18 +293,18 @@ class SchedulerRole:
                 self._errands.release(self._decode_side.take_releases(now), self._settings.lease_seconds)
 
     def _run_errands(self, now: float) -> None:
-        with self._decode_lock:
-            self._errands.release(self._decode_side.take_releases(now), self._settings.lease_seconds)
-            for outcome in self._errands.collect():
-                self._decode_side.renewed(outcome.held, outcome.sent_at, outcome.lease_seconds)
-                self._step.aborted.extend(rid for rid in self._decode_side.lost(outcome.lost) if rid in self._loading)
+        """Send what is due and take in what was answered; the requests whose holds are lost are kept for a step."""
+        self._errands.release(self._decode_side.take_releases(now), self._settings.lease_seconds)
+        for outcome in self._errands.collect():
+            self._decode_side.renewed(outcome.held, outcome.sent_at, outcome.lease_seconds)
+            self._lost += self._decode_side.lost(outcome.lost)
+        self._errands.renew(self._decode_side.take_renewals(now), self._settings.lease_seconds)
 
     def _keep_up(self) -> None:
         """What is due while the engine sleeps or takes a long step, on the listener's thread."""
         now = time.monotonic()
         with self._decode_lock:
-            self._errands.renew(self._decode_side.take_renewals(now), self._settings.lease_seconds)
-            self._errands.release(self._decode_side.take_releases(now), self._settings.lease_seconds)
+            self._run_errands(now)
         with self._prefill_lock:
             self._prefill_side.expire(now)
         self._wake_for_ended()
@@ -360,12 +367,3 @@ def control_port(port: int, data_parallel_index: int) -> int:
             'Set a lower "port", or 0, which takes a free one for each rank.',
         )
     return port + data_parallel_index
-
-
-def lease_lost(request_id: str) -> HandoffError:
-    """Return the error of a reader whose hold has ended."""
-    return HandoffError(
-        Reason.LEASE_EXPIRED,
-        f"the prefill engine no longer holds the blocks of {request_id}.",
-        "Send the prompt again; if this repeats, raise lease_seconds on the prefill side.",
-    )

@@ -21,12 +21,13 @@ class TransferLog:
 
     def write(self, order: LoadOrder, result: LoadResult) -> None:
         """Append one load."""
-        if self._file is None or order.hold is None:
+        if self._file is None:
             return
+        hold = order.hold
         line = {
             "request_id": order.request_id,
-            "remote_request_id": order.hold.handle.request_id,
-            "remote_engine_id": order.hold.engine_id,
+            "remote_request_id": None if hold is None else hold.handle.request_id,
+            "remote_engine_id": None if hold is None else hold.engine_id,
             "rank": self._rank,
             "num_tokens": order.num_tokens,
             "bytes": result.num_bytes,

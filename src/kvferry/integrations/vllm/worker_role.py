@@ -1,7 +1,6 @@
 """The connector inside a worker: owns the memory that is read, and runs the loads beside the engine's step."""
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,15 +10,16 @@ import msgspec
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-from kvferry.errors import Reason, TransportError
+from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
-from kvferry.execution.executor import Executor
-from kvferry.execution.load import GuardedRead, Load, LoadResult
+from kvferry.execution.executor import Executor, cores_that_do_not_compute
+from kvferry.execution.load import GuardedRead, Load, LoadResult, refused
 from kvferry.execution.memory import collapse_to_huge_pages
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.staging import Stage
 from kvferry.execution.transfer_costs import Strategist
 from kvferry.handoff.guard import GuardWords, StepWords
+from kvferry.handoff.lease import lease_lost
 from kvferry.handoff.protocol import RankEntry
 from kvferry.handoff.remote_engines import RemoteEngines
 from kvferry.integrations.vllm.metadata import LoadOrder, RankMetadata, StepMetadata
@@ -115,7 +115,7 @@ class WorkerRole:
         """Start the step's loads; returns at once."""
         for order in orders.loads:
             if order.error is not None:
-                self._failed.add(order.request_id)
+                self._refuse(order, order.error)
                 continue
             assert self._executor is not None
             self._orders[order.request_id] = order
@@ -123,9 +123,11 @@ class WorkerRole:
             self._executor.submit(
                 Load(order.request_id, partial(self._prepare, order, self._launched_before), deadline)
             )
-        for request_id in orders.aborted:
-            if self._executor is not None:
-                self._executor.cancel(request_id)
+        if self._executor is not None:
+            for request_id in orders.aborted:
+                self._executor.cancel(request_id, aborted(request_id))
+            for request_id in orders.lost:
+                self._executor.cancel(request_id, lease_lost(request_id))
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests received (failed ones included) and failed since the last call, each once."""
@@ -162,6 +164,13 @@ class WorkerRole:
         engine = self._remote_engines.get(order.hold)
         return None if engine is None else engine.reads(order.hold, order.slot, order.blocks)
 
+    def _refuse(self, order: LoadOrder, error: KVFerryError) -> None:
+        """Report a load that the scheduler, which logged why, could not order."""
+        result = refused(order.request_id, error)
+        self._failed.add(order.request_id)
+        self._statistics.record(result)
+        self._log.write(order, result)
+
     def _account(self, result: LoadResult) -> None:
         order = self._orders.pop(result.load_id)
         self._statistics.record(result)
@@ -180,5 +189,9 @@ class WorkerRole:
     def _transfer_cores(self) -> set[int]:
         if self._settings.transfer_cores:
             return set(self._settings.transfer_cores)
-        everything = set(range(os.cpu_count() or 1))
-        return (everything - os.sched_getaffinity(0)) or everything
+        return cores_that_do_not_compute()
+
+
+def aborted(request_id: str) -> HandoffError:
+    """Return the error of a load whose request the client gave up."""
+    return HandoffError(Reason.ABORTED, f"the request {request_id} was aborted.")
