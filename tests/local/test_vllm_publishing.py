@@ -79,6 +79,7 @@ def engine(model: str, cache_dtype: str = "auto", **changes: Any) -> Any:
         "get_head_size": lambda: 8,
         "dtype": torch.float32,
         "quantization": None,
+        "model_arch_config": SimpleNamespace(quantization_config=None),
         "quantization_config": None,
     }
     return SimpleNamespace(
@@ -99,6 +100,9 @@ def test_engines_that_compute_otherwise_differ(tmp_path: Path) -> None:
     online = engine(str(tmp_path), cache_dtype="fp8", quantization="fp8")
     assert differing(plain, online) == {"quantization"}
     assert differing(plain, online, model_id="mine") == set()
+    checkpoint = {"model_arch_config": SimpleNamespace(quantization_config={"quant_method": "gptq"})}
+    kernels = [engine(str(tmp_path), quantization=name, **checkpoint) for name in ("gptq", "gptq_marlin")]
+    assert differing(*kernels) == set(), "each machine runs the same checkpoint by what it has"
     configs = [
         engine(
             str(tmp_path),

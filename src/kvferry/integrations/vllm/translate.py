@@ -208,8 +208,13 @@ def _dtype_name(dtype: object) -> str:
 
 
 def _quantization(model: Any) -> str:
-    """Return how the weights are quantised, in the checkpoint or while they are loaded, of which no file tells."""
-    method, details = model.quantization or "none", model.quantization_config
+    """Return how the weights are quantised: in the checkpoint, or while they are loaded, of which no file tells.
+
+    What runs a quantised checkpoint, such as ``gptq`` or ``gptq_marlin``, depends on the machine.
+    """
+    is_in_checkpoint = model.model_arch_config.quantization_config is not None
+    method = "checkpoint" if is_in_checkpoint else model.quantization or "none"
+    details = model.quantization_config
     return method if details is None else f"{method}/{_digest(repr(details))}"
 
 
