@@ -343,12 +343,15 @@ def test_a_handshake_that_nobody_comes_for_is_let_go(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request was aborted; what the engine told of itself may be long."""
-    assert decode.engines.get(prefill.hold()) is None
-    decode.engines._handshakes._known[prefill.hold().destination]._thread.join(20)
-    monkeypatch.setattr(beside, "UNCLAIMED_SECONDS", 0.0)
-    time.sleep(0.001)
     other = PrefillEngine("memcpy", filled_ranks())
+    for engine in (prefill, other):
+        engine.may_answer.clear()
     try:
+        assert decode.engines.get(prefill.hold()) is None
+        prefill.may_answer.set()
+        decode.engines._handshakes._known[prefill.hold().destination]._thread.join(20)
+        monkeypatch.setattr(beside, "UNCLAIMED_SECONDS", 0.0)
+        time.sleep(0.001)
         assert decode.engines.get(other.hold()) is None
         assert list(decode.engines._handshakes._known) == [other.hold().destination]
     finally:
