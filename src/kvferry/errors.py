@@ -40,7 +40,6 @@ class Reason(StrEnum):
     PEER_UNREACHABLE = "peer-unreachable"
     PEER_DIED = "peer-died"
     PEER_CHANGED = "peer-changed"
-    CANCELLED = "cancelled"
     CLOSED = "closed"
     TRANSFER_FAILED = "transfer-failed"
     # handoff

@@ -269,7 +269,11 @@ class Load:
     def _raise_failed(self) -> None:
         for transfer in self._transfers:
             if transfer.status in (Status.FAILED, Status.CANCELLED):
-                raise transfer.error or TransportError(Reason.TRANSFER_FAILED, f"a transfer ended {transfer.status}.")
+                raise transfer.error or TransportError(
+                    Reason.TRANSFER_FAILED,
+                    f"a transfer ended {transfer.status}.",
+                    "Check that the prefill engine runs.",
+                )
 
     def _is_being_written(self, scratch: Scratch) -> bool:
         """Return whether a source's last step has not ended on its device: the words must be read again."""

@@ -28,7 +28,11 @@ def sample_requests(sources: Sequence[Shard], destination: Shard) -> list[GroupB
 def _held_by_all(sources: Sequence[Shard], wanted: CacheGroup) -> list[CacheGroup]:
     held = [found for source in sources if (found := source.group(wanted.name))]
     if not held:
-        raise PlanError(Reason.GROUP_MISMATCH, f"the prefill engine has no cache group {wanted.name!r}.")
+        raise PlanError(
+            Reason.GROUP_MISMATCH,
+            f"the prefill engine has no cache group {wanted.name!r}.",
+            "Serve the same model with the same cache settings on both engines.",
+        )
     return [wanted, *held]
 
 

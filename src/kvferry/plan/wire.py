@@ -12,6 +12,7 @@ from kvferry.plan.request import GroupBlocks
 
 MAX_SHARD_BYTES = 1 << 20
 """Longest encoding of a shard that is read from a peer."""
+SAME_VERSION = "Run the same kvferry version on both sides."
 
 _DIGEST_BYTES = 16
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -33,6 +34,7 @@ def encode_shard(shard: Shard) -> bytes:
         raise PlanError(
             Reason.UNSUPPORTED,
             f"the description of {shard.rank_name} has {len(encoded)} bytes, at most {MAX_SHARD_BYTES} are sent.",
+            "Split the model's layers over more pipeline stages.",
         )
     return encoded
 
@@ -47,15 +49,16 @@ def decode_shard(encoded: bytes) -> Shard:
         raise PlanError(
             Reason.MALFORMED_MESSAGE,
             f"a shard of {len(encoded)} bytes was received, at most {MAX_SHARD_BYTES} are read.",
+            SAME_VERSION,
         )
     try:
         return _decoder.decode(encoded)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, KVFerryError):
             raise error.__cause__ from None
-        raise PlanError(Reason.MALFORMED_MESSAGE, f"a message is no shard: {error}.") from None
+        raise PlanError(Reason.MALFORMED_MESSAGE, f"a message is no shard: {error}.", SAME_VERSION) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise PlanError(Reason.MALFORMED_MESSAGE, f"a message is no shard: {error}.") from None
+        raise PlanError(Reason.MALFORMED_MESSAGE, f"a message is no shard: {error}.", SAME_VERSION) from None
 
 
 def digest(

@@ -145,7 +145,9 @@ def _closed() -> TransportError:
 
 
 def _peer_closed() -> TransportError:
-    return TransportError(Reason.PEER_DIED, "the memcpy transport that made this end point is closed.")
+    return TransportError(
+        Reason.PEER_DIED, "the memcpy transport that made this end point is closed.", "Take an end point of one in use."
+    )
 
 
 def _copies(descriptors: Descriptors) -> Iterator[int]:

@@ -69,12 +69,20 @@ def _await_end_point(replies: IO[bytes], errors: IO[bytes]) -> tuple[int, bytes]
     while not message.endswith(b"\n"):
         ready, _, _ = select.select([replies], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise TransportError(Reason.DEADLINE_EXCEEDED, f"the other process was not ready in {PROBE_SECONDS} s.")
+            raise TransportError(
+                Reason.DEADLINE_EXCEEDED,
+                f"the other process was not ready in {PROBE_SECONDS} s.",
+                "Try again when fewer programs use this machine.",
+            )
         chunk = replies.read(1 << 16)
         if not chunk:
             errors.seek(0)
             found = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-            raise TransportError(Reason.TRANSPORT_UNAVAILABLE, f"the other process could not start it: {found}.")
+            raise TransportError(
+                Reason.TRANSPORT_UNAVAILABLE,
+                f"the other process could not start it: {found}.",
+                "Name another transport, or reinstall what this one needs.",
+            )
         message += chunk
     address, _, end_point = message.decode().strip().partition(" ")
     return int(address), bytes.fromhex(end_point)
@@ -92,9 +100,17 @@ def _read_pattern(transport: Transport, address: int, end_point: bytes) -> None:
     if transfer.error is not None:
         raise transfer.error
     if transfer.status is not Status.DONE:
-        raise TransportError(Reason.DEADLINE_EXCEEDED, f"1 MiB did not arrive within {PROBE_SECONDS} s.")
+        raise TransportError(
+            Reason.DEADLINE_EXCEEDED,
+            f"1 MiB did not arrive within {PROBE_SECONDS} s.",
+            "Check what limits this process (a container, a firewall), or name another transport.",
+        )
     if not np.array_equal(local, _pattern()):
-        raise TransportError(Reason.TRANSFER_FAILED, "other bytes arrived than were sent.")
+        raise TransportError(
+            Reason.TRANSFER_FAILED,
+            "other bytes arrived than were sent.",
+            "Name another transport: this one must not be used here.",
+        )
 
 
 def _pattern() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -81,7 +81,11 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     try:
         settings = msgspec.convert(dict(extra_config), Settings)
     except msgspec.ValidationError as error:
-        raise SettingsError(Reason.INVALID_SETTING, f"kv_connector_extra_config: {error}.") from error
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"kv_connector_extra_config: {error}.",
+            "The README lists the settings and what they may be.",
+        ) from error
     _check_times(settings)
     _check_host(settings)
     if settings.strategy == "gather":

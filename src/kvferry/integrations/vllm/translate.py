@@ -108,7 +108,11 @@ def decode_rank_entry(data: bytes) -> RankEntry:
     try:
         return msgspec.msgpack.decode(data, type=RankEntry)
     except msgspec.MsgspecError as error:
-        raise HandoffError(Reason.MALFORMED_MESSAGE, f"a worker's handshake metadata is malformed: {error}.") from error
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE,
+            f"a worker's handshake metadata is malformed: {error}.",
+            "Run the same kvferry version on all of the engine's hosts.",
+        ) from error
 
 
 def _check_group(index: int, group: "KVCacheGroupSpec") -> None:
