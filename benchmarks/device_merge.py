@@ -29,7 +29,8 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged import Merge, ScatterPlan, placed
+from kvferry.plan.staged import Merge, placed
+from kvferry.plan.staged_plan import ScatterPlan
 from kvferry.plan.strategy import TYPICAL_COSTS
 from kvferry.plan.transfer_plan import Planner
 from kvferry.units import format_bytes

@@ -17,6 +17,8 @@ from kvferry.execution.transfer_costs import Strategist
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.guard import GuardWords
 from kvferry.handoff.listener import Listener
+from kvferry.handoff.packing_listener import PackingListener
+from kvferry.handoff.packing_side import PackingSide
 from kvferry.handoff.protocol import (
     PROTOCOL_VERSION,
     Answer,
@@ -89,7 +91,14 @@ class Rank:
 class PrefillEngine:
     """A prefill engine in this process: filled ranks, each with guard words, and a listener for handshakes."""
 
-    def __init__(self, transport: str, ranks: Sequence[HoldsCache], port: int = 0, epoch: int = EPOCH) -> None:
+    def __init__(
+        self,
+        transport: str,
+        ranks: Sequence[HoldsCache],
+        port: int = 0,
+        epoch: int = EPOCH,
+        packing_bytes: int | None = None,
+    ) -> None:
         self.epoch = epoch
         self.transports = open_transports(transport)
         self.ranks = list(ranks)
@@ -97,6 +106,14 @@ class PrefillEngine:
         self.begin_hold()
         regions = [region for rank in ranks for region in rank.regions]
         regions += [Region(words.address, words.array.nbytes) for words in self.words]
+        self.packing_sides: list[PackingSide] = []
+        if packing_bytes is not None:
+            self.packing_sides = [
+                PackingSide(Stage(packing_bytes, huge_pages=False), words, rank.regions)
+                for rank, words in zip(ranks, self.words, strict=True)
+            ]
+        self.packing = [PackingListener(HOST, side) for side in self.packing_sides]
+        regions += [region for side in self.packing_sides for region in side.regions]
         self.end_points = self.transports.register(regions)
         self.answer: Callable[[Question], Answer] = lambda question: self.directory()
         self.num_handshakes = 0
@@ -115,6 +132,14 @@ class PrefillEngine:
         for words in self.words:
             words.set(SLOT, self.epoch, GENERATION)
 
+    @property
+    def is_stage_free(self) -> bool:
+        """Whether no reader has a part, now or soon."""
+        end = time.monotonic() + 5
+        while any(side.num_parts for side in self.packing_sides) and time.monotonic() < end:
+            time.sleep(0.002)
+        return not any(side.num_parts for side in self.packing_sides)
+
     def directory(self, **changes: object) -> Directory:
         entries = tuple(
             RankEntry(
@@ -124,8 +149,9 @@ class PrefillEngine:
                 end_points=self.end_points,
                 words_address=words.address,
                 num_words=len(words.array),
+                packer=self.packing[number].packer if self.packing else None,
             )
-            for rank, words in zip(self.ranks, self.words, strict=True)
+            for number, (rank, words) in enumerate(zip(self.ranks, self.words, strict=True))
         )
         directory = Directory(PROTOCOL_VERSION, "p", self.epoch, IDENTITY, entries)
         return msgspec.structs.replace(directory, **changes)
@@ -136,6 +162,8 @@ class PrefillEngine:
     def close(self) -> None:
         self.may_answer.set()
         self.listener.close()
+        for packing in self.packing:
+            packing.close()
         self.transports.close()
 
 
@@ -147,11 +175,15 @@ class DecodeRank:
     ) -> None:
         self.rank = rank
         stage = Stage(1 << 16)
-        self.scratch = Scratch(num_words=8)
+        self.scratch = Scratch(num_words=16)
         self.transports: TransportSet = open_transports(transport)
         self.transports.register([*rank.regions, self.scratch.region, stage.region])
         strategist = Strategist(stage, wish)
         self.engines = RemoteEngines(rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds, strategist)
+
+    def close(self) -> None:
+        self.engines.close()
+        self.transports.close()
 
     def engine(self, hold: RemoteHold) -> RemoteEngine:
         """Ask until the handshake has ended."""
@@ -176,15 +208,20 @@ class DecodeRank:
         return self.load_blocks(hold, [whole_blocks("full", source_ids, destination_ids)])
 
     def load_blocks(self, hold: RemoteHold, blocks: Sequence[GroupBlocks]) -> LoadResult:
-        def prepare() -> list[GuardedRead] | None:
-            engine = self.engines.get(hold)
-            return None if engine is None else engine.reads(hold, SLOT, blocks)
-
-        load = Load("a", prepare, deadline=time.monotonic() + 30)
+        load = self.start(hold, blocks)
         while load.phase is not Phase.DONE:
             if not load.advance(self.scratch, time.monotonic()):
                 time.sleep(0.001)
         return load.result(time.monotonic())
+
+    def start(self, hold: RemoteHold, blocks: Sequence[GroupBlocks], seconds: float = 30.0) -> Load:
+        """Return a load that nobody has advanced yet."""
+
+        def prepare() -> list[GuardedRead] | None:
+            engine = self.engines.get(hold)
+            return None if engine is None else engine.reads(hold, SLOT, blocks)
+
+        return Load("a", prepare, deadline=time.monotonic() + seconds)
 
 
 def whole_blocks(group: str, source_ids: Sequence[int], destination_ids: Sequence[int]) -> GroupBlocks:

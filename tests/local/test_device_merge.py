@@ -20,7 +20,7 @@ from kvferry.errors import Reason, TransportError
 from kvferry.execution import staging
 from kvferry.execution.device import CudaOrder
 from kvferry.execution.device_merge import TILE_BITS, element_width, job_table, prepare
-from kvferry.execution.staging import put_in_place
+from kvferry.execution.staging import pack, put_in_place
 from kvferry.plan.staged import Merge
 
 from .fake_cuda import FakeCuda
@@ -151,6 +151,17 @@ def test_kernel_and_cpu_do_the_same(case: Case) -> None:
             put_in_place(merge, int(stage.ctypes.data))
     launch(case.at(cache), stage)
     assert (cache == by_cpu).all()
+    packed = stage.copy()
+    for merge in case.at(cache):
+        if merge.num_runs:
+            pack(merge, int(packed.ctypes.data))
+    assert (packed == stage).all(), "what was put in place is what can be packed from there"
+    cache[:] = labelled(case.cache_bytes, 2)
+    for merge in case.at(cache):
+        if merge.num_runs:
+            pack(merge, int(packed.ctypes.data))
+    launch(case.at(cache), stage, into_stage=True)
+    assert (packed == stage).all()
 
 
 def head_merge(num_blocks: int, cache_address: int) -> list[Merge]:
@@ -310,6 +321,20 @@ def test_a_stage_on_a_device_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -
     stage, cache = staging.Stage(2 * 16384, order=order), labelled(2 * 16384, 1)
     stage.memory[:] = torch.from_numpy(labelled(2 * 16384, 0))
     mark = stage.put_in_place(head_merge(2, int(cache.ctypes.data)))
+    halves = stage.memory.numpy().reshape(2, 2, 16, 512)  # type: ignore[union-attr]
+    assert (cache.reshape(2, 16, 2, 512)[::-1] == halves.transpose(1, 2, 0, 3)).all()
+    assert not mark.is_over()
+    cuda.streams[-1].run()
+    assert mark.is_over()
+
+
+def test_a_stage_on_a_device_is_packed_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "pack", None)
+    cuda = FakeCuda()
+    order = CudaOrder("cpu", cuda)
+    order.enter_thread()
+    stage, cache = staging.Stage(2 * 16384, order=order), labelled(2 * 16384, 1)
+    mark = stage.pack(head_merge(2, int(cache.ctypes.data)))
     halves = stage.memory.numpy().reshape(2, 2, 16, 512)  # type: ignore[union-attr]
     assert (cache.reshape(2, 16, 2, 512)[::-1] == halves.transpose(1, 2, 0, 3)).all()
     assert not mark.is_over()

@@ -37,6 +37,7 @@ from .engines_in_process import (
     whole_blocks,
 )
 
+WRONG = (Reason.WRONG_SOURCE, Reason.BYTES_MISSING, Reason.OUT_OF_REGION)
 ONE_BLOCK = [whole_blocks("full", [2], [1])]
 
 
@@ -59,10 +60,12 @@ def decode() -> Iterator[DecodeRank]:
     rank.transports.close()
 
 
-@pytest.mark.parametrize("wish", [Strategy.DIRECT, Strategy.SCATTER])
+@pytest.mark.parametrize("wish", Strategy)
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_labelled_bytes_arrive_exactly(transport: str, tp_size: int, wish: Strategy) -> None:
-    prefill, decode = PrefillEngine(transport, filled_ranks(tp_size)), DecodeRank(transport, Rank(0, 1), wish=wish)
+    packing_bytes = 1 << 16 if wish is Strategy.GATHER else None
+    prefill = PrefillEngine(transport, filled_ranks(tp_size), packing_bytes=packing_bytes)
+    decode = DecodeRank(transport, Rank(0, 1), wish=wish)
     try:
         result = decode.load(prefill.hold(), [5, 0, 3], [1, 2, 4])
         assert result.error is None
@@ -239,17 +242,35 @@ def test_a_strategy_that_cannot_be_had_is_refused_at_the_handshake(prefill: Pref
     assert "does not copy on request" in error.message
 
 
+def test_a_stage_smaller_than_a_block_is_refused_at_the_handshake() -> None:
+    prefill = PrefillEngine("memcpy", filled_ranks(), packing_bytes=ROW_BYTES // 2)
+    decode = DecodeRank("memcpy", Rank(0, 1), wish=Strategy.GATHER)
+    try:
+        error = decode.refusal(prefill.hold())
+        assert error.reason is Reason.UNSUPPORTED
+        assert "one block fills" in error.message
+    finally:
+        prefill.close()
+        decode.close()
+
+
+@pytest.mark.parametrize("wish", [Strategy.SCATTER, Strategy.GATHER])
 def test_a_staged_plan_that_is_wrong_is_refused_at_the_handshake(
-    prefill: PrefillEngine, monkeypatch: pytest.MonkeyPatch
+    wish: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    prefill = PrefillEngine("memcpy", filled_ranks(), packing_bytes=1 << 16)
     merges = StagedTemplate.merges
 
     def shifted(template: StagedTemplate, blocks: Integers, offset: int) -> list[Merge]:
         return [replace(merge, stage_offset=merge.stage_offset ^ 64) for merge in merges(template, blocks, offset)]
 
     monkeypatch.setattr(StagedTemplate, "merges", shifted)
-    decode = DecodeRank("memcpy", Rank(0, 1), wish=Strategy.SCATTER)
-    assert decode.refusal(prefill.hold()).reason in (Reason.WRONG_SOURCE, Reason.BYTES_MISSING)
+    decode = DecodeRank("memcpy", Rank(0, 1), wish=wish)
+    try:
+        assert decode.refusal(prefill.hold()).reason in WRONG
+    finally:
+        prefill.close()
+        decode.close()
 
 
 def test_no_connection_is_left_of_an_engine_that_is_refused(

@@ -21,7 +21,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged import ScatterPlan
+from kvferry.plan.staged_plan import ScatterPlan
 from kvferry.plan.strategy import TYPICAL_COSTS, Strategy
 from kvferry.plan.transfer_plan import Planner
 from kvferry.transport.memcpy import MemcpyTransport
@@ -281,5 +281,5 @@ def test_the_choice_follows_costs_given_and_the_wish() -> None:
     wishes = [(None, slow, True), (None, quick, False), (Strategy.DIRECT, slow, False), (Strategy.SCATTER, quick, True)]
     for wish, costs, staged in wishes:
         strategist = Strategist(pair.stage, wish, costs)
-        assert (strategist.scatter_plan(pair.plans[0], pair.reader, pair.peer) is not None) is staged
-    assert Strategist().scatter_plan(pair.plans[0], pair.reader, pair.peer) is None
+        assert (strategist.staged_plan(pair.plans[0], pair.reader, pair.peer, None) is not None) is staged
+    assert Strategist().staged_plan(pair.plans[0], pair.reader, pair.peer, None) is None

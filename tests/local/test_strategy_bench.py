@@ -1,23 +1,28 @@
-"""``kvferry bench transport --strategy`` moves the bytes exactly both ways, and judges."""
+"""``kvferry bench transport --strategy`` moves the bytes exactly every way, and judges."""
 
 import json
 
 import pytest
 
-from kvferry.cli.bench_strategy import BLOCK_BYTES, judge_strategies
+from kvferry.cli.bench_strategy import judge_strategies
+from kvferry.cli.head_moves import BLOCK_BYTES
 from kvferry.errors import Reason, SettingsError
 
 from .test_transport_bench import run
 
 
-def test_the_report_has_both_ways_measured_and_predicted() -> None:
+def test_the_report_has_every_way_measured_and_predicted() -> None:
     report = json.loads(run("--strategy --json --transport cma --total 8M --repeat 1").stdout)
-    assert report["bytes"] == 3 * BLOCK_BYTES
-    (row,) = report["rows"]
-    assert row["ways"]["direct"]["descriptors"] == 3 * 36 * 16 * 2
-    assert row["ways"]["scatter"]["descriptors"] <= 3 * 36 * 2
-    assert all(figures[kind] > 0 for figures in row["ways"].values() for kind in ("predicted_ms", "measured_ms"))
-    assert len(report["targets"]) == 3
+    merge, split = report["rows"]
+    assert (merge["move"], merge["bytes"]) == ("merge", 3 * BLOCK_BYTES)
+    assert (split["move"], split["bytes"]) == ("split", 3 * BLOCK_BYTES // 2)
+    assert merge["ways"]["direct"]["descriptors"] == 3 * 36 * 16 * 2
+    assert merge["ways"]["scatter"]["descriptors"] <= 3 * 36 * 2
+    assert split["ways"]["direct"]["descriptors"] == 3 * 36 * 16
+    assert split["ways"]["gather"]["descriptors"] <= 3 * 36
+    for row in (merge, split):
+        assert all(figures[kind] > 0 for figures in row["ways"].values() for kind in ("predicted_ms", "measured_ms"))
+    assert len(report["targets"]) == 3 + 4
 
 
 def test_fewer_bytes_than_a_block_are_refused() -> None:
@@ -34,7 +39,7 @@ def test_options_that_say_nothing_of_a_head_merge_are_refused(option: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("transport", "chosen", "direct", "scatter", "met"),
+    ("over", "chosen", "direct", "scatter", "met"),
     [
         ("nixl", "scatter", 2.99, 1.0, False),
         ("nixl", "scatter", 3.0, 1.0, True),
@@ -43,14 +48,17 @@ def test_options_that_say_nothing_of_a_head_merge_are_refused(option: str) -> No
         ("cma", "scatter", 0.99, 1.0, False),
         ("cma", "direct", 1.0, 1.0, True),
         ("cma", "direct", 1.0, 0.99, False),
+        ("split nixl", "scatter", 1.0, 1.0, True),
+        ("split nixl", "scatter", 0.99, 1.0, False),
     ],
 )
-def test_the_gain_wanted_depends_on_the_transport(
-    transport: str, chosen: str, direct: float, scatter: float, met: bool
+def test_the_gain_wanted_depends_on_the_move_and_the_transport(
+    over: str, chosen: str, direct: float, scatter: float, met: bool
 ) -> None:
     ways = {
         "direct": {"predicted_ms": direct / 2, "measured_ms": direct},
         "scatter": {"predicted_ms": scatter * 2.01, "measured_ms": scatter},
     }
-    verdicts = judge_strategies([{"transport": transport, "chosen": chosen, "ways": ways}])
+    move, _, transport = over.rpartition(" ")
+    verdicts = judge_strategies([{"move": move or "merge", "transport": transport, "chosen": chosen, "ways": ways}])
     assert [verdict["met"] for verdict in verdicts] == [met, True, False]

@@ -60,13 +60,20 @@ def test_every_interface_is_no_address_to_give_to_peers(host: str) -> None:
     assert parse_settings({"host": host, "advertised_host": "prefill-0"}).host == host
 
 
-def test_a_strategy_is_chosen_named_or_refused() -> None:
+def test_a_strategy_is_chosen_or_named() -> None:
     assert parse_settings({}).wanted_strategy is Strategy.DIRECT
     assert parse_settings({"strategy": "auto"}).wanted_strategy is None
     assert parse_settings({"strategy": "scatter", "stage_bytes": 1 << 20}).wanted_strategy is Strategy.SCATTER
-    with pytest.raises(KVFerryError, match="copies on request") as refusal:
-        parse_settings({"strategy": "gather"})
-    assert refusal.value.reason is Reason.UNSUPPORTED
+    assert parse_settings({"strategy": "gather"}).wanted_strategy is Strategy.GATHER
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scatters", "packs"),
+    [("direct", False, False), ("scatter", True, False), ("gather", False, True), ("auto", True, True)],
+)
+def test_a_rank_has_the_stages_that_its_strategy_needs(strategy: str, scatters: bool, packs: bool) -> None:
+    settings = parse_settings({"strategy": strategy})
+    assert (settings.scatters, settings.packs) == (scatters, packs)
 
 
 def engine(use_mla: bool = False, is_hybrid: bool = False) -> Any:

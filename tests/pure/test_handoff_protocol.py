@@ -16,10 +16,15 @@ from kvferry.handoff.protocol import (
     MAX_REQUESTS_PER_MESSAGE,
     PROTOCOL_VERSION,
     Answer,
+    Busy,
     Directory,
     DirectoryRequest,
     Handle,
     Identity,
+    Pack,
+    PackCopy,
+    Packed,
+    Packer,
     Question,
     RankEntry,
     Refusal,
@@ -27,6 +32,8 @@ from kvferry.handoff.protocol import (
     Released,
     Renew,
     Renewed,
+    Unpack,
+    Unpacked,
     decode_answer,
     decode_question,
     encode,
@@ -40,8 +47,17 @@ handles = st.lists(st.builds(Handle, identifiers, unsigned), max_size=5).map(tup
 lease_seconds = st.floats(min_value=1e-3, max_value=MAX_LEASE_SECONDS)
 identities = st.builds(Identity, *[identifiers] * 4, *[unsigned] * 3, *[identifiers] * 2)
 end_points = st.dictionaries(identifiers, st.binary(max_size=20), max_size=3)
-ranks = st.builds(RankEntry, unsigned, unsigned, st.binary(max_size=50), end_points, unsigned, unsigned)
+packers = st.builds(Packer, identifiers, st.integers(1, 65535), unsigned)
+ranks = st.builds(
+    RankEntry, unsigned, unsigned, st.binary(max_size=50), end_points, unsigned, unsigned, st.none() | packers
+)
+lengths, strides = st.integers(1, (1 << 31) - 1), st.integers(-(1 << 62), 1 << 62)
+loops = st.lists(st.tuples(lengths, strides, strides), max_size=3).map(tuple)
+copies = st.builds(PackCopy, *[unsigned] * 5, lengths, loops)
+block_lists = st.lists(st.lists(unsigned, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple)
 questions = st.one_of(
+    st.builds(Pack, identifiers, *[unsigned] * 6, block_lists, st.lists(copies, min_size=1, max_size=2).map(tuple)),
+    st.builds(Unpack, identifiers),
     st.builds(DirectoryRequest, unsigned, identifiers),
     st.builds(Renew, unsigned, handles),
     st.builds(Release, unsigned, handles),
@@ -52,6 +68,9 @@ answers = st.one_of(
     ),
     st.builds(Renewed, unsigned, lease_seconds, handles),
     st.builds(Released, unsigned),
+    st.builds(Packed, unsigned, unsigned, st.binary(min_size=16, max_size=16)),
+    st.builds(Busy),
+    st.builds(Unpacked),
     st.builds(Refusal, identifiers, st.text(st.characters(codec="utf-8"), max_size=50)),
 )
 anything = st.recursive(

@@ -129,13 +129,15 @@ def test_explanation_names_the_strategy_of_each_pair_by_typical_costs_or_given_o
     merge = "--prefill tp=2,layout=LBNHC --decode layout=LBNHC"
     found = strategies(merge)
     assert [line[-1] for line in found if line[0] == "strategy"] == ["cma:", "nixl:", "cma:", "nixl:"]
-    assert [line[1] for line in found[3:6]] == ["for", "scatter", "direct"]
-    assert [line[1] for line in strategies("--prefill tp=2 --decode tp=1")[1::3]] == ["direct"] * 4
+    assert [line[1] for line in found[4:8]] == ["for", "scatter", "direct", "gather"]
+    assert [line[1] for line in strategies("--prefill tp=2 --decode tp=1")[1::4]] == ["direct"] * 4
+    split = strategies("--prefill layout=LBNHC --decode tp=2,layout=LBNHC")
+    assert [line[1] for line in split[5:10]] == ["for", "gather", "scatter", "direct", "scatter"]
     given = asdict(TYPICAL_COSTS["nixl"]) | {"transport": "measured", "seconds_per_copied_run": 1e-3}
     path = tmp_path / "report.json"
     path.write_text(json.dumps({"rows": [{"costs": given}]}))
     found = strategies(f"{merge} --costs {path}")
-    assert [line[1] for line in found] == ["for", "direct", "scatter"] * 2
+    assert [line[1] for line in found] == ["for", "direct", "scatter", "gather"] * 2
     assert found[0][-1] == "measured:"
 
 

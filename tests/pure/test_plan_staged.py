@@ -15,11 +15,12 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged import Merge, Numbered, ScatterPlan, cut, joined, placed
-from kvferry.plan.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose
+from kvferry.plan.staged import Merge, Numbered, cut, joined, placed
+from kvferry.plan.staged_plan import GatherPlan, ScatterPlan
+from kvferry.plan.strategy import LEAST_GAIN, SECONDS_PER_PART, TYPICAL_COSTS, Strategy, choose
 from kvferry.plan.transfer_plan import PairPlan, Planner
 from kvferry.plan.verify import verify_pair
-from kvferry.plan.verify_staged import composed
+from kvferry.plan.verify_staged import composed, composed_gather
 from kvferry.testing.strategies import Move, moves
 
 Rows = npt.NDArray[np.uint64]
@@ -44,10 +45,17 @@ def one_round(pieces: list[Numbered]) -> tuple[npt.NDArray[np.int64], list[Merge
     return reads, joined([merge for begin, piece in together for merge in piece.merges(begin)]), num_bytes
 
 
-def verify_round(
-    reads: npt.NDArray[np.int64], merges: list[Merge], num_bytes: int, plan: PairPlan, requests: Sequence[GroupBlocks]
-) -> None:
-    rows = composed(reads, merges, num_bytes, plan.source)
+def gathered_rows(plan: PairPlan, requests: Sequence[GroupBlocks], part_bytes: int) -> Rows:
+    """Return what the parts of a gather amount to."""
+    parts: list[Numbered] = [(0, part) for part in GatherPlan(plan).parts(requests)]
+    rows = [np.empty((0, 3), dtype=np.uint64)]
+    for pieces in cut(parts, part_bytes):
+        reads, packs, num_bytes = one_round(pieces)
+        rows.append(composed_gather(packs, reads, num_bytes, plan.source))
+    return np.concatenate(rows)
+
+
+def verify_round(rows: Rows, plan: PairPlan, requests: Sequence[GroupBlocks]) -> None:
     verify_pair(rows[rows[:, 2] > 0], plan.source, plan.destination, requests, plan.heads)
 
 
@@ -105,7 +113,20 @@ def test_a_wrong_stage_is_caught(move: Move, gap_bytes: int, at: int, mutation: 
     reads, merges, num_bytes = one_round(pieces)
     reads, merges = MUTATIONS[mutation]((reads.copy(), merges), at)
     with pytest.raises(VerificationError):
-        verify_round(reads, merges, num_bytes, plan, asked)
+        verify_round(composed(reads, merges, num_bytes, plan.source), plan, asked)
+
+
+@settings(max_examples=max(40, CASES // 20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(moves(), st.integers(0, 1000), st.sampled_from(list(MUTATIONS)))
+def test_a_stage_that_is_packed_or_read_wrongly_is_caught(move: Move, at: int, mutation: str) -> None:
+    asked = move.of(move.destinations[0])
+    plan = Planner(move.sources, move.destinations[0]).plans(0)[0]
+    pieces: list[Numbered] = [(0, part) for part in GatherPlan(plan).parts(asked)]
+    assume(pieces)
+    reads, packs, num_bytes = one_round(pieces)
+    reads, packs = MUTATIONS[mutation]((reads.copy(), packs), at)
+    with pytest.raises(VerificationError):
+        verify_round(composed_gather(packs, reads, num_bytes, plan.source), plan, asked)
 
 
 SHAPE = {"layers": [str(layer) for layer in range(4)], "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
@@ -183,9 +204,49 @@ def test_a_stage_smaller_than_a_block_leaves_only_direct() -> None:
     assert caught.value.reason is Reason.UNSUPPORTED
 
 
-def test_gather_is_refused() -> None:
+def test_gather_is_refused_where_the_source_does_not_pack() -> None:
     with pytest.raises(PlanError, match="does not copy on request") as caught:
-        choose(pair(NamedLayout.LBNHC, 2, 1), TYPICAL_COSTS["nixl"], Strategy.GATHER)
+        choose(pair(NamedLayout.LBNHC, 1, 2), TYPICAL_COSTS["nixl"], Strategy.GATHER)
+    assert caught.value.reason is Reason.UNSUPPORTED
+
+
+def test_a_head_split_of_short_runs_is_gathered_into_whole_pages() -> None:
+    plan = pair(NamedLayout.LBNHC, 1, 2)
+    request = GroupBlocks(
+        group="full", first_token=0, last_token=64, source_block_ids=[1, 5, 2, 4], destination_block_ids=[9, 3, 7, 8]
+    )
+    (part,) = GatherPlan(plan).parts([request])
+    # Destination blocks 7, 8 and 9 lie together in each of the 4 layers.
+    assert len(part.reads(0)) == 8
+    assert len(plan.lower([request])) == 4 * 4 * 16
+    assert len(part.merges(0)) == 1
+    choice = choose(plan, TYPICAL_COSTS["nixl"], packing_bytes=1 << 26)
+    assert choice.chosen.strategy is Strategy.GATHER
+    assert choice.chosen.num_bytes == next(each for each in choice.rejected if not each.num_copies).num_bytes
+
+
+def test_gather_must_be_predicted_so_much_faster() -> None:
+    plan, costs = pair(NamedLayout.LBNHC, 1, 2), replace(TYPICAL_COSTS["nixl"], seconds_per_copy=0.0)
+    direct, gather = (
+        choose(plan, costs, strategy, packing_bytes=1 << 26).chosen for strategy in (Strategy.DIRECT, Strategy.GATHER)
+    )
+    packing = gather.copied_bytes / costs.copy_bytes_per_second + gather.num_copied_runs * 20e-9
+    packing += gather.num_parts * SECONDS_PER_PART
+    bytes_once = direct.num_bytes / costs.bytes_per_second
+    even = (LEAST_GAIN * packing + (LEAST_GAIN - 1) * bytes_once) / (
+        direct.num_descriptors - LEAST_GAIN * gather.num_descriptors
+    )
+    for factor, expected in ((0.99, Strategy.DIRECT), (1.01, Strategy.GATHER)):
+        turned = replace(costs, seconds_per_descriptor=even * factor)
+        assert choose(plan, turned, stage_bytes=0, packing_bytes=1 << 26).chosen.strategy is expected
+
+
+def test_a_source_whose_stage_is_smaller_than_a_block_does_not_gather() -> None:
+    plan, costs = pair(NamedLayout.LBNHC, 1, 2), TYPICAL_COSTS["nixl"]
+    block_bytes = 4 * 16 * 4 * 256 * 2
+    assert choose(plan, costs, Strategy.GATHER, packing_bytes=block_bytes + 64).chosen.num_parts == 128
+    with pytest.raises(PlanError, match=f"the stage has {block_bytes}") as caught:
+        choose(plan, costs, Strategy.GATHER, packing_bytes=block_bytes)
     assert caught.value.reason is Reason.UNSUPPORTED
 
 

@@ -169,11 +169,12 @@ def bench_transport(
     sizes: Annotated[str, typer.Option(help="Piece sizes, separated by commas.")] = "4K,16K,64K,512K,64M",
     total: Annotated[str, typer.Option(help="Bytes to move, a multiple of every size.")] = "64M",
     repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 9,
-    strategy: Annotated[bool, typer.Option("--strategy", help="Compare direct with scatter on a head merge.")] = False,
+    strategy: Annotated[bool, typer.Option("--strategy", help="Compare the ways to move short runs.")] = False,
 ) -> None:
     """Measure transports between two processes, beside memcpy in one process and a plain NIXL program.
 
-    With --strategy: two ranks of LBNHC merged into one, in runs of 2 KiB, directly and by way of a stage (huge pages).
+    With --strategy: heads of LBNHC merged from two ranks and split for two, in runs of 2 KiB, directly and by way of
+    stages (huge pages).
     """
     names = [name.strip() for name in transport.split(",")]
     for name in names:

@@ -38,7 +38,8 @@ def read_costs(path: Path | None) -> tuple[Costs, ...]:
         raise _no_report(path, str(error)) from None
     if not rows or any(min(astuple(row.costs)[1:]) <= 0 for row in rows):
         raise _no_report(path, "it holds no costs, or some that are not above zero")
-    return tuple(row.costs for row in rows)
+    # A report has the costs of a transport with each move that was measured over it.
+    return tuple({row.costs.transport: row.costs for row in rows}.values())
 
 
 def _no_report(path: Path, why: str) -> SettingsError:

@@ -97,6 +97,15 @@ def merge(merges: Sequence[Merge], stage_address: int, device: str) -> None:
         copies.merge()
 
 
+def split(packs: Sequence[Merge], stage_address: int, device: str) -> None:
+    """Copy from the cache into the stage on the current stream. Raises as :func:`prepare`."""
+    import torch
+
+    copies = prepare(packs, stage_address, torch.device(device))
+    if copies is not None:
+        copies.split()
+
+
 def _on_device(array: Integers, device: "torch.device") -> "torch.Tensor":
     import torch
 

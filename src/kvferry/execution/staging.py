@@ -1,4 +1,4 @@
-"""Bounded stages at the destination, and the copies that take what they hold into the cache."""
+"""Bounded stages, the copies that take what they hold into the cache, and those that pack it from there."""
 
 import mmap
 from collections.abc import Hashable, Sequence
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Memory = Union[npt.NDArray[np.uint8], "torch.Tensor"]
 ROUNDS = 4
 """A load takes at most this part of a stage at a time, so that others find room beside it."""
+PACKING_BYTES = 256 << 10
+"""A copy out of blocks in no order goes through a buffer that stays in the second-level cache."""
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -89,6 +91,18 @@ class Stage:
             device_merge.merge(merges, self.region.base_address, self._order.device)
         return self._order.mark()
 
+    def pack(self, packs: Sequence[Merge]) -> Mark:
+        """Copy from the cache to where it belongs in the stage; return the mark behind that.
+
+        On a GPU by one launch on the calling thread's stream.
+        """
+        if self._order.is_immediate:
+            for each in packs:
+                pack(each, self.region.base_address)
+        else:
+            device_merge.split(packs, self.region.base_address, self._order.device)
+        return self._order.mark()
+
     def _gap(self, num_bytes: int) -> int | None:
         self._given_back = [(stretch, mark) for stretch, mark in self._given_back if not mark.is_over()]
         begin = 0
@@ -137,13 +151,35 @@ def put_in_place(merge: Merge, stage_address: int) -> None:
     [4, 5, 0, 0, 6, 7, 0, 0, 0, 1, 0, 0, 2, 3, 0, 0]
     """
     # numpy releases the interpreter lock while it copies and starts no threads, as torch would on the compute cores.
-    counts, stage_strides, destination_strides = zip(*merge.loops[::-1], strict=True) if merge.loops else ((), (), ())
+    stage, cache = _both_sides(merge, stage_address)
+    cache[merge.destination_blocks] = stage
+
+
+def pack(merge: Merge, stage_address: int) -> None:
+    """Copy from the cache to where it belongs in the stage: the reverse of :func:`put_in_place`.
+
+    >>> stage, cache = np.zeros(8, dtype=np.uint8), np.arange(16, dtype=np.uint8)
+    >>> pack(Merge(0, 4, cache.ctypes.data, 8, np.array([1, 0]), 2, ((2, 2, 4),)), stage.ctypes.data)
+    >>> stage.tolist()
+    [8, 9, 12, 13, 0, 1, 4, 5]
+    """
+    stage, cache = _both_sides(merge, stage_address)
     blocks = merge.destination_blocks
-    stage = (merge.stage_block_stride, *stage_strides)
-    destination = (merge.destination_block_stride, *destination_strides)
-    source = _view(stage_address + merge.stage_offset, (len(blocks), *counts), stage, merge.run_bytes)
+    num_together = max(1, PACKING_BYTES * len(blocks) // (merge.num_runs * merge.run_bytes))
+    for start in range(0, len(blocks), num_together):
+        stop = start + num_together
+        stage[start:stop] = cache[blocks[start:stop]]
+
+
+def _both_sides(merge: Merge, stage_address: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
+    """Return a copy's side in the stage and its side in the cache, there of all blocks up to the last named."""
+    counts, stage_strides, cache_strides = zip(*merge.loops[::-1], strict=True) if merge.loops else ((), (), ())
+    blocks = merge.destination_blocks
+    in_stage = (merge.stage_block_stride, *stage_strides)
+    stage = _view(stage_address + merge.stage_offset, (len(blocks), *counts), in_stage, merge.run_bytes)
     shape = (int(blocks.max()) + 1, *counts)
-    _view(merge.destination_address, shape, destination, merge.run_bytes)[blocks] = source
+    in_cache = (merge.destination_block_stride, *cache_strides)
+    return stage, _view(merge.destination_address, shape, in_cache, merge.run_bytes)
 
 
 def _view(address: int, shape: tuple[int, ...], strides: tuple[int, ...], run_bytes: int) -> npt.NDArray[np.void]:

@@ -11,7 +11,7 @@ from kvferry.errors import Reason, TransportError
 from kvferry.execution.copy_costs import MIN_BYTES, measure_copies
 from kvferry.execution.staging import Stage
 from kvferry.plan.describe import describe_choice
-from kvferry.plan.staged import ScatterPlan
+from kvferry.plan.staged_plan import GatherPlan, ScatterPlan
 from kvferry.plan.strategy import TYPICAL_COSTS, Choice, Costs, Strategy, choose
 from kvferry.plan.transfer_plan import PairPlan
 from kvferry.transport.protocol import Descriptors, Direction, Peer, Region, Status, Transfer, Transport
@@ -28,7 +28,7 @@ LONGEST_SECONDS = 1.0
 class Strategist:
     """Chooses for each pair of ranks, with costs that were given or are measured once for each transport.
 
-    Without a stage, or with the wish for it, everything goes directly.
+    Without a stage here only ``gather`` can be wished for, and without such a wish everything goes directly.
     """
 
     def __init__(
@@ -37,30 +37,38 @@ class Strategist:
         self.stage, self._wish = stage, wish
         self._costs = dict(costs or {})
 
-    def scatter_plan(self, plan: PairPlan, transport: Transport, peer: Peer) -> ScatterPlan | None:
-        """Return the plan by way of the stage where that is the choice, None for the direct way.
+    def staged_plan(
+        self, plan: PairPlan, transport: Transport, peer: Peer, packing_bytes: int | None
+    ) -> ScatterPlan | GatherPlan | None:
+        """Return the plan by way of a stage where that is the choice, None for the direct way.
 
-        Raises :class:`PlanError` (``unsupported``) for a strategy that was wished for and cannot be had.
+        ``packing_bytes`` is the source's stage, None where it does not pack. Raises :class:`PlanError`
+        (``unsupported``) for a strategy that was wished for and cannot be had.
         """
-        choice = self.choice(plan, transport, peer)
+        choice = self.choice(plan, transport, peer, packing_bytes)
         if choice is None or choice.chosen.strategy is Strategy.DIRECT:
             return None
+        if choice.chosen.strategy is Strategy.GATHER:
+            return GatherPlan(plan)
         return ScatterPlan(plan, choice.chosen.gap_bytes)
 
-    def choice(self, plan: PairPlan, transport: Transport, peer: Peer) -> Choice | None:
+    def choice(
+        self, plan: PairPlan, transport: Transport, peer: Peer, packing_bytes: int | None = None
+    ) -> Choice | None:
         """Return the choice and what was rejected; None where there is nothing to choose."""
-        if self.stage is None:
+        if self.stage is None and self._wish is not Strategy.GATHER:
             return None
-        name, size = transport.capabilities.name, self.stage.region.length
+        name, size = transport.capabilities.name, 0 if self.stage is None else self.stage.region.length
         typical = TYPICAL_COSTS.get(name, replace(TYPICAL_COSTS["nixl"], transport=name))
-        choice = choose(plan, self._costs.get(name, typical), self._wish, size)
+        choice = choose(plan, self._costs.get(name, typical), self._wish, size, packing_bytes)
         better = [found for found in choice.rejected if found.num_descriptors < choice.chosen.num_descriptors]
-        if self._wish is None and name not in self._costs and (better or choice.chosen.strategy is Strategy.SCATTER):
+        is_open = self._wish is None and name not in self._costs
+        if self.stage is not None and is_open and (better or choice.chosen.strategy is not Strategy.DIRECT):
             # Measured only where a stage could save descriptors: most pairs need none.
             measured = measure_costs(transport, peer, plan.source.regions, self.stage)
             if measured is not None:
                 self._costs[name] = measured
-                choice = choose(plan, measured, self._wish, size)
+                choice = choose(plan, measured, self._wish, size, packing_bytes)
         logger.info("kvferry: %s to %s %s", plan.source.rank_name, plan.destination.rank_name, describe_choice(choice))
         return choice
 

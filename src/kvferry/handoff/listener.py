@@ -24,18 +24,24 @@ class Listener:
     """Answers each question with ``answer(question)``, on a thread of its own.
 
     ``upkeep`` is called on that thread several times a second, so that leases live on while an
-    engine's step takes long.
+    engine's step takes long; ``enter_thread`` is called first.
 
     ``port`` 0 takes a free one; :attr:`port` tells which. Raises :class:`HandoffError`
     (port-in-use) when the port is taken.
     """
 
     def __init__(
-        self, host: str, port: int, answer: Callable[[Question], Answer], upkeep: Callable[[], None] = lambda: None
+        self,
+        host: str,
+        port: int,
+        answer: Callable[[Question], Answer],
+        upkeep: Callable[[], None] = lambda: None,
+        enter_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self.host = host
         self._answer = answer
         self._upkeep = upkeep
+        self._enter_thread = enter_thread
         self._stop = threading.Event()
         self._next_upkeep = 0.0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -67,6 +73,7 @@ class Listener:
 
     def _run(self) -> None:
         with self._socket:
+            self._enter()
             while not self._stop.is_set():
                 try:
                     if self._socket.poll(POLL_MILLISECONDS):
@@ -78,6 +85,12 @@ class Listener:
                     logger.warning("kvferry listener: %s", error)
                 except Exception:
                     logger.exception("kvferry listener could not answer a message")
+
+    def _enter(self) -> None:
+        try:
+            self._enter_thread()
+        except Exception:
+            logger.exception("kvferry listener: its thread could not be set up")
 
     def _keep_up(self) -> None:
         now = time.monotonic()

@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.execution.scratch import WORD_BYTES
 
 PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -19,11 +20,18 @@ MAX_REQUESTS_PER_MESSAGE = 1024
 MAX_IDENTIFIER_LENGTH = 512
 MAX_TEXT_LENGTH = 4096
 MAX_LEASE_SECONDS = 7 * 86400.0
+MAX_PACK_COPIES = 1 << 14
+MAX_PACK_BLOCKS = 1 << 18
+MAX_LOOPS = 16
 
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_IDENTIFIER_LENGTH)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
 Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
+RunBytes = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+Stride = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
+BlockList = Annotated[tuple[Unsigned, ...], msgspec.Meta(min_length=1, max_length=MAX_PACK_BLOCKS)]
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]
 
 
@@ -53,12 +61,20 @@ class Identity(msgspec.Struct, frozen=True):
     compute_dtype: Identifier
 
 
+class Packer(msgspec.Struct, frozen=True):
+    """Where a rank answers :class:`Pack`, and how many bytes its stage has."""
+
+    host: Identifier
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    stage_bytes: Unsigned
+
+
 class RankEntry(msgspec.Struct, frozen=True):
     """One rank of a prefill engine: where its cache lies and how to reach it.
 
     ``shard`` is an encoded :class:`kvferry.layout.Shard`, ``end_points`` maps a transport's
     name to its end point, ``words_address`` is where the rank keeps its guard words
-    (16 bytes a slot, see :mod:`kvferry.handoff.guard`).
+    (16 bytes a slot, see :mod:`kvferry.handoff.guard`), ``packer`` who packs for readers that want that, if anybody.
     """
 
     tp_rank: Unsigned
@@ -67,6 +83,7 @@ class RankEntry(msgspec.Struct, frozen=True):
     end_points: dict[Identifier, Payload]
     words_address: Unsigned
     num_words: Unsigned
+    packer: Packer | None = None
 
 
 class DirectoryRequest(msgspec.Struct, frozen=True, tag="directory-request", tag_field="type"):
@@ -114,6 +131,61 @@ class Released(msgspec.Struct, frozen=True, tag="released", tag_field="type"):
     epoch: Unsigned
 
 
+class PackCopy(msgspec.Struct, frozen=True):
+    """One strided copy of a rank's cache into a part of its stage: a :class:`kvferry.plan.staged.Merge` on the wire.
+
+    ``blocks`` is the place of its block ids in :attr:`Pack.blocks`.
+    """
+
+    stage_offset: Unsigned
+    stage_block_stride: Unsigned
+    address: Unsigned
+    block_stride: Unsigned
+    blocks: Unsigned
+    run_bytes: RunBytes
+    loops: Annotated[tuple[tuple[Count, Stride, Stride], ...], msgspec.Meta(max_length=MAX_LOOPS)]
+
+
+class Pack(msgspec.Struct, frozen=True, tag="pack", tag_field="type"):
+    """Asks a rank to pack ``num_bytes`` of the blocks of a hold, which its guard word names, for one reader.
+
+    ``number`` counts the reader's parts. It is done with the first ``num_done`` of them. Asked again, a part that is
+    packed is answered as before. ``reader`` is a name that no other reader has.
+    """
+
+    reader: Identifier
+    number: Unsigned
+    num_done: Unsigned
+    slot: Unsigned
+    epoch: Unsigned
+    generation: Unsigned
+    num_bytes: Unsigned
+    blocks: Annotated[tuple[BlockList, ...], msgspec.Meta(max_length=MAX_PACK_COPIES)]
+    copies: Annotated[tuple[PackCopy, ...], msgspec.Meta(min_length=1, max_length=MAX_PACK_COPIES)]
+
+
+class Packed(msgspec.Struct, frozen=True, tag="packed", tag_field="type"):
+    """Answers :class:`Pack`: where the part lies, and the word that says so as long as it does."""
+
+    address: Unsigned
+    word_address: Unsigned
+    word: Annotated[bytes, msgspec.Meta(min_length=WORD_BYTES, max_length=WORD_BYTES)]
+
+
+class Busy(msgspec.Struct, frozen=True, tag="busy", tag_field="type"):
+    """Answers :class:`Pack` while there is no room, or the blocks are being written: ask again soon."""
+
+
+class Unpack(msgspec.Struct, frozen=True, tag="unpack", tag_field="type"):
+    """Gives back all parts of a reader. Idempotent."""
+
+    reader: Identifier
+
+
+class Unpacked(msgspec.Struct, frozen=True, tag="unpacked", tag_field="type"):
+    """Answers :class:`Unpack`."""
+
+
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", tag_field="type"):
     """Answers what cannot be served, with a stable reason and what to do about it."""
 
@@ -122,8 +194,8 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal", tag_field="type"):
     remedy: Text = ""
 
 
-Question = DirectoryRequest | Renew | Release
-Answer = Directory | Renewed | Released | Refusal
+Question = DirectoryRequest | Renew | Release | Pack | Unpack
+Answer = Directory | Renewed | Released | Packed | Busy | Unpacked | Refusal
 
 Message = TypeVar("Message")
 

@@ -2,6 +2,7 @@
 
 import logging
 import queue
+import secrets
 import zlib
 from collections.abc import Sequence
 
@@ -15,14 +16,16 @@ from kvferry.handoff.beside import AllBeside, Beside, unforeseen
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.guard import word_bytes
 from kvferry.handoff.handshake import decode_shards, fetch_directory
-from kvferry.handoff.protocol import Directory, Identity
+from kvferry.handoff.part_requests import PartCourier, PartRequests
+from kvferry.handoff.protocol import Directory, Identity, Packer
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks, of_rank
 from kvferry.plan.sample import sample_requests
-from kvferry.plan.staged import ScatterPlan, joined, lowered, placed
+from kvferry.plan.staged import joined, placed
+from kvferry.plan.staged_plan import GatherPlan, ScatterPlan, lowered
 from kvferry.plan.transfer_plan import Descriptors, PairPlan, Planner
 from kvferry.plan.verify import verify_destination
-from kvferry.plan.verify_staged import composed
+from kvferry.plan.verify_staged import composed, composed_gather
 from kvferry.transport.registry import Link, TransportSet
 
 logger = logging.getLogger(__name__)
@@ -37,20 +40,28 @@ class RemoteEngine:
     before a request waits: shards that do not fit raise :class:`PlanError`.
     """
 
-    def __init__(self, directory: Directory, shard: Shard, transports: TransportSet, strategist: Strategist) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        shard: Shard,
+        transports: TransportSet,
+        strategist: Strategist,
+        part_courier: PartCourier,
+    ) -> None:
         self._directory = directory
         self._shard = shard
         self._transports = transports
         self._sources = decode_shards(directory)
         self._strategist = strategist
+        self._part_courier = part_courier
         self._links: dict[int, Link] = {}
-        self._scatter_plans: dict[PairPlan, ScatterPlan | None] = {}
+        self._staged_plans: dict[PairPlan, ScatterPlan | GatherPlan | None] = {}
         self._verified: set[tuple[PairPlan, ...]] = set()
         self._planner = Planner(self._sources, shard)
         plans = self._planner.plans(selector=0)
         try:
             for plan in plans:
-                self._scatter_plan(plan)
+                self._staged_plan(plan)
             self._verify(plans)
         except Exception:
             self.close()
@@ -80,15 +91,30 @@ class RemoteEngine:
                 )
             link = self._link(source_index)
             word_address = entry.words_address + slot * WORD_BYTES
-            moved = lowered(plan, self._scatter_plan(plan), blocks)
-            stage = self._strategist.stage
-            reads.append(GuardedRead(link.transport, link.peer, word_address, expected, *moved, stage))
+            moved = lowered(plan, self._staged_plan(plan), blocks)
+            reads.append(
+                GuardedRead(
+                    transport=link.transport,
+                    peer=link.peer,
+                    word_address=word_address,
+                    expected_word=expected,
+                    descriptors=moved.descriptors,
+                    parts=moved.scattered,
+                    stage=self._strategist.stage,
+                    gathered=moved.gathered,
+                    packer=self._packer(entry.packer, slot, hold) if moved.gathered else None,
+                )
+            )
         return reads
 
     def close(self) -> None:
         """Forget the connections."""
         for link in self._links.values():
             link.peer.close()
+
+    def _packer(self, packer: Packer | None, slot: int, hold: RemoteHold) -> PartRequests:
+        assert packer is not None, "chosen only where the source packs"
+        return self._part_courier.requests(packer, (slot, hold.epoch, hold.handle.generation))
 
     def _link(self, source_index: int) -> Link:
         if source_index not in self._links:
@@ -103,23 +129,27 @@ class RemoteEngine:
             self._verified.add(plans)
 
     def _moved(self, plan: PairPlan, blocks: Sequence[GroupBlocks]) -> Descriptors:
-        """Return from where to where a pair's bytes go, by way of the stage or not."""
-        scatter = self._scatter_plan(plan)
-        if scatter is None:
+        """Return from where to where a pair's bytes go, by way of a stage or not."""
+        staged = self._staged_plan(plan)
+        if staged is None:
             return plan.lower(blocks)
-        pieces = [(0, part) for part in scatter.parts(blocks)]
+        pieces = [(0, part) for part in staged.parts(blocks)]
         begins, num_bytes = placed(pieces)
         together = [(begin, piece) for begin, (_, piece) in zip(begins, pieces, strict=True)]
-        reads = [np.empty((0, 3), dtype=np.int64), *(piece.reads(begin) for begin, piece in together)]
-        merges = joined([merge for begin, piece in together for merge in piece.merges(begin)])
-        return composed(np.concatenate(reads), merges, num_bytes, plan.source)
+        reads = np.concatenate([np.empty((0, 3), dtype=np.int64), *(piece.reads(begin) for begin, piece in together)])
+        copies = joined([merge for begin, piece in together for merge in piece.merges(begin)])
+        if isinstance(staged, GatherPlan):
+            return composed_gather(copies, reads, num_bytes, plan.source)
+        return composed(reads, copies, num_bytes, plan.source)
 
-    def _scatter_plan(self, plan: PairPlan) -> ScatterPlan | None:
-        """Return the plan by way of the stage where the pair has chosen that."""
-        if plan not in self._scatter_plans:
-            link = self._link(plan.assignment.source_index)
-            self._scatter_plans[plan] = self._strategist.scatter_plan(plan, link.transport, link.peer)
-        return self._scatter_plans[plan]
+    def _staged_plan(self, plan: PairPlan) -> ScatterPlan | GatherPlan | None:
+        """Return the plan by way of a stage where the pair has chosen that."""
+        if plan not in self._staged_plans:
+            source_index = plan.assignment.source_index
+            link, packer = self._link(source_index), self._directory.ranks[source_index].packer
+            packing_bytes = None if packer is None else packer.stage_bytes
+            self._staged_plans[plan] = self._strategist.staged_plan(plan, link.transport, link.peer, packing_bytes)
+        return self._staged_plans[plan]
 
 
 class RemoteEngines:
@@ -140,6 +170,7 @@ class RemoteEngines:
         self._sender = sender
         self._timeout_seconds = timeout_seconds
         self._strategist = strategist or Strategist()
+        self._part_courier = PartCourier(f"{sender}/{secrets.token_hex(8)}")
         self._engines: dict[tuple[str, int, int], RemoteEngine] = {}
         self._handshakes: AllBeside[tuple[str, int, int], Directory] = AllBeside("handshake")
         self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
@@ -168,6 +199,10 @@ class RemoteEngines:
         """A transfer from this engine failed: the next request handshakes and connects anew. From any thread."""
         self._suspects.put(hold.destination)
 
+    def close(self) -> None:
+        """Stop asking sources to pack, once no load runs; twice is fine."""
+        self._part_courier.close()
+
     def _drop_suspects(self) -> None:
         while not self._suspects.empty():
             self._forget(self._suspects.get_nowait())
@@ -178,7 +213,7 @@ class RemoteEngines:
 
     def _build(self, handshake: Beside[Directory]) -> RemoteEngine:
         try:
-            return RemoteEngine(handshake.result(), self._shard, self._transports, self._strategist)
+            return RemoteEngine(handshake.result(), self._shard, self._transports, self._strategist, self._part_courier)
         except KVFerryError as error:
             handshake.fail(error)
             raise

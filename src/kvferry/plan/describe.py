@@ -63,7 +63,8 @@ def describe_choice(choice: Choice) -> str:
 def _describe(prediction: Prediction) -> str:
     what = f"{prediction.num_descriptors} descriptors, {format_bytes(prediction.num_bytes)} on the wire"
     if prediction.num_copies:
-        what += f", {prediction.num_copied_runs} runs put in place by {prediction.num_copies} copies"
+        how = f"packed in {prediction.num_parts} parts" if prediction.num_parts else "put in place"
+        what += f", {prediction.num_copied_runs} runs {how} by {prediction.num_copies} copies"
     if prediction.gap_bytes:
         what += f", gaps of up to {format_bytes(prediction.gap_bytes)} read along"
     return f"{prediction.strategy:7} {prediction.seconds * 1e3:7.2f} ms: {what}"

@@ -1,4 +1,8 @@
-"""Scatter: long runs of the source go into a stage in the source's order, strided copies take them into the cache.
+"""Moves by way of a stage, as plans: *scatter* at the destination, *gather* at the source.
+
+Scatter: long runs of the source go into a stage in the source's order, strided copies take them into the cache. Gather
+is the same with both ends exchanged: strided copies pack a stage in the destination's order, and long runs of the
+destination are read out of it.
 
 A source run is what is contiguous at the source alone, so a head split leaves whole pages where the pair of caches has
 one run for each token. A stage holds ``[block][run]`` where the source keeps a block's runs together, else
@@ -12,22 +16,21 @@ import numpy as np
 
 from kvferry.errors import PlanError, Reason
 from kvferry.plan.coalesce import Loop, Offsets, StridedCopy, fold, merge_rows, place
-from kvferry.plan.request import GroupBlocks, Integers
+from kvferry.plan.request import Integers
 from kvferry.plan.template import Template
-from kvferry.plan.transfer_plan import Descriptors, PairPlan
+from kvferry.plan.transfer_plan import Descriptors
 
 ALIGNMENT = 64
 """Bytes to which each part of a stage is aligned."""
 MAX_COPIES = 4096
 """Copies of one template; irregular layouts make more, and are moved directly."""
-MAX_CACHED_TEMPLATES = 1024
 NOTHING: Descriptors = np.empty((0, 3), dtype=np.uint64)
 """A list without descriptors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merge:
-    """One strided copy from a stage into the cache, over all its blocks.
+    """One strided copy from a stage into the cache, over all its blocks; of a gather, from the cache into a stage.
 
     Block i of the stage lies ``i * stage_block_stride`` bytes behind ``stage_offset``; it goes to block
     ``destination_blocks[i]``. ``loops`` are (count, stage stride, destination stride), innermost first, around runs of
@@ -227,42 +230,6 @@ class StagedPart:
     def merges(self, stage_offset: int) -> list[Merge]:
         """Return the copies that follow the reads."""
         return self.template.merges(self.destination_blocks, stage_offset)
-
-
-class ScatterPlan:
-    """A pair's plan by way of a stage at the destination; see :class:`StagedTemplate` for ``gap_bytes``."""
-
-    def __init__(self, plan: PairPlan, gap_bytes: int) -> None:
-        self.plan, self.gap_bytes = plan, gap_bytes
-        self._templates: dict[Template, StagedTemplate] = {}
-
-    def staged(self, template: Template) -> StagedTemplate:
-        """Return the staged form of one of the plan's templates, made once."""
-        found = self._templates.get(template)
-        if found is None:
-            if len(self._templates) >= MAX_CACHED_TEMPLATES:
-                self._templates.clear()
-            found = self._templates[template] = StagedTemplate(template, self.gap_bytes)
-        return found
-
-    def parts(self, requests: Sequence[GroupBlocks]) -> list[StagedPart]:
-        """Return what goes through the stage, one part for each phase and pair of regions. Raises as ``lower``."""
-        parts = []
-        for plan, asked in self.plan.asked(requests):
-            for phase, source_blocks, destination_blocks in plan.pairs(asked):
-                order = np.lexsort((destination_blocks, source_blocks))
-                for template in plan.templates(phase):
-                    parts.append(StagedPart(self.staged(template), source_blocks[order], destination_blocks[order]))
-        return parts
-
-
-def lowered(
-    plan: PairPlan, scatter: ScatterPlan | None, requests: Sequence[GroupBlocks]
-) -> tuple[Descriptors, Sequence[StagedPart]]:
-    """Return what a pair moves directly, and what by way of a stage: one of both is empty. Raises as ``lower``."""
-    if scatter is None:
-        return plan.lower(requests), ()
-    return NOTHING, scatter.parts(requests)
 
 
 Numbered = tuple[int, StagedPart]

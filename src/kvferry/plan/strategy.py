@@ -1,21 +1,25 @@
 """Which way a pair's bytes go: straight between the caches, or by way of a stage. Costs predicted, not measured here.
 
 ``descriptors * seconds_per_descriptor + bytes / bytes_per_second`` for the wire, and for what is staged
-``copied bytes / copy_bytes_per_second + runs * seconds_per_copied_run + copies * seconds_per_copy`` on top.
+``copied bytes / copy_bytes_per_second + runs * seconds_per_copied_run + copies * seconds_per_copy`` on top, and for
+what the source packs ``parts * SECONDS_PER_PART``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.cache_group import CacheGroup, CacheKind
-from kvferry.plan.staged import ScatterPlan, StagedPart, aligned
+from kvferry.plan.staged import StagedPart, aligned
+from kvferry.plan.staged_plan import PARTS_PER_STAGE, GatherPlan, ScatterPlan
 from kvferry.plan.template import Template
 from kvferry.plan.transfer_plan import Descriptors, PairPlan
 
 DEFAULT_STAGE_BYTES = 64 << 20
 LEAST_GAIN = 1.4
+SECONDS_PER_PART = 0.5e-3
+"""From asking a source for a part to its answer, but for the copy itself: two messages and two threads that wake."""
 NOMINAL_TOKENS = 2048
 """Tokens of the request for which a pair chooses. All but the copies' fixed costs grows alike, so it matters little."""
 
@@ -28,7 +32,7 @@ class Strategy(StrEnum):
     SCATTER = "scatter"
     """Long runs of the source into a stage at the destination, which copies them into its cache."""
     GATHER = "gather"
-    """The source packs a stage in the destination's order. Needs a source that copies on request."""
+    """The source packs a stage in the destination's order, out of which long runs are read into the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class Prediction:
     num_copies: int = 0
     num_copied_runs: int = 0
     gap_bytes: int = 0
+    num_parts: int = 0
+    """Parts that the source is asked to pack."""
     seconds: float = 0.0
 
     def timed(self, costs: Costs) -> "Prediction":
@@ -78,7 +84,8 @@ class Prediction:
         """
         wire = self.num_descriptors * costs.seconds_per_descriptor + self.num_bytes / costs.bytes_per_second
         copies = self.copied_bytes / costs.copy_bytes_per_second + self.num_copied_runs * costs.seconds_per_copied_run
-        return replace(self, seconds=round(wire + copies + self.num_copies * costs.seconds_per_copy, 9))
+        fixed = self.num_copies * costs.seconds_per_copy + self.num_parts * SECONDS_PER_PART
+        return replace(self, seconds=round(wire + copies + fixed, 9))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +100,43 @@ class Choice:
 
 
 def choose(
-    plan: PairPlan, costs: Costs, wish: Strategy | None = None, stage_bytes: int = DEFAULT_STAGE_BYTES
+    plan: PairPlan,
+    costs: Costs,
+    wish: Strategy | None = None,
+    stage_bytes: int = DEFAULT_STAGE_BYTES,
+    packing_bytes: int | None = None,
 ) -> Choice:
     """Choose the strategy whose predicted time is shortest, or the one wished for.
 
     A stage must be predicted to be ``LEAST_GAIN`` times as fast as the direct way: it takes memory and a core besides.
-    Raises :class:`PlanError` (``unsupported``) for a wish that this pair cannot have.
+    ``packing_bytes`` is the source's stage, None where the source does not pack. Raises :class:`PlanError`
+    (``unsupported``) for a wish that this pair cannot have.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.shapes import shard_for
     >>> from kvferry.plan.transfer_plan import Planner
     >>> shape = dict(layers=["0", "1"], num_kv_heads=8, head_size=128, itemsize=2, block_size=16, num_blocks=10,
     ...     layout=NamedLayout.LBNHC)
-    >>> prefill = [shard_for(tp_rank=rank, tp_size=2, **shape) for rank in range(2)]
-    >>> plan = Planner(prefill, shard_for(base_address=1 << 30, **shape)).plans(0)[0]
-    >>> choice = choose(plan, TYPICAL_COSTS["nixl"])
-    >>> [(str(found.strategy), found.num_descriptors) for found in (choice.chosen, *choice.rejected)]
-    [('scatter', 256), ('direct', 4096)]
+    >>> halves, whole = [[shard_for(tp_rank=rank, tp_size=size, base_address=size << 30, **shape)
+    ...     for rank in range(size)] for size in (2, 1)]
+    >>> for sources, destination in ((halves, whole[0]), (whole, halves[0])):
+    ...     plan = Planner(sources, destination).plans(0)[0]
+    ...     choice = choose(plan, TYPICAL_COSTS["nixl"], packing_bytes=64 << 20)
+    ...     print([(str(found.strategy), found.num_descriptors) for found in (choice.chosen, *choice.rejected)])
+    [('scatter', 256), ('direct', 4096), ('gather', 4096)]
+    [('gather', 256), ('scatter', 256), ('direct', 4096), ('scatter', 4096)]
     """
     possible = [direct_prediction(plan, costs)]
-    impossible = [(Strategy.GATHER, "the prefill engine does not copy on request.")]
-    try:
-        possible += _scatter_predictions(plan, costs, stage_bytes)
-    except PlanError as error:
-        impossible.append((Strategy.SCATTER, error.message))
+    impossible: list[tuple[Strategy, str]] = []
+    others: dict[Strategy, Callable[[], list[Prediction]]] = {
+        Strategy.SCATTER: lambda: _scatter_predictions(plan, costs, stage_bytes),
+        Strategy.GATHER: lambda: [_gather_prediction(GatherPlan(plan), costs, packing_bytes)],
+    }
+    for strategy, predict in others.items():
+        try:
+            possible += predict()
+        except PlanError as error:
+            impossible.append((strategy, error.message))
     possible.sort(key=lambda found: found.seconds * (1 if found.strategy is Strategy.DIRECT else LEAST_GAIN))
     wished = [found for found in possible if wish in (None, found.strategy)]
     if not wished:
@@ -148,19 +168,37 @@ def _scatter_predictions(plan: PairPlan, costs: Costs, stage_bytes: int) -> list
 
 
 def _scatter_prediction(scatter: ScatterPlan, costs: Costs, stage_bytes: int) -> Prediction:
-    nominal = [(template, scatter.staged(template), blocks) for template, blocks in _nominal(scatter.plan)]
-    largest = max((staged.block_bytes for _, staged, _ in nominal), default=0)
+    prediction = _staged_prediction(Strategy.SCATTER, scatter, stage_bytes)
+    return replace(prediction, gap_bytes=scatter.gap_bytes).timed(costs)
+
+
+def _gather_prediction(gather: GatherPlan, costs: Costs, packing_bytes: int | None) -> Prediction:
+    if packing_bytes is None:
+        why = 'the prefill engine does not copy on request: its own "strategy" must be "gather" or "auto".'
+        raise PlanError(Reason.UNSUPPORTED, why)
+    prediction = _staged_prediction(Strategy.GATHER, gather, packing_bytes)
+    part_bytes = max(packing_bytes // PARTS_PER_STAGE, _largest_block(gather))
+    return replace(prediction, num_parts=-(-prediction.num_bytes // part_bytes)).timed(costs)
+
+
+def _staged_prediction(strategy: Strategy, staged_plan: ScatterPlan | GatherPlan, stage_bytes: int) -> Prediction:
+    """Return what goes by way of a stage, untimed."""
+    nominal = [(template, staged_plan.staged(template), blocks) for template, blocks in _nominal(staged_plan.plan)]
+    largest = _largest_block(staged_plan)
     if aligned(largest) + aligned(1) > stage_bytes:
         raise PlanError(Reason.UNSUPPORTED, f"one block fills {largest} bytes, the stage has {stage_bytes}.")
     return Prediction(
-        strategy=Strategy.SCATTER,
+        strategy=strategy,
         num_descriptors=sum(staged.num_reads * blocks for _, staged, blocks in nominal),
         num_bytes=sum(staged.block_bytes * blocks for _, staged, blocks in nominal),
         copied_bytes=sum(int(template.pieces[:, 2].sum()) * blocks for template, _, blocks in nominal),
         num_copies=sum(staged.num_copies for _, staged, _ in nominal),
         num_copied_runs=sum(staged.num_copied_runs * blocks for _, staged, blocks in nominal),
-        gap_bytes=scatter.gap_bytes,
-    ).timed(costs)
+    )
+
+
+def _largest_block(staged_plan: ScatterPlan | GatherPlan) -> int:
+    return max((staged_plan.staged(template).block_bytes for template, _ in _nominal(staged_plan.plan)), default=0)
 
 
 def _nominal(plan: PairPlan) -> Iterator[tuple[Template, int]]:
@@ -186,13 +224,17 @@ def predict_direct(lists: Sequence[Descriptors], costs: Costs) -> Prediction:
     ).timed(costs)
 
 
-def predict_scatter(parts: Sequence[StagedPart], costs: Costs) -> Prediction:
-    """Return what parts of a request, and their copies, should take when each is read at once."""
+def predict_staged(strategy: Strategy, parts: Sequence[StagedPart], costs: Costs, num_parts: int = 0) -> Prediction:
+    """Return what parts of a request, and their copies, should take when each is read at once.
+
+    The source packs them in ``num_parts`` parts.
+    """
     return Prediction(
-        strategy=Strategy.SCATTER,
+        strategy=strategy,
         num_descriptors=sum(len(part.reads(0)) for part in parts),
         num_bytes=sum(part.num_bytes for part in parts),
         copied_bytes=sum(int(part.template.template.pieces[:, 2].sum()) * len(part.source_blocks) for part in parts),
         num_copies=sum(part.template.num_copies for part in parts),
         num_copied_runs=sum(part.template.num_copied_runs * len(part.source_blocks) for part in parts),
+        num_parts=num_parts,
     ).timed(costs)

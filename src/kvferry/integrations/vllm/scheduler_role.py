@@ -339,11 +339,16 @@ class SchedulerRole:
             if self._directory is None:
                 raise HandoffError(Reason.PEER_UNREACHABLE, "this engine has not finished starting.", "Ask again.")
             return self._directory
+        if not isinstance(question, Renew | Release):
+            raise HandoffError(
+                Reason.UNSUPPORTED,
+                f"a scheduler does not answer a {type(question).__name__}.",
+                "Ask the rank's own port.",
+            )
         with self._prefill_lock:
             if isinstance(question, Renew):
                 lost = self._prefill_side.renew(question.epoch, question.handles, time.monotonic())
                 return Renewed(self._epoch, self._settings.lease_seconds, tuple(lost))
-            assert isinstance(question, Release)
             self._prefill_side.release(question.epoch, question.handles)
         self._wake_for_ended()
         return Released(self._epoch)

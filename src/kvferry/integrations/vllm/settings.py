@@ -27,9 +27,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_timeout_seconds: after this a load fails; at most the lease.
     handshake_timeout_seconds: how long a prefill engine may take to answer a handshake; at most the time of a load.
     max_held_requests: guard words a rank keeps; more requests than this are not exported.
-    strategy: ``auto`` chooses by predicted times between ``direct`` copies from cache to cache and ``scatter``, by way
-        of a stage in the decode engine; ``gather`` is refused, since prefill engines do not copy on request.
-    stage_bytes: with ``scatter`` and ``auto`` only, memory of that stage in each rank; larger loads go in rounds.
+    strategy: ``auto`` chooses by predicted times between ``direct`` copies from cache to cache, ``scatter``, by way
+        of a stage in the decode engine, and ``gather``, by way of one in the prefill engine. The decode engine's
+        setting decides; a prefill engine packs for readers with ``gather`` and ``auto`` only.
+    stage_bytes: memory of a stage in each rank that has one: with ``auto`` and ``scatter`` where a rank reads, with
+        ``auto`` and ``gather`` where it packs. Larger loads go in rounds.
     huge_pages: put the cache into 2 MiB pages at start where the kernel allows.
     transfer_cores: cores for the transfer thread; empty means all but the compute cores.
     realtime_transfers: give the transfer thread real-time priority where the kernel allows.
@@ -62,6 +64,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The strategy asked for; None leaves the choice to each pair of ranks."""
         return None if self.strategy == "auto" else Strategy(self.strategy)
 
+    @property
+    def scatters(self) -> bool:
+        """Whether a rank that reads needs a stage."""
+        return self.strategy in ("auto", "scatter")
+
+    @property
+    def packs(self) -> bool:
+        """Whether a rank that is read from packs on request."""
+        return self.strategy in ("auto", "gather")
+
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     """Return the settings in ``extra_config``.
@@ -88,12 +100,6 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         ) from error
     _check_times(settings)
     _check_host(settings)
-    if settings.strategy == "gather":
-        raise SettingsError(
-            Reason.UNSUPPORTED,
-            "strategy 'gather' needs a prefill engine that copies on request, which it does not.",
-            'Set "strategy" to "auto", "scatter" or "direct".',
-        )
     return settings
 
 

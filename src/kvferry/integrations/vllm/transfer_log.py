@@ -32,6 +32,7 @@ class TransferLog:
             "num_tokens": order.num_tokens,
             "bytes": result.num_bytes,
             "staged_bytes": result.num_staged_bytes,
+            "gathered_bytes": result.num_gathered_bytes,
             "descriptors": result.num_descriptors,
             "sources": result.num_sources,
             "transport": result.transport,

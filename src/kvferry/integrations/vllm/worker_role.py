@@ -1,6 +1,7 @@
 """The connector inside a worker: owns the memory that is read, and runs the loads beside the engine's step."""
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,6 +21,8 @@ from kvferry.execution.staging import Stage
 from kvferry.execution.transfer_costs import Strategist
 from kvferry.handoff.guard import GuardWords, StepWords
 from kvferry.handoff.lease import lease_lost
+from kvferry.handoff.packing_listener import PackingListener
+from kvferry.handoff.packing_side import PackingSide
 from kvferry.handoff.protocol import RankEntry
 from kvferry.handoff.remote_engines import RemoteEngines
 from kvferry.integrations.vllm.metadata import LoadOrder, RankMetadata, StepMetadata
@@ -27,8 +30,7 @@ from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.statistics import Statistics
 from kvferry.integrations.vllm.transfer_log import TransferLog
 from kvferry.integrations.vllm.translate import identity_of, resolved_layout, shard_of
-from kvferry.layout.shard import Region
-from kvferry.plan.strategy import Strategy
+from kvferry.layout.shard import Region, Shard
 from kvferry.plan.wire import encode_shard
 from kvferry.transport.registry import open_transports
 
@@ -62,6 +64,7 @@ class WorkerRole:
         self._entry: RankEntry | None = None
         self._executor: Executor | None = None
         self._remote_engines: RemoteEngines | None = None
+        self._packing: PackingListener | None = None
         self._orders: dict[str, LoadOrder] = {}
         self._failed: set[str] = set()
 
@@ -73,12 +76,10 @@ class WorkerRole:
         self._order = device_order(region.device for region in shard.regions)
         self._step_words = StepWords(self._words, self._order)
         words = Region(self._words.address, self._words.array.nbytes)
-        wish = self._settings.wanted_strategy
-        stage = None
-        if wish is not Strategy.DIRECT:
-            stage = Stage(self._settings.stage_bytes, self._settings.huge_pages, self._order)
+        stage = self._stage() if self._settings.scatters else None
         staged = [] if stage is None else [stage.region]
-        end_points = self._transports.register([*shard.regions, words, self._scratch.region, *staged])
+        packing = self._open_packing(shard)
+        end_points = self._transports.register([*shard.regions, words, self._scratch.region, *staged, *packing])
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
             pp_rank=self._pp_rank,
@@ -86,12 +87,13 @@ class WorkerRole:
             end_points=end_points,
             words_address=self._words.address,
             num_words=self._settings.max_held_requests,
+            packer=None if self._packing is None else self._packing.packer,
         )
         identity = identity_of(self._vllm_config, self._settings)
         sender = f"{self._vllm_config.kv_transfer_config.engine_id}/{self._rank}"  # type: ignore[union-attr]
         timeout = self._settings.handshake_timeout_seconds
         self._remote_engines = RemoteEngines(
-            shard, identity, self._transports, sender, timeout, Strategist(stage, wish)
+            shard, identity, self._transports, sender, timeout, Strategist(stage, self._settings.wanted_strategy)
         )
         self._executor = Executor(self._scratch, self._transfer_cores(), self._settings.realtime_transfers, self._order)
         logger.info("kvferry: rank %d moves\n%r", self._rank, shard)
@@ -151,10 +153,32 @@ class WorkerRole:
     def shutdown(self) -> None:
         """Hold nothing any more, stop the loads, then let go of the memory; twice is fine."""
         self._step_words.close()
+        if self._packing is not None:
+            self._packing.close()
         if self._executor is not None:
             self._executor.close()
+        if self._remote_engines is not None:
+            self._remote_engines.close()
         self._transports.close()
         self._log.close()
+
+    def _stage(self) -> Stage:
+        return Stage(self._settings.stage_bytes, self._settings.huge_pages, self._order)
+
+    def _open_packing(self, shard: Shard) -> list[Region]:
+        """Start to pack for readers where a rank that is read from is to; return the memory that they read."""
+        config = self._vllm_config.kv_transfer_config
+        if not self._settings.packs or config is None or not config.is_kv_producer:
+            return []
+        side = PackingSide(self._stage(), self._words, shard.regions)
+        host, advertised_host = self._settings.host, self._settings.advertised_host
+        self._packing = PackingListener(host, side, self._enter_packing_thread, advertised_host)
+        return side.regions
+
+    def _enter_packing_thread(self) -> None:
+        # A thread of a vLLM CPU worker inherits the one core that computes.
+        os.sched_setaffinity(0, self._transfer_cores())
+        self._order.enter_thread()
 
     def _prepare(self, order: LoadOrder, launched_before: Mark) -> Sequence[GuardedRead] | None:
         assert self._remote_engines is not None
