@@ -76,6 +76,9 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-tp1-nixl": ("gqa", {"transport": "nixl", "cores": LAST_CORE}),
     # Everything that it loads comes by way of a stage.
     "gqa-tp1-scatter": ("gqa", {"strategy": "scatter", "cores": LAST_CORE}),
+    # The ones that pack, and what reads out of their stages; its cache has another order of layers and heads.
+    "gqa-tp1-gather": ("gqa", {"strategy": "gather", "cores": LAST_CORE}),
+    "gqa-tp2-gather": ("gqa", {"tensor_parallel_size": 2, "strategy": "gather", "layout": "LBHNC"}),
     "gqa-tp2": ("gqa", {"tensor_parallel_size": 2, "transport": "auto"}),
     "gqa-tp2-other": ("gqa", {"tensor_parallel_size": 2, "load_failure_policy": "recompute"}),
     "gqa-tp4": ("gqa", {"tensor_parallel_size": 4}),
@@ -115,6 +118,7 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("gqa-tp1-nixl", "gqa-bfloat16", "mla-reference", "mla-tp1", "mla-tp1-other", "mla-tp2"),
     ("gqa-reference", "gqa-tp1", "gqa-pp2"),
     ("gqa-reference", "gqa-tp2", "gqa-pp2x2", "gqa-tp1-scatter"),
+    ("gqa-reference", "gqa-tp1-gather", "gqa-tp2-gather"),
     ("fp8-reference", "fp8-tp1", "fp8-tp2"),
     ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2"),
     ("gemma-reference", "gemma-tp1", "gemma-pp2"),

@@ -50,6 +50,7 @@ PAIRS = (
     Pair("mla-1-2", "mla-tp1", "mla-tp2", in_matrix=True),
     Pair("gqa-4-1", "gqa-tp4", "gqa-tp1", in_matrix=True),
     Pair("gqa-2-1-scatter", "gqa-tp2", "gqa-tp1-scatter", in_matrix=True),
+    Pair("gqa-1-2-gather", "gqa-tp1-gather", "gqa-tp2-gather", in_matrix=True),
     Pair("gqa-dp2-1", "gqa-dp2", "gqa-tp1", in_matrix=True),
     Pair("gqa-1-dp2", "gqa-tp1", "gqa-dp2", in_matrix=True),
     Pair("gqa-pp2-1", "gqa-pp2", "gqa-tp1", in_matrix=True),
