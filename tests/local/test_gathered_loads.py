@@ -1,5 +1,7 @@
 """Loads out of what a source packs: real bytes and messages, rounds, back-pressure, and what a death leaves behind."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from kvferry.cli.head_moves import SPLIT, HeadMove
+from kvferry.cli.transport_measurement import allocate, open_movers
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution import gathering as module
 from kvferry.execution import staging
@@ -17,6 +21,7 @@ from kvferry.execution.scratch import Scratch
 from kvferry.execution.staging import Stage, pack
 from kvferry.handoff import packing_side, part_requests
 from kvferry.handoff.courier import ask
+from kvferry.handoff.part_requests import PartCourier
 from kvferry.handoff.protocol import Release
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import shard_for
@@ -189,6 +194,31 @@ def test_a_source_that_packs_no_more_is_told_of_at_the_deadline(split: Split) ->
     assert result.error.reason is Reason.DEADLINE_EXCEEDED
     assert f"{HOST}:{split.prefill.packing[0].packer.port} packs for it" in result.error.message
     assert time.monotonic() - began_at < 3
+
+
+def test_a_source_process_that_dies_is_noticed_long_before_the_deadline() -> None:
+    """It stops before it answers and is killed; cross-memory attach says so when the guard word is read again."""
+    local, scratch, stage = allocate(8 << 20, huge=False), Scratch(16), Stage(1 << 16, huge_pages=False)
+    courier = PartCourier("test")
+    with open_movers(["cma"], 4 << 20, local, False, [scratch.region], packing_bytes=4 << 20) as (movers, child):
+        move = HeadMove(4 << 20, allocate(8 << 20, huge=False), local, SPLIT)
+        plans = {plan: GatherPlan(plan) for plan in move.plans(movers["cma"])}
+        reads = move.reads(movers["cma"], plans, stage, courier)
+        load = Load("a", lambda: reads, time.monotonic() + 30)
+        child.pause(True)
+        while not load._gatherings or load._gatherings[0]._num_begun == 0:
+            load.advance(scratch, time.monotonic())
+        os.killpg(child._process.pid, signal.SIGKILL)
+        child._process.wait(20)
+        began_at = time.monotonic()
+        while load.phase is not Phase.DONE:
+            if not load.advance(scratch, time.monotonic()):
+                time.sleep(0.001)
+        assert load.error is not None
+        assert load.error.reason is Reason.PEER_DIED
+        assert time.monotonic() - began_at < 10
+        assert scratch.has_room(16)
+    courier.close()
 
 
 def test_a_hold_that_ends_meanwhile_fails_the_load_and_leaves_no_part(split: Split) -> None:
