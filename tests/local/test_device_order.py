@@ -455,7 +455,8 @@ def test_the_connector_tells_the_roles_which_requests_a_step_computes_and_when_i
 def test_costs_of_a_stage_on_a_gpu_are_typical_ones() -> None:
     """What measures copies does so by the processor, on host memory."""
     prefill, decode = PrefillEngine("memcpy", filled_ranks(1)), DecodeRank("memcpy", Rank(0, 1))
-    link = decode.transports.connect(prefill.end_points)
+    link = decode.transports.connect(prefill.end_points).poll()
+    assert link is not None
     stage = Stage(1 << 20, huge_pages=False)
     stage.region = Region(stage.region.base_address, stage.region.length, "cuda:0")
     remote = Region(stage.region.base_address, stage.region.length)

@@ -34,6 +34,7 @@ from kvferry.transport.protocol import (
     Status,
     Transfer,
     Transport,
+    reach,
 )
 
 EPOCH, GENERATION, SLOT = 7, 3, 1
@@ -191,7 +192,7 @@ def test_two_ranks_commit_with_exact_bytes_over_memcpy(scratch: Scratch) -> None
     reads = []
     for source, holder in zip(sources, holders, strict=True):
         end_point = holder.register([region(source.data), region(source.words.array)])
-        reads.append(source.read(reader, reader.connect(end_point)))
+        reads.append(source.read(reader, reach(reader, end_point)))
     result = run(load_of(lambda: reads), scratch)
     assert result.error is None
     assert all(source.is_whole for source in sources)
@@ -311,7 +312,7 @@ def test_one_failed_rank_stops_the_others(transport: ScriptedTransport, source: 
 def test_a_submission_that_is_refused_stops_those_before_it(scratch: Scratch, source: Source) -> None:
     slow, reader = ScriptedTransport(), MemcpyTransport()
     slow.holds_words = True
-    peer = reader.connect(reader.register([region(source.data)]))
+    peer = reach(reader, reader.register([region(source.data)]))
     error = error_of(run(load_of(lambda: [Source(1).read(slow), source.read(reader, peer)]), scratch))
     assert error.reason is Reason.UNREGISTERED_RANGE
     assert slow.num_pending == 0

@@ -34,7 +34,7 @@ from kvferry.plan.transfer_plan import Planner
 from kvferry.plan.verify_staged import composed_gather
 from kvferry.testing.oracle import Arena, strided_memory
 from kvferry.testing.strategies import Move, moves
-from kvferry.transport.protocol import Region
+from kvferry.transport.protocol import Region, reach
 from kvferry.transport.registry import open_transport
 
 from .engines_in_process import HOST, SLOT, DecodeRank, PrefillEngine
@@ -281,7 +281,7 @@ class Source:
         self.words[3] = 7, 3
         holder, reader = open_transport("memcpy"), open_transport("memcpy")
         words = Region(self.words.ctypes.data, self.words.nbytes)
-        self.peer = reader.connect(holder.register([self.stage.region, words]))
+        self.peer = reach(reader, holder.register([self.stage.region, words]))
         reader.register([*destination.regions, self.scratch.region])
         (plan,) = Planner([source.shard], destination.shard).plans(0)
         ids = np.arange(num_blocks)

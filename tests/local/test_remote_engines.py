@@ -2,9 +2,10 @@
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +22,9 @@ from kvferry.plan.staged import Merge, StagedTemplate
 from kvferry.plan.strategy import Strategy
 from kvferry.plan.transfer_plan import PairPlan
 from kvferry.plan.wire import encode_shard
+from kvferry.testing.transport_peer import PeerProcess, start_peer
+from kvferry.transport.memcpy import MemcpyTransfer, MemcpyTransport
+from kvferry.transport.protocol import Status, Transfer
 
 from .engines_in_process import (
     EPOCH,
@@ -283,6 +287,119 @@ def test_no_connection_is_left_of_an_engine_that_is_refused(
     prefill.answer = lambda question: prefill.directory(ranks=(right[0], unreachable))
     assert decode.refusal(prefill.hold()).reason is Reason.TRANSPORT_UNAVAILABLE
     assert closed == ["memcpy"]
+
+
+def test_nothing_is_left_of_engines_that_are_refused_or_given_up_over_nixl() -> None:
+    pytest.importorskip("nixl")
+    prefill, decode = PrefillEngine("nixl", filled_ranks()), DecodeRank("nixl", Rank(0, 1))
+    transport = decode.transports.transports["nixl"]
+    try:
+        right = prefill.directory().ranks
+        unreachable = msgspec.structs.replace(right[1], end_points={"carrier pigeon": b""})
+        prefill.answer = lambda question: prefill.directory(ranks=(right[0], unreachable))
+        assert decode.refusal(prefill.hold()).reason is Reason.TRANSPORT_UNAVAILABLE
+        assert agents_left(transport) == 0
+        decode.forget_failures()
+        prefill.answer = lambda question: prefill.directory()
+        assert decode.load(prefill.hold(), [5], [1]).error is None
+        assert len(transport._remote_agents._metadata) == 1
+        decode.engines.suspect(prefill.hold())
+        decode.engines._drop_suspects()
+        assert agents_left(transport) == 0
+        assert decode.load(prefill.hold(), [5], [1]).error is None
+    finally:
+        decode.transports.close()
+        prefill.close()
+
+
+def agents_left(transport: Any) -> int:
+    """Return how many agents a NIXL transport knows when what it had posted has ended."""
+    end = time.monotonic() + 20
+    while transport._connections and time.monotonic() < end:
+        transport._check_answered("nobody")
+        time.sleep(0.002)
+    transport._remote_agents.let_go()
+    return len(transport._remote_agents._metadata)
+
+
+def test_a_stopped_prefill_worker_holds_no_other_load() -> None:
+    """Its engine answers the handshake; the process of the rank itself is stopped."""
+    pytest.importorskip("nixl")
+    decode = DecodeRank("nixl", Rank(0, 1))
+    well, ill = (PrefillEngine("nixl", filled_ranks(1)) for _ in range(2))
+    with start_peer("kvferry.transport.nixl:NixlTransport", ROW_BYTES, in_process=False) as worker:
+        try:
+            assert isinstance(worker, PeerProcess)
+            worker.stop()
+            ill.end_points = {"nixl": worker.end_point}
+            longest, end = 0.0, time.monotonic() + 30
+            while not decode.engines._connecting:
+                longest = max(longest, seconds_to(lambda: decode.engines.get(ill.hold())))
+                assert time.monotonic() < end, "the handshake does not end"
+                time.sleep(0.002)
+            assert decode.load(well.hold(), [5], [1]).error is None
+            longest = max(longest, seconds_to(lambda: decode.engines.get(ill.hold())))
+            assert longest < 1.0
+            assert len(decode.engines._connecting), "the other load need not wait for its end"
+            for connection in decode.transports.transports["nixl"]._connections:  # type: ignore[attr-defined]
+                connection.deadline = 0.0
+            error = decode.refusal(ill.hold())
+            assert error.reason is Reason.PEER_UNREACHABLE
+            assert error is decode.refusal(ill.hold()), "remembered, as all that is refused"
+        finally:
+            worker.resume()
+            decode.transports.close()
+            well.close()
+            ill.close()
+
+
+def seconds_to(call: Callable[[], object]) -> float:
+    started_at = time.monotonic()
+    call()
+    return time.monotonic() - started_at
+
+
+class SlowToConnect(MemcpyTransport):
+    """Reaches a peer when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_connect = True
+
+    def connect(self, end_point: bytes) -> Transfer:
+        connecting = super().connect(end_point)
+        connecting.status = Status.PENDING
+        return connecting
+
+    def poll(self, transfer: Transfer) -> Status:
+        if isinstance(transfer, MemcpyTransfer):
+            return super().poll(transfer)
+        if self.may_connect:
+            transfer.status = Status.DONE
+        return transfer.status
+
+
+def test_ranks_that_only_later_requests_read_are_connected_without_waiting(decode: DecodeRank) -> None:
+    """Eight ranks hold four heads twice: a request waits until those that it reads are connected."""
+    transport = SlowToConnect()
+    transport.register([*decode.rank.regions, decode.scratch.region])
+    decode.transports.transports["memcpy"] = transport
+    prefill = PrefillEngine("memcpy", filled_ranks(8))
+    try:
+        engine, known = decode.engine(prefill.hold()), set()
+        transport.may_connect = False
+        holds = [msgspec.structs.replace(prefill.hold(), handle=Handle(f"r{n}", GENERATION)) for n in range(16)]
+        waiting = [hold for hold in holds if engine.reads(hold, SLOT, ONE_BLOCK) is None]
+        assert 0 < len(waiting) < len(holds)
+        assert all(engine.reads(hold, SLOT, ONE_BLOCK) is None for hold in waiting)
+        transport.may_connect = True
+        for hold in waiting:
+            reads = engine.reads(hold, SLOT, ONE_BLOCK)
+            assert reads is not None
+            known.add(tuple(int(read.descriptors[0, 0]) for read in reads))
+        assert len(known) == 1
+    finally:
+        prefill.close()
 
 
 def test_a_listener_that_never_answers_is_unreachable_in_time(prefill: PrefillEngine) -> None:

@@ -25,7 +25,7 @@ from kvferry.plan.staged_plan import ScatterPlan
 from kvferry.plan.strategy import TYPICAL_COSTS, Strategy
 from kvferry.plan.transfer_plan import Planner
 from kvferry.transport.memcpy import MemcpyTransport
-from kvferry.transport.protocol import Region, Status, Transfer, Transport
+from kvferry.transport.protocol import Region, Status, Transfer, Transport, reach
 from kvferry.transport.registry import open_transport
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = ["0", "1", "2"], 4, 16, 8, 40
@@ -59,7 +59,7 @@ class Pair:
         self.words.set(1, 7, 3)
         self.holder, self.reader = open_transport(name), open_transport(name)
         held = [*self.sources, self.words.array]
-        self.peer = self.reader.connect(self.holder.register([Region(m.ctypes.data, m.nbytes) for m in held]))
+        self.peer = reach(self.reader, self.holder.register([Region(m.ctypes.data, m.nbytes) for m in held]))
         cache = Region(self.cache.ctypes.data, self.cache.nbytes)
         self.reader.register([cache, self.stage.region, self.scratch.region])
         shards = [shard(memory, rank, 2) for rank, memory in enumerate(self.sources)]

@@ -15,7 +15,7 @@ from kvferry.transport.faults import FaultPlan, FaultyTransport, SwapRanges, Zer
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.null import NullTransport
 from kvferry.transport.probe import probe
-from kvferry.transport.protocol import Descriptors, Direction, Peer, Region, Status, Transfer, Transport
+from kvferry.transport.protocol import Descriptors, Direction, Peer, Region, Status, Transfer, Transport, reach
 from kvferry.transport.registry import AUTO, TransportSet, open_transports, probe_all
 from kvferry.transport.tracing import TracingTransport
 
@@ -30,8 +30,28 @@ def memory() -> tuple[np.ndarray, Region]:
 class Refusing(NullTransport):
     """Reaches nobody."""
 
-    def connect(self, end_point: bytes) -> Peer:
+    def connect(self, end_point: bytes) -> Transfer:
         raise TransportError(Reason.PERMISSION_DENIED, "no entry.", "Ask the doorman.")
+
+
+class Hesitating(NullTransport):
+    """Connects when told to, or fails with the error that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer: Status | TransportError = Status.PENDING
+
+    def connect(self, end_point: bytes) -> Transfer:
+        transfer = super().connect(end_point)
+        transfer.status = Status.PENDING
+        return transfer
+
+    def poll(self, transfer: Transfer) -> Status:
+        if isinstance(self.answer, TransportError):
+            return transfer.fail(self.answer)
+        if transfer.status is Status.PENDING:
+            transfer.status = self.answer
+        return transfer.status
 
 
 def test_unknown_name_is_refused_and_the_nearest_named() -> None:
@@ -46,9 +66,10 @@ def test_cma_is_chosen_between_processes_of_one_host(caplog: pytest.LogCaptureFi
         side = open_transports("auto")
         offered = side.register([])
         assert list(offered) == ["cma", "nixl"]
-        link = side.connect({"cma": pair.remote.end_point, "nixl": offered["nixl"]})
+        link = side.connect({"cma": pair.remote.end_point, "nixl": offered["nixl"]}).poll()
         side.close()
         side.close()
+    assert link is not None
     assert link.name == link.transport.capabilities.name == "cma"
     assert "using the cma transport" in caplog.text
 
@@ -56,27 +77,61 @@ def test_cma_is_chosen_between_processes_of_one_host(caplog: pytest.LogCaptureFi
 def test_the_next_transport_is_used_when_the_first_does_not_reach() -> None:
     end_points = TransportSet({"null": NullTransport()}).register([])
     side = TransportSet({"cma": Refusing(), "null": NullTransport()})
-    link = side.connect({"cma": end_points["null"], **end_points})
+    link = side.connect({"cma": end_points["null"], **end_points}).poll()
+    assert link is not None
     assert link.name == "null"
     assert "no entry" in link.why
+
+
+def test_a_transport_may_take_its_time_to_connect() -> None:
+    end_point, slow = NullTransport().register([]), Hesitating()
+    connecting = TransportSet({"cma": slow, "null": NullTransport()}).connect({"cma": end_point, "null": end_point})
+    assert [connecting.poll() for _ in range(3)] == [None] * 3
+    slow.answer = Status.DONE
+    link = connecting.poll()
+    assert link is not None
+    assert link.name == "cma"
+
+
+def test_the_next_transport_is_used_when_the_first_fails_late() -> None:
+    end_point, slow = NullTransport().register([]), Hesitating()
+    connecting = TransportSet({"cma": slow, "null": NullTransport()}).connect({"cma": end_point, "null": end_point})
+    assert connecting.poll() is None
+    slow.answer = TransportError(Reason.PEER_UNREACHABLE, "it did not answer.", "Wake it.")
+    link = connecting.poll()
+    assert link is not None
+    assert link.name == "null"
+    assert "it did not answer" in link.why
+
+
+def test_a_connection_that_is_given_up_is_cancelled() -> None:
+    slow = Hesitating()
+    connecting = TransportSet({"cma": slow}).connect({"cma": NullTransport().register([])})
+    connecting.cancel()
+    assert connecting.poll() is None
+    begun = connecting._transfer
+    connecting.cancel()
+    connecting.cancel()
+    assert begun is not None
+    assert begun.status is Status.CANCELLED
 
 
 def test_when_nothing_reaches_every_reason_is_told() -> None:
     end_point = NullTransport().register([])
     with pytest.raises(TransportError, match=r"no entry\. no entry\. Ask the doorman") as caught:
-        TransportSet({"cma": Refusing(), "nixl": Refusing()}).connect({"cma": end_point, "nixl": end_point})
+        TransportSet({"cma": Refusing(), "nixl": Refusing()}).connect({"cma": end_point, "nixl": end_point}).poll()
     assert caught.value.reason is Reason.PERMISSION_DENIED
 
 
 def test_nothing_in_common_and_garbage() -> None:
     side = TransportSet({"null": NullTransport()})
     with pytest.raises(TransportError) as caught:
-        side.connect({"cma": b""})
+        side.connect({"cma": b""}).poll()
     assert caught.value.reason is Reason.TRANSPORT_UNAVAILABLE
     with pytest.raises(TransportError) as caught:
         TransportSet({"cma": NullTransport(), "null": NullTransport()}).connect(
             {"cma": b"garbage", "null": NullTransport().register([])}
-        )
+        ).poll()
     assert caught.value.reason is Reason.MALFORMED_MESSAGE
 
 
@@ -129,7 +184,7 @@ def read_with(plan: FaultPlan, end_point: bytes, source: np.ndarray) -> tuple[Tr
     starts = np.arange(16, dtype=np.uint64) * np.uint64(BYTES // 16)
     sources, destinations = starts + np.uint64(source.ctypes.data), starts[::-1] + np.uint64(local.ctypes.data)
     pieces = np.column_stack([sources, destinations, np.full(16, BYTES // 16, np.uint64)])
-    transfer = transport.submit(transport.connect(end_point), Direction.READ, pieces)
+    transfer = transport.submit(reach(transport, end_point), Direction.READ, pieces)
     deadline = time.monotonic() + 0.25
     while transport.poll(transfer) is Status.PENDING and time.monotonic() < deadline:
         pass
@@ -184,7 +239,7 @@ def test_traces_keep_the_last_transfers(holder: tuple[Transport, np.ndarray, byt
     _, source, end_point = holder
     transport, (local, region) = TracingTransport(MemcpyTransport(), max_records=2), memory()
     transport.register([region])
-    peer = transport.connect(end_point)
+    peer = reach(transport, end_point)
     for size in (10, 20, 30):
         piece = np.array([[source.ctypes.data, local.ctypes.data, size]], np.uint64)
         assert transport.poll(transport.submit(peer, Direction.READ, piece)) is Status.DONE
@@ -236,7 +291,7 @@ def test_the_suite_catches_a_broken_transport(broken: type, check: object) -> No
         pair.remote.fill(2)
         transport = broken()
         transport.register([Region(int(pair.local.ctypes.data), len(pair.local))])
-        harmed = Pair(transport, pair.local, pair.remote, transport.connect(pair.remote.end_point))
+        harmed = Pair(transport, pair.local, pair.remote, reach(transport, pair.remote.end_point))
         with pytest.raises((AssertionError, pytest.fail.Exception)):
             check(harmed)  # type: ignore[operator]
 

@@ -15,7 +15,7 @@ from kvferry.transport import cma
 from kvferry.transport.cma import CmaTransport
 from kvferry.transport.copy_threads import CopyThreads
 from kvferry.transport.end_points import ProcessEndPoint
-from kvferry.transport.protocol import Direction, Region, Status
+from kvferry.transport.protocol import Direction, Region, Status, reach
 
 BYTES = 1 << 20
 
@@ -44,7 +44,7 @@ def forged(end_point: bytes, **identity: object) -> bytes:
 )
 def test_end_point_of_another_process_is_refused(pair: Pair, identity: dict[str, object], reason: Reason) -> None:
     with pytest.raises(TransportError) as caught:
-        pair.transport.connect(forged(pair.remote.end_point, **identity))
+        reach(pair.transport, forged(pair.remote.end_point, **identity))
     assert caught.value.reason is reason
     assert caught.value.remedy
 
@@ -52,7 +52,7 @@ def test_end_point_of_another_process_is_refused(pair: Pair, identity: dict[str,
 def test_wrong_nonce_is_refused(pair: Pair) -> None:
     decoded = msgspec.msgpack.decode(pair.remote.end_point, type=ProcessEndPoint)
     with pytest.raises(TransportError) as caught:
-        pair.transport.connect(msgspec.msgpack.encode(msgspec.structs.replace(decoded, nonce=bytes(16))))
+        reach(pair.transport, msgspec.msgpack.encode(msgspec.structs.replace(decoded, nonce=bytes(16))))
     assert caught.value.reason is Reason.PEER_CHANGED
 
 
@@ -84,7 +84,7 @@ def test_permission_denied_names_the_remedy(pair: Pair) -> None:
     pair.transport._calls = dict.fromkeys(Direction, refuse)
     assert "ptrace_scope" in error_of_a_read(pair, Reason.PERMISSION_DENIED).remedy
     with pytest.raises(TransportError) as caught:
-        pair.transport.connect(pair.remote.end_point)
+        reach(pair.transport, pair.remote.end_point)
     assert caught.value.reason is Reason.PERMISSION_DENIED
 
 
@@ -161,7 +161,7 @@ def test_an_error_on_another_thread_is_explained(pair: Pair, monkeypatch: pytest
 def test_unmapped_memory_is_an_error_not_a_crash(pair: Pair) -> None:
     transport = CmaTransport()
     transport.register([Region(4096, 4096)])
-    peer = transport.connect(pair.remote.end_point)
+    peer = reach(transport, pair.remote.end_point)
     transfer = transport.submit(peer, Direction.READ, np.array([[pair.remote.address, 4096, 4096]], np.uint64))
     assert transport.poll(transfer) is Status.FAILED
     assert transfer.error is not None

@@ -15,7 +15,7 @@ from kvferry.testing.transport_peer import PeerProcess, pattern
 from kvferry.testing.transport_suite import Pair, many_pieces, open_pair
 from kvferry.transport import mooncake, mooncake_engine
 from kvferry.transport.mooncake import MooncakeEndPoint, MooncakeTransport
-from kvferry.transport.protocol import Direction, Region, Status
+from kvferry.transport.protocol import Direction, Region, Status, reach
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 FACTORY = "kvferry.transport.mooncake:MooncakeTransport"
@@ -87,7 +87,7 @@ def test_a_transfer_with_a_refused_piece_fails_when_its_other_pieces_have_ended(
     """Mooncake calls the batch failed at once; the pieces after the refused one land nevertheless."""
     below = pair.remote.address - 4096
     wider = changed(pair.remote.end_point, regions=[(below, BYTES + 4096)])
-    peer = pair.transport.connect(wider)
+    peer = reach(pair.transport, wider)
     offsets = np.arange(60, dtype=np.uint64) * np.uint64(65536)
     sources = np.append(np.uint64(below), np.uint64(pair.remote.address) + offsets[1:])
     pieces = np.column_stack([sources, np.uint64(pair.local.ctypes.data) + offsets, np.full(60, 65536, np.uint64)])
@@ -104,7 +104,7 @@ def test_a_transfer_with_a_refused_piece_fails_when_its_other_pieces_have_ended(
 
 def test_bytes_of_a_peer_with_another_nonce_are_not_believed(own_pair: Pair) -> None:
     wrong = changed(own_pair.remote.end_point, nonce=bytes(16))
-    assert refusal(lambda: own_pair.transport.connect(wrong)).reason is Reason.PEER_CHANGED
+    assert refusal(lambda: reach(own_pair.transport, wrong)).reason is Reason.PEER_CHANGED
     own_pair.peer.nonce = bytes(16)
     transfer = own_pair.submit(Direction.READ, PIECE)
     assert own_pair.finish(transfer) is Status.FAILED
@@ -117,14 +117,14 @@ def test_a_stopped_peer_delays_the_end_of_a_cancelled_transfer_and_nobody_else(
 ) -> None:
     monkeypatch.setattr(mooncake, "CONNECT_SECONDS", 0.5)
     assert isinstance(own_pair.remote, PeerProcess)
-    other = own_pair.transport.connect(pair.remote.end_point)
+    other = reach(own_pair.transport, pair.remote.end_point)
     transfer = own_pair.start(Direction.READ, many_pieces())
     own_pair.remote.stop()
     try:
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             assert own_pair.transport.cancel(transfer) is Status.PENDING
-        connecting = refusal(lambda: own_pair.transport.connect(own_pair.remote.end_point))
+        connecting = refusal(lambda: reach(own_pair.transport, own_pair.remote.end_point))
         assert connecting.reason is Reason.PEER_UNREACHABLE
         beside = Pair(own_pair.transport, own_pair.local, pair.remote, other)
         assert beside.finish(beside.submit(Direction.READ, PIECE)) is Status.DONE
@@ -165,8 +165,8 @@ def test_a_full_lane_is_not_filled_further(pair: Pair) -> None:
 def test_memory_registered_later_is_reached_by_the_later_end_point(pair: Pair, transport: MooncakeTransport) -> None:
     later = pattern(1, 4096).copy()
     transport.register([])
-    early = pair.transport.connect(transport.register([]))
-    late = pair.transport.connect(transport.register([Region(int(later.ctypes.data), 4096)]))
+    early = reach(pair.transport, transport.register([]))
+    late = reach(pair.transport, transport.register([Region(int(later.ctypes.data), 4096)]))
     descriptors = np.array([[later.ctypes.data, pair.local.ctypes.data, 4096]], np.uint64)
     unknown = refusal(lambda: pair.transport.submit(early, Direction.READ, descriptors))
     assert unknown.reason is Reason.UNREGISTERED_RANGE
@@ -177,7 +177,7 @@ def test_memory_registered_later_is_reached_by_the_later_end_point(pair: Pair, t
 
 
 def test_a_transport_does_not_connect_to_itself(transport: MooncakeTransport) -> None:
-    assert refusal(lambda: transport.connect(transport.register([]))).reason is Reason.UNSUPPORTED
+    assert refusal(lambda: reach(transport, transport.register([]))).reason is Reason.UNSUPPORTED
 
 
 @pytest.mark.parametrize("wrong", [{"host": "a b"}, {"host": ""}, {"host": "::1"}, {"port": 0}, {"port": 65536}])
@@ -185,7 +185,7 @@ def test_an_end_point_with_an_impossible_address_is_refused(
     transport: MooncakeTransport, wrong: dict[str, object]
 ) -> None:
     end_point = changed(transport.register([]), **wrong)
-    assert refusal(lambda: transport.connect(end_point)).reason is Reason.MALFORMED_MESSAGE
+    assert refusal(lambda: reach(transport, end_point)).reason is Reason.MALFORMED_MESSAGE
 
 
 def device_of(found: socket.socket) -> bytes:

@@ -8,27 +8,33 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason, TransportError
-from kvferry.testing.transport_peer import pattern
+from kvferry.testing.transport_peer import PeerProcess, pattern, start_peer
 from kvferry.testing.transport_suite import Pair, many_pieces, open_pair
+from kvferry.transport import nixl
 from kvferry.transport.end_points import NixlEndPoint
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.protocol import Direction, Region, Status
+from kvferry.transport.protocol import Direction, Region, Status, reach
 
 pytest.importorskip("nixl")
+FACTORY = "kvferry.transport.nixl:NixlTransport"
 BYTES = 24 << 20
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with open_pair("kvferry.transport.nixl:NixlTransport", BYTES) as pair:
+    with open_pair(FACTORY, BYTES) as pair:
         yield pair
 
 
 @pytest.fixture
 def own_pair() -> Iterator[Pair]:
-    with open_pair("kvferry.transport.nixl:NixlTransport", BYTES) as pair:
-        pair.remote.fill(2)
-        yield pair
+    """Agents of this process, which may be harmed."""
+    transport, local = NixlTransport(), np.zeros(4096, np.uint8)
+    transport.register([Region(int(local.ctypes.data), 4096)])
+    with start_peer(FACTORY, 4096, in_process=True) as remote:
+        remote.fill(2)
+        yield Pair(transport, local, remote, reach(transport, remote.end_point))
+        transport.close()
 
 
 def test_an_idle_agent_costs_no_core(pair: Pair) -> None:
@@ -52,7 +58,7 @@ def test_metadata_of_another_agent_is_refused_and_harms_nothing(pair: Pair) -> N
     foreign = msgspec.msgpack.decode(other.register([]), type=NixlEndPoint).metadata
     for metadata in (foreign, b"garbage" * 20):
         with pytest.raises(TransportError) as caught:
-            pair.transport.connect(msgspec.msgpack.encode(msgspec.structs.replace(decoded, metadata=metadata)))
+            reach(pair.transport, msgspec.msgpack.encode(msgspec.structs.replace(decoded, metadata=metadata)))
         assert caught.value.reason is Reason.MALFORMED_MESSAGE
     other.close()
     assert pair.finish(pair.submit(Direction.READ, np.array([[0, 0, 64]], np.uint64))) is Status.DONE
@@ -62,7 +68,7 @@ def test_a_new_end_point_waits_for_running_transfers(pair: Pair) -> None:
     decoded = msgspec.msgpack.decode(pair.remote.end_point, type=NixlEndPoint)
     pair.transport._running_handles[0] = decoded.agent_name
     with pytest.raises(TransportError) as caught:
-        pair.transport.connect(msgspec.msgpack.encode(msgspec.structs.replace(decoded, metadata=b"other")))
+        reach(pair.transport, msgspec.msgpack.encode(msgspec.structs.replace(decoded, metadata=b"other")))
     del pair.transport._running_handles[0]
     assert caught.value.reason is Reason.PEER_UNREACHABLE
 
@@ -81,14 +87,14 @@ def test_a_living_peer_is_reached_again_after_its_connection_was_lost(own_pair: 
     transport, name = own_pair.transport, own_pair.peer.agent_name
     transport._agent.invalidateRemoteMD(name)
     assert own_pair.finish(own_pair.submit(Direction.READ, PIECE)) is Status.FAILED
-    again = Pair(transport, own_pair.local, own_pair.remote, transport.connect(own_pair.remote.end_point))
+    again = Pair(transport, own_pair.local, own_pair.remote, reach(transport, own_pair.remote.end_point))
     assert again.finish(again.submit(Direction.READ, PIECE)) is Status.DONE
-    assert np.array_equal(own_pair.local[:4096], pattern(2, BYTES)[:4096])
+    assert np.array_equal(own_pair.local, pattern(2, 4096))
 
 
 def test_an_agent_is_let_go_with_its_last_peer(own_pair: Pair) -> None:
     transport, name = own_pair.transport, own_pair.peer.agent_name
-    other = transport.connect(own_pair.remote.end_point)
+    other = reach(transport, own_pair.remote.end_point)
     transfer = own_pair.submit(Direction.READ, PIECE)
     other.close()
     other.close()
@@ -98,8 +104,7 @@ def test_an_agent_is_let_go_with_its_last_peer(own_pair: Pair) -> None:
     own_pair.peer = None  # collected, not closed
     connect_to_another(transport)
     assert not is_known(transport, name)
-    assert name not in transport._metadata_of_peer
-    own_pair.peer = transport.connect(own_pair.remote.end_point)
+    own_pair.peer = reach(transport, own_pair.remote.end_point)
     assert own_pair.finish(own_pair.submit(Direction.READ, PIECE)) is Status.DONE
 
 
@@ -119,22 +124,59 @@ def test_nothing_is_left_of_a_peer_that_is_refused(own_pair: Pair) -> None:
     own_pair.peer.close()
     decoded = msgspec.msgpack.decode(own_pair.remote.end_point, type=NixlEndPoint)
     with pytest.raises(TransportError) as caught:
-        transport.connect(msgspec.msgpack.encode(msgspec.structs.replace(decoded, nonce=bytes(16))))
+        reach(transport, msgspec.msgpack.encode(msgspec.structs.replace(decoded, nonce=bytes(16))))
     assert caught.value.reason is Reason.PEER_CHANGED
     connect_to_another(transport)
     assert not is_known(transport, name)
 
 
+def test_a_stopped_peer_is_asked_once_until_it_answers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection ends in time; what it has posted is kept until it is quiet, however often others try."""
+    monkeypatch.setattr(nixl, "CONNECT_SECONDS", 0.3)
+    assert isinstance(pair.remote, PeerProcess)
+    transport = NixlTransport()
+    pair.remote.stop()
+    started_at = time.monotonic()
+    try:
+        for found in ("did not answer in time", "has not yet answered", "has not yet answered"):
+            with pytest.raises(TransportError, match=found) as caught:
+                reach(transport, pair.remote.end_point)
+            assert caught.value.reason is Reason.PEER_UNREACHABLE
+        assert time.monotonic() - started_at < 5.0
+        assert len(transport._running_handles) == 1
+        assert is_known(transport, pair.peer.agent_name)
+    finally:
+        pair.remote.resume()
+    deadline = time.monotonic() + 20
+    while transport._connections and time.monotonic() < deadline:
+        time.sleep(0.01)
+        connect_to_another(transport)
+    assert not transport._running_handles
+    assert len(transport._landings) == nixl._NUM_LANDINGS
+    assert not is_known(transport, pair.peer.agent_name)
+    reach(transport, pair.remote.end_point)
+    transport.close()
+
+
+def test_a_connection_waits_for_a_place_for_the_nonce(own_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = own_pair.transport
+    places, transport._landings = transport._landings, []
+    connecting = transport.connect(own_pair.remote.end_point)
+    assert [transport.poll(connecting) for _ in range(3)] == [Status.PENDING] * 3
+    transport._landings = places
+    assert own_pair.finish(connecting) is Status.DONE
+
+
 def connect_to_another(transport: NixlTransport) -> None:
     """Make the transport tidy up, as it does when it connects."""
     other = NixlTransport()
-    transport.connect(other.register([]))
+    reach(transport, other.register([]))
     other.close()
 
 
 def test_a_transport_does_not_connect_to_itself(pair: Pair) -> None:
     with pytest.raises(TransportError) as caught:
-        pair.transport.connect(pair.transport.register([]))
+        reach(pair.transport, pair.transport.register([]))
     assert caught.value.reason is Reason.UNSUPPORTED
 
 
@@ -143,11 +185,11 @@ def test_memory_registered_later_is_reached_by_the_later_end_point() -> None:
     first, second, local = np.zeros(4096, np.uint8), pattern(1, 4096).copy(), np.zeros(4096, np.uint8)
     reader.register([Region(int(local.ctypes.data), 4096)])
     descriptors = np.array([[second.ctypes.data, local.ctypes.data, 4096]], np.uint64)
-    early = reader.connect(holder.register([Region(int(first.ctypes.data), 4096)]))
+    early = reach(reader, holder.register([Region(int(first.ctypes.data), 4096)]))
     with pytest.raises(TransportError) as caught:
         reader.submit(early, Direction.READ, descriptors)
     assert caught.value.reason is Reason.UNREGISTERED_RANGE
-    late = reader.connect(holder.register([Region(int(second.ctypes.data), 4096)]))
+    late = reach(reader, holder.register([Region(int(second.ctypes.data), 4096)]))
     transfer = reader.submit(late, Direction.READ, descriptors)
     deadline = time.monotonic() + 20
     while reader.poll(transfer) is Status.PENDING and time.monotonic() < deadline:

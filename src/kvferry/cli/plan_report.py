@@ -20,7 +20,7 @@ from kvferry.plan.transfer_plan import Descriptors, PairPlan, Planner
 from kvferry.plan.verify import verify_destination, verify_pair
 from kvferry.plan.window import first_token_to_move
 from kvferry.transport.null import NullTransport
-from kvferry.transport.protocol import Direction, Status
+from kvferry.transport.protocol import Direction, Status, reach
 
 
 class Blocks(StrEnum):
@@ -174,7 +174,7 @@ def submitted(pair: PairPlan, descriptors: Descriptors) -> Descriptors:
     holder, receiver = NullTransport(), NullTransport(keep_descriptors=True)
     try:
         receiver.register(pair.destination.regions)
-        peer = receiver.connect(holder.register(pair.source.regions))
+        peer = reach(receiver, holder.register(pair.source.regions))
         transfer = receiver.submit(peer, Direction.READ, descriptors)
         if receiver.poll(transfer) is not Status.DONE:
             raise SettingsError(Reason.TRANSFER_FAILED, f"the counting transport said {transfer.error}.")

@@ -25,7 +25,7 @@ from kvferry.handoff.packing_listener import PackingListener
 from kvferry.handoff.packing_side import PackingSide
 from kvferry.handoff.protocol import Packer
 from kvferry.layout.shard import Region
-from kvferry.transport.protocol import Descriptors, Direction, Peer, Status, Transport
+from kvferry.transport.protocol import Descriptors, Direction, Peer, Status, Transport, reach
 from kvferry.transport.registry import TransportSet, open_transport
 
 Bytes = npt.NDArray[np.uint8]
@@ -291,7 +291,7 @@ def open_movers(
         hello = child.read()
         movers = {}
         for name in names:
-            peer = transports.transports[name].connect(bytes.fromhex(hello["end_points"][name]))
+            peer = reach(transports.transports[name], bytes.fromhex(hello["end_points"][name]))
             packing = None if hello["packing"] is None else msgspec.convert(hello["packing"], Packing)
             movers[name] = Mover(transports.transports[name], peer, hello["address"], local, packing)
         yield movers, child

@@ -44,12 +44,20 @@ class GuardedRead:
     def __post_init__(self) -> None:
         if self.descriptors.ndim != 2 or self.descriptors.shape[1] != 3:
             raise TransportError(
-                Reason.INVALID_REQUEST, f"descriptors must be of shape (n, 3), not {self.descriptors.shape}."
+                Reason.INVALID_REQUEST,
+                f"descriptors must be of shape (n, 3), not {self.descriptors.shape}.",
+                "Take them from a plan's lower().",
             )
         if self.parts and self.stage is None:
-            raise TransportError(Reason.INVALID_REQUEST, "parts to be staged come without a stage.")
+            raise TransportError(
+                Reason.INVALID_REQUEST,
+                "parts to be staged come without a stage.",
+                "Name the stage that they go through.",
+            )
         if self.gathered and self.packer is None:
-            raise TransportError(Reason.INVALID_REQUEST, "parts to be packed come without a packer.")
+            raise TransportError(
+                Reason.INVALID_REQUEST, "parts to be packed come without a packer.", "Name the one that packs them."
+            )
 
     @property
     def num_bytes(self) -> int:
@@ -97,7 +105,7 @@ def refused(load_id: str, error: KVFerryError) -> LoadResult:
     return LoadResult(load_id, error, 0, 0, 0, 0, 0, "", 0.0, 0.0)
 
 
-# Returns the reads of a load, or None while something they need (a handshake) is not there yet.
+# Returns the reads of a load, or None while something they need (a handshake, a connection) is not there yet.
 Prepare = Callable[[], Sequence[GuardedRead] | None]
 
 

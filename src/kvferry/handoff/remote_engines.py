@@ -5,6 +5,7 @@ import queue
 import secrets
 import zlib
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from kvferry.plan.staged_plan import GatherPlan, ScatterPlan, lowered
 from kvferry.plan.transfer_plan import Descriptors, PairPlan, Planner
 from kvferry.plan.verify import verify_destination
 from kvferry.plan.verify_staged import composed, composed_gather
-from kvferry.transport.registry import Link, TransportSet
+from kvferry.transport.registry import Connecting, Link, TransportSet
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ MAX_ENGINES = 1024
 class RemoteEngine:
     """One prefill engine in one epoch, seen from one decode rank.
 
-    Built on the thread that uses the transports. Everything that can be refused is refused here,
-    before a request waits: shards that do not fit raise :class:`PlanError`.
+    Everything that can be refused is refused before a request waits: shards that do not fit raise
+    :class:`PlanError` here, ranks that are out of reach or are read wrongly in :meth:`is_ready`.
     """
 
     def __init__(
@@ -54,33 +55,41 @@ class RemoteEngine:
         self._sources = decode_shards(directory)
         self._strategist = strategist
         self._part_courier = part_courier
+        self._connecting: dict[int, Connecting] = {}
         self._links: dict[int, Link] = {}
         self._staged_plans: dict[PairPlan, ScatterPlan | GatherPlan | None] = {}
         self._verified: set[tuple[PairPlan, ...]] = set()
         self._planner = Planner(self._sources, shard)
-        plans = self._planner.plans(selector=0)
-        try:
-            for plan in plans:
-                self._staged_plan(plan)
-            self._verify(plans)
-        except Exception:
-            self.close()
-            raise
 
-    def reads(self, hold: RemoteHold, slot: int, blocks: Sequence[GroupBlocks]) -> list[GuardedRead]:
-        """Return one guarded read per source rank that this rank needs for the request.
+    def is_ready(self, selector: int = 0) -> bool:
+        """Go on connecting to the ranks that the selector chooses; return whether they are connected and proved.
+
+        On the thread that uses the transports, again and again until it is true: it waits for no peer's answer.
+        Raises :class:`TransportError`, :class:`PlanError` and :class:`VerificationError`.
+        """
+        plans = self._planner.plans(selector)
+        if plans in self._verified:
+            return True
+        links = [self._link(plan.assignment.source_index) for plan in plans]
+        if None in links:
+            return False
+        self._verify(plans)
+        return True
+
+    def reads(self, hold: RemoteHold, slot: int, blocks: Sequence[GroupBlocks]) -> list[GuardedRead] | None:
+        """Return one guarded read per source rank that this rank needs for the request, None until it is ready.
 
         ``blocks`` are those of every cache group of the model; of a group that this rank's pipeline stage does not
         have, other ranks read. Which ranks are read depends on the request; those that no request has read before are
-        proved first. Raises :class:`PlanError`, :class:`VerificationError` and :class:`HandoffError` (invalid-request).
+        connected and proved first. Raises as :meth:`is_ready`, and :class:`HandoffError` (invalid-request).
         """
         blocks = of_rank(blocks, self._shard)
         selector = zlib.crc32(hold.handle.request_id.encode())
         expected = word_bytes(hold.epoch, hold.handle.generation)
+        if not self.is_ready(selector):
+            return None
         reads = []
-        plans = self._planner.plans(selector)
-        self._verify(plans)
-        for plan in plans:
+        for plan in self._planner.plans(selector):
             source_index = plan.assignment.source_index
             entry = self._directory.ranks[source_index]
             if slot >= entry.num_words:
@@ -89,7 +98,7 @@ class RemoteEngine:
                     f"slot {slot} of {hold.handle.request_id}: the rank has {entry.num_words}.",
                     "Check that the router copies the prefill engine's kv_transfer_params whole.",
                 )
-            link = self._link(source_index)
+            link = self._links[source_index]
             word_address = entry.words_address + slot * WORD_BYTES
             moved = lowered(plan, self._staged_plan(plan), blocks)
             reads.append(
@@ -109,6 +118,8 @@ class RemoteEngine:
 
     def close(self) -> None:
         """Forget the connections."""
+        for connecting in self._connecting.values():
+            connecting.cancel()
         for link in self._links.values():
             link.peer.close()
 
@@ -116,17 +127,24 @@ class RemoteEngine:
         assert packer is not None, "chosen only where the source packs"
         return self._part_courier.requests(packer, (slot, hold.epoch, hold.handle.generation))
 
-    def _link(self, source_index: int) -> Link:
+    def _link(self, source_index: int) -> Link | None:
+        """Go on connecting to this rank; return how it is reached once it is."""
         if source_index not in self._links:
-            self._links[source_index] = self._transports.connect(self._directory.ranks[source_index].end_points)
+            if source_index not in self._connecting:
+                end_points = self._directory.ranks[source_index].end_points
+                self._connecting[source_index] = self._transports.connect(end_points)
+            link = self._connecting[source_index].poll()
+            if link is None:
+                return None
+            del self._connecting[source_index]
+            self._links[source_index] = link
         return self._links[source_index]
 
     def _verify(self, plans: tuple[PairPlan, ...]) -> None:
         """Prove the templates on a small request before any other is read by them."""
-        if plans not in self._verified:
-            blocks = sample_requests(self._sources, self._shard)
-            verify_destination([(plan.source, self._moved(plan, blocks)) for plan in plans], self._shard, blocks)
-            self._verified.add(plans)
+        blocks = sample_requests(self._sources, self._shard)
+        verify_destination([(plan.source, self._moved(plan, blocks)) for plan in plans], self._shard, blocks)
+        self._verified.add(plans)
 
     def _moved(self, plan: PairPlan, blocks: Sequence[GroupBlocks]) -> Descriptors:
         """Return from where to where a pair's bytes go, by way of a stage or not."""
@@ -146,7 +164,7 @@ class RemoteEngine:
         """Return the plan by way of a stage where the pair has chosen that."""
         if plan not in self._staged_plans:
             source_index = plan.assignment.source_index
-            link, packer = self._link(source_index), self._directory.ranks[source_index].packer
+            link, packer = self._links[source_index], self._directory.ranks[source_index].packer
             packing_bytes = None if packer is None else packer.stage_bytes
             self._staged_plans[plan] = self._strategist.staged_plan(plan, link.transport, link.peer, packing_bytes)
         return self._staged_plans[plan]
@@ -173,23 +191,27 @@ class RemoteEngines:
         self._part_courier = PartCourier(f"{sender}/{secrets.token_hex(8)}")
         self._engines: dict[tuple[str, int, int], RemoteEngine] = {}
         self._handshakes: AllBeside[tuple[str, int, int], Directory] = AllBeside("handshake")
+        # By the handshake, with which they are forgotten.
+        self._connecting: WeakKeyDictionary[Beside[Directory], RemoteEngine] = WeakKeyDictionary()
         self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
 
     def get(self, hold: RemoteHold) -> RemoteEngine | None:
-        """Return the engine, or None while its handshake is under way.
+        """Return the engine, or None while its handshake is under way or its ranks are being connected.
 
-        Raises what the handshake came to when it failed, to all that waited for it and for
+        Raises what these came to when they failed, to all that waited for them and for
         ``beside.FAILURE_SECONDS``; a later request tries again.
         """
         self._drop_suspects()
         key = hold.destination
         if key in self._engines:
-            engine = self._engines[key] = self._engines.pop(key)  # behind those that were asked for longer ago
-            return engine
+            self._engines[key] = self._engines.pop(key)  # behind those that were asked for longer ago
+            return self._engines[key]
         handshake = self._handshakes.get(key, lambda: self._fetch(hold))
         if handshake is None:
             return None
         engine = self._build(handshake)
+        if engine is None:
+            return None
         self._handshakes.forget(key)
         self._make_room(hold)
         self._engines[key] = engine
@@ -211,9 +233,10 @@ class RemoteEngines:
         """Not closed: loads may still be reading over the same connections, which end with the last of these."""
         self._engines.pop(key, None)
 
-    def _build(self, handshake: Beside[Directory]) -> RemoteEngine:
+    def _build(self, handshake: Beside[Directory]) -> RemoteEngine | None:
+        """Return the engine once it is ready. Why it never will be is remembered."""
         try:
-            return RemoteEngine(handshake.result(), self._shard, self._transports, self._strategist, self._part_courier)
+            return self._ready(handshake)
         except KVFerryError as error:
             handshake.fail(error)
             raise
@@ -223,6 +246,21 @@ class RemoteEngines:
             refused = unforeseen("plan", error)
             handshake.fail(refused)
             raise refused from error
+
+    def _ready(self, handshake: Beside[Directory]) -> RemoteEngine | None:
+        engine = self._connecting.pop(handshake, None)
+        if engine is None:
+            engine = RemoteEngine(
+                handshake.result(), self._shard, self._transports, self._strategist, self._part_courier
+            )
+        try:
+            is_ready = engine.is_ready()
+        except Exception:
+            engine.close()
+            raise
+        if not is_ready:
+            self._connecting[handshake] = engine
+        return engine if is_ready else None
 
     def _fetch(self, hold: RemoteHold) -> Directory:
         return fetch_directory(hold.host, hold.port, self._sender, hold.epoch, self._identity, self._timeout_seconds)

@@ -9,10 +9,10 @@ say ``same_process_only``; every wait is bounded.
 
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ import pytest
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.testing.transport_peer import Bytes, InProcessPeer, PeerProcess, load_factory, pattern, start_peer
-from kvferry.transport.protocol import Descriptors, Direction, Peer, Status, Transfer, Transport
+from kvferry.transport.protocol import Descriptors, Direction, Peer, Status, Transfer, Transport, reach
 
 BUFFER_BYTES = 24 << 20
 FINISH_SECONDS = 20.0
@@ -77,7 +77,7 @@ def open_pair(factory: str, num_bytes: int = BUFFER_BYTES) -> Iterator[Pair]:
     try:
         transport.register([Region(int(local.ctypes.data), num_bytes)])
         with start_peer(factory, num_bytes, _is_local(transport)) as remote:
-            yield Pair(transport, local, remote, transport.connect(remote.end_point))
+            yield Pair(transport, local, remote, reach(transport, remote.end_point))
     finally:
         transport.close()
 
@@ -229,7 +229,7 @@ class TransportSuite:
         """Transfers from two peers advance side by side."""
         with start_peer(self.factory, BUFFER_BYTES, _is_local(pair.transport)) as other:
             other.fill(3)
-            second = Pair(pair.transport, pair.local, other, pair.transport.connect(other.end_point))
+            second = Pair(pair.transport, pair.local, other, reach(pair.transport, other.end_point))
             half = BUFFER_BYTES // 2
             transfers = [
                 pair.submit(Direction.READ, np.array([[0, 0, half]], np.uint64)),
@@ -253,7 +253,7 @@ class TransportSuite:
         fresh = load_factory(self.factory)
         for transport in (own_pair.transport, fresh):
             with pytest.raises(TransportError) as caught:
-                transport.connect(own_pair.remote.end_point)
+                reach(transport, own_pair.remote.end_point)
             assert caught.value.reason in (Reason.PEER_DIED, Reason.PEER_UNREACHABLE, Reason.PEER_CHANGED)
         fresh.close()
 
@@ -274,6 +274,23 @@ class TransportSuite:
         finally:
             own_pair.remote.resume()
         assert own_pair.finish(transfer) in (Status.DONE, Status.CANCELLED)
+
+    def test_connecting_to_a_stopped_peer_does_not_hold_the_caller(self, own_pair: Pair) -> None:
+        """Every call returns at once, also ``cancel``, which ends it; when the peer goes on it is soon reached."""
+        if not isinstance(own_pair.remote, PeerProcess):
+            pytest.skip("the peer is this process")
+        transport, end_point = load_factory(self.factory), own_pair.remote.end_point
+        own_pair.remote.stop()
+        try:
+            connecting = _at_once(lambda: transport.connect(end_point))
+            deadline = time.monotonic() + 1.0
+            while _at_once(lambda: transport.poll(connecting)) is Status.PENDING and time.monotonic() < deadline:
+                pass
+            assert _at_once(lambda: transport.cancel(connecting)) in (Status.DONE, Status.CANCELLED)
+        finally:
+            own_pair.remote.resume()
+        _reach_soon(transport, end_point)
+        transport.close()
 
     def test_nothing_lands_after_cancelled(self, own_pair: Pair) -> None:
         """``cancel`` ends in ``CANCELLED``, at once where the transport claims so, and memory is quiet from then on."""
@@ -306,6 +323,30 @@ class TransportSuite:
             with pytest.raises(TransportError) as caught:
                 refused()
             assert caught.value.reason is Reason.CLOSED
+
+
+Result = TypeVar("Result")
+
+
+def _at_once(call: Callable[[], Result]) -> Result:
+    """Return what the call returns, before long."""
+    before = time.monotonic()
+    result = call()
+    seconds = time.monotonic() - before
+    assert seconds < POLL_SECONDS, f"one call took {seconds:.2f} s"
+    return result
+
+
+def _reach_soon(transport: Transport, end_point: bytes) -> Peer:
+    """Connect, again while the peer owes an answer to who asked before."""
+    deadline = time.monotonic() + FINISH_SECONDS
+    while True:
+        try:
+            return reach(transport, end_point)
+        except TransportError as error:
+            if error.reason is not Reason.PEER_UNREACHABLE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)
 
 
 def _needs_bytes(transport: Transport) -> None:

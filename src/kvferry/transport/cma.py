@@ -31,7 +31,7 @@ from kvferry.transport.end_points import (
     unpack_regions,
 )
 from kvferry.transport.piece_stream import PieceStream
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
+from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer, reached
 from kvferry.transport.regions import RegionTable, check_regions
 from kvferry.transport.submission import Sides, check_submission
 
@@ -134,7 +134,7 @@ class CmaTransport:
             )
         )
 
-    def connect(self, end_point: bytes) -> Peer:
+    def connect(self, end_point: bytes) -> Transfer:
         """Check that the peer is a living process of this host, and read its nonce."""
         self._check_open()
         remote = decode_end_point(end_point, ProcessEndPoint, "cma")
@@ -150,7 +150,7 @@ class CmaTransport:
         except TransportError:
             peer.close()
             raise
-        return peer
+        return reached(peer)
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
         """Check both sides and queue; the copying happens in ``poll``."""
@@ -172,10 +172,10 @@ class CmaTransport:
 
     def poll(self, transfer: Transfer) -> Status:
         """Make one vectored call, or for many bytes one on each copying thread."""
-        assert isinstance(transfer, CmaTransfer)
-        assert isinstance(transfer.peer, CmaPeer)
         if transfer.status is not Status.PENDING:
             return transfer.status
+        assert isinstance(transfer, CmaTransfer)
+        assert isinstance(transfer.peer, CmaPeer)
         if self._closed:
             return transfer.fail(_closed())
         if transfer.bytes_done == 0 and (error := transfer.peer.verify()):

@@ -98,7 +98,7 @@ class FaultyTransport:
         """Register with the transport inside."""
         return self._inner.register(regions)
 
-    def connect(self, end_point: bytes) -> Peer:
+    def connect(self, end_point: bytes) -> Transfer:
         """Connect with the transport inside."""
         return self._inner.connect(end_point)
 

@@ -19,7 +19,7 @@ from kvferry.transport.end_points import (
     pack_regions,
     unpack_regions,
 )
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
+from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer, reached
 from kvferry.transport.regions import RegionTable, check_regions
 from kvferry.transport.submission import check_submission
 
@@ -77,7 +77,7 @@ class MemcpyTransport:
         )
         return msgspec.msgpack.encode(end_point)
 
-    def connect(self, end_point: bytes) -> Peer:
+    def connect(self, end_point: bytes) -> Transfer:
         """Accept an end point that was made in this process and is still open."""
         self._check_open()
         remote = decode_end_point(end_point, ProcessEndPoint, "memcpy")
@@ -89,7 +89,7 @@ class MemcpyTransport:
             )
         if remote.nonce not in _open_nonces:
             raise _peer_closed()
-        return MemcpyPeer(name="memcpy", regions=unpack_regions(remote.regions), nonce=remote.nonce)
+        return reached(MemcpyPeer(name="memcpy", regions=unpack_regions(remote.regions), nonce=remote.nonce))
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
         """Check both sides and queue; the copying happens in ``poll``."""
@@ -109,10 +109,10 @@ class MemcpyTransport:
 
     def poll(self, transfer: Transfer) -> Status:
         """Copy up to 16 MiB (one whole piece when it is larger)."""
-        assert isinstance(transfer, MemcpyTransfer)
-        assert isinstance(transfer.peer, MemcpyPeer)
         if transfer.status is not Status.PENDING:
             return transfer.status
+        assert isinstance(transfer, MemcpyTransfer)
+        assert isinstance(transfer.peer, MemcpyPeer)
         if self._closed:
             return transfer.fail(_closed())
         if not transfer.peer.is_open:
@@ -141,7 +141,7 @@ class MemcpyTransport:
 
 
 def _closed() -> TransportError:
-    return TransportError(Reason.CLOSED, "this memcpy transport is closed.")
+    return TransportError(Reason.CLOSED, "this memcpy transport is closed.", "Open another.")
 
 
 def _peer_closed() -> TransportError:

@@ -7,6 +7,7 @@ has ended, well or not, when its fence has; and a right nonce says that the peer
 Nothing posted can be revoked: a cancelled or failed transfer stays ``PENDING`` until its fences have ended.
 """
 
+import errno
 import os
 import re
 import socket
@@ -31,9 +32,9 @@ from kvferry.transport.end_points import (
     unpack_regions,
 )
 from kvferry.transport.mooncake_engine import LOOPBACK, MAX_QUEUED_DESCRIPTORS, is_loopback, open_engine
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Transfer
+from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable, check_regions
-from kvferry.transport.sliced import SlicedTransfer, SlicedTransport
+from kvferry.transport.sliced import Connection, SlicedTransfer, SlicedTransport
 from kvferry.transport.submission import check_submission
 
 MAX_DESCRIPTORS_PER_SLICE = 256
@@ -86,7 +87,54 @@ class MooncakeTransfer(SlicedTransfer):
     running: deque[Slice] = field(default_factory=deque)
 
 
-class MooncakeTransport(SlicedTransport[MooncakeTransfer]):
+class Greeting:
+    """Sees that a process runs at a port: Mooncake hangs up on a caller that says nothing, a stopped one cannot.
+
+    Mooncake itself would wait for a minute, and would start no other transfer meanwhile. Raises ``OSError``.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._has_spoken = False
+        self._socket = socket.socket()
+        self._socket.setblocking(False)
+        try:
+            self._socket.connect((host, port))
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.close()
+            raise
+
+    def is_over(self) -> bool:
+        """Return whether the other side has hung up."""
+        if number := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(number, os.strerror(number))
+        try:
+            if not self._has_spoken:
+                self._socket.shutdown(socket.SHUT_WR)
+                self._has_spoken = True
+            self._socket.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno == errno.ENOTCONN and not self._has_spoken:
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        """Hang up; twice is fine."""
+        self._socket.close()
+
+
+@dataclass(slots=True, eq=False)
+class MooncakeConnection(Connection):
+    """A connection to an engine that is first seen to run."""
+
+    greeting: Greeting = field(kw_only=True)
+
+
+class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
     """One engine, reached on loopback, or at the address in ``MC_TCP_BIND_ADDRESS``.
 
     Mooncake neither authenticates nor encrypts: on loopback only this host's processes reach it, elsewhere whoever
@@ -94,8 +142,10 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer]):
     """
 
     _transfer_type = MooncakeTransfer
+    _connection_type = MooncakeConnection
 
     def __init__(self) -> None:
+        super().__init__()
         self._host = os.environ.get("MC_TCP_BIND_ADDRESS", LOOPBACK)
         _check_host(self._host)
         self.capabilities = Capabilities(
@@ -131,23 +181,30 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer]):
         )
         return msgspec.msgpack.encode(end_point)
 
-    def connect(self, end_point: bytes) -> Peer:
-        """See that the peer runs and read its nonce, for at most twice ``CONNECT_SECONDS``."""
+    def connect(self, end_point: bytes) -> Transfer:
+        """See that the peer runs and read its nonce, for at most ``CONNECT_SECONDS``. A host name is looked up here."""
         self._check_open()
         remote = decode_end_point(end_point, MooncakeEndPoint, "mooncake")
         if remote.nonce == self._nonce.value:
             raise TransportError(
                 Reason.UNSUPPORTED, "a Mooncake engine cannot connect to itself.", "Open a second transport."
             )
+        name = f"{remote.host}:{remote.port}"
+        self._check_answered(name)
         peer = MooncakePeer(
-            name=f"{remote.host}:{remote.port}",
+            name=name,
             regions=unpack_regions(remote.regions),
             nonce_address=remote.nonce_address,
             nonce=remote.nonce,
         )
-        _await_hang_up(remote.host, remote.port)
-        self._probe(peer)
-        return peer
+        try:
+            greeting = Greeting(remote.host, remote.port)
+        except OSError as error:
+            raise self._unanswered(name, str(error)) from error
+        deadline = time.monotonic() + CONNECT_SECONDS
+        return self._follow(
+            MooncakeConnection(peer, Direction.READ, 1, NONCE_BYTES, deadline=deadline, greeting=greeting)
+        )
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
         """Check both sides and queue; slices are posted in ``poll``."""
@@ -169,6 +226,8 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer]):
             time.sleep(0.0005)
         self._engine = None
         self._slices.clear()
+        for connection in self._connections:
+            connection.greeting.close()
 
     @property
     def _closed(self) -> bool:
@@ -182,11 +241,36 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer]):
                 "Is it registered already, or does it overlap with what is?",
             )
 
-    def _probe(self, peer: MooncakePeer) -> None:
+    def _is_reached(self, connection: MooncakeConnection) -> bool:
+        assert isinstance(connection.peer, MooncakePeer)
+        if connection.reading is None:
+            try:
+                if not connection.greeting.is_over():
+                    return False
+            except OSError as error:
+                raise self._unanswered(connection.peer.name, str(error)) from error
+            connection.reading = self._read_nonce(connection.peer)
+        if self.poll(connection.reading) is Status.PENDING:
+            return False
+        if connection.reading.error is not None:
+            raise connection.reading.error
+        return True
+
+    def _read_nonce(self, peer: MooncakePeer) -> MooncakeTransfer:
+        """Return a transfer of nothing but a fence."""
         transfer = MooncakeTransfer(peer, Direction.READ, 0, 0, descriptors=np.empty((0, 3), np.uint64), bounds=[0])
         self._start(transfer, Slice(peer, batch=0, num_descriptors=0, num_bytes=0))
-        if not self._ends_within(transfer, CONNECT_SECONDS):
-            raise _unreachable(peer.name, f"it did not answer within {CONNECT_SECONDS} s")
+        return transfer
+
+    def _take_back(self, connection: MooncakeConnection) -> None:
+        connection.greeting.close()
+
+    def _unanswered(self, name: str, found: str) -> TransportError:
+        return TransportError(
+            Reason.PEER_UNREACHABLE,
+            f"Mooncake does not reach {name}: {found}.",
+            "Is it running? A peer on another host needs MC_TCP_BIND_ADDRESS set to its address there.",
+        )
 
     def _has_room(self, transfer: MooncakeTransfer) -> bool:
         room = MAX_QUEUED_DESCRIPTORS - self._num_queued[transfer.peer.name]
@@ -262,27 +346,6 @@ def _check_host(host: str) -> None:
             f"MC_TCP_BIND_ADDRESS is {host!r}.",
             "Name this host's IPv4 address or host name as peers see it, or unset it for loopback.",
         )
-
-
-def _await_hang_up(host: str, port: int) -> None:
-    """Raise unless a process runs at this port: Mooncake hangs up on a caller that says nothing, a stopped one cannot.
-
-    Mooncake itself would wait for a minute, and would start no other transfer meanwhile.
-    """
-    try:
-        with socket.create_connection((host, port), CONNECT_SECONDS) as connection:
-            connection.shutdown(socket.SHUT_WR)
-            connection.recv(1)
-    except OSError as error:
-        raise _unreachable(f"{host}:{port}", str(error)) from error
-
-
-def _unreachable(name: str, found: str) -> TransportError:
-    return TransportError(
-        Reason.PEER_UNREACHABLE,
-        f"Mooncake does not reach {name}: {found}.",
-        "Is it running? A peer on another host needs MC_TCP_BIND_ADDRESS set to its address there.",
-    )
 
 
 def _refused(peer: MooncakePeer) -> TransportError:

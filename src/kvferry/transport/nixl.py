@@ -5,12 +5,11 @@ submission is posted in slices, each small enough for a responsive driver, and a
 ``PENDING`` until every posted slice has ended.
 """
 
-import itertools
+import ctypes
 import logging
 import os
 import time
 import uuid
-from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,11 +24,11 @@ from kvferry.transport.end_points import (
     NixlEndPoint,
     decode_end_point,
     pack_regions,
-    unpack_regions,
 )
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Transfer
+from kvferry.transport.nixl_agents import NixlPeer, RemoteAgents
+from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable, check_regions
-from kvferry.transport.sliced import SlicedTransfer, SlicedTransport
+from kvferry.transport.sliced import Connection, SlicedTransfer, SlicedTransport
 from kvferry.transport.submission import check_submission
 
 logger = logging.getLogger(__name__)
@@ -40,27 +39,10 @@ MAX_BYTES_PER_SLICE = 8 << 20
 MAX_SLICES_IN_FLIGHT = 8
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 2.0
-_PROBE_SLOTS = 255
+_NUM_LANDINGS = 1024
+"""Places for nonces, and so the connections that can be begun at once."""
 
 _unquiet: list[object] = []  # agents that were closed with a transfer on the wire: destroying one could crash
-
-
-@dataclass(slots=True, eq=False)
-class NixlPeer(Peer):
-    """A remote agent, of which NIXL is told to let go when the last peer is closed or collected."""
-
-    agent_name: str
-    left: deque[str]
-    """Where the transport learns, on its own thread, of peers that are gone."""
-    is_closed: bool = False
-
-    def close(self) -> None:
-        """Forget the agent; from any thread."""
-        if not self.is_closed:
-            self.is_closed = True
-            self.left.append(self.agent_name)
-
-    __del__ = close
 
 
 @dataclass(slots=True, eq=False)
@@ -70,29 +52,37 @@ class NixlTransfer(SlicedTransfer):
     running: dict[int, int] = field(default_factory=dict)
 
 
-class NixlTransport(SlicedTransport[NixlTransfer]):
+@dataclass(slots=True, eq=False)
+class NixlConnection(Connection):
+    """A connection to an agent whose metadata is loaded, since now or since ``was_known`` before."""
+
+    remote: NixlEndPoint = field(kw_only=True)
+    was_known: bool = field(kw_only=True)
+
+
+class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
     """One NIXL agent with the UCX back end."""
 
     capabilities = Capabilities(name="nixl", needs_target_progress=True, cancel_is_immediate=False)
     _transfer_type = NixlTransfer
+    _connection_type = NixlConnection
 
     def __init__(self) -> None:
+        super().__init__()
         self._nixl = _import_bindings()
         self._name = f"kvferry-{os.getpid()}-{uuid.uuid4().hex}"
         self._agent, self._backend = self._create_agent()
         self._operations = {Direction.READ: self._nixl.NIXL_READ, Direction.WRITE: self._nixl.NIXL_WRITE}
         self._regions: list[Region] = []
         self._local = RegionTable([])
-        self._metadata_of_peer: dict[str, bytes] = {}
-        self._num_peers: Counter[str] = Counter()
-        self._left: deque[str] = deque()
-        self._unused: set[str] = set()
         self._running_handles: dict[int, str] = {}
+        self._remote_agents = RemoteAgents(self._nixl, self._agent, self._running_handles)
         self._registrations: list[Any] = []
-        self._probe_slots = itertools.cycle(range(1, _PROBE_SLOTS + 1))
-        self._probe_memory = np.frombuffer(bytearray(os.urandom(NONCE_BYTES * (_PROBE_SLOTS + 1))), np.uint8).copy()
-        self._probe_address = int(self._probe_memory.ctypes.data)
-        self._register_memory([Region(self._probe_address, self._probe_memory.nbytes)])
+        # The own nonce, and places for those of peers.
+        self._nonces = np.frombuffer(bytearray(os.urandom(NONCE_BYTES * (1 + _NUM_LANDINGS))), np.uint8)
+        self._nonce_address = int(self._nonces.ctypes.data)
+        self._landings = [self._nonce_address + NONCE_BYTES * (1 + place) for place in range(_NUM_LANDINGS)]
+        self._register_memory([Region(self._nonce_address, self._nonces.nbytes)])
         self._is_closed = False
 
     def register(self, regions: Sequence[Region]) -> bytes:
@@ -108,12 +98,12 @@ class NixlTransport(SlicedTransport[NixlTransfer]):
             agent_name=self._name,
             metadata=self._agent.getLocalMD(),
             regions=pack_regions(self._local),
-            nonce_address=self._probe_address,
-            nonce=self._probe_memory[:NONCE_BYTES].tobytes(),
+            nonce_address=self._nonce_address,
+            nonce=self._nonces[:NONCE_BYTES].tobytes(),
         )
         return msgspec.msgpack.encode(end_point)
 
-    def connect(self, end_point: bytes) -> Peer:
+    def connect(self, end_point: bytes) -> Transfer:
         """Load the peer's metadata and read its nonce, for at most ``CONNECT_SECONDS``."""
         self._check_open()
         remote = decode_end_point(end_point, NixlEndPoint, "nixl")
@@ -121,24 +111,14 @@ class NixlTransport(SlicedTransport[NixlTransfer]):
             raise TransportError(
                 Reason.UNSUPPORTED, "a NIXL agent cannot connect to itself.", "Open a second transport."
             )
-        name = remote.agent_name
-        self._let_go()
-        was_known = self._metadata_of_peer.get(name) == remote.metadata
-        self._load_peer(remote)
-        peer = NixlPeer(name, unpack_regions(remote.regions), name, self._left)
-        self._num_peers[name] += 1
-        self._unused.discard(name)
-        try:
-            self._probe(peer, remote)
-        except TransportError:
-            if not was_known or name in self._running_handles.values():
-                peer.close()
-                raise
-            # NIXL drops an agent whose connection it has lost, and says so to none who loads it again.
-            self._forget_peer(name)
-            self._load_peer(remote)
-            self._probe(peer, remote)
-        return peer
+        self._check_answered(remote.agent_name)
+        self._remote_agents.let_go()
+        was_known = self._remote_agents.is_known(remote)
+        peer = self._remote_agents.peer(remote)
+        deadline = time.monotonic() + CONNECT_SECONDS
+        return self._follow(
+            NixlConnection(peer, Direction.READ, 1, NONCE_BYTES, deadline=deadline, remote=remote, was_known=was_known)
+        )
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
         """Check both sides and queue; slices are posted in ``poll``."""
@@ -154,14 +134,13 @@ class NixlTransport(SlicedTransport[NixlTransfer]):
         self._is_closed = True
         if not self._is_quiet_within(CLOSE_SECONDS):
             logger.warning("closed with %d NIXL transfers on the wire; the agent stays", len(self._running_handles))
-            _unquiet.append((self._agent, self._probe_memory))
+            _unquiet.append((self._agent, self._nonces))
             return
-        for name in list(self._metadata_of_peer):
-            self._forget_peer(name)
+        self._remote_agents.close()
         for registration in self._registrations:
             self._agent.deregisterMem(registration, [self._backend])
         self._registrations.clear()
-        del self._agent
+        del self._agent, self._remote_agents
 
     def _create_agent(self) -> tuple[Any, int]:
         config = self._nixl.nixlAgentConfig()
@@ -193,72 +172,48 @@ class NixlTransport(SlicedTransport[NixlTransfer]):
             ) from error
         self._registrations.append(registration)
 
-    def _load_peer(self, remote: NixlEndPoint) -> None:
-        """Load metadata in place of an older end point of the same agent, which is kept if the new one is no good."""
-        name, known = remote.agent_name, self._metadata_of_peer.get(remote.agent_name)
-        if known == remote.metadata:
-            return
-        if name in self._running_handles.values():
+    def _is_reached(self, connection: NixlConnection) -> bool:
+        if connection.reading is None:
+            if not self._landings:
+                return False
+            self._read_nonce(connection, self._landings.pop())
+        reading = connection.reading
+        assert reading is not None
+        if self.poll(reading) is Status.PENDING:
+            return False
+        if reading.error is not None:
+            self._load_anew(connection, reading.error)
+            return False
+        if ctypes.string_at(_landing(reading), NONCE_BYTES) != connection.remote.nonce:
             raise TransportError(
-                Reason.PEER_UNREACHABLE,
-                f"{name} sent a new end point while transfers over its old one are running.",
-                "Connect again when they have ended.",
+                Reason.PEER_CHANGED, f"{connection.peer.name} holds another nonce.", "Ask the peer for a new end point."
             )
-        self._forget_peer(name)
-        try:
-            self._load_metadata(name, remote.metadata)
-        except TransportError:
-            if known is not None:
-                self._load_metadata(name, known)
-            raise
+        return True
 
-    def _load_metadata(self, name: str, metadata: bytes) -> None:
-        try:
-            loaded = self._agent.loadRemoteMD(metadata).decode()
-        except self._nixl.nixlBackendError as error:
-            message = f"NIXL cannot open a connection to {name}: {error!r}."
-            raise TransportError(Reason.PEER_UNREACHABLE, message, "Is it still running?") from error
-        except Exception as error:
-            raise _malformed(f"NIXL cannot load its metadata: {error!r}") from error
-        if loaded != name:
-            if loaded not in self._metadata_of_peer:
-                self._agent.invalidateRemoteMD(loaded)
-            raise _malformed(f"its metadata is of agent {loaded!r}, not {name!r}")
-        self._metadata_of_peer[name] = metadata
+    def _read_nonce(self, connection: NixlConnection, landing: int) -> None:
+        assert isinstance(connection.peer, NixlPeer)
+        row = np.array([[connection.remote.nonce_address, landing, NONCE_BYTES]], np.uint64)
+        connection.reading = self._queue(connection.peer, Direction.READ, row)
 
-    def _forget_peer(self, name: str) -> None:
-        if self._metadata_of_peer.pop(name, None) is None:
-            return
-        try:
-            self._agent.invalidateRemoteMD(name)
-        except Exception:  # it disconnected by itself
-            logger.debug("NIXL had already dropped %s", name, exc_info=True)
+    def _load_anew(self, connection: NixlConnection, error: TransportError) -> None:
+        """Try once more with what had been loaded before, in case NIXL has forgotten it; else raise."""
+        assert connection.reading is not None
+        if not connection.was_known or self._remote_agents.is_in_use(connection.remote.agent_name):
+            raise error
+        connection.was_known = False
+        self._remote_agents.load_anew(connection.remote)
+        self._read_nonce(connection, _landing(connection.reading))
 
-    def _let_go(self) -> None:
-        """Forget the agents that no peer needs any more and of which nothing runs."""
-        while self._left:
-            name = self._left.popleft()
-            self._num_peers[name] -= 1
-            if not self._num_peers[name]:
-                del self._num_peers[name]
-                self._unused.add(name)
-        for name in self._unused.difference(self._running_handles.values()):
-            self._unused.remove(name)
-            self._forget_peer(name)
+    def _take_back(self, connection: NixlConnection) -> None:
+        if connection.reading is not None:
+            self._landings.append(_landing(connection.reading))
 
-    def _probe(self, peer: NixlPeer, remote: NixlEndPoint) -> None:
-        slot = next(self._probe_slots) * NONCE_BYTES
-        row = np.array([[remote.nonce_address, self._probe_address + slot, NONCE_BYTES]], np.uint64)
-        if not self._ends_within(self._queue(peer, Direction.READ, row), CONNECT_SECONDS):
-            raise TransportError(
-                Reason.PEER_UNREACHABLE,
-                f"{peer.name} did not answer within {CONNECT_SECONDS} s.",
-                "Is it running, and are its addresses reachable (UCX_NET_DEVICES)?",
-            )
-        if self._probe_memory[slot : slot + NONCE_BYTES].tobytes() != remote.nonce:
-            raise TransportError(
-                Reason.PEER_CHANGED, f"{peer.name} holds another nonce.", "Ask the peer for a new end point."
-            )
+    def _unanswered(self, name: str, found: str) -> TransportError:
+        return TransportError(
+            Reason.PEER_UNREACHABLE,
+            f"{name}: {found}.",
+            "Is it running, and are its addresses reachable (UCX_NET_DEVICES)?",
+        )
 
     def _queue(self, peer: NixlPeer, direction: Direction, descriptors: Descriptors) -> NixlTransfer:
         return NixlTransfer.cut(peer, direction, descriptors, MAX_DESCRIPTORS_PER_SLICE, MAX_BYTES_PER_SLICE)
@@ -295,8 +250,7 @@ class NixlTransport(SlicedTransport[NixlTransfer]):
         return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, rows)
 
     def _reap(self, transfer: NixlTransfer) -> None:
-        if self._left or self._unused:
-            self._let_go()
+        self._remote_agents.let_go()
         for handle in list(transfer.running):
             self._check(transfer, handle, self._agent.getXferStatus)
 
@@ -337,6 +291,11 @@ class NixlTransport(SlicedTransport[NixlTransfer]):
         return not self._running_handles
 
 
+def _landing(reading: SlicedTransfer) -> int:
+    """Return where the nonce goes that is read."""
+    return int(reading.descriptors[0, 1])
+
+
 def _import_bindings() -> Any:
     try:
         from nixl import _bindings  # type: ignore[import-untyped]
@@ -362,10 +321,8 @@ def _translate(error: Exception, transfer: NixlTransfer) -> TransportError:
             f"NIXL knows no such memory, or {name} no longer: {error}.",
             "A piece must not cross from one register call's memory into another's; a closed peer cannot be used.",
         )
-    return TransportError(Reason.TRANSFER_FAILED, f"NIXL failed on a transfer with {name}: {error!r}.")
-
-
-def _malformed(found: str) -> TransportError:
     return TransportError(
-        Reason.MALFORMED_MESSAGE, f"this is not a nixl end point: {found}.", "Both sides must run NIXL 1.5.1."
+        Reason.TRANSFER_FAILED,
+        f"NIXL failed on a transfer with {name}: {error!r}.",
+        "Send the request again; the logs of both sides have what UCX says.",
     )

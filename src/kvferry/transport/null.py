@@ -9,7 +9,7 @@ import msgspec
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.end_points import RegionList, decode_end_point, pack_regions, unpack_regions
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
+from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer, reached
 from kvferry.transport.regions import RegionTable, check_regions
 from kvferry.transport.submission import check_submission
 
@@ -30,7 +30,7 @@ class NullTransport:
 
     >>> import numpy as np
     >>> holder, reader = NullTransport(), NullTransport()
-    >>> peer = reader.connect(holder.register([Region(1 << 20, 4096)]))
+    >>> peer = reader.connect(holder.register([Region(1 << 20, 4096)])).peer
     >>> _ = reader.register([Region(2 << 20, 4096)])
     >>> transfer = reader.submit(peer, Direction.READ, np.array([[1 << 20, 2 << 20, 512]], np.uint64))
     >>> str(reader.poll(transfer)), reader.num_descriptors, reader.num_bytes
@@ -59,11 +59,11 @@ class NullTransport:
             NullEndPoint(transport="null", version=1, pid=os.getpid(), regions=pack_regions(self._local))
         )
 
-    def connect(self, end_point: bytes) -> Peer:
+    def connect(self, end_point: bytes) -> Transfer:
         """Accept any end point of a null transport."""
         self._check_open()
         remote = decode_end_point(end_point, NullEndPoint, "null")
-        return Peer(name=f"null:{remote.pid}", regions=unpack_regions(remote.regions))
+        return reached(Peer(name=f"null:{remote.pid}", regions=unpack_regions(remote.regions)))
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
         """Check both sides and count."""

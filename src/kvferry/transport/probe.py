@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry.errors import KVFerryError, Reason, TransportError
 from kvferry.layout.shard import Region
-from kvferry.transport.protocol import Direction, Status, Transport
+from kvferry.transport.protocol import Direction, Status, Transport, reach
 
 PROBE_BYTES = 1 << 20
 PROBE_SECONDS = 30.0
@@ -91,7 +91,7 @@ def _await_end_point(replies: IO[bytes], errors: IO[bytes]) -> tuple[int, bytes]
 def _read_pattern(transport: Transport, address: int, end_point: bytes) -> None:
     local = np.zeros(PROBE_BYTES, np.uint8)
     transport.register([Region(int(local.ctypes.data), PROBE_BYTES)])
-    peer = transport.connect(end_point)
+    peer = reach(transport, end_point)
     descriptors = np.array([[address, local.ctypes.data, PROBE_BYTES]], np.uint64)
     transfer = transport.submit(peer, Direction.READ, descriptors)
     deadline = time.monotonic() + PROBE_SECONDS

@@ -2,9 +2,11 @@
 
 ``register`` my memory and hand the end point to a peer, ``connect`` to a peer's end point, ``submit`` descriptors,
 ``poll`` until the transfer ends, ``cancel``, ``close``. A transport starts no thread of its own and is driven by one
-thread at a time; ``poll`` makes a bounded amount of progress and returns.
+thread at a time; ``poll`` makes a bounded amount of progress and returns. To connect is a transfer like any other: it
+reads a nonce, and its peer is one once it is ``DONE``.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,6 +29,8 @@ __all__ = [
     "Status",
     "Transfer",
     "Transport",
+    "reach",
+    "reached",
 ]
 
 Descriptors: TypeAlias = npt.NDArray[np.uint64]
@@ -112,10 +116,11 @@ class Transport(Protocol):
         The memory must stay mapped until ``close``.
         """
 
-    def connect(self, end_point: bytes) -> Peer:
-        """Try to reach a peer by really reading from it.
+    def connect(self, end_point: bytes) -> Transfer:
+        """Begin to reach a peer by really reading from it; ``transfer.peer`` is for use once that is ``DONE``.
 
-        Raises ``TransportError``: ``MALFORMED_MESSAGE`` for bytes that are no end point, ``TRANSPORT_UNAVAILABLE``,
+        It ends within some seconds, however the peer fares, and at once when cancelled. Raises, or fails with,
+        ``TransportError``: ``MALFORMED_MESSAGE`` (raised) for bytes that are no end point, ``TRANSPORT_UNAVAILABLE``,
         ``PERMISSION_DENIED``, ``PEER_UNREACHABLE``, ``PEER_DIED`` or ``PEER_CHANGED`` with the remedy.
         """
 
@@ -135,3 +140,18 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release everything; pending transfers fail with ``CLOSED``. Twice is fine."""
+
+
+def reached(peer: Peer) -> Transfer:
+    """Return the transfer of a connection that was made, nonce and all, within ``connect``."""
+    return Transfer(peer, Direction.READ, num_descriptors=0, num_bytes=0, status=Status.DONE)
+
+
+def reach(transport: Transport, end_point: bytes) -> Peer:
+    """Connect and wait for it, where nothing else is to be done meanwhile. Raises as :meth:`Transport.connect`."""
+    transfer = transport.connect(end_point)
+    while transport.poll(transfer) is Status.PENDING:
+        time.sleep(0.0002)
+    if transfer.error is not None:
+        raise transfer.error
+    return transfer.peer

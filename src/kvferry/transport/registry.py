@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.probe import ProbeResult, make, probe
-from kvferry.transport.protocol import Peer, Transport
+from kvferry.transport.protocol import Peer, Status, Transfer, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,72 @@ class Link:
     why: str
 
 
+class Connecting:
+    """A peer being reached with the first transport that both sides have and that works; all happens in ``poll``."""
+
+    def __init__(self, transports: Mapping[str, Transport], end_points: Mapping[str, bytes]) -> None:
+        self._transports, self._end_points = transports, end_points
+        self._untried = deque(name for name in transports if name in end_points)
+        self._transfer: Transfer | None = None
+        self._refusals: list[TransportError] = []
+
+    def poll(self) -> Link | None:
+        """Return the link once there is one, None before.
+
+        A malformed end point is an error at once. Otherwise raises ``TransportError`` with what each transport said.
+        """
+        while self._untried:
+            name = self._untried[0]
+            try:
+                peer = self._peer(name)
+            except TransportError as error:
+                if error.reason is Reason.MALFORMED_MESSAGE:
+                    raise
+                logger.info("%s does not reach the peer: %s", name, error)
+                self._refusals.append(error)
+                self._untried.popleft()
+                self._transfer = None
+                continue
+            return None if peer is None else self._link(name, peer)
+        raise self._unreachable()
+
+    def cancel(self) -> None:
+        """Give up; twice is fine."""
+        if self._transfer is not None:
+            self._transports[self._untried[0]].cancel(self._transfer)
+
+    def _peer(self, name: str) -> Peer | None:
+        """Go on with this transport and return the peer once it is reached."""
+        transport = self._transports[name]
+        if self._transfer is None:
+            self._transfer = transport.connect(self._end_points[name])
+        if transport.poll(self._transfer) is Status.PENDING:
+            return None
+        if self._transfer.error is not None:
+            raise self._transfer.error
+        return self._transfer.peer
+
+    def _link(self, name: str, peer: Peer) -> Link:
+        others = "; ".join(f"not another, since {error.message}" for error in self._refusals)
+        why = others or "first choice, and it works"
+        logger.info("using the %s transport for %s: %s", name, peer.name, why)
+        return Link(name, self._transports[name], peer, why)
+
+    def _unreachable(self) -> TransportError:
+        refusals = self._refusals
+        if not refusals:
+            return TransportError(
+                Reason.TRANSPORT_UNAVAILABLE,
+                f"no transport in common: this side has {', '.join(self._transports)}, "
+                f"the peer offers {', '.join(sorted(self._end_points)[:8]) or 'none'}.",
+                "Set the same transport, or auto, on both sides.",
+            )
+        if len(refusals) == 1:
+            return refusals[0]
+        message = " ".join(error.message for error in refusals)
+        return TransportError(refusals[-1].reason, message, " ".join(error.remedy for error in refusals))
+
+
 class TransportSet:
     """The open transports of one side: registers memory with all of them, connects with the best that works."""
 
@@ -46,45 +113,14 @@ class TransportSet:
         """Register memory with every transport and return end points by transport name."""
         return {name: transport.register(regions) for name, transport in self.transports.items()}
 
-    def connect(self, end_points: Mapping[str, bytes]) -> Link:
-        """Connect with the first transport that both sides have and that really reaches the peer.
-
-        A malformed end point is an error at once. Otherwise raises ``TransportError`` with what each transport said.
-        """
-        refusals: list[TransportError] = []
-        for name, transport in self.transports.items():
-            if name not in end_points:
-                continue
-            try:
-                peer = transport.connect(end_points[name])
-            except TransportError as error:
-                if error.reason is Reason.MALFORMED_MESSAGE:
-                    raise
-                logger.info("%s does not reach the peer: %s", name, error)
-                refusals.append(error)
-                continue
-            why = "; ".join(f"not another, since {error.message}" for error in refusals) or "first choice, and it works"
-            logger.info("using the %s transport for %s: %s", name, peer.name, why)
-            return Link(name, transport, peer, why)
-        raise self._unreachable(end_points, refusals)
+    def connect(self, end_points: Mapping[str, bytes]) -> Connecting:
+        """Begin to reach a peer."""
+        return Connecting(self.transports, end_points)
 
     def close(self) -> None:
         """Close every transport; twice is fine."""
         for transport in self.transports.values():
             transport.close()
-
-    def _unreachable(self, end_points: Mapping[str, bytes], refusals: Sequence[TransportError]) -> TransportError:
-        if not refusals:
-            return TransportError(
-                Reason.TRANSPORT_UNAVAILABLE,
-                f"no transport in common: this side has {', '.join(self.transports)}, "
-                f"the peer offers {', '.join(sorted(end_points)[:8]) or 'none'}.",
-                "Set the same transport, or auto, on both sides.",
-            )
-        if len(refusals) == 1:
-            return refusals[0]
-        message = " ".join(error.message for error in refusals)
-        return TransportError(refusals[-1].reason, message, " ".join(error.remedy for error in refusals))
 
 
 def open_transport(name: str, faults: FaultPlan | None = None) -> Transport:

@@ -1,7 +1,8 @@
 """Transfers posted in slices that nobody can revoke: what NIXL and Mooncake have in common.
 
 A slice is small enough for a responsive driver. A cancelled or failed transfer posts nothing more and stays
-``PENDING`` until every posted slice has ended.
+``PENDING`` until every posted slice has ended. Only a connection ends in time whatever its peer does: what it reads,
+a nonce, lands in memory of the transport's own.
 """
 
 import time
@@ -69,19 +70,37 @@ class SlicedTransfer(Transfer):
 AnyTransfer = TypeVar("AnyTransfer", bound=SlicedTransfer)
 
 
-class SlicedTransport(ABC, Generic[AnyTransfer]):
+@dataclass(slots=True, eq=False)
+class Connection(Transfer):
+    """A peer being reached, until ``deadline`` on the monotonic clock."""
+
+    deadline: float = field(kw_only=True)
+    reading: SlicedTransfer | None = None
+    """Of the nonce. It may go on when the connection has ended, which its transport then keeps."""
+
+
+AnyConnection = TypeVar("AnyConnection", bound=Connection)
+
+
+class SlicedTransport(ABC, Generic[AnyTransfer, AnyConnection]):
     """``poll`` and ``cancel`` of a transport whose transfers are sliced."""
 
     capabilities: Capabilities
     _transfer_type: type[AnyTransfer]
+    _connection_type: type[AnyConnection]
+
+    def __init__(self) -> None:
+        self._connections: set[AnyConnection] = set()
 
     def poll(self, transfer: Transfer) -> Status:
         """Take back ended slices and post at most one more."""
-        assert isinstance(transfer, self._transfer_type)
         if transfer.status is not Status.PENDING:
             return transfer.status
         if self._closed:
             return transfer.fail(self._closed_error())
+        if isinstance(transfer, self._connection_type):
+            return self._poll_connection(transfer)
+        assert isinstance(transfer, self._transfer_type)
         self._reap(transfer)
         if transfer.has_more and self._has_room(transfer):
             self._post(transfer, transfer.take_slice())
@@ -89,34 +108,82 @@ class SlicedTransport(ABC, Generic[AnyTransfer]):
 
     def cancel(self, transfer: Transfer) -> Status:
         """Post nothing more; ``CANCELLED`` once what was posted has ended, which a stopped peer may delay."""
+        if isinstance(transfer, self._connection_type):
+            if transfer.status is Status.PENDING:
+                transfer.status = Status.CANCELLED
+                self._end(transfer)
+            return transfer.status
         assert isinstance(transfer, self._transfer_type)
         if transfer.status is Status.PENDING and transfer.ending is None:
             transfer.ending = Status.CANCELLED
         return self.poll(transfer)
 
-    def _ends_within(self, transfer: AnyTransfer, seconds: float) -> bool:
-        """Poll for so long at most; a transfer that has not ended is cancelled. Raises its error."""
-        deadline = time.monotonic() + seconds
-        while self.poll(transfer) is Status.PENDING and time.monotonic() < deadline:
-            time.sleep(0.0002)
-        if transfer.status is Status.PENDING:
-            self.cancel(transfer)
-            return False
-        if transfer.error is not None:
-            raise transfer.error
-        return True
+    def _follow(self, connection: AnyConnection) -> AnyConnection:
+        """Keep a connection until its reading has ended, whoever polls it."""
+        self._connections.add(connection)
+        return connection
+
+    def _check_answered(self, name: str) -> None:
+        """Raise while this peer owes an answer to a connection that was given up: it would owe ever more.
+
+        On the way go on with all connections, as whoever began one may not ask for it any more.
+        """
+        for connection in list(self._connections):
+            self.poll(connection)
+            self._let_go_if_quiet(connection)
+        if any(each.peer.name == name and each.status is not Status.PENDING for each in self._connections):
+            raise self._unanswered(name, "it has not yet answered when last it was asked")
+
+    def _poll_connection(self, connection: AnyConnection) -> Status:
+        try:
+            if self._is_reached(connection):
+                connection.bytes_done, connection.status = connection.num_bytes, Status.DONE
+            elif time.monotonic() >= connection.deadline:
+                connection.fail(self._unanswered(connection.peer.name, "it did not answer in time"))
+        except TransportError as error:
+            connection.fail(error)
+        if connection.status is not Status.PENDING:
+            self._end(connection)
+        return connection.status
+
+    def _end(self, connection: AnyConnection) -> None:
+        """Stop reading, and let go of a peer that was not reached."""
+        if connection.reading is not None:
+            self.cancel(connection.reading)
+        if connection.status is not Status.DONE:
+            connection.peer.close()
+        self._let_go_if_quiet(connection)
+
+    def _let_go_if_quiet(self, connection: AnyConnection) -> None:
+        if connection.status is Status.PENDING or connection not in self._connections:
+            return
+        if connection.reading is None or self.poll(connection.reading) is not Status.PENDING:
+            self._connections.remove(connection)
+            self._take_back(connection)
 
     def _check_open(self) -> None:
         if self._closed:
             raise self._closed_error()
 
     def _closed_error(self) -> TransportError:
-        return TransportError(Reason.CLOSED, f"this {self.capabilities.name} transport is closed.")
+        return TransportError(Reason.CLOSED, f"this {self.capabilities.name} transport is closed.", "Open another.")
 
     @property
     @abstractmethod
     def _closed(self) -> bool:
         """Whether the transport was closed."""
+
+    @abstractmethod
+    def _is_reached(self, connection: AnyConnection) -> bool:
+        """Go on with a connection; return whether the nonce was the peer's. Raises what is in the way."""
+
+    @abstractmethod
+    def _take_back(self, connection: AnyConnection) -> None:
+        """Take back what an ended connection, of which nothing runs, had."""
+
+    @abstractmethod
+    def _unanswered(self, name: str, found: str) -> TransportError:
+        """Return the error of a peer that does not answer."""
 
     @abstractmethod
     def _has_room(self, transfer: AnyTransfer) -> bool:
