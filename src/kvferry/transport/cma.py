@@ -266,7 +266,7 @@ def _in_remote_order(sides: Sides) -> Sides:
 
 
 def _closed() -> TransportError:
-    return TransportError(Reason.CLOSED, "this cma transport is closed.")
+    return TransportError(Reason.CLOSED, "this cma transport is closed.", "Open another.")
 
 
 def _died(identity: ProcessIdentity) -> TransportError:

@@ -35,7 +35,6 @@ from kvferry.transport.mooncake_engine import LOOPBACK, MAX_QUEUED_DESCRIPTORS, 
 from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable, check_regions
 from kvferry.transport.sliced import Connection, SlicedTransfer, SlicedTransport
-from kvferry.transport.submission import check_submission
 
 MAX_DESCRIPTORS_PER_SLICE = 256
 MAX_BYTES_PER_SLICE = 8 << 20
@@ -143,6 +142,8 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
 
     _transfer_type = MooncakeTransfer
     _connection_type = MooncakeConnection
+    _slice_descriptors = MAX_DESCRIPTORS_PER_SLICE
+    _slice_bytes = MAX_BYTES_PER_SLICE
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,8 +155,6 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
             needs_target_progress=True,
             cancel_is_immediate=False,
         )
-        self._regions: list[Region] = []
-        self._local = RegionTable([])
         self._slices: set[Slice] = set()
         self._num_queued: Counter[str] = Counter()  # descriptors and fences, by peer
         self._nonce = Nonce()
@@ -168,8 +167,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         check_regions(regions, "mooncake")
         for region in RegionTable(regions).regions:
             self._register_memory(region)
-        self._regions.extend(regions)
-        self._local = RegionTable(self._regions)
+        self._add(regions)
         end_point = MooncakeEndPoint(
             transport="mooncake",
             version=1,
@@ -205,13 +203,6 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         return self._follow(
             MooncakeConnection(peer, Direction.READ, 1, NONCE_BYTES, deadline=deadline, greeting=greeting)
         )
-
-    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
-        """Check both sides and queue; slices are posted in ``poll``."""
-        self._check_open()
-        assert isinstance(peer, MooncakePeer)
-        check_submission(descriptors, direction, self._local, peer.regions, self.capabilities)
-        return MooncakeTransfer.cut(peer, direction, descriptors, MAX_DESCRIPTORS_PER_SLICE, MAX_BYTES_PER_SLICE)
 
     def close(self) -> None:
         """Wait up to ``CLOSE_SECONDS`` for the wire to be quiet and end the engine, which takes up to a second.

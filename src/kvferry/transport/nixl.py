@@ -26,10 +26,9 @@ from kvferry.transport.end_points import (
     pack_regions,
 )
 from kvferry.transport.nixl_agents import NixlPeer, RemoteAgents
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
+from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Status, Transfer
 from kvferry.transport.regions import RegionTable, check_regions
 from kvferry.transport.sliced import Connection, SlicedTransfer, SlicedTransport
-from kvferry.transport.submission import check_submission
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +65,8 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
     capabilities = Capabilities(name="nixl", needs_target_progress=True, cancel_is_immediate=False)
     _transfer_type = NixlTransfer
     _connection_type = NixlConnection
+    _slice_descriptors = MAX_DESCRIPTORS_PER_SLICE
+    _slice_bytes = MAX_BYTES_PER_SLICE
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +74,6 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         self._name = f"kvferry-{os.getpid()}-{uuid.uuid4().hex}"
         self._agent, self._backend = self._create_agent()
         self._operations = {Direction.READ: self._nixl.NIXL_READ, Direction.WRITE: self._nixl.NIXL_WRITE}
-        self._regions: list[Region] = []
-        self._local = RegionTable([])
         self._running_handles: dict[int, str] = {}
         self._remote_agents = RemoteAgents(self._nixl, self._agent, self._running_handles)
         self._registrations: list[Any] = []
@@ -90,8 +89,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         self._check_open()
         check_regions(regions, "nixl")
         self._register_memory(RegionTable(regions).regions)
-        self._regions.extend(regions)
-        self._local = RegionTable(self._regions)
+        self._add(regions)
         end_point = NixlEndPoint(
             transport="nixl",
             version=1,
@@ -119,13 +117,6 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         return self._follow(
             NixlConnection(peer, Direction.READ, 1, NONCE_BYTES, deadline=deadline, remote=remote, was_known=was_known)
         )
-
-    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
-        """Check both sides and queue; slices are posted in ``poll``."""
-        self._check_open()
-        assert isinstance(peer, NixlPeer)
-        check_submission(descriptors, direction, self._local, peer.regions, self.capabilities)
-        return self._queue(peer, direction, descriptors)
 
     def close(self) -> None:
         """Wait up to ``CLOSE_SECONDS`` for the wire to be quiet and destroy the agent."""
@@ -191,7 +182,6 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         return True
 
     def _read_nonce(self, connection: NixlConnection, landing: int) -> None:
-        assert isinstance(connection.peer, NixlPeer)
         row = np.array([[connection.remote.nonce_address, landing, NONCE_BYTES]], np.uint64)
         connection.reading = self._queue(connection.peer, Direction.READ, row)
 
@@ -214,9 +204,6 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
             f"{name}: {found}.",
             "Is it running, and are its addresses reachable (UCX_NET_DEVICES)?",
         )
-
-    def _queue(self, peer: NixlPeer, direction: Direction, descriptors: Descriptors) -> NixlTransfer:
-        return NixlTransfer.cut(peer, direction, descriptors, MAX_DESCRIPTORS_PER_SLICE, MAX_BYTES_PER_SLICE)
 
     @property
     def _closed(self) -> bool:

@@ -105,4 +105,4 @@ class NullTransport:
 
 
 def _closed() -> TransportError:
-    return TransportError(Reason.CLOSED, "this null transport is closed.")
+    return TransportError(Reason.CLOSED, "this null transport is closed.", "Open another.")

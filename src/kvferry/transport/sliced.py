@@ -7,13 +7,15 @@ a nonce, lands in memory of the transport's own.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Generic, Self, TypeVar
 
 from kvferry.errors import Reason, TransportError
+from kvferry.layout.shard import Region
 from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
-from kvferry.transport.submission import slice_bounds, split_long
+from kvferry.transport.regions import RegionTable
+from kvferry.transport.submission import check_submission, slice_bounds, split_long
 
 
 @dataclass(slots=True, eq=False)
@@ -83,14 +85,24 @@ AnyConnection = TypeVar("AnyConnection", bound=Connection)
 
 
 class SlicedTransport(ABC, Generic[AnyTransfer, AnyConnection]):
-    """``poll`` and ``cancel`` of a transport whose transfers are sliced."""
+    """``submit``, ``poll`` and ``cancel`` of a transport whose transfers are sliced."""
 
     capabilities: Capabilities
     _transfer_type: type[AnyTransfer]
     _connection_type: type[AnyConnection]
+    _slice_descriptors: int
+    _slice_bytes: int
 
     def __init__(self) -> None:
+        self._regions: list[Region] = []
+        self._local = RegionTable([])
         self._connections: set[AnyConnection] = set()
+
+    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
+        """Check both sides and queue; slices are posted in ``poll``."""
+        self._check_open()
+        check_submission(descriptors, direction, self._local, peer.regions, self.capabilities)
+        return self._queue(peer, direction, descriptors)
 
     def poll(self, transfer: Transfer) -> Status:
         """Take back ended slices and post at most one more."""
@@ -117,6 +129,14 @@ class SlicedTransport(ABC, Generic[AnyTransfer, AnyConnection]):
         if transfer.status is Status.PENDING and transfer.ending is None:
             transfer.ending = Status.CANCELLED
         return self.poll(transfer)
+
+    def _queue(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> AnyTransfer:
+        return self._transfer_type.cut(peer, direction, descriptors, self._slice_descriptors, self._slice_bytes)
+
+    def _add(self, regions: Sequence[Region]) -> None:
+        """Let descriptors be in these regions too."""
+        self._regions.extend(regions)
+        self._local = RegionTable(self._regions)
 
     def _follow(self, connection: AnyConnection) -> AnyConnection:
         """Keep a connection until its reading has ended, whoever polls it."""

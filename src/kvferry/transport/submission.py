@@ -25,7 +25,9 @@ def check_submission(
     Raises ``TransportError``: ``UNSUPPORTED`` direction, ``INVALID_REQUEST``, ``UNREGISTERED_RANGE``.
     """
     if direction not in limits.directions:
-        raise TransportError(Reason.UNSUPPORTED, f"the {limits.name} transport has no {direction}.")
+        raise TransportError(
+            Reason.UNSUPPORTED, f"the {limits.name} transport has no {direction}.", "Use a transport that has."
+        )
     _check_shape(descriptors, limits.max_descriptors_per_submit)
     sources, destinations, lengths = descriptors.T
     sides = Sides(destinations, sources, lengths) if direction is Direction.READ else Sides(*descriptors.T)
@@ -40,6 +42,7 @@ def _check_shape(descriptors: UInt64Array, max_descriptors: int) -> None:
         raise TransportError(
             Reason.INVALID_REQUEST,
             f"descriptors must be a uint64 array of shape (n, 3), not {descriptors.dtype} {descriptors.shape}.",
+            "Take them from a plan's lower().",
         )
     if len(descriptors) > max_descriptors:
         raise TransportError(
@@ -49,7 +52,7 @@ def _check_shape(descriptors: UInt64Array, max_descriptors: int) -> None:
         )
     if len(descriptors) and not descriptors[:, 2].all():
         first = int(np.argmin(descriptors[:, 2] != 0))
-        raise TransportError(Reason.INVALID_REQUEST, f"descriptor {first} has length 0.")
+        raise TransportError(Reason.INVALID_REQUEST, f"descriptor {first} has length 0.", "Leave it out.")
 
 
 def _check_inside(side: str, table: RegionTable, addresses: UInt64Array, lengths: UInt64Array) -> None:
