@@ -10,7 +10,7 @@ import pytest
 from kvferry.errors import Reason, TransportError
 from kvferry.testing.transport_peer import PeerProcess, pattern, start_peer
 from kvferry.testing.transport_suite import Pair, many_pieces, open_pair
-from kvferry.transport import nixl
+from kvferry.transport import nixl, nixl_agents
 from kvferry.transport.end_points import NixlEndPoint
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.protocol import Direction, Region, Status, reach
@@ -76,6 +76,11 @@ def test_a_new_end_point_waits_for_running_transfers(pair: Pair) -> None:
 PIECE = np.array([[0, 0, 4096]], np.uint64)
 
 
+@pytest.fixture
+def keeps_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agents, "MAX_UNUSED", 0)
+
+
 def is_known(transport: NixlTransport, agent_name: str) -> bool:
     """Return whether NIXL itself knows the agent."""
     rows = transport._nixl.nixlXferDList(transport._nixl.DRAM_SEG, [])
@@ -92,7 +97,22 @@ def test_a_living_peer_is_reached_again_after_its_connection_was_lost(own_pair: 
     assert np.array_equal(own_pair.local, pattern(2, 4096))
 
 
-def test_an_agent_is_let_go_with_its_last_peer(own_pair: Pair) -> None:
+def test_the_last_agents_without_a_peer_are_kept(own_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agents, "MAX_UNUSED", 1)
+    transport, name = own_pair.transport, own_pair.peer.agent_name
+    own_pair.peer.close()
+    connect_to_another(transport)
+    assert is_known(transport, name)
+    own_pair.peer = reach(transport, own_pair.remote.end_point)
+    assert own_pair.finish(own_pair.submit(Direction.READ, PIECE)) is Status.DONE
+    own_pair.peer.close()
+    connect_to_another(transport)
+    connect_to_another(transport)
+    assert not is_known(transport, name)
+    assert len(transport._remote_agents._metadata) <= 2
+
+
+def test_an_agent_is_let_go_with_its_last_peer(own_pair: Pair, keeps_no_agent: None) -> None:
     transport, name = own_pair.transport, own_pair.peer.agent_name
     other = reach(transport, own_pair.remote.end_point)
     transfer = own_pair.submit(Direction.READ, PIECE)
@@ -108,7 +128,7 @@ def test_an_agent_is_let_go_with_its_last_peer(own_pair: Pair) -> None:
     assert own_pair.finish(own_pair.submit(Direction.READ, PIECE)) is Status.DONE
 
 
-def test_an_agent_is_not_let_go_while_something_of_it_runs(own_pair: Pair) -> None:
+def test_an_agent_is_not_let_go_while_something_of_it_runs(own_pair: Pair, keeps_no_agent: None) -> None:
     transport, name = own_pair.transport, own_pair.peer.agent_name
     own_pair.peer.close()
     transport._running_handles[0] = name
@@ -119,7 +139,7 @@ def test_an_agent_is_not_let_go_while_something_of_it_runs(own_pair: Pair) -> No
     assert not is_known(transport, name)
 
 
-def test_nothing_is_left_of_a_peer_that_is_refused(own_pair: Pair) -> None:
+def test_nothing_is_left_of_a_peer_that_is_refused(own_pair: Pair, keeps_no_agent: None) -> None:
     transport, name = own_pair.transport, own_pair.peer.agent_name
     own_pair.peer.close()
     decoded = msgspec.msgpack.decode(own_pair.remote.end_point, type=NixlEndPoint)
@@ -130,7 +150,9 @@ def test_nothing_is_left_of_a_peer_that_is_refused(own_pair: Pair) -> None:
     assert not is_known(transport, name)
 
 
-def test_a_stopped_peer_is_asked_once_until_it_answers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_peer_is_asked_once_until_it_answers(
+    pair: Pair, keeps_no_agent: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A connection ends in time; what it has posted is kept until it is quiet, however often others try."""
     monkeypatch.setattr(nixl, "CONNECT_SECONDS", 0.3)
     assert isinstance(pair.remote, PeerProcess)

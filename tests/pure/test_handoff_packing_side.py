@@ -189,6 +189,19 @@ def test_a_hold_that_ends_while_it_is_packed_leaves_nothing(monkeypatch: pytest.
     assert refusal(rank, rank.question()).reason is Reason.SOURCE_CHANGED
 
 
+def test_what_began_to_be_written_while_it_was_packed_is_to_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank()
+    pack = rank.stage.pack
+
+    def pack_and_write(copies: object) -> object:
+        rank.holds.set(SLOT, EPOCH, GENERATION, being_written=True)
+        return pack(copies)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rank.stage, "pack", pack_and_write)
+    assert rank.ask() == Busy()
+    assert rank.is_free
+
+
 def test_blocks_that_are_being_written_are_to_be_asked_for_again() -> None:
     rank = Rank()
     rank.holds.set(SLOT, EPOCH, GENERATION, being_written=True)

@@ -129,10 +129,13 @@ class PackingSide:
         self._waiting.pop(key, None)
         try:
             self._stage.pack([_moved(copy, begin) for copy in copies]).wait()
-            self._is_held(question)
+            is_unchanged = self._is_held(question)
         except Exception:
             self._stage.give_back(key)
             raise
+        if not is_unchanged:
+            self._stage.give_back(key)
+            return Busy()
         return self._publish(key, begin, now)
 
     def _publish(self, key: Key, begin: int, now: float) -> Packed:

@@ -110,9 +110,9 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
                 Reason.UNSUPPORTED, "a NIXL agent cannot connect to itself.", "Open a second transport."
             )
         self._check_answered(remote.agent_name)
-        self._remote_agents.let_go()
         was_known = self._remote_agents.is_known(remote)
         peer = self._remote_agents.peer(remote)
+        self._remote_agents.let_go()
         deadline = time.monotonic() + CONNECT_SECONDS
         return self._follow(
             NixlConnection(peer, Direction.READ, 1, NONCE_BYTES, deadline=deadline, remote=remote, was_known=was_known)

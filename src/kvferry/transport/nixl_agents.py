@@ -1,4 +1,4 @@
-"""The agents that a NIXL agent reads from: loaded once, counted by their peers, let go with the last of these."""
+"""The agents that a NIXL agent reads from: loaded once, counted by their peers, few kept that have none."""
 
 import logging
 from collections import Counter, deque
@@ -12,10 +12,14 @@ from kvferry.transport.protocol import Peer
 
 logger = logging.getLogger(__name__)
 
+MAX_UNUSED = 16
+"""Agents without a peer that are kept, in case one connects again: one that NIXL 1.5.1 loads again just after it was
+made to forget it may not answer, as was seen between engines."""
+
 
 @dataclass(slots=True, eq=False)
 class NixlPeer(Peer):
-    """A remote agent, of which NIXL is told to let go when the last peer is closed or collected."""
+    """A remote agent, of which NIXL may let go when the last peer is closed or collected."""
 
     agent_name: str
     left: deque[str]
@@ -41,7 +45,7 @@ class RemoteAgents:
         self._metadata: dict[str, bytes] = {}
         self._num_peers: Counter[str] = Counter()
         self._left: deque[str] = deque()
-        self._unused: set[str] = set()
+        self._unused: dict[str, None] = {}
 
     def is_known(self, remote: NixlEndPoint) -> bool:
         """Return whether this very end point's metadata was loaded before."""
@@ -57,7 +61,7 @@ class RemoteAgents:
         if not self.is_known(remote):
             self._replace(remote)
         self._num_peers[name] += 1
-        self._unused.discard(name)
+        self._unused.pop(name, None)
         return NixlPeer(name, unpack_regions(remote.regions), name, self._left)
 
     def load_anew(self, remote: NixlEndPoint) -> None:
@@ -66,16 +70,18 @@ class RemoteAgents:
         self._load(remote.agent_name, remote.metadata)
 
     def let_go(self) -> None:
-        """Forget the agents that no peer needs any more and of which nothing runs."""
+        """Forget the agents that no peer has needed for longest and of which nothing runs, but for some."""
         while self._left:
             name = self._left.popleft()
             self._num_peers[name] -= 1
             if not self._num_peers[name]:
                 del self._num_peers[name]
-                self._unused.add(name)
-        if self._unused:
-            for name in self._unused.difference(self._running.values()):
-                self._unused.remove(name)
+                self._unused[name] = None
+        num_surplus = len(self._unused) - MAX_UNUSED
+        if num_surplus > 0:
+            running = set(self._running.values())
+            for name in [name for name in self._unused if name not in running][:num_surplus]:
+                del self._unused[name]
                 self._forget(name)
 
     def close(self) -> None:
