@@ -18,7 +18,7 @@ setup: ## Make .venv with everything pinned (once per change of pyproject.toml)
 demo: setup ## Prefill on one vLLM engine, decode on another, compare with one engine alone
 	@.venv/bin/kvferry demo --mode $(MODE) $(ARGS)
 
-test: setup ## Every test, real vLLM engines included (less than 25 minutes on 2 cores)
+test: setup ## Every test, real vLLM engines included (about 17 minutes on 2 cores)
 	@$(PYTEST) $(ARGS)
 
 test-matrix: setup ## Every pair of engines and every refusal; writes docs/matrix.md (about 40 minutes)
@@ -26,7 +26,7 @@ test-matrix: setup ## Every pair of engines and every refusal; writes docs/matri
 	@KVFERRY_MATRIX=build/matrix $(PYTEST) $(MATRIX) $(ARGS); status=$$?; \
 	$(PYTHON) -m tests.matrix_document build/matrix && exit $$status
 
-test-fast: setup ## The tests without vLLM engines (less than 2 minutes)
+test-fast: setup ## The tests without vLLM engines (about 3 minutes on 2 cores)
 	@$(PYTEST) -m "not vllm" tests/pure tests/local src $(ARGS)
 
 # Pieces of their own seeds: one process would remember every case that it drew.

@@ -313,28 +313,15 @@ def test_the_benchmarks_cases_move_a_whole_request_and_its_check_sees_a_wrong_by
     assert not bench.is_exact()
 
 
-def test_a_stage_on_a_device_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "put_in_place", None)
+@pytest.mark.parametrize("way", ["put_in_place", "pack"])
+def test_a_stage_on_a_device_takes_the_kernel(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, way, None)
     cuda = FakeCuda()
     order = CudaOrder("cpu", cuda)
     order.enter_thread()
     stage, cache = staging.Stage(2 * 16384, order=order), labelled(2 * 16384, 1)
     stage.memory[:] = torch.from_numpy(labelled(2 * 16384, 0))
-    mark = stage.put_in_place(head_merge(2, int(cache.ctypes.data)))
-    halves = stage.memory.numpy().reshape(2, 2, 16, 512)  # type: ignore[union-attr]
-    assert (cache.reshape(2, 16, 2, 512)[::-1] == halves.transpose(1, 2, 0, 3)).all()
-    assert not mark.is_over()
-    cuda.streams[-1].run()
-    assert mark.is_over()
-
-
-def test_a_stage_on_a_device_is_packed_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "pack", None)
-    cuda = FakeCuda()
-    order = CudaOrder("cpu", cuda)
-    order.enter_thread()
-    stage, cache = staging.Stage(2 * 16384, order=order), labelled(2 * 16384, 1)
-    mark = stage.pack(head_merge(2, int(cache.ctypes.data)))
+    mark = getattr(stage, way)(head_merge(2, int(cache.ctypes.data)))
     halves = stage.memory.numpy().reshape(2, 2, 16, 512)  # type: ignore[union-attr]
     assert (cache.reshape(2, 16, 2, 512)[::-1] == halves.transpose(1, 2, 0, 3)).all()
     assert not mark.is_over()

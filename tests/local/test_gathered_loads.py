@@ -23,11 +23,9 @@ from kvferry.handoff import packing_side, part_requests
 from kvferry.handoff.courier import ask
 from kvferry.handoff.part_requests import PartCourier
 from kvferry.handoff.protocol import Release
-from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged import Merge, StagedPart, joined, placed
+from kvferry.plan.staged import Merge, StagedPart, laid_out
 from kvferry.plan.staged_plan import GatherPlan
 from kvferry.plan.strategy import Strategy
 from kvferry.plan.transfer_plan import Planner
@@ -38,8 +36,8 @@ from kvferry.transport.protocol import Region, reach
 from kvferry.transport.registry import open_transport
 
 from .engines_in_process import HOST, SLOT, DecodeRank, PrefillEngine
+from .test_staged_loads import BLOCK_SIZE, HEAD_SIZE, HEADS, LAYERS, NUM_BLOCKS, shard
 
-LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = ["0", "1", "2"], 4, 16, 8, 40
 HEAD_BYTES = HEAD_SIZE * 2 * 2
 BLOCK_BYTES = len(LAYERS) * BLOCK_SIZE * HEADS * HEAD_BYTES // 2
 """Of a block at a rank that has half of the heads."""
@@ -53,18 +51,7 @@ class SplitRank:
     def __init__(self, tp_rank: int = 0, tp_size: int = 1) -> None:
         self.cache = np.zeros((len(LAYERS), NUM_BLOCKS, BLOCK_SIZE, HEADS * HEAD_BYTES // tp_size), dtype=np.uint8)
         self.regions = [Region(self.cache.ctypes.data, self.cache.nbytes)]
-        self.shard: Shard = shard_for(
-            layers=LAYERS,
-            num_kv_heads=HEADS,
-            head_size=HEAD_SIZE,
-            itemsize=2,
-            block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
-            layout=NamedLayout.LBNHC,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            base_address=self.cache.ctypes.data,
-        )
+        self.shard: Shard = shard(self.cache, tp_rank, tp_size)
 
 
 class Split:
@@ -418,12 +405,10 @@ def test_what_is_packed_is_what_was_verified(move: Move) -> None:
         pieces: list[tuple[int, StagedPart]] = [(0, part) for part in GatherPlan(plan).parts(move.of(plan.destination))]
         if not pieces:
             continue
-        begins, num_bytes = placed(pieces)
-        together = list(zip(begins, (piece for _, piece in pieces), strict=True))
-        packs = joined([pack for begin, piece in together for pack in piece.merges(begin)])
+        reads, packs, num_bytes = laid_out(pieces)
         stage, expected = Stage(num_bytes, huge_pages=False), arena.allocate(num_bytes)
         stage.pack(packs)
-        reads = np.concatenate([piece.reads(begin) for begin, piece in together])[:, [1, 1, 2]]
+        reads = reads[:, [1, 1, 2]]
         rows = composed_gather(packs, reads + np.array([expected.ctypes.data, 0, 0]), num_bytes, plan.source)
         arena.move(rows)
         np.testing.assert_array_equal(stage.memory, expected)

@@ -15,7 +15,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged import Merge, Numbered, cut, joined, placed
+from kvferry.plan.staged import Merge, Numbered, cut, joined, laid_out, placed
 from kvferry.plan.staged_plan import GatherPlan, ScatterPlan
 from kvferry.plan.strategy import LEAST_GAIN, SECONDS_PER_PART, TYPICAL_COSTS, Strategy, choose
 from kvferry.plan.transfer_plan import PairPlan, Planner
@@ -33,16 +33,9 @@ def staged_rows(plan: PairPlan, requests: Sequence[GroupBlocks], gap_bytes: int,
     parts: list[Numbered] = [(0, part) for part in ScatterPlan(plan, gap_bytes).parts(requests)]
     rows = [np.empty((0, 3), dtype=np.uint64)]
     for pieces in cut(parts, round_bytes):
-        reads, merges, num_bytes = one_round(pieces)
+        reads, merges, num_bytes = laid_out(pieces)
         rows.append(composed(reads, merges, num_bytes, plan.source))
     return np.concatenate(rows)
-
-
-def one_round(pieces: list[Numbered]) -> tuple[npt.NDArray[np.int64], list[Merge], int]:
-    begins, num_bytes = placed(pieces)
-    together = list(zip(begins, (piece for _, piece in pieces), strict=True))
-    reads = np.concatenate([piece.reads(begin) for begin, piece in together])
-    return reads, joined([merge for begin, piece in together for merge in piece.merges(begin)]), num_bytes
 
 
 def gathered_rows(plan: PairPlan, requests: Sequence[GroupBlocks], part_bytes: int) -> Rows:
@@ -50,7 +43,7 @@ def gathered_rows(plan: PairPlan, requests: Sequence[GroupBlocks], part_bytes: i
     parts: list[Numbered] = [(0, part) for part in GatherPlan(plan).parts(requests)]
     rows = [np.empty((0, 3), dtype=np.uint64)]
     for pieces in cut(parts, part_bytes):
-        reads, packs, num_bytes = one_round(pieces)
+        reads, packs, num_bytes = laid_out(pieces)
         rows.append(composed_gather(packs, reads, num_bytes, plan.source))
     return np.concatenate(rows)
 
@@ -110,7 +103,7 @@ def test_a_wrong_stage_is_caught(move: Move, gap_bytes: int, at: int, mutation: 
     plan = Planner(move.sources, move.destinations[0]).plans(0)[0]
     pieces: list[Numbered] = [(0, part) for part in ScatterPlan(plan, gap_bytes).parts(asked)]
     assume(pieces)
-    reads, merges, num_bytes = one_round(pieces)
+    reads, merges, num_bytes = laid_out(pieces)
     reads, merges = MUTATIONS[mutation]((reads.copy(), merges), at)
     with pytest.raises(VerificationError):
         verify_round(composed(reads, merges, num_bytes, plan.source), plan, asked)
@@ -123,7 +116,7 @@ def test_a_stage_that_is_packed_or_read_wrongly_is_caught(move: Move, at: int, m
     plan = Planner(move.sources, move.destinations[0]).plans(0)[0]
     pieces: list[Numbered] = [(0, part) for part in GatherPlan(plan).parts(asked)]
     assume(pieces)
-    reads, packs, num_bytes = one_round(pieces)
+    reads, packs, num_bytes = laid_out(pieces)
     reads, packs = MUTATIONS[mutation]((reads.copy(), packs), at)
     with pytest.raises(VerificationError):
         verify_round(composed_gather(packs, reads, num_bytes, plan.source), plan, asked)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.scratch import Scratch
-from kvferry.plan.staged import Merge, StagedPart, cut, joined, placed
+from kvferry.plan.staged import Merge, StagedPart, cut, laid_out
 from kvferry.transport.protocol import Descriptors, Direction, Peer, Status, Transfer, Transport
 
 WINDOW = 2
@@ -243,8 +243,5 @@ class Gathering:
 def _parts(parts: Sequence[StagedPart], part_bytes: int) -> Iterator[tuple[list[Merge], np.ndarray, int]]:
     """Return for each part what is packed, what is read (stage offset, address here, length) and its bytes."""
     for pieces in cut([(0, part) for part in parts], part_bytes):
-        begins, num_bytes = placed(pieces)
-        together = [(begin, piece) for begin, (_, piece) in zip(begins, pieces, strict=True)]
-        packs = joined([pack for begin, piece in together for pack in piece.merges(begin)])
-        reads = np.concatenate([piece.reads(begin) for begin, piece in together])
+        reads, packs, num_bytes = laid_out(pieces)
         yield packs, np.ascontiguousarray(reads[:, [1, 0, 2]]), num_bytes

@@ -7,8 +7,6 @@ import zlib
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.load import GuardedRead
 from kvferry.execution.scratch import WORD_BYTES
@@ -22,7 +20,7 @@ from kvferry.handoff.protocol import Directory, Identity, Packer
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks, of_rank
 from kvferry.plan.sample import sample_requests
-from kvferry.plan.staged import joined, placed
+from kvferry.plan.staged import laid_out
 from kvferry.plan.staged_plan import GatherPlan, ScatterPlan, lowered
 from kvferry.plan.transfer_plan import Descriptors, PairPlan, Planner
 from kvferry.plan.verify import verify_destination
@@ -151,11 +149,7 @@ class RemoteEngine:
         staged = self._staged_plan(plan)
         if staged is None:
             return plan.lower(blocks)
-        pieces = [(0, part) for part in staged.parts(blocks)]
-        begins, num_bytes = placed(pieces)
-        together = [(begin, piece) for begin, (_, piece) in zip(begins, pieces, strict=True)]
-        reads = np.concatenate([np.empty((0, 3), dtype=np.int64), *(piece.reads(begin) for begin, piece in together)])
-        copies = joined([merge for begin, piece in together for merge in piece.merges(begin)])
+        reads, copies, num_bytes = laid_out([(0, part) for part in staged.parts(blocks)])
         if isinstance(staged, GatherPlan):
             return composed_gather(copies, reads, num_bytes, plan.source)
         return composed(reads, copies, num_bytes, plan.source)

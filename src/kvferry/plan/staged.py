@@ -314,3 +314,14 @@ def placed(pieces: Sequence[Numbered]) -> tuple[list[int], int]:
     sizes = [aligned(piece.num_bytes) for _, piece in pieces]
     begins = np.cumsum([0, *sizes]).tolist()
     return begins[:-1], begins[-1]
+
+
+def laid_out(pieces: Sequence[Numbered]) -> tuple[Integers, list[Merge], int]:
+    """Return a round's reads, whose stage offsets begin at 0, its copies, joined, and its bytes, whoever owns what.
+
+    There may be no piece; then there is nothing to read.
+    """
+    begins, num_bytes = placed(pieces)
+    together = [(begin, piece) for begin, (_, piece) in zip(begins, pieces, strict=True)]
+    reads = np.concatenate([np.empty((0, 3), dtype=np.int64), *(piece.reads(begin) for begin, piece in together)])
+    return reads, joined([copy for begin, piece in together for copy in piece.merges(begin)]), num_bytes
