@@ -1,9 +1,9 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
-# demo: MODE=pull, and any flag of `kvferry demo`, such as ARGS="--prefill-tp 1 --json demo.json"
+# demo: MODE=pull or MODE=push, and any flag of `kvferry demo`, such as ARGS="--prefill-tp 1 --json demo.json"
 MODE ?= pull
 ARGS ?=
-MATRIX := $(addprefix tests/host/vllm/,test_pairs.py test_engine_oracle.py test_data_parallel.py test_refusals.py) \
+MATRIX := $(addprefix tests/host/vllm/,test_pairs.py test_engine_oracle.py test_data_parallel.py test_refusals.py test_push.py) \
 	tests/host/vllm/test_requests.py::test_prefix_hits_on_the_decode_side tests/local/test_refused_combinations.py
 
 .DEFAULT_GOAL := help
@@ -18,19 +18,19 @@ setup: ## Make .venv with everything pinned (once per change of pyproject.toml)
 demo: setup ## Prefill on one vLLM engine, decode on another, compare with one engine alone
 	@.venv/bin/kvferry demo --mode $(MODE) $(ARGS)
 
-test: setup ## Every test, real vLLM engines included (about 17 minutes on 2 cores)
+test: setup ## Every test, real vLLM engines included (about 27 minutes on 2 cores)
 	@$(PYTEST) $(ARGS)
 
-test-matrix: setup ## Every pair of engines and every refusal; writes docs/matrix.md (about 40 minutes)
+test-matrix: setup ## Every pair of engines and every refusal; writes docs/matrix.md (about 50 minutes)
 	@rm -rf build/matrix
 	@KVFERRY_MATRIX=build/matrix $(PYTEST) $(MATRIX) $(ARGS); status=$$?; \
 	$(PYTHON) -m tests.matrix_document build/matrix && exit $$status
 
-test-fast: setup ## The tests without vLLM engines (about 3 minutes on 2 cores)
-	@$(PYTEST) -m "not vllm" tests/pure tests/local src $(ARGS)
+test-fast: setup ## The tests without vLLM engines and Mooncake (2 to 3 minutes on 2 cores)
+	@$(PYTEST) -n 2 --dist worksteal tests/pure tests/local src -m "not vllm and not mooncake" $(ARGS)
 
 # Pieces of their own seeds: one process would remember every case that it drew.
-test-full: setup ## 100,000 drawn cases through every strategy (half an hour on 2 idle cores)
+test-full: setup ## 100,000 drawn cases through every strategy (45 minutes on 2 idle cores)
 	@seq 80 | xargs -P "$$(nproc)" -I{} env KVFERRY_CASES=1250 $(PYTEST) -p no:cacheprovider --hypothesis-seed={} \
 	  tests/pure/test_plan_properties.py tests/pure/test_plan_staged.py $(ARGS)
 

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from . import mooncake_libraries
 from .matrix_results import Results, results_folder
+
+mooncake_libraries.make_loadable()
 
 
 def check_of(item: pytest.Item) -> tuple[str, str] | None:

@@ -42,6 +42,8 @@ REFUSALS = (
     Refusal("kernel-splits-blocks", "blocks that the kernel does not take whole", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("empty-stage", "a pipeline stage without any cache", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("other-weights", "other weights of the same model", Reason.MODEL_MISMATCH, Where.HANDSHAKE),
+    Refusal("other-quantisation", "weights quantised otherwise", Reason.MODEL_MISMATCH, Where.HANDSHAKE),
+    Refusal("other-compute-dtype", "models computed in other types", Reason.DTYPE_MISMATCH, Where.HANDSHAKE),
     Refusal("protocol-version", "another version of the protocol", Reason.PROTOCOL_MISMATCH, Where.HANDSHAKE),
     Refusal("restarted", "a prefill engine that was restarted", Reason.PEER_CHANGED, Where.HANDSHAKE),
     Refusal("packed-and-plain", "packed pages (AMX) and plain ones", Reason.SPLIT_ATOM, Where.HANDSHAKE),

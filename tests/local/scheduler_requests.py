@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from vllm.sampling_params import SamplingParams
@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 from kvferry.handoff.protocol import Identity
 from kvferry.integrations.vllm import scheduler_role
 from kvferry.integrations.vllm.block_lists import GroupShape
+from kvferry.integrations.vllm.push_scheduler_role import PushSchedulerRole
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.layout.cache_group import CacheKind
 
@@ -25,12 +26,22 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     identity = Identity("m", "w", "a", "float32", 2, 2, 8, "none", "float32")
     roles: list[scheduler_role.SchedulerRole] = []
 
-    def make(*groups: GroupShape, dp_rank: int = 0, **settings: Any) -> scheduler_role.SchedulerRole:
-        parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=dp_rank)
-        config: Any = SimpleNamespace(parallel_config=parallel)
+    def make(
+        *groups: GroupShape, dp_rank: int = 0, mode: Literal["pull", "push"] = "pull", **settings: Any
+    ) -> scheduler_role.SchedulerRole:
+        parallel = SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_index=dp_rank,
+            data_parallel_size=1,
+            use_ubatching=False,
+        )
+        transfer = SimpleNamespace(is_kv_producer=True, is_kv_consumer=True)
+        config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, use_v2_model_runner=False)
         monkeypatch.setattr(scheduler_role, "identity_of", lambda *_: identity)
         monkeypatch.setattr(scheduler_role, "group_shapes", lambda *_: groups)
-        role: Any = scheduler_role.SchedulerRole(config, None, f"engine-{len(roles)}", Settings(**settings))  # type: ignore[arg-type]
+        kind = PushSchedulerRole if mode == "push" else scheduler_role.SchedulerRole
+        role: Any = kind(config, None, f"engine-{len(roles)}", Settings(mode=mode, **settings))  # type: ignore[arg-type]
         role.bind_block_pool(BlockPool())
         roles.append(role)
         return role

@@ -431,10 +431,14 @@ def test_every_step_that_computes_a_held_request_names_it_until_it_is_exported(m
     role, ours = make_scheduler(FULL), request(PROMPT, {"do_remote_decode": True})
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
-    first = role.build_connector_meta(["r", "of another kind"]).written
+    orders = role.build_connector_meta(["r", "of another kind"])
+    first = orders.written
+    assert orders.computes
     assert len(first) == 1
     assert role.build_connector_meta(["r"]).written == first, "the prompt's next chunk"
-    assert role.build_connector_meta([]).written == []
+    orders = role.build_connector_meta([])
+    assert orders.written == []
+    assert not orders.computes
     ours.num_computed_tokens = ours.num_prompt_tokens
     role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)
     assert role.build_connector_meta(["r"]).written == [], "a request of the same id that is not held"
@@ -445,7 +449,7 @@ def test_the_connector_tells_the_roles_which_requests_a_step_computes_and_when_i
     from kvferry.integrations.vllm.connector import KVFerryConnector
 
     connector, told = object.__new__(KVFerryConnector), []
-    connector._scheduler_role = SimpleNamespace(build_connector_meta=told.append)  # type: ignore[assignment]
+    connector._scheduler_role = SimpleNamespace(build_connector_meta=told.append, note_schedule=lambda _: None)  # type: ignore[assignment]
     connector._worker_role = SimpleNamespace(finish_step=lambda: told.append("finished"))  # type: ignore[assignment]
     connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"a": 4}))  # type: ignore[arg-type]
     connector.wait_for_save()

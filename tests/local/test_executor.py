@@ -414,6 +414,16 @@ def test_cancel_before_the_start_in_the_middle_and_afterwards(
     assert executor.collect() == []
 
 
+def test_collecting_waits_for_the_first_that_ends(executor: Executor, source: Source) -> None:
+    assert executor.collect(0.01) == []
+    transport = ScriptedTransport()
+    transport.before_data = lambda: time.sleep(0.05)
+    executor.submit(load_of(lambda: [source.read(transport)]))
+    (result,) = executor.collect(20.0)
+    assert result.error is None
+    assert executor.collect() == []
+
+
 def test_a_cancellation_never_overtakes_its_load(executor: Executor) -> None:
     """However the two threads interleave: each load would wait for ever."""
     for number in range(500):

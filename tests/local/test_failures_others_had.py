@@ -1,6 +1,7 @@
 """Failures that users of other systems reported, where threads, memory or sockets are needed to bring them about."""
 
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,9 +11,12 @@ import pytest
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.load import Phase
 from kvferry.handoff.protocol import RankEntry
-from kvferry.transport.protocol import Region, Status, Transfer
+from kvferry.testing.transport_peer import pattern
+from kvferry.testing.transport_suite import apply, open_pair, random_pieces
+from kvferry.transport.protocol import Descriptors, Direction, Region, Status, Transfer
 from kvferry.transport.registry import TransportSet, open_transports
 
+from ..counted_work import containers_of, lines_of
 from .engines_in_process import DecodeRank, PrefillEngine, Rank, filled_ranks
 from .test_staged_loads import Pair, Watched, run
 
@@ -111,3 +115,40 @@ def test_vllm_ascend_5960_data_parallel_ranks_name_their_own_ports(make_role: An
     assert str(port + 1) in str(taken.value)
     free = [prefill(make_role(FULL, dp_rank=rank), PROMPT, [5, 4, 3, 2, 1]) or {} for rank in range(2)]
     assert len({answer["remote_port"] for answer in free}) == 2
+
+
+def test_nixl_176_15000_segments_do_not_hold_their_caller_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nixl#176: 15000 segments cost 0.6 s in the call that starts a transfer; here other loads would wait meanwhile.
+
+    NIXL is handed some hundred at a time, by ``poll``. To submit 15000 takes no more lines of Python than 1500, and no
+    more lists or tuples.
+    """
+    pytest.importorskip("nixl")
+    from kvferry.transport.nixl import NixlTransfer, NixlTransport
+
+    handed_over: list[int] = []
+    post = NixlTransport._post
+
+    def counted(self: NixlTransport, transfer: NixlTransfer, pieces: Descriptors) -> None:
+        handed_over.append(len(pieces))
+        post(self, transfer, pieces)
+
+    monkeypatch.setattr(NixlTransport, "_post", counted)
+    pieces = random_pieces(176, np.full(15000, 256))
+    with open_pair("kvferry.transport.nixl:NixlTransport") as pair:
+        pair.remote.fill(2)
+        handed_over.clear()
+        ways = [partial(pair.submit, Direction.READ, pieces[:count]) for count in (1500, 15000)]
+        assert len({lines_of(way) for way in ways}) == 1
+        assert [containers_of(way) for way in ways] == [0, 0]
+        assert not handed_over
+        transfer = pair.submit(Direction.READ, pieces)
+        num_polls = 1
+        while pair.transport.poll(transfer) is Status.PENDING:
+            num_polls += 1
+        assert transfer.status is Status.DONE
+        assert sum(handed_over) == len(pieces)
+        assert len(handed_over) <= num_polls, "one call of NIXL's each"
+        assert max(handed_over) <= 1000
+        assert len(handed_over) <= 100, "nor one by one"
+        assert np.array_equal(pair.local, apply(pieces, pattern(2, len(pair.local)), np.zeros_like(pair.local), 0))

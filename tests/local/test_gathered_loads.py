@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from kvferry.execution.staging import Stage, pack
 from kvferry.handoff import packing_side, part_requests
 from kvferry.handoff.courier import ask
 from kvferry.handoff.part_requests import PartCourier
-from kvferry.handoff.protocol import Release
+from kvferry.handoff.protocol import Pack, PackCopy, Packer, Refusal, Release
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staged import Merge, StagedPart, laid_out
@@ -248,6 +249,31 @@ def test_more_copies_than_a_message_has_are_refused(split: Split, monkeypatch: p
     assert result.error is not None
     assert result.error.reason is Reason.UNSUPPORTED
     assert "1 copies" in result.error.message
+
+
+def test_an_answer_is_timed_and_those_that_loads_wait_for_are_kept(split: Split) -> None:
+    courier, packer = PartCourier("timer"), split.prefill.packing[0].packer
+    try:
+        copy = PackCopy(0, 16, 4096, 64, 0, 8, ())
+        courier.send(packer, Pack("load", 3, 0, 0, 7, 1, 32, ((5, 3),), (copy,)), timeout_seconds=20)
+        seconds = courier.time_an_answer(packer)
+        assert seconds is not None
+        assert 1e-5 < seconds < part_requests.ANSWER_SECONDS
+        parcel = courier.take("load", 3)
+        assert parcel is not None
+        assert isinstance(parcel.answer, Refusal)
+    finally:
+        courier.close()
+
+
+def test_who_does_not_answer_or_not_to_that_is_not_timed(split: Split) -> None:
+    courier = PartCourier("timer")
+    with socket.create_server((HOST, 0)) as mute:
+        for port in (mute.getsockname()[1], split.prefill.listener.port):
+            began_at = time.monotonic()
+            assert courier.time_an_answer(Packer(HOST, port, 1 << 20)) is None
+            assert time.monotonic() - began_at < 2.0
+    courier.close()
 
 
 def test_parts_without_a_packer_are_no_read() -> None:

@@ -1,22 +1,42 @@
 """The control end point over real sockets: whatever arrives, it answers the next question."""
 
-import os
+import errno
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import zmq
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.handoff import listener as listener_module
 from kvferry.handoff import protocol
-from kvferry.handoff.courier import ask
+from kvferry.handoff.courier import Courier, ask
 from kvferry.handoff.listener import Listener
-from kvferry.handoff.protocol import Answer, Question, Refusal, Release, Released, Renew, Renewed, decode_answer, encode
+from kvferry.handoff.protocol import (
+    PROTOCOL_VERSION,
+    Answer,
+    Directory,
+    DirectoryRequest,
+    Identity,
+    Question,
+    RankEntry,
+    Refusal,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    decode_answer,
+    encode,
+)
+from kvferry.handoff.zmtp import DEALERS_HELLO, LONG, MORE, Inbox, encode_message
 
 HOST = "127.0.0.1"
+NOISE = random.Random(0).randbytes(1000)
 
 
 def answer(question: Question) -> Answer:
@@ -49,13 +69,13 @@ def send_and_receive(port: int, frames: list[bytes], wait_seconds: float = 0.05)
         return client.recv_multipart() if client.poll(int(wait_seconds * 1000)) else None
 
 
-@pytest.mark.parametrize("frames", [[b""], [b"x"], [b"a", b"b", b"c"], [b"", b"", b"", b""], [os.urandom(1000)] * 5])
+@pytest.mark.parametrize("frames", [[b""], [b"x"], [b"a", b"b", b"c"], [b"", b"", b"", b""], [NOISE] * 5])
 def test_frames_that_are_no_question_are_ignored(listener: Listener, frames: list[bytes]) -> None:
     assert send_and_receive(listener.port, frames) is None
     assert answers(listener)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80", b"cposix\nsystem\n", os.urandom(64), b"\x91" * 50_000])
+@pytest.mark.parametrize("data", [b"", b"\x80", b"cposix\nsystem\n", NOISE[:64], b"\x91" * 50_000])
 def test_bytes_that_are_no_question_are_refused(listener: Listener, data: bytes) -> None:
     frames = send_and_receive(listener.port, [b"my sequence", data], wait_seconds=20)
     assert frames is not None
@@ -106,7 +126,7 @@ def test_a_peer_that_only_asks_has_few_questions_waiting() -> None:
 
 
 def test_bytes_that_are_not_even_zmq_are_survived(listener: Listener) -> None:
-    for data in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(256), b"\xff" * 64):
+    for data in (b"GET / HTTP/1.1\r\n\r\n", NOISE[:256], b"\xff" * 64):
         with socket.create_connection((HOST, listener.port)) as client:
             client.sendall(data)
     assert answers(listener)
@@ -141,6 +161,180 @@ def test_a_reason_of_a_later_version_is_a_protocol_mismatch() -> None:
         assert caught.value.reason is Reason.PROTOCOL_MISMATCH
     finally:
         refusing.close()
+
+
+class RawPeer:
+    """A connection that speaks ZMTP only as far as the test does, and never reads unless told to."""
+
+    def __init__(self, listener: Listener, *said: bytes) -> None:
+        self.socket = socket.create_connection((HOST, listener.port), timeout=20)
+        self.say(DEALERS_HELLO, *said)
+
+    def say(self, *said: bytes) -> None:
+        self.socket.sendall(b"".join(said))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the listener has closed it; waits for what is on its way."""
+        self.socket.settimeout(0.02)
+        try:
+            while self.socket.recv(1 << 20):
+                pass
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            pass
+        finally:
+            self.socket.settimeout(20)
+        return True
+
+
+def frame(flags: int, body: bytes) -> bytes:
+    return bytes((flags | LONG,)) + len(body).to_bytes(8, "big") + body
+
+
+def test_a_message_that_never_ends_is_not_kept(listener: Listener) -> None:
+    """A zmq socket would keep all of its frames, each within the bound, until the last has come."""
+    peer = RawPeer(listener)
+    with suppress(ConnectionError):
+        peer.say(*[frame(MORE, bytes(1 << 20))] * 3)
+    wait_until(lambda: peer.is_closed)
+    assert answers(listener)
+
+
+def test_a_frame_that_is_only_announced_is_refused_at_once(listener: Listener) -> None:
+    peer = RawPeer(listener, bytes((LONG,)) + (1 << 62).to_bytes(8, "big"))
+    wait_until(lambda: peer.is_closed)
+    assert answers(listener)
+
+
+def test_a_peer_may_take_its_time(listener: Listener) -> None:
+    """Byte by byte; and the next question may come before the last is answered."""
+    question = encode_message(b"1", encode(Release(7, ())))
+    peer = RawPeer(listener)
+    for byte in question[:-1]:
+        peer.say(bytes((byte,)))
+    peer.say(question[-1:], question.replace(b"\x011", b"\x012"))
+    inbox = Inbox(2, 1000)
+    found = []
+    while len(found) < 2:
+        inbox.add(peer.socket.recv(7))
+        while (message := inbox.take()) is not None:
+            found.append(message)
+    assert found == [[number, encode(Released(7))] for number in (b"1", b"2")]
+
+
+def test_of_too_many_connections_the_one_closes_that_asked_nothing_for_longest(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "MAX_CONNECTIONS", 3)
+    asked, *silent = [RawPeer(listener) for _ in range(3)]
+    wait_until(lambda: len(listener._connections) == 3)
+    asked.say(encode_message(b"1", encode(Release(7, ()))))
+    assert asked.socket.recv(1000).startswith(b"\xff")
+    time.sleep(0.05)
+    more = RawPeer(listener)
+    wait_until(lambda: silent[0].is_closed)
+    assert [peer.is_closed for peer in (asked, silent[1], more)] == [False] * 3
+    assert len(listener._connections) == 3
+    assert answers(listener)
+
+
+def test_a_zmq_peer_that_gave_way_asks_again(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "MAX_CONNECTIONS", 1)
+    courier, others = Courier(), []
+    try:
+        for _ in range(3):
+            courier.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
+            wait_until(lambda: [parcel.answer for parcel in courier.collect()] == [Released(7)])
+            others.append(RawPeer(listener))
+    finally:
+        courier.close()
+
+
+def test_what_all_connections_keep_is_bounded_and_the_one_that_keeps_most_closes(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "MAX_KEPT_BYTES", 3 << 20)
+    announced = bytes((MORE | LONG,)) + (4 << 20).to_bytes(8, "big")
+    small, large = RawPeer(listener, announced, bytes(1 << 20)), RawPeer(listener, announced, bytes((2 << 20) - 1000))
+    wait_until(lambda: sum(each.num_bytes for each in list(listener._connections)) > (3 << 20) - 2000)
+    assert not small.is_closed
+    assert not large.is_closed
+    small.say(bytes(2000))
+    wait_until(lambda: large.is_closed)
+    assert not small.is_closed
+    assert answers(listener)
+
+
+def long_answers(asked: list[Question]) -> Listener:
+    """Answer handshakes with six megabytes, more than the kernel takes at once."""
+    identity = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 2, 4, 8, "none", "float32")
+    entry = RankEntry(0, 0, bytes(6 << 20), {}, 0, 1)
+
+    def answer_at_length(question: Question) -> Answer:
+        asked.append(question)
+        is_handshake = isinstance(question, DirectoryRequest)
+        return Directory(PROTOCOL_VERSION, "prefill", 7, identity, (entry,)) if is_handshake else Released(7)
+
+    return Listener(HOST, 0, answer_at_length)
+
+
+def handshakes(count: int, sender: str) -> bytes:
+    question = encode(DirectoryRequest(PROTOCOL_VERSION, sender))
+    return b"".join(encode_message(bytes((number,)), question) for number in range(count))
+
+
+def test_a_peer_that_takes_no_answer_waits_with_its_questions_and_loses_none() -> None:
+    asked: list[Question] = []
+    listener = long_answers(asked)
+    try:
+        peer = RawPeer(listener, handshakes(10, "slow"))
+        wait_until(lambda: bool(asked) and any(len(each.unsent) > 1000 for each in list(listener._connections)))
+        time.sleep(0.1)
+        assert len(asked) < 8, "the kernel's buffers hold some"
+        assert sum(each.num_bytes for each in list(listener._connections)) < 7 << 20
+        inbox, numbers = Inbox(2, 8 << 20), []
+        while len(numbers) < 10:
+            inbox.add(peer.socket.recv(1 << 20))
+            while (message := inbox.take()) is not None:
+                assert isinstance(decode_answer(message[1]), Directory)
+                numbers.append(message[0][0])
+        assert numbers == list(range(10))
+    finally:
+        listener.close()
+
+
+def test_answers_that_nobody_takes_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "MAX_KEPT_BYTES", 8 << 20)
+    asked: list[Question] = []
+    listener = long_answers(asked)
+    try:
+        peers = [RawPeer(listener, handshakes(10, str(number))) for number in range(6)]
+        wait_until(lambda: len({question.sender for question in asked}) == len(peers))  # type: ignore[union-attr]
+        wait_until(lambda: len(listener._connections) < len(peers))
+        assert sum(each.num_bytes for each in list(listener._connections)) < 16 << 20
+        assert answers(listener)
+    finally:
+        listener.close()
+
+
+def test_a_process_without_a_descriptor_left_goes_on_answering(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle, accept, refused = RawPeer(listener), socket.socket.accept, []
+    wait_until(lambda: len(listener._connections) == 1)
+
+    def accept_later(self: socket.socket) -> tuple[socket.socket, object]:
+        if not refused:
+            refused.append(True)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    assert answers(listener)
+    assert idle.is_closed
+    assert refused
 
 
 def test_upkeep_runs_while_nothing_arrives_and_may_fail() -> None:

@@ -110,6 +110,8 @@ ATTEMPTS: dict[str, Callable[[Patch], None]] = {
     "kernel-splits-blocks": split_blocks,
     "empty-stage": lambda patch: translate.shard_of(engine(patch, pp_size=2), groups(([], FULL)), {}, 0, 1),
     "other-weights": lambda _: ask(msgspec.structs.replace(IDENTITY, weights="of another revision")),
+    "other-quantisation": lambda _: ask(msgspec.structs.replace(IDENTITY, quantization="fp8")),
+    "other-compute-dtype": lambda _: ask(msgspec.structs.replace(IDENTITY, compute_dtype="bfloat16")),
     "protocol-version": lambda _: ask(version=PROTOCOL_VERSION + 1),
     "restarted": lambda _: ask(epoch=EPOCH + 1),
     "packed-and-plain": lambda patch: meet(shard(patch, (ONE, FULL), isa="amx"), shard(patch, (ONE, FULL))),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, PlanError, Reason, TransportError
+from kvferry.execution import staging
 from kvferry.execution.copy_costs import cold_memory, measure_copies
 from kvferry.execution.executor import Executor
 from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase, Prepare
@@ -21,8 +22,9 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
+from kvferry.plan.staged import NOTHING, Merge
 from kvferry.plan.staged_plan import ScatterPlan
-from kvferry.plan.strategy import TYPICAL_COSTS, Strategy
+from kvferry.plan.strategy import TYPICAL_COSTS, TYPICAL_SECONDS_PER_PART, Strategy
 from kvferry.plan.transfer_plan import Planner
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import Region, Status, Transfer, Transport, reach
@@ -74,15 +76,21 @@ class Pair:
             destination_block_ids=self.ids[1],
         )
 
-    def load(self, load_id: str = "a", transport: Transport | None = None, seconds: float = 30.0) -> Load:
+    def load(
+        self,
+        load_id: str = "a",
+        transport: Transport | None = None,
+        seconds: float = 30.0,
+        is_staged: bool = True,
+    ) -> Load:
         reads = [
             GuardedRead(
                 transport=transport or self.reader,
                 peer=self.peer,
                 word_address=self.words.address + 16,
                 expected_word=word_bytes(7, 3),
-                descriptors=np.empty((0, 3), dtype=np.uint64),
-                parts=ScatterPlan(plan, 0).parts([self.request]),
+                descriptors=NOTHING if is_staged else plan.lower([self.request]),
+                parts=ScatterPlan(plan, 0).parts([self.request]) if is_staged else (),
                 stage=self.stage,
             )
             for plan in self.plans
@@ -160,10 +168,13 @@ def test_a_source_that_changed_never_touches_the_cache_again(round_number: int) 
         # The two ranks' reads of a round end one after the other, or one rank's alone.
         if watched.num_data == round_number:
             pair.words.clear(1)
+            for copies in load._copies:
+                copies.wait()  # of the round before, which had been found right
             before.append(pair.cache.copy())
 
     watched.after_data = change
-    result = run(pair.load(transport=watched), pair.scratch)
+    load = pair.load(transport=watched)
+    result = run(load, pair.scratch)
     assert result.error is not None
     assert result.error.reason is Reason.SOURCE_CHANGED
     assert (pair.cache == before[0]).all()
@@ -185,6 +196,100 @@ def test_a_cancelled_load_keeps_its_stage_until_it_is_quiet_and_then_gives_it_ba
     assert result.error.reason is Reason.ABORTED
     assert pair.is_stage_free
     assert not pair.cache.any()
+
+
+class HeldCopies:
+    """Copies out of a stage that begin to copy only once they may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_copy, self.num_begun = threading.Event(), 0
+        self._put_in_place = staging.put_in_place
+        monkeypatch.setattr(staging, "put_in_place", self)
+
+    def __call__(self, merge: Merge, stage_address: int) -> None:
+        self.num_begun += 1
+        assert self.may_copy.wait(20)
+        self._put_in_place(merge, stage_address)
+
+
+def advance_until(load: Load, scratch: Scratch, is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end
+        load.advance(scratch, time.monotonic())
+
+
+def test_the_next_round_is_read_while_one_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, pair = HeldCopies(monkeypatch), Pair(stage_bytes=1 << 16)
+    watched = Watched(pair.reader)
+    load = pair.load(transport=watched)
+    advance_until(load, pair.scratch, lambda: copies.num_begun > 0 and watched.num_data >= 4)
+    assert not pair.cache.any()
+    copies.may_copy.set()
+    assert run(load, pair.scratch).error is None
+    assert pair.is_exact
+    assert pair.is_stage_free
+
+
+def test_a_load_ends_only_once_its_last_copy_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, pair = HeldCopies(monkeypatch), Pair()
+    load = pair.load()
+    advance_until(load, pair.scratch, lambda: load.phase is Phase.LANDING)
+    assert not any(load.advance(pair.scratch, time.monotonic()) for _ in range(20))
+    copies.may_copy.set()
+    assert run(load, pair.scratch).error is None
+    assert pair.is_exact
+
+
+def test_a_cancelled_load_ends_only_once_what_was_being_copied_has_been(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, pair = HeldCopies(monkeypatch), Pair()
+    load = pair.load()
+    advance_until(load, pair.scratch, lambda: load.phase is Phase.LANDING)
+    load.cancel(HandoffError(Reason.ABORTED, "aborted."))
+    for _ in range(20):
+        load.advance(pair.scratch, time.monotonic())
+    assert load.phase is Phase.STOPPING
+    assert not pair.is_stage_free
+    copies.may_copy.set()
+    result = run(load, pair.scratch)
+    assert result.error is not None
+    assert result.error.reason is Reason.ABORTED
+    assert pair.is_stage_free
+
+
+@pytest.mark.parametrize("stage_bytes", [1 << 20, 1 << 16])
+def test_a_copy_that_fails_fails_its_load(stage_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(stage_bytes=stage_bytes)
+
+    def fail(merge: Merge, stage_address: int) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(staging, "put_in_place", fail)
+    executor = Executor(pair.scratch)
+    try:
+        executor.submit(pair.load())
+        end, results = time.monotonic() + 20, []
+        while not results and time.monotonic() < end:
+            results = executor.collect()
+            time.sleep(0.001)
+    finally:
+        executor.close()
+    (result,) = results
+    assert result.error is not None
+    assert "no more" in result.error.message
+    assert pair.is_stage_free
+
+
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_no_moment_of_a_transfer_is_counted_twice(is_staged: bool) -> None:
+    """50 ms pass while data moves; a load that goes directly has nothing to copy afterwards."""
+    pair = Pair()
+    watched = Watched(pair.reader)
+    watched.after_data = lambda: time.sleep(0.025)
+    result = run(pair.load(transport=watched, is_staged=is_staged), pair.scratch)
+    assert result.error is None
+    assert pair.is_exact
+    assert 0.05 <= result.transfer_seconds < result.wait_seconds
 
 
 def test_a_load_that_waits_for_the_stage_ends_at_its_deadline_and_leaves_the_queue() -> None:
@@ -257,6 +362,17 @@ def test_costs_are_measured_quickly_and_leave_the_stage_free(name: str) -> None:
     assert measure_costs(pair.reader, pair.peer, pair.plans[0].source.regions, pair.stage) is None
     pair.stage.give_back("another")
     assert pair.is_stage_free
+
+
+def test_a_part_costs_what_an_answer_of_its_packer_takes() -> None:
+    pair = Pair()
+    link = pair.plans[0], pair.reader, pair.peer
+    for found, expected in ((0.123, 0.123), (None, TYPICAL_SECONDS_PER_PART)):
+        choice = Strategist(pair.stage).choice(*link, 1 << 20, lambda found=found: found)  # type: ignore[misc]
+        assert choice is not None
+        assert choice.costs.seconds_per_part == expected
+        assert choice.costs.seconds_per_descriptor != TYPICAL_COSTS["memcpy"].seconds_per_descriptor, "not measured"
+    Strategist(pair.stage).choice(*link, None, lambda: pytest.fail("nobody packs"))
 
 
 def test_copies_are_measured_on_memory_that_is_cold_and_cost_more_for_each_short_run() -> None:

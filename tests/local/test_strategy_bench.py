@@ -12,7 +12,8 @@ from .test_transport_bench import run
 
 
 def test_the_report_has_every_way_measured_and_predicted() -> None:
-    report = json.loads(run("--strategy --json --transport cma --total 8M --repeat 1").stdout)
+    """A stage of 8 MiB is packed in eighths, each of which has room for one of three blocks."""
+    report = json.loads(run("--strategy --json --transport cma --total 8M --repeat 1 --packing-stage 8M").stdout)
     merge, split = report["rows"]
     assert (merge["move"], merge["bytes"]) == ("merge", 3 * BLOCK_BYTES)
     assert (split["move"], split["bytes"]) == ("split", 3 * BLOCK_BYTES // 2)
@@ -20,6 +21,7 @@ def test_the_report_has_every_way_measured_and_predicted() -> None:
     assert merge["ways"]["scatter"]["descriptors"] <= 3 * 36 * 2
     assert split["ways"]["direct"]["descriptors"] == 3 * 36 * 16
     assert split["ways"]["gather"]["descriptors"] <= 3 * 36
+    assert [split["ways"][way]["parts"] for way in ("direct", "scatter", "gather")] == [0, 0, 3]
     for row in (merge, split):
         assert all(figures[kind] > 0 for figures in row["ways"].values() for kind in ("predicted_ms", "measured_ms"))
     assert len(report["targets"]) == 3 + 4
@@ -29,6 +31,12 @@ def test_fewer_bytes_than_a_block_are_refused() -> None:
     error = run("--strategy --transport cma --total 1M").exception
     assert isinstance(error, SettingsError)
     assert error.reason is Reason.INVALID_SETTING
+
+
+def test_a_stage_that_packs_nothing_is_refused() -> None:
+    error = run("--transport cma --total 1M --sizes 4K --packing-stage 8M").exception
+    assert isinstance(error, SettingsError)
+    assert "--strategy" in error.message
 
 
 @pytest.mark.parametrize("option", ["--sizes 4K", "--huge", "--no-huge", "--no-small"])

@@ -77,7 +77,9 @@ def test_cma_is_chosen_between_processes_of_one_host(caplog: pytest.LogCaptureFi
 def test_the_next_transport_is_used_when_the_first_does_not_reach() -> None:
     end_points = TransportSet({"null": NullTransport()}).register([])
     side = TransportSet({"cma": Refusing(), "null": NullTransport()})
-    link = side.connect({"cma": end_points["null"], **end_points}).poll()
+    connecting = side.connect({"cma": end_points["null"], **end_points})
+    link = connecting.poll()
+    assert connecting.poll() is link
     assert link is not None
     assert link.name == "null"
     assert "no entry" in link.why

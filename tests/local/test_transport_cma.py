@@ -141,6 +141,27 @@ def test_threads_copy_their_shares_exactly_though_calls_stop_short(pair: Pair, m
     check_same_again(pair, everything)
 
 
+def test_one_poll_makes_as_many_calls_as_its_share_needs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three calls move 3000 pieces; where the second stops short nothing behind it is taken for copied."""
+    monkeypatch.setattr(CopyThreads, "num_usable", 1)
+    read = pair.transport._calls[Direction.READ]
+    pieces = np.array([[i * 300, 1_000_000 - i * 300, 200] for i in range(3000)], np.uint64)
+    sizes: list[int] = []
+
+    def short_second(pid: int, local: int, num_local: int, *rest: int) -> int:
+        sizes.append(int(read(pid, local, 10 if len(sizes) == 1 else num_local, *rest)))
+        return sizes[-1]
+
+    pair.transport._calls = dict.fromkeys(Direction, short_second)
+    transfer = pair.submit(Direction.READ, pieces)
+    assert pair.transport.poll(transfer) is Status.PENDING
+    assert sizes == [1024 * 200, 10 * 200]
+    assert transfer.bytes_done == 1034 * 200
+    assert pair.transport.poll(transfer) is Status.DONE
+    assert len(sizes) == 4
+    check_same_again(pair, pieces)
+
+
 def test_an_error_on_another_thread_is_explained(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of an error belongs to the thread that made the call."""
     monkeypatch.setattr(CopyThreads, "num_usable", 2)

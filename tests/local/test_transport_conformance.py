@@ -26,6 +26,7 @@ class TestNixl(TransportSuite):
         pytest.importorskip("nixl")
 
 
+@pytest.mark.mooncake
 class TestMooncake(TransportSuite):
     factory = "kvferry.transport.mooncake:MooncakeTransport"
 

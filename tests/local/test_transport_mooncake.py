@@ -18,6 +18,7 @@ from kvferry.transport.mooncake import MooncakeEndPoint, MooncakeTransport
 from kvferry.transport.protocol import Direction, Region, Status, reach
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
+pytestmark = pytest.mark.mooncake
 FACTORY = "kvferry.transport.mooncake:MooncakeTransport"
 BYTES = 24 << 20
 PIECE = np.array([[0, 0, 4096]], np.uint64)

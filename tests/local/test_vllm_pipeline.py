@@ -97,6 +97,20 @@ def engine(stages: Sequence[Sequence[str]], tp_size: int, layout: str) -> list[C
     return [CacheRank(specs, layout, (rank, tp_size), stages=stages, pp_rank=stage) for stage, rank in places]
 
 
+def requests_of(num_groups: int) -> list[GroupBlocks]:
+    """Two blocks of each group, others on either side."""
+    return [
+        GroupBlocks(
+            group=str(group),
+            first_token=0,
+            last_token=32,
+            source_block_ids=[2 * group + 1, 2 * group + 2],
+            destination_block_ids=[10 - 2 * group, 9 - 2 * group],
+        )
+        for group in range(num_groups)
+    ]
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
@@ -112,16 +126,38 @@ def test_stages_of_a_hybrid_meet_through_vllms_own_groups_and_views(prefill: Any
     """A stage has all groups, some without a layer of its own: labels are written and found through vLLM's views."""
     sources, destinations = engine(*prefill, "BLHNC"), engine(*decode, "LBHNC")
     assert {tuple(map(len, rank.groups())) for rank in engine(SHORT_LAST, 1, "BLHNC")} == {(1, 1, 1), (1, 0, 1)}
-    requests = [
-        GroupBlocks(
-            group=str(group),
-            first_token=0,
-            last_token=32,
-            source_block_ids=[2 * group + 1, 2 * group + 2],
-            destination_block_ids=[10 - 2 * group, 9 - 2 * group],
-        )
-        for group in range(3)
-    ]
+    requests = requests_of(3)
+    for rank in sources:
+        rank.label(requests)
+    for rank in destinations:
+        move(sources, rank, requests)
+        rank.check(requests, 32)
+
+
+DRAFT = ("mtp.0", "mtp.1")
+
+
+@pytest.mark.parametrize(("sizes", "stages"), [((2, 1), False), ((1, 2), False), ((1, 2), True)])
+@pytest.mark.parametrize("drafter", [full, window], ids=["with the target's", "in groups of their own"])
+def test_a_drafters_layers_move_too(drafter: Any, sizes: tuple[int, int], stages: bool) -> None:
+    """MTP and EAGLE: vLLM puts their caches with the target's where they are alike, else into groups that it flags.
+
+    In a pipeline they belong to the last stage, however the other side is cut.
+    """
+    layers = {**dict.fromkeys(("0", "1", "2", "3"), full), **dict.fromkeys(DRAFT, drafter)}
+    cuts = ([["0"], ["1", "2", "3", *DRAFT]], [["0", "1", "2"], ["3", *DRAFT]]) if stages else ([], [])
+
+    def side(cut: Sequence[Sequence[str]], tp_size: int, layout: str) -> list[CacheRank]:
+        specs = {name: spec(tp_size) for name, spec in layers.items()}
+        places = [(stage, rank) for stage in range(max(len(cut), 1)) for rank in range(tp_size)]
+        more = {"stages": cut, "has_drafter": True}
+        return [CacheRank(specs, layout, (rank, tp_size), pp_rank=stage, **more) for stage, rank in places]
+
+    sources, destinations = side(cuts[0], sizes[0], "BLHNC"), side(cuts[1], sizes[1], "LBHNC")
+    whole = side([], 1, "BLHNC")[0]
+    assert whole.is_drafters == [set(group) <= set(DRAFT) for group in whole.groups()]
+    assert any(whole.is_drafters) is (drafter is window)
+    requests = requests_of(len(whole.is_drafters))
     for rank in sources:
         rank.label(requests)
     for rank in destinations:

@@ -42,7 +42,8 @@ def _attention(tp_size: int, block_size: int) -> dict[str, Any]:
 class CacheRank:
     """One rank: vLLM's groups of these layers, one buffer, a view a layer. ``shared`` layers read another's cache.
 
-    ``stages`` are the layers of each stage of a pipeline, of which this rank belongs to number ``pp_rank``.
+    ``stages`` are the layers of each stage of a pipeline, of which this rank belongs to number ``pp_rank``. A drafter's
+    layers are the last, as vLLM registers those of MTP.
     """
 
     def __init__(
@@ -54,15 +55,22 @@ class CacheRank:
         shared: Mapping[str, str] | None = None,
         stages: Sequence[Sequence[str]] = (),
         pp_rank: int = 0,
+        has_drafter: bool = False,
     ) -> None:
         self.tp_rank, self.specs = rank[0], dict(specs)
         attention = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
         modules = {**dict.fromkeys(specs, attention), **(modules or {})}
         vllm_config = _config(rank[1], max(len(stages), 1), KVCacheLayout[layout], modules)
+        if has_drafter:
+            drafter = {"use_eagle": lambda: True, "use_eagle_block_drop": lambda: True, "method": "mtp"}
+            vllm_config.speculative_config = SimpleNamespace(**drafter)
+            vllm_config.num_prefill_lookahead_tokens = 1
         groups = get_kv_cache_groups(vllm_config, self.specs)
         if stages:
             groups = _project_kv_cache_groups_to_worker(groups, {name: specs[name] for name in stages[pp_rank]})
+        self.is_drafters = [group.is_eagle_group for group in groups]
         self.config = get_kv_cache_config_from_groups(vllm_config, groups, available_memory=1 << 30)
+        translate.check_supported(vllm_config, self.config)
         self.caches = allocate_kv_cache(self.config, torch.device("cpu"), KVCacheLayout[layout])
         self.caches |= {name: self.caches[owner] for name, owner in (shared or {}).items()}
         self.shard = translate.shard_of(vllm_config, self.config, self.caches, rank[0], pp_rank)

@@ -1,6 +1,6 @@
 """The source's side of a gather: whose a part is and until when, and what is never packed. Time is an input."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import msgspec
 import numpy as np
@@ -10,9 +10,11 @@ from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution.staging import Stage
 from kvferry.handoff import packing_side as module
 from kvferry.handoff.guard import GuardWords
+from kvferry.handoff.pack_copies import as_message, from_message
 from kvferry.handoff.packing_side import LEASE_SECONDS, PLACE_SECONDS, PackingSide
 from kvferry.handoff.protocol import Answer, Busy, Pack, PackCopy, Packed, Release, Unpack, Unpacked
 from kvferry.layout.shard import Region
+from kvferry.plan.staged import Merge
 
 EPOCH, GENERATION, SLOT = 7, 3, 1
 NUM_BLOCKS, RUNS, RUN = 8, 4, 16
@@ -250,3 +252,22 @@ def test_other_mistakes_of_a_reader_are_refused() -> None:
         rank.side.answer(Release(EPOCH, ()), 0.0)
     assert other.value.reason is Reason.UNSUPPORTED
     assert rank.is_free
+
+
+def test_copies_come_out_of_a_message_as_they_went_in() -> None:
+    """No two numbers are equal, so that none can be taken for another; two copies share their blocks."""
+    first, second = np.array([5, 3]), np.array([8])
+    packs = [
+        Merge(11, 12, 13, 14, first, 15, ((2, 16, 17), (3, 18, 19))),
+        Merge(21, 22, 23, 24, second, 25, ()),
+        Merge(31, 32, 33, 34, first.copy(), 35, ((4, 36, 37),)),
+    ]
+    blocks, copies = as_message(packs)
+    assert blocks == ((5, 3), (8,))
+    question = msgspec.structs.replace(Rank().question(), blocks=blocks, copies=copies)
+    found = from_message(msgspec.msgpack.decode(msgspec.msgpack.encode(question), type=Pack))
+    for merge, pack in zip(found, packs, strict=True):
+        sent, arrived = (
+            {**asdict(each), "destination_blocks": each.destination_blocks.tolist()} for each in (pack, merge)
+        )
+        assert arrived == sent

@@ -73,9 +73,10 @@ class PrefillSideMachine(RuleBasedStateMachine):
         handles = data.draw(st.lists(st.sampled_from(self.known), max_size=4))
         live = {hold.handle for hold in self.live.values()}
         assert self.side.renew(EPOCH, handles, self.now) == [handle for handle in handles if handle not in live]
-        for handle in set(handles) & live:
-            if handle.request_id in self.lease_end:
-                self.lease_end[handle.request_id] = self.now + LEASE
+        families = {sampling_family(handle.request_id) for handle in set(handles) & live}
+        for member in self.lease_end:
+            if sampling_family(member) in families:
+                self.lease_end[member] = self.now + LEASE
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())

@@ -11,20 +11,34 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff import protocol
 from kvferry.handoff.handshake import check_version, compare_identities
 from kvferry.handoff.protocol import (
+    MAX_ANNOUNCED_BLOCKS,
+    MAX_ANNOUNCED_GROUPS,
+    MAX_IDENTIFIER_LENGTH,
     MAX_LEASE_SECONDS,
     MAX_MESSAGE_BYTES,
+    MAX_QUESTION_BYTES,
     MAX_REQUESTS_PER_MESSAGE,
     PROTOCOL_VERSION,
+    Announce,
+    Announced,
+    AnnouncedBlocks,
     Answer,
     Busy,
     Directory,
     DirectoryRequest,
+    EndPoint,
     Handle,
     Identity,
+    Introduce,
+    Introduced,
+    Noted,
     Pack,
     PackCopy,
     Packed,
     Packer,
+    Pushed,
+    PushFailed,
+    PushKey,
     Question,
     RankEntry,
     Refusal,
@@ -32,6 +46,8 @@ from kvferry.handoff.protocol import (
     Released,
     Renew,
     Renewed,
+    Revoke,
+    Revoked,
     Unpack,
     Unpacked,
     decode_answer,
@@ -48,9 +64,20 @@ lease_seconds = st.floats(min_value=1e-3, max_value=MAX_LEASE_SECONDS)
 identities = st.builds(Identity, *[identifiers] * 4, *[unsigned] * 3, *[identifiers] * 2)
 end_points = st.dictionaries(identifiers, st.binary(max_size=20), max_size=3)
 packers = st.builds(Packer, identifiers, st.integers(1, 65535), unsigned)
+places = st.builds(EndPoint, identifiers, st.integers(1, 65535), unsigned)
 ranks = st.builds(
-    RankEntry, unsigned, unsigned, st.binary(max_size=50), end_points, unsigned, unsigned, st.none() | packers
+    RankEntry,
+    unsigned,
+    unsigned,
+    st.binary(max_size=50),
+    end_points,
+    unsigned,
+    unsigned,
+    st.none() | packers,
+    st.none() | places,
 )
+push_keys = st.builds(PushKey, identifiers, unsigned, unsigned)
+announced = st.builds(AnnouncedBlocks, identifiers, *[unsigned] * 3, st.lists(unsigned, max_size=4).map(tuple))
 lengths, strides = st.integers(1, (1 << 31) - 1), st.integers(-(1 << 62), 1 << 62)
 loops = st.lists(st.tuples(lengths, strides, strides), max_size=3).map(tuple)
 copies = st.builds(PackCopy, *[unsigned] * 5, lengths, loops)
@@ -61,6 +88,31 @@ questions = st.one_of(
     st.builds(DirectoryRequest, unsigned, identifiers),
     st.builds(Renew, unsigned, handles),
     st.builds(Release, unsigned, handles),
+    st.builds(
+        Introduce,
+        unsigned,
+        unsigned,
+        identifiers,
+        identities,
+        st.lists(st.binary(max_size=20), min_size=1, max_size=3).map(tuple),
+        st.binary(max_size=20),
+        end_points,
+        places,
+    ),
+    st.builds(
+        Announce,
+        unsigned,
+        push_keys,
+        identifiers,
+        unsigned,
+        identifiers,
+        st.lists(announced, min_size=1, max_size=3).map(tuple),
+        identifiers,
+        lease_seconds,
+    ),
+    st.builds(Revoke, unsigned, push_keys),
+    st.builds(Pushed, push_keys, unsigned, identifiers, unsigned, unsigned, identifiers, lease_seconds),
+    st.builds(PushFailed, push_keys, unsigned, identifiers, st.text(st.characters(codec="utf-8"), max_size=50)),
 )
 answers = st.one_of(
     st.builds(
@@ -68,6 +120,10 @@ answers = st.one_of(
     ),
     st.builds(Renewed, unsigned, lease_seconds, handles),
     st.builds(Released, unsigned),
+    st.builds(Introduced, unsigned),
+    st.builds(Announced, unsigned),
+    st.builds(Revoked, unsigned, st.booleans()),
+    st.builds(Noted, unsigned),
     st.builds(Packed, unsigned, unsigned, st.binary(min_size=16, max_size=16)),
     st.builds(Busy),
     st.builds(Unpacked),
@@ -106,6 +162,16 @@ def decode_or_refuse(data: bytes) -> list[Question | Answer]:
             reasons.add(error.reason)
     assert reasons <= {Reason.MALFORMED_MESSAGE}
     return decoded
+
+
+def test_an_announcement_of_the_most_blocks_is_within_a_questions_bound() -> None:
+    longest, name = (1 << 63) - 1, "\N{GRINNING FACE}" * MAX_IDENTIFIER_LENGTH
+    share = MAX_ANNOUNCED_BLOCKS // MAX_ANNOUNCED_GROUPS
+    blocks = AnnouncedBlocks(name, longest, longest, longest, (longest,) * share)
+    key = PushKey(name, longest, longest)
+    announcement = Announce(longest, key, name, longest, name, (blocks,) * MAX_ANNOUNCED_GROUPS, name, 1.0)
+    assert len(encode(announcement)) <= MAX_QUESTION_BYTES
+    assert decode_question(encode(announcement)) == announcement
 
 
 @given(st.binary(max_size=200))
@@ -273,6 +339,6 @@ def test_another_protocol_version_is_refused() -> None:
 def test_reasons_on_the_wire_are_stable() -> None:
     """Peers of other versions match on these strings; a change here is a change of the protocol."""
     assert set(string.ascii_lowercase + "-") >= set("".join(Reason))
-    assert protocol.PROTOCOL_VERSION == 4
+    assert protocol.PROTOCOL_VERSION == 5
     assert Reason.PEER_CHANGED.value == "peer-changed"
     assert Reason.PEER_UNREACHABLE.value == "peer-unreachable"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ..host.vllm.handoffs import PAIRS
-from ..matrix_document import CHECKS, TOKENS, document
+from ..matrix_document import CHECKS, TOKENS, document, shape_of
 from ..matrix_refusals import REFUSALS
 from ..matrix_results import Results
 
@@ -68,3 +68,13 @@ def test_a_refusal_counts_with_its_code_only(results: Results) -> None:
 def test_names_are_unique() -> None:
     for names in ([pair.name for pair in PAIRS], [each.name for each in REFUSALS], [e.combination for e in REFUSALS]):
         assert len(set(names)) == len(names)
+
+
+def test_the_usual_tests_run_a_dozen_pairs_of_every_kind() -> None:
+    """The others run in ``make test-matrix``, which takes too long for every change."""
+    usual = [pair for pair in PAIRS if not pair.in_matrix]
+    assert len(usual) == 12
+    assert {pair.model for pair in usual} == {"gqa", "mla", "gemma", "granite"}
+    assert {pair.transport for pair in usual} == {"cma", "nixl"}
+    shapes = {shape_of(engine) for pair in usual for engine in (pair.prefill, pair.decode)}
+    assert shapes >= {"TP 1", "TP 2", "TP 4", "PP 2 x TP 1"}

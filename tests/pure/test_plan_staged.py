@@ -17,7 +17,7 @@ from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staged import Merge, Numbered, cut, joined, laid_out, placed
 from kvferry.plan.staged_plan import GatherPlan, ScatterPlan
-from kvferry.plan.strategy import LEAST_GAIN, SECONDS_PER_PART, TYPICAL_COSTS, Strategy, choose
+from kvferry.plan.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose
 from kvferry.plan.transfer_plan import PairPlan, Planner
 from kvferry.plan.verify import verify_pair
 from kvferry.plan.verify_staged import composed, composed_gather
@@ -224,7 +224,7 @@ def test_gather_must_be_predicted_so_much_faster() -> None:
         choose(plan, costs, strategy, packing_bytes=1 << 26).chosen for strategy in (Strategy.DIRECT, Strategy.GATHER)
     )
     packing = gather.copied_bytes / costs.copy_bytes_per_second + gather.num_copied_runs * 20e-9
-    packing += gather.num_parts * SECONDS_PER_PART
+    packing += gather.num_parts * costs.seconds_per_part
     bytes_once = direct.num_bytes / costs.bytes_per_second
     even = (LEAST_GAIN * packing + (LEAST_GAIN - 1) * bytes_once) / (
         direct.num_descriptors - LEAST_GAIN * gather.num_descriptors

@@ -23,11 +23,10 @@ def test_mandatory_dependencies_are_few() -> None:
     assert names == {"numpy", "msgspec", "pyzmq", "typer", "rich"}
 
 
-def test_set_up_installs_every_extra_but_mooncake() -> None:
-    """Mooncake needs libibverbs, with which NIXL 1.5.1 crashes at the end of a process."""
+def test_set_up_installs_every_extra() -> None:
     wanted = re.search(r'^extras="([^"]*)"$', (ROOT / "scripts/setup").read_text(), re.MULTILINE)
     assert wanted is not None
-    assert set(wanted[1].split(",")) == set(PROJECT["optional-dependencies"]) - {"mooncake"}
+    assert set(wanted[1].split(",")) == set(PROJECT["optional-dependencies"])
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -48,6 +48,7 @@ class Case:
     move: HeadMove
     choice: Choice
     ways: Mapping[Strategy, Plans]
+    packing_bytes: int
 
 
 def run_load(reads: Sequence[GuardedRead], scratch: Scratch) -> float:
@@ -64,16 +65,23 @@ def run_load(reads: Sequence[GuardedRead], scratch: Scratch) -> float:
     return seconds
 
 
-def measure_strategies(names: Sequence[str], num_bytes: int, repeat: int) -> dict[str, Any]:
-    """Return for each move and transport the choice, and every way measured and predicted."""
+def measure_strategies(
+    names: Sequence[str], num_bytes: int, repeat: int, packing_bytes: int = DEFAULT_STAGE_BYTES
+) -> dict[str, Any]:
+    """Return for each move and transport the choice, and every way measured and predicted.
+
+    ``packing_bytes`` is the stage of the other process, which packs.
+    """
     source, local = allocate(2 * num_bytes, True), allocate(2 * num_bytes, True)
     stage, scratch, courier = Stage(DEFAULT_STAGE_BYTES), Scratch(num_words=8), PartCourier("bench")
     moves = {name: HeadMove(num_bytes, source, local, sizes) for name, (sizes, _) in MOVES.items()}
     others = [stage.region, scratch.region]
-    with open_movers(names, num_bytes, local, True, others, DEFAULT_STAGE_BYTES) as (movers, _):
+    with open_movers(names, num_bytes, local, True, others, packing_bytes) as (movers, _):
         strategist = Strategist(stage)
         cases = [
-            _case(name, move, movers[transport], strategist) for name, move in moves.items() for transport in movers
+            _case(name, move, movers[transport], strategist, courier)
+            for name, move in moves.items()
+            for transport in movers
         ]
         prepare = {
             (case, way): partial(case.move.reads, movers[case.transport], plans, stage, courier)
@@ -92,12 +100,15 @@ def measure_strategies(names: Sequence[str], num_bytes: int, repeat: int) -> dic
                 seconds[key].append(run_load(reads(), scratch))
         courier.close()
         rows = [_row(case, {way: seconds[case, way] for way in case.ways}) for case in cases]
-        return {"repeat": repeat, "huge_share": huge_share(local), "rows": rows}
+        return {"repeat": repeat, "huge_share": huge_share(local), "packing_bytes": packing_bytes, "rows": rows}
 
 
-def _case(name: str, move: HeadMove, mover: Mover, strategist: Strategist) -> Case:
+def _case(name: str, move: HeadMove, mover: Mover, strategist: Strategist, courier: PartCourier) -> Case:
     plans = move.plans(mover)
-    choice = strategist.choice(plans[0], mover.transport, mover.peer, DEFAULT_STAGE_BYTES)
+    assert mover.packing is not None
+    packer = mover.packing.packer
+    asked = partial(courier.time_an_answer, packer)
+    choice = strategist.choice(plans[0], mover.transport, mover.peer, packer.stage_bytes, asked)
     assert choice is not None
     scatter = next(each for each in (choice.chosen, *choice.rejected) if each.strategy is Strategy.SCATTER)
     every: dict[Strategy, Plans] = {
@@ -106,7 +117,7 @@ def _case(name: str, move: HeadMove, mover: Mover, strategist: Strategist) -> Ca
         Strategy.GATHER: {plan: GatherPlan(plan) for plan in plans},
     }
     transport = mover.transport.capabilities.name
-    return Case(name, transport, move, choice, {way: every[way] for way in MOVES[name][1]})
+    return Case(name, transport, move, choice, {way: every[way] for way in MOVES[name][1]}, packer.stage_bytes)
 
 
 def _row(case: Case, seconds: Mapping[Strategy, Sequence[float]]) -> dict[str, Any]:
@@ -120,6 +131,7 @@ def _row(case: Case, seconds: Mapping[Strategy, Sequence[float]]) -> dict[str, A
         "ways": {
             str(way): {
                 "descriptors": predicted[way].num_descriptors,
+                "parts": predicted[way].num_parts,
                 "predicted_ms": predicted[way].seconds * 1e3,
                 "measured_ms": measured[way] * 1e3,
                 "spread_ms": [min(seconds[way]) * 1e3, max(seconds[way]) * 1e3],
@@ -136,7 +148,7 @@ def _predict(way: Strategy, case: Case) -> Prediction:
         return predict_direct([plan.lower([request]) for plan in plans], case.choice.costs)
     parts = [part for staged in plans.values() if staged is not None for part in staged.parts([request])]
     is_packed = way is Strategy.GATHER
-    rounds = list(cut([(0, part) for part in parts], DEFAULT_STAGE_BYTES // PARTS_PER_STAGE)) if is_packed else []
+    rounds = list(cut([(0, part) for part in parts], case.packing_bytes // PARTS_PER_STAGE)) if is_packed else []
     return predict_staged(way, parts, case.choice.costs, len(rounds))
 
 
@@ -162,9 +174,11 @@ def _verdict(what: str, measured: float, target: float, met: bool) -> dict[str, 
     return {"what": what, "measured": measured, "target": target, "met": met}
 
 
-def report_strategies(names: Sequence[str], num_bytes: int, repeat: int, json_output: bool) -> None:
+def report_strategies(
+    names: Sequence[str], num_bytes: int, repeat: int, json_output: bool, packing_bytes: int = DEFAULT_STAGE_BYTES
+) -> None:
     """Measure and print, as a table or one JSON object."""
-    report = measure_strategies(names, num_bytes, repeat)
+    report = measure_strategies(names, num_bytes, repeat, packing_bytes)
     report["targets"] = judge_strategies(report["rows"])
     if json_output:
         print(json.dumps(report, indent=2))

@@ -24,6 +24,7 @@ from kvferry.cli.transport_measurement import (
     scattered_pieces,
 )
 from kvferry.errors import Reason, SettingsError
+from kvferry.plan.strategy import DEFAULT_STAGE_BYTES
 from kvferry.transport.protocol import Descriptors
 from kvferry.transport.registry import check_setting
 from kvferry.units import format_bytes
@@ -138,7 +139,7 @@ def _refuse_given(context: typer.Context, *options: str) -> None:
         raise SettingsError(
             Reason.INVALID_SETTING,
             f"{', '.join(given)} beside --strategy, which moves runs of 2 KiB in huge pages.",
-            "Leave them out; --total, --repeat and --transport may be given.",
+            "Leave them out; --total, --repeat, --transport and --packing-stage may be given.",
         )
 
 
@@ -170,6 +171,7 @@ def bench_transport(
     total: Annotated[str, typer.Option(help="Bytes to move, a multiple of every size.")] = "64M",
     repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 9,
     strategy: Annotated[bool, typer.Option("--strategy", help="Compare the ways to move short runs.")] = False,
+    packing_stage: Annotated[str, typer.Option(help="With --strategy: the stage of the side that packs.")] = "64M",
 ) -> None:
     """Measure transports between two processes, beside memcpy in one process and a plain NIXL program.
 
@@ -182,8 +184,10 @@ def bench_transport(
     num_bytes, piece_bytes = parse_size(total), [parse_size(size) for size in sizes.split(",")]
     if strategy:
         _refuse_given(context, "--huge", "--small", "--sizes")
-        report_strategies(names, num_bytes, repeat, json_output)
+        report_strategies(names, num_bytes, repeat, json_output, parse_size(packing_stage))
         return
+    if parse_size(packing_stage) != DEFAULT_STAGE_BYTES:
+        raise SettingsError(Reason.INVALID_SETTING, "--packing-stage says nothing without --strategy.", "Add it.")
     for size in piece_bytes:
         if num_bytes % size:
             raise SettingsError(Reason.INVALID_SETTING, f"{num_bytes} bytes are not a multiple of pieces of {size}.")

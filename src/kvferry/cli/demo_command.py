@@ -43,7 +43,7 @@ def demo(
     transport: Annotated[str, typer.Option(help="auto, cma or nixl.")] = "auto",
     prompts: Annotated[int, typer.Option(min=FEWEST_PROMPTS, help="How many prompts to send.")] = 16,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a block; the engine chooses by default.")] = None,
-    mode: Annotated[str, typer.Option(help="How caches move: pull.")] = "pull",
+    mode: Annotated[str, typer.Option(help="How caches move: pull, or push.")] = "pull",
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with the model and the logs.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")] = False,
 ) -> None:
@@ -51,8 +51,8 @@ def demo(
 
     Exit code 1: a token differs, the decode engine computed what it should have received, or something leaked.
     """
-    if mode != "pull":
-        raise SettingsError(Reason.INVALID_SETTING, f"mode {mode!r} does not exist.", "Use: pull.")
+    if mode not in ("pull", "push"):
+        raise SettingsError(Reason.INVALID_SETTING, f"mode {mode!r} does not exist.", "Use: pull, push.")
     if layout is not None:
         NamedLayout.parse(layout)
     if transport != "auto":
@@ -113,7 +113,7 @@ def _run(model: str, settings: DemoSettings, folder: Path, console: Console) -> 
             shape = CacheShape(shapes, cache_block_size(engines.decode.url), settings.prefill_tp, settings.decode_tp)
             report = _measure(engines, prompts, shape, folder / TRANSFER_LOG, status)
         console.print(f"The whole run took {time.monotonic() - started_at:.0f} s.")
-        return replace(report, processes_left=engines.remaining_processes())
+        return replace(report, mode=settings.mode, processes_left=engines.remaining_processes())
 
 
 def _check_tensor_parallel_sizes(shapes: ModelShapes, settings: DemoSettings) -> None:

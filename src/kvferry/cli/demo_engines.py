@@ -1,15 +1,18 @@
 """The demo's processes: a prefill engine, a decode engine, and an unmodified vllm-router before them."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.integrations.vllm.engine_metrics import cache_usage
 from kvferry.integrations.vllm.launch import (
+    HOST,
     EngineSettings,
     Role,
     Server,
+    free_port,
     spread_over_cores,
     start_engine,
     start_router,
@@ -23,6 +26,9 @@ MAX_MODEL_LEN = 4096
 LEASE_SECONDS = 120.0
 CACHE_BYTES = 768 << 20
 """Of one engine, over its ranks."""
+
+TELL_SECONDS = 3.0
+"""Within this an engine has told a new router of itself."""
 
 Announce = Callable[[str, str], None]
 """Called with the name of a part and what it does now."""
@@ -40,13 +46,23 @@ class DemoSettings:
     num_prompts: int = 16
     block_size: int | None = None
 
-    def engine(self, role: Role, tp_size: int, model: Path, folder: Path) -> EngineSettings:
-        """Return the settings of the engine with ``role``."""
-        settings = {"mode": self.mode, "transport": self.transport, "lease_seconds": LEASE_SECONDS}
+    @property
+    def is_push(self) -> bool:
+        """Whether the prefill engine writes while it computes."""
+        return self.mode == "push"
+
+    def engine(self, role: Role, tp_size: int, model: Path, folder: Path, **more: str) -> EngineSettings:
+        """Return the settings of the engine with ``role``; ``more`` goes to its connector."""
+        settings: dict[str, str | float] = {
+            "mode": self.mode,
+            "transport": self.transport,
+            "lease_seconds": LEASE_SECONDS,
+        }
         if self.layout is not None:
             settings["layout"] = self.layout
         if role == "kv_consumer":
             settings["transfer_log"] = str(folder / TRANSFER_LOG)
+        settings |= more
         return EngineSettings(
             model,
             role=role,
@@ -88,17 +104,31 @@ def running_engines(settings: DemoSettings, model: Path, folder: Path, announce:
         announce(name, f"starting, {seconds:.0f} s")
 
     try:
-        for name, engine in (
-            ("prefill", settings.engine("kv_producer", settings.prefill_tp, model, folder)),
-            ("decode", settings.engine("kv_consumer", settings.decode_tp, model, folder)),
-        ):
+        discovery = f"{HOST}:{free_port()}"
+        roles: tuple[tuple[str, Role, int], ...] = (
+            ("prefill", "kv_producer", settings.prefill_tp),
+            ("decode", "kv_consumer", settings.decode_tp),
+        )
+        for name, role, tp_size in roles:
             announce(name, "starting")
-            servers.append(start_engine(name, engine, folder))
+            port = free_port()
+            places = {"router_address": discovery, "http_address": f"{HOST}:{port}"} if settings.is_push else {}
+            servers.append(start_engine(name, settings.engine(role, tp_size, model, folder, **places), folder, port))
         wait_until_ready(servers, on_progress=announce_age)
-        servers.append(start_router([servers[0].url], [servers[1].url], folder))
+        servers.append(_start_router(settings, servers, discovery, folder))
         wait_until_ready(servers[2:], timeout_seconds=60.0, on_progress=announce_age)
+        if settings.is_push:
+            time.sleep(TELL_SECONDS)
         announce("engines", "ready")
         yield DemoEngines(*servers)
     finally:
         announce("engines", "stopping")
         stop_servers(servers)
+
+
+def _start_router(settings: DemoSettings, servers: Sequence[Server], discovery: str, folder: Path) -> Server:
+    """Start the router; for pushes in the one mode in which it sends to both engines at once."""
+    if settings.is_push:
+        arguments = ("--kv-connector", "moriio", "--vllm-discovery-address", discovery)
+        return start_router([], [], folder, arguments=arguments)
+    return start_router([servers[0].url], [servers[1].url], folder)

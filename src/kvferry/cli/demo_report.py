@@ -81,6 +81,7 @@ class DemoReport:
     reference: PromptTokens
     cache_usages: Mapping[str, float]
     seconds_until_free: float
+    mode: str = "pull"
     processes_left: int = 0
     problems: tuple[str, ...] = field(default=())
 
@@ -111,6 +112,7 @@ class DemoReport:
             "computed_tokens": self.received.computed,
             "prompt_tokens": self.total("prompt_tokens"),
             "reference_computed_tokens": self.reference.computed,
+            "mode": self.mode,
             "prefill_tp": self.shape.prefill_tp,
             "decode_tp": self.shape.decode_tp,
             "block_size": self.shape.block_size,

@@ -9,11 +9,14 @@ from kvferry.units import format_bytes, format_rate
 
 COLUMNS = ("tokens", "received", "computed", "bytes", "descriptors", "per layer", "wait ms", "GB/s", "by", "identical")
 
+VERBS = {"pull": "moved", "push": "pushed"}
+
 
 def print_report(report: DemoReport, console: Console) -> None:
     """Print a line per request, the totals beside a per-layer layout's, and what is wrong, if anything."""
     table = Table(
-        title=f"KV cache moved from prefill (TP {report.shape.prefill_tp}) to decode (TP {report.shape.decode_tp}), "
+        title=f"KV cache {VERBS[report.mode]} from prefill (TP {report.shape.prefill_tp}) to decode (TP "
+        f"{report.shape.decode_tp}), "
         f"layout {report.layout}, blocks of {report.shape.block_size} tokens",
         show_footer=True,
     )
@@ -27,6 +30,8 @@ def print_report(report: DemoReport, console: Console) -> None:
         f"{report.per_layer_descriptors}, one for each layer, block and pair of ranks. "
         f"Expected bytes: {report.expected_bytes}, moved: {report.total('bytes')}."
     )
+    if report.mode == "push":
+        console.print("A push's wait begins when the decode engine has blocks: the prompt is computed meanwhile.")
     console.print(f"Both caches were free {report.seconds_until_free:.2f} s after the last answer.")
     for problem in report.problems:
         console.print(f"[red]problem:[/red] {escape(problem)}")

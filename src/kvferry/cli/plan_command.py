@@ -9,17 +9,20 @@ from rich.table import Table
 
 from kvferry.cli.console import open_console
 from kvferry.cli.engine_shape import parse_engine
-from kvferry.cli.given_costs import read_costs
 from kvferry.cli.model_config import ITEM_SIZES
 from kvferry.cli.model_shapes import caches_of
 from kvferry.cli.plan_drawing import draw_plan
 from kvferry.cli.plan_explanation import explain_plan
 from kvferry.cli.plan_report import Blocks, PlanReport, make_report
 from kvferry.errors import KVFerryError, Reason, SettingsError
+from kvferry.execution.kept_costs import read_costs
 from kvferry.plan.describe import Summary
+from kvferry.plan.strategy import TYPICAL_COSTS
 from kvferry.units import format_bytes
 
 MAX_TOKENS = 1 << 26
+ASSUMED = {name: TYPICAL_COSTS[name] for name in ("cma", "nixl")}
+"""Costs of the transports whose choices are shown where none are given."""
 ENGINE_HELP = "tp=,pp=,layout=,block_size=,layers=20+16 of the {} engine."
 MAX_RUN_LENGTHS = 4
 """Run lengths shown of one row of the table; JSON has all."""
@@ -58,7 +61,8 @@ def plan(
         caches = caches_of(model, layers, kv_heads, head_size, dtype)
         engines = parse_engine("--prefill", prefill, block_size), parse_engine("--decode", decode, block_size)
         report = make_report(caches, *engines, tokens, blocks, seed)
-        explanation = explain_plan(report, read_costs(costs)) if explain else []
+        given = ASSUMED if costs is None else read_costs(costs, "--costs")
+        explanation = explain_plan(report, list(given.values())) if explain else []
         if draw is not None:
             _write(draw, draw_plan(report))
     except KVFerryError as error:

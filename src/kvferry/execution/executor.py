@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Protocol
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.execution.device import HOST, DeviceOrder
-from kvferry.execution.load import Load, LoadResult, Phase, refused
+from kvferry.execution.load import LoadResult, Phase, refused
 from kvferry.execution.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,38 @@ QUIET_SECONDS = 10.0
 """So long a load that was given up may take to be quiet before the log tells of it."""
 Cancellation = tuple[str, KVFerryError]
 """The id of a load and why it is given up."""
+
+
+class Job(Protocol):
+    """What the executor advances: a load (:class:`kvferry.execution.load.Load`), or one side of a push."""
+
+    @property
+    def load_id(self) -> str:
+        """Names the job; no two at a time have one name."""
+
+    @property
+    def phase(self) -> Phase:
+        """``PREPARING`` while it waits for something else than a transfer, ``STOPPING`` once given up, ``DONE``."""
+
+    @property
+    def error(self) -> KVFerryError | None:
+        """Why it was given up."""
+
+    @property
+    def given_up_at(self) -> float | None:
+        """When it was given up."""
+
+    def advance(self, scratch: Scratch, now: float) -> bool:
+        """Make bounded progress; return whether anything moved."""
+
+    def is_ending(self, now: float) -> bool:
+        """Return whether it is past its deadline or being stopped."""
+
+    def cancel(self, error: KVFerryError) -> None:
+        """Give up; done once its transfers are quiet."""
+
+    def result(self, finished_at: float) -> LoadResult:
+        """Return how it ended."""
 
 
 class Executor:
@@ -40,10 +73,10 @@ class Executor:
         self._order = order
         self._cores = set(cores)
         self._realtime = realtime
-        # Loads and what to cancel in one queue, so that a cancellation never overtakes its load.
-        self._orders: queue.SimpleQueue[Load | Cancellation | None] = queue.SimpleQueue()
+        # Jobs and what to cancel in one queue, so that a cancellation never overtakes its job.
+        self._orders: queue.SimpleQueue[Job | Cancellation | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
-        self._active: list[Load] = []
+        self._active: list[Job] = []
         self._unquiet: set[str] = set()
         self._num_looks = 0
         self._stop = threading.Event()
@@ -53,7 +86,7 @@ class Executor:
         self._thread.start()
         self._await_start()
 
-    def submit(self, load: Load) -> None:
+    def submit(self, load: Job) -> None:
         """Queue a load; its result comes back through :meth:`collect`, exactly once."""
         self._orders.put(load)
 
@@ -61,9 +94,16 @@ class Executor:
         """Give a load up; it comes back with ``error`` through :meth:`collect`, once its transfers are quiet."""
         self._orders.put((load_id, error))
 
-    def collect(self) -> list[LoadResult]:
-        """Return the loads that ended since the last call."""
+    def wake(self) -> None:
+        """Something has happened that a waiting job may wait for: look at once."""
+        self._orders.put(None)
+
+    def collect(self, wait_seconds: float = 0.0) -> list[LoadResult]:
+        """Return the loads that ended since the last call; where none has, wait so long for the first."""
         results = []
+        if wait_seconds:
+            with suppress(queue.Empty):
+                results.append(self._results.get(timeout=wait_seconds))
         while not self._results.empty():
             results.append(self._results.get_nowait())
         return results
@@ -132,14 +172,16 @@ class Executor:
         while not self._orders.empty():
             self._take(self._orders.get_nowait())
 
-    def _take(self, order: Load | Cancellation | None) -> None:
-        if isinstance(order, Load):
+    def _take(self, order: Job | Cancellation | None) -> None:
+        if order is None:
+            return
+        if not isinstance(order, tuple):
             self._active.append(order)
-        elif order is not None:
-            load_id, error = order
-            for load in self._active:
-                if load.load_id == load_id:
-                    load.cancel(error)
+            return
+        load_id, error = order
+        for load in self._active:
+            if load.load_id == load_id:
+                load.cancel(error)
 
     def _give_up(self) -> None:
         while not self._orders.empty():
@@ -167,7 +209,7 @@ class Executor:
                 return True
         return False
 
-    def _tell_if_unquiet(self, load: Load, now: float) -> None:
+    def _tell_if_unquiet(self, load: Job, now: float) -> None:
         """Tell, once when it gets late and once when it is over, of blocks that the engine cannot have back yet.
 
         A posted read cannot be revoked: what lands after the blocks were given to another request would be its cache.
@@ -180,14 +222,14 @@ class Executor:
             self._unquiet.add(load.load_id)
             logger.warning(
                 "kvferry: %s was given up %.0f s ago (%s), but its transfers cannot be revoked and have not ended: the "
-                "request and its blocks are kept until they have. Is the prefill engine's process stopped? If it ends, "
+                "request and its blocks are kept until they have. Is the other engine's process stopped? If it ends, "
                 "so do they.",
                 load.load_id,
                 seconds,
                 load.error,
             )
 
-    def _advance_one(self, load: Load) -> bool:
+    def _advance_one(self, load: Job) -> bool:
         was_stopping = load.phase is Phase.STOPPING
         try:
             return load.advance(self._scratch, time.monotonic())
@@ -211,7 +253,7 @@ def cores_that_do_not_compute() -> set[int]:
         return bound
 
 
-def _result(load: Load) -> LoadResult:
+def _result(load: Job) -> LoadResult:
     """Return how the load ended; where that cannot be told it failed, since the engine waits for an answer."""
     try:
         return load.result(time.monotonic())

@@ -4,14 +4,16 @@ A load advances on the thread that calls :meth:`Load.advance`; it never blocks. 
 every read has completed and every guard word was the expected one before and after.
 
 What goes by way of a stage here comes in rounds, as much at a time as the stage has room for: read, guard words again,
-and only then copied into the cache. What a source packs is read with the first of them, see :mod:`gathering`.
+and only then copied into the cache, while the next round is read. What a source packs is read with the first of them,
+see :mod:`gathering`.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -73,6 +75,7 @@ class Phase(Enum):
     GUARD_BEFORE = "reading the guard words before the data"
     DATA = "reading the data"
     GUARD_AFTER = "reading the guard words after the data"
+    LANDING = "copying from the stage into the cache"
     STOPPING = "stopping its transfers"
     DONE = "done"
 
@@ -98,6 +101,8 @@ class LoadResult:
     transfer_seconds: float
     landing: Mark = OVER
     """Behind the last copy into the cache, on a GPU: the engine's stream must wait for it."""
+    timeline: Callable[[], Mapping[str, Any]] | None = None
+    """Of a push, where it was asked for: says when what happened, ready for JSON."""
 
 
 def refused(load_id: str, error: KVFerryError) -> LoadResult:
@@ -129,6 +134,7 @@ class Load:
     _rounds: deque[list[Numbered]] = field(default_factory=deque)
     _merges: list[Merge] = field(default_factory=list)
     _landing: Mark = OVER
+    _copies: deque[Mark] = field(default_factory=deque)
     _has_read_directly: bool = False
     _num_descriptors: int = 0
     _data_started_at: float = 0.0
@@ -177,6 +183,11 @@ class Load:
             return self._start(scratch)
         if self.phase is Phase.STAGE:
             return self._begin_round()
+        if self.phase is Phase.LANDING:
+            if self._is_copying():
+                return False
+            self._transfer_seconds += time.monotonic() - self._data_started_at
+            return self._finish(scratch)
         moved = self._poll_transfers()
         if self.phase is not Phase.STOPPING:
             self._raise_failed()
@@ -196,8 +207,8 @@ class Load:
         if self.phase is Phase.GUARD_AFTER:
             self._put_in_place()
             # The words after one round are those before the next, which begins when other loads have had their turn.
-            self.phase = Phase.STAGE
-            return True if self._rounds else self._finish(scratch)
+            self.phase = Phase.STAGE if self._rounds else Phase.LANDING
+            return True
         self.phase = Phase.STAGE
         self._begin_round()
         return True
@@ -281,14 +292,23 @@ class Load:
 
     def _put_in_place(self) -> None:
         """Copy what the stage holds into the cache: the source was its source until all had come."""
+        self._data_started_at = time.monotonic()
         if not self._merges:
             return
-        started_at = time.monotonic()
         self._landing = self._stage.put_in_place(self._merges)
+        if self._stage.is_on_host:
+            self._copies.append(self._landing)
         self._merges = []
         self._rounds.popleft()
         self._stage.give_back(id(self), after=self._landing)
-        self._transfer_seconds += time.monotonic() - started_at
+
+    def _is_copying(self) -> bool:
+        """Return whether bytes still come into the cache from the stage. Raises what went wrong with a copy, once."""
+        while self._copies and self._copies[0].is_over():
+            copied = self._copies.popleft()
+            if self.phase is not Phase.STOPPING:
+                copied.wait()
+        return bool(self._copies)
 
     def _poll_transfers(self) -> bool:
         moved = False
@@ -314,7 +334,7 @@ class Load:
             return True
         if self.phase is Phase.STOPPING:
             quiet = [each.stop() for each in self._gatherings]
-            return not all(quiet)
+            return not all(quiet) or self._is_copying()
         return self.phase is Phase.DATA and not all(each.is_over for each in self._gatherings)
 
     def _raise_failed(self) -> None:

@@ -2,6 +2,8 @@
 
 import mmap
 from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Union
 
 import numpy as np
@@ -12,6 +14,7 @@ from kvferry.execution import device_merge
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark
 from kvferry.layout.shard import Region
 from kvferry.plan.staged import Merge, aligned
+from kvferry.transport.copy_threads import CopyThreads
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +25,19 @@ ROUNDS = 4
 PACKING_BYTES = 256 << 10
 """A copy out of blocks in no order goes through a buffer that stays in the second-level cache."""
 _HUGE_PAGE_BYTES = 2 << 20
+
+
+class _Copied:
+    """A mark behind copies that another thread of this process makes."""
+
+    def __init__(self, copying: Future[None]) -> None:
+        self._copying = copying
+
+    def is_over(self) -> bool:
+        return self._copying.done()
+
+    def wait(self) -> None:
+        self._copying.result()
 
 
 class Stage:
@@ -47,6 +63,12 @@ class Stage:
         self._held: dict[Hashable, tuple[int, int]] = {}
         self._waiting: dict[Hashable, None] = {}
         self._given_back: list[tuple[tuple[int, int], Mark]] = []
+        self._threads = CopyThreads()
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether nobody waits for marks of its copies unless the caller does; a GPU's stream waits by itself."""
+        return self._order.is_immediate
 
     @property
     def round_bytes(self) -> int:
@@ -80,15 +102,13 @@ class Stage:
             self._given_back.append((stretch, after))
 
     def put_in_place(self, merges: Sequence[Merge]) -> Mark:
-        """Copy what was read to where it belongs in the cache; return the mark behind that.
+        """Begin to copy what was read to where it belongs in the cache; return the mark behind that.
 
-        On a GPU by one launch on the calling thread's stream.
+        On a thread beside the caller's, which goes on reading; on a GPU by one launch on the calling thread's stream.
         """
-        if self._order.is_immediate:
-            for merge in merges:
-                put_in_place(merge, self.region.base_address)
-        else:
-            device_merge.merge(merges, self.region.base_address, self._order.device)
+        if self.is_on_host:
+            return _Copied(self._threads.start(partial(_put_all_in_place, merges, self.region.base_address)))
+        device_merge.merge(merges, self.region.base_address, self._order.device)
         return self._order.mark()
 
     def pack(self, packs: Sequence[Merge]) -> Mark:
@@ -96,12 +116,16 @@ class Stage:
 
         On a GPU by one launch on the calling thread's stream.
         """
-        if self._order.is_immediate:
+        if self.is_on_host:
             for each in packs:
                 pack(each, self.region.base_address)
         else:
             device_merge.split(packs, self.region.base_address, self._order.device)
         return self._order.mark()
+
+    def close(self) -> None:
+        """End the copying thread once it has copied what it was given; twice is fine."""
+        self._threads.close()
 
     def _gap(self, num_bytes: int) -> int | None:
         self._given_back = [(stretch, mark) for stretch, mark in self._given_back if not mark.is_over()]
@@ -140,6 +164,11 @@ class _Address:
             "typestr": f"|V{run_bytes}",
             "version": 3,
         }
+
+
+def _put_all_in_place(merges: Sequence[Merge], stage_address: int) -> None:
+    for merge in merges:
+        put_in_place(merge, stage_address)
 
 
 def put_in_place(merge: Merge, stage_address: int) -> None:

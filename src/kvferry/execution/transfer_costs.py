@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,24 +28,40 @@ LONGEST_SECONDS = 1.0
 class Strategist:
     """Chooses for each pair of ranks, with costs that were given or are measured once for each transport.
 
+    ``keep`` is called with the costs that were measured, for another start.
     Without a stage here only ``gather`` can be wished for, and without such a wish everything goes directly.
     """
 
     def __init__(
-        self, stage: Stage | None = None, wish: Strategy | None = None, costs: Mapping[str, Costs] | None = None
+        self,
+        stage: Stage | None = None,
+        wish: Strategy | None = None,
+        costs: Mapping[str, Costs] | None = None,
+        keep: Callable[[Costs], None] = lambda costs: None,
     ) -> None:
-        self.stage, self._wish = stage, wish
+        self.stage, self._wish, self._keep = stage, wish, keep
         self._costs = dict(costs or {})
 
+    def close(self) -> None:
+        """Stop copying out of the stage; twice is fine."""
+        if self.stage is not None:
+            self.stage.close()
+
     def staged_plan(
-        self, plan: PairPlan, transport: Transport, peer: Peer, packing_bytes: int | None
+        self,
+        plan: PairPlan,
+        transport: Transport,
+        peer: Peer,
+        packing_bytes: int | None = None,
+        time_an_answer: Callable[[], float | None] = lambda: None,
     ) -> ScatterPlan | GatherPlan | None:
         """Return the plan by way of a stage where that is the choice, None for the direct way.
 
-        ``packing_bytes`` is the source's stage, None where it does not pack. Raises :class:`PlanError`
-        (``unsupported``) for a strategy that was wished for and cannot be had.
+        ``packing_bytes`` is the source's stage, None where it does not pack; ``time_an_answer`` measures how many
+        seconds its answers take, if that can be told. Raises :class:`PlanError` (``unsupported``) for a strategy that
+        was wished for and cannot be had.
         """
-        choice = self.choice(plan, transport, peer, packing_bytes)
+        choice = self.choice(plan, transport, peer, packing_bytes, time_an_answer)
         if choice is None or choice.chosen.strategy is Strategy.DIRECT:
             return None
         if choice.chosen.strategy is Strategy.GATHER:
@@ -53,7 +69,12 @@ class Strategist:
         return ScatterPlan(plan, choice.chosen.gap_bytes)
 
     def choice(
-        self, plan: PairPlan, transport: Transport, peer: Peer, packing_bytes: int | None = None
+        self,
+        plan: PairPlan,
+        transport: Transport,
+        peer: Peer,
+        packing_bytes: int | None = None,
+        time_an_answer: Callable[[], float | None] = lambda: None,
     ) -> Choice | None:
         """Return the choice and what was rejected; None where there is nothing to choose."""
         if self.stage is None and self._wish is not Strategy.GATHER:
@@ -67,8 +88,10 @@ class Strategist:
             # Measured only where a stage could save descriptors: most pairs need none.
             measured = measure_costs(transport, peer, plan.source.regions, self.stage)
             if measured is not None:
-                self._costs[name] = measured
-                choice = choose(plan, measured, self._wish, size, packing_bytes)
+                seconds = None if packing_bytes is None else time_an_answer()
+                self._costs[name] = measured if seconds is None else replace(measured, seconds_per_part=seconds)
+                self._keep(self._costs[name])
+                choice = choose(plan, self._costs[name], self._wish, size, packing_bytes)
         logger.info("kvferry: %s to %s %s", plan.source.rank_name, plan.destination.rank_name, describe_choice(choice))
         return choice
 

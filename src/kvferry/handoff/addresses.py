@@ -48,8 +48,17 @@ def bare(host: str) -> str:
 
 
 def is_ipv6(host: str) -> bool:
-    """Return whether zmq has to be told that this is an IPv6 address."""
+    """Return whether the host is an IPv6 address, in brackets or not."""
     return ":" in host
+
+
+def in_url(host: str) -> str:
+    """Return the host as addresses with a port name it.
+
+    >>> in_url("::1"), in_url("prefill-0")
+    ('[::1]', 'prefill-0')
+    """
+    return f"[{bare(host)}]" if is_ipv6(host) else host
 
 
 def end_point(host: str, port: int | str) -> str:
@@ -58,7 +67,7 @@ def end_point(host: str, port: int | str) -> str:
     >>> end_point("::1", 5600), end_point("127.0.0.1", "*")
     ('tcp://[::1]:5600', 'tcp://127.0.0.1:*')
     """
-    return f"tcp://[{bare(host)}]:{port}" if is_ipv6(host) else f"tcp://{host}:{port}"
+    return f"tcp://{in_url(host)}:{port}"
 
 
 def find_address(host: str, port: int, timeout_seconds: float) -> str:
@@ -89,6 +98,26 @@ def find_address(host: str, port: int, timeout_seconds: float) -> str:
         f"nothing listens on {host}:{port}.",
         "The prefill engine has ended, or its kvferry host and port are not what it says: check its log.",
     )
+
+
+def nothing_listens(host: str, port: int, timeout_seconds: float) -> bool:
+    """Return whether all that ``host`` stands for say that nothing listens there.
+
+    A name that cannot be looked up, or silence, proves nothing.
+    """
+    try:
+        addresses = _addresses(host, port)
+    except HandoffError:
+        return False
+    for address in addresses:
+        try:
+            socket.create_connection((address, port), timeout_seconds).close()
+        except ConnectionRefusedError:
+            continue
+        except OSError:
+            return False
+        return False
+    return True
 
 
 def _addresses(host: str, port: int) -> Sequence[str]:

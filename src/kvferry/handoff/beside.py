@@ -27,6 +27,7 @@ class Beside(Generic[Found]):
     def __init__(self, name: str, find: Callable[[], Found], wake: Callable[[], None] = lambda: None) -> None:
         self._found: Found | None = None
         self._error: KVFerryError | None = None
+        self._started_at = time.monotonic()
         self._ended_at: float | None = None
         self._find = find
         self._wake = wake
@@ -39,10 +40,18 @@ class Beside(Generic[Found]):
         """Whether the result is still awaited."""
         return self._ended_at is None
 
+    def has_run(self, seconds: float) -> bool:
+        """Return whether the result has been awaited for longer than this."""
+        return self._ended_at is None and time.monotonic() - self._started_at > seconds
+
     def is_forgotten(self, now: float) -> bool:
         """Return whether it ended so long ago that whoever comes now begins anew."""
         kept = UNCLAIMED_SECONDS if self._error is None else FAILURE_SECONDS
         return self._ended_at is not None and now - self._ended_at > kept
+
+    def is_older(self, seconds: float) -> bool:
+        """Return whether it ended longer ago than this."""
+        return self._ended_at is not None and time.monotonic() - self._ended_at > seconds
 
     def fail(self, error: KVFerryError) -> None:
         """Remember why it came to nothing, as what was found may turn out to be of no use."""
@@ -97,6 +106,11 @@ class AllBeside(Generic[Key, Found]):
                 return None
             known = self._known[key] = Beside(self._name, find, self._wake)
         return None if known.is_running else known
+
+    def has_run(self, key: Key, seconds: float) -> bool:
+        """Return whether the call for this key has been under way for longer than this."""
+        known = self._known.get(key)
+        return known is not None and known.has_run(seconds)
 
     def forget(self, key: Key) -> None:
         """Begin anew for whoever comes next."""

@@ -1,23 +1,74 @@
-"""The prefill engine's control end point: a thread that answers questions and survives any of them."""
+"""The prefill engine's control end point: a thread that answers questions and survives any of them.
 
+Peers are zmq sockets; this side is not, so that what they make it keep is bounded (:mod:`kvferry.handoff.zmtp`).
+"""
+
+import errno
 import logging
+import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable
 
-import zmq
-
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff import protocol
-from kvferry.handoff.addresses import end_point, is_ipv6
+from kvferry.handoff.addresses import bare, is_ipv6
 from kvferry.handoff.protocol import MAX_TEXT_LENGTH, Answer, Question, Refusal
+from kvferry.handoff.zmtp import HELLO, Inbox, encode_message
 
 logger = logging.getLogger(__name__)
 
-POLL_MILLISECONDS = 200
-MAX_WAITING_QUESTIONS = 8
-"""Of one connection; more wait on the peer's side. Not bounded are connections and the frames of an unfinished message,
-which zmq keeps until the last has come."""
+POLL_SECONDS = 0.2
+PAUSE_SECONDS = 0.02
+MAX_CONNECTIONS = 512
+"""One more, and the one closes that has asked nothing for longest; a courier opens it again when it is needed."""
+MAX_KEPT_BYTES = 256 << 20
+"""Of all unfinished questions and unsent answers; beyond that the connection closes that has most of it."""
+READ_BYTES = 64 << 10
+MAX_FRAMES = 2
+"""Of a question and of an answer: the peer's number of it, and the message."""
+BACKLOG = 128
+
+
+class _Connection:
+    """One peer: what it has sent of its next questions, and what it has not taken of its last answer."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        peer.setblocking(False)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = peer
+        self.inbox = Inbox(MAX_FRAMES, protocol.MAX_QUESTION_BYTES)
+        self.unsent = memoryview(HELLO)
+        self.asked_at = time.monotonic()
+        self.events = selectors.EVENT_WRITE
+
+    @property
+    def num_bytes(self) -> int:
+        return self.inbox.num_bytes + len(self.unsent)
+
+    def send(self) -> bool:
+        """Send what the kernel takes of the last answer; return whether that was all. Raises :class:`OSError`."""
+        try:
+            while self.unsent:
+                self.unsent = self.unsent[self.socket.send(self.unsent) :]
+        except BlockingIOError:
+            return False
+        return True
+
+    def read(self) -> list[bytes] | None:
+        """Return the next question, reading at most ``READ_BYTES``. Raises what ends the connection."""
+        question = self.inbox.take()
+        if question is not None:
+            return question
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return None
+        if not data:
+            raise ConnectionError
+        self.inbox.add(data)
+        return self.inbox.take()
 
 
 class Listener:
@@ -44,13 +95,12 @@ class Listener:
         self._enter_thread = enter_thread
         self._stop = threading.Event()
         self._next_upkeep = 0.0
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.MAX_QUESTION_BYTES)
-        self._socket.setsockopt(zmq.RCVHWM, MAX_WAITING_QUESTIONS)
-        self._socket.setsockopt(zmq.IPV6, is_ipv6(host))
-        self._socket.setsockopt(zmq.SNDTIMEO, 1000)
-        self.port = self._bind(port)
+        self._socket = _listen(host, port)
+        self.port = int(self._socket.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._connections: dict[_Connection, None] = {}
+        self._answered: list[_Connection] = []
         self._thread = threading.Thread(target=self._run, name="kvferry-listener", daemon=True)
         self._thread.start()
 
@@ -59,32 +109,17 @@ class Listener:
         self._stop.set()
         self._thread.join(timeout=5)
 
-    def _bind(self, port: int) -> int:
-        try:
-            self._socket.bind(end_point(self.host, port or "*"))
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise HandoffError(
-                Reason.PORT_IN_USE if error.errno == zmq.EADDRINUSE else Reason.INVALID_SETTING,
-                f"cannot listen on {self.host}:{port}: {error.strerror}.",
-                'Set another "host" or "port" in kv_connector_extra_config; port 0 takes a free one.',
-            ) from error
-        return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
-
     def _run(self) -> None:
-        with self._socket:
+        with self._socket, self._selector:
             self._enter()
             while not self._stop.is_set():
                 try:
-                    if self._socket.poll(POLL_MILLISECONDS):
-                        self._serve_one()
-                    self._keep_up()
-                except zmq.ZMQError as error:
-                    if error.errno in (zmq.ETERM, zmq.ENOTSOCK):
-                        return
-                    logger.warning("kvferry listener: %s", error)
+                    self._turn()
                 except Exception:
-                    logger.exception("kvferry listener could not answer a message")
+                    logger.exception("kvferry listener: a turn failed")
+                    self._stop.wait(PAUSE_SECONDS)
+            for connection in list(self._connections):
+                connection.socket.close()
 
     def _enter(self) -> None:
         try:
@@ -92,22 +127,92 @@ class Listener:
         except Exception:
             logger.exception("kvferry listener: its thread could not be set up")
 
+    def _turn(self) -> None:
+        """Serve everybody who has asked or takes an answer, each once."""
+        # Those that were just answered may have sent their next question along with the last.
+        answered, self._answered = dict.fromkeys(self._answered), []
+        for key, _ in self._selector.select(0 if answered else POLL_SECONDS):
+            if key.data is None:
+                self._accept()
+            else:
+                answered[key.data] = None
+        for connection in answered:
+            if connection in self._connections:
+                self._serve(connection)
+                self._keep_up()
+        self._keep_up()
+
     def _keep_up(self) -> None:
         now = time.monotonic()
         if now >= self._next_upkeep:
-            self._next_upkeep = now + POLL_MILLISECONDS / 1000
+            self._next_upkeep = now + POLL_SECONDS
             try:
                 self._upkeep()
             except Exception:
                 logger.exception("kvferry listener: upkeep failed")
 
-    def _serve_one(self) -> None:
-        frames = self._socket.recv_multipart()
-        if len(frames) != 3:
-            logger.warning("kvferry listener: ignored a message of %d frames, expected 3", len(frames))
+    def _accept(self) -> None:
+        if len(self._connections) >= MAX_CONNECTIONS:
+            self._close_idlest()
+        try:
+            peer, _ = self._socket.accept()
+        except BlockingIOError:
             return
-        sender, sequence, data = frames
-        self._socket.send_multipart([sender, sequence, self._answer_or_refuse(data)])
+        except OSError as error:
+            logger.warning("kvferry listener: no connection can be taken: %s", error)
+            self._close_idlest()
+            self._stop.wait(PAUSE_SECONDS)
+            return
+        connection = _Connection(peer)
+        self._selector.register(peer, connection.events, connection)
+        self._connections[connection] = None
+
+    def _serve(self, connection: _Connection) -> None:
+        """Send the rest of the last answer, or answer one question more."""
+        try:
+            question = connection.read() if connection.send() else None
+            if question is not None:
+                connection.asked_at = time.monotonic()
+                connection.unsent = memoryview(self._answer_message(question))
+                if connection.send():
+                    self._answered.append(connection)
+        except HandoffError as error:
+            self._close(connection, str(error))
+        except OSError:
+            self._close(connection)
+        else:
+            self._wait_for(connection, selectors.EVENT_WRITE if connection.unsent else selectors.EVENT_READ)
+            if connection.num_bytes > READ_BYTES:
+                self._make_room()
+
+    def _wait_for(self, connection: _Connection, events: int) -> None:
+        if events != connection.events:
+            connection.events = events
+            self._selector.modify(connection.socket, events, connection)
+
+    def _make_room(self) -> None:
+        while sum(each.num_bytes for each in self._connections) > MAX_KEPT_BYTES:
+            self._close(max(self._connections, key=lambda each: each.num_bytes), "it keeps most of what all may keep")
+
+    def _close_idlest(self) -> None:
+        if self._connections:
+            idlest = min(self._connections, key=lambda each: each.asked_at)
+            self._close(idlest, "others want to connect, and it has asked nothing for longest")
+
+    def _close(self, connection: _Connection, why: str = "") -> None:
+        if why:
+            logger.warning("kvferry listener closes a connection: %s", why)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        del self._connections[connection]
+
+    def _answer_message(self, question: list[bytes]) -> bytes:
+        """Return what to send; nothing to what has no number."""
+        if len(question) < MAX_FRAMES:
+            logger.warning("kvferry listener: ignored a message of %d frame, expected %d", len(question), MAX_FRAMES)
+            return b""
+        number, data = question
+        return encode_message(number, self._answer_or_refuse(data))
 
     def _answer_or_refuse(self, data: bytes) -> bytes:
         try:
@@ -119,3 +224,22 @@ class Listener:
             logger.exception("kvferry listener failed on a message")
             refusal = Refusal(Reason.UNSUPPORTED.value, "the holder failed on this message.", "Its log says why.")
         return protocol.encode(refusal)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        listening = socket.create_server(
+            ("" if host == "*" else bare(host), port),
+            family=socket.AF_INET6 if is_ipv6(host) else socket.AF_INET,
+            backlog=BACKLOG,
+            dualstack_ipv6=is_ipv6(host),
+        )
+    except (OSError, UnicodeError) as error:
+        is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        raise HandoffError(
+            Reason.PORT_IN_USE if is_taken else Reason.INVALID_SETTING,
+            f"cannot listen on {host}:{port}: {error}.",
+            'Set another "host" or "port" in kv_connector_extra_config; port 0 takes a free one.',
+        ) from error
+    listening.setblocking(False)
+    return listening

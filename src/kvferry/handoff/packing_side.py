@@ -11,16 +11,14 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.scratch import BEING_WRITTEN, WORD_BYTES
 from kvferry.execution.staging import Stage
 from kvferry.handoff.guard import GuardWords, word_bytes
 from kvferry.handoff.lease import Lease
-from kvferry.handoff.protocol import Answer, Busy, Pack, PackCopy, Packed, Question, Unpack, Unpacked
+from kvferry.handoff.pack_copies import from_message
+from kvferry.handoff.protocol import Answer, Busy, Pack, Packed, Question, Unpack, Unpacked
 from kvferry.layout.shard import Region
-from kvferry.plan.request import Integers
 from kvferry.plan.staged import Merge
 
 LEASE_SECONDS = 2.0
@@ -171,6 +169,7 @@ def checked_copies(question: Pack, cache: Sequence[Region]) -> list[Merge]:
 
     No more bytes are copied than the part has. Raises :class:`HandoffError` (``invalid-request``).
 
+    >>> from kvferry.handoff.protocol import PackCopy
     >>> copy = PackCopy(0, 16, 4096, 64, 0, 8, ((2, 8, 32),))
     >>> pack = Pack("reader", 0, 0, 0, 7, 1, 32, ((5, 3),), (copy,))
     >>> checked_copies(pack, [Region(4096, 6 * 64)])[0].destination_blocks.tolist()
@@ -179,43 +178,28 @@ def checked_copies(question: Pack, cache: Sequence[Region]) -> list[Merge]:
     Traceback (most recent call last):
     kvferry.errors.HandoffError: copy 0 was to read bytes 4288 to 4456, which lie in no region of the cache. ...
     """
-    lists = [np.array(ids, dtype=np.int64) for ids in question.blocks]
-    merges, num_left = [], question.num_bytes
-    for number, copy in enumerate(question.copies):
-        if copy.blocks >= len(lists):
-            raise _invalid(f"copy {number} names list {copy.blocks} of blocks: there are {len(lists)}.")
-        blocks = lists[copy.blocks]
+    merges, num_left = from_message(question), question.num_bytes
+    for number, copy in enumerate(merges):
+        blocks = copy.destination_blocks
         begin, end = _reach(copy, 1, copy.stage_offset, copy.stage_block_stride, (0, len(blocks) - 1))
         if begin < 0 or end > question.num_bytes:
             raise _invalid(f"copy {number} was to write bytes {begin} to {end} of a part of {question.num_bytes}.")
-        begin, end = _reach(copy, 2, copy.address, copy.block_stride, (int(blocks.min()), int(blocks.max())))
+        first_and_last = int(blocks.min()), int(blocks.max())
+        begin, end = _reach(copy, 2, copy.destination_address, copy.destination_block_stride, first_and_last)
         if not any(each.base_address <= begin and end <= each.base_address + each.length for each in cache):
             raise _invalid(f"copy {number} was to read bytes {begin} to {end}, which lie in no region of the cache.")
         num_left -= len(blocks) * copy.run_bytes * math.prod(count for count, _, _ in copy.loops)
         if num_left < 0:
             raise _invalid(f"more was to be packed than the {question.num_bytes} bytes of the part.")
-        merges.append(_merge(copy, blocks))
     return merges
 
 
-def _reach(copy: PackCopy, side: int, begin: int, block_stride: int, blocks: tuple[int, int]) -> tuple[int, int]:
+def _reach(copy: Merge, side: int, begin: int, block_stride: int, blocks: tuple[int, int]) -> tuple[int, int]:
     """Return the first and the last byte, half-open, of one side of a copy (1 is the stage's), exactly."""
     steps = [(loop[0] - 1) * loop[side] for loop in copy.loops]
     first = begin + blocks[0] * block_stride + sum(min(step, 0) for step in steps)
     last = begin + blocks[1] * block_stride + sum(max(step, 0) for step in steps)
     return first, last + copy.run_bytes
-
-
-def _merge(copy: PackCopy, blocks: Integers) -> Merge:
-    return Merge(
-        stage_offset=copy.stage_offset,
-        stage_block_stride=copy.stage_block_stride,
-        destination_address=copy.address,
-        destination_block_stride=copy.block_stride,
-        destination_blocks=blocks,
-        run_bytes=copy.run_bytes,
-        loops=copy.loops,
-    )
 
 
 def _moved(merge: Merge, begin: int) -> Merge:

@@ -1,18 +1,25 @@
 """The reader's side of a gather: questions to packers on their way, and their answers handed to the loads that wait."""
 
+import statistics
+import time
 from collections.abc import Sequence
 from itertools import count
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.execution.executor import WAIT_SECONDS
 from kvferry.execution.gathering import NoRoom, PartPlace
 from kvferry.handoff.courier import Courier, Parcel, known_reason
-from kvferry.handoff.protocol import MAX_PACK_COPIES, Busy, Pack, PackCopy, Packed, Packer, Refusal, Unpack
-from kvferry.plan.request import Integers
+from kvferry.handoff.pack_copies import as_message
+from kvferry.handoff.protocol import MAX_PACK_COPIES, Busy, Pack, Packed, Packer, Refusal, Unpack, Unpacked
 from kvferry.plan.staged import Merge
 from kvferry.plan.staged_plan import PARTS_PER_STAGE
 
 UNPACK_SECONDS = 2.0
 """So long it is tried to give parts back; after that their lease is over."""
+
+ANSWER_SECONDS = 0.2
+"""So long, at most, all loads wait for an answer that is timed."""
+REPEAT = 5
 
 Hold = tuple[int, int, int]
 """Slot, epoch and generation."""
@@ -41,10 +48,7 @@ class PartCourier:
 
     def take(self, reader: str, number: int) -> Parcel | None:
         """Return a parcel that came back about this part, once."""
-        for returned in self._open().collect():
-            question = returned.question
-            if isinstance(question, Pack) and (question.reader, question.number) in self._awaited:
-                self._awaited[question.reader, question.number] = returned
+        self._collect()
         parcel = self._awaited.get((reader, number))
         if parcel is not None:
             del self._awaited[reader, number]
@@ -55,6 +59,40 @@ class PartCourier:
         for key in [key for key in self._awaited if key[0] == reader]:
             del self._awaited[key]
         self._open().send(packer.host, packer.port, Unpack(reader), UNPACK_SECONDS)
+
+    def time_an_answer(self, packer: Packer) -> float | None:
+        """Return how many seconds a question and its answer take, as a load asks; None where none comes soon.
+
+        The median of some, on a connection that is open by then.
+        """
+        question, seconds = Unpack(f"{self._sender}/0"), []
+        for _ in range(1 + REPEAT):
+            found = self._seconds_to_answer(packer, question)
+            if found is None:
+                return None
+            seconds.append(found)
+        return statistics.median(seconds[1:])
+
+    def _seconds_to_answer(self, packer: Packer, question: Unpack) -> float | None:
+        started_at = time.perf_counter()
+        self._open().send(packer.host, packer.port, question, ANSWER_SECONDS)
+        while time.perf_counter() < started_at + ANSWER_SECONDS:
+            for parcel in self._collect():
+                if parcel.question is question:
+                    return time.perf_counter() - started_at if isinstance(parcel.answer, Unpacked) else None
+            time.sleep(WAIT_SECONDS)
+        return None
+
+    def _collect(self) -> list[Parcel]:
+        """Keep the answers about parts that are awaited; return the others."""
+        others = []
+        for returned in self._open().collect():
+            question = returned.question
+            if isinstance(question, Pack) and (question.reader, question.number) in self._awaited:
+                self._awaited[question.reader, question.number] = returned
+            else:
+                others.append(returned)
+        return others
 
     def close(self) -> None:
         """Stop; what was given back is still sent. Twice is fine."""
@@ -89,8 +127,7 @@ class PartRequests:
             )
         self._has_asked = True
         slot, epoch, generation = self._hold
-        blocks: dict[bytes, tuple[int, Integers]] = {}
-        copies = tuple(_copy(pack, blocks) for pack in packs)
+        blocks, copies = as_message(packs)
         question = Pack(
             reader=self._reader,
             number=number,
@@ -99,7 +136,7 @@ class PartRequests:
             epoch=epoch,
             generation=generation,
             num_bytes=num_bytes,
-            blocks=tuple(tuple(ids.tolist()) for _, ids in blocks.values()),
+            blocks=blocks,
             copies=copies,
         )
         self._courier.send(self._packer, question, timeout_seconds)
@@ -132,18 +169,3 @@ class PartRequests:
         if self._has_asked:
             self._has_asked = False
             self._courier.give_back(self._packer, self._reader)
-
-
-def _copy(pack: Merge, blocks: dict[bytes, tuple[int, Integers]]) -> PackCopy:
-    """Return a copy as it is sent; lists of blocks are collected once each."""
-    ids = pack.destination_blocks
-    place, _ = blocks.setdefault(ids.tobytes(), (len(blocks), ids))
-    return PackCopy(
-        stage_offset=pack.stage_offset,
-        stage_block_stride=pack.stage_block_stride,
-        address=pack.destination_address,
-        block_stride=pack.destination_block_stride,
-        blocks=place,
-        run_bytes=pack.run_bytes,
-        loops=pack.loops,
-    )

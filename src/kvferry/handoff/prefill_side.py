@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.epochs import check_epoch
 from kvferry.handoff.lease import Lease
 from kvferry.handoff.protocol import MAX_IDENTIFIER_LENGTH, Handle
 
@@ -128,7 +128,7 @@ class PrefillSide:
 
     def renew(self, epoch: int, handles: Iterable[Handle], now: float) -> list[Handle]:
         """Extend leases; return the handles that are not held. Raises on a foreign epoch."""
-        self._check_epoch(epoch)
+        check_epoch(epoch, self.epoch)
         lost = []
         for handle in handles:
             hold = self._holds.get(handle.request_id)
@@ -144,7 +144,7 @@ class PrefillSide:
         Parallel samples of one prompt are held apart, but only one of them is named to the
         reader: releasing one releases its whole family.
         """
-        self._check_epoch(epoch)
+        check_epoch(epoch, self.epoch)
         for handle in handles:
             hold = self._holds.get(handle.request_id)
             if hold is None or hold.handle != handle:
@@ -183,11 +183,3 @@ class PrefillSide:
             del self._families[sampling_family(request_id)]
         self._free_slots.append(hold.slot)
         self._ended.append(Ended(hold, ending))
-
-    def _check_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:
-            raise HandoffError(
-                Reason.PEER_CHANGED,
-                f"the message is for epoch {epoch} of this engine, which now is in epoch {self.epoch}.",
-                "The prefill engine was restarted: send the prompt again.",
-            )

@@ -11,13 +11,16 @@ import msgspec
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.scratch import WORD_BYTES
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Of an answer: a directory of many ranks is long."""
 MAX_QUESTION_BYTES = 4 * 1024 * 1024
 MAX_REQUESTS_PER_MESSAGE = 1024
 """So that a question of the longest identifiers, of four bytes a character, is within its bound."""
 MAX_IDENTIFIER_LENGTH = 512
+MAX_ANNOUNCED_BLOCKS = 1 << 18
+"""Of all groups of an announcement together: so many are within a question's bound, however long their numbers."""
+MAX_ANNOUNCED_GROUPS = 256
 MAX_TEXT_LENGTH = 4096
 MAX_LEASE_SECONDS = 7 * 86400.0
 MAX_PACK_COPIES = 1 << 14
@@ -69,12 +72,21 @@ class Packer(msgspec.Struct, frozen=True):
     stage_bytes: Unsigned
 
 
+class EndPoint(msgspec.Struct, frozen=True, order=True):
+    """Where a rank of a pushing or pushed-to engine answers questions, and in which life of its process."""
+
+    host: Identifier
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    epoch: Unsigned
+
+
 class RankEntry(msgspec.Struct, frozen=True):
     """One rank of a prefill engine: where its cache lies and how to reach it.
 
     ``shard`` is an encoded :class:`kvferry.layout.Shard`, ``end_points`` maps a transport's
     name to its end point, ``words_address`` is where the rank keeps its guard words
     (16 bytes a slot, see :mod:`kvferry.handoff.guard`), ``packer`` who packs for readers that want that, if anybody.
+    ``push_end_point`` is where the rank itself answers, in a prefill engine that pushes.
     """
 
     tp_rank: Unsigned
@@ -84,6 +96,7 @@ class RankEntry(msgspec.Struct, frozen=True):
     words_address: Unsigned
     num_words: Unsigned
     packer: Packer | None = None
+    push_end_point: EndPoint | None = None
 
 
 class DirectoryRequest(msgspec.Struct, frozen=True, tag="directory-request", tag_field="type"):
@@ -129,6 +142,117 @@ class Released(msgspec.Struct, frozen=True, tag="released", tag_field="type"):
     """Answers :class:`Release`."""
 
     epoch: Unsigned
+
+
+class PushKey(msgspec.Struct, frozen=True, order=True):
+    """Names one push to one rank of a receiver: no number is used twice in an epoch of the rank's process."""
+
+    receiver: Identifier
+    receiver_epoch: Unsigned
+    number: Unsigned
+
+
+class AnnouncedBlocks(msgspec.Struct, frozen=True):
+    """Tokens that a receiver wants of one cache group, and its blocks for them.
+
+    The first block begins at ``block_token``, at or before ``first_token``. A state is "token" 0 to 1 of one block.
+    """
+
+    group: Identifier
+    first_token: Unsigned
+    end_token: Unsigned
+    block_token: Unsigned
+    block_ids: Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_ANNOUNCED_BLOCKS)]
+
+
+class Introduce(msgspec.Struct, frozen=True, tag="introduce", tag_field="type"):
+    """A rank of a receiver says to a rank of a sender where its cache lies and how to reach it, once in an epoch.
+
+    ``sources`` are the shards of all ranks of the sender, as its directory names them: both sides plan from the same.
+    """
+
+    version: Unsigned
+    epoch: Unsigned
+    receiver: Identifier
+    identity: Identity
+    sources: Annotated[tuple[Payload, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    shard: Payload
+    end_points: dict[Identifier, Payload]
+    answers_at: EndPoint
+
+
+class Introduced(msgspec.Struct, frozen=True, tag="introduced", tag_field="type"):
+    """Answers :class:`Introduce`."""
+
+    epoch: Unsigned
+
+
+class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
+    """A receiver's blocks are ready to be written, from now on for ``seconds``.
+
+    ``transfer_id`` is what the router gave both engines for this request. ``num_tokens`` and ``prompt_digest`` say of
+    which prompt, ``digest`` which part of the plan this one source is to write.
+    """
+
+    epoch: Unsigned
+    key: PushKey
+    transfer_id: Identifier
+    num_tokens: Unsigned
+    prompt_digest: Identifier
+    blocks: Annotated[tuple[AnnouncedBlocks, ...], msgspec.Meta(min_length=1, max_length=MAX_ANNOUNCED_GROUPS)]
+    digest: Identifier
+    seconds: LeaseSeconds
+
+
+class Announced(msgspec.Struct, frozen=True, tag="announced", tag_field="type"):
+    """Answers :class:`Announce`: the source will push, and say how that ended."""
+
+    epoch: Unsigned
+
+
+class Revoke(msgspec.Struct, frozen=True, tag="revoke", tag_field="type"):
+    """The receiver wants its blocks back: write no more. Asked again until the answer says that all is quiet."""
+
+    epoch: Unsigned
+    key: PushKey
+
+
+class Revoked(msgspec.Struct, frozen=True, tag="revoked", tag_field="type"):
+    """Answers :class:`Revoke`. Once ``is_quiet``, nothing of this push will be written any more, ever."""
+
+    epoch: Unsigned
+    is_quiet: bool
+
+
+class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
+    """A source says that everything of its part has landed; ``digest`` is that of the announcement it fulfilled.
+
+    The rest is for the receiver's log: what was written, how, and for how long the transport was at it.
+    """
+
+    key: PushKey
+    source_index: Unsigned
+    digest: Identifier
+    num_bytes: Unsigned
+    num_descriptors: Unsigned
+    transport: Text
+    transfer_seconds: Annotated[float, msgspec.Meta(ge=0)]
+
+
+class PushFailed(msgspec.Struct, frozen=True, tag="push-failed", tag_field="type"):
+    """A source says that it gave a push up and writes no more."""
+
+    key: PushKey
+    source_index: Unsigned
+    reason: Identifier
+    message: Text
+    remedy: Text = ""
+
+
+class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
+    """Answers :class:`Pushed` and :class:`PushFailed`."""
+
+    receiver_epoch: Unsigned
 
 
 class PackCopy(msgspec.Struct, frozen=True):
@@ -194,8 +318,8 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal", tag_field="type"):
     remedy: Text = ""
 
 
-Question = DirectoryRequest | Renew | Release | Pack | Unpack
-Answer = Directory | Renewed | Released | Packed | Busy | Unpacked | Refusal
+Question = DirectoryRequest | Renew | Release | Pack | Unpack | Introduce | Announce | Revoke | Pushed | PushFailed
+Answer = Directory | Renewed | Released | Packed | Busy | Unpacked | Introduced | Announced | Revoked | Noted | Refusal
 
 Message = TypeVar("Message")
 

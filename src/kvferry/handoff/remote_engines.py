@@ -3,8 +3,8 @@
 import logging
 import queue
 import secrets
-import zlib
 from collections.abc import Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
@@ -17,8 +17,10 @@ from kvferry.handoff.guard import word_bytes
 from kvferry.handoff.handshake import decode_shards, fetch_directory
 from kvferry.handoff.part_requests import PartCourier, PartRequests
 from kvferry.handoff.protocol import Directory, Identity, Packer
+from kvferry.handoff.push_plan import Part, announced_blocks, selector_of
+from kvferry.handoff.receipt import SourceRank
 from kvferry.layout.shard import Shard
-from kvferry.plan.request import GroupBlocks, of_rank
+from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
 from kvferry.plan.sample import sample_requests
 from kvferry.plan.staged import laid_out
 from kvferry.plan.staged_plan import GatherPlan, ScatterPlan, lowered
@@ -82,7 +84,7 @@ class RemoteEngine:
         connected and proved first. Raises as :meth:`is_ready`, and :class:`HandoffError` (invalid-request).
         """
         blocks = of_rank(blocks, self._shard)
-        selector = zlib.crc32(hold.handle.request_id.encode())
+        selector = selector_of(hold.handle.request_id)
         expected = word_bytes(hold.epoch, hold.handle.generation)
         if not self.is_ready(selector):
             return None
@@ -113,6 +115,32 @@ class RemoteEngine:
                 )
             )
         return reads
+
+    def sources(self, transfer_id: str, blocks: Sequence[GroupBlocks]) -> list[SourceRank] | None:
+        """Return the source ranks that are to push a request to this rank, with what each is to write.
+
+        None until it is ready, as with :meth:`reads`. Of ``blocks`` only the receiver's side counts. Raises as
+        :meth:`is_ready`, and :class:`HandoffError` (unsupported) where the engine does not push.
+        """
+        blocks = of_rank(blocks, self._shard)
+        refuse_incomplete(blocks, self._shard)
+        selector = selector_of(transfer_id)
+        if not self.is_ready(selector):
+            return None
+        shards = tuple(entry.shard for entry in self._directory.ranks)
+        ranks = []
+        for plan in self._planner.plans(selector):
+            index = plan.assignment.source_index
+            answers_at = self._directory.ranks[index].push_end_point
+            if answers_at is None:
+                raise HandoffError(
+                    Reason.UNSUPPORTED,
+                    f"engine {self._directory.engine_id} does not push.",
+                    'Set "mode": "push" on both engines.',
+                )
+            part = Part(plan, announced_blocks(plan, blocks))
+            ranks.append(SourceRank(index, answers_at, part, shards))
+        return ranks
 
     def close(self) -> None:
         """Forget the connections."""
@@ -159,8 +187,12 @@ class RemoteEngine:
         if plan not in self._staged_plans:
             source_index = plan.assignment.source_index
             link, packer = self._links[source_index], self._directory.ranks[source_index].packer
-            packing_bytes = None if packer is None else packer.stage_bytes
-            self._staged_plans[plan] = self._strategist.staged_plan(plan, link.transport, link.peer, packing_bytes)
+            if packer is None:
+                staged = self._strategist.staged_plan(plan, link.transport, link.peer)
+            else:
+                asked = partial(self._part_courier.time_an_answer, packer)
+                staged = self._strategist.staged_plan(plan, link.transport, link.peer, packer.stage_bytes, asked)
+            self._staged_plans[plan] = staged
         return self._staged_plans[plan]
 
 
@@ -216,8 +248,9 @@ class RemoteEngines:
         self._suspects.put(hold.destination)
 
     def close(self) -> None:
-        """Stop asking sources to pack, once no load runs; twice is fine."""
+        """Stop asking sources to pack, and copying out of the stage, once no load runs; twice is fine."""
         self._part_courier.close()
+        self._strategist.close()
 
     def _drop_suspects(self) -> None:
         while not self._suspects.empty():

@@ -2,7 +2,7 @@
 
 ``descriptors * seconds_per_descriptor + bytes / bytes_per_second`` for the wire, and for what is staged
 ``copied bytes / copy_bytes_per_second + runs * seconds_per_copied_run + copies * seconds_per_copy`` on top, and for
-what the source packs ``parts * SECONDS_PER_PART``.
+what the source packs ``parts * seconds_per_part``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +14,12 @@ from kvferry.layout.cache_group import CacheGroup, CacheKind
 from kvferry.plan.staged import StagedPart, aligned
 from kvferry.plan.staged_plan import PARTS_PER_STAGE, GatherPlan, ScatterPlan
 from kvferry.plan.template import Template
-from kvferry.plan.transfer_plan import Descriptors, PairPlan
+from kvferry.plan.transfer_plan import Descriptors, GroupPlan, PairPlan
 
 DEFAULT_STAGE_BYTES = 64 << 20
 LEAST_GAIN = 1.4
-SECONDS_PER_PART = 0.5e-3
-"""From asking a source for a part to its answer, but for the copy itself: two messages and two threads that wake."""
+TYPICAL_SECONDS_PER_PART = 0.5e-3
+"""Where it is not measured: from a question to its answer, two messages and the threads that wake for them."""
 NOMINAL_TOKENS = 2048
 """Tokens of the request for which a pair chooses. All but the copies' fixed costs grows alike, so it matters little."""
 
@@ -45,6 +45,8 @@ class Costs:
     copy_bytes_per_second: float
     seconds_per_copied_run: float
     seconds_per_copy: float
+    seconds_per_part: float = TYPICAL_SECONDS_PER_PART
+    """From asking a source for a part to its answer, but for the copy itself."""
 
     @property
     def gap_bytes(self) -> int:
@@ -84,7 +86,7 @@ class Prediction:
         """
         wire = self.num_descriptors * costs.seconds_per_descriptor + self.num_bytes / costs.bytes_per_second
         copies = self.copied_bytes / costs.copy_bytes_per_second + self.num_copied_runs * costs.seconds_per_copied_run
-        fixed = self.num_copies * costs.seconds_per_copy + self.num_parts * SECONDS_PER_PART
+        fixed = self.num_copies * costs.seconds_per_copy + self.num_parts * costs.seconds_per_part
         return replace(self, seconds=round(wire + copies + fixed, 9))
 
 
@@ -202,17 +204,21 @@ def _largest_block(staged_plan: ScatterPlan | GatherPlan) -> int:
 
 
 def _nominal(plan: PairPlan) -> Iterator[tuple[Template, int]]:
-    """Return the templates of whole blocks and how many blocks of each a request has."""
     for group in plan.groups.values():
-        phases = group.first_phases()
-        blocks = -(-_num_blocks(group.destination_group) // len(phases))
-        for phase in phases:
-            for template in group.templates(phase):
-                yield template, blocks
+        yield from templates_of(group, NOMINAL_TOKENS)
 
 
-def _num_blocks(group: CacheGroup) -> int:
-    return 1 if group.kind is CacheKind.STATE else -(-NOMINAL_TOKENS // group.tokens_per_position)
+def templates_of(group: GroupPlan, num_tokens: int) -> Iterator[tuple[Template, int]]:
+    """Return the templates of whole blocks and how many blocks of each so many tokens have."""
+    phases = group.first_phases()
+    blocks = -(-_num_blocks(group.destination_group, num_tokens) // len(phases))
+    for phase in phases:
+        for template in group.templates(phase):
+            yield template, blocks
+
+
+def _num_blocks(group: CacheGroup, num_tokens: int) -> int:
+    return 1 if group.kind is CacheKind.STATE else -(-num_tokens // group.tokens_per_position)
 
 
 def predict_direct(lists: Sequence[Descriptors], costs: Costs) -> Prediction:

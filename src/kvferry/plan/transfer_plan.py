@@ -1,6 +1,7 @@
 """The plan between a source rank and a destination rank, and its lowering to descriptors."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from kvferry.plan.match import Assignment, choose_sources
 from kvferry.plan.request import GroupBlocks, refuse_incomplete
 from kvferry.plan.template import Template, build_templates
 from kvferry.plan.token_pieces import BlockPairs, Phase, block_pairs, refuse_twice
+from kvferry.plan.wire import digest
 
 MAX_CACHED_PHASES = 256
 """Templates of this many phases are kept for each group; block sizes without a common factor can make many."""
@@ -137,6 +139,11 @@ class PairPlan:
     def heads(self) -> dict[tuple[str, str], tuple[HeadRange, ...]]:
         """Global heads that this pair carries, by group and component."""
         return {(part.group, part.component): part.heads for part in self.assignment.parts}
+
+    @cached_property
+    def digest(self) -> str:
+        """Names both shards and what the source sends of them: groups, layers and heads."""
+        return digest([self.source], self.destination, [self.assignment])
 
     def asked(self, requests: Sequence[GroupBlocks]) -> list[tuple[GroupPlan, list[GroupBlocks]]]:
         """Return what is asked of each group that this source serves. Raises as :meth:`lower`."""

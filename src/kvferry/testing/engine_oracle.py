@@ -99,8 +99,8 @@ class EngineOracle:
         role = _worker_role()
         take_finished = type(role).take_finished.__get__(role)
 
-        def look_at_states() -> tuple[set[str], set[str]]:
-            received: tuple[set[str], set[str]] = take_finished()
+        def look_at_states(wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
+            received: tuple[set[str], set[str]] = take_finished(wait_seconds)
             if received[0]:
                 for name in states:
                     found = [_holders(view, labels) for view, labels in self._oracle_state(name, order["nonce"])]
@@ -174,6 +174,9 @@ class EngineOracle:
         for engine in role._remote_engines._engines.values():
             engine.close()
         role._remote_engines._engines.clear()
+        if role._push is not None:
+            for receiver in role._push.pusher._receivers.values():
+                receiver.connecting = None
         return {"transports": sorted(transports)}
 
     def _oracle_layers(self) -> list["Layer"]:

@@ -1,9 +1,10 @@
 """A stopwatch around any vLLM KV connector, for comparing connectors by one clock that is outside of both.
 
 It times, in a worker, from the ``start_load_kv`` whose metadata brings a request's load to the return of the
-``get_transfer_results`` that reports the request. Start the engine with ``--worker-extension-cls
-kvferry.testing.stopwatch.StopwatchExtension`` and ``VLLM_SERVER_DEV_MODE=1``; then POST to ``/collective_rpc``
-``{"method": "install_stopwatch"}`` once, and ``{"method": "read_stopwatch"}`` after each request.
+``get_transfer_results`` that reports the request, and notes when the last step that ran layers had run them. Start the
+engine with ``--worker-extension-cls kvferry.testing.stopwatch.StopwatchExtension`` and ``VLLM_SERVER_DEV_MODE=1``; then
+POST to ``/collective_rpc`` ``{"method": "install_stopwatch"}`` once, and ``{"method": "read_stopwatch"}`` after each
+request.
 """
 
 import time
@@ -14,22 +15,27 @@ import msgspec
 
 
 class Lap(msgspec.Struct, frozen=True):
-    """One request on one worker. ``start_call_seconds`` is how long ``start_load_kv`` held the engine."""
+    """One request on one worker. ``start_call_seconds`` is how long ``start_load_kv`` held the engine.
+
+    It was ``reported_at`` on the monotonic clock, which processes of one host share.
+    """
 
     request_id: str
     seconds: float
     start_call_seconds: float
     num_polls: int
+    reported_at: float
 
 
 class Stopwatch:
-    """Wraps the two methods of one connector object, and notes the statistics that the connector gives itself.
+    """Wraps methods of one connector object, and notes the statistics that the connector gives itself.
 
     >>> from types import SimpleNamespace
     >>> connector = SimpleNamespace(
     ...     start_load_kv=lambda context: None,
     ...     get_transfer_results=lambda ids: SimpleNamespace(finished_recving={"r"}),
     ...     get_kv_connector_stats=lambda: SimpleNamespace(data={"bytes": [7]}),
+    ...     save_kv_layer=lambda *layer: None, wait_for_save=lambda: None,
     ...     _get_connector_metadata=lambda: SimpleNamespace(reqs_to_recv={"r": "where to"}))
     >>> stopwatch = Stopwatch(connector)
     >>> connector.start_load_kv(None); _ = connector.get_transfer_results(set()); _ = connector.get_kv_connector_stats()
@@ -44,15 +50,23 @@ class Stopwatch:
         self._num_polls = 0
         self._laps: list[Lap] = []
         self._statistics: list[Any] = []
+        self._has_run = False
+        self._step_ended_at: float | None = None
         connector.start_load_kv = self._timing_start(connector.start_load_kv)
         connector.get_transfer_results = self._timing_end(connector.get_transfer_results)
         connector.get_kv_connector_stats = self._noting(connector.get_kv_connector_stats)
+        connector.save_kv_layer = self._noting_layer(connector.save_kv_layer)
+        connector.wait_for_save = self._noting_step(connector.wait_for_save)
 
-    def read(self) -> dict[str, list[Any]]:
-        """Return the laps and the connector's own statistics since the last reading."""
+    def read(self) -> dict[str, Any]:
+        """Return the laps and the connector's own statistics since the last reading, and when the last step ended."""
         laps, self._laps = self._laps, []
         statistics, self._statistics = self._statistics, []
-        return {"laps": [msgspec.to_builtins(lap) for lap in laps], "statistics": statistics}
+        return {
+            "laps": [msgspec.to_builtins(lap) for lap in laps],
+            "statistics": statistics,
+            "step_ended_at": self._step_ended_at,
+        }
 
     def _timing_start(self, call: Callable[..., None]) -> Callable[..., None]:
         def start_load_kv(*args: Any, **kwargs: Any) -> None:
@@ -68,14 +82,29 @@ class Stopwatch:
     def _timing_end(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def get_transfer_results(*args: Any, **kwargs: Any) -> Any:
             results = call(*args, **kwargs)
-            ended_at = time.perf_counter()
+            ended_at, reported_at = time.perf_counter(), time.monotonic()
             self._num_polls += 1
             for request_id in results.finished_recving or ():
                 started_at, called = self._started.pop(request_id)
-                self._laps.append(Lap(request_id, ended_at - started_at, called, self._num_polls))
+                self._laps.append(Lap(request_id, ended_at - started_at, called, self._num_polls, reported_at))
             return results
 
         return get_transfer_results
+
+    def _noting_layer(self, call: Callable[..., None]) -> Callable[..., None]:
+        def save_kv_layer(*args: Any, **kwargs: Any) -> None:
+            self._has_run = True
+            call(*args, **kwargs)
+
+        return save_kv_layer
+
+    def _noting_step(self, call: Callable[[], None]) -> Callable[[], None]:
+        def wait_for_save() -> None:
+            if self._has_run:
+                self._has_run, self._step_ended_at = False, time.monotonic()
+            call()
+
+        return wait_for_save
 
     def _noting(self, call: Callable[[], Any]) -> Callable[[], Any]:
         def get_kv_connector_stats() -> Any:
@@ -97,7 +126,7 @@ class StopwatchExtension:
 
         self._kvferry_stopwatch = Stopwatch(get_kv_transfer_group())
 
-    def read_stopwatch(self) -> dict[str, list[Any]]:
+    def read_stopwatch(self) -> dict[str, Any]:
         """Return what was measured since the last reading."""
         return self._kvferry_stopwatch.read()
 

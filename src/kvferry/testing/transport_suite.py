@@ -242,10 +242,11 @@ class TransportSuite:
             assert np.array_equal(pair.local[:half], pattern(2, BUFFER_BYTES)[:half])
             assert np.array_equal(pair.local[half:], pattern(3, BUFFER_BYTES)[half:])
 
-    def test_killed_peer_is_an_error(self, own_pair: Pair) -> None:
+    @pytest.mark.parametrize("direction", list(Direction))
+    def test_killed_peer_is_an_error(self, own_pair: Pair, direction: Direction) -> None:
         """A peer that dies in the middle fails the transfer in time, and connecting to it again is refused."""
         _needs_bytes(own_pair.transport)
-        transfer = own_pair.start(Direction.READ, many_pieces())
+        transfer = own_pair.start(direction, many_pieces())
         own_pair.remote.kill()
         assert own_pair.finish(transfer, DEATH_SECONDS) is Status.FAILED
         assert transfer.error is not None
@@ -306,6 +307,17 @@ class TransportSuite:
         time.sleep(0.2)
         assert np.array_equal(own_pair.local, landed)
         assert own_pair.finish(own_pair.submit(Direction.READ, PIECES["one"])) is Status.DONE
+
+    def test_nothing_is_written_after_cancelled(self, own_pair: Pair) -> None:
+        """A receiver gives its blocks back to its engine on this word."""
+        _needs_bytes(own_pair.transport)
+        transfer = own_pair.start(Direction.WRITE, many_pieces())
+        own_pair.transport.cancel(transfer)
+        assert own_pair.finish(transfer) is Status.CANCELLED
+        landed = own_pair.remote.checksum()
+        own_pair.local[:] = pattern(9, BUFFER_BYTES)  # what lands late has other content
+        time.sleep(0.2)
+        assert own_pair.remote.checksum() == landed
 
     def test_close_twice_and_nothing_afterwards(self, own_pair: Pair) -> None:
         """``close`` is idempotent, fails what was pending, and refuses what comes later."""

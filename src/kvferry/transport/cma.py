@@ -38,9 +38,10 @@ from kvferry.transport.submission import Sides, check_submission
 logger = logging.getLogger(__name__)
 
 MAX_PIECES_PER_CALL = 1024  # the kernel's UIO_MAXIOV, for each side
-# Some milliseconds, after which a driver can attend to other work. Not less: every call ends with a wait for the
+# Some milliseconds, after which a driver can attend to other work. Not less: every poll ends with a wait for the
 # interpreter, and inside an engine that wait is about half a millisecond.
-MAX_BYTES_PER_CALL = 64 << 20
+MAX_BYTES_PER_SHARE = 64 << 20
+MAX_PIECES_PER_SHARE = 8 * MAX_PIECES_PER_CALL
 # A millisecond: less is not worth waking a thread for.
 MIN_BYTES_PER_THREAD = 4 << 20
 
@@ -99,7 +100,7 @@ class CmaTransfer(Transfer):
 
 
 class CmaTransport:
-    """Moves bytes with one system call per poll and copying thread, at most 1024 pieces or 64 MiB each.
+    """Moves bytes in ``poll``, on each copying thread at most 8192 pieces or 64 MiB, 1024 pieces with a system call.
 
     What is large is copied by several threads while ``poll`` waits: pinning small pages, of which there are 18,000 in
     70 MB, keeps one core from using the memory's whole rate.
@@ -171,7 +172,7 @@ class CmaTransport:
         return transfer
 
     def poll(self, transfer: Transfer) -> Status:
-        """Make one vectored call, or for many bytes one on each copying thread."""
+        """Copy a share, or for many bytes one on each copying thread."""
         if transfer.status is not Status.PENDING:
             return transfer.status
         assert isinstance(transfer, CmaTransfer)
@@ -212,12 +213,20 @@ class CmaTransport:
         return None
 
     def _copy(self, transfer: CmaTransfer, peer: CmaPeer, start: int, stop: int) -> tuple[int, int]:
-        """Return the bytes copied, -1 after an error, and the error's number, which belongs to the calling thread."""
-        local, remote = transfer.local.cut(start, stop), transfer.remote.cut(start, stop)
-        moved = self._calls[transfer.direction](
-            peer.identity.pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
-        )
-        return moved, ctypes.get_errno() if moved < 0 else 0
+        """Return the bytes copied, and the error's number, which belongs to the calling thread, where none were."""
+        position = start
+        while position < stop:
+            end = _reach(transfer, position, stop, MAX_PIECES_PER_CALL)
+            local, remote = transfer.local.cut(position, end), transfer.remote.cut(position, end)
+            moved = self._calls[transfer.direction](
+                peer.identity.pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
+            )
+            if moved <= 0:
+                return position - start, ctypes.get_errno() if moved < 0 else 0
+            position += moved
+            if position < end:
+                break
+        return position - start, 0
 
     def _probe(self, peer: CmaPeer, remote: ProcessEndPoint) -> None:
         """Read the peer's nonce and compare."""
@@ -244,17 +253,18 @@ def _shares(transfer: CmaTransfer, num_threads: int) -> list[tuple[int, int]]:
     """Return the next ranges of positions to copy at once, neighbours in order."""
     start = transfer.bytes_done
     fair = -(-(transfer.num_bytes - start) // num_threads)
-    share = min(max(fair, MIN_BYTES_PER_THREAD), MAX_BYTES_PER_CALL)
+    share = min(max(fair, MIN_BYTES_PER_THREAD), MAX_BYTES_PER_SHARE)
     shares: list[tuple[int, int]] = []
     while len(shares) < num_threads and start < transfer.num_bytes:
-        stop = min(
-            start + share,
-            transfer.local.reach(start, MAX_PIECES_PER_CALL),
-            transfer.remote.reach(start, MAX_PIECES_PER_CALL),
-        )
+        stop = _reach(transfer, start, min(start + share, transfer.num_bytes), MAX_PIECES_PER_SHARE)
         shares.append((start, stop))
         start = stop
     return shares
+
+
+def _reach(transfer: CmaTransfer, start: int, stop: int, max_pieces: int) -> int:
+    """Return up to where so many pieces of either side reach from ``start``, at most ``stop``."""
+    return min(stop, transfer.local.reach(start, max_pieces), transfer.remote.reach(start, max_pieces))
 
 
 def _in_remote_order(sides: Sides) -> Sides:

@@ -35,15 +35,19 @@ class CopyThreads:
         *beside, own = calls
         futures: list[Future[Result]] = []
         try:
-            futures.extend(self._started_pool().submit(call) for call in beside)
+            futures.extend(self.start(call) for call in beside)
             result = own()
         finally:
             # Whoever is told of an error may use the memory again: nothing is copied into it any more.
             wait(futures)
         return [*(future.result() for future in futures), result]
 
+    def start(self, call: Callable[[], Result]) -> Future[Result]:
+        """Return at once; the call runs beside the caller."""
+        return self._started_pool().submit(call)
+
     def close(self) -> None:
-        """End the threads; twice is fine."""
+        """End the threads once all that was started has ended; twice is fine."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None

@@ -44,14 +44,15 @@ class Connecting:
         self._transports, self._end_points = transports, end_points
         self._untried = deque(name for name in transports if name in end_points)
         self._transfer: Transfer | None = None
+        self._reached: Link | None = None
         self._refusals: list[TransportError] = []
 
     def poll(self) -> Link | None:
-        """Return the link once there is one, None before.
+        """Return the link once there is one, always the same, None before.
 
         A malformed end point is an error at once. Otherwise raises ``TransportError`` with what each transport said.
         """
-        while self._untried:
+        while self._untried and self._reached is None:
             name = self._untried[0]
             try:
                 peer = self._peer(name)
@@ -63,8 +64,12 @@ class Connecting:
                 self._untried.popleft()
                 self._transfer = None
                 continue
-            return None if peer is None else self._link(name, peer)
-        raise self._unreachable()
+            if peer is None:
+                return None
+            self._reached = self._link(name, peer)
+        if self._reached is None:
+            raise self._unreachable()
+        return self._reached
 
     def cancel(self) -> None:
         """Give up; twice is fine."""

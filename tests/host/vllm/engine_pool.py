@@ -54,6 +54,7 @@ CONNECTOR_SETTINGS: dict[str, Any] = {
     "transport": "cma",
 }
 
+CHUNKED = ("--max-num-batched-tokens", "256", "--enable-chunked-prefill")
 BOTH_CORES = (",".join(sorted(spread_over_cores(2))),)
 SEVERAL_API_SERVERS = (str(Path(__file__).with_name("several_api_servers.py")),)
 LAST_CORE = spread_over_cores(1, from_last=True)
@@ -79,9 +80,19 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     # The ones that pack, and what reads out of their stages; its cache has another order of layers and heads.
     "gqa-tp1-gather": ("gqa", {"strategy": "gather", "cores": LAST_CORE}),
     "gqa-tp2-gather": ("gqa", {"tensor_parallel_size": 2, "strategy": "gather", "layout": "LBHNC"}),
+    "gqa-tp1-mooncake": ("gqa", {"transport": "mooncake", "cores": LAST_CORE}),
+    "gqa-tp2-mooncake": ("gqa", {"tensor_parallel_size": 2, "transport": "mooncake"}),
     "gqa-tp2": ("gqa", {"tensor_parallel_size": 2, "transport": "auto"}),
     "gqa-tp2-other": ("gqa", {"tensor_parallel_size": 2, "load_failure_policy": "recompute"}),
     "gqa-tp4": ("gqa", {"tensor_parallel_size": 4}),
+    "gqa-push-tp1": ("gqa", {"mode": "push"}),
+    "gqa-push-tp1-other": ("gqa", {"mode": "push", "cores": LAST_CORE}),
+    "gqa-push-tp2": ("gqa", {"mode": "push", "tensor_parallel_size": 2}),
+    "gqa-push-tp2-auto": ("gqa", {"mode": "push", "tensor_parallel_size": 2, "transport": "auto"}),
+    "gqa-push-tp1-nixl": ("gqa", {"mode": "push", "transport": "nixl"}),
+    # Prompts are computed in chunks, several requests sharing a step.
+    "gqa-push-chunked": ("gqa", {"mode": "push", "push_grain": "chunks", "cores": LAST_CORE, "arguments": CHUNKED}),
+    "gqa-push-layers": ("gqa", {"mode": "push", "push_grain": "layers", "layers_per_span": 3, "cores": LAST_CORE}),
     "mla-reference": ("mla", {"role": None, "cores": BOTH_CORES}),
     "mla-tp1": ("mla", {}),
     "mla-tp1-other": ("mla", {"load_failure_policy": "recompute", "cores": LAST_CORE}),
@@ -99,6 +110,16 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8-tp1": ("fp8", {}),
     "fp8-tp2": ("fp8", {"tensor_parallel_size": 2}),
     "gqa-block64": ("gqa", {"block_size": 64, "cores": LAST_CORE, "connector_module": CONNECTOR_MODULE}),
+    "gemma-push-tp1": ("gemma", {"mode": "push"}),
+    "gemma-push-tp2": ("gemma", {"mode": "push", "tensor_parallel_size": 2}),
+    "gemma-push-layers": (
+        "gemma",
+        {"mode": "push", "push_grain": "layers", "layers_per_span": 2, "cores": LAST_CORE},
+    ),
+    "granite-push-tp1": ("granite", {"mode": "push", "prefix_caching": False}),
+    "granite-push-tp2": ("granite", {"mode": "push", "prefix_caching": False, "tensor_parallel_size": 2}),
+    "mla-push-tp1": ("mla", {"mode": "push"}),
+    "mla-push-tp2": ("mla", {"mode": "push", "tensor_parallel_size": 2}),
     "gemma-reference": ("gemma", {"role": None, "cores": BOTH_CORES}),
     "gemma-tp1": ("gemma", {}),
     "gemma-tp1-other": ("gemma", {"cores": LAST_CORE}),
@@ -110,19 +131,25 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-tp1-other": ("granite", {"prefix_caching": False, "cores": LAST_CORE}),
     "granite-tp2": ("granite", {"tensor_parallel_size": 2, "prefix_caching": False}),
 }
+PASSED_ON = {"transport", "strategy", "mode", "push_grain", "layers_per_span"}
+"""What differs in the connector's settings, not in the engine's."""
 # What runs together; memory for all at once is not asked for.
 STAGES: tuple[tuple[str, ...], ...] = (
-    ("gqa-reference", "gqa-tp1", "gqa-tp1-other", "gqa-tp2", "gqa-block64"),
+    ("gqa-reference", "gqa-tp1", "gqa-tp1-other", "gqa-tp2", "gqa-block64", "gqa-pp2"),
     ("gqa-tp2", "gqa-tp2-other", "gqa-tp1-nixl", "gqa-tp4"),
     ("gqa-reference", "gqa-tp4", "gqa-tp1", "gqa-dp2"),
     ("gqa-tp1-nixl", "gqa-bfloat16", "mla-reference", "mla-tp1", "mla-tp1-other", "mla-tp2"),
-    ("gqa-reference", "gqa-tp1", "gqa-pp2"),
     ("gqa-reference", "gqa-tp2", "gqa-pp2x2", "gqa-tp1-scatter"),
     ("gqa-reference", "gqa-tp1-gather", "gqa-tp2-gather"),
+    ("gqa-reference", "gqa-tp1-mooncake", "gqa-tp2-mooncake"),
     ("fp8-reference", "fp8-tp1", "fp8-tp2"),
-    ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2"),
-    ("gemma-reference", "gemma-tp1", "gemma-pp2"),
+    ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2", "gemma-pp2"),
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
+    ("gqa-reference", "gqa-push-tp1", "gqa-push-tp1-other", "gqa-push-tp2", "gqa-push-chunked", "gqa-push-layers"),
+    ("gqa-reference", "gqa-push-tp2-auto", "gqa-push-tp1-nixl"),
+    ("gemma-reference", "gemma-push-tp1", "gemma-push-tp2", "gemma-push-layers"),
+    ("granite-reference", "granite-push-tp1", "granite-push-tp2"),
+    ("mla-reference", "mla-push-tp1", "mla-push-tp2"),
 )
 
 
@@ -280,11 +307,12 @@ class EnginePool:
         differences = dict(differences)
         tp, pp = (differences.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
         connector_settings = dict(CONNECTOR_SETTINGS)
-        for setting in {"transport", "strategy"} & differences.keys():
+        for setting in PASSED_ON & differences.keys():
             connector_settings[setting] = differences.pop(setting)
         cache_bytes = (256 << 20) // (pp * (1 if model == "mla" else tp))
         arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": cache_bytes}
-        arguments.update(differences, arguments=MODEL_ARGUMENTS.get(model, ()))
+        given = (*MODEL_ARGUMENTS.get(model, ()), *differences.pop("arguments", ()))
+        arguments.update(differences, arguments=given)
         if arguments["role"] is not None:
             connector_settings["transfer_log"] = str(self.folder / f"{name}.transfers")
             arguments.update(connector_settings=connector_settings, arguments=(*arguments["arguments"], *EXTENSION))

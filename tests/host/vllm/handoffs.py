@@ -1,5 +1,7 @@
 """A tiny router and the checks that every handoff must pass."""
 
+import http.client
+import json
 import os
 import random
 import time
@@ -8,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -51,21 +54,22 @@ PAIRS = (
     Pair("gqa-4-1", "gqa-tp4", "gqa-tp1", in_matrix=True),
     Pair("gqa-2-1-scatter", "gqa-tp2", "gqa-tp1-scatter", in_matrix=True),
     Pair("gqa-1-2-gather", "gqa-tp1-gather", "gqa-tp2-gather", in_matrix=True),
+    Pair("gqa-2-1-mooncake", "gqa-tp2-mooncake", "gqa-tp1-mooncake", "mooncake", in_matrix=True),
     Pair("gqa-dp2-1", "gqa-dp2", "gqa-tp1", in_matrix=True),
     Pair("gqa-1-dp2", "gqa-tp1", "gqa-dp2", in_matrix=True),
-    Pair("gqa-pp2-1", "gqa-pp2", "gqa-tp1", in_matrix=True),
+    Pair("gqa-pp2-1", "gqa-pp2", "gqa-tp1"),
     Pair("gqa-1-pp2", "gqa-tp1", "gqa-pp2", in_matrix=True),
     Pair("gqa-pp2x2-2", "gqa-pp2x2", "gqa-tp2", in_matrix=True),
     Pair("fp8-2-1", "fp8-tp2", "fp8-tp1", in_matrix=True),
     Pair("gqa-64-128", "gqa-block64", "gqa-tp1", in_matrix=True),
     Pair("gqa-128-64", "gqa-tp1", "gqa-block64"),
-    Pair("gemma-2-1", "gemma-tp2", "gemma-tp1", in_matrix=True),
+    Pair("gemma-2-1", "gemma-tp2", "gemma-tp1"),
     Pair("gemma-1-1", "gemma-tp1", "gemma-tp1-other", in_matrix=True),
     Pair("gemma-pp2-1", "gemma-pp2", "gemma-tp1", in_matrix=True),
     Pair("gemma-1-pp2", "gemma-tp1", "gemma-pp2", in_matrix=True),
     Pair("gemma-1-2", "gemma-tp1", "gemma-tp2", in_matrix=True),
     # The block of attention is as long as a page must be to hold a state: other for each tensor-parallel size.
-    Pair("granite-1-2", "granite-tp1", "granite-tp2", in_matrix=True),
+    Pair("granite-1-2", "granite-tp1", "granite-tp2"),
     Pair("granite-1-1", "granite-tp1", "granite-tp1-other", in_matrix=True),
     Pair("granite-2-1", "granite-tp2", "granite-tp1", in_matrix=True),
 )
@@ -210,3 +214,39 @@ def pages_in_a_block(handoffs: Handoffs) -> int:
     """Return how many pages of a GQA block one decode rank reads from one prefill rank: 8 layers, 4 heads, shared."""
     sides = handoffs.prefill, handoffs.decode
     return (8 // max(side.pp for side in sides)) * (4 // max(side.tp for side in sides))
+
+
+def check_prefix_hits(handoffs: Handoffs, reference: Reference) -> None:
+    """Send prompts that begin as others did; what the decode engine has is not received again."""
+    logs_before, salt = handoffs.log_ends(), fresh_salt()
+    first = random_prompt(50, 513)
+    partly_known = first[:400] + random_prompt(51, 200)
+    # prompt -> tokens in the decode engine's prefix cache (whole blocks of 128), received, computed
+    expected = [(first, (0, 513, 0)), (partly_known, (384, 216, 0)), (first, (512, 0, 1)), (first[:512], (384, 128, 0))]
+    for prompt, (cached, received, computed) in expected:
+        before = handoffs.decode.prompt_tokens()
+        answer = handoffs.send(prompt, salt=salt)
+        check_tokens([answer], handoffs.pair.model, [prompt], reference)
+        moved = handoffs.decode.prompt_tokens() - before
+        assert (moved.cached, moved.received, moved.computed) == (cached, received, computed)
+    handoffs.check_released(logs_before)
+
+
+@contextmanager
+def streaming(engine: Engine, body: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
+    """Send a request whose answer is left unread; the client disconnects at the end."""
+    address = urlsplit(engine.server.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        yield connection
+    finally:
+        connection.close()
+
+
+def wait_for_usage(engine: Engine, timeout_seconds: float = 10.0) -> None:
+    """Wait until the engine has given blocks to a request."""
+    deadline = time.monotonic() + timeout_seconds
+    while engine.usage() == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -103,3 +103,15 @@ def test_interrupted_demo_leaves_nothing(folder: Path, moment: str) -> None:
     assert [member for member in family if is_alive(member)] == []
     assert [path.name for path in folder.iterdir()] == ["stderr"]
     assert segments() <= before
+
+
+def test_demo_of_pushes(folder: Path) -> None:
+    with started_demo(folder, "--mode", "push", "--prompts", "6") as process:
+        output, _ = process.communicate(timeout=560)
+    report = json.loads(output)
+    assert process.returncode == 0, (folder / "stderr").read_text()
+    assert (report["mode"], report["problems"]) == ("push", [])
+    assert report["requests"] == report["identical"] == 6
+    assert report["bytes"] == report["expected_bytes"]
+    assert report["received_tokens"] == report["prompt_tokens"]
+    assert report["leaks"]["cache_usage"] == {"prefill": 0.0, "decode": 0.0}

@@ -1,18 +1,22 @@
 """Requests out of the ordinary: samples, prefix hits, very short prompts, aborts, preemption, rejection."""
 
-import http.client
-import json
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 from .engine_pool import Engine, EnginePool, Reference, RequestFailed, completion_body, fresh_salt
-from .handoffs import Handoffs, Pair, check_tokens, for_pairs, random_prompt, random_prompts
+from .handoffs import (
+    Handoffs,
+    Pair,
+    check_prefix_hits,
+    check_tokens,
+    for_pairs,
+    random_prompt,
+    random_prompts,
+    streaming,
+    wait_for_usage,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -42,19 +46,7 @@ def test_parallel_samples(pair: Pair, prefill_samples: int, engine_pool: EngineP
 
 @for_pairs("gqa-2-1", "gqa-1-2", "gqa-dp2-1")
 def test_prefix_hits_on_the_decode_side(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
-    handoffs = Handoffs.of(pair, engine_pool)
-    logs_before, salt = handoffs.log_ends(), fresh_salt()
-    first = random_prompt(50, 513)
-    partly_known = first[:400] + random_prompt(51, 200)
-    # prompt -> tokens in the decode engine's prefix cache (whole blocks of 128), received, computed
-    expected = [(first, (0, 513, 0)), (partly_known, (384, 216, 0)), (first, (512, 0, 1)), (first[:512], (384, 128, 0))]
-    for prompt, (cached, received, computed) in expected:
-        before = handoffs.decode.prompt_tokens()
-        answer = handoffs.send(prompt, salt=salt)
-        check_tokens([answer], pair.model, [prompt], reference)
-        moved = handoffs.decode.prompt_tokens() - before
-        assert (moved.cached, moved.received, moved.computed) == (cached, received, computed)
-    handoffs.check_released(logs_before)
+    check_prefix_hits(Handoffs.of(pair, engine_pool), reference)
 
 
 @for_pairs("gqa-128-64")
@@ -84,18 +76,6 @@ def test_prompts_around_one_block(pair: Pair, engine_pool: EnginePool, reference
     check_tokens(answers, pair.model, prompts, reference)
 
 
-@contextmanager
-def streaming(engine: Engine, body: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
-    """Send a request whose answer is left unread; the client disconnects at the end."""
-    address = urlsplit(engine.server.url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        yield connection
-    finally:
-        connection.close()
-
-
 @for_pairs("gqa-2-1")
 @pytest.mark.parametrize("moment", ["while loading", "while decoding"])
 def test_the_client_goes_away(pair: Pair, moment: str, engine_pool: EnginePool, reference: Reference) -> None:
@@ -111,14 +91,6 @@ def test_the_client_goes_away(pair: Pair, moment: str, engine_pool: EnginePool, 
                 wait_for_usage(handoffs.decode)
         handoffs.check_released(logs_before)
     check_tokens([handoffs.send(prompt)], pair.model, [prompt], reference)
-
-
-def wait_for_usage(engine: Engine, timeout_seconds: float = 10.0) -> None:
-    """Wait until the engine has given blocks to a request."""
-    deadline = time.monotonic() + timeout_seconds
-    while engine.usage() == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @for_pairs("gqa-1-1")

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.push_plan import BlockList
 from kvferry.layout.cache_group import CacheKind
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.window import first_token_to_move
@@ -100,6 +101,72 @@ def blocks_to_load(
         else _tokens(index, group, size, _first_token(group, size, tokens), tokens[1], (source, destination))
         for index, (group, size, source, destination) in enumerate(sides)
     )
+
+
+def blocks_to_fill(
+    groups: Sequence[GroupShape],
+    source_block_sizes: Sequence[int],
+    tokens: tuple[int, int],
+    destination_ids: Sequence[Sequence[int]],
+) -> tuple[GroupBlocks, ...]:
+    """Return what :func:`blocks_to_load` does, without the source's blocks, for a source that writes.
+
+    >>> window = GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)
+    >>> [blocks] = blocks_to_fill([window], [16], (0, 64), [[0, 0, 2, 5, 9]])
+    >>> blocks.first_token, blocks.source_ids.tolist(), blocks.destination_ids.tolist()
+    (32, [], [2, 5])
+    """
+    _check_groups(groups, source_block_sizes, destination_ids)
+    found = []
+    for index, (group, size, ids) in enumerate(zip(groups, source_block_sizes, destination_ids, strict=True)):
+        first, end, listed = _first_token(group, size, tokens), tokens[1], ids
+        if group.kind is CacheKind.STATE:
+            # The last block of the list holds the state, which is token 0 to 1.
+            first, end, listed = 0, 1, ids[-1:]
+        found.append(
+            GroupBlocks(
+                group=str(index),
+                first_token=first,
+                last_token=end,
+                source_block_ids=(),
+                destination_block_ids=_covering(index, "decode", listed, group.block_size, first, end),
+                destination_first_token=first // group.block_size * group.block_size,
+            )
+        )
+    return tuple(found)
+
+
+def held_blocks(groups: Sequence[GroupShape], ids: Sequence[Sequence[int]]) -> dict[str, BlockList]:
+    """Return the real blocks at the end of each group's list, by group: those before have left a sliding window.
+
+    >>> held_blocks([GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)], [[0, 0, 7, 6]])["0"]
+    BlockList(first_token=32, block_ids=[7, 6])
+    """
+    found = {}
+    for index, (group, listed) in enumerate(zip(groups, ids, strict=True)):
+        first = _num_before(group, listed)
+        begin = 0 if group.kind is CacheKind.STATE else first * group.block_size
+        found[str(index)] = BlockList(begin, list(listed[first:]))
+    return found
+
+
+def _num_before(group: GroupShape, listed: Sequence[int]) -> int:
+    """Return how many blocks lie before those that are held: a state has one, and a window leaves null blocks."""
+    if group.kind is CacheKind.STATE:
+        return max(len(listed) - 1, 0)
+    if group.kind is not CacheKind.SLIDING_WINDOW:
+        return 0
+    gone = np.flatnonzero(np.asarray(listed, dtype=np.int64) == NULL_BLOCK_ID)
+    return int(gone[-1]) + 1 if gone.size else 0
+
+
+def _check_groups(groups: Sequence[GroupShape], *lists: Sequence[object]) -> None:
+    if any(len(each) != len(groups) for each in lists):
+        raise HandoffError(
+            Reason.GROUP_MISMATCH,
+            f"the prefill engine has {len(lists[0])} cache groups, this engine has {len(groups)}.",
+            "Serve the same model with the same cache settings.",
+        )
 
 
 def _first_token(group: GroupShape, source_block_size: int, tokens: tuple[int, int]) -> int:

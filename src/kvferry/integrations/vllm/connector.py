@@ -1,5 +1,6 @@
 """``KVFerryConnector``: the class that vLLM builds, once in the scheduler and once in every worker."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -17,6 +18,7 @@ from kvferry.integrations.vllm.engine_kernels import check_engine_kernels
 from kvferry.integrations.vllm.layout_choice import asked_layout, check_layout, widen_cpu_attention
 from kvferry.integrations.vllm.metadata import RankMetadata, StepMetadata
 from kvferry.integrations.vllm.plugin import log_as_vllm_does
+from kvferry.integrations.vllm.push_scheduler_role import PushSchedulerRole
 from kvferry.integrations.vllm.scheduler_role import SchedulerRole
 from kvferry.integrations.vllm.settings import parse_settings
 from kvferry.integrations.vllm.statistics import PrometheusMetrics, Statistics
@@ -43,11 +45,14 @@ check_version()
 widen_cpu_attention()
 log_as_vllm_does()
 
+IDLE_STEP_SECONDS = 0.002
+"""So long a step that computes nothing waits for what moves: vLLM else begins the next one at once, and its processes
+take the core on which the bytes are copied. A request that comes meanwhile waits as long."""
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """Moves KV caches between vLLM engines by pull; all work is in the two roles."""
+    """Moves KV caches between vLLM engines; all work is in the two roles."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -61,7 +66,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_role: SchedulerRole | None = None
         self._worker_role: WorkerRole | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler_role = SchedulerRole(vllm_config, kv_cache_config, engine_id, settings)
+            scheduler_role = PushSchedulerRole if settings.mode == "push" else SchedulerRole
+            self._scheduler_role = scheduler_role(vllm_config, kv_cache_config, engine_id, settings)
         else:
             self._worker_role = WorkerRole(vllm_config, kv_cache_config, settings)
 
@@ -87,6 +93,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         layout = asked_layout(vllm_config, settings)
         return None if layout is None else layout.value
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        settings = parse_settings(extra_config)
+        return settings.mode == "push" and settings.push_grain == "layers"
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats | None":
@@ -118,6 +129,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        self._scheduler.note_schedule(scheduler_output)
         return self._scheduler.build_connector_meta(scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -153,6 +165,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.get_handshake_metadata()
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        self._worker.take_back(kv_connector_metadata)
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._worker.begin_step(self._orders)
@@ -166,14 +182,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
     ) -> None:
-        """Nothing to save: the decode side reads the prefill side's cache where it lies."""
+        """What this layer wrote may be pushed; it is read from the cache where it lies."""
+        self._worker.finish_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: what the step wrote may be read once the device has done it."""
-        self._worker.finish_step()
+        """Nothing to wait for: what the step wrote may be read once the device has done it.
+
+        vLLM calls this of a step that failed, too: what that wrote is nobody's cache.
+        """
+        if sys.exc_info()[0] is None:
+            self._worker.finish_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        received, failed = self._worker.take_finished()
+        received, failed = self._worker.take_finished(0.0 if self._orders.computes else IDLE_STEP_SECONDS)
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class HeldBlocks:
-    """One reference per held request and block; used on the scheduler's thread only."""
+    """One reference per hold and block, under a name of its own; used on the scheduler's thread only."""
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
@@ -26,7 +26,7 @@ class HeldBlocks:
         """Take references in this pool from now on."""
         self._pool = pool
 
-    def hold(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+    def hold(self, name: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Add a reference to each block of the request, which still has its own.
 
         Where a block has left a sliding window, the null block stands, which nobody owns.
@@ -35,9 +35,9 @@ class HeldBlocks:
         held = (block_id for group in block_ids for block_id in group if block_id != NULL_BLOCK_ID)
         blocks = [self._pool.blocks[block_id] for block_id in held]
         self._pool.touch(blocks)
-        self._blocks[request_id] = blocks
+        self._blocks[name] = blocks
 
-    def free(self, request_id: str) -> None:
-        """Drop the request's references, the tail first, as vLLM does: a prefix stays cached longest."""
+    def free(self, name: str) -> None:
+        """Drop the hold's references, the tail first, as vLLM does: a prefix stays cached longest."""
         assert self._pool is not None
-        self._pool.free_blocks(reversed(self._blocks.pop(request_id)))
+        self._pool.free_blocks(reversed(self._blocks.pop(name)))

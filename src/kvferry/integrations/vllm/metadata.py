@@ -7,14 +7,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from kvferry.errors import KVFerryError
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.guard import Held
+from kvferry.handoff.sending_side import Prompt
 from kvferry.plan.request import GroupBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class PushedPrompt:
+    """Which prompt is to be pushed: the router's id of the transfer, and what both sides compare."""
+
+    transfer_id: str
+    num_tokens: int
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
     """One request's ``num_tokens`` prompt tokens to load, as blocks of every cache group.
 
-    ``error`` set means that it is to be reported as failed at once.
+    ``error`` set means that it is to be reported as failed at once. With ``pushed`` nothing is read: the blocks, of
+    which only the receiver's side counts, are announced.
     """
 
     request_id: str
@@ -24,20 +35,28 @@ class LoadOrder:
     num_tokens: int = 0
     blocks: tuple[GroupBlocks, ...] = ()
     error: KVFerryError | None = None
+    pushed: PushedPrompt | None = None
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Orders of one step: ``written`` holds the words of held requests that it writes, ``ended`` slots.
 
-    ``aborted`` loads are wanted no more, of ``lost`` ones the remote hold has ended.
+    One that ``computes`` nothing was begun only because something is pending.
+    ``aborted`` loads are wanted no more, of ``lost`` ones the remote hold has ended. Of pushes: the ``prompts`` that it
+    computes, by transfer id, and the transfers whose blocks it may overwrite, since they are ``preempted`` or
+    ``ended_transfers``.
     """
 
+    computes: bool = True
     written: list[Held] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    prompts: list[tuple[str, Prompt]] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    ended_transfers: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.prefill_side import Hold
 from kvferry.handoff.protocol import PROTOCOL_VERSION, Handle, Identifier, LeaseSeconds, Unsigned
+from kvferry.integrations.vllm.router_beacon import decode_place
 from kvferry.layout.cache_group import MAX_BLOCK_SIZE
 from kvferry.layout.shard import MAX_GROUPS
 
@@ -54,6 +55,33 @@ class RemoteParams(msgspec.Struct, frozen=True):
         """The hold that these parameters name."""
         handle = Handle(self.remote_request_id, self.kvferry.generation)
         return RemoteHold(self.remote_engine_id, self.kvferry.epoch, self.remote_host, self.remote_port, handle)
+
+
+class PushParams(msgspec.Struct, frozen=True):
+    """What a router that speaks Mooncake's protocol gives the decode side; other fields are ignored."""
+
+    transfer_id: Identifier
+    remote_engine_id: Identifier
+    remote_bootstrap_addr: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
+
+def parse_push_params(params: Mapping[str, Any], request_id: str) -> PushParams:
+    """Return the decode side's view of ``kv_transfer_params``, or of the request's id where the router puts it there.
+
+    Raises :class:`HandoffError` (malformed-message).
+    """
+    given = dict(params)
+    if given.get("remote_engine_id") is None and (place := decode_place(request_id)) is not None:
+        given["remote_bootstrap_addr"], given["remote_engine_id"] = place
+    try:
+        return msgspec.convert(given, PushParams)
+    except msgspec.ValidationError as error:
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE,
+            f"kv_transfer_params of {request_id} name no push: {error}.",
+            "Run vllm-router with --kv-connector mooncake and each prefill engine's bootstrap_port, or with "
+            "--kv-connector moriio and --vllm-discovery-address, which is each engine's router_address.",
+        ) from error
 
 
 def answer_params(

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -87,8 +88,12 @@ class SchedulerRole:
         self._step = StepMetadata()
         self._directory: Directory | None = None
         port = control_port(settings.port, vllm_config.parallel_config.data_parallel_index)
+        self._before_listening()
         self._listener = Listener(settings.host, port, self._answer, self._keep_up)
         logger.info("kvferry: engine %s listens on %s:%d", engine_id, settings.host, self._listener.port)
+
+    def _before_listening(self) -> None:
+        """Prepare what the listener's thread uses."""
 
     # The engine's requests, as the scheduler meets them.
 
@@ -113,13 +118,13 @@ class SchedulerRole:
         with self._decode_lock:
             self._decode_side.arrive(request.request_id, parsed.hold, parsed.kvferry.lease_seconds, time.monotonic())
 
-    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many prompt tokens to load. Without effects: the engine may ask again or ignore the answer.
 
         One token alone is not worth a load: the engine computes the next one anyway.
         """
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill") or request.request_id not in self._remote:
+        if not params or not params.get("do_remote_prefill") or not self._is_expected(request.request_id):
             return 0, False
         num_missing = self._num_loadable(request) - num_computed_tokens
         return (num_missing, True) if num_missing > 1 else (0, False)
@@ -137,7 +142,7 @@ class SchedulerRole:
             return
         if params.get("do_remote_decode"):
             self._begin_hold(request)
-        if not params.get("do_remote_prefill") or request.request_id not in self._remote:
+        if not params.get("do_remote_prefill") or not self._is_expected(request.request_id):
             return
         params["do_remote_prefill"] = False
         if num_external_tokens == 0:
@@ -182,6 +187,9 @@ class SchedulerRole:
 
     # Once per engine step.
 
+    def note_schedule(self, output: "SchedulerOutput") -> None:
+        """Take note of what the next step computes; a pull needs to know no more than which requests those are."""
+
     def build_connector_meta(self, scheduled: Iterable[str] = ()) -> StepMetadata:
         """Return this step's orders to the workers; ``scheduled`` are the requests that it computes."""
         now = time.monotonic()
@@ -195,6 +203,7 @@ class SchedulerRole:
         with self._decode_lock:
             self._run_errands(now)
             lost, self._lost = self._lost, []
+        self._step.computes = bool(scheduled)
         self._step.lost = [request_id for request_id in lost if request_id in self._loading]
         step, self._step = self._step, StepMetadata()
         return step
@@ -230,10 +239,14 @@ class SchedulerRole:
 
     @property
     def _prefill_engine(self) -> PrefillEngine:
-        host, port = self._settings.advertised_host or self._settings.host, self._listener.port
+        host, port = self._settings.reachable_host, self._listener.port
         block_sizes = tuple(group.block_size for group in self._groups)
         lease_seconds = self._settings.lease_seconds
         return PrefillEngine(self._engine_id, host, port, self._tp_size, self._epoch, lease_seconds, block_sizes)
+
+    def _is_expected(self, request_id: str) -> bool:
+        """Return whether the request names where its prompt comes from."""
+        return request_id in self._remote
 
     def _num_loadable(self, request: "Request") -> int:
         """Return how many of the prompt's tokens a load can bring; a prompt of one token is computed here."""

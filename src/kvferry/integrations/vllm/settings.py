@@ -7,17 +7,29 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvferry.errors import Reason, SettingsError
+from kvferry.execution.kept_costs import KeptCosts
 from kvferry.handoff.addresses import is_wildcard
+from kvferry.plan.push_grain import Grain
 from kvferry.plan.strategy import DEFAULT_STAGE_BYTES, Strategy
 from kvferry.transport.faults import FaultPlan
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+_FOR_PUSHES = frozenset(
+    ("bootstrap_port", "router_address", "http_address", "push_grain", "layers_per_span", "push_timeout_seconds")
+)
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings with their defaults.
 
-    mode: how caches move; ``pull`` is what exists today.
+    mode: how caches move: ``pull``, when the prompt has been computed, or ``push``, while it is.
+    bootstrap_port: with ``push``, where a prefill engine answers the router's bootstrap query; port 0 takes a free one.
+    router_address, http_address: with ``push``, the host:port of vllm-router's ``--vllm-discovery-address`` and that of
+        this engine's API server; the router then sends to both engines at once.
+    push_grain: with ``push``, ``whole`` sends a prompt when it has been computed, ``chunks`` whole rows of blocks when
+        a step has computed them, ``layers`` besides spans of ``layers_per_span`` attention layers as soon as they have
+        run. ``auto`` chooses for each push, spans' length included, by times that it measures.
+    push_timeout_seconds: with ``push``, how long a decode engine waits for a prompt to be computed and pushed.
     transport: ``auto``, or the name of one transport.
     layout: the KV cache layout to ask the engine for; empty lets the connector choose.
     host, port: where a prefill engine's control end point listens; port 0 takes a free one, another one is that of
@@ -32,15 +44,25 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         setting decides; a prefill engine packs for readers with ``gather`` and ``auto`` only.
     stage_bytes: memory of a stage in each rank that has one: with ``auto`` and ``scatter`` where a rank reads, with
         ``auto`` and ``gather`` where it packs. Larger loads go in rounds.
+    costs_file: a JSON file with what moving costs, a report of ``kvferry bench transport --strategy --json``. Where it
+        is there at start nothing is measured for the transports in it, and it stays as it is; where it is not, what
+        this engine measures goes there. Not with ``direct``, which chooses nothing.
     huge_pages: put the cache into 2 MiB pages at start where the kernel allows.
     transfer_cores: cores for the transfer thread; empty means all but the compute cores.
     realtime_transfers: give the transfer thread real-time priority where the kernel allows.
-    transfer_log: a file that gets one JSON line per load and rank (``.rank<rank>`` is appended).
+    transfer_log: a file that gets one JSON line per load and rank (``.rank<rank>`` is appended), and per push that a
+        rank sends; lines of pushes have a timeline.
     model_id: what both sides must agree on in place of the digest of model and weights.
     faults: injected faults, for negative controls in tests.
     """
 
-    mode: Literal["pull"] = "pull"
+    mode: Literal["pull", "push"] = "pull"
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    router_address: str = ""
+    http_address: str = ""
+    push_grain: Literal["auto", "whole", "chunks", "layers"] = "auto"
+    layers_per_span: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 8
+    push_timeout_seconds: Seconds = 120.0
     transport: str = "auto"
     layout: str = ""
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
@@ -52,6 +74,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_held_requests: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 16384
     strategy: Literal["auto", "direct", "scatter", "gather"] = "direct"
     stage_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 36)] = DEFAULT_STAGE_BYTES
+    costs_file: str = ""
     huge_pages: bool = True
     transfer_cores: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
     realtime_transfers: bool = False
@@ -63,6 +86,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def wanted_strategy(self) -> Strategy | None:
         """The strategy asked for; None leaves the choice to each pair of ranks."""
         return None if self.strategy == "auto" else Strategy(self.strategy)
+
+    @property
+    def wanted_grain(self) -> Grain | None:
+        """The grain asked for; None leaves the choice to each push."""
+        return None if self.push_grain == "auto" else Grain(self.push_grain)
+
+    @property
+    def reachable_host(self) -> str:
+        """Where peers reach what listens on ``host``."""
+        return self.advertised_host or self.host
 
     @property
     def scatters(self) -> bool:
@@ -78,7 +111,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     """Return the settings in ``extra_config``.
 
-    Raises :class:`SettingsError`: unknown-setting naming the nearest valid key, invalid-setting.
+    Raises :class:`SettingsError`: unknown-setting naming the nearest valid key, invalid-setting, for a ``costs_file``
+    that is there but is no report of costs, too.
 
     >>> parse_settings({"lease_seconds": 90}).lease_seconds
     90.0
@@ -100,6 +134,8 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         ) from error
     _check_times(settings)
     _check_host(settings)
+    _check_push(settings, extra_config)
+    _check_costs_file(settings)
     return settings
 
 
@@ -124,10 +160,39 @@ def _check_times(settings: Settings) -> None:
 
 def _check_host(settings: Settings) -> None:
     name = "advertised_host" if settings.advertised_host else "host"
-    host = settings.advertised_host or settings.host
+    host = settings.reachable_host
     if is_wildcard(host):
         raise SettingsError(
             Reason.INVALID_SETTING,
             f"{name} {host!r} means every interface, which is no address that decode engines can connect to.",
             'Set "advertised_host" to the address or name at which they reach this machine.',
         )
+
+
+def _check_push(settings: Settings, given: Mapping[str, Any]) -> None:
+    if settings.mode != "push" and (ignored := sorted(_FOR_PUSHES & given.keys())):
+        raise SettingsError(
+            Reason.INVALID_SETTING, f"{ignored[0]} is for pushes.", 'Set "mode" to "push", or leave it out.'
+        )
+    if settings.mode == "push" and settings.strategy != "direct":
+        raise SettingsError(
+            Reason.UNSUPPORTED,
+            f"strategy {settings.strategy!r} reads by way of a stage; with mode 'push' nothing is read.",
+            'Leave "strategy" out, or set it to "direct".',
+        )
+    if bool(settings.router_address) != bool(settings.http_address):
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            "router_address and http_address go together: where the router listens, and where it is to send requests.",
+            "Set both, or none where the router sends to one engine after the other.",
+        )
+
+
+def _check_costs_file(settings: Settings) -> None:
+    if settings.costs_file and settings.wanted_strategy is Strategy.DIRECT:
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"costs_file {settings.costs_file!r} says nothing with the strategy 'direct', which chooses nothing.",
+            'Set "strategy" to "auto", or leave costs_file out.',
+        )
+    KeptCosts(settings.costs_file)

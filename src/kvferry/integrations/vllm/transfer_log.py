@@ -1,7 +1,7 @@
-"""One JSON line per load and rank, for people and programs that want to see what moved."""
+"""One JSON line per load and rank, and per push and rank, for people and programs that want to see what moved."""
 
 import json
-from typing import TextIO
+from typing import Any, TextIO
 
 from kvferry.execution.load import LoadResult
 from kvferry.integrations.vllm.metadata import LoadOrder
@@ -24,7 +24,7 @@ class TransferLog:
         if self._file is None:
             return
         hold = order.hold
-        line = {
+        line: dict[str, Any] = {
             "request_id": order.request_id,
             "remote_request_id": None if hold is None else hold.handle.request_id,
             "remote_engine_id": None if hold is None else hold.engine_id,
@@ -40,6 +40,25 @@ class TransferLog:
             "wait_seconds": result.wait_seconds,
             "transfer_seconds": result.transfer_seconds,
             "error": None if result.error is None else result.error.reason.value,
+        }
+        if result.timeline is not None:
+            line["timeline"] = result.timeline()
+        self._file.write(json.dumps(line) + "\n")
+
+    def write_push(self, result: LoadResult) -> None:
+        """Append one push of this rank to one rank of a receiver, as its sender saw it."""
+        if self._file is None:
+            return
+        line = {
+            "push": result.load_id,
+            "rank": self._rank,
+            "bytes": result.num_bytes,
+            "descriptors": result.num_descriptors,
+            "transport": result.transport,
+            "layout": self._layout.value,
+            "transfer_seconds": result.transfer_seconds,
+            "error": None if result.error is None else result.error.reason.value,
+            "timeline": None if result.timeline is None else result.timeline(),
         }
         self._file.write(json.dumps(line) + "\n")
 

@@ -9,6 +9,8 @@ docs/decisions/sleeping-workers.md.
 import os
 import time
 
+from kvferry.errors import Reason, SettingsError
+
 VARIABLE = "KVFERRY_SLEEPING_WORKERS"
 SLEEP_SECONDS = 50e-6
 
@@ -16,11 +18,15 @@ SLEEP_SECONDS = 50e-6
 def make_waits_sleep() -> None:
     """Replace the yield in vLLM's message queues of this process where ``KVFERRY_SLEEPING_WORKERS`` is 1.
 
-    Any other value but 0 raises :class:`ValueError`. Safe to call again.
+    Safe to call again. Raises :class:`SettingsError` (``invalid-setting``) for any other value but 0.
     """
     value = os.environ.get(VARIABLE, "0")
     if value not in ("0", "1"):
-        raise ValueError(f"{VARIABLE} is {value!r}. Set it to 1 where engines have fewer cores than ranks, else to 0.")
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"{VARIABLE} is {value!r}.",
+            "Set it to 1 where engines have fewer cores than ranks, else to 0.",
+        )
     if value == "1":
         from vllm.distributed import utils
         from vllm.distributed.device_communicators import shm_broadcast

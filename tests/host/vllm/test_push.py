@@ -1,0 +1,301 @@
+"""Pushes between real engines, behind a tiny router that sends to both at once and behind vllm-router unmodified."""
+
+import json
+import re
+import time
+import urllib.request
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from kvferry.integrations.vllm.engine_metrics import prompt_tokens
+from kvferry.integrations.vllm.launch import free_port, start_engine, start_router, stop_servers, wait_until_ready
+
+from .engine_pool import (
+    CHUNKED,
+    Engine,
+    EnginePool,
+    Reference,
+    RequestFailed,
+    completion_body,
+    fresh_salt,
+    post,
+    tokens_of,
+)
+from .handoffs import (
+    ALL_PAIRS,
+    Handoffs,
+    Pair,
+    check_prefix_hits,
+    check_tokens,
+    random_prompt,
+    random_prompts,
+    streaming,
+    wait_for_usage,
+    wait_until_unused,
+)
+
+pytestmark = pytest.mark.vllm
+
+PUSH_PAIRS = (
+    Pair("push-1-1", "gqa-push-tp1", "gqa-push-tp1-other"),
+    Pair("push-2-1", "gqa-push-tp2", "gqa-push-tp1"),
+    Pair("push-1-2", "gqa-push-tp1", "gqa-push-tp2"),
+    Pair("push-chunked", "gqa-push-chunked", "gqa-push-tp1"),
+    Pair("push-layers", "gqa-push-layers", "gqa-push-tp2"),
+    Pair("push-nixl", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "nixl", in_matrix=True),
+    Pair("push-gemma-2-1", "gemma-push-tp2", "gemma-push-tp1", in_matrix=True),
+    Pair("push-gemma-layers", "gemma-push-layers", "gemma-push-tp2", in_matrix=True),
+    Pair("push-granite-2-1", "granite-push-tp2", "granite-push-tp1", in_matrix=True),
+    Pair("push-granite-1-2", "granite-push-tp1", "granite-push-tp2", in_matrix=True),
+    Pair("push-mla-2-1", "mla-push-tp2", "mla-push-tp1", in_matrix=True),
+)
+WAVE = random_prompts(seed=21, count=24, shortest=5, longest=3000)
+FEW = random_prompts(seed=22, count=4, shortest=5, longest=1500)
+
+
+def for_push_pairs(*names: str) -> Any:
+    """Parametrize a test over the pairs named, or over all; the argument is ``pair``."""
+    named = [pair for pair in PUSH_PAIRS if not names or pair.name in names]
+    chosen = [pair for pair in named if ALL_PAIRS or not pair.in_matrix]
+    params = [pytest.param(pair, id=pair.name, marks=pytest.mark.engines(pair.prefill, pair.decode)) for pair in chosen]
+    return pytest.mark.parametrize("pair", params)
+
+
+@dataclass(frozen=True)
+class Pushes(Handoffs):
+    """One pair of running engines behind a tiny router that sends to both at once."""
+
+    def send(self, prompt: Sequence[int], max_tokens: int = 8, salt: str | None = None, **more: Any) -> list[list[int]]:
+        salt, transfer_id = salt or fresh_salt(), f"xfer-{uuid.uuid4()}"
+        with ThreadPoolExecutor(1) as thread:
+            params = to_prefill(transfer_id)
+            prefilled = thread.submit(self.prefill.complete, prompt, 1, salt, kv_transfer_params=params)
+            answer = self.decode.complete(
+                prompt, max_tokens, salt, kv_transfer_params=self.to_decode(transfer_id), **more
+            )
+            prefilled.result()
+        return tokens_of(answer)
+
+    def to_decode(self, transfer_id: str) -> dict[str, Any]:
+        address = f"http://127.0.0.1:{bootstrap_port(self.prefill)}"
+        entry = get_json(f"{address}/query")["0"]
+        return {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id,
+            "remote_bootstrap_addr": address,
+            "remote_engine_id": entry["engine_id"],
+        }
+
+
+def to_prefill(transfer_id: str) -> dict[str, Any]:
+    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+
+
+def get_json(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return json.load(response)
+
+
+def bootstrap_port(engine: Engine) -> int:
+    return int(re.findall(r"bootstrap queries are answered on http://[\d.]+:(\d+)", engine.log())[-1])
+
+
+@for_push_pairs()
+def test_pushed_prompts_give_the_tokens_of_one_engine(
+    pair: Pair, engine_pool: EnginePool, reference: Reference
+) -> None:
+    pushes = Pushes.of(pair, engine_pool)
+    logs_before, before = pushes.log_ends(), pushes.decode.prompt_tokens()
+    answers = pushes.send_all(WAVE)
+    pushes.check_released(logs_before)
+    moved = pushes.decode.prompt_tokens() - before
+    # Of a hybrid the decode engine computes the last token itself.
+    num_computed = len(WAVE) if pair.is_hybrid else 0
+    assert (moved.received, moved.cached, moved.computed) == (sum(map(len, WAVE)) - num_computed, 0, num_computed)
+    assert {load["transport"] for load in pushes.decode.loads()[-len(WAVE) :]} == {pair.transport}
+    check_tokens(answers, pair.model, WAVE, reference)
+
+
+@for_push_pairs("push-1-1", "push-2-1")
+def test_behind_vllm_router_as_it_is(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
+    """In mooncake mode; it sends to the decode engine when the prefill engine has answered."""
+    pushes = Pushes.of(pair, engine_pool)
+    before = pushes.decode.prompt_tokens()
+    port = str(bootstrap_port(pushes.prefill))
+    arguments = ("--prefill", pushes.prefill.server.url, port, "--kv-connector", "mooncake")
+    router = start_router([], [pushes.decode.server.url], engine_pool.folder, arguments=arguments)
+    try:
+        wait_until_ready([router])
+        url = f"{router.url}/v1/completions"
+        answers = [tokens_of(post(url, completion_body(prompt, 8, fresh_salt()))) for prompt in FEW]
+    finally:
+        stop_servers([router])
+    assert (pushes.decode.prompt_tokens() - before).received == sum(map(len, FEW))
+    check_tokens(answers, pair.model, FEW, reference)
+
+
+@for_push_pairs("push-chunked", "push-layers")
+def test_a_timeline_shows_spans_pushed_before_others_have_been_computed(pair: Pair, engine_pool: EnginePool) -> None:
+    pushes, num_tokens = Pushes.of(pair, engine_pool), 2000
+    pushes.send(random_prompt(33, num_tokens))
+    sent = pushes_of(pushes.prefill, num_tokens, pushes.decode.tp)
+    ends = [loads[-1]["timeline"] for loads in pushes.decode.loads_of_ranks()]
+    for push in sent:
+        timeline = push["timeline"]
+        batches = timeline["batches"]
+        assert sum(batch["bytes"] for batch in batches) == push["bytes"]
+        early = [batch for batch in batches if batch["landed_at"] < timeline["prompt_ended_at"]]
+        assert len(batches) > 1
+        assert len(early) >= len(batches) - 2, timeline
+        assert all(span["compute_ended_at"] <= batch["posted_at"] for batch in batches for span in batch["spans"])
+    last_landed_at = max(push["timeline"]["batches"][-1]["landed_at"] for push in sent)
+    assert last_landed_at <= max(each["committed_at"] for each in ends)
+
+
+def pushes_of(engine: Engine, num_tokens: int, count: int) -> list[dict[str, Any]]:
+    """Return the pushes of prompts of this length that the engine's first rank logs, in a step after their end."""
+    end = time.monotonic() + 10
+    while True:
+        pushes = [line for line in engine.loads() if "push" in line]
+        found = [line for line in pushes if line["timeline"]["num_tokens"] == num_tokens]
+        if len(found) == count:
+            return found
+        assert time.monotonic() < end, found
+        time.sleep(0.2)
+        engine.complete(random_prompt(34, 3), 1)
+
+
+@for_push_pairs("push-2-1")
+def test_tokens_depend_on_what_is_pushed(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
+    """Negative control: a descriptor that is silently left out shows in the tokens."""
+    pushes, prompt = Pushes.of(pair, engine_pool), random_prompt(31, 700)
+    pushes.prefill.set_faults({"drop": 0})
+    try:
+        answer = pushes.send(prompt)
+    finally:
+        pushes.prefill.set_faults(None)
+    assert answer != [reference.tokens(pair.model, [prompt])[0]]
+    check_tokens([pushes.send(prompt)], pair.model, [prompt], reference)
+
+
+@for_push_pairs("push-2-1")
+def test_a_failed_write_is_an_error_and_nothing_leaks(pair: Pair, engine_pool: EnginePool) -> None:
+    pushes = Pushes.of(pair, engine_pool)
+    pushes.prefill.set_faults({"fail_after": 0})
+    try:
+        with pytest.raises(RequestFailed):
+            pushes.send(random_prompt(32, 700))
+    finally:
+        pushes.prefill.set_faults(None)
+    wait_until_unused([pushes.prefill, pushes.decode])
+
+
+@for_push_pairs("push-2-1", "push-chunked")
+def test_prefix_hits_on_both_sides(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
+    check_prefix_hits(Pushes.of(pair, engine_pool), reference)
+
+
+@for_push_pairs("push-chunked", "push-layers")
+def test_prefix_hits_on_the_prefill_side(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
+    """What the prefill engine had before is pushed all the same, and in no step before it has been computed.
+
+    Prompts that begin alike and come at once share the blocks of one of them, which this very step may compute.
+    """
+    pushes, salt = Pushes.of(pair, engine_pool), fresh_salt()
+    known, new = random_prompt(54, 900), random_prompt(55, 520)
+    pushes.prefill.complete(known, 1, salt)
+    before = [engine.prompt_tokens() for engine in (pushes.prefill, pushes.decode)]
+    prompt = known + random_prompt(56, 600)
+    answers = [pushes.send(prompt, salt=salt)]
+    moved = [
+        engine.prompt_tokens() - then for engine, then in zip((pushes.prefill, pushes.decode), before, strict=True)
+    ]
+    assert (moved[0].cached, moved[1].cached, moved[1].received) == (896, 0, 1500)
+    alike = [new + random_prompt(57 + number, 40 * number) for number in range(1, 6)]
+    logs_before = pushes.log_ends()
+    answers += pushes.send_all(alike, salt=salt)
+    pushes.check_released(logs_before)
+    check_tokens(answers, pair.model, [prompt, *alike], reference)
+
+
+@for_push_pairs("push-2-1", "push-chunked")
+def test_the_client_of_the_decode_engine_goes_away(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
+    """While the prompt is being written, and nothing of it ever arrives."""
+    pushes = Pushes.of(pair, engine_pool)
+    prompt, salt, transfer_id = random_prompt(70, 700), fresh_salt(), f"xfer-{uuid.uuid4()}"
+    pushes.prefill.set_faults({"hang": True})
+    try:
+        to_decode = pushes.to_decode(transfer_id)
+        with streaming(pushes.decode, completion_body(prompt, 8, salt, stream=True, kv_transfer_params=to_decode)):
+            wait_for_usage(pushes.decode)
+            pushes.prefill.complete(prompt, 1, salt, kv_transfer_params=to_prefill(transfer_id))
+            time.sleep(0.5)
+        wait_until_unused([pushes.prefill, pushes.decode])
+    finally:
+        pushes.prefill.set_faults(None)
+    check_tokens([pushes.send(prompt)], pair.model, [prompt], reference)
+
+
+@pytest.mark.parametrize("num_others", [0, 3], ids=["while computing", "while waiting for its turn"])
+@for_push_pairs("push-chunked")
+def test_the_client_of_the_prefill_engine_goes_away(
+    pair: Pair, num_others: int, engine_pool: EnginePool, reference: Reference
+) -> None:
+    """The decode engine's request fails at once, not when its time is over."""
+    pushes = Pushes.of(pair, engine_pool)
+    others = random_prompts(seed=72, count=num_others, shortest=3500, longest=3600)
+    prompt, salt, transfer_id = random_prompt(71, 4000), fresh_salt(), f"xfer-{uuid.uuid4()}"
+    body = completion_body(prompt, 1, salt, stream=True, kv_transfer_params=to_prefill(transfer_id))
+    with ThreadPoolExecutor(1 + num_others) as threads:
+        for other in others:
+            threads.submit(pushes.prefill.complete, other, 1)
+        answer = threads.submit(
+            pushes.decode.complete, prompt, 8, salt, kv_transfer_params=pushes.to_decode(transfer_id)
+        )
+        wait_for_usage(pushes.decode)
+        with streaming(pushes.prefill, body):
+            wait_for_usage(pushes.prefill)
+            # Behind the others it has no blocks by which to know that it has come.
+            time.sleep(0.5 if others else 0.0)
+        gone_at = time.monotonic()
+        with pytest.raises(RequestFailed):
+            answer.result()
+    assert time.monotonic() - gone_at < 20
+    wait_until_unused([pushes.prefill, pushes.decode])
+    short = prompt[:300]
+    check_tokens([pushes.send(short)], pair.model, [short], reference)
+
+
+@pytest.mark.skipif(not ALL_PAIRS, reason="make test has the demo of pushes behind this router")
+@pytest.mark.parametrize("arguments", [(), CHUNKED], ids=["whole", "chunked"])
+def test_behind_vllm_router_that_sends_to_both_at_once(
+    arguments: tuple[str, ...], engine_pool: EnginePool, reference: Reference
+) -> None:
+    """Its moriio mode: engines tell it of themselves, and request ids say where the prefill engine is."""
+    discovery = f"127.0.0.1:{free_port()}"
+    servers = []
+    for name, role in (("gqa-push-tp1", "kv_producer"), ("gqa-push-tp1-other", "kv_consumer")):
+        port = free_port()
+        settings = engine_pool.settings(name)
+        connector = {**settings.connector_settings, "router_address": discovery, "http_address": f"127.0.0.1:{port}"}
+        given = (*settings.arguments, *arguments)
+        settings = replace(settings, role=role, connector_settings=connector, arguments=given)  # type: ignore[arg-type]
+        servers.append(start_engine(f"{name}-{role}", settings, engine_pool.folder, port))
+    mode = ("--kv-connector", "moriio", "--vllm-discovery-address", discovery)
+    servers.append(start_router([], [], engine_pool.folder, arguments=mode))
+    try:
+        wait_until_ready(servers)
+        time.sleep(3)  # an engine says where it is once a second
+        url = f"{servers[-1].url}/v1/completions"
+        answers = [tokens_of(post(url, completion_body(prompt, 8, fresh_salt()))) for prompt in FEW]
+        received = prompt_tokens(servers[1].metrics()).received
+    finally:
+        stop_servers(servers)
+    assert received == sum(map(len, FEW))
+    check_tokens(answers, "gqa", FEW, reference)

@@ -1,0 +1,634 @@
+"""Pushes between ranks in this process: real listeners, messages, plans and writes, no vLLM."""
+
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from kvferry.errors import HandoffError, Reason, TransportError
+from kvferry.execution.device import HOST as NO_DEVICE
+from kvferry.execution.executor import Executor
+from kvferry.execution.load import LoadResult
+from kvferry.execution.scratch import Scratch
+from kvferry.handoff import pusher as pusher_module
+from kvferry.handoff import receipt
+from kvferry.handoff import receiver as receiver_module
+from kvferry.handoff.addresses import nothing_listens
+from kvferry.handoff.courier import Courier, Parcel
+from kvferry.handoff.decode_side import RemoteHold
+from kvferry.handoff.grains import Grains, ModelLayers
+from kvferry.handoff.listener import Listener
+from kvferry.handoff.protocol import PROTOCOL_VERSION, Directory, EndPoint, Handle, Introduced, RankEntry
+from kvferry.handoff.push_plan import BlockList
+from kvferry.handoff.pusher import Pusher
+from kvferry.handoff.receipt import Request
+from kvferry.handoff.receiver import Receiver
+from kvferry.handoff.remote_engines import RemoteEngines
+from kvferry.handoff.sending import END
+from kvferry.handoff.sending_side import Prompt
+from kvferry.plan.push_grain import Grain, Wire
+from kvferry.plan.wire import encode_shard
+from kvferry.transport.faults import FaultPlan
+from kvferry.transport.registry import open_transports
+
+from .engines_in_process import BLOCK_SIZE, EPOCH, HEADS, HOST, IDENTITY, LAYERS, Rank, filled_ranks, whole_blocks
+
+SECONDS = 20.0
+
+
+class Parts:
+    """What every rank has: transports, a transfer thread, a courier and a listener."""
+
+    def __init__(self, rank: Rank, faults: FaultPlan | None = None) -> None:
+        self.rank = rank
+        self.scratch = Scratch(num_words=4)
+        self.transports = open_transports("cma", faults)
+        self.end_points = self.transports.register([*rank.regions, self.scratch.region])
+        self.executor = Executor(self.scratch)
+        self.courier = Courier()  # each rank is a sender or a receiver
+        self.epoch = secrets.randbits(40)
+        self.listener = Listener(HOST, 0, lambda question: self.answerer.answer(question))
+
+    @property
+    def answers_at(self) -> EndPoint:
+        return EndPoint(HOST, self.listener.port, self.epoch)
+
+    def close(self) -> None:
+        self.executor.close()
+        self.listener.close()
+        self.courier.close()
+        self.transports.close()
+
+
+class SendingRank(Parts):
+    def __init__(self, rank: Rank, faults: FaultPlan | None, grain: Grain | None) -> None:
+        super().__init__(rank, faults)
+        shard = encode_shard(rank.shard)
+        parts = self.transports, self.executor, self.courier, NO_DEVICE
+        grains = Grains(grain, ModelLayers({"full": LAYERS}, LAYERS), layers_per_span=1)
+        self.answerer = self.pusher = Pusher(shard, self.epoch, IDENTITY, *parts, grains, keeps_times=True)
+        self.entry = RankEntry(rank.shard.tp_rank, 0, shard, self.end_points, 0, 0, push_end_point=self.answers_at)
+
+
+class SendingEngine:
+    def __init__(self, tp_size: int, faults: FaultPlan | None, grain: Grain | None) -> None:
+        self.ranks = [SendingRank(rank, faults, grain) for rank in filled_ranks(tp_size)]
+        entries = tuple(rank.entry for rank in self.ranks)
+        self.listener = Listener(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries))
+
+    def hold(self) -> RemoteHold:
+        return RemoteHold("p", EPOCH, HOST, self.listener.port, Handle("x", 0))
+
+    def compute(self, num_final: int, ids: Sequence[int], transfer_id: str = "x", digest: str = "prompt") -> None:
+        num_tokens = len(ids) * BLOCK_SIZE
+        for rank in self.ranks:
+            prompt = Prompt(num_tokens, digest, {"full": BlockList(0, ids)}, num_final)
+            rank.pusher.compute([(transfer_id, prompt)])
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.listener.close()
+
+
+class ReceivingRank(Parts):
+    def __init__(self, rank: Rank, engine_id: str = "d") -> None:
+        super().__init__(rank)
+        self.engines = RemoteEngines(rank.shard, IDENTITY, self.transports, engine_id, SECONDS)
+        name = f"{engine_id}/{rank.tp_rank}"
+        shard = encode_shard(rank.shard)
+        self.answerer = self.receiver = Receiver(
+            name, IDENTITY, shard, self.end_points, self.answers_at, self.executor, self.courier, SECONDS, True
+        )
+
+    def receive(
+        self, hold: RemoteHold, ids: Sequence[int], transfer_id: str = "x", load_id: str = "r", seconds: float = SECONDS
+    ) -> None:
+        blocks = [whole_blocks("full", [0] * len(ids), ids)]
+        request = Request(load_id, transfer_id, len(ids) * BLOCK_SIZE, "prompt", time.monotonic() + seconds)
+
+        def find() -> list[receipt.SourceRank] | None:
+            engine = self.engines.get(hold)
+            return None if engine is None else engine.sources(transfer_id, blocks)
+
+        self.receiver.receive(request, find)
+
+    def result(self, seconds: float = SECONDS) -> LoadResult:
+        end = time.monotonic() + seconds
+        while not (results := self.executor.collect()):
+            assert time.monotonic() < end, "no push ends"
+            time.sleep(0.002)
+        [result] = results
+        return result
+
+    def is_waiting(self, seconds: float = 0.15) -> bool:
+        time.sleep(seconds)
+        return not self.executor.collect()
+
+
+@pytest.fixture
+def engines() -> Iterator["Pairs"]:
+    pairs = Pairs()
+    yield pairs
+    pairs.close()
+
+
+class Pairs:
+    def __init__(self) -> None:
+        self.senders: list[SendingEngine] = []
+        self.receivers: list[ReceivingRank] = []
+
+    def open(
+        self,
+        source_tp: int = 1,
+        target_tp: int = 1,
+        faults: FaultPlan | None = None,
+        grain: Grain | None = Grain.CHUNKS,
+    ) -> tuple[SendingEngine, list[ReceivingRank]]:
+        self.senders.append(SendingEngine(source_tp, faults, grain))
+        self.receivers = [ReceivingRank(Rank(tp_rank, target_tp)) for tp_rank in range(target_tp)]
+        return self.senders[-1], self.receivers
+
+    def close(self) -> None:
+        for each in [*self.senders, *self.receivers]:
+            each.close()
+
+
+def check_arrived(sender: SendingEngine, receivers: list[ReceivingRank], source: list[int], target: list[int]) -> None:
+    """Heads of a block's row lie one after the other, so ranks' rows join to the model's row."""
+    sent = np.concatenate([rank.rank.cache[source] for rank in sender.ranks], axis=1)
+    arrived = np.concatenate([rank.rank.cache[target] for rank in receivers], axis=1)
+    assert np.array_equal(arrived, sent)
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
+def test_chunks_are_pushed_while_the_prompt_is_computed(source_tp: int, target_tp: int, engines: Pairs) -> None:
+    sender, receivers = engines.open(source_tp, target_tp)
+    for receiver in receivers:
+        receiver.receive(sender.hold(), [0, 3, 2])
+    for num_final in (5, 9, END):
+        assert all(receiver.is_waiting(0.05) for receiver in receivers)
+        sender.compute(num_final, [5, 1, 4])
+    for receiver in receivers:
+        result = receiver.result()
+        assert result.error is None
+        assert (result.num_bytes, result.transport) == (receiver.rank.cache[:3].nbytes, "cma")
+        assert 0 < result.num_sources <= result.num_descriptors
+    check_arrived(sender, receivers, [5, 1, 4], [0, 3, 2])
+    untouched = [receiver.rank.cache[[1, 4, 5]] for receiver in receivers]
+    assert not np.concatenate(untouched).any()
+
+
+def test_a_chunk_arrives_before_the_next_is_computed(engines: Pairs) -> None:
+    sender, [receiver] = engines.open()
+    receiver.receive(sender.hold(), [0, 3])
+    sender.compute(BLOCK_SIZE + 1, [5, 1])
+    end = time.monotonic() + SECONDS
+    while not np.array_equal(receiver.rank.cache[0], sender.ranks[0].rank.cache[5]):
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    assert receiver.is_waiting()
+    assert not receiver.rank.cache[3].any()
+
+
+def test_an_announcement_after_the_prompt_has_ended_catches_up(engines: Pairs) -> None:
+    sender, receivers = engines.open(2, 1)
+    sender.compute(END, [5, 1])
+    receivers[0].receive(sender.hold(), [2, 4])
+    assert receivers[0].result().error is None
+    check_arrived(sender, receivers, [5, 1], [2, 4])
+
+
+def test_an_aborted_prompt_fails_the_push_at_once(engines: Pairs) -> None:
+    sender, [receiver] = engines.open(2, 1)
+    receiver.receive(sender.hold(), [0, 3])
+    sender.compute(BLOCK_SIZE, [5, 1])
+    assert receiver.is_waiting()
+    sender.ranks[1].pusher.end(["x"])
+    error = receiver.result(5.0).error
+    assert error is not None
+    assert error.reason is Reason.LEASE_EXPIRED
+
+
+def test_an_aborted_receiver_has_its_blocks_back_when_all_sources_are_quiet(engines: Pairs) -> None:
+    sender, [receiver] = engines.open(2, 1)
+    receiver.receive(sender.hold(), [0, 3])
+    sender.compute(BLOCK_SIZE, [5, 1])
+    assert receiver.is_waiting()
+    receiver.executor.cancel("r", HandoffError(Reason.ABORTED, "the client went away."))
+    error = receiver.result(5.0).error
+    assert error is not None
+    assert error.reason is Reason.ABORTED
+    receiver.rank.cache[:] = 7
+    sender.compute(END, [5, 1])
+    time.sleep(0.1)
+    assert (receiver.rank.cache == 7).all()
+
+
+def test_a_push_that_hangs_keeps_the_receivers_blocks_until_it_is_quiet(engines: Pairs) -> None:
+    """The sender answers a revocation only once its write has ended; a deadline does not give blocks back."""
+    sender, [receiver] = engines.open(faults=FaultPlan(delay_seconds=1.0))
+    receiver.receive(sender.hold(), [0, 3], seconds=0.3)
+    sender.compute(END, [5, 1])
+    error = receiver.result().error
+    assert error is not None
+    assert error.reason is Reason.DEADLINE_EXCEEDED
+
+
+def test_a_failed_write_is_reported_at_once(engines: Pairs) -> None:
+    sender, [receiver] = engines.open(faults=FaultPlan(fail_after=1))
+    receiver.receive(sender.hold(), [0, 3])
+    sender.compute(END, [5, 1])
+    error = receiver.result(5.0).error
+    assert error is not None
+    assert error.reason is Reason.TRANSFER_FAILED
+
+
+def test_a_receiver_out_of_reach_is_reported_and_the_next_push_connects_anew(
+    engines: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, [receiver] = engines.open()
+    [source] = sender.ranks
+    unreachable = TransportError(Reason.PEER_UNREACHABLE, "no way there.", "Build one.")
+    attempts = []
+
+    class Failing:
+        def poll(self) -> None:
+            attempts.append(time.monotonic())
+            raise unreachable
+
+    with monkeypatch.context() as patch:
+        patch.setattr(source.transports, "connect", lambda _: Failing())
+        receiver.receive(sender.hold(), [0, 3])
+        error = receiver.result(5.0).error
+    assert error is not None
+    assert (error.reason, error.message, error.remedy) == (Reason.PEER_UNREACHABLE, "no way there.", "Build one.")
+    wait_until(lambda: not source.executor._active)
+    assert len(attempts) == 1
+    sender.compute(END, [5, 1], "y")
+    receiver.receive(sender.hold(), [0, 3], "y")
+    assert receiver.result(5.0).error is None
+
+
+def test_a_receiver_that_is_slow_to_reach_holds_no_push_but_its_own(
+    engines: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, [slow] = engines.open()
+    quick = ReceivingRank(Rank(0, 1), "e")
+    engines.receivers.append(quick)
+    [source] = sender.ranks
+    connect, may_reach = source.transports.connect, threading.Event()
+
+    def connect_late(end_points: Mapping[str, bytes]) -> object:
+        link = connect(end_points)
+        if end_points != slow.end_points:
+            return link
+        return SimpleNamespace(poll=lambda: link.poll() if may_reach.is_set() else None)
+
+    monkeypatch.setattr(source.transports, "connect", connect_late)
+    sender.compute(END, [5, 1])
+    slow.receive(sender.hold(), [0, 3])
+    assert slow.is_waiting()
+    quick.receive(sender.hold(), [2, 4])
+    assert quick.result(5.0).error is None
+    assert slow.is_waiting(0.05)
+    may_reach.set()
+    assert slow.result(5.0).error is None
+    check_arrived(sender, [slow], [5, 1], [0, 3])
+
+
+def test_a_push_that_fails_for_another_reason_keeps_the_connection(engines: Pairs) -> None:
+    """Of all pushes to this receiver, some of which may be using it."""
+    sender, [receiver] = engines.open()
+    [source] = sender.ranks
+    sender.compute(END, [5, 1])
+    receiver.receive(sender.hold(), [0, 3])
+    assert receiver.result().error is None
+    [known] = source.pusher._receivers.values()
+    connecting = known.connecting
+    assert connecting is not None
+    receiver.receive(sender.hold(), [0, 3], "y", "s")
+    assert receiver.is_waiting()
+    source.pusher.end(["y"])
+    assert receiver.result().error is not None
+    wait_until(lambda: not source.executor._active)
+    assert known.connecting is connecting
+
+
+def test_a_sender_that_has_forgotten_a_receiver_is_told_of_it_again(engines: Pairs) -> None:
+    sender, [receiver] = engines.open()
+    [source] = sender.ranks
+    sender.compute(END, [5, 1])
+    receiver.receive(sender.hold(), [0, 3])
+    assert receiver.result().error is None
+    source.pusher._receivers.clear()
+    receiver.receive(sender.hold(), [0, 3])
+    error = receiver.result().error
+    assert error is not None
+    assert error.reason is Reason.UNKNOWN_REQUEST
+    receiver.receive(sender.hold(), [0, 3])
+    assert receiver.result().error is None
+
+
+def test_of_a_receiver_that_was_restarted_its_former_self_is_forgotten(engines: Pairs) -> None:
+    sender, [former] = engines.open()
+    [source] = sender.ranks
+    sender.compute(END, [5, 1])
+    former.receive(sender.hold(), [0, 3])
+    assert former.result().error is None
+    latter = ReceivingRank(Rank(0, 1))
+    engines.receivers.append(latter)
+    latter.receive(sender.hold(), [0, 3])
+    assert latter.result().error is None
+    assert [epoch for _, epoch in source.pusher._receivers] == [latter.epoch]
+
+
+def test_the_receivers_that_are_kept_are_those_that_were_pushed_to_last(
+    engines: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pusher_module, "MAX_RECEIVERS", 2)
+    sender, [first] = engines.open()
+    [source] = sender.ranks
+    others = [ReceivingRank(Rank(0, 1), name) for name in "ef"]
+    engines.receivers += others
+    sender.compute(END, [5, 1])
+    for receiver in (first, others[0], first, others[1]):
+        receiver.receive(sender.hold(), [0, 3])
+        assert receiver.result().error is None
+    assert [name for name, _ in source.pusher._receivers] == ["d/0", "f/0"]
+
+
+def test_sources_that_were_introduced_to_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_module, "MAX_SOURCES", 2)
+    courier = Mock()
+    receiver = Receiver("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), courier, SECONDS)
+    for port in (2, 3, 4):
+        assert not receiver.is_introduced(EndPoint(HOST, port, 7), (b"shard",))
+    sent = [Parcel(*call.args[:3], 0.0, answer=Introduced(7)) for call in courier.send.call_args_list]
+    courier.collect.return_value = sent
+    receiver.collect()
+    assert [where.port for where in receiver._introductions] == [3, 4]
+    assert receiver.is_introduced(EndPoint(HOST, 4, 7), ())
+
+
+def test_one_look_whether_a_source_lives_is_for_all_pushes_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Mock(return_value=False)
+    monkeypatch.setattr(receiver_module, "nothing_listens", looks)
+    monkeypatch.setattr(receiver_module, "KNOCK_AGAIN_SECONDS", 1000.0)
+    receiver = Receiver("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), Mock(), SECONDS)
+    where = EndPoint(HOST, 2, 2)
+    for _ in range(100):
+        assert not receiver.has_ended(where)
+        time.sleep(0.001)
+    assert looks.call_count == 1
+    monkeypatch.setattr(receiver_module, "KNOCK_AGAIN_SECONDS", 0.0)
+    looks.return_value = True
+    wait_until(lambda: receiver.has_ended(where))
+
+
+def test_a_look_that_fails_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Mock(side_effect=ValueError)
+    monkeypatch.setattr(receiver_module, "nothing_listens", looks)
+    monkeypatch.setattr(receiver_module, "KNOCK_AGAIN_SECONDS", 1000.0)
+    receiver = Receiver("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), Mock(), SECONDS)
+    for _ in range(20):
+        assert not receiver.has_ended(EndPoint(HOST, 2, 2))
+        time.sleep(0.002)
+    assert looks.call_count == 1
+
+
+def test_more_blocks_than_an_announcement_has_are_refused_before_any_source_is_told(
+    engines: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receipt, "MAX_ANNOUNCED_BLOCKS", 1)
+    sender, [receiver] = engines.open()
+    receiver.receive(sender.hold(), [0])
+    assert receiver.is_waiting()
+    receiver.receive(sender.hold(), [1, 3], "y", "too long")
+    error = receiver.result(5.0).error
+    assert error is not None
+    assert error.reason is Reason.UNSUPPORTED
+    assert sender.ranks[0].pusher._side.num_open == 1
+
+
+def test_what_a_sender_of_many_ranks_holds_may_be_too_long_to_repeat(
+    engines: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_module, "MAX_QUESTION_BYTES", 100)
+    sender, [receiver] = engines.open()
+    receiver.receive(sender.hold(), [0])
+    error = receiver.result(5.0).error
+    assert error is not None
+    assert error.reason is Reason.UNSUPPORTED
+
+
+def test_another_prompt_is_refused(engines: Pairs) -> None:
+    sender, [receiver] = engines.open()
+    receiver.receive(sender.hold(), [0, 3])
+    sender.compute(END, [5, 1], digest="another prompt")
+    error = receiver.result(5.0).error
+    assert error is not None
+    assert error.reason is Reason.INVALID_REQUEST
+
+
+def test_a_sender_that_is_gone_is_an_error_and_its_blocks_come_back(engines: Pairs) -> None:
+    sender, [receiver] = engines.open()
+    receiver.receive(sender.hold(), [0, 3])
+    assert receiver.is_waiting()
+    sender.close()
+    error = receiver.result(5.0).error
+    assert error is not None
+    assert error.reason in (Reason.PEER_UNREACHABLE, Reason.CLOSED)
+
+
+def test_only_a_refused_connection_proves_that_a_source_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a name that cannot be looked up now, and not silence: its process may still be writing."""
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+        assert not nothing_listens(HOST, port, SECONDS)
+    assert nothing_listens(HOST, port, SECONDS)
+    assert not nothing_listens("no-such-host.invalid", port, SECONDS)
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError))
+    assert not nothing_listens(HOST, port, SECONDS)
+
+
+def test_several_requests_and_samples_at_once(engines: Pairs) -> None:
+    """Two receivers' requests of one transfer, as parallel samples are, and one of another transfer."""
+    sender, [receiver] = engines.open(2, 1)
+    pushes = {"0_r": ("x", [0]), "1_r": ("x", [1]), "s": ("y", [2])}
+    for load_id, (transfer_id, ids) in pushes.items():
+        receiver.receive(sender.hold(), ids, transfer_id, load_id)
+    for transfer_id, source in (("y", [3]), ("x", [5])):
+        sender.compute(END, source, transfer_id)
+    results: list[LoadResult] = []
+    end = time.monotonic() + SECONDS
+    while len(results) < 3 and time.monotonic() < end:
+        results += receiver.executor.collect()
+        time.sleep(0.002)
+    assert {result.load_id: result.error for result in results} == dict.fromkeys(pushes)
+    check_arrived(sender, [receiver], [5, 5, 3], [0, 1, 2])
+
+
+def test_a_preempted_prompt_is_pushed_again(engines: Pairs) -> None:
+    sender, receivers = engines.open()
+    receivers[0].receive(sender.hold(), [0, 3])
+    sender.compute(BLOCK_SIZE, [5, 1])
+    time.sleep(0.1)
+    sender.ranks[0].pusher.preempt(["x"])
+    sender.ranks[0].rank.cache[[5, 1]] = 0
+    sender.compute(END, [2, 4])
+    assert receivers[0].result().error is None
+    arrived, sent = receivers[0].rank.cache[3], sender.ranks[0].rank.cache[4]
+    assert np.array_equal(arrived, sent)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def layer_bytes(rank: Rank, block: int, layer: int) -> np.ndarray:
+    """Return a layer's bytes of a block of a rank with all heads: heads lie one after the other, layers within."""
+    return rank.cache[block].reshape(HEADS, len(LAYERS), -1)[:, layer]
+
+
+def test_a_layer_arrives_before_the_next_has_run(engines: Pairs) -> None:
+    sender, [receiver] = engines.open(grain=Grain.LAYERS)
+    receiver.receive(sender.hold(), [0, 3])
+    [source] = sender.ranks
+    prompt = Prompt(2 * BLOCK_SIZE, "prompt", {"full": BlockList(0, [5, 1])}, END)
+    assert receiver.is_waiting()
+    source.pusher.begin_step([("x", prompt)])
+    source.pusher.reach("0")
+    for block, target in ((5, 0), (1, 3)):
+        wait_until(
+            lambda block=block, target=target: np.array_equal(
+                layer_bytes(receiver.rank, target, 0), layer_bytes(source.rank, block, 0)
+            )
+        )
+        assert not layer_bytes(receiver.rank, target, 1).any()
+    assert receiver.is_waiting()
+    source.pusher.reach("1")
+    source.pusher.compute([("x", prompt)])
+    assert receiver.result().error is None
+    check_arrived(sender, [receiver], [5, 1], [0, 3])
+
+
+def test_layers_of_a_later_step_do_not_vouch_for_what_it_has_not_run(engines: Pairs) -> None:
+    """A step forgets which layers the one before had run."""
+    sender, [receiver] = engines.open(grain=Grain.LAYERS)
+    receiver.receive(sender.hold(), [0, 3])
+    [source] = sender.ranks
+    first = Prompt(2 * BLOCK_SIZE, "prompt", {"full": BlockList(0, [5, 1])}, BLOCK_SIZE)
+    last = Prompt(2 * BLOCK_SIZE, "prompt", {"full": BlockList(0, [5, 1])}, END)
+    source.pusher.begin_step([("x", first)])
+    for layer in LAYERS:
+        source.pusher.reach(layer)
+    source.pusher.compute([("x", first)])
+    source.pusher.begin_step([("x", last)])
+    wait_until(lambda: np.array_equal(receiver.rank.cache[0], source.rank.cache[5]))
+    assert receiver.is_waiting()
+    assert not receiver.rank.cache[3].any()
+    source.pusher.compute([("x", last)])
+    assert receiver.result().error is None
+
+
+def test_a_whole_prompt_goes_when_it_has_been_computed(engines: Pairs) -> None:
+    sender, [receiver] = engines.open(grain=Grain.WHOLE)
+    receiver.receive(sender.hold(), [0, 3])
+    sender.compute(BLOCK_SIZE, [5, 1])
+    assert receiver.is_waiting()
+    assert not receiver.rank.cache.any()
+    sender.compute(END, [5, 1])
+    assert receiver.result().error is None
+    check_arrived(sender, [receiver], [5, 1], [0, 3])
+    [result] = sender.ranks[0].executor.collect()
+    assert [len(batch["spans"]) for batch in result.timeline()["batches"]] == [1]
+
+
+def step(source: SendingRank, transfer_id: str, ids: Sequence[int], seconds_per_layer: float) -> None:
+    """Compute a prompt in one step, in which every layer takes so long and tells when it has run."""
+    num_tokens = len(ids) * BLOCK_SIZE
+    prompt = Prompt(num_tokens, "prompt", {"full": BlockList(0, ids)}, END, num_tokens)
+    source.pusher.begin_step([(transfer_id, prompt)])
+    for layer in LAYERS:
+        time.sleep(seconds_per_layer)
+        source.pusher.reach(layer)
+    source.pusher.compute([(transfer_id, prompt)])
+
+
+def test_a_timeline_shows_each_span_pushed_while_the_next_is_computed(engines: Pairs) -> None:
+    sender, [receiver] = engines.open(grain=Grain.LAYERS)
+    [source] = sender.ranks
+    receiver.receive(sender.hold(), [0, 3])
+    assert receiver.is_waiting()
+    step(source, "x", [5, 1], seconds_per_layer=0.1)
+    received = receiver.result().timeline()
+    wait_until(lambda: not source.executor._active)
+    [result] = source.executor.collect()
+    sent = result.timeline()
+    first, second = sent["batches"]
+    assert [batch["spans"][0]["layers"] for batch in (first, second)] == [["0", "0"], ["1", "1"]]
+    assert sum(batch["bytes"] for batch in (first, second)) == result.num_bytes
+    assert sum(batch["descriptors"] for batch in (first, second)) == result.num_descriptors
+    times = [
+        received["ordered_at"],
+        received["announced_at"]["0"],
+        sent["announced_at"],
+        sent["prompt_began_at"],
+        first["spans"][0]["compute_ended_at"],
+        first["posted_at"],
+        first["landed_at"],
+        second["spans"][0]["compute_ended_at"],
+        second["posted_at"],
+        second["landed_at"],
+        received["done_at"]["0"],
+        received["committed_at"],
+    ]
+    assert times == sorted(times)
+    assert first["spans"][0]["compute_began_at"] == sent["prompt_began_at"]
+    assert second["spans"][0]["compute_began_at"] == first["spans"][0]["compute_ended_at"]
+    assert second["spans"][0]["tokens"] == [0, 2 * BLOCK_SIZE]
+    assert json.loads(json.dumps(sent)) == sent
+    assert not set(sent["batches"][0]) & {"error"}
+
+
+def test_the_grain_is_chosen_by_what_was_measured(engines: Pairs) -> None:
+    """First chunks, then spans of layers, since a layer takes long; a prompt that has been computed goes whole."""
+    sender, [receiver] = engines.open(grain=None)
+    [source] = sender.ranks
+    chosen = []
+    for transfer_id, is_late in (("x", False), ("y", False), ("z", True)):
+        if not is_late:
+            receiver.receive(sender.hold(), [0, 3], transfer_id, transfer_id)
+            assert receiver.is_waiting(0.05)
+        step(source, transfer_id, [5, 1], seconds_per_layer=0.05)
+        if is_late:
+            receiver.receive(sender.hold(), [0, 3], transfer_id, transfer_id)
+        assert receiver.result().error is None
+        wait_until(lambda: not source.executor._active)
+        [result] = source.executor.collect()
+        chosen.append((result.timeline()["grain"], result.timeline()["layers_per_span"]))
+        check_arrived(sender, [receiver], [5, 1], [0, 3])
+        receiver.rank.cache[:] = 0
+    # Bytes are so few here that the whole transfer is as quick, within the time of a batch.
+    assert chosen == [("chunks", 0), ("whole", 0), ("whole", 0)]
+    source.pusher.grains.measures.wire = lambda _: Wire(0.0, 1e-6, 1e-6)
+    receiver.receive(sender.hold(), [0, 3], "w", "w")
+    assert receiver.is_waiting(0.05)
+    step(source, "w", [5, 1], seconds_per_layer=0.05)
+    assert receiver.result().error is None
+    check_arrived(sender, [receiver], [5, 1], [0, 3])
+    wait_until(lambda: not source.executor._active)
+    [result] = source.executor.collect()
+    assert (result.timeline()["grain"], len(result.timeline()["batches"])) == ("layers", 2)
+    assert result.timeline()["predicted_seconds"]["layers(1)"] < result.timeline()["predicted_seconds"]["whole"]

@@ -1,0 +1,85 @@
+"""How a router that sends to both engines at once learns of them, and what comes back in request ids."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+pytest.importorskip("vllm")
+
+from kvferry.errors import HandoffError, Reason, SettingsError
+from kvferry.integrations.vllm.request_params import PushParams, parse_push_params
+from kvferry.integrations.vllm.router_beacon import RouterBeacon, encode_place
+from kvferry.integrations.vllm.settings import parse_settings
+
+from .scheduler_requests import FULL
+
+PLACE = encode_place("127.0.0.1", 8998, 5600, "p@7")
+TO_DECODE = {"do_remote_prefill": True, "transfer_id": "tx-1", "remote_engine_id": None, "remote_block_ids": None}
+
+
+def test_a_router_is_told_again_and_again() -> None:
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    with socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        beacon = RouterBeacon(f"127.0.0.1:{port}", "P", "127.0.0.1:8100", PLACE, tp_size=2)
+        try:
+            for _ in range(2):
+                assert socket.poll(5000)
+                message = msgspec.msgpack.decode(socket.recv_multipart()[1])
+                assert message == {
+                    "type": "P",
+                    "http_address": "127.0.0.1:8100",
+                    "zmq_address": PLACE,
+                    "dp_size": 1,
+                    "tp_size": 2,
+                    "transfer_mode": "WRITE",
+                }
+        finally:
+            beacon.close()
+            beacon.close()
+
+
+def test_request_ids_say_where_the_prompt_comes_from() -> None:
+    request_id = f"cmpl-___prefill_addr_{PLACE}___decode_addr_host:d,handshake:1,notify:2,life:d@9_{'0' * 32}-0-abc"
+    assert parse_push_params(TO_DECODE, request_id) == PushParams("tx-1", "p@7", "http://127.0.0.1:8998")
+    with pytest.raises(HandoffError) as refused:
+        parse_push_params(TO_DECODE, "cmpl-1")
+    assert refused.value.reason is Reason.MALFORMED_MESSAGE
+    assert "--vllm-discovery-address" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mode": "push", "router_address": "127.0.0.1:1"},
+        {"mode": "push", "http_address": "127.0.0.1:1"},
+        {"router_address": "127.0.0.1:1", "http_address": "127.0.0.1:2"},
+    ],
+)
+def test_addresses_that_make_no_sense_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError) as refused:
+        parse_settings(given)
+    assert refused.value.reason is Reason.INVALID_SETTING
+
+
+def test_an_engine_of_both_kinds_is_not_told_of(make_role: Any) -> None:
+    with pytest.raises(SettingsError) as refused:
+        make_role(FULL, mode="push", router_address="127.0.0.1:1", http_address="127.0.0.1:2")
+    assert "kv_role" in str(refused.value)
+
+
+def test_a_routers_name_that_is_slow_to_look_up_holds_up_no_other_socket() -> None:
+    """It is looked up on the thread that serves all sockets of a context, the engine's control end point among them."""
+    beacon = RouterBeacon("127.0.0.1:1", "P", "127.0.0.1:8100", PLACE, tp_size=1)
+    try:
+        assert beacon._socket.context is not zmq.Context.instance()
+    finally:
+        beacon.close()
+
+
+def test_what_is_no_address_is_refused() -> None:
+    with pytest.raises(SettingsError) as refused:
+        RouterBeacon("no address", "P", "127.0.0.1:8100", PLACE, tp_size=1)
+    assert refused.value.reason is Reason.INVALID_SETTING

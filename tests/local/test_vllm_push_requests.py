@@ -1,0 +1,332 @@
+"""The scheduler's role where caches are pushed, without an engine: what it tells its workers, holds and orders."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.request import Request
+
+from kvferry.errors import KVFerryError, Reason, SettingsError
+from kvferry.handoff.bootstrap import life_of
+from kvferry.handoff.protocol import RankEntry, Release, Renew
+from kvferry.handoff.push_holds import handle_of
+from kvferry.handoff.push_plan import BlockList
+from kvferry.handoff.sending import END
+from kvferry.integrations.vllm import push_scheduler_role
+from kvferry.integrations.vllm.connector import KVFerryConnector
+from kvferry.integrations.vllm.pushable import check_pushable
+from kvferry.integrations.vllm.settings import Settings, parse_settings
+
+from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, allocated, request
+
+TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
+A_RANK = RankEntry(0, 0, b"", {}, 0, 0)
+SECONDS = 10.0
+
+
+def scheduled(num_tokens: dict[str, int], block_ids: dict[str, tuple[list[int], ...]], preempted: Any = ()) -> Any:
+    state = SimpleNamespace(get_block_ids=block_ids.get)
+    return SimpleNamespace(num_scheduled_tokens=num_tokens, preempted_req_ids=preempted, kv_connector_block_state=state)
+
+
+def begin(role: Any, prompt: list[int] = PROMPT, request_id: str = "r", **params: Any) -> Request:
+    ours = request(list(prompt), {**TO_PREFILL, **params}, request_id)
+    role.on_new_request(ours)
+    role.update_state_after_alloc(ours, allocated([5, 4, 3, 2, 1]), 0)
+    return ours
+
+
+def step(role: Any, ours: Request, num_tokens: int, *groups: list[int]) -> Any:
+    role.note_schedule(scheduled({ours.request_id: num_tokens}, {ours.request_id: groups}))
+    orders = role.build_connector_meta([ours.request_id])
+    ours.num_computed_tokens += num_tokens
+    return orders
+
+
+def pushed_to(role: Any, sender: Any, prompt: list[int] = PROMPT, **changed: Any) -> tuple[Request, Any]:
+    """Let a decode engine meet a request as a router sends it, once it knows where it comes from."""
+    address = f"http://127.0.0.1:{sender._bootstrap.port}"
+    life = life_of(sender._engine_id, sender._epoch)
+    params = {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": life, "remote_bootstrap_addr": address}
+    ours = request(list(prompt), params | changed, "d")
+    role.on_new_request(ours)
+    end = time.monotonic() + SECONDS
+    while (found := role.get_num_new_matched_tokens(ours, 0))[0] is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return ours, found
+
+
+def test_each_chunk_tells_the_workers_how_far_the_prompt_is_final(make_role: Any) -> None:
+    role = make_role(FULL, mode="push")
+    ours = begin(role)
+    orders = [step(role, ours, 32, [5, 4]), step(role, ours, 48, [5, 4, 3, 2, 1])]
+    [[(first_id, first)], [(last_id, last)]] = [each.prompts for each in orders]
+    assert (first_id, first.num_tokens, first.num_final, first.blocks) == ("x", 80, 32, {"0": BlockList(0, [5, 4])})
+    assert (last_id, last.num_final, last.blocks["0"].block_ids) == ("x", END, [5, 4, 3, 2, 1])
+    assert first.digest == last.digest
+
+
+def test_a_finished_prompt_is_held_until_it_is_released_and_the_workers_know_first(make_role: Any) -> None:
+    role = make_role(FULL, mode="push")
+    ours = begin(role)
+    step(role, ours, 80, [5, 4, 3, 2, 1])
+    assert role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True) == (False, None)
+    assert sorted(role._held_blocks._pool.held) == [1, 2, 3, 4, 5]
+    assert role._answer(Renew(role._epoch, (handle_of("x"), handle_of("to come")))).lost == ()
+    role._answer(Release(role._epoch, (handle_of("x"),)))
+    assert role.has_pending_work()
+    assert role.build_connector_meta().ended_transfers == ["x"]
+    assert role._held_blocks._pool.held == []
+    assert role._answer(Renew(role._epoch, (handle_of("x"),))).lost == (handle_of("x"),)
+
+
+def test_two_prompts_of_one_request_id_are_held_one_by_one(make_role: Any) -> None:
+    """A client may name a request as it named a former one, whose blocks are still held."""
+    role = make_role(FULL, mode="push")
+    for transfer_id, block in (("x", 5), ("y", 4)):
+        ours = begin(role, transfer_id=transfer_id)
+        step(role, ours, 80, [block])
+        role.request_finished(ours, ([block],), is_complete=True)
+    assert sorted(role._held_blocks._pool.held) == [4, 5]
+    for transfer_id, held in (("y", [5]), ("x", [])):
+        role._answer(Release(role._epoch, (handle_of(transfer_id),)))
+        role.build_connector_meta()
+        assert role._held_blocks._pool.held == held
+
+
+def test_a_transfer_id_that_no_message_holds_is_not_pushed(make_role: Any, caplog: pytest.LogCaptureFixture) -> None:
+    role = make_role(FULL, mode="push")
+    ours = begin(role, transfer_id="x" * 513)
+    assert step(role, ours, 80, [5, 4, 3, 2, 1]).prompts == []
+    assert "transfer_id" in caplog.text
+    assert role._holds.num_held == 0
+
+
+def test_a_prompt_is_read_once_however_many_chunks_it_takes(make_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Mock(side_effect=push_scheduler_role.prompt_digest)
+    monkeypatch.setattr(push_scheduler_role, "prompt_digest", reads)
+    role = make_role(FULL, mode="push")
+    ours = begin(role)
+    for _ in range(5):
+        step(role, ours, 16, [5, 4, 3, 2, 1])
+    assert reads.call_count == 1
+
+
+def test_an_aborted_prompt_ends_in_the_next_step(make_role: Any) -> None:
+    role = make_role(FULL, mode="push")
+    ours = begin(role)
+    step(role, ours, 32, [5, 4])
+    role.request_finished(ours, ([5, 4],), is_complete=False)
+    orders = role.build_connector_meta()
+    assert (orders.ended_transfers, role._held_blocks._pool.held) == (["x"], [])
+
+
+def test_a_prompt_that_ends_before_it_has_begun_is_told_to_those_who_wait_for_it(make_role: Any) -> None:
+    """As one that is aborted in the queue, or rejected by the prefill engine: nobody will push it any more."""
+    role = make_role(FULL, mode="push")
+    ours = request(list(PROMPT), TO_PREFILL)
+    role.on_new_request(ours)
+    role.request_finished(ours, ([],), is_complete=False)
+    assert role.has_pending_work()
+    assert role.build_connector_meta().ended_transfers == ["x"]
+    assert role._answer(Renew(role._epoch, (handle_of("x"),))).lost == (handle_of("x"),)
+
+
+def test_a_sample_that_ends_before_it_has_begun_ends_no_push_of_another(make_role: Any) -> None:
+    role = make_role(FULL, mode="push")
+    ours = begin(role, request_id="0_r")
+    other = request(list(PROMPT), TO_PREFILL, "1_r")
+    role.on_new_request(other)
+    role.request_finished(other, ([],), is_complete=False)
+    orders = step(role, ours, 80, [5, 4, 3, 2, 1])
+    assert (len(orders.prompts), orders.ended_transfers) == (1, [])
+
+
+def test_trap_14_a_preempted_prompt_is_named_before_its_blocks_are_reused(make_role: Any) -> None:
+    role = make_role(FULL, mode="push")
+    ours = begin(role)
+    step(role, ours, 32, [5, 4])
+    role.note_schedule(scheduled({}, {}, preempted={"r", "another"}))
+    assert role.build_connector_meta().preempted == ["x"]
+
+
+def test_a_transfer_released_before_its_prompt_came_is_not_held(make_role: Any) -> None:
+    """As where the decode engine rejects a request before admission, or has the whole prompt."""
+    role = make_role(FULL, mode="push")
+    role._answer(Release(role._epoch, (handle_of("x"),)))
+    ours = begin(role)
+    orders = step(role, ours, 80, [5, 4, 3, 2, 1])
+    role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True)
+    assert (orders.prompts, role._held_blocks._pool.held) == ([], [])
+
+
+def test_one_of_several_samples_is_pushed(make_role: Any) -> None:
+    role = make_role(FULL, mode="push")
+    samples = [begin(role, request_id=f"{number}_r") for number in range(2)]
+    blocks = {sample.request_id: ([5, 4, 3, 2, 1],) for sample in samples}
+    role.note_schedule(scheduled(dict.fromkeys(blocks, 80), blocks))
+    assert len(role.build_connector_meta().prompts) == 1
+
+
+def test_trap_14_blocks_that_left_the_window_are_not_named(make_role: Any) -> None:
+    role = make_role(FULL, WINDOW, mode="push")
+    ours = begin(role)
+    [(_, prompt)] = step(role, ours, 79, [5, 4, 3, 2, 1], [0, 0, 8, 7, 6]).prompts
+    assert prompt.blocks["1"] == BlockList(32, [8, 7, 6])
+
+
+def test_the_last_token_of_a_model_with_windows_is_left_to_the_decode_engine(make_role: Any) -> None:
+    """One prompt in a block's length would push the first block that this token attends to out of the window."""
+    sender, reader = make_role(FULL, WINDOW, mode="push"), make_role(FULL, WINDOW, mode="push")
+    sender.publish([A_RANK])
+    prefilled = begin(sender)
+    [(_, sent)] = step(sender, prefilled, 79, [5, 4, 3, 2, 1], [0, 0, 8, 7, 6]).prompts
+    ours, _ = pushed_to(reader, sender)
+    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), 79)
+    [order] = reader.build_connector_meta().loads
+    assert (sent.num_tokens, sent.num_final, sent.digest) == (79, END, order.pushed.digest)
+    assert order.pushed.num_tokens == 79
+
+
+def test_a_state_that_goes_past_the_prompt_is_no_longer_pushed(make_role: Any) -> None:
+    role = make_role(FULL, STATE, mode="push")
+    ours = begin(role)
+    assert ours.num_prompt_tokens == 79
+    [(_, prompt)] = step(role, ours, 79, [5, 4, 3, 2, 1], [9]).prompts
+    assert (prompt.num_final, prompt.blocks["1"]) == (END, BlockList(0, [9]))
+    orders = step(role, ours, 1, [5, 4, 3, 2, 1], [9])
+    assert (orders.prompts, orders.ended_transfers) == ([], ["x"])
+
+
+def test_the_decode_side_orders_what_it_lacks(make_role: Any) -> None:
+    sender, reader = make_role(FULL, WINDOW, mode="push"), make_role(FULL, WINDOW, mode="push")
+    sender.publish([A_RANK])
+    ours, found = pushed_to(reader, sender)
+    assert found == (79, True)
+    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), 79 - 16)
+    [order] = reader.build_connector_meta().loads
+    assert order.error is None
+    assert (order.pushed.transfer_id, order.pushed.num_tokens) == ("x", 79)
+    assert (order.hold.port, order.hold.epoch) == (sender._listener.port, sender._epoch)
+    lists = [(blocks.first_token, blocks.last_token, blocks.destination_ids.tolist()) for blocks in order.blocks]
+    assert lists == [(16, 79, [12, 13, 14, 15]), (32, 79, [16, 17, 18])]
+
+
+def test_trap_13_a_router_that_remembers_a_former_engine_is_an_error(make_role: Any) -> None:
+    """It asks once, at its start. The decode engine does not compute the prompt in silence."""
+    sender, reader = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    sender.publish([A_RANK])
+    ours, _ = pushed_to(reader, sender, remote_engine_id=life_of(sender._engine_id, 1))
+    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
+    [order] = reader.build_connector_meta().loads
+    assert order.error.reason is Reason.PEER_CHANGED
+    assert "restart the router" in str(order.error)
+
+
+def test_an_engine_from_which_nothing_came_is_asked_anew_which_one_it_is(make_role: Any) -> None:
+    """Else a router that remembers a former life of it is not found out where this engine remembers it too."""
+    sender, reader = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    sender.publish([A_RANK])
+    ours, _ = pushed_to(reader, sender)
+    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
+    reader.build_connector_meta()
+    assert len(reader._bootstraps._offers) == 1
+    reader.update_connector_output(SimpleNamespace(finished_recving={"d"}, failed_recving={"d"}))
+    assert len(reader._bootstraps._offers) == 0
+
+
+def test_a_rejected_request_lets_the_sender_go(make_role: Any) -> None:
+    sender, reader = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    sender.publish([A_RANK])
+    prefilled = begin(sender)
+    step(sender, prefilled, 80, [5, 4, 3, 2, 1])
+    sender.request_finished(prefilled, ([5, 4, 3, 2, 1],), is_complete=True)
+    address = f"http://127.0.0.1:{sender._bootstrap.port}"
+    life = life_of(sender._engine_id, sender._epoch)
+    params = {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": life, "remote_bootstrap_addr": address}
+    ours = request([0], params, "d")
+    reader.on_new_request(ours)
+    reader.request_finished(ours, ([],), is_complete=False)
+    end = time.monotonic() + SECONDS
+    while sender._held_blocks._pool.held:
+        assert time.monotonic() < end
+        reader.build_connector_meta()
+        sender.build_connector_meta()
+        time.sleep(0.01)
+    assert not reader.has_pending_work()
+
+
+def test_parameters_that_name_no_push_are_an_error(make_role: Any) -> None:
+    reader = make_role(FULL, mode="push")
+    ours = request(PROMPT, {"do_remote_prefill": True, "remote_host": "h"}, "d")
+    reader.on_new_request(ours)
+    assert reader.get_num_new_matched_tokens(ours, 0) == (80, True)
+    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
+    [order] = reader.build_connector_meta().loads
+    assert order.error.reason is Reason.MALFORMED_MESSAGE
+
+
+@pytest.mark.parametrize(
+    ("changed", "grain", "named"),
+    [
+        ({"data_parallel_size": 2}, "chunks", "data-parallel"),
+        ({"use_v2_model_runner": True}, "chunks", "second model runner"),
+        ({"use_ubatching": True}, "layers", "micro-batches"),
+        ({"use_ubatching": True}, "chunks", ""),
+    ],
+)
+def test_engines_that_cannot_push_are_refused_at_start(changed: dict[str, Any], grain: Any, named: str) -> None:
+    settings = Settings(mode="push", push_grain=grain)
+    plain = {"data_parallel_size": 1, "use_v2_model_runner": False, "use_ubatching": False}
+    flat = SimpleNamespace(**(plain | changed))
+    config: Any = SimpleNamespace(parallel_config=flat, use_v2_model_runner=flat.use_v2_model_runner)
+    if not named:
+        check_pushable(config, settings)
+        return
+    with pytest.raises(KVFerryError) as refused:
+        check_pushable(config, settings)
+    assert refused.value.reason is Reason.UNSUPPORTED
+    assert named in refused.value.message
+    assert refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"push_grain": "layers"}, {"layers_per_span": 2}, {"bootstrap_port": 8998}, {"push_timeout_seconds": 9}],
+    ids=str,
+)
+def test_settings_for_pushes_are_refused_where_caches_are_pulled(given: dict[str, Any]) -> None:
+    parse_settings({"mode": "push", **given})
+    with pytest.raises(SettingsError) as refused:
+        parse_settings(given)
+    assert refused.value.reason is Reason.INVALID_SETTING
+
+
+def test_trap_17_hooks_need_graphs_in_pieces() -> None:
+    layers, chunks = {"mode": "push", "push_grain": "layers"}, {"mode": "push"}
+    needs = [KVFerryConnector.requires_piecewise_for_cudagraph(each) for each in (layers, chunks, {})]
+    assert needs == [True, False, False]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "scatter", "gather"])
+def test_a_stage_is_refused_where_nothing_is_read(strategy: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        parse_settings({"mode": "push", "strategy": strategy})
+    assert refused.value.reason is Reason.UNSUPPORTED
+    assert refused.value.remedy
+
+
+def test_peers_are_told_the_advertised_host(make_role: Any) -> None:
+    sender = make_role(FULL, mode="push", host="0.0.0.0", advertised_host="localhost")
+    reader = make_role(FULL, mode="push")
+    sender.publish([A_RANK])
+    ours, _ = pushed_to(reader, sender)
+    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
+    [order] = reader.build_connector_meta().loads
+    assert (order.hold.host, order.hold.port) == ("localhost", sender._listener.port)

@@ -1,0 +1,313 @@
+"""Workers' roles where caches are pushed: steps as vLLM gives them, real messages and bytes, no engine."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.worker import kv_connector_model_runner_mixin
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from kvferry.errors import Reason
+from kvferry.handoff.decode_side import RemoteHold
+from kvferry.handoff.listener import Listener
+from kvferry.handoff.protocol import PROTOCOL_VERSION, Directory, Handle
+from kvferry.handoff.push_plan import BlockList
+from kvferry.handoff.sending import END
+from kvferry.handoff.sending_side import Prompt
+from kvferry.integrations.vllm import worker_role
+from kvferry.integrations.vllm.connector import IDLE_STEP_SECONDS, KVFerryConnector
+from kvferry.integrations.vllm.metadata import LoadOrder, PushedPrompt, StepMetadata
+from kvferry.integrations.vllm.settings import Settings
+from kvferry.integrations.vllm.translate import decode_rank_entry
+from kvferry.layout.cache_group import CacheKind
+from kvferry.layout.named_layouts import NamedLayout
+
+from .engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, Rank, filled_ranks, whole_blocks
+
+SECONDS = 20.0
+SOURCE_IDS, TARGET_IDS = [5, 1, 4], [0, 3, 2]
+
+
+class Workers:
+    """A prefill engine of two ranks and a decode engine of one."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.folder = folder
+        self.sources, self.target = filled_ranks(2), Rank(0, 1)
+        self.senders = [self._role(patch, "p", rank) for rank in self.sources]
+        self.receiver = self._role(patch, "d", self.target)
+        entries = tuple(decode_rank_entry(role.get_handshake_metadata().entry) for role in self.senders)
+        directory = Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries)
+        self.listener = Listener(HOST, 0, lambda _: directory)
+        self.hold = RemoteHold("p", EPOCH, HOST, self.listener.port, Handle("x", 0))
+
+    def _role(self, patch: pytest.MonkeyPatch, engine_id: str, rank: Rank) -> Any:
+        for name, value in {
+            "get_tensor_model_parallel_rank": rank.shard.tp_rank,
+            "get_pp_group": SimpleNamespace(rank_in_group=0),
+            "resolved_layout": NamedLayout.BHLNC,
+            "shard_of": rank.shard,
+            "identity_of": IDENTITY,
+        }.items():
+            patch.setattr(worker_role, name, lambda *_, value=value: value)
+        parallel = SimpleNamespace(tensor_parallel_size=rank.shard.tp_size, use_ubatching=False)
+        transfer = SimpleNamespace(engine_id=engine_id)
+        scheduler = SimpleNamespace(max_num_batched_tokens=4096)
+        config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, scheduler_config=scheduler)
+        log = str(self.folder / engine_id)
+        settings = Settings(mode="push", transport="cma", huge_pages=False, max_held_requests=4, transfer_log=log)
+        caches: Any = SimpleNamespace(kv_cache_groups=[])
+        role: Any = worker_role.WorkerRole(config, caches, settings)
+        role.register_kv_caches({})
+        return role
+
+    def announce(self, request_id: str = "r", seconds: float = SECONDS) -> None:
+        blocks = (whole_blocks("full", [0] * 3, TARGET_IDS),)
+        prompt = PushedPrompt("x", 3 * BLOCK_SIZE, "prompt")
+        order = LoadOrder(request_id, seconds, self.hold, 0, 3 * BLOCK_SIZE, blocks, pushed=prompt)
+        self.step([self.receiver], StepMetadata(loads=[order]))
+
+    def step(self, roles: list[Any], orders: StepMetadata) -> None:
+        """One step in vLLM's order of calls."""
+        for role in roles:
+            role.take_back(orders)
+            role.begin_step(orders)
+            role.start_loads(orders)
+            role.finish_step()
+
+    def compute(self, num_final: int) -> None:
+        num_tokens = 3 * BLOCK_SIZE
+        prompt = Prompt(num_tokens, "prompt", {"full": BlockList(0, SOURCE_IDS)}, num_final, num_tokens)
+        self.step(self.senders, StepMetadata(prompts=[("x", prompt)]))
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        found: tuple[set[str], set[str]] = set(), set()
+
+        def is_reported() -> bool:
+            received, failed = self.receiver.take_finished()
+            found[0].update(received)
+            found[1].update(failed)
+            return bool(received)
+
+        wait_until(is_reported)
+        return found
+
+    def close(self) -> None:
+        for role in (*self.senders, self.receiver):
+            role.shutdown()
+        self.listener.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Workers]:
+    made = Workers(monkeypatch, tmp_path)
+    yield made
+    made.close()
+
+
+def arrived(workers: Workers) -> bool:
+    sent = np.concatenate([rank.cache[SOURCE_IDS] for rank in workers.sources], axis=1)
+    return np.array_equal(workers.target.cache[TARGET_IDS], sent)
+
+
+def test_a_prompt_in_chunks_is_received_once_all_ranks_have_pushed(workers: Workers) -> None:
+    workers.announce()
+    for num_final in (BLOCK_SIZE + 1, END):
+        assert workers.receiver.take_finished() == (set(), set())
+        workers.compute(num_final)
+    assert workers.finished() == ({"r"}, set())
+    assert arrived(workers)
+    # What the senders did is told to their receivers, not to their own engine.
+    assert [role.take_finished() for role in workers.senders] == [(set(), set())] * 2
+
+
+def test_both_sides_log_a_line_per_request_and_rank(workers: Workers) -> None:
+    workers.announce()
+    workers.compute(END)
+    assert workers.finished() == ({"r"}, set())
+    wait_until(lambda: not any(role._executor._active for role in workers.senders))
+    workers.step(workers.senders, StepMetadata())
+    assert [role.take_finished() for role in workers.senders] == [(set(), set())] * 2
+    [line] = lines(workers.folder / "d.rank0")
+    assert line["request_id"] == "r"
+    assert line["timeline"]["committed_at"] > max(line["timeline"]["announced_at"].values())
+    for tp_rank in (0, 1):
+        [sent] = lines(workers.folder / f"p.rank{tp_rank}")
+        [batch] = sent["timeline"]["batches"]
+        assert (sent["timeline"]["transfer_id"], sent["rank"], sent["error"]) == ("x", tp_rank, None)
+        assert (sent["bytes"], sent["descriptors"]) == (batch["bytes"], batch["descriptors"])
+        [span] = batch["spans"]
+        assert (span["tokens"], span["layers"]) == ([0, 3 * BLOCK_SIZE], None)
+        assert span["compute_began_at"] <= span["compute_ended_at"] <= batch["posted_at"] <= batch["landed_at"]
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("use_ubatching", [False, True])
+def test_layers_of_states_and_of_micro_batches_do_not_tell(
+    use_ubatching: bool, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role = workers.receiver
+    names = [["m.layers.10.attn", "m.layers.9.attn"], ["m.layers.1"]]
+    kinds = [SimpleNamespace(kind=CacheKind.ATTENTION), SimpleNamespace(kind=CacheKind.STATE)]
+    monkeypatch.setattr(worker_role, "group_shapes", lambda _: kinds)
+    role._kv_cache_config.kv_cache_groups = [SimpleNamespace(layer_names=each) for each in names]
+    role._vllm_config.parallel_config.use_ubatching = use_ubatching
+    layers = role._model_layers()
+    assert layers.told == ({} if use_ubatching else {"0": ["m.layers.9.attn", "m.layers.10.attn"]})
+    assert layers.order == ["m.layers.1", "m.layers.9.attn", "m.layers.10.attn"]
+
+
+def test_an_announcement_after_the_prompt_catches_up(workers: Workers) -> None:
+    workers.compute(END)
+    workers.announce()
+    assert workers.finished() == ({"r"}, set())
+    assert arrived(workers)
+
+
+def test_trap_2_blocks_are_announced_only_when_what_clears_them_is_done(workers: Workers) -> None:
+    """New blocks are zeroed at the begin of the step that orders the push, on a GPU perhaps after the call returned."""
+    cleared = threading.Event()
+    mark = SimpleNamespace(is_over=cleared.is_set, wait=cleared.wait)
+    workers.receiver._order = SimpleNamespace(is_immediate=False, mark=lambda: mark, wait_for=lambda _: None)
+    workers.compute(END)
+    workers.announce()
+    time.sleep(0.3)
+    assert workers.receiver.take_finished() == (set(), set())
+    assert not workers.target.cache.any()
+    cleared.set()
+    assert workers.finished() == ({"r"}, set())
+    assert arrived(workers)
+
+
+def test_a_prompt_that_one_rank_gives_up_fails(workers: Workers) -> None:
+    workers.announce()
+    workers.compute(BLOCK_SIZE)
+    workers.step(workers.senders[1:], StepMetadata(ended_transfers=["x"]))
+    assert workers.finished() == ({"r"}, {"r"})
+
+
+def test_an_aborted_request_is_reported_when_no_rank_writes_any_more(workers: Workers) -> None:
+    workers.announce()
+    workers.compute(BLOCK_SIZE)
+    workers.step([workers.receiver], StepMetadata(aborted=["r"]))
+    assert workers.finished() == ({"r"}, {"r"})
+    workers.target.cache[:] = 7
+    workers.compute(END)
+    time.sleep(0.1)
+    assert (workers.target.cache == 7).all()
+
+
+def test_a_prompt_that_never_comes_fails_in_time(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
+    workers.announce(seconds=0.3)
+    assert workers.finished() == ({"r"}, {"r"})
+    assert Reason.DEADLINE_EXCEEDED.value in caplog.text
+
+
+def test_a_step_that_fails_vouches_for_nothing() -> None:
+    """A connector ends its step in a ``finally`` of vLLM: a receiver must not take for whole what was not computed."""
+    worker = Mock()
+    connector: Any = object.__new__(KVFerryConnector)
+    connector._worker_role, connector._connector_metadata = worker, StepMetadata()
+
+    def run(step: Callable[[], None]) -> None:
+        metadata = SimpleNamespace(
+            kv_connector_metadata=StepMetadata(), has_sync_kv_loads=False, finished_req_ids=set[str]()
+        )
+        with KVConnectorModelRunnerMixin._get_kv_connector_output(metadata):  # type: ignore[arg-type]
+            step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: connector)
+        patch.setattr(kv_connector_model_runner_mixin, "get_forward_context", lambda: None)
+        worker.take_finished.return_value = (set(), set())
+        with pytest.raises(ZeroDivisionError):
+            run(lambda: divmod(1, 0))  # type: ignore[arg-type]
+        assert worker.finish_step.call_count == 0
+        run(lambda: None)
+        assert worker.finish_step.call_count == 1
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_only_a_step_that_computes_nothing_waits_for_what_moves(computes: bool) -> None:
+    worker = Mock()
+    worker.take_finished.return_value = ({"r"}, set())
+    connector: Any = object.__new__(KVFerryConnector)
+    connector._worker_role, connector._connector_metadata = worker, StepMetadata(computes=computes)
+    assert connector.get_transfer_results(set()).finished_recving == {"r"}
+    worker.take_finished.assert_called_once_with(0.0 if computes else IDLE_STEP_SECONDS)
+
+
+def recorded(collect: Callable[[], list[Any]], waits: list[float]) -> Callable[[float], list[Any]]:
+    return lambda seconds: waits.append(seconds) or collect()  # type: ignore[func-returns-value]
+
+
+def test_nothing_is_waited_for_where_nothing_moves(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    for role in (workers.receiver, *workers.senders):
+        monkeypatch.setattr(role._executor, "collect", recorded(role._executor.collect, waits))
+        role.take_finished(5.0)
+    assert waits == [0.0] * 3
+    workers.announce()
+    workers.receiver.take_finished(5.0)
+    assert waits[3:] == [5.0]
+    workers.compute(END)
+    assert workers.finished() == ({"r"}, set())
+    workers.receiver.take_finished(5.0)
+    assert waits[-1] == 0.0
+
+
+def test_a_source_may_take_as_long_to_answer_as_a_handshake(workers: Workers) -> None:
+    push = workers.receiver._push
+    assert push.receiver._answer_seconds == workers.receiver._settings.handshake_timeout_seconds
+
+
+def test_a_rank_may_push_and_be_pushed_to_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Reports of its pushes do not take the answers to its announcements."""
+    workers = Workers(monkeypatch, tmp_path)
+    push = workers.receiver._push
+    assert push.pusher._courier is not push.receiver._courier, "whoever collects answers takes all that have come"
+    back = Listener(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "d", EPOCH, IDENTITY, (entry,)))
+    try:
+        entry = decode_rank_entry(workers.receiver.get_handshake_metadata().entry)
+        hold = RemoteHold("d", EPOCH, HOST, back.port, Handle("y", 0))
+        for number in range(6):
+            workers.announce(f"r{number}")
+            blocks = (whole_blocks("full", [0], [number]),)
+            order = LoadOrder(f"s{number}", SECONDS, hold, 0, BLOCK_SIZE, blocks, pushed=PushedPrompt("y", 4, "prompt"))
+            workers.step(workers.senders, StepMetadata(loads=[order]))
+        prompt = Prompt(BLOCK_SIZE, "prompt", {"full": BlockList(0, [5])}, END)
+        workers.step([workers.receiver], StepMetadata(prompts=[("y", prompt)]))
+        workers.compute(END)
+        roles, ended = [*workers.senders, workers.receiver], [set[str]() for _ in range(3)]
+
+        def all_ended() -> bool:
+            for role, names in zip(roles, ended, strict=True):
+                received, failed = role.take_finished()
+                assert not failed
+                names |= received
+            return [len(names) for names in ended] == [6] * 3
+
+        wait_until(all_ended)
+    finally:
+        back.close()
+        workers.close()

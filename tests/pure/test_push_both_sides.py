@@ -1,0 +1,315 @@
+"""Both sides of a push, a network that drops, doubles, delays and reorders, and memory that is reused at once.
+
+Time is logical. A write reads and writes one token at a time, from blocks that the sender's engine overwrites the
+moment it may, into blocks that the receiver's engine uses the moment it may: whatever is written there later is a
+failure. A simulation is told by its seed alone.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+import msgspec
+import pytest
+
+from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.handoff.protocol import PushKey
+from kvferry.handoff.receiving import Receiving
+from kvferry.handoff.sending import END, Cut, Lane, Need
+from kvferry.handoff.sending_side import Prompt, SendingSide, Wish
+
+LANES = {Lane("full"): Need(1, 7, 2), Lane("window"): Need(4, 7, 2), Lane("state"): Need(0, 1, 9)}
+NUM_TOKENS, NUM_SOURCES, SECONDS, NUM_STEPS = 7, 2, 40.0, 500
+OVERWRITTEN = ("overwritten", 0)
+
+
+class Write(msgspec.Struct):
+    """A batch on its way: tokens still to be written."""
+
+    key: PushKey
+    transfer_id: str
+    tokens: list[tuple[Lane, int]]
+
+
+class Source:
+    """One rank of the sender: its memory by transfer and what it writes."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.side = SendingSide()
+        self.memory: dict[str, dict[tuple[Lane, int], tuple[str, int]]] = {}
+        self.writes: list[Write] = []
+        self.keys: dict[PushKey, str] = {}
+
+
+class Target(msgspec.Struct):
+    """A push as the receiver holds it: its blocks, and whether its engine uses them again."""
+
+    receiving: Receiving
+    transfer_id: str
+    key: PushKey
+    told_epoch: list[int]
+    unanswered: set[int]
+    blocks: dict[int, dict[tuple[Lane, int], tuple[str, int]]]
+    is_given_back: bool = False
+
+
+class BothSides:
+    """A sender of two ranks (that may restart) and one rank of a receiver (that may too)."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.now = 0.0
+        self.epoch = self.receiver_epoch = 1
+        self.sources = [Source(self.epoch) for _ in range(NUM_SOURCES)]
+        self.final: dict[str, int] = {}
+        self.targets: dict[PushKey, Target] = {}
+        self.network: list[Callable[[], None]] = []
+        self.num_transfers = self.num_pushes = self.num_commits = self.num_failures = 0
+
+    def run(self) -> None:
+        events = {
+            self.begin: 4,
+            self.compute: 40,
+            self.preempt: 2,
+            self.end_prompt: 1,
+            self.announce: 6,
+            self.tell_again: 6,
+            self.start_write: 60,
+            self.write_a_token: 160,
+            self.report: 20,
+            self.abort: 1,
+            self.step_receiver: 20,
+            self.deliver: 70,
+            self.drop: 6,
+            self.pass_time: 6,
+            self.restart_sender: 0.3,
+            self.restart_receiver: 0.3,
+        }
+        for event in self.random.choices(list(events), list(events.values()), k=NUM_STEPS):
+            event()
+        for _ in range(60):
+            self.now += 2 * SECONDS
+            self.step_receiver()
+            self.report()
+            for _ in range(40):
+                self.start_write()
+                self.write_a_token()
+            while self.network:
+                self.deliver(may_double=False)
+        assert all(target.receiving.is_over for target in self.targets.values()), "a push never ends"
+        assert all(source.side.num_open == 0 for source in self.sources), "a sender never ends a push"
+        assert not any(source.side._wishes or source.side._wishes_of for source in self.sources), "something is kept"
+
+    # The sender's engine: both ranks in step.
+
+    def begin(self) -> None:
+        transfer_id = f"x{self.num_transfers}"
+        self.num_transfers += 1
+        self.final[transfer_id] = 0
+        for source in self.sources:
+            source.memory[transfer_id] = {}
+
+    def compute(self) -> None:
+        if not self.final:
+            return
+        transfer_id = self.random.choice(list(self.final))
+        final = min(NUM_TOKENS, self.final[transfer_id] + self.random.randint(1, 4))
+        self.final[transfer_id] = final
+        for rank, source in enumerate(self.sources):
+            tokens = [(lane, token) for lane in LANES for token in range(final)]
+            source.memory[transfer_id] = dict.fromkeys(tokens, (transfer_id, rank))
+            if final < NUM_TOKENS:
+                # A state moves on with every token.
+                source.memory[transfer_id][Lane("state"), 0] = OVERWRITTEN
+            done = END if final == NUM_TOKENS else final
+            source.side.compute(transfer_id, Prompt(NUM_TOKENS, "p", {}, done))
+
+    def preempt(self) -> None:
+        running = [transfer_id for transfer_id, final in self.final.items() if final < NUM_TOKENS]
+        if running:
+            transfer_id = self.random.choice(running)
+            self.final[transfer_id] = 0
+            for source in self.sources:
+                source.side.preempt(transfer_id)
+                self.overwrite(source, transfer_id)
+
+    def end_prompt(self) -> None:
+        if self.final:
+            transfer_id = self.random.choice(list(self.final))
+            del self.final[transfer_id]
+            for source in self.sources:
+                source.side.end(transfer_id, HandoffError(Reason.ABORTED, "aborted"))
+                self.overwrite(source, transfer_id)
+
+    def overwrite(self, source: Source, transfer_id: str) -> None:
+        source.memory[transfer_id] = dict.fromkeys(source.memory[transfer_id], OVERWRITTEN)
+
+    def restart_sender(self) -> None:
+        self.epoch += 1
+        self.sources = [Source(self.epoch) for _ in range(NUM_SOURCES)]
+        self.final.clear()
+
+    # The sender's pusher.
+
+    def start_write(self) -> None:
+        source = self.random.choice(self.sources)
+        for key, transfer_id in source.keys.items():
+            if batch := source.side.take(key):
+                source.writes.append(Write(key, transfer_id, _tokens(batch)))
+
+    def write_a_token(self) -> None:
+        source = self.random.choice(self.sources)
+        if not source.writes:
+            return
+        write = self.random.choice(source.writes)
+        target = self.targets.get(write.key)
+        if target is None:
+            source.writes.remove(write)
+            source.side.stopped(write.key, HandoffError(Reason.PEER_DIED, "gone"))
+            return
+        if source.side.is_stopping(write.key) and self.random.random() < 0.3:
+            source.writes.remove(write)
+            source.side.stopped(write.key, None)
+            return
+        assert not target.is_given_back, "written after the engine had the blocks back"
+        at = write.tokens.pop()
+        rank = self.sources.index(source)
+        target.blocks[rank][at] = source.memory[write.transfer_id].get(at, OVERWRITTEN)
+        if not write.tokens:
+            source.writes.remove(write)
+            source.side.landed(write.key)
+
+    def report(self) -> None:
+        for rank, source in enumerate(self.sources):
+            for key in source.keys:
+                source.side.tick(key, self.now)
+                if (over := source.side.outcome(key)) is not None:
+                    self.network.append(partial(self.arrive_report, rank, key, over.error))
+
+    # The receiver.
+
+    def announce(self) -> None:
+        if not self.num_transfers:
+            return
+        transfer_id = f"x{self.random.randrange(max(0, self.num_transfers - 4), self.num_transfers + 1)}"
+        self.num_pushes += 1
+        key = PushKey("d", self.receiver_epoch, self.num_pushes)
+        receiving = Receiving("r", dict.fromkeys(range(NUM_SOURCES), "digest"), self.now + SECONDS)
+        blocks: dict[int, dict[tuple[Lane, int], tuple[str, int]]] = {rank: {} for rank in range(NUM_SOURCES)}
+        epochs = [source.epoch for source in self.sources]
+        self.targets[key] = Target(receiving, transfer_id, key, epochs, set(range(NUM_SOURCES)), blocks)
+        for rank in range(NUM_SOURCES):
+            if self.random.random() < 0.9 or rank == 0:
+                self.tell(self.targets[key], rank)
+
+    def tell(self, target: Target, rank: int) -> None:
+        target.receiving.telling(rank)
+        self.network.append(partial(self.arrive_announcement, target, rank))
+
+    def tell_again(self) -> None:
+        for target in self.targets.values():
+            if target.receiving.error is None:
+                for rank in target.unanswered:
+                    self.tell(target, rank)
+
+    def step_receiver(self) -> None:
+        for target in self.targets.values():
+            target.receiving.tick(self.now)
+            if target.receiving.error is not None:
+                for rank in target.receiving.writers:
+                    self.network.append(partial(self.arrive_revocation, target, rank))
+            if target.receiving.is_over and not target.is_given_back:
+                self.give_back(target)
+
+    def give_back(self, target: Target) -> None:
+        target.is_given_back = True
+        if target.receiving.error is not None:
+            self.num_failures += 1
+            return
+        self.num_commits += 1
+        for rank in range(NUM_SOURCES):
+            wanted = _tokens(tuple(Cut(lane, need.first_token, need.end_token) for lane, need in LANES.items()))
+            assert target.blocks[rank] == dict.fromkeys(wanted, (target.transfer_id, rank))
+
+    def abort(self) -> None:
+        if self.targets:
+            target = self.random.choice(list(self.targets.values()))
+            target.receiving.fail(HandoffError(Reason.ABORTED, "aborted"))
+
+    def restart_receiver(self) -> None:
+        self.receiver_epoch += 1
+        self.targets.clear()
+        for source in self.sources:
+            source.side.introduce("d", self.receiver_epoch)
+
+    # The network.
+
+    def deliver(self, *, may_double: bool = True) -> None:
+        if self.network:
+            index = self.random.randrange(len(self.network))
+            message = self.network[index] if may_double and self.random.random() < 0.2 else self.network.pop(index)
+            message()
+
+    def drop(self) -> None:
+        if self.network:
+            self.network.pop(self.random.randrange(len(self.network)))
+
+    def pass_time(self) -> None:
+        self.now += self.random.random() * 5
+
+    def is_gone(self, target: Target, rank: int) -> bool:
+        """A sender in another epoch answers the receiver that it is another one: the former is dead."""
+        if target.told_epoch[rank] == self.sources[rank].epoch:
+            return False
+        self.network.append(partial(self.arrive_refusal, target, rank, HandoffError(Reason.PEER_CHANGED, "restarted")))
+        return True
+
+    def arrive_announcement(self, target: Target, rank: int) -> None:
+        if self.is_gone(target, rank):
+            return
+        source = self.sources[rank]
+        wish = Wish(target.key, target.transfer_id, NUM_TOKENS, "p", LANES, self.now + SECONDS)
+        try:
+            source.side.announce(wish)
+        except KVFerryError as error:
+            self.network.append(partial(self.arrive_refusal, target, rank, error))
+            return
+        source.keys[target.key] = target.transfer_id
+        self.network.append(partial(target.unanswered.discard, rank))
+
+    def arrive_revocation(self, target: Target, rank: int) -> None:
+        if not self.is_gone(target, rank) and self.sources[rank].side.revoke(target.key):
+            self.network.append(partial(target.receiving.quiet, rank))
+
+    def arrive_refusal(self, target: Target, rank: int, error: KVFerryError) -> None:
+        target.receiving.refused(rank, error)
+
+    def arrive_report(self, rank: int, key: PushKey, error: KVFerryError | None) -> None:
+        target = self.targets.get(key)
+        if target is None:
+            return
+        if error is None:
+            target.receiving.done(rank, "digest")
+        else:
+            target.receiving.refused(rank, error)
+
+
+def _tokens(batch: tuple[Cut, ...]) -> list[tuple[Lane, int]]:
+    return [(cut.lane, token) for cut in batch for token in range(cut.first_token, cut.end_token)]
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_only_whole_pushes_commit_and_blocks_are_given_back_untouched(part: int) -> None:
+    """Over many seeds: what commits is whole and right, nothing is written afterwards, everything ends."""
+    commits = failures = 0
+    for seed in range(part * 60, part * 60 + 60):
+        world = BothSides(seed)
+        try:
+            world.run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        commits += world.num_commits
+        failures += world.num_failures
+    assert commits > 20
+    assert failures > 100

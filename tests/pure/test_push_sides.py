@@ -1,0 +1,268 @@
+"""The two sides of a push one by one: each rule by itself."""
+
+import pytest
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.protocol import PushKey
+from kvferry.handoff.receiving import Receiving
+from kvferry.handoff.sending import END, Cut, Lane, Need, Sending, Stage
+from kvferry.handoff.sending_side import Prompt, SendingSide, Wish
+
+FULL, STATE = Lane("full"), Lane("state")
+KEY = PushKey("d", 1, 1)
+GAVE_UP = HandoffError(Reason.TRANSFER_FAILED, "a write failed.")
+
+
+def sending(**needs: Need) -> Sending:
+    return Sending("x", {Lane(group): need for group, need in needs.items()}, deadline=30.0)
+
+
+def wish(key: PushKey = KEY, transfer_id: str = "x", digest: str = "p") -> Wish:
+    return Wish(key, transfer_id, 40, digest, {FULL: Need(0, 40, 16)}, deadline=30.0)
+
+
+def prompt(num_final: int, digest: str = "p") -> Prompt:
+    return Prompt(40, digest, {}, num_final)
+
+
+# The sender.
+
+
+def test_a_pusher_that_falls_behind_sends_one_larger_batch() -> None:
+    """Back-pressure: whatever becomes final while something is on its way goes together, and nothing queues up."""
+    push = sending(full=Need(0, 100, 16))
+    assert push.take({FULL: 16}) == (Cut(FULL, 0, 16),)
+    assert [push.take({FULL: final}) for final in (32, 48, 70)] == [(), (), ()]
+    push.landed()
+    assert push.take({FULL: 70}) == (Cut(FULL, 16, 64),)
+
+
+def test_a_prefix_hit_within_a_block_goes_from_its_first_token() -> None:
+    push = sending(full=Need(23, 100, 16))
+    assert push.take({FULL: 20}) == ()
+    assert push.take({FULL: 31}) == ()
+    assert push.take({FULL: 33}) == (Cut(FULL, 23, 32),)
+
+
+def test_a_state_goes_only_when_the_prompt_has_ended() -> None:
+    push = sending(full=Need(0, 16, 16), state=Need(0, 1, 1 << 40))
+    assert push.take({FULL: 16, STATE: 16}) == (Cut(FULL, 0, 16),)
+    push.landed()
+    assert push.stage is Stage.OPEN
+    assert push.take({FULL: END, STATE: END}) == (Cut(STATE, 0, 1),)
+    push.landed()
+    assert (push.stage, push.error) == (Stage.OVER, None)
+
+
+def test_what_was_on_its_way_at_a_preemption_goes_again() -> None:
+    push = sending(full=Need(0, 32, 16))
+    assert push.take({FULL: 16}) == (Cut(FULL, 0, 16),)
+    push.void()
+    push.landed()
+    assert push.take({FULL: END}) == (Cut(FULL, 0, 32),)
+
+
+def test_a_failed_push_is_over_only_when_nothing_is_on_its_way() -> None:
+    push = sending(full=Need(0, 32, 16))
+    push.take({FULL: 16})
+    push.fail(GAVE_UP)
+    assert (push.stage, push.is_quiet) == (Stage.STOPPING, False)
+    push.stopped(None)
+    assert (push.stage, push.error) == (Stage.OVER, GAVE_UP)
+
+
+def test_failure_after_completion_changes_nothing() -> None:
+    push = sending(full=Need(0, 16, 16))
+    push.take({FULL: END})
+    push.landed()
+    push.fail(GAVE_UP)
+    assert (push.stage, push.error) == (Stage.OVER, None)
+
+
+def test_nothing_wanted_is_complete_at_once() -> None:
+    assert sending(full=Need(48, 48, 16)).stage is Stage.OVER
+
+
+def test_an_announcement_after_the_prompt_has_ended_is_refused_with_the_reason() -> None:
+    side = SendingSide()
+    side.compute("x", prompt(END))
+    side.end("x", GAVE_UP)
+    with pytest.raises(HandoffError) as refused:
+        side.announce(wish())
+    assert refused.value.reason is Reason.TRANSFER_FAILED
+    side.compute("x", prompt(END))
+    assert side.prompt_of(KEY) is None
+
+
+def test_an_announcement_that_comes_after_its_revocation_writes_nothing() -> None:
+    side = SendingSide()
+    side.compute("x", prompt(END))
+    assert side.revoke(KEY)
+    with pytest.raises(HandoffError) as refused:
+        side.announce(wish())
+    assert (refused.value.reason, side.take(KEY)) == (Reason.ABORTED, ())
+
+
+def test_a_revoked_push_is_not_quiet_before_its_writes_are() -> None:
+    side = SendingSide()
+    side.compute("x", prompt(16))
+    side.announce(wish())
+    assert side.take(KEY)
+    assert not side.revoke(KEY)
+    assert side.is_stopping(KEY)
+    side.stopped(KEY, None)
+    assert side.revoke(KEY)
+
+
+def test_another_prompt_fails_the_push_in_either_order() -> None:
+    for announced_first in (True, False):
+        side = SendingSide()
+        steps = [lambda side=side: side.announce(wish(digest="q")), lambda side=side: side.compute("x", prompt(16))]
+        for step in steps if announced_first else reversed(steps):
+            step()
+        over = side.outcome(KEY)
+        assert over is not None
+        assert over.error is not None
+        assert over.error.reason is Reason.INVALID_REQUEST
+
+
+def test_a_restarted_receiver_ends_the_pushes_to_its_former_self_alone() -> None:
+    side = SendingSide()
+    other = PushKey("e", 1, 1)
+    side.announce(wish())
+    side.announce(wish(other))
+    side.introduce("d", 2)
+    assert side.outcome(KEY) is not None
+    assert side.outcome(other) is None
+    assert side.num_open == 1
+
+
+def test_several_receivers_are_served_from_one_prompt() -> None:
+    """Parallel samples (``n``) carry one transfer id, and so do the ranks of a receiver."""
+    side, keys = SendingSide(), [PushKey("d", 1, number) for number in range(3)]
+    for key in keys:
+        side.announce(wish(key))
+    side.compute("x", prompt(END))
+    for key in keys:
+        assert side.take(key) == (Cut(FULL, 0, 40),)
+        side.landed(key)
+    assert [over.error for key in keys if (over := side.outcome(key))] == [None] * 3
+
+
+def test_what_is_late_is_given_up() -> None:
+    side = SendingSide()
+    side.announce(wish())
+    side.tick(KEY, 29.9)
+    assert side.num_open == 1
+    side.tick(KEY, 30.0)
+    over = side.outcome(KEY)
+    assert over is not None
+    assert over.error is not None
+    assert over.error.reason is Reason.DEADLINE_EXCEEDED
+
+
+def test_a_step_that_begins_vouches_only_for_what_was_computed_here_before() -> None:
+    """Not for its prefix hits: the engine names blocks in its cache that another prompt of the same step computes."""
+    side = SendingSide()
+    side.announce(wish())
+    side.begin_step({"x": prompt(32)})
+    assert side.take(KEY) == ()
+    side.compute("x", prompt(32))
+    side.begin_step({"x": prompt(END)})
+    assert side.take(KEY) == (Cut(FULL, 0, 32),)
+    side.landed(KEY)
+    side.preempt("x")
+    side.begin_step({"x": prompt(END)})
+    assert side.take(KEY) == ()
+    side.reach(FULL)
+    assert side.take(KEY) == (Cut(FULL, 32, 40),)
+
+
+def test_an_error_that_is_told_again_gathers_nothing() -> None:
+    side = SendingSide()
+    side.end("x", GAVE_UP)
+    side.revoke(KEY)
+    for late in (wish(PushKey("d", 1, 2)), wish()):
+        depths = []
+        for _ in range(3):
+            with pytest.raises(HandoffError) as refused:
+                side.announce(late)
+            depths.append(len(refused.traceback))
+        assert depths == [2, 2, 2]
+
+
+# The receiver.
+
+
+def test_every_source_must_be_done_and_with_its_own_digest() -> None:
+    """Not a count: a source that says "done" twice is one source."""
+    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    for source in (0, 1):
+        push.telling(source)
+    push.done(0, "a")
+    push.done(0, "a")
+    push.done(7, "b")
+    assert not push.is_over
+    push.done(1, "b")
+    assert (push.is_over, push.error) == (True, None)
+
+
+def test_done_with_another_digest_is_a_failure() -> None:
+    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    for source in (0, 1):
+        push.telling(source)
+    push.done(0, "b")
+    assert push.error is not None
+    assert push.error.reason is Reason.WRONG_SOURCE
+    assert (push.is_over, push.writers) == (False, [1])
+
+
+def test_a_failed_push_waits_for_every_source_that_may_write() -> None:
+    push = Receiving("r", {0: "a", 1: "b", 2: "c"}, deadline=30.0)
+    for source in (0, 1):
+        push.telling(source)
+    push.done(0, "a")
+    push.fail(GAVE_UP)
+    assert (push.is_over, push.writers) == (False, [1])
+    push.quiet(1)
+    assert (push.is_over, push.error) == (True, GAVE_UP)
+
+
+def test_a_done_on_its_way_ends_the_wait_for_an_acknowledgement() -> None:
+    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push.telling(0)
+    push.tick(30.0)
+    push.done(0, "a")
+    assert push.is_over
+    assert push.error is not None
+    assert push.error.reason is Reason.DEADLINE_EXCEEDED
+
+
+def test_a_committed_push_is_not_harmed_by_what_comes_later() -> None:
+    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push.telling(0)
+    push.done(0, "a")
+    push.refused(0, GAVE_UP)
+    push.fail(GAVE_UP)
+    push.tick(99.0)
+    assert (push.is_over, push.error) == (True, None)
+
+
+def test_a_done_of_a_source_that_was_never_told_is_nothing() -> None:
+    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push.done(0, "a")
+    assert not push.is_over
+
+
+def test_a_span_that_has_run_wakes_nobody_who_does_not_want_it() -> None:
+    side, wanted, other = SendingSide(), Lane("0", 1), Lane("0", 2)
+    running = {"x": Prompt(32, "p", {}, num_final=END)}
+    early = Wish(KEY, "x", 32, "p", {wanted: Need(0, 32, 16)}, deadline=9.0)
+    side.begin_step(running)
+    assert not side.reach(wanted)
+    side.announce(early)
+    assert (side.reach(wanted), side.reach(other)) == (True, False)
+    side.begin_step(running)
+    assert (side.reach(wanted), side.reach(other)) == (True, False)
+    side.begin_step({"y": Prompt(32, "p", {}, num_final=END)})
+    assert not side.reach(wanted)

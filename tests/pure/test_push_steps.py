@@ -1,0 +1,153 @@
+"""What a step of the engine vouches for: layers in spans, and a device that does later what is launched."""
+
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from kvferry.execution.device import HOST, Mark
+from kvferry.handoff.grains import Grains, ModelLayers
+from kvferry.handoff.protocol import Identity, PushKey
+from kvferry.handoff.pusher import Pusher
+from kvferry.handoff.sending import END, Lane, Need
+from kvferry.handoff.sending_side import Prompt, Wish
+from kvferry.plan.push_grain import Grain
+
+IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
+LAYERS = ["0", "1", "2", "3"]
+FIRST, SECOND = Lane("full", 1), Lane("full", 2)
+KEY = PushKey("d", 1, 1)
+SECONDS = 5.0
+
+
+class Device:
+    """A device order whose marks are over when the test says so, in the order in which they were made."""
+
+    device, is_immediate = "cuda:0", False
+
+    def __init__(self) -> None:
+        self.marks: list[threading.Event] = []
+        self.num_over = self.num_awaited = 0
+
+    def enter_thread(self) -> None: ...
+
+    def wait_for(self, mark: Mark) -> None: ...
+
+    def mark(self) -> Any:
+        self.marks.append(threading.Event())
+        return Mock(wait=partial(self.wait, self.marks[-1]))
+
+    def wait(self, mark: threading.Event) -> None:
+        self.num_awaited += 1
+        assert mark.wait(SECONDS)
+
+    def run(self, num_marks: int) -> None:
+        for mark in self.marks[self.num_over : self.num_over + num_marks]:
+            mark.set()
+        self.num_over += num_marks
+
+
+def prompt(num_final: int) -> Prompt:
+    return Prompt(40, "p", {}, num_final)
+
+
+def made(order: Any) -> Pusher:
+    grains = Grains(Grain.LAYERS, ModelLayers({"full": LAYERS}, LAYERS), layers_per_span=2)
+    pusher = Pusher(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, grains)
+    needs = {lane: Need(0, 40, 16) for lane in (FIRST, SECOND)}
+    pusher._side.announce(Wish(KEY, "x", 40, "p", needs, deadline=1e12))
+    return pusher
+
+
+def taken(pusher: Pusher) -> dict[int, int]:
+    """Take and land what goes now; return up to which token, by span."""
+    batch = pusher._side.take(KEY)
+    pusher._side.landed(KEY)
+    return {cut.lane.span: cut.end_token for cut in batch}
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    made = Device()
+    yield made
+    made.run(len(made.marks))
+
+
+def test_a_span_is_final_when_all_of_its_layers_have_run_in_whatever_order() -> None:
+    pusher = made(HOST)
+    pusher.begin_step([("x", prompt(16))])
+    for layer in ("1", "3", "2"):
+        pusher.reach(layer)
+    assert taken(pusher) == {2: 16}
+    pusher.reach("0")
+    assert taken(pusher) == {1: 16}
+    pusher.compute([("x", prompt(16))])
+    pusher.begin_step([("x", prompt(END))])
+    pusher.reach("0")
+    assert taken(pusher) == {}, "layers of the step before do not count"
+
+
+def test_a_layer_outside_of_a_step_vouches_for_nothing() -> None:
+    """As one of a dummy run between two steps."""
+    pusher = made(HOST)
+    pusher.begin_step([("x", prompt(16))])
+    pusher.compute([("x", prompt(16))])
+    assert taken(pusher) == {1: 16, 2: 16}
+    for layer in ("0", "1"):
+        pusher.reach(layer)
+    assert pusher._side._done_lanes == set()
+
+
+def test_what_the_device_has_not_done_is_not_pushed_though_the_next_step_is_launched(device: Device) -> None:
+    pusher = made(device)
+    for num_final in (16, END):
+        pusher.begin_step([("x", prompt(num_final))])
+        for layer in ("0", "1", "2", "3"):
+            pusher.reach(layer)
+        pusher.compute([("x", prompt(num_final))])
+    settle(pusher, device, 0)
+    assert taken(pusher) == {}
+    settle(pusher, device, 2)  # the first step has begun and run its first span
+    assert taken(pusher) == {1: 16}
+    settle(pusher, device, 3)  # it has ended, and the second has begun
+    assert taken(pusher) == {2: 16}
+    settle(pusher, device, 1)
+    assert taken(pusher) == {1: 40}
+    settle(pusher, device, 2)
+    assert taken(pusher) == {2: 40}
+
+
+def test_a_step_that_was_launched_before_a_preemption_begins_nothing_after_it(device: Device) -> None:
+    pusher = made(device)
+    pusher.begin_step([("x", prompt(16))])
+    pusher.reach("0")
+    pusher.reach("1")
+    pusher.compute([("x", prompt(16))])
+    pusher.preempt(["x"])
+    settle(pusher, device, 3)
+    assert taken(pusher) == {}
+    assert pusher._side.prompt_of(KEY) is None
+
+
+def test_nothing_is_kept_of_a_prompt_that_ended_in_the_step_that_computes_it(device: Device) -> None:
+    pusher = made(device)
+    pusher.preempt(["x"])
+    pusher.end(["x"])
+    pusher.begin_step([("x", prompt(16))])
+    pusher.compute([("x", prompt(16))])
+    settle(pusher, device, 2)
+    assert (pusher._lives, pusher._side._prompts, pusher._side._running) == ({}, {}, {})
+
+
+def settle(pusher: Pusher, device: Device, num_marks: int) -> None:
+    """Let the device come so far, and what follows be done: whoever waits for the next mark has done all before it."""
+    pusher._afterwards.add(device.mark(), lambda: None)
+    device.run(num_marks)
+    end = time.monotonic() + SECONDS
+    while device.num_awaited <= device.num_over:
+        assert time.monotonic() < end
+        time.sleep(0.001)
