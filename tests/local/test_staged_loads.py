@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, PlanError, Reason, TransportError
-from kvferry.execution import staging
+from kvferry.execution import staging, transfer_costs
 from kvferry.execution.copy_costs import cold_memory, measure_copies
 from kvferry.execution.executor import Executor
 from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase, Prepare
@@ -24,7 +24,7 @@ from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staged import NOTHING, Merge
 from kvferry.plan.staged_plan import ScatterPlan
-from kvferry.plan.strategy import TYPICAL_COSTS, TYPICAL_SECONDS_PER_PART, Strategy
+from kvferry.plan.strategy import TYPICAL_COSTS, TYPICAL_SECONDS_PER_PART, Costs, Strategy
 from kvferry.plan.transfer_plan import Planner
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import Region, Status, Transfer, Transport, reach
@@ -373,6 +373,25 @@ def test_a_part_costs_what_an_answer_of_its_packer_takes() -> None:
         assert choice.costs.seconds_per_part == expected
         assert choice.costs.seconds_per_descriptor != TYPICAL_COSTS["memcpy"].seconds_per_descriptor, "not measured"
     Strategist(pair.stage).choice(*link, None, lambda: pytest.fail("nobody packs"))
+
+
+@pytest.mark.parametrize("comes_to_rest", [True, False])
+def test_a_source_too_slow_to_be_measured_costs_what_is_typical(
+    comes_to_rest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair()
+    monkeypatch.setattr(transfer_costs, "LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr(pair.reader, "poll", lambda transfer: Status.PENDING)
+    if not comes_to_rest:
+        monkeypatch.setattr(pair.reader, "cancel", lambda transfer: Status.PENDING)
+    kept: list[Costs] = []
+    strategist = Strategist(pair.stage, keep=kept.append)
+    choices = [strategist.choice(pair.plans[0], pair.reader, pair.peer)]
+    assert pair.is_stage_free == comes_to_rest, "memory into which bytes may still come is given to others"
+    monkeypatch.undo()
+    choices.append(strategist.choice(pair.plans[0], pair.reader, pair.peer))
+    assert [choice.costs for choice in choices if choice is not None] == [TYPICAL_COSTS["memcpy"]] * 2
+    assert kept == []
 
 
 def test_copies_are_measured_on_memory_that_is_cold_and_cost_more_for_each_short_run() -> None:

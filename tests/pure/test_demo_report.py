@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.console import open_console
-from kvferry.cli.demo_report import CacheShape, DemoReport, RequestLine, find_problems, read_transfer_log
+from kvferry.cli.demo_report import (
+    MOST_COMPLAINTS,
+    CacheShape,
+    DemoReport,
+    RequestLine,
+    find_problems,
+    read_complaints,
+    read_failures,
+    read_transfer_log,
+)
 from kvferry.cli.demo_table import print_report
 from kvferry.cli.model_shapes import ModelShapes
 from kvferry.integrations.vllm.engine_metrics import PromptTokens
@@ -86,6 +95,7 @@ def test_what_is_wrong_with_a_request_is_found(change: dict[str, object], proble
         ({"processes_left": 1}, "1 processes are left"),
         ({"received": PromptTokens(received=110, cached=0, computed=3)}, "count 3 computed tokens"),
         ({"reference": PromptTokens(received=0, cached=10, computed=100)}, "the reference was not computed"),
+        ({"failures": ("rank 0 did not load x: it was lost.",)}, "rank 0 did not load x: it was lost."),
     ],
 )
 def test_what_is_wrong_with_a_run_is_found(change: dict[str, object], problem: str) -> None:
@@ -103,9 +113,18 @@ def test_ranks_are_added_up(tmp_path: Path) -> None:
     line = {"request_id": "a", "num_tokens": 5, "bytes": 64, "descriptors": 2, "transport": "cma", "layout": "BHLNC"}
     for rank, seconds in enumerate((0.25, 0.5)):
         entry = {**line, "error": None, "wait_seconds": seconds, "transfer_seconds": seconds / 2}
-        failed = {**entry, "error": "peer-died", "bytes": 1000}
+        failed = {**entry, "rank": rank, "error": "peer-died", "message": "it has exited.", "bytes": 1000}
         text = "\n".join(json.dumps(part) for part in (failed, entry))
         (tmp_path / f"log.rank{rank}").write_text(text + "\n")
     moved = read_transfer_log(tmp_path / "log")["a"]
     assert (moved.num_tokens, moved.bytes, moved.descriptors) == (5, 128, 4)
     assert (moved.wait_seconds, moved.transfer_seconds, moved.transport) == (0.5, 0.25, "cma")
+    assert read_failures(tmp_path / "log") == tuple(f"rank {rank} did not load a: it has exited." for rank in (0, 1))
+
+
+def test_complaints_are_the_last_of_the_logs(tmp_path: Path) -> None:
+    log = tmp_path / "decode.log"
+    log.write_text("ERROR one\nWARNING of vllm\nWARNING kvferry: two\nINFO kvferry: fine\n")
+    assert read_complaints([log]) == ("decode.log: ERROR one", "decode.log: WARNING kvferry: two")
+    log.write_text("ERROR first\n" + "ERROR again\n" * MOST_COMPLAINTS)
+    assert read_complaints([log]) == ("decode.log: ERROR again",) * MOST_COMPLAINTS

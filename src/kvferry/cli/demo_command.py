@@ -20,7 +20,16 @@ from rich.status import Status
 from kvferry.cli.console import open_console
 from kvferry.cli.demo_engines import TRANSFER_LOG, DemoEngines, DemoSettings, running_engines
 from kvferry.cli.demo_prompts import Answer, make_prompts, send_prompts
-from kvferry.cli.demo_report import CacheShape, DemoReport, MovedCache, RequestLine, find_problems, read_transfer_log
+from kvferry.cli.demo_report import (
+    CacheShape,
+    DemoReport,
+    MovedCache,
+    RequestLine,
+    find_problems,
+    read_complaints,
+    read_failures,
+    read_transfer_log,
+)
 from kvferry.cli.demo_table import print_report
 from kvferry.cli.model_shapes import ModelShapes, read_model_shapes
 from kvferry.errors import Reason, SettingsError
@@ -66,6 +75,8 @@ def demo(
         if json_output:
             print(json.dumps(report.to_json(), indent=2))
         if report.problems:
+            for complaint in read_complaints(sorted(folder.glob("*.log"))):
+                console.print(complaint, markup=False, highlight=False, style="dim")
             raise typer.Exit(1)
 
 
@@ -156,6 +167,7 @@ def _measure(
         reference=after_alone - after_router,
         cache_usages=usages,
         seconds_until_free=seconds,
+        failures=read_failures(log),
     )
 
 

@@ -23,7 +23,8 @@ from kvferry.integrations.vllm.launch import (
 CONNECTOR = "KVFerryConnector"
 TRANSFER_LOG = "transfers.jsonl"
 MAX_MODEL_LEN = 4096
-LEASE_SECONDS = 120.0
+LEASE_SECONDS, LOAD_SECONDS = 120.0, 100.0
+"""Long: the demo is about what moves, on machines that may stand still for a while."""
 CACHE_BYTES = 768 << 20
 """Of one engine, over its ranks."""
 
@@ -57,6 +58,7 @@ class DemoSettings:
             "mode": self.mode,
             "transport": self.transport,
             "lease_seconds": LEASE_SECONDS,
+            "load_timeout_seconds": LOAD_SECONDS,
         }
         if self.layout is not None:
             settings["layout"] = self.layout

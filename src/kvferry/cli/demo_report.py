@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from kvferry.integrations.vllm.engine_metrics import PromptTokens
 from kvferry.layout.cache_group import CacheKind
 
 ITEMSIZE = 4  # the demo's engines run in float32
+MOST_COMPLAINTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class DemoReport:
     seconds_until_free: float
     mode: str = "pull"
     processes_left: int = 0
+    failures: tuple[str, ...] = ()
     problems: tuple[str, ...] = field(default=())
 
     def total(self, name: str) -> Any:
@@ -143,12 +146,32 @@ class MovedCache:
 def read_transfer_log(path: Path) -> dict[str, MovedCache]:
     """Return by request id what every decode rank logged in ``path``.rank0, ``path``.rank1, ..."""
     lines: dict[str, list[dict[str, Any]]] = {}
-    for file in sorted(path.parent.glob(f"{path.name}.rank*")):
-        for text in file.read_text().splitlines():
-            line = json.loads(text)
-            if not line["error"]:
-                lines.setdefault(line["request_id"], []).append(line)
+    for line in _logged(path):
+        if not line["error"]:
+            lines.setdefault(line["request_id"], []).append(line)
     return {request_id: _add_ranks(ranks) for request_id, ranks in lines.items()}
+
+
+def read_failures(path: Path) -> tuple[str, ...]:
+    """Return why loads failed, one sentence for each that the decode ranks logged."""
+    failed = (line for line in _logged(path) if line["error"])
+    return tuple(f"rank {line['rank']} did not load {line['request_id']}: {line['message']}" for line in failed)
+
+
+def read_complaints(logs: Sequence[Path]) -> tuple[str, ...]:
+    """Return the last errors and warnings of kvferry, and the last errors of anybody, in the engines' logs."""
+    found = (
+        f"{path.name}: {line.strip()}"
+        for path in logs
+        for line in path.read_text(errors="replace").splitlines()
+        if "ERROR" in line or ("WARNING" in line and "kvferry" in line)
+    )
+    return tuple(deque(found, MOST_COMPLAINTS))
+
+
+def _logged(path: Path) -> Iterator[dict[str, Any]]:
+    for file in sorted(path.parent.glob(f"{path.name}.rank*")):
+        yield from map(json.loads, file.read_text().splitlines())
 
 
 def _add_ranks(ranks: Sequence[Mapping[str, Any]]) -> MovedCache:
@@ -166,6 +189,7 @@ def _add_ranks(ranks: Sequence[Mapping[str, Any]]) -> MovedCache:
 def find_problems(report: DemoReport) -> list[str]:
     """Return what is wrong with a run, one sentence each; nothing when all is well."""
     problems = [f"request {index}: {line.error}" for index, line in enumerate(report.lines) if line.error]
+    problems += report.failures
     different = [index for index, line in enumerate(report.lines) if not line.identical]
     if different:
         problems.append(f"requests {different} differ from the decode engine alone")

@@ -86,7 +86,13 @@ class Strategist:
         is_open = self._wish is None and name not in self._costs
         if self.stage is not None and is_open and (better or choice.chosen.strategy is not Strategy.DIRECT):
             # Measured only where a stage could save descriptors: most pairs need none.
-            measured = measure_costs(transport, peer, plan.source.regions, self.stage)
+            try:
+                measured = measure_costs(transport, peer, plan.source.regions, self.stage)
+            except SlowPeerError as error:
+                # No reason to fail a request, which has a deadline of its own; nor to wait again for each pair.
+                logger.warning("kvferry: what moving costs was not measured: %s", error)
+                self._costs[name] = choice.costs
+                measured = None
             if measured is not None:
                 seconds = None if packing_bytes is None else time_an_answer()
                 self._costs[name] = measured if seconds is None else replace(measured, seconds_per_part=seconds)
@@ -101,7 +107,7 @@ def measure_costs(transport: Transport, peer: Peer, regions: Sequence[Region], s
 
     Every read is of other memory, spread over the peer's largest region: what was read before is in a cache. Returns
     None while the stage has no room for that, or the peer not enough memory, and for a stage on a GPU, whose copies
-    are not measured. Raises :class:`TransportError` where the peer does not answer.
+    are not measured. Raises :class:`TransportError`, and :class:`SlowPeerError` where a read takes too long.
     """
     if stage.region.device != "cpu":
         return None
@@ -112,8 +118,8 @@ def measure_costs(transport: Transport, peer: Peer, regions: Sequence[Region], s
     is_quiet = True
     try:
         return None if begin is None else _measure(transport, peer, remote, stage, begin, num_bytes)
-    except _StillMovingError:
-        is_quiet = False
+    except SlowPeerError as error:
+        is_quiet = error.is_quiet
         raise
     finally:
         # Memory into which bytes may still come is never given to another.
@@ -121,8 +127,13 @@ def measure_costs(transport: Transport, peer: Peer, regions: Sequence[Region], s
             stage.give_back(owner)
 
 
-class _StillMovingError(TransportError):
-    """A transfer was stopped but is not quiet."""
+class SlowPeerError(TransportError):
+    """A read took too long and was stopped; ``is_quiet`` tells whether nothing of it can come any more."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        what = f"{transfer.peer.name} did not answer a read of {transfer.num_bytes} bytes within {LONGEST_SECONDS:g} s."
+        super().__init__(Reason.PEER_UNREACHABLE, what, "Check the prefill engine.")
+        self.is_quiet = transfer.status is not Status.PENDING
 
 
 def _measure(transport: Transport, peer: Peer, remote: Region, stage: Stage, begin: int, num_bytes: int) -> Costs:
@@ -167,11 +178,9 @@ def _read(transport: Transport, peer: Peer, descriptors: Descriptors) -> float:
     return time.perf_counter() - started_at
 
 
-def _stopped(transport: Transport, transfer: Transfer) -> TransportError:
+def _stopped(transport: Transport, transfer: Transfer) -> SlowPeerError:
     """Stop a transfer and return the error that says so."""
     deadline = time.perf_counter() + LONGEST_SECONDS
     while transport.cancel(transfer) is Status.PENDING and time.perf_counter() < deadline:
         time.sleep(0.001)
-    kind = _StillMovingError if transfer.status is Status.PENDING else TransportError
-    what = f"{transfer.peer.name} did not answer a read of {transfer.num_bytes} bytes within {LONGEST_SECONDS:g} s."
-    return kind(Reason.PEER_UNREACHABLE, what, "Check the prefill engine.")
+    return SlowPeerError(transfer)

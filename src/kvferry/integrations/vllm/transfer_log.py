@@ -40,6 +40,7 @@ class TransferLog:
             "wait_seconds": result.wait_seconds,
             "transfer_seconds": result.transfer_seconds,
             "error": None if result.error is None else result.error.reason.value,
+            "message": None if result.error is None else str(result.error),
         }
         if result.timeline is not None:
             line["timeline"] = result.timeline()
@@ -58,6 +59,7 @@ class TransferLog:
             "layout": self._layout.value,
             "transfer_seconds": result.transfer_seconds,
             "error": None if result.error is None else result.error.reason.value,
+            "message": None if result.error is None else str(result.error),
             "timeline": None if result.timeline is None else result.timeline(),
         }
         self._file.write(json.dumps(line) + "\n")
