@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,18 +10,11 @@ import msgspec
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.handoff.bootstrap import Bootstrap, Bootstraps, Offer, life_of
 from kvferry.handoff.decode_side import RemoteHold
-from kvferry.handoff.lease import lease_lost
 from kvferry.handoff.protocol import (
     MAX_IDENTIFIER_LENGTH,
     PROTOCOL_VERSION,
-    Answer,
     EndPoint,
-    Question,
     RankEntry,
-    Release,
-    Released,
-    Renew,
-    Renewed,
 )
 from kvferry.handoff.push_holds import EndedPrompt, PushHolds, handle_of
 from kvferry.handoff.sending import END
@@ -29,7 +22,7 @@ from kvferry.handoff.sending_side import Prompt
 from kvferry.integrations.vllm.block_lists import blocks_to_fill, groups_filled_whole, held_blocks
 from kvferry.integrations.vllm.metadata import LoadOrder, PushedPrompt, StepMetadata
 from kvferry.integrations.vllm.pushable import check_pushable
-from kvferry.integrations.vllm.request_params import PushParams, leave_last_token, parse_push_params, prompt_digest
+from kvferry.integrations.vllm.request_params import PushParams, parse_push_params, prompt_digest
 from kvferry.integrations.vllm.router_beacon import RouterBeacon, encode_place
 from kvferry.integrations.vllm.scheduler_role import SchedulerRole
 from kvferry.integrations.vllm.settings import Settings
@@ -97,21 +90,6 @@ class PushSchedulerRole(SchedulerRole):
 
     # The engine's requests.
 
-    def on_new_request(self, request: "Request") -> None:
-        """Ask where the prompt comes from, so that this is known when the request gets its turn."""
-        params = request.kv_transfer_params
-        if not params:
-            return
-        if params.get("do_remote_decode") and self._leaves_last_token:
-            leave_last_token(request)
-        if not params.get("do_remote_prefill"):
-            return
-        try:
-            self._pushed[request.request_id] = PushedRequest(parse_push_params(params, request.request_id))
-            self._find_offer(request.request_id)
-        except KVFerryError as error:
-            self._pushed[request.request_id] = error
-
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many prompt tokens are pushed; None while it is being asked where from."""
         params = request.kv_transfer_params
@@ -125,33 +103,6 @@ class PushSchedulerRole(SchedulerRole):
         pushed = self._pushed.get(request.request_id)
         offer = pushed.offer if isinstance(pushed, PushedRequest) else None
         return groups_filled_whole(self._groups, () if offer is None else offer.block_sizes)
-
-    def request_finished(
-        self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Return False, since blocks are held by reference; the receiver needs no answer."""
-        params = request.kv_transfer_params
-        if not params:
-            return False, None
-        if request.request_id in self._loading:
-            self._step.aborted.append(request.request_id)
-        else:
-            self._finish_reading(request.request_id)
-        if params.get("do_remote_decode"):
-            self._finish_source(request, block_ids, is_complete)
-        return False, None
-
-    def _finish_source(self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool) -> None:
-        self._sources.pop(request.request_id, None)
-        with self._prefill_lock:
-            is_whole = is_complete and any(block_ids)
-            transfer_id = self._holds.hold(request.request_id, time.monotonic()) if is_whole else None
-            if transfer_id is not None:
-                self._held_blocks.hold(transfer_id, block_ids)
-                return
-            self._holds.drop(request.request_id)
-            if (named := _transfer_of(request)) is not None:
-                self._holds.abandon(named, request.request_id)
 
     # Once per engine step.
 
@@ -184,9 +135,7 @@ class PushSchedulerRole(SchedulerRole):
 
     def has_pending_work(self) -> bool:
         """Whether the engine must step although it has no request: to end what is over."""
-        with self._prefill_lock:
-            held = self._holds.num_held > 0 and self._wake_engine is None
-            return held or self._holds.has_ended or bool(self._to_release)
+        return bool(self._to_release) or super().has_pending_work()
 
     # The engine's place among others.
 
@@ -246,6 +195,19 @@ class PushSchedulerRole(SchedulerRole):
         of_prompt = max(0, min(num_final, num_tokens) - request.num_computed_tokens)
         self._step.prompts.append((transfer_id, Prompt(num_tokens, source.digest, held, progress, of_prompt)))
 
+    @property
+    def _holding(self) -> PushHolds:
+        return self._holds
+
+    def _expect(self, request: "Request", params: Mapping[str, Any]) -> None:
+        """Ask where the prompt comes from, so that this is known when the request gets its turn."""
+        request_id = request.request_id
+        try:
+            self._pushed[request_id] = PushedRequest(parse_push_params(params, request_id))
+            self._find_offer(request_id)
+        except KVFerryError as error:
+            self._pushed[request_id] = error
+
     def _is_expected(self, request_id: str) -> bool:
         return request_id in self._pushed
 
@@ -264,6 +226,19 @@ class PushSchedulerRole(SchedulerRole):
             digest = prompt_digest(request, request.num_prompt_tokens)
             self._sources[request.request_id] = SourceRequest(request, digest)
 
+    def _finish_source(self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool) -> None:
+        """A request has finished whose blocks are pushed; the receiver needs no answer."""
+        self._sources.pop(request.request_id, None)
+        with self._prefill_lock:
+            is_whole = is_complete and any(block_ids)
+            transfer_id = self._holds.hold(request.request_id, time.monotonic()) if is_whole else None
+            if transfer_id is not None:
+                self._held_blocks.hold(transfer_id, block_ids)
+                return
+            self._holds.drop(request.request_id)
+            if (named := _transfer_of(request)) is not None:
+                self._holds.abandon(named, request.request_id)
+
     def _load_order(
         self, request: "Request", block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> LoadOrder:
@@ -272,11 +247,9 @@ class PushSchedulerRole(SchedulerRole):
         try:
             if isinstance(pushed, KVFerryError):
                 raise pushed
+            self._running_lease(request.request_id)
             hold, offer = pushed.hold, pushed.offer
-            with self._decode_lock:
-                lease = self._decode_side.lease_of(request.request_id)
-            if hold is None or offer is None or lease is None or lease.is_over(time.monotonic()):
-                raise lease_lost(request.request_id)
+            assert offer is not None, "its lease begins with the offer"
             num_loadable = self._num_loadable(request)
             tokens = num_loadable - num_external_tokens, num_loadable
             blocks = blocks_to_fill(self._groups, offer.block_sizes, tokens, block_ids)
@@ -310,10 +283,7 @@ class PushSchedulerRole(SchedulerRole):
         if isinstance(pushed, PushedRequest) and pushed.offer is None:
             self._to_release[request_id] = pushed
         elif isinstance(pushed, PushedRequest):
-            now = time.monotonic()
-            with self._decode_lock:
-                self._decode_side.finish(request_id, now)
-                self._errands.release(self._decode_side.take_releases(now), self._settings.lease_seconds)
+            self._leave(request_id)
 
     def _release_unread(self, request_id: str, pushed: PushedRequest) -> None:
         """Let a transfer go whose request ended before it was known where it comes from."""
@@ -323,17 +293,6 @@ class PushSchedulerRole(SchedulerRole):
             self._finish_reading(request_id)
         else:
             del self._pushed[request_id]
-
-    def _keep_up(self) -> None:
-        with self._prefill_lock:
-            self._holds.expire(time.monotonic())
-        super()._keep_up()
-
-    def _wake_for_ended(self) -> None:
-        with self._prefill_lock:
-            has_ended = self._holds.has_ended
-        if has_ended and self._wake_engine is not None:
-            self._wake_engine()
 
     def _end_transfer(self, ended: EndedPrompt) -> None:
         """Tell the workers and let the blocks go: they can be given away in the next step at the earliest."""
@@ -347,17 +306,6 @@ class PushSchedulerRole(SchedulerRole):
                 ended.transfer_id,
                 self._settings.lease_seconds,
             )
-
-    def _answer(self, question: Question) -> Answer:
-        if not isinstance(question, Renew | Release):
-            return super()._answer(question)
-        with self._prefill_lock:
-            if isinstance(question, Renew):
-                lost = self._holds.renew(question.epoch, question.handles, time.monotonic())
-                return Renewed(self._epoch, self._settings.lease_seconds, tuple(lost))
-            self._holds.release(question.epoch, question.handles)
-        self._wake_for_ended()
-        return Released(self._epoch)
 
 
 def _transfer_of(request: "Request") -> str | None:

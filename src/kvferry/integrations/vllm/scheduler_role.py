@@ -4,15 +4,15 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
+from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.decode_side import DecodeSide
 from kvferry.handoff.errands import Errands
 from kvferry.handoff.guard import Held
 from kvferry.handoff.handshake import check_complete, check_version
-from kvferry.handoff.lease import lease_lost
+from kvferry.handoff.lease import Lease, lease_lost
 from kvferry.handoff.listener import Listener
 from kvferry.handoff.prefill_side import Ended, Ending, Hold, PrefillSide
 from kvferry.handoff.protocol import (
@@ -27,6 +27,7 @@ from kvferry.handoff.protocol import (
     Renew,
     Renewed,
 )
+from kvferry.handoff.push_holds import PushHolds
 from kvferry.integrations.vllm.block_lists import blocks_to_load, groups_filled_whole, has_state, num_recomputed
 from kvferry.integrations.vllm.held_blocks import HeldBlocks
 from kvferry.integrations.vllm.metadata import LoadOrder, StepMetadata
@@ -38,7 +39,7 @@ from kvferry.integrations.vllm.request_params import (
     leave_last_token,
     parse_params,
 )
-from kvferry.integrations.vllm.settings import Settings
+from kvferry.integrations.vllm.settings import Settings, control_port
 from kvferry.integrations.vllm.translate import group_shapes, identity_of
 from kvferry.integrations.vllm.versions import find_engine_wake
 
@@ -57,7 +58,6 @@ SIBLING_LINGER_SECONDS = 0.5
 RENEW_SHARE = 0.25
 # JSON carries it through routers that know doubles only.
 EPOCH_BITS = 53
-LAST_PORT = 65535
 
 
 class SchedulerRole:
@@ -107,16 +107,8 @@ class SchedulerRole:
             return
         if params.get("do_remote_decode") and self._leaves_last_token:
             leave_last_token(request)
-        if not params.get("do_remote_prefill"):
-            return
-        try:
-            parsed = parse_params(params, request)
-        except KVFerryError as error:
-            self._remote[request.request_id] = error
-            return
-        self._remote[request.request_id] = parsed
-        with self._decode_lock:
-            self._decode_side.arrive(request.request_id, parsed.hold, parsed.kvferry.lease_seconds, time.monotonic())
+        if params.get("do_remote_prefill"):
+            self._expect(request, params)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many prompt tokens to load. Without effects: the engine may ask again or ignore the answer.
@@ -165,21 +157,7 @@ class SchedulerRole:
             self._step.aborted.append(request.request_id)
         else:
             self._finish_reading(request.request_id)
-        if not params.get("do_remote_decode"):
-            return False, None
-        with self._prefill_lock:
-            if not is_complete or request.prompt_token_ids is None or not any(block_ids):
-                self._prefill_side.drop(request.request_id)
-                return False, None
-            if self._has_state and request.num_computed_tokens != request.num_prompt_tokens:
-                self._prefill_side.drop(request.request_id)
-                logger.warning("kvferry: %s is not exported: its state went past the prompt.", request.request_id)
-                return False, None
-            hold = self._prefill_side.export(request.request_id, time.monotonic())
-        if hold is None:
-            return False, None
-        self._held_blocks.hold(request.request_id, block_ids)
-        return False, answer_params(request, hold, block_ids, self._prefill_engine)
+        return False, self._finish_source(request, block_ids, is_complete) if params.get("do_remote_decode") else None
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Hold blocks by references in this pool."""
@@ -220,9 +198,7 @@ class SchedulerRole:
         Where the engine cannot be woken, it has to keep stepping while anything is held.
         """
         with self._prefill_lock:
-            if self._wake_engine is None:
-                return self._prefill_side.num_held > 0 or self._prefill_side.has_ended
-            return self._prefill_side.has_ended
+            return self._holding.has_ended or (self._wake_engine is None and self._holding.num_held > 0)
 
     # The engine's place among others.
 
@@ -243,6 +219,22 @@ class SchedulerRole:
         block_sizes = tuple(group.block_size for group in self._groups)
         lease_seconds = self._settings.lease_seconds
         return PrefillEngine(self._engine_id, host, port, self._tp_size, self._epoch, lease_seconds, block_sizes)
+
+    @property
+    def _holding(self) -> PrefillSide | PushHolds:
+        """What is held here for others."""
+        return self._prefill_side
+
+    def _expect(self, request: "Request", params: Mapping[str, Any]) -> None:
+        """Take note of a new request whose prompt comes from another engine."""
+        request_id = request.request_id
+        try:
+            parsed = self._remote[request_id] = parse_params(params, request)
+        except KVFerryError as error:
+            self._remote[request_id] = error
+            return
+        with self._decode_lock:
+            self._decode_side.arrive(request_id, parsed.hold, parsed.kvferry.lease_seconds, time.monotonic())
 
     def _is_expected(self, request_id: str) -> bool:
         """Return whether the request names where its prompt comes from."""
@@ -266,6 +258,24 @@ class SchedulerRole:
             return
         self._step.written.append(self._held(hold))
 
+    def _finish_source(
+        self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
+    ) -> dict[str, Any] | None:
+        """A request that another engine goes on with has finished: hold its blocks, and return what to answer."""
+        with self._prefill_lock:
+            if not is_complete or request.prompt_token_ids is None or not any(block_ids):
+                self._prefill_side.drop(request.request_id)
+                return None
+            if self._has_state and request.num_computed_tokens != request.num_prompt_tokens:
+                self._prefill_side.drop(request.request_id)
+                logger.warning("kvferry: %s is not exported: its state went past the prompt.", request.request_id)
+                return None
+            hold = self._prefill_side.export(request.request_id, time.monotonic())
+        if hold is None:
+            return None
+        self._held_blocks.hold(request.request_id, block_ids)
+        return answer_params(request, hold, block_ids, self._prefill_engine)
+
     def _held(self, hold: Hold) -> Held:
         return hold.slot, self._epoch, hold.handle.generation
 
@@ -286,10 +296,7 @@ class SchedulerRole:
                 remote.remote_block_ids,
                 block_ids,
             )
-            with self._decode_lock:
-                lease = self._decode_side.lease_of(request.request_id)
-            if lease is None or lease.is_over(time.monotonic()):
-                raise lease_lost(request.request_id)
+            lease = self._running_lease(request.request_id)
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error)
             hold = remote.hold if isinstance(remote, RemoteParams) else None
@@ -298,12 +305,24 @@ class SchedulerRole:
         hold, slot = remote.hold, remote.kvferry.slot
         return LoadOrder(request.request_id, timeout, hold, slot, num_external_tokens, blocks)
 
+    def _running_lease(self, request_id: str) -> Lease:
+        """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-lost)."""
+        with self._decode_lock:
+            lease = self._decode_side.lease_of(request_id)
+        if lease is None or lease.is_over(time.monotonic()):
+            raise lease_lost(request_id)
+        return lease
+
     def _finish_reading(self, request_id: str) -> None:
         if self._remote.pop(request_id, None) is not None:
-            now = time.monotonic()
-            with self._decode_lock:
-                self._decode_side.finish(request_id, now)
-                self._errands.release(self._decode_side.take_releases(now), self._settings.lease_seconds)
+            self._leave(request_id)
+
+    def _leave(self, request_id: str) -> None:
+        """The request is done with its remote hold, which may end."""
+        now = time.monotonic()
+        with self._decode_lock:
+            self._decode_side.finish(request_id, now)
+            self._errands.release(self._decode_side.take_releases(now), self._settings.lease_seconds)
 
     def _run_errands(self, now: float) -> None:
         """Send what is due and take in what was answered; the requests whose holds are lost are kept for a step."""
@@ -319,12 +338,12 @@ class SchedulerRole:
         with self._decode_lock:
             self._run_errands(now)
         with self._prefill_lock:
-            self._prefill_side.expire(now)
+            self._holding.expire(now)
         self._wake_for_ended()
 
     def _wake_for_ended(self) -> None:
         with self._prefill_lock:
-            has_ended = self._prefill_side.has_ended
+            has_ended = self._holding.has_ended
         if has_ended and self._wake_engine is not None:
             self._wake_engine()
 
@@ -360,28 +379,8 @@ class SchedulerRole:
             )
         with self._prefill_lock:
             if isinstance(question, Renew):
-                lost = self._prefill_side.renew(question.epoch, question.handles, time.monotonic())
+                lost = self._holding.renew(question.epoch, question.handles, time.monotonic())
                 return Renewed(self._epoch, self._settings.lease_seconds, tuple(lost))
-            self._prefill_side.release(question.epoch, question.handles)
+            self._holding.release(question.epoch, question.handles)
         self._wake_for_ended()
         return Released(self._epoch)
-
-
-def control_port(port: int, data_parallel_index: int) -> int:
-    """Return where this data-parallel rank listens: a port that the settings name is that of rank 0.
-
-    The others take those behind it, on whichever host they run; 0 takes a free one for each. Peers learn the port from
-    an answer and never compute it. Raises :class:`SettingsError` (invalid-setting) beyond the last port.
-
-    >>> control_port(5600, 1), control_port(0, 1)
-    (5601, 0)
-    """
-    if port == 0:
-        return 0
-    if port + data_parallel_index > LAST_PORT:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"port {port} leaves none for data-parallel rank {data_parallel_index}, which takes one so far behind.",
-            'Set a lower "port", or 0, which takes a free one for each rank.',
-        )
-    return port + data_parallel_index

@@ -14,6 +14,7 @@ from kvferry.plan.strategy import DEFAULT_STAGE_BYTES, Strategy
 from kvferry.transport.faults import FaultPlan
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+LAST_PORT = 65535
 _FOR_PUSHES = frozenset(
     ("bootstrap_port", "router_address", "http_address", "push_grain", "layers_per_span", "push_timeout_seconds")
 )
@@ -186,6 +187,26 @@ def _check_push(settings: Settings, given: Mapping[str, Any]) -> None:
             "router_address and http_address go together: where the router listens, and where it is to send requests.",
             "Set both, or none where the router sends to one engine after the other.",
         )
+
+
+def control_port(port: int, data_parallel_index: int) -> int:
+    """Return where this data-parallel rank listens: a port that the settings name is that of rank 0.
+
+    The others take those behind it, on whichever host they run; 0 takes a free one for each. Peers learn the port from
+    an answer and never compute it. Raises :class:`SettingsError` (invalid-setting) beyond the last port.
+
+    >>> control_port(5600, 1), control_port(0, 1)
+    (5601, 0)
+    """
+    if port == 0:
+        return 0
+    if port + data_parallel_index > LAST_PORT:
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"port {port} leaves none for data-parallel rank {data_parallel_index}, which takes one so far behind.",
+            'Set a lower "port", or 0, which takes a free one for each rank.',
+        )
+    return port + data_parallel_index
 
 
 def _check_costs_file(settings: Settings) -> None:
