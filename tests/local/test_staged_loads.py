@@ -16,7 +16,7 @@ from kvferry.execution.executor import Executor
 from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase, Prepare
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.staging import Stage
-from kvferry.execution.transfer_costs import Strategist, measure_costs
+from kvferry.execution.transfer_costs import Packing, Strategist, measure_costs
 from kvferry.handoff.guard import GuardWords, word_bytes
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import shard_for
@@ -368,11 +368,10 @@ def test_a_part_costs_what_an_answer_of_its_packer_takes() -> None:
     pair = Pair()
     link = pair.plans[0], pair.reader, pair.peer
     for found, expected in ((0.123, 0.123), (None, TYPICAL_SECONDS_PER_PART)):
-        choice = Strategist(pair.stage).choice(*link, 1 << 20, lambda found=found: found)  # type: ignore[misc]
+        choice = Strategist(pair.stage).choice(*link, Packing(1 << 20, lambda found=found: found))  # type: ignore[misc]
         assert choice is not None
         assert choice.costs.seconds_per_part == expected
         assert choice.costs.seconds_per_descriptor != TYPICAL_COSTS["memcpy"].seconds_per_descriptor, "not measured"
-    Strategist(pair.stage).choice(*link, None, lambda: pytest.fail("nobody packs"))
 
 
 @pytest.mark.parametrize("comes_to_rest", [True, False])
@@ -416,5 +415,5 @@ def test_the_choice_follows_costs_given_and_the_wish() -> None:
     wishes = [(None, slow, True), (None, quick, False), (Strategy.DIRECT, slow, False), (Strategy.SCATTER, quick, True)]
     for wish, costs, staged in wishes:
         strategist = Strategist(pair.stage, wish, costs)
-        assert (strategist.staged_plan(pair.plans[0], pair.reader, pair.peer, None) is not None) is staged
-    assert Strategist().staged_plan(pair.plans[0], pair.reader, pair.peer, None) is None
+        assert (strategist.staged_plan(pair.plans[0], pair.reader, pair.peer) is not None) is staged
+    assert Strategist().staged_plan(pair.plans[0], pair.reader, pair.peer) is None

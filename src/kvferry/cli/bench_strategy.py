@@ -18,7 +18,7 @@ from kvferry.execution.executor import WAIT_SECONDS
 from kvferry.execution.load import GuardedRead, Load, Phase
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.staging import Stage
-from kvferry.execution.transfer_costs import Strategist
+from kvferry.execution.transfer_costs import Packing, Strategist
 from kvferry.handoff.part_requests import PartCourier
 from kvferry.plan.staged import cut
 from kvferry.plan.staged_plan import PARTS_PER_STAGE, GatherPlan, ScatterPlan
@@ -107,8 +107,8 @@ def _case(name: str, move: HeadMove, mover: Mover, strategist: Strategist, couri
     plans = move.plans(mover)
     assert mover.packing is not None
     packer = mover.packing.packer
-    asked = partial(courier.time_an_answer, packer)
-    choice = strategist.choice(plans[0], mover.transport, mover.peer, packer.stage_bytes, asked)
+    packing = Packing(packer.stage_bytes, partial(courier.time_an_answer, packer))
+    choice = strategist.choice(plans[0], mover.transport, mover.peer, packing)
     assert choice is not None
     scatter = next(each for each in (choice.chosen, *choice.rejected) if each.strategy is Strategy.SCATTER)
     every: dict[Strategy, Plans] = {

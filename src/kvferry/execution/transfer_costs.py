@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,14 @@ MIN_PROBE_BYTES = 8 * MIN_BYTES
 PIECE_BYTES = 2 << 10
 REPEAT = 3
 LONGEST_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A source that packs: the bytes of its stage, and what measures how many seconds its answers take, if it can."""
+
+    stage_bytes: int
+    time_an_answer: Callable[[], float | None] = lambda: None
 
 
 class Strategist:
@@ -52,16 +60,14 @@ class Strategist:
         plan: PairPlan,
         transport: Transport,
         peer: Peer,
-        packing_bytes: int | None = None,
-        time_an_answer: Callable[[], float | None] = lambda: None,
+        packing: Packing | None = None,
     ) -> ScatterPlan | GatherPlan | None:
         """Return the plan by way of a stage where that is the choice, None for the direct way.
 
-        ``packing_bytes`` is the source's stage, None where it does not pack; ``time_an_answer`` measures how many
-        seconds its answers take, if that can be told. Raises :class:`PlanError` (``unsupported``) for a strategy that
-        was wished for and cannot be had.
+        ``packing`` is None where the source does not pack. Raises :class:`PlanError` (``unsupported``) for a strategy
+        that was wished for and cannot be had.
         """
-        choice = self.choice(plan, transport, peer, packing_bytes, time_an_answer)
+        choice = self.choice(plan, transport, peer, packing)
         if choice is None or choice.chosen.strategy is Strategy.DIRECT:
             return None
         if choice.chosen.strategy is Strategy.GATHER:
@@ -73,14 +79,14 @@ class Strategist:
         plan: PairPlan,
         transport: Transport,
         peer: Peer,
-        packing_bytes: int | None = None,
-        time_an_answer: Callable[[], float | None] = lambda: None,
+        packing: Packing | None = None,
     ) -> Choice | None:
         """Return the choice and what was rejected; None where there is nothing to choose."""
         if self.stage is None and self._wish is not Strategy.GATHER:
             return None
         name, size = transport.capabilities.name, 0 if self.stage is None else self.stage.region.length
         typical = TYPICAL_COSTS.get(name, replace(TYPICAL_COSTS["nixl"], transport=name))
+        packing_bytes = None if packing is None else packing.stage_bytes
         choice = choose(plan, self._costs.get(name, typical), self._wish, size, packing_bytes)
         better = [found for found in choice.rejected if found.num_descriptors < choice.chosen.num_descriptors]
         is_open = self._wish is None and name not in self._costs
@@ -94,7 +100,7 @@ class Strategist:
                 self._costs[name] = choice.costs
                 measured = None
             if measured is not None:
-                seconds = None if packing_bytes is None else time_an_answer()
+                seconds = None if packing is None else packing.time_an_answer()
                 self._costs[name] = measured if seconds is None else replace(measured, seconds_per_part=seconds)
                 self._keep(self._costs[name])
                 choice = choose(plan, self._costs[name], self._wish, size, packing_bytes)

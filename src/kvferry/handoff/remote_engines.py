@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.load import GuardedRead
 from kvferry.execution.scratch import WORD_BYTES
-from kvferry.execution.transfer_costs import Strategist
+from kvferry.execution.transfer_costs import Packing, Strategist
 from kvferry.handoff.beside import AllBeside, Beside, unforeseen
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.guard import word_bytes
@@ -187,12 +187,10 @@ class RemoteEngine:
         if plan not in self._staged_plans:
             source_index = plan.assignment.source_index
             link, packer = self._links[source_index], self._directory.ranks[source_index].packer
-            if packer is None:
-                staged = self._strategist.staged_plan(plan, link.transport, link.peer)
-            else:
-                asked = partial(self._part_courier.time_an_answer, packer)
-                staged = self._strategist.staged_plan(plan, link.transport, link.peer, packer.stage_bytes, asked)
-            self._staged_plans[plan] = staged
+            packing = None
+            if packer is not None:
+                packing = Packing(packer.stage_bytes, partial(self._part_courier.time_an_answer, packer))
+            self._staged_plans[plan] = self._strategist.staged_plan(plan, link.transport, link.peer, packing)
         return self._staged_plans[plan]
 
 
