@@ -23,8 +23,8 @@ from kvferry.integrations.vllm.launch import (
 CONNECTOR = "KVFerryConnector"
 TRANSFER_LOG = "transfers.jsonl"
 MAX_MODEL_LEN = 4096
-LEASE_SECONDS, LOAD_SECONDS = 120.0, 100.0
-"""Long: the demo is about what moves, on machines that may stand still for a while."""
+PATIENCE = {"lease_seconds": 180.0, "load_timeout_seconds": 120.0, "handshake_timeout_seconds": 90.0}
+"""Long: with five processes that compute on two cores, one may get none for half a minute."""
 CACHE_BYTES = 768 << 20
 """Of one engine, over its ranks."""
 
@@ -54,12 +54,7 @@ class DemoSettings:
 
     def engine(self, role: Role, tp_size: int, model: Path, folder: Path, **more: str) -> EngineSettings:
         """Return the settings of the engine with ``role``; ``more`` goes to its connector."""
-        settings: dict[str, str | float] = {
-            "mode": self.mode,
-            "transport": self.transport,
-            "lease_seconds": LEASE_SECONDS,
-            "load_timeout_seconds": LOAD_SECONDS,
-        }
+        settings: dict[str, str | float] = {"mode": self.mode, "transport": self.transport, **PATIENCE}
         if self.layout is not None:
             settings["layout"] = self.layout
         if role == "kv_consumer":
