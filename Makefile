@@ -4,7 +4,9 @@ PYTEST := $(PYTHON) -m pytest
 MODE ?= pull
 ARGS ?=
 MATRIX := $(addprefix tests/host/vllm/,test_pairs.py test_engine_oracle.py test_data_parallel.py test_refusals.py test_push.py) \
-	tests/host/vllm/test_requests.py::test_prefix_hits_on_the_decode_side tests/local/test_refused_combinations.py
+	tests/host/vllm/test_requests.py::test_prefix_hits_on_the_decode_side tests/adapter/test_refused_combinations.py
+
+IN_TWO_PROCESSES := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-matrix test-fast test-full lint bench clean
@@ -18,16 +20,18 @@ setup: ## Make .venv with everything pinned (once per change of pyproject.toml)
 demo: setup ## Prefill on one vLLM engine, decode on another, compare with one engine alone
 	@.venv/bin/kvferry demo --mode $(MODE) $(ARGS)
 
-test: setup ## Every test, real vLLM engines included (about 27 minutes on 2 cores)
-	@$(PYTEST) $(ARGS)
+# Two processes for the tests that wait more than they compute; of engines two would be too many.
+test: setup ## Every test, real vLLM engines included (about 20 minutes on 2 cores)
+	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local tests/adapter src $(ARGS)
+	@$(PYTEST) tests/host $(ARGS)
 
 test-matrix: setup ## Every pair of engines and every refusal; writes docs/matrix.md (about 50 minutes)
 	@rm -rf build/matrix
 	@KVFERRY_MATRIX=build/matrix $(PYTEST) $(MATRIX) $(ARGS); status=$$?; \
 	$(PYTHON) -m tests.matrix_document build/matrix && exit $$status
 
-test-fast: setup ## The tests without vLLM engines and Mooncake (2 to 3 minutes on 2 cores)
-	@$(PYTEST) -n 2 --dist worksteal tests/pure tests/local src -m "not vllm and not mooncake" $(ARGS)
+test-fast: setup ## The tests that need neither vLLM nor Mooncake (2 minutes on 2 cores)
+	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local src -m "not mooncake" --ignore=src/kvferry/integrations $(ARGS)
 
 # Pieces of their own seeds: one process would remember every case that it drew.
 test-full: setup ## 100,000 drawn cases through every strategy (45 minutes on 2 idle cores)

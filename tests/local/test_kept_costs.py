@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ from kvferry.errors import Reason, SettingsError
 from kvferry.execution import kept_costs, transfer_costs
 from kvferry.execution.kept_costs import MAX_REPORT_BYTES, KeptCosts, decode_costs, read_costs
 from kvferry.execution.transfer_costs import Strategist
-from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.strategy import TYPICAL_COSTS, Choice, Costs
 
-from .engines_in_process import IDENTITY, Rank
 from .test_staged_loads import Pair
 
 CMA, NIXL = TYPICAL_COSTS["cma"], TYPICAL_COSTS["nixl"]
@@ -215,36 +212,3 @@ def test_a_file_that_cannot_be_read_is_refused_at_start(name: str) -> None:
 def test_a_report_may_be_as_large_as_the_bound(path: Path) -> None:
     path.write_text(report(CMA).ljust(MAX_REPORT_BYTES))
     assert KeptCosts(str(path)).given == {"cma": CMA}
-
-
-@pytest.mark.parametrize("is_given", [True, False])
-def test_a_worker_uses_and_keeps_them(is_given: bool, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("vllm")
-    from kvferry.integrations.vllm import worker_role
-    from kvferry.integrations.vllm.settings import parse_settings
-
-    patches = {
-        "get_tensor_model_parallel_rank": 0,
-        "get_pp_group": SimpleNamespace(rank_in_group=0),
-        "resolved_layout": NamedLayout.BHLNC,
-        "shard_of": Rank(0, 1).shard,
-        "identity_of": IDENTITY,
-    }
-    for name, value in patches.items():
-        monkeypatch.setattr(worker_role, name, lambda *_, value=value: value)
-    parallel = SimpleNamespace(tensor_parallel_size=1)
-    transfer = SimpleNamespace(engine_id="d", is_kv_producer=False)
-    config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
-    given, found = (replace(TYPICAL_COSTS["memcpy"], seconds_per_copy=seconds) for seconds in (0.125, 0.25))
-    monkeypatch.setattr(transfer_costs, "measure_costs", lambda *_: found)
-    if is_given:
-        path.write_text(report(given))
-    settings = {"transport": "memcpy", "strategy": "auto", "huge_pages": False, "costs_file": str(path)}
-    none: Any = None
-    role = worker_role.WorkerRole(config, none, parse_settings(settings))
-    role.register_kv_caches({})
-    assert role._remote_engines is not None
-    costs = choose(role._remote_engines._strategist, Pair()).costs
-    role.shutdown()
-    assert costs == (given if is_given else found)
-    assert decode_costs(path.read_bytes()) == {"memcpy": costs}

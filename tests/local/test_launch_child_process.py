@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import Reason
-from kvferry.integrations.vllm.child_process import ChildProcess, session_processes, stop_all
+from kvferry.integrations.vllm.child_process import ChildProcess, group_processes, stop_all
 from kvferry.integrations.vllm.launch import LaunchError, Server, free_port, start_router, wait_until_ready
 
 # A command with a child and a grandchild; with "stubborn" all three ignore SIGTERM.
@@ -58,7 +58,7 @@ def test_stop_ends_the_whole_family(tmp_path: Path, options: tuple[str, ...]) ->
     child = start_family(tmp_path, *options)
     assert len(child.process_ids()) >= 3
     child.stop()
-    assert session_processes(child.supervisor.pid) == ()
+    assert group_processes(child.supervisor.pid) == ()
     assert child.exit_status() is not None
     assert not child.scratch.exists()
     child.stop()
@@ -84,7 +84,7 @@ def test_family_ends_when_the_owner_is_killed(tmp_path: Path, number: signal.Sig
         assert wait_for(lambda: log.read_text().count("started") >= 3)
         owner.send_signal(number)
         owner.wait(10)
-        assert wait_for(lambda: session_processes(int(supervisor_id)) == ())
+        assert wait_for(lambda: group_processes(int(supervisor_id)) == ())
         assert not Path(scratch).exists()
     finally:
         owner.kill()
@@ -97,7 +97,7 @@ def test_orphans_of_a_crashed_command_are_ended(tmp_path: Path, option: str) -> 
     os.kill(command_id, signal.SIGKILL)
     assert wait_for(lambda: child.exit_status() is not None)
     assert child.exit_status() == 128 + signal.SIGKILL
-    assert session_processes(child.supervisor.pid) == ()
+    assert group_processes(child.supervisor.pid) == ()
 
 
 def test_shared_memory_of_the_family_is_removed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Peers are zmq sockets; this side is not, so that what they make it keep is bound
 
 import errno
 import logging
+import os
 import selectors
 import socket
 import threading
@@ -29,6 +30,8 @@ READ_BYTES = 64 << 10
 MAX_FRAMES = 2
 """Of a question and of an answer: the peer's number of it, and the message."""
 BACKLOG = 128
+_STOP = object()
+"""What the selector says of the event that ends its wait."""
 
 
 class _Connection:
@@ -94,11 +97,13 @@ class Listener:
         self._upkeep = upkeep
         self._enter_thread = enter_thread
         self._stop = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._next_upkeep = 0.0
         self._socket = _listen(host, port)
         self.port = int(self._socket.getsockname()[1])
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ, _STOP)
         self._connections: dict[_Connection, None] = {}
         self._answered: list[_Connection] = []
         self._thread = threading.Thread(target=self._run, name="kvferry-listener", daemon=True)
@@ -106,7 +111,9 @@ class Listener:
 
     def close(self) -> None:
         """Stop answering and give the port back, within milliseconds; twice is fine."""
-        self._stop.set()
+        if not self._stop.is_set():
+            os.eventfd_write(self._wake, 1)  # before the thread may close it
+            self._stop.set()
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
@@ -120,6 +127,7 @@ class Listener:
                     self._stop.wait(PAUSE_SECONDS)
             for connection in list(self._connections):
                 connection.socket.close()
+        os.close(self._wake)
 
     def _enter(self) -> None:
         try:
@@ -134,7 +142,7 @@ class Listener:
         for key, _ in self._selector.select(0 if answered else POLL_SECONDS):
             if key.data is None:
                 self._accept()
-            else:
+            elif key.data is not _STOP:
                 answered[key.data] = None
         for connection in answered:
             if connection in self._connections:

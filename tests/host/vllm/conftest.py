@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from .engine_pool import STAGES, EnginePool, Reference, stage_of
+from .handoffs import ALL_PAIRS
 
 FOLDER = Path(__file__).parent
 TIMEOUT_SECONDS = 600
@@ -15,6 +16,7 @@ LOG_LINES = 30
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "engines(*names): the shared engines that a test needs")
+    config.addinivalue_line("markers", "matrix: only make test-matrix runs it")
     config.addinivalue_line("markers", "ends_engines: the test kills an engine, so it is the last of its stage")
 
 
@@ -23,8 +25,12 @@ def engine_names(item: pytest.Item) -> tuple[str, ...]:
     return tuple(name for mark in item.iter_markers("engines") for name in mark.args)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Bring the tests of a stage together, so that every engine starts once."""
+    left_out = [item for item in items if item.get_closest_marker("matrix") is not None and not ALL_PAIRS]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     ours = [item for item in items if FOLDER in item.path.parents]
     for item in ours:
         item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))

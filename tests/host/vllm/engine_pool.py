@@ -89,9 +89,22 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-push-tp1-other": ("gqa", {"mode": "push", "cores": LAST_CORE}),
     "gqa-push-tp2": ("gqa", {"mode": "push", "tensor_parallel_size": 2}),
     "gqa-push-tp2-auto": ("gqa", {"mode": "push", "tensor_parallel_size": 2, "transport": "auto"}),
+    "gqa-push-tp2-mooncake": ("gqa", {"mode": "push", "tensor_parallel_size": 2, "transport": "mooncake"}),
+    "gqa-push-tp1-mooncake": ("gqa", {"mode": "push", "transport": "mooncake"}),
     "gqa-push-tp1-nixl": ("gqa", {"mode": "push", "transport": "nixl"}),
     # Prompts are computed in chunks, several requests sharing a step.
     "gqa-push-chunked": ("gqa", {"mode": "push", "push_grain": "chunks", "cores": LAST_CORE, "arguments": CHUNKED}),
+    # Has 35 blocks, and begins a prompt although there are not enough for all of it.
+    "gqa-push-small": (
+        "gqa",
+        {
+            "mode": "push",
+            "push_grain": "chunks",
+            "kv_cache_bytes": 72 << 20,
+            "cores": LAST_CORE,
+            "arguments": (*CHUNKED, "--no-scheduler-reserve-full-isl"),
+        },
+    ),
     "gqa-push-layers": ("gqa", {"mode": "push", "push_grain": "layers", "layers_per_span": 3, "cores": LAST_CORE}),
     "mla-reference": ("mla", {"role": None, "cores": BOTH_CORES}),
     "mla-tp1": ("mla", {}),
@@ -111,7 +124,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8-tp2": ("fp8", {"tensor_parallel_size": 2}),
     "gqa-block64": ("gqa", {"block_size": 64, "cores": LAST_CORE, "connector_module": CONNECTOR_MODULE}),
     "gemma-push-tp1": ("gemma", {"mode": "push"}),
-    "gemma-push-tp2": ("gemma", {"mode": "push", "tensor_parallel_size": 2}),
+    "gemma-push-tp2": ("gemma", {"mode": "push", "tensor_parallel_size": 2, "arguments": CHUNKED}),
     "gemma-push-layers": (
         "gemma",
         {"mode": "push", "push_grain": "layers", "layers_per_span": 2, "cores": LAST_CORE},
@@ -133,8 +146,9 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PASSED_ON = {"transport", "strategy", "mode", "push_grain", "layers_per_span"}
 """What differs in the connector's settings, not in the engine's."""
-# What runs together; memory for all at once is not asked for.
+# What runs together; memory for all at once is not asked for. Those of two stages that follow one another stay.
 STAGES: tuple[tuple[str, ...], ...] = (
+    ("gqa-reference", "gqa-push-tp1", "gqa-push-tp1-other", "gqa-push-tp2", "gqa-push-chunked", "gqa-push-layers"),
     ("gqa-reference", "gqa-tp1", "gqa-tp1-other", "gqa-tp2", "gqa-block64", "gqa-pp2"),
     ("gqa-tp2", "gqa-tp2-other", "gqa-tp1-nixl", "gqa-tp4"),
     ("gqa-reference", "gqa-tp4", "gqa-tp1", "gqa-dp2"),
@@ -145,8 +159,8 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("fp8-reference", "fp8-tp1", "fp8-tp2"),
     ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2", "gemma-pp2"),
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
-    ("gqa-reference", "gqa-push-tp1", "gqa-push-tp1-other", "gqa-push-tp2", "gqa-push-chunked", "gqa-push-layers"),
-    ("gqa-reference", "gqa-push-tp2-auto", "gqa-push-tp1-nixl"),
+    ("gqa-reference", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "gqa-push-tp1", "gqa-push-small"),
+    ("gqa-reference", "gqa-push-tp2-mooncake", "gqa-push-tp1-mooncake"),
     ("gemma-reference", "gemma-push-tp1", "gemma-push-tp2", "gemma-push-layers"),
     ("granite-reference", "granite-push-tp1", "granite-push-tp2"),
     ("mla-reference", "mla-push-tp1", "mla-push-tp2"),
@@ -259,6 +273,14 @@ class Engine:
     def set_faults(self, plan: dict[str, Any] | None) -> None:
         body = {"method": "oracle_faults", "args": [json.dumps(plan)], "timeout": 60}
         post(f"{self.server.url}/collective_rpc", body)
+
+    def num_preemptions(self) -> float:
+        """Return how often the engine has preempted a request."""
+        return self.server.metrics()["vllm:num_preemptions_total"]
+
+    def num_running(self) -> float:
+        """Return how many requests are being computed."""
+        return self.server.metrics()["vllm:num_requests_running"]
 
     def usage(self) -> float:
         return cache_usage(self.server.metrics())

@@ -85,7 +85,7 @@ def test_demo(folder: Path) -> None:
     assert segments() <= before
 
 
-@pytest.mark.parametrize("moment", ["engines start", "Engines ready"])
+@pytest.mark.parametrize("moment", ["engines start", pytest.param("Engines ready", marks=pytest.mark.matrix)])
 def test_interrupted_demo_leaves_nothing(folder: Path, moment: str) -> None:
     before = segments()
     with started_demo(folder) as process:

@@ -47,7 +47,9 @@ PUSH_PAIRS = (
     Pair("push-1-2", "gqa-push-tp1", "gqa-push-tp2"),
     Pair("push-chunked", "gqa-push-chunked", "gqa-push-tp1"),
     Pair("push-layers", "gqa-push-layers", "gqa-push-tp2"),
+    Pair("push-preempted", "gqa-push-small", "gqa-push-tp1", in_matrix=True),
     Pair("push-nixl", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "nixl", in_matrix=True),
+    Pair("push-mooncake", "gqa-push-tp2-mooncake", "gqa-push-tp1-mooncake", "mooncake", in_matrix=True),
     Pair("push-gemma-2-1", "gemma-push-tp2", "gemma-push-tp1", in_matrix=True),
     Pair("push-gemma-layers", "gemma-push-layers", "gemma-push-tp2", in_matrix=True),
     Pair("push-granite-2-1", "granite-push-tp2", "granite-push-tp1", in_matrix=True),
@@ -58,9 +60,12 @@ WAVE = random_prompts(seed=21, count=24, shortest=5, longest=3000)
 FEW = random_prompts(seed=22, count=4, shortest=5, longest=1500)
 
 
-def for_push_pairs(*names: str) -> Any:
-    """Parametrize a test over the pairs named, or over all; the argument is ``pair``."""
-    named = [pair for pair in PUSH_PAIRS if not names or pair.name in names]
+def for_push_pairs(*names: str, matrix: bool = False) -> Any:
+    """Parametrize a test over the pairs named, or over all; the argument is ``pair``.
+
+    With ``matrix`` also over those that only the matrix has.
+    """
+    named = [pair for pair in PUSH_PAIRS if not names or pair.name in names or (matrix and pair.in_matrix)]
     chosen = [pair for pair in named if ALL_PAIRS or not pair.in_matrix]
     params = [pytest.param(pair, id=pair.name, marks=pytest.mark.engines(pair.prefill, pair.decode)) for pair in chosen]
     return pytest.mark.parametrize("pair", params)
@@ -122,22 +127,26 @@ def test_pushed_prompts_give_the_tokens_of_one_engine(
     check_tokens(answers, pair.model, WAVE, reference)
 
 
-@for_push_pairs("push-1-1", "push-2-1")
+@for_push_pairs("push-1-1", "push-2-1", matrix=True)
 def test_behind_vllm_router_as_it_is(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
     """In mooncake mode; it sends to the decode engine when the prefill engine has answered."""
-    pushes = Pushes.of(pair, engine_pool)
-    before = pushes.decode.prompt_tokens()
+    pushes, prompts = Pushes.of(pair, engine_pool), WAVE if ALL_PAIRS else FEW
+    logs_before, before = pushes.log_ends(), pushes.decode.prompt_tokens()
     port = str(bootstrap_port(pushes.prefill))
     arguments = ("--prefill", pushes.prefill.server.url, port, "--kv-connector", "mooncake")
     router = start_router([], [pushes.decode.server.url], engine_pool.folder, arguments=arguments)
     try:
         wait_until_ready([router])
         url = f"{router.url}/v1/completions"
-        answers = [tokens_of(post(url, completion_body(prompt, 8, fresh_salt()))) for prompt in FEW]
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            posted = threads.map(lambda prompt: post(url, completion_body(prompt, 8, fresh_salt())), prompts)
+            answers = [tokens_of(answer) for answer in posted]
+        pushes.check_released(logs_before)
     finally:
         stop_servers([router])
-    assert (pushes.decode.prompt_tokens() - before).received == sum(map(len, FEW))
-    check_tokens(answers, pair.model, FEW, reference)
+    num_computed = len(prompts) if pair.is_hybrid else 0
+    assert (pushes.decode.prompt_tokens() - before).received == sum(map(len, prompts)) - num_computed
+    check_tokens(answers, pair.model, prompts, reference)
 
 
 @for_push_pairs("push-chunked", "push-layers")
@@ -171,7 +180,7 @@ def pushes_of(engine: Engine, num_tokens: int, count: int) -> list[dict[str, Any
         engine.complete(random_prompt(34, 3), 1)
 
 
-@for_push_pairs("push-2-1")
+@for_push_pairs("push-2-1", matrix=True)
 def test_tokens_depend_on_what_is_pushed(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
     """Negative control: a descriptor that is silently left out shows in the tokens."""
     pushes, prompt = Pushes.of(pair, engine_pool), random_prompt(31, 700)
@@ -196,7 +205,7 @@ def test_a_failed_write_is_an_error_and_nothing_leaks(pair: Pair, engine_pool: E
     wait_until_unused([pushes.prefill, pushes.decode])
 
 
-@for_push_pairs("push-2-1", "push-chunked")
+@for_push_pairs("push-2-1", "push-chunked", "push-gemma-2-1")
 def test_prefix_hits_on_both_sides(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
     check_prefix_hits(Pushes.of(pair, engine_pool), reference)
 
@@ -272,12 +281,30 @@ def test_the_client_of_the_prefill_engine_goes_away(
     check_tokens([pushes.send(short)], pair.model, [short], reference)
 
 
-@pytest.mark.skipif(not ALL_PAIRS, reason="make test has the demo of pushes behind this router")
+@for_push_pairs("push-preempted")
+def test_a_prompt_is_preempted_while_it_is_pushed(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
+    """Others that are longer there keep most blocks of the prefill engine; what was pushed goes again."""
+    pushes, prompt = Pushes.of(pair, engine_pool), random_prompt(90, 2000)
+    logs_before, before = pushes.log_ends(), pushes.prefill.num_preemptions()
+    with ThreadPoolExecutor(3) as threads:
+        others = random_prompts(seed=91, count=3, shortest=900, longest=1000)
+        generated = [threads.submit(pushes.prefill.complete, other, 150) for other in others]
+        while pushes.prefill.num_running() < len(others):
+            time.sleep(0.05)
+        answer = pushes.send(prompt)
+        for other in generated:
+            other.result()
+    assert pushes.prefill.num_preemptions() > before
+    pushes.check_released(logs_before)
+    check_tokens([answer], pair.model, [prompt], reference)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("arguments", [(), CHUNKED], ids=["whole", "chunked"])
 def test_behind_vllm_router_that_sends_to_both_at_once(
     arguments: tuple[str, ...], engine_pool: EnginePool, reference: Reference
 ) -> None:
-    """Its moriio mode: engines tell it of themselves, and request ids say where the prefill engine is."""
+    """Its moriio mode, as in the demo: engines tell it of themselves, and request ids say which prefill engine."""
     discovery = f"127.0.0.1:{free_port()}"
     servers = []
     for name, role in (("gqa-push-tp1", "kv_producer"), ("gqa-push-tp1-other", "kv_consumer")):

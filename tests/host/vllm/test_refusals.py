@@ -2,7 +2,7 @@
 
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -53,6 +53,7 @@ def test_a_foreign_model_is_refused_at_the_handshake(
     wait_until_unused([prefill, failing, recomputing])
 
 
+@pytest.mark.matrix
 @pytest.mark.engines("gqa-tp1-nixl", "gqa-bfloat16")
 def test_another_dtype_is_refused_at_the_handshake(engine_pool: EnginePool, record_refusal: Recorder) -> None:
     prefill, decode = engine_pool.running["gqa-tp1-nixl"], engine_pool.running["gqa-bfloat16"]
@@ -73,8 +74,16 @@ def refuse_a_load(prefill: Engine, decode: Engine, record_refusal: Recorder, nam
     assert f"[{refusal.reason}]" in decode.log()[log_before:]
 
 
-def test_wrong_settings_are_refused_at_start(engine_pool: EnginePool, record_refusal: Recorder) -> None:
-    """All four engines start at once, to save time; each must end by itself and say why."""
+WRONG_SETTINGS = ("unknown-key", "mla-cross-layer")
+
+
+@pytest.mark.parametrize(
+    "names", [WRONG_SETTINGS, pytest.param(("port", "unknown-layout"), marks=pytest.mark.matrix)], ids="-and-".join
+)
+def test_wrong_settings_are_refused_at_start(
+    names: Sequence[str], engine_pool: EnginePool, record_refusal: Recorder
+) -> None:
+    """The engines start at once, to save time; each must end by itself and say why."""
     with closing(socket.socket()) as listener:
         listener.bind((HOST, 0))
         listener.listen()
@@ -86,19 +95,20 @@ def test_wrong_settings_are_refused_at_start(engine_pool: EnginePool, record_ref
         }
         servers = {}
         try:
-            for name, (engine, settings, _) in cases.items():
+            for name in names:
+                engine, settings, _ = cases[name]
                 base = engine_pool.settings(engine)
                 # VLLM_KV_CACHE_LAYOUT, which wins over the connector's wish
                 layout = "BHLNC" if name == "mla-cross-layer" else None
                 changed = replace(base, connector_settings={**base.connector_settings, **settings}, layout=layout)
                 servers[name] = engine_pool.start(f"refused-{name}", changed)
-            for name, (_, _, text) in cases.items():
+            for name, server in servers.items():
                 record_refusal(name, "")
                 with pytest.raises(LaunchError):
-                    wait_until_ready([servers[name]], timeout_seconds=200)
-                log = servers[name].process.log_path.read_text(errors="replace")
+                    wait_until_ready([server], timeout_seconds=200)
+                log = server.process.log_path.read_text(errors="replace")
                 record_refusal(name, log)
-                assert servers[name].process.exit_status() not in (None, 0)
-                assert text in log, name
+                assert server.process.exit_status() not in (None, 0)
+                assert cases[name][2] in log, name
         finally:
             stop_servers(list(servers.values()))

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from .engine_pool import Engine, EnginePool, Reference, RequestFailed, completion_body, fresh_salt
+from .engine_pool import EnginePool, Reference, RequestFailed, completion_body, fresh_salt
 from .handoffs import (
     Handoffs,
     Pair,
@@ -100,7 +100,7 @@ def test_preempted_requests_are_computed_again(pair: Pair, engine_pool: EnginePo
     They must be at it together, which a crowded machine does not always grant: up to four waves are sent.
     """
     handoffs = Handoffs.of(pair, engine_pool)
-    logs_before, before = handoffs.log_ends(), num_preemptions(handoffs.decode)
+    logs_before, before = handoffs.log_ends(), handoffs.decode.num_preemptions()
     for wave in range(4):
         prompts = random_prompts(seed=80 + wave, count=14, shortest=505, longest=511)
         with ThreadPoolExecutor(len(prompts)) as threads:
@@ -109,14 +109,9 @@ def test_preempted_requests_are_computed_again(pair: Pair, engine_pool: EnginePo
             answers = list(threads.map(lambda each: handoffs.decode.decode(*each, 100), pairs))
         handoffs.check_released(logs_before)
         check_tokens(answers, pair.model, prompts, reference)
-        if num_preemptions(handoffs.decode) > before:
+        if handoffs.decode.num_preemptions() > before:
             return
     pytest.fail("no request was preempted in four waves")
-
-
-def num_preemptions(engine: Engine) -> float:
-    """Return how often the engine has preempted a request."""
-    return engine.server.metrics()["vllm:num_preemptions_total"]
 
 
 @for_pairs("gqa-1-1")

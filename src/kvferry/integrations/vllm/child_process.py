@@ -27,7 +27,10 @@ class LaunchError(KVFerryError):
 
 @dataclass(slots=True)
 class ChildProcess:
-    """A command that runs in a session of its own, below a supervisor.
+    """A command that runs in a process group of its own, below a supervisor.
+
+    Not in a session: Linux shares out a core between sessions first (autogroups), and gave one whose workers yield in a
+    loop all of it, see docs/decisions/sleeping-workers.md.
 
     The whole family ends when :meth:`stop` or :meth:`kill` is called, when the command itself ends, and when the
     owner ends for whatever reason. ``log_path`` has its standard output and error; ``scratch`` is the folder for its
@@ -57,7 +60,7 @@ class ChildProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {}), "TMPDIR": str(scratch)},
-                start_new_session=True,
+                process_group=0,
             )
         return cls(name, log_path, scratch, supervisor)
 
@@ -75,7 +78,7 @@ class ChildProcess:
 
     def process_ids(self) -> tuple[int, ...]:
         """Return the ids of all living processes of the command, the supervisor apart."""
-        return tuple(pid for pid in session_processes(self.supervisor.pid) if pid != self.supervisor.pid)
+        return tuple(pid for pid in group_processes(self.supervisor.pid) if pid != self.supervisor.pid)
 
     def log_tail(self, num_lines: int = 20) -> str:
         """Return the last lines of the log."""
@@ -118,17 +121,17 @@ def stop_all(children: Sequence[ChildProcess]) -> None:
             child.request_stop()
 
 
-def session_processes(session_id: int) -> tuple[int, ...]:
-    """Return the living processes of a session, zombies apart.
+def group_processes(group_id: int) -> tuple[int, ...]:
+    """Return the living processes of a process group, zombies apart.
 
-    >>> os.getpid() in session_processes(os.getsid(0))
+    >>> os.getpid() in group_processes(os.getpgid(0))
     True
     """
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                state, _parent, _group, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(session) == session_id and state not in "ZX":
+                state, _parent, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                if int(group) == group_id and state not in "ZX":
                     found.append(int(entry.name))
     return tuple(sorted(found))

@@ -35,6 +35,8 @@ POLL_SECONDS = 0.1
 # On a CPU vLLM makes the buffers between pipeline stages while it warms up, which it leaves out with --enforce-eager
 # and with VLLM_CPU_CI_ENV. A trace that goes to no compiler needs none installed.
 PIPELINE_WITHOUT_COMPILER = ("--compilation-config", '{"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}')
+# Not with -m: vLLM's processes would each import the module of the API server again, for some seconds.
+API_SERVER = ("-c", "from vllm.entrypoints.launchers.api_server.entry import main; main()")
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 Progress = Callable[[str, float], None]
 """Called with a server's name and the seconds since its start, about ten times a second and when it is ready."""
@@ -58,7 +60,7 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
-    program: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
+    program: tuple[str, ...] = API_SERVER
     connector: str = "KVFerryConnector"
     connector_module: str | None = None
     connector_settings: Mapping[str, Any] = field(default_factory=dict)

@@ -32,7 +32,7 @@ from kvferry.integrations.vllm.translate import decode_rank_entry
 from kvferry.layout.cache_group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 
-from .engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, Rank, filled_ranks, whole_blocks
+from ..local.engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, Rank, filled_ranks, whole_blocks
 
 SECONDS = 20.0
 SOURCE_IDS, TARGET_IDS = [5, 1, 4], [0, 3, 2]

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvferry.errors import Reason, SettingsError
 from kvferry.integrations.vllm import scheduler_role
 from kvferry.integrations.vllm.block_lists import GroupShape
+from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.held_blocks import HeldBlocks
 from kvferry.layout.cache_group import CacheKind
 
@@ -182,3 +183,29 @@ def test_a_port_that_leaves_none_for_the_rank_is_refused(make_role: Any) -> None
     with pytest.raises(SettingsError) as refused:
         make_role(FULL, port=65535, dp_rank=1)
     assert refused.value.reason is Reason.INVALID_SETTING
+
+
+def test_every_step_that_computes_a_held_request_names_it_until_it_is_exported(make_role: Any) -> None:
+    role, ours = make_role(FULL), request(PROMPT, {"do_remote_decode": True})
+    role.on_new_request(ours)
+    role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
+    orders = role.build_connector_meta(["r", "of another kind"])
+    first = orders.written
+    assert orders.computes
+    assert len(first) == 1
+    assert role.build_connector_meta(["r"]).written == first, "the prompt's next chunk"
+    orders = role.build_connector_meta([])
+    assert orders.written == []
+    assert not orders.computes
+    ours.num_computed_tokens = ours.num_prompt_tokens
+    role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)
+    assert role.build_connector_meta(["r"]).written == [], "a request of the same id that is not held"
+
+
+def test_the_connector_tells_the_roles_which_requests_a_step_computes_and_when_it_is_launched() -> None:
+    connector, told = object.__new__(KVFerryConnector), []
+    connector._scheduler_role = SimpleNamespace(build_connector_meta=told.append, note_schedule=lambda _: None)  # type: ignore[assignment]
+    connector._worker_role = SimpleNamespace(finish_step=lambda: told.append("finished"))  # type: ignore[assignment]
+    connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"a": 4}))  # type: ignore[arg-type]
+    connector.wait_for_save()
+    assert told == [{"a": 4}, "finished"]

@@ -20,7 +20,7 @@ from kvferry.handoff.guard import BEING_WRITTEN, GuardWords, StepWords
 from kvferry.layout.shard import Region
 from kvferry.plan.staged import Merge
 
-from .engines_in_process import (
+from ..local.engines_in_process import (
     EPOCH,
     GENERATION,
     IDENTITY,
@@ -31,7 +31,7 @@ from .engines_in_process import (
     filled_ranks,
     whole_blocks,
 )
-from .fake_cuda import FakeCuda, FakeStream
+from ..local.fake_cuda import FakeCuda, FakeStream
 
 DEVICE = "cpu"
 """Memory that every transport reaches, with a device that is not: the fake's."""
@@ -236,7 +236,7 @@ class Worker:
     """A decode engine's worker on the fake device, and the prefill engine that it reads from."""
 
     def __init__(self, order: DeviceOrder, strategy: str, patch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("vllm")
+
         from kvferry.integrations.vllm import worker_role
         from kvferry.integrations.vllm.metadata import LoadOrder, StepMetadata
         from kvferry.integrations.vllm.settings import Settings
@@ -415,45 +415,6 @@ def test_a_gpu_gets_an_order_of_its_own() -> None:
     assert isinstance(found, CudaOrder)
     assert found.device == "cuda:1"
     assert not found.is_immediate
-
-
-@pytest.fixture
-def make_scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    pytest.importorskip("vllm")
-    from .scheduler_requests import scheduler_roles
-
-    yield from scheduler_roles(monkeypatch)
-
-
-def test_every_step_that_computes_a_held_request_names_it_until_it_is_exported(make_scheduler: Any) -> None:
-    from .scheduler_requests import FULL, PROMPT, allocated, request
-
-    role, ours = make_scheduler(FULL), request(PROMPT, {"do_remote_decode": True})
-    role.on_new_request(ours)
-    role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
-    orders = role.build_connector_meta(["r", "of another kind"])
-    first = orders.written
-    assert orders.computes
-    assert len(first) == 1
-    assert role.build_connector_meta(["r"]).written == first, "the prompt's next chunk"
-    orders = role.build_connector_meta([])
-    assert orders.written == []
-    assert not orders.computes
-    ours.num_computed_tokens = ours.num_prompt_tokens
-    role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)
-    assert role.build_connector_meta(["r"]).written == [], "a request of the same id that is not held"
-
-
-def test_the_connector_tells_the_roles_which_requests_a_step_computes_and_when_it_is_launched() -> None:
-    pytest.importorskip("vllm")
-    from kvferry.integrations.vllm.connector import KVFerryConnector
-
-    connector, told = object.__new__(KVFerryConnector), []
-    connector._scheduler_role = SimpleNamespace(build_connector_meta=told.append, note_schedule=lambda _: None)  # type: ignore[assignment]
-    connector._worker_role = SimpleNamespace(finish_step=lambda: told.append("finished"))  # type: ignore[assignment]
-    connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"a": 4}))  # type: ignore[arg-type]
-    connector.wait_for_save()
-    assert told == [{"a": 4}, "finished"]
 
 
 def test_costs_of_a_stage_on_a_gpu_are_typical_ones() -> None:
