@@ -25,7 +25,8 @@ from kvferry.handoff.push_plan import BlockList
 from kvferry.handoff.sending import END
 from kvferry.handoff.sending_side import Prompt
 from kvferry.integrations.vllm import worker_role
-from kvferry.integrations.vllm.connector import IDLE_STEP_SECONDS, KVFerryConnector
+from kvferry.integrations.vllm.connector import KVFerryConnector
+from kvferry.integrations.vllm.idle_steps import FIRST_SECONDS, IdleSteps
 from kvferry.integrations.vllm.metadata import LoadOrder, PushedPrompt, StepMetadata
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.translate import decode_rank_entry
@@ -250,11 +251,14 @@ def test_a_step_that_fails_vouches_for_nothing() -> None:
 @pytest.mark.parametrize("computes", [True, False])
 def test_only_a_step_that_computes_nothing_waits_for_what_moves(computes: bool) -> None:
     worker = Mock()
-    worker.take_finished.return_value = ({"r"}, set())
     connector: Any = object.__new__(KVFerryConnector)
     connector._worker_role, connector._connector_metadata = worker, StepMetadata(computes=computes)
-    assert connector.get_transfer_results(set()).finished_recving == {"r"}
-    worker.take_finished.assert_called_once_with(0.0 if computes else IDLE_STEP_SECONDS)
+    connector._idle_steps = IdleSteps()
+    for received in (set(), set(), {"r"}, set()):
+        worker.take_finished.return_value = (received, set())
+        assert connector.get_transfer_results(set()).finished_recving == received
+    waits = [call.args[0] / FIRST_SECONDS for call in worker.take_finished.call_args_list]
+    assert waits == ([0, 0, 0, 0] if computes else [1, 2, 4, 1])
 
 
 def recorded(collect: Callable[[], list[Any]], waits: list[float]) -> Callable[[float], list[Any]]:

@@ -15,6 +15,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.engine_kernels import check_engine_kernels
+from kvferry.integrations.vllm.idle_steps import IdleSteps
 from kvferry.integrations.vllm.layout_choice import asked_layout, check_layout, widen_cpu_attention
 from kvferry.integrations.vllm.metadata import RankMetadata, StepMetadata
 from kvferry.integrations.vllm.plugin import log_as_vllm_does
@@ -45,9 +46,6 @@ check_version()
 widen_cpu_attention()
 log_as_vllm_does()
 
-IDLE_STEP_SECONDS = 0.002
-"""So long a step that computes nothing waits for what moves: vLLM else begins the next one at once, and its processes
-take the core on which the bytes are copied. A request that comes meanwhile waits as long."""
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -65,6 +63,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         assert engine_id is not None
         self._scheduler_role: SchedulerRole | None = None
         self._worker_role: WorkerRole | None = None
+        self._idle_steps = IdleSteps()
         if role is KVConnectorRole.SCHEDULER:
             scheduler_role = PushSchedulerRole if settings.mode == "push" else SchedulerRole
             self._scheduler_role = scheduler_role(vllm_config, kv_cache_config, engine_id, settings)
@@ -194,7 +193,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.finish_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        received, failed = self._worker.take_finished(0.0 if self._orders.computes else IDLE_STEP_SECONDS)
+        received, failed = self._worker.take_finished(self._idle_steps.wait(computes=self._orders.computes))
+        if received:
+            self._idle_steps.begin_anew()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
