@@ -229,6 +229,7 @@ def test_a_step_that_fails_vouches_for_nothing() -> None:
     worker = Mock()
     connector: Any = object.__new__(KVFerryConnector)
     connector._worker_role, connector._connector_metadata = worker, StepMetadata()
+    connector._idle_steps = IdleSteps()
 
     def run(step: Callable[[], None]) -> None:
         metadata = SimpleNamespace(
