@@ -14,6 +14,7 @@ import pytest
 from kvferry.errors import Reason
 from kvferry.integrations.vllm.child_process import ChildProcess, group_processes, stop_all
 from kvferry.integrations.vllm.launch import LaunchError, Server, free_port, start_router, wait_until_ready
+from kvferry.integrations.vllm.supervisor import is_dead, living_descendants
 
 # A command with a child and a grandchild; with "stubborn" all three ignore SIGTERM.
 FAMILY = """
@@ -56,19 +57,25 @@ def start_family(folder: Path, *options: str, grace_seconds: float = 0.3) -> Chi
 @pytest.mark.parametrize("options", [(), ("stubborn",), ("own-group",)])
 def test_stop_ends_the_whole_family(tmp_path: Path, options: tuple[str, ...]) -> None:
     child = start_family(tmp_path, *options)
-    assert len(child.process_ids()) >= 3
+    family = child.process_ids()
+    assert len(family) >= 3
+    assert {os.getsid(member) for member in family} == {os.getsid(0)}, "Linux shares out cores between sessions first"
+    assert (len({os.getpgid(member) for member in family}) > 1) == ("own-group" in options)
     child.stop()
+    assert all(map(is_dead, family))
     assert group_processes(child.supervisor.pid) == ()
     assert child.exit_status() is not None
     assert not child.scratch.exists()
     child.stop()
 
 
-def test_kill_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
-    child = start_family(tmp_path, "stubborn", grace_seconds=60.0)
-    began_at = time.monotonic()
+@pytest.mark.parametrize("option", ["plain", "own-group"])
+def test_kill_does_not_wait_for_the_grace_period(tmp_path: Path, option: str) -> None:
+    child = start_family(tmp_path, "stubborn", option, grace_seconds=60.0)
+    family, began_at = child.process_ids(), time.monotonic()
     child.kill()
     assert child.process_ids() == ()
+    assert all(map(is_dead, family))
     assert time.monotonic() - began_at < 5.0
 
 
@@ -82,8 +89,11 @@ def test_family_ends_when_the_owner_is_killed(tmp_path: Path, number: signal.Sig
         assert owner.stdout is not None
         supervisor_id, scratch = owner.stdout.readline().split()
         assert wait_for(lambda: log.read_text().count("started") >= 3)
+        family = living_descendants(int(supervisor_id))
+        assert len(family) >= 3
         owner.send_signal(number)
         owner.wait(10)
+        assert wait_for(lambda: all(map(is_dead, family)))
         assert wait_for(lambda: group_processes(int(supervisor_id)) == ())
         assert not Path(scratch).exists()
     finally:
@@ -93,10 +103,12 @@ def test_family_ends_when_the_owner_is_killed(tmp_path: Path, number: signal.Sig
 @pytest.mark.parametrize("option", ["plain", "own-group"])
 def test_orphans_of_a_crashed_command_are_ended(tmp_path: Path, option: str) -> None:
     child = start_family(tmp_path, option)
-    command_id = min(child.process_ids())
+    family = child.process_ids()
+    command_id = min(family)
     os.kill(command_id, signal.SIGKILL)
     assert wait_for(lambda: child.exit_status() is not None)
     assert child.exit_status() == 128 + signal.SIGKILL
+    assert all(map(is_dead, family))
     assert group_processes(child.supervisor.pid) == ()
 
 

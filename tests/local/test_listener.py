@@ -56,6 +56,15 @@ def listener() -> Iterator[Listener]:
     listener.close()
 
 
+def test_closing_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.handoff.listener.POLL_SECONDS", 60.0)
+    listener = Listener(HOST, 0, answer)
+    wait_until(lambda: listener._thread.is_alive())
+    listener.close()
+    assert not listener._thread.is_alive()
+    listener.close()
+
+
 def answers(listener: Listener) -> bool:
     return ask(HOST, listener.port, Release(7, ()), timeout_seconds=20) == Released(7)
 

@@ -85,27 +85,40 @@ class Strategist:
         if self.stage is None and self._wish is not Strategy.GATHER:
             return None
         name, size = transport.capabilities.name, 0 if self.stage is None else self.stage.region.length
-        typical = TYPICAL_COSTS.get(name, replace(TYPICAL_COSTS["nixl"], transport=name))
         packing_bytes = None if packing is None else packing.stage_bytes
-        choice = choose(plan, self._costs.get(name, typical), self._wish, size, packing_bytes)
+        choice = choose(plan, self._costs.get(name, _typical(transport)), self._wish, size, packing_bytes)
         better = [found for found in choice.rejected if found.num_descriptors < choice.chosen.num_descriptors]
         is_open = self._wish is None and name not in self._costs
         if self.stage is not None and is_open and (better or choice.chosen.strategy is not Strategy.DIRECT):
             # Measured only where a stage could save descriptors: most pairs need none.
-            try:
-                measured = measure_costs(transport, peer, plan.source.regions, self.stage)
-            except SlowPeerError as error:
-                # No reason to fail a request, which has a deadline of its own; nor to wait again for each pair.
-                logger.warning("kvferry: what moving costs was not measured: %s", error)
-                self._costs[name] = choice.costs
-                measured = None
+            measured = self._measured(plan, transport, peer, packing)
             if measured is not None:
-                seconds = None if packing is None else packing.time_an_answer()
-                self._costs[name] = measured if seconds is None else replace(measured, seconds_per_part=seconds)
-                self._keep(self._costs[name])
-                choice = choose(plan, self._costs[name], self._wish, size, packing_bytes)
+                self._costs[name] = measured
+                choice = choose(plan, measured, self._wish, size, packing_bytes)
         logger.info("kvferry: %s to %s %s", plan.source.rank_name, plan.destination.rank_name, describe_choice(choice))
         return choice
+
+    def _measured(self, plan: PairPlan, transport: Transport, peer: Peer, packing: Packing | None) -> Costs | None:
+        """Return what was measured, and keep it, or what is typical of a peer too slow for that; None to try again."""
+        assert self.stage is not None
+        try:
+            measured = measure_costs(transport, peer, plan.source.regions, self.stage)
+        except SlowPeerError as error:
+            # No reason to fail a request, which has a deadline of its own; nor to wait again for each pair.
+            logger.warning("kvferry: what moving costs was not measured: %s", error)
+            return _typical(transport)
+        if measured is None:
+            return None
+        seconds = None if packing is None else packing.time_an_answer()
+        if seconds is not None:
+            measured = replace(measured, seconds_per_part=seconds)
+        self._keep(measured)
+        return measured
+
+
+def _typical(transport: Transport) -> Costs:
+    name = transport.capabilities.name
+    return TYPICAL_COSTS.get(name, replace(TYPICAL_COSTS["nixl"], transport=name))
 
 
 def measure_costs(transport: Transport, peer: Peer, regions: Sequence[Region], stage: Stage) -> Costs | None:

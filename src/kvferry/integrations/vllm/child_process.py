@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.integrations.vllm.supervisor import mapped_segments, remove_leftovers
+from kvferry.integrations.vllm.supervisor import living_descendants, mapped_segments, remove_leftovers
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 GRACE_SECONDS = 5.0
@@ -78,7 +78,10 @@ class ChildProcess:
 
     def process_ids(self) -> tuple[int, ...]:
         """Return the ids of all living processes of the command, the supervisor apart."""
-        return tuple(pid for pid in group_processes(self.supervisor.pid) if pid != self.supervisor.pid)
+        own = self.supervisor.pid
+        # Some may have made a group of their own. Below a supervisor that was waited for is whoever has its id now.
+        below = living_descendants(own) if self.supervisor.poll() is None else []
+        return tuple(sorted({*group_processes(own), *below} - {own}))
 
     def log_tail(self, num_lines: int = 20) -> str:
         """Return the last lines of the log."""

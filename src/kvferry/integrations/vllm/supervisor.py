@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
         preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
     )
     _wait_for_end(child, wakeup)
-    segments = mapped_segments(_living_descendants())
+    segments = mapped_segments(living_descendants(os.getpid()))
     end_family(grace_seconds)
     remove_leftovers(scratch, segments)
     status = child.wait()
@@ -73,7 +73,7 @@ def end_family(grace_seconds: float) -> None:
     """End every descendant, whatever its process group: ask, wait, then kill."""
     deadline = time.monotonic() + grace_seconds
     _signal_descendants(signal.SIGTERM)
-    while _living_descendants() and time.monotonic() < deadline:
+    while living_descendants(os.getpid()) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     while _signal_descendants(signal.SIGKILL):
         time.sleep(POLL_SECONDS)
@@ -81,7 +81,7 @@ def end_family(grace_seconds: float) -> None:
 
 def _signal_descendants(number: signal.Signals) -> int:
     """Send a signal to every living descendant; return how many there were."""
-    descendants = _living_descendants()
+    descendants = living_descendants(os.getpid())
     for process_id in descendants:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, number)
@@ -112,17 +112,17 @@ def remove_leftovers(scratch: Path, segments: Iterable[str]) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _living_descendants() -> list[int]:
-    """Return the living processes below this one; the dead that were adopted are reaped on the way."""
-    family = [os.getpid()]
+def living_descendants(ancestor_id: int) -> list[int]:
+    """Return the living processes below one, whatever their process group."""
+    family = [ancestor_id]
     for process_id in family:
         for children in Path(f"/proc/{process_id}/task").glob("*/children"):
             with contextlib.suppress(OSError):
                 family.extend(int(child) for child in children.read_text().split())
-    return [process_id for process_id in family[1:] if not _is_dead(process_id)]
+    return [process_id for process_id in family[1:] if not is_dead(process_id)]
 
 
-def _is_dead(process_id: int) -> bool:
+def is_dead(process_id: int) -> bool:
     """Return whether the process is gone or a zombie."""
     try:
         stat = Path(f"/proc/{process_id}/stat").read_text()
