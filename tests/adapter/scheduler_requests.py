@@ -27,7 +27,11 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     roles: list[scheduler_role.SchedulerRole] = []
 
     def make(
-        *groups: GroupShape, dp_rank: int = 0, mode: Literal["pull", "push"] = "pull", **settings: Any
+        *groups: GroupShape,
+        dp_rank: int = 0,
+        mode: Literal["pull", "push"] = "pull",
+        kv_role: str = "kv_both",
+        **settings: Any,
     ) -> scheduler_role.SchedulerRole:
         parallel = SimpleNamespace(
             tensor_parallel_size=1,
@@ -36,7 +40,7 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             data_parallel_size=1,
             use_ubatching=False,
         )
-        transfer = SimpleNamespace(is_kv_producer=True, is_kv_consumer=True)
+        transfer = SimpleNamespace(is_kv_producer=kv_role != "kv_consumer", is_kv_consumer=kv_role != "kv_producer")
         config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, use_v2_model_runner=False)
         monkeypatch.setattr(scheduler_role, "identity_of", lambda *_: identity)
         monkeypatch.setattr(scheduler_role, "group_shapes", lambda *_: groups)

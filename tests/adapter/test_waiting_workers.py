@@ -1,48 +1,128 @@
-"""The replacement of the yield in vLLM's message queues, and who asks for it."""
+"""The replacement of the waits in vLLM's message queues, and who asks for it."""
 
+import multiprocessing
 import resource
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.integrations.vllm.waiting_workers import VARIABLE, make_waits_sleep
+from kvferry.integrations.vllm.waiting_workers import LOOKING_SECONDS, VARIABLE, make_waits_sleep
 
 shm_broadcast = pytest.importorskip("vllm.distributed.device_communicators.shm_broadcast")
-NUM_WAITS = 200
+NUM_WAITS = 10
 
 
-def voluntary_switches_of_waits(context: zmq.Context[zmq.Socket[bytes]], address: str) -> int:
-    """Wait as a reader of vLLM's queue does; return how often the process gave its core away to sleep."""
-    condition = shm_broadcast.SpinCondition(is_reader=True, context=context, notify_address=address)
-    try:
-        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-        condition.record_read()
-        for _ in range(NUM_WAITS):
-            condition.wait()
-        return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
-    finally:
-        for each in (condition.local_notify_socket, condition.write_cancel_socket, condition.read_cancel_socket):
-            each.close(0)
-
-
-@pytest.mark.parametrize("value", ["1", "0", None])
-def test_a_reader_sleeps_between_looks_where_the_variable_is_set(
-    value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed import utils
 
     for module in (shm_broadcast, utils):
         monkeypatch.setattr(module, "sched_yield", module.sched_yield)
+    monkeypatch.setattr(shm_broadcast, "SpinCondition", shm_broadcast.SpinCondition)
     monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.fixture
+def conditions(tmp_path: Path) -> Iterator[Any]:
+    """Return a function that makes a reader's condition and its writer's, as vLLM's queues do."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made: list[Any] = []
+
+    def make() -> tuple[Any, Any]:
+        address = f"ipc://{tmp_path}/notify"
+        for is_reader in (False, True):
+            made.append(shm_broadcast.SpinCondition(is_reader, context, address))
+        time.sleep(0.2)  # a subscription takes its time
+        return made[1], made[0]
+
+    yield make
+    for each in made:
+        for socket in (each.local_notify_socket, each.write_cancel_socket, each.read_cancel_socket):
+            if socket is not None:
+                socket.close(0)
+    context.term()
+
+
+@pytest.mark.parametrize("value", ["1", "0", None])
+def test_a_reader_sleeps_between_looks_where_the_variable_is_set(
+    value: str | None, conditions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if value is not None:
         monkeypatch.setenv(VARIABLE, value)
     make_waits_sleep()
-    with zmq.Context() as context:
-        switches = voluntary_switches_of_waits(context, f"ipc://{tmp_path}/notify")
+    reader, _ = conditions()
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    reader.record_read()
+    for _ in range(NUM_WAITS):
+        reader.wait()
+    switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
     # A wait that is preempted just before it would sleep is not counted.
     assert (switches > NUM_WAITS // 2) == (value == "1")
+
+
+def test_one_who_has_looked_for_long_sleeps_until_it_is_told_or_looks_again(
+    conditions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    make_waits_sleep()
+    make_waits_sleep()
+    reader, writer = conditions()
+    reader.wait()
+    time.sleep(1.5 * LOOKING_SECONDS)
+    waits = [0.0] * 3
+    for index in range(len(waits)):
+        began_at = time.monotonic()
+        reader.wait()
+        waits[index] = time.monotonic() - began_at
+    assert min(waits) > 4 * LOOKING_SECONDS, "asleep until the time is over"
+    told = threading.Timer(0.005, writer.notify)
+    told.start()
+    began_at, used = time.monotonic(), time.thread_time()
+    reader.wait(timeout_ms=10_000)
+    assert time.thread_time() - used < 0.005
+    assert time.monotonic() - began_at < 5, "a notice ends it"
+    told.join()
+    reader.record_read()
+    began_at = time.monotonic()
+    reader.wait()
+    assert reader.last_read >= began_at, "the next wait looks first"
+
+
+def echo(handle: Any, answers: Any) -> None:
+    """Answer each message of a queue, until the empty one."""
+    make_waits_sleep()
+    queue = shm_broadcast.MessageQueue.create_from_handle(handle, 0)
+    queue.wait_until_ready()
+    while message := queue.dequeue(timeout=30):
+        answers.put(message)
+
+
+def test_messages_come_in_order_whatever_lies_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through vLLM's own queue to another process: at once, while it looks, and while it sleeps."""
+    monkeypatch.setenv(VARIABLE, "1")
+    make_waits_sleep()
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    queue = shm_broadcast.MessageQueue(1, 1)
+    reader = context.Process(target=echo, args=(queue.export_handle(), answers))
+    reader.start()
+    try:
+        queue.wait_until_ready()
+        for number in range(1, 301):
+            queue.enqueue(number)
+            time.sleep((0.0, 0.0005, 0.003)[number % 3])
+        assert [answers.get(timeout=30) for _ in range(300)] == list(range(1, 301))
+        queue.enqueue(0)
+        reader.join(30)
+        assert reader.exitcode == 0
+    finally:
+        reader.kill()
 
 
 def test_an_unknown_value_is_refused_with_those_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,9 @@ LAYERS, HEADS, HEAD_SIZE, ITEMSIZE, BLOCK_SIZE, NUM_BLOCKS = ["0", "1"], 4, 8, 4
 ROW_BYTES = len(LAYERS) * HEADS * BLOCK_SIZE * HEAD_SIZE * 2 * ITEMSIZE
 
 
-def filled_ranks(tp_size: int = 2) -> "list[Rank]":
+def filled_ranks(tp_size: int = 2, layout: NamedLayout = NamedLayout.BHLNC) -> "list[Rank]":
     """Return the ranks of a prefill engine, each filled with what no other has."""
-    return [Rank(tp_rank, tp_size).fill() for tp_rank in range(tp_size)]
+    return [Rank(tp_rank, tp_size, layout=layout).fill() for tp_rank in range(tp_size)]
 
 
 class HoldsCache(Protocol):
@@ -60,9 +60,15 @@ class HoldsCache(Protocol):
 
 
 class Rank:
-    """Memory of one rank in ``BHLNC``, where a block's row is its heads one after the other."""
+    """Memory of one rank; in ``BHLNC`` a block's row is its heads one after the other."""
 
-    def __init__(self, tp_rank: int, tp_size: int, layers: Sequence[str] = LAYERS) -> None:
+    def __init__(
+        self,
+        tp_rank: int,
+        tp_size: int,
+        layers: Sequence[str] = LAYERS,
+        layout: NamedLayout = NamedLayout.BHLNC,
+    ) -> None:
         self.cache = np.zeros((NUM_BLOCKS, ROW_BYTES // min(tp_size, HEADS)), dtype=np.uint8)
         self.tp_rank = tp_rank
         self.shard: Shard = shard_for(
@@ -72,7 +78,7 @@ class Rank:
             itemsize=ITEMSIZE,
             block_size=BLOCK_SIZE,
             num_blocks=NUM_BLOCKS,
-            layout=NamedLayout.BHLNC,
+            layout=layout,
             tp_rank=tp_rank,
             tp_size=tp_size,
             base_address=self.cache.ctypes.data,

@@ -1,7 +1,6 @@
 """Pushes between ranks in this process: real listeners, messages, plans and writes, no vLLM."""
 
 import json
-import secrets
 import socket
 import threading
 import time
@@ -13,124 +12,22 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution.device import HOST as NO_DEVICE
-from kvferry.execution.executor import Executor
 from kvferry.execution.load import LoadResult
-from kvferry.execution.scratch import Scratch
 from kvferry.handoff import pusher as pusher_module
 from kvferry.handoff import receipt
 from kvferry.handoff import receiver as receiver_module
 from kvferry.handoff.addresses import nothing_listens
-from kvferry.handoff.courier import Courier, Parcel
-from kvferry.handoff.decode_side import RemoteHold
-from kvferry.handoff.grains import Grains, ModelLayers
-from kvferry.handoff.listener import Listener
-from kvferry.handoff.protocol import PROTOCOL_VERSION, Directory, EndPoint, Handle, Introduced, RankEntry
+from kvferry.handoff.courier import Parcel
+from kvferry.handoff.protocol import EndPoint, Introduced
 from kvferry.handoff.push_plan import BlockList
-from kvferry.handoff.pusher import Pusher
-from kvferry.handoff.receipt import Request
 from kvferry.handoff.receiver import Receiver
-from kvferry.handoff.remote_engines import RemoteEngines
 from kvferry.handoff.sending import END
 from kvferry.handoff.sending_side import Prompt
 from kvferry.plan.push_grain import Grain, Wire
-from kvferry.plan.wire import encode_shard
 from kvferry.transport.faults import FaultPlan
-from kvferry.transport.registry import open_transports
 
-from .engines_in_process import BLOCK_SIZE, EPOCH, HEADS, HOST, IDENTITY, LAYERS, Rank, filled_ranks, whole_blocks
-
-SECONDS = 20.0
-
-
-class Parts:
-    """What every rank has: transports, a transfer thread, a courier and a listener."""
-
-    def __init__(self, rank: Rank, faults: FaultPlan | None = None) -> None:
-        self.rank = rank
-        self.scratch = Scratch(num_words=4)
-        self.transports = open_transports("cma", faults)
-        self.end_points = self.transports.register([*rank.regions, self.scratch.region])
-        self.executor = Executor(self.scratch)
-        self.courier = Courier()  # each rank is a sender or a receiver
-        self.epoch = secrets.randbits(40)
-        self.listener = Listener(HOST, 0, lambda question: self.answerer.answer(question))
-
-    @property
-    def answers_at(self) -> EndPoint:
-        return EndPoint(HOST, self.listener.port, self.epoch)
-
-    def close(self) -> None:
-        self.executor.close()
-        self.listener.close()
-        self.courier.close()
-        self.transports.close()
-
-
-class SendingRank(Parts):
-    def __init__(self, rank: Rank, faults: FaultPlan | None, grain: Grain | None) -> None:
-        super().__init__(rank, faults)
-        shard = encode_shard(rank.shard)
-        parts = self.transports, self.executor, self.courier, NO_DEVICE
-        grains = Grains(grain, ModelLayers({"full": LAYERS}, LAYERS), layers_per_span=1)
-        self.answerer = self.pusher = Pusher(shard, self.epoch, IDENTITY, *parts, grains, keeps_times=True)
-        self.entry = RankEntry(rank.shard.tp_rank, 0, shard, self.end_points, 0, 0, push_end_point=self.answers_at)
-
-
-class SendingEngine:
-    def __init__(self, tp_size: int, faults: FaultPlan | None, grain: Grain | None) -> None:
-        self.ranks = [SendingRank(rank, faults, grain) for rank in filled_ranks(tp_size)]
-        entries = tuple(rank.entry for rank in self.ranks)
-        self.listener = Listener(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries))
-
-    def hold(self) -> RemoteHold:
-        return RemoteHold("p", EPOCH, HOST, self.listener.port, Handle("x", 0))
-
-    def compute(self, num_final: int, ids: Sequence[int], transfer_id: str = "x", digest: str = "prompt") -> None:
-        num_tokens = len(ids) * BLOCK_SIZE
-        for rank in self.ranks:
-            prompt = Prompt(num_tokens, digest, {"full": BlockList(0, ids)}, num_final)
-            rank.pusher.compute([(transfer_id, prompt)])
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
-        self.listener.close()
-
-
-class ReceivingRank(Parts):
-    def __init__(self, rank: Rank, engine_id: str = "d") -> None:
-        super().__init__(rank)
-        self.engines = RemoteEngines(rank.shard, IDENTITY, self.transports, engine_id, SECONDS)
-        name = f"{engine_id}/{rank.tp_rank}"
-        shard = encode_shard(rank.shard)
-        self.answerer = self.receiver = Receiver(
-            name, IDENTITY, shard, self.end_points, self.answers_at, self.executor, self.courier, SECONDS, True
-        )
-
-    def receive(
-        self, hold: RemoteHold, ids: Sequence[int], transfer_id: str = "x", load_id: str = "r", seconds: float = SECONDS
-    ) -> None:
-        blocks = [whole_blocks("full", [0] * len(ids), ids)]
-        request = Request(load_id, transfer_id, len(ids) * BLOCK_SIZE, "prompt", time.monotonic() + seconds)
-
-        def find() -> list[receipt.SourceRank] | None:
-            engine = self.engines.get(hold)
-            return None if engine is None else engine.sources(transfer_id, blocks)
-
-        self.receiver.receive(request, find)
-
-    def result(self, seconds: float = SECONDS) -> LoadResult:
-        end = time.monotonic() + seconds
-        while not (results := self.executor.collect()):
-            assert time.monotonic() < end, "no push ends"
-            time.sleep(0.002)
-        [result] = results
-        return result
-
-    def is_waiting(self, seconds: float = 0.15) -> bool:
-        time.sleep(seconds)
-        return not self.executor.collect()
+from .engines_in_process import BLOCK_SIZE, HEADS, HOST, IDENTITY, LAYERS, Rank
+from .engines_that_push import SECONDS, Pairs, ReceivingRank, SendingRank, check_arrived
 
 
 @pytest.fixture
@@ -138,34 +35,6 @@ def engines() -> Iterator["Pairs"]:
     pairs = Pairs()
     yield pairs
     pairs.close()
-
-
-class Pairs:
-    def __init__(self) -> None:
-        self.senders: list[SendingEngine] = []
-        self.receivers: list[ReceivingRank] = []
-
-    def open(
-        self,
-        source_tp: int = 1,
-        target_tp: int = 1,
-        faults: FaultPlan | None = None,
-        grain: Grain | None = Grain.CHUNKS,
-    ) -> tuple[SendingEngine, list[ReceivingRank]]:
-        self.senders.append(SendingEngine(source_tp, faults, grain))
-        self.receivers = [ReceivingRank(Rank(tp_rank, target_tp)) for tp_rank in range(target_tp)]
-        return self.senders[-1], self.receivers
-
-    def close(self) -> None:
-        for each in [*self.senders, *self.receivers]:
-            each.close()
-
-
-def check_arrived(sender: SendingEngine, receivers: list[ReceivingRank], source: list[int], target: list[int]) -> None:
-    """Heads of a block's row lie one after the other, so ranks' rows join to the model's row."""
-    sent = np.concatenate([rank.rank.cache[source] for rank in sender.ranks], axis=1)
-    arrived = np.concatenate([rank.rank.cache[target] for rank in receivers], axis=1)
-    assert np.array_equal(arrived, sent)
 
 
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])

@@ -24,6 +24,7 @@ from kvferry.plan.push_grain import (
     choose_grain,
     exposed_seconds,
 )
+from kvferry.plan.staged_plan import GatherPlan
 from kvferry.plan.strategy import TYPICAL_COSTS
 from kvferry.plan.transfer_plan import PairPlan, Planner
 
@@ -175,14 +176,16 @@ def test_spans_of_every_length_are_at_hand_and_numbered_apart() -> None:
         assert set(made.lanes_of[layer]) == {lane for lane, layers in made.layers_of.items() if layer in layers}
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("layout", [NamedLayout.BHLNC, NamedLayout.BLHNC, NamedLayout.LBHNC])
-def test_spans_are_counted_as_they_are_planned(layout: NamedLayout) -> None:
+def test_spans_are_counted_as_they_are_planned(layout: NamedLayout, is_packed: bool) -> None:
     made, plan = grains(), pair(layout)
-    whole = amount_of(plan.groups["full"], TOKENS)
-    found = {each.name: each for each in made._candidates(plan, [AnnouncedBlocks("full", 0, TOKENS, 0, ())])}
+    way = GatherPlan(plan) if is_packed else None
+    whole = amount_of(plan.groups["full"], TOKENS, way)
+    found = {each.name: each for each in made._candidates(plan, [AnnouncedBlocks("full", 0, TOKENS, 0, ())], way)}
     assert found["whole"].at_end == whole
     for size in (1, 2, 4):
-        planned = [amount_of(span, TOKENS) for span in made.span_plans(plan, size)["full"].values()]
+        planned = [amount_of(span, TOKENS, way) for span in made.span_plans(plan, size)["full"].values()]
         assert [span.amount for span in found[f"layers({size})"].spans] == planned
         assert sum(each.num_bytes for each in planned) == whole.num_bytes
 

@@ -12,6 +12,7 @@ import pytest
 from kvferry.execution.device import HOST, Mark
 from kvferry.handoff.grains import Grains, ModelLayers
 from kvferry.handoff.protocol import Identity, PushKey
+from kvferry.handoff.push_ways import PushWays
 from kvferry.handoff.pusher import Pusher
 from kvferry.handoff.sending import END, Lane, Need
 from kvferry.handoff.sending_side import Prompt, Wish
@@ -57,7 +58,7 @@ def prompt(num_final: int) -> Prompt:
 
 def made(order: Any) -> Pusher:
     grains = Grains(Grain.LAYERS, ModelLayers({"full": LAYERS}, LAYERS), layers_per_span=2)
-    pusher = Pusher(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, grains)
+    pusher = Pusher(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, grains, PushWays())
     needs = {lane: Need(0, 40, 16) for lane in (FIRST, SECOND)}
     pusher._side.announce(Wish(KEY, "x", 40, "p", needs, deadline=1e12))
     return pusher

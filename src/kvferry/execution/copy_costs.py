@@ -46,6 +46,17 @@ def largest_cache_bytes() -> int:
     return min(found, MAX_CACHE_BYTES)
 
 
+def measure_stage(stage: Stage) -> tuple[float, float, float] | None:
+    """Return the same as :func:`measure_copies`, of a stage that nobody uses yet.
+
+    None where its copies are not measured: on a GPU, and where it is small.
+    """
+    num_bytes = 1 << min(4 * MAX_BYTES, stage.region.length).bit_length() - 1
+    if stage.region.device != "cpu" or num_bytes < 8 * MIN_BYTES:
+        return None
+    return measure_copies(stage, 0, num_bytes)
+
+
 def measure_copies(stage: Stage, begin: int, num_bytes: int) -> tuple[float, float, float]:
     """Return bytes a second, seconds for each run and for each copy, out of these bytes of a stage, a power of two.
 

@@ -12,7 +12,7 @@ from kvferry.execution.copy_costs import MIN_BYTES, measure_copies
 from kvferry.execution.staging import Stage
 from kvferry.plan.describe import describe_choice
 from kvferry.plan.staged_plan import GatherPlan, ScatterPlan
-from kvferry.plan.strategy import TYPICAL_COSTS, Choice, Costs, Strategy, choose
+from kvferry.plan.strategy import Choice, Costs, Strategy, choose, typical_costs
 from kvferry.plan.transfer_plan import PairPlan
 from kvferry.transport.protocol import Descriptors, Direction, Peer, Region, Status, Transfer, Transport
 
@@ -84,9 +84,9 @@ class Strategist:
         """Return the choice and what was rejected; None where there is nothing to choose."""
         if self.stage is None and self._wish is not Strategy.GATHER:
             return None
-        name, size = transport.capabilities.name, 0 if self.stage is None else self.stage.region.length
+        name, size = transport.capabilities.name, None if self.stage is None else self.stage.region.length
         packing_bytes = None if packing is None else packing.stage_bytes
-        choice = choose(plan, self._costs.get(name, _typical(transport)), self._wish, size, packing_bytes)
+        choice = choose(plan, self._costs.get(name, typical_costs(name)), self._wish, size, packing_bytes)
         better = [found for found in choice.rejected if found.num_descriptors < choice.chosen.num_descriptors]
         is_open = self._wish is None and name not in self._costs
         if self.stage is not None and is_open and (better or choice.chosen.strategy is not Strategy.DIRECT):
@@ -106,7 +106,7 @@ class Strategist:
         except SlowPeerError as error:
             # No reason to fail a request, which has a deadline of its own; nor to wait again for each pair.
             logger.warning("kvferry: what moving costs was not measured: %s", error)
-            return _typical(transport)
+            return typical_costs(transport.capabilities.name)
         if measured is None:
             return None
         seconds = None if packing is None else packing.time_an_answer()
@@ -114,11 +114,6 @@ class Strategist:
             measured = replace(measured, seconds_per_part=seconds)
         self._keep(measured)
         return measured
-
-
-def _typical(transport: Transport) -> Costs:
-    name = transport.capabilities.name
-    return TYPICAL_COSTS.get(name, replace(TYPICAL_COSTS["nixl"], transport=name))
 
 
 def measure_costs(transport: Transport, peer: Peer, regions: Sequence[Region], stage: Stage) -> Costs | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from kvferry.handoff.protocol import AnnouncedBlocks
-from kvferry.handoff.push_measures import Measures
+from kvferry.handoff.push_measures import PACKED, Measures
 from kvferry.handoff.sending import Lane
 from kvferry.layout.cache_group import CacheKind
 from kvferry.plan.layer_spans import Spans, cut_layers, plan_spans
@@ -20,6 +20,7 @@ from kvferry.plan.push_grain import (
     amount_of,
     choose_grain,
 )
+from kvferry.plan.staged_plan import GatherPlan
 from kvferry.plan.strategy import NOMINAL_TOKENS
 from kvferry.plan.transfer_plan import GroupPlan, PairPlan
 
@@ -91,7 +92,7 @@ class Grains:
         for size in {None: sizes, Grain.LAYERS: [layers_per_span]}.get(wish, []) if longest else []:
             self._add(size, number)
             number += -(-longest // size)
-        self._known: WeakKeyDictionary[PairPlan, _PairSpans] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[PairPlan | GatherPlan, _PairSpans] = WeakKeyDictionary()
 
     def note_step(self, num_tokens: int, seconds: float, num_hooks: int) -> None:
         """A step has computed so many tokens of prompts, and told when so many layers had run."""
@@ -107,8 +108,12 @@ class Grains:
         transport: str,
         *,
         is_computed: bool = False,
+        way: GatherPlan | None = None,
     ) -> ChosenGrain:
-        """Return the grain of a push of a prompt of so many tokens; ``is_computed`` says that it has been computed."""
+        """Return the grain of a push of a prompt of so many tokens, straight or by way of a stage here.
+
+        ``is_computed`` says that the prompt has been computed.
+        """
         if self.wish is not None:
             size = self.layers_per_span if self.wish is Grain.LAYERS else 0
             return ChosenGrain(self.wish, "as push_grain says", size)
@@ -119,7 +124,8 @@ class Grains:
         if seconds is None:
             return ChosenGrain(Grain.CHUNKS, "nothing has been measured yet")
         computing = Computing(len(self._layers.order), seconds, -(-num_tokens // chunk))
-        choice = choose_grain(self._candidates(plan, announced), computing, self.measures.wire(transport))
+        wire = self.measures.wire(transport if way is None else transport + PACKED)
+        choice = choose_grain(self._candidates(plan, announced, way), computing, wire)
         return ChosenGrain(choice.chosen.grain, choice.reason, choice.chosen.layers_per_span, choice)
 
     def span_plans(self, plan: PairPlan, size: int) -> SpanPlans:
@@ -146,12 +152,14 @@ class Grains:
                 for layer in span:
                     self.lanes_of[layer] = (*self.lanes_of.get(layer, ()), lane)
 
-    def _candidates(self, plan: PairPlan, announced: Sequence[AnnouncedBlocks]) -> list[Candidate]:
+    def _candidates(
+        self, plan: PairPlan, announced: Sequence[AnnouncedBlocks], way: GatherPlan | None
+    ) -> list[Candidate]:
         """Return what a push can be: as the whole, in chunks, and where layers tell of themselves in spans."""
-        known = self._known.setdefault(plan, _PairSpans())
+        known = self._known.setdefault(way or plan, _PairSpans())
         tokens = {blocks.group: blocks.end_token - blocks.first_token for blocks in announced}
         for group in tokens.keys() - known.whole.keys():
-            known.whole[group] = amount_of(plan.groups[group], NOMINAL_TOKENS)
+            known.whole[group] = amount_of(plan.groups[group], NOMINAL_TOKENS, way)
         states = [group for group in tokens if plan.groups[group].source_group.kind is CacheKind.STATE]
         others = {group: num_tokens / NOMINAL_TOKENS for group, num_tokens in tokens.items() if group not in states}
         at_end = sum((known.whole[group] for group in states), NOTHING)
@@ -165,25 +173,29 @@ class Grains:
         if self.has_hooks:
             for size in self._spans:
                 spans = [
-                    span for group in others for span in self._spans_of(plan, group, size, others[group], chunks[group])
+                    span
+                    for group in others
+                    for span in self._spans_of((plan, way), group, size, others[group], chunks[group])
                 ]
                 found.append(Candidate(Grain.LAYERS, tuple(spans), at_end, size))
         return found
 
-    def _spans_of(self, plan: PairPlan, group: str, size: int, share: float, num_chunks: int) -> list[Span]:
-        each = self._amount_per_layer(plan, group, size)
+    def _spans_of(
+        self, pair: tuple[PairPlan, GatherPlan | None], group: str, size: int, share: float, num_chunks: int
+    ) -> list[Span]:
+        each = self._amount_per_layer(*pair, group, size)
         return [
             Span(self._position[span[-1]] + 1, each.scaled(share * len(span)), num_chunks)
             for span in self._spans[size].get(group, ())
         ]
 
-    def _amount_per_layer(self, plan: PairPlan, group: str, size: int) -> Amount:
+    def _amount_per_layer(self, plan: PairPlan, way: GatherPlan | None, group: str, size: int) -> Amount:
         """Return what one layer of a span of such a length takes, by the first span that both sides hold."""
-        by_group = self._known[plan].sizes.setdefault(size, {})
+        by_group = self._known[way or plan].sizes.setdefault(size, {})
         if group not in by_group:
             by_group[group] = next(
                 (
-                    amount_of(found[0], NOMINAL_TOKENS).scaled(1 / len(span))
+                    amount_of(found[0], NOMINAL_TOKENS, way).scaled(1 / len(span))
                     for span in self._spans[size].get(group, ())
                     if (found := plan_spans(plan, group, (span,)))
                 ),

@@ -9,7 +9,7 @@ reader reads after the data. The lease serves only to take back what a dead read
 import math
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.scratch import BEING_WRITTEN, WORD_BYTES
@@ -126,7 +126,7 @@ class PackingSide:
             return Busy()
         self._waiting.pop(key, None)
         try:
-            self._stage.pack([_moved(copy, begin) for copy in copies]).wait()
+            self._stage.pack([copy.moved(begin) for copy in copies]).wait()
             is_unchanged = self._is_held(question)
         except Exception:
             self._stage.give_back(key)
@@ -200,10 +200,6 @@ def _reach(copy: Merge, side: int, begin: int, block_stride: int, blocks: tuple[
     first = begin + blocks[0] * block_stride + sum(min(step, 0) for step in steps)
     last = begin + blocks[1] * block_stride + sum(max(step, 0) for step in steps)
     return first, last + copy.run_bytes
-
-
-def _moved(merge: Merge, begin: int) -> Merge:
-    return replace(merge, stage_offset=begin + merge.stage_offset)
 
 
 def _invalid(what: str) -> HandoffError:

@@ -2,31 +2,34 @@
 
 import threading
 import time
-from collections.abc import Callable
-
-import numpy as np
+from collections.abc import Callable, Mapping
 
 from kvferry.errors import KVFerryError
 from kvferry.execution.load import LoadResult, Phase
 from kvferry.execution.scratch import Scratch
+from kvferry.execution.writing import Writing
 from kvferry.handoff.protocol import PushKey
-from kvferry.handoff.push_plan import Part
+from kvferry.handoff.push_measures import PACKED
+from kvferry.handoff.push_plan import BlockList, Part
 from kvferry.handoff.push_times import PushTimes
+from kvferry.handoff.push_ways import PackedWay
 from kvferry.handoff.sending import Batch
 from kvferry.handoff.sending_side import SendingSide
 from kvferry.plan.push_grain import Amount
-from kvferry.transport.protocol import Direction, Status, Transfer
+from kvferry.plan.staged import NOTHING
+from kvferry.transport.protocol import Status
 from kvferry.transport.registry import Connecting, Link
 
 Report = Callable[[LoadResult], None]
 Measured = Callable[[str, Amount, float], None]
-"""Called with a transport's name, what a batch had and the seconds that it took."""
+"""Called with the way that a batch took, what it had and the seconds that it took."""
 
 
 class PushJob:
     """Advances one push; ``report`` tells the receiver, once nothing is being written any more.
 
-    ``lock`` guards ``side``, which the engine's and the listener's threads change.
+    ``lock`` guards ``side``, which the engine's and the listener's threads change. With a ``way`` by a stage everything
+    is packed there before it is written.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class PushJob:
         report: Report,
         measured: Measured,
         times: PushTimes | None = None,
+        way: PackedWay | None = None,
     ) -> None:
         self.load_id = f"push {key.number} to {key.receiver} {key.receiver_epoch}"
         self.phase = Phase.PREPARING
@@ -46,10 +50,10 @@ class PushJob:
         self.given_up_at: float | None = None
         self._side, self._lock, self._key, self._part = side, lock, key, part
         self._connect, self._report = connect, report
-        self._measured, self._times = measured, times
+        self._measured, self._times, self._way = measured, times, way
         self._connecting: Connecting | None = None
         self._link: Link | None = None
-        self._transfer: Transfer | None = None
+        self._writing: Writing | None = None
         self._created_at = time.monotonic()
         self._submitted_at = 0.0
         self._transfer_seconds = 0.0
@@ -60,8 +64,8 @@ class PushJob:
         with self._lock:
             self._side.tick(self._key, now)
             is_stopping = self._side.is_stopping(self._key)
-        if self._transfer is not None:
-            return self._look_after(self._transfer, is_stopping)
+        if self._writing is not None:
+            return self._look_after(self._writing, is_stopping)
         if is_stopping:
             # What was taken was never submitted.
             self._stopped(None)
@@ -88,7 +92,7 @@ class PushJob:
             error=self.error,
             num_bytes=self._num_bytes,
             num_staged_bytes=0,
-            num_gathered_bytes=0,
+            num_gathered_bytes=0 if self._way is None else self._num_bytes,
             num_descriptors=self._num_descriptors,
             num_sources=1,
             transport="" if self._link is None else self._link.name,
@@ -114,42 +118,43 @@ class PushJob:
             batch = self._side.take(self._key)
         if not batch or prompt is None:
             return False
-        rows = self._part.lower(batch, prompt.blocks)
-        self._submit(link, batch, rows)
+        self._submitted_at = time.monotonic()
+        self._writing = writing = self._write(link, batch, prompt.blocks)
+        self._num_descriptors += writing.num_descriptors
+        if self._times is not None:
+            self._times.posted(batch, writing.num_descriptors, writing.num_bytes, self._submitted_at)
+        self.phase = Phase.DATA
         return True
 
-    def _submit(self, link: Link, batch: Batch, rows: np.ndarray) -> None:
-        self._submitted_at = time.monotonic()
-        self._transfer = link.transport.submit(link.peer, Direction.WRITE, rows)
-        self._num_descriptors += len(rows)
-        if self._times is not None:
-            self._times.posted(batch, len(rows), self._transfer.num_bytes, self._submitted_at)
-        self.phase = Phase.DATA
+    def _write(self, link: Link, batch: Batch, held: Mapping[str, BlockList]) -> Writing:
+        if self._way is None:
+            return Writing(link, self._part.lower(batch, held))
+        return Writing(link, NOTHING, self._part.gather(batch, held, self._way.plan), self._way.stage)
 
-    def _look_after(self, transfer: Transfer, is_stopping: bool) -> bool:
-        assert self._link is not None
-        before = transfer.bytes_done
-        transport = self._link.transport
-        status = transport.cancel(transfer) if is_stopping else transport.poll(transfer)
+    def _look_after(self, writing: Writing, is_stopping: bool) -> bool:
+        before = writing.progress
+        status = writing.cancel() if is_stopping else writing.poll()
         if is_stopping:
             self.phase = Phase.STOPPING
             self.given_up_at = self.given_up_at or time.monotonic()
         if status is Status.PENDING:
-            return transfer.bytes_done != before
-        self._transfer, self.phase = None, Phase.PREPARING
+            return writing.progress != before
+        self._writing, self.phase = None, Phase.PREPARING
         now = time.monotonic()
         self._transfer_seconds += now - self._submitted_at
         if status is Status.DONE:
-            self._note_landed(self._link.name, transfer, now)
+            self._note_landed(writing, now)
             with self._lock:
                 self._side.landed(self._key)
         else:
-            self._stopped(transfer.error if status is Status.FAILED else None)
+            self._stopped(writing.error if status is Status.FAILED else None)
         return True
 
-    def _note_landed(self, transport: str, transfer: Transfer, now: float) -> None:
-        self._num_bytes += transfer.num_bytes
-        self._measured(transport, Amount(transfer.num_descriptors, transfer.num_bytes), now - self._submitted_at)
+    def _note_landed(self, writing: Writing, now: float) -> None:
+        assert self._link is not None
+        self._num_bytes += writing.num_bytes
+        way = self._link.name + ("" if self._way is None else PACKED)
+        self._measured(way, Amount(writing.num_descriptors, writing.num_bytes), now - self._submitted_at)
         if self._times is not None:
             self._times.landed(now)
 

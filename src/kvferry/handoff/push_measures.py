@@ -2,16 +2,17 @@
 
 import threading
 from collections import deque
-from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
 from kvferry.plan.push_grain import Amount, Wire
-from kvferry.plan.strategy import TYPICAL_COSTS
+from kvferry.plan.strategy import typical_costs
 
 NUM_KEPT = 15
 TYPICAL_BATCH_SECONDS = 0.5e-3
 """From a wake of the transfer thread to a batch posted and found landed, but for the moving itself."""
+PACKED = " by gather"
+"""Behind a transport's name: what is packed before it is written takes the time of the copy too."""
 
 Key = TypeVar("Key", int, str)
 
@@ -77,5 +78,6 @@ class Measures:
 
 
 def _typical(transport: str) -> Wire:
-    costs = TYPICAL_COSTS.get(transport, replace(TYPICAL_COSTS["nixl"], transport=transport))
-    return Wire(costs.seconds_per_descriptor, 1 / costs.bytes_per_second, TYPICAL_BATCH_SECONDS)
+    costs = typical_costs(transport.removesuffix(PACKED))
+    per_copied_byte = 1 / costs.copy_bytes_per_second if transport.endswith(PACKED) else 0.0
+    return Wire(costs.seconds_per_descriptor, 1 / costs.bytes_per_second + per_copied_byte, TYPICAL_BATCH_SECONDS)

@@ -13,6 +13,8 @@ from kvferry.handoff.protocol import AnnouncedBlocks
 from kvferry.handoff.sending import Batch, Cut, Lane, Need
 from kvferry.layout.cache_group import CacheKind
 from kvferry.plan.request import GroupBlocks
+from kvferry.plan.staged import NOTHING, StagedPart
+from kvferry.plan.staged_plan import GatherPlan
 from kvferry.plan.transfer_plan import Descriptors, GroupPlan, PairPlan
 
 NEVER = 1 << 61
@@ -75,13 +77,21 @@ class Part:
         Raises :class:`HandoffError` (invalid-request) where it does not hold one of them, :class:`PlanError` where
         blocks do not fit.
         """
+        rows = [part for plan, asked in self._asked_of(batch, held) for part in plan.lower(asked)]
+        return np.concatenate([NOTHING, *(part.view(np.uint64) for part in rows)])
+
+    def gather(self, batch: Batch, held: Mapping[str, BlockList], way: GatherPlan) -> list[StagedPart]:
+        """Return what of a batch is packed here, and written from there. Raises as :meth:`lower`."""
+        return way.parts_of(self._asked_of(batch, held))
+
+    def _asked_of(self, batch: Batch, held: Mapping[str, BlockList]) -> list[tuple[GroupPlan, list[GroupBlocks]]]:
+        """Return the plans of a batch, of whole groups or of spans of layers, each with what is asked of it."""
         announced = {blocks.group: blocks for blocks in self.announced}
-        rows: list[Descriptors] = [np.empty((0, 3), dtype=np.uint64)]
+        found: list[tuple[GroupPlan, list[GroupBlocks]]] = []
         for (group, first_token, end_token), spans in _together(batch).items():
             asked = self._asked(Cut(Lane(group), first_token, end_token), announced[group], held[group])
-            for plan in self._plans(group, spans):
-                rows += [part.view(np.uint64) for part in plan.lower([asked])]
-        return np.concatenate(rows)
+            found += [(plan, [asked]) for plan in self._plans(group, spans)]
+        return found
 
     def _plans(self, group: str, spans: Sequence[int]) -> list[GroupPlan]:
         """Return the plans of these spans; of all, that of the whole group, whose runs are longer."""

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.errors import HandoffError, Reason, TransportError
@@ -35,6 +35,7 @@ from kvferry.handoff.protocol import (
 from kvferry.handoff.push_job import PushJob
 from kvferry.handoff.push_plan import Part, selector_of
 from kvferry.handoff.push_times import PromptTimes, PushTimes, Step
+from kvferry.handoff.push_ways import PackedWay, PushWays
 from kvferry.handoff.sending import Lane
 from kvferry.handoff.sending_side import Prompt, SendingSide, Wish
 from kvferry.plan.push_grain import Grain
@@ -59,6 +60,7 @@ class Receiver:
     source_index: int
     connecting: Connecting | None = None
     latest_grain: tuple[Grain, int] | None = None
+    ways: dict[PairPlan, PackedWay | None] = field(default_factory=dict)
 
     def plan(self, transfer_id: str) -> PairPlan:
         """Return this rank's part of a transfer. Raises :class:`HandoffError` (missing-source) where it has none."""
@@ -75,7 +77,8 @@ class Receiver:
 class Pusher:
     """All pushes of one rank, whose encoded shard is ``shard``.
 
-    ``grains`` says what of a prompt goes together. With ``keeps_times`` the result of each push has a timeline.
+    ``grains`` says what of a prompt goes together, ``ways`` whether it is packed first. With ``keeps_times`` the result
+    of each push has a timeline.
 
     :meth:`answer` is for the listener's thread; the others are for the engine's, and none of them waits for a transfer.
     """
@@ -90,6 +93,7 @@ class Pusher:
         courier: Courier,
         order: DeviceOrder,
         grains: Grains,
+        ways: PushWays,
         keeps_times: bool = False,
     ) -> None:
         self._shard, self.epoch, self._identity = shard, epoch, identity
@@ -100,7 +104,7 @@ class Pusher:
         self._lock = threading.Lock()
         self._receivers: Bounded[tuple[str, int], Receiver] = Bounded(MAX_RECEIVERS)
         self._lives: dict[str, int] = {}
-        self.grains = grains
+        self.grains, self._ways = grains, ways
         self._to_run: dict[Lane, set[str]] = {}
         self._times = PromptTimes() if keeps_times else None
         self._step = Step(0.0)
@@ -210,6 +214,7 @@ class Pusher:
     def close(self) -> None:
         """Stop what waits for the device; pushes end with the executor."""
         self._afterwards.close()
+        self._ways.close()
 
     # The listener's thread.
 
@@ -270,7 +275,8 @@ class Pusher:
                 f"{part.digest}.",
                 "Run the same kvferry version on both sides.",
             )
-        chosen = self._choose(receiver, plan, part, question)
+        way = self._way(receiver, plan)
+        chosen = self._choose(receiver, plan, part, question, way)
         part = part.in_grain(self.grains.span_plans(plan, chosen.layers_per_span), chosen.grain is Grain.WHOLE)
         deadline = time.monotonic() + question.seconds
         wish = Wish(key, question.transfer_id, question.num_tokens, question.prompt_digest, part.needs, deadline)
@@ -278,13 +284,30 @@ class Pusher:
             if not self._side.announce(wish):
                 return
             times = None if self._times is None else self._timeline(wish, chosen)
-        self._executor.submit(self._job(key, part, receiver, times))
+        self._executor.submit(self._job(key, part, receiver, times, way))
 
-    def _choose(self, receiver: Receiver, plan: PairPlan, part: Part, question: Announce) -> ChosenGrain:
+    def _way(self, receiver: Receiver, plan: PairPlan) -> PackedWay | None:
+        if plan not in receiver.ways:
+            receiver.ways[plan] = self._ways.choose(plan, self._transport(receiver))
+        return receiver.ways[plan]
+
+    def _transport(self, receiver: Receiver) -> str:
+        """Return the name of the transport that reaches a receiver unless it fails."""
+        return next((name for name in self._transports.transports if name in receiver.end_points), "")
+
+    def _choose(
+        self, receiver: Receiver, plan: PairPlan, part: Part, question: Announce, way: PackedWay | None
+    ) -> ChosenGrain:
         with self._lock:
             is_computed = self._side.is_computed(question.transfer_id)
-        transport = next((name for name in self._transports.transports if name in receiver.end_points), "")
-        chosen = self.grains.choose(plan, part.announced, question.num_tokens, transport, is_computed=is_computed)
+        chosen = self.grains.choose(
+            plan,
+            part.announced,
+            question.num_tokens,
+            self._transport(receiver),
+            is_computed=is_computed,
+            way=None if way is None else way.plan,
+        )
         if receiver.latest_grain != (grain := (chosen.grain, chosen.layers_per_span)):
             receiver.latest_grain = grain
             logger.info("kvferry: pushes to %s go as %s: %s", question.key.receiver, chosen.name, chosen.reason)
@@ -294,7 +317,9 @@ class Pusher:
         assert self._times is not None
         return PushTimes(wish, chosen, self._times.of(wish.transfer_id), self.grains.layers_of)
 
-    def _job(self, key: PushKey, part: Part, receiver: Receiver, times: PushTimes | None) -> PushJob:
+    def _job(
+        self, key: PushKey, part: Part, receiver: Receiver, times: PushTimes | None, way: PackedWay | None
+    ) -> PushJob:
         return PushJob(
             self._side,
             self._lock,
@@ -304,6 +329,7 @@ class Pusher:
             report=lambda result: self._report(key, part, receiver, result),
             measured=self.grains.measures.note_batch,
             times=times,
+            way=way,
         )
 
     # The transfer thread.

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import PlanError, Reason
+from kvferry.plan.staged_plan import GatherPlan
 from kvferry.plan.strategy import templates_of
 from kvferry.plan.transfer_plan import GroupPlan
 
@@ -158,11 +159,14 @@ def choose_grain(candidates: Sequence[Candidate], computing: Computing, wire: Wi
     return GrainChoice(ordered[index], seconds[index], predictions, _reason(predictions, computing))
 
 
-def amount_of(group: GroupPlan, num_tokens: int) -> Amount:
-    """Return what so many tokens of a group take, their blocks in scattered order."""
+def amount_of(group: GroupPlan, num_tokens: int, way: GatherPlan | None = None) -> Amount:
+    """Return what so many tokens of a group take, their blocks in scattered order, straight or packed first."""
     found = list(templates_of(group, num_tokens))
     return Amount(
-        sum(len(template.pieces) * blocks for template, blocks in found),
+        sum(
+            (len(template.pieces) if way is None else way.staged(template).num_reads) * blocks
+            for template, blocks in found
+        ),
         sum(int(template.pieces[:, 2].sum()) * blocks for template, blocks in found),
     )
 

@@ -50,6 +50,10 @@ class Merge:
         """Runs that are copied."""
         return len(self.destination_blocks) * int(np.prod([count for count, _, _ in self.loops], dtype=np.int64))
 
+    def moved(self, begin: int) -> "Merge":
+        """Return the same copy with its stage's places so many bytes further on."""
+        return replace(self, stage_offset=begin + self.stage_offset)
+
 
 @dataclass(frozen=True, slots=True)
 class _StageCopy:

@@ -8,7 +8,7 @@ import numpy as np
 from kvferry.plan.request import GroupBlocks, Integers
 from kvferry.plan.staged import NOTHING, StagedPart, StagedTemplate
 from kvferry.plan.template import Template, mirrored
-from kvferry.plan.transfer_plan import Descriptors, PairPlan
+from kvferry.plan.transfer_plan import Descriptors, GroupPlan, PairPlan
 
 MAX_CACHED_TEMPLATES = 1024
 
@@ -29,10 +29,12 @@ class _StagedPlan:
             found = self._templates[template] = self._make(template)
         return found
 
-    def _pairs(self, requests: Sequence[GroupBlocks]) -> Iterator[tuple[StagedTemplate, Integers, Integers]]:
+    def _pairs(
+        self, asked: Sequence[tuple[GroupPlan, Sequence[GroupBlocks]]]
+    ) -> Iterator[tuple[StagedTemplate, Integers, Integers]]:
         """Return staged forms with their source and destination blocks, for each phase and pair of regions."""
-        for plan, asked in self.plan.asked(requests):
-            for phase, source_blocks, destination_blocks in plan.pairs(asked):
+        for plan, blocks in asked:
+            for phase, source_blocks, destination_blocks in plan.pairs(blocks):
                 for template in plan.templates(phase):
                     yield self.staged(template), source_blocks, destination_blocks
 
@@ -46,7 +48,8 @@ class ScatterPlan(_StagedPlan):
 
     def parts(self, requests: Sequence[GroupBlocks]) -> list[StagedPart]:
         """Return what goes through the stage, one part for each phase and pair of regions. Raises as ``lower``."""
-        return [_part(staged, source, destination) for staged, source, destination in self._pairs(requests)]
+        pairs = self._pairs(self.plan.asked(requests))
+        return [_part(staged, source, destination) for staged, source, destination in pairs]
 
 
 class GatherPlan(_StagedPlan):
@@ -62,7 +65,11 @@ class GatherPlan(_StagedPlan):
 
     def parts(self, requests: Sequence[GroupBlocks]) -> list[StagedPart]:
         """Return what is packed and read, one part for each phase and pair of regions. Raises as ``lower``."""
-        return [_part(staged, destination, source) for staged, source, destination in self._pairs(requests)]
+        return self.parts_of(self.plan.asked(requests))
+
+    def parts_of(self, asked: Sequence[tuple[GroupPlan, Sequence[GroupBlocks]]]) -> list[StagedPart]:
+        """Return the same of what is asked of some of the plan's groups, or of plans of some of their layers."""
+        return [_part(staged, destination, source) for staged, source, destination in self._pairs(asked)]
 
 
 def _part(staged: StagedTemplate, blocks: Integers, other_blocks: Integers) -> StagedPart:

@@ -62,6 +62,15 @@ TYPICAL_COSTS = {
 """One machine with two x86-64 server cores and huge pages: for plans that are made where nothing can be measured."""
 
 
+def typical_costs(transport: str) -> Costs:
+    """Return what moving over a transport typically takes; one that was never measured is taken for ``nixl``.
+
+    >>> typical_costs("mooncake").transport
+    'mooncake'
+    """
+    return TYPICAL_COSTS.get(transport, replace(TYPICAL_COSTS["nixl"], transport=transport))
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What one strategy would move, and how long that should take."""
@@ -105,14 +114,14 @@ def choose(
     plan: PairPlan,
     costs: Costs,
     wish: Strategy | None = None,
-    stage_bytes: int = DEFAULT_STAGE_BYTES,
+    stage_bytes: int | None = DEFAULT_STAGE_BYTES,
     packing_bytes: int | None = None,
 ) -> Choice:
     """Choose the strategy whose predicted time is shortest, or the one wished for.
 
     A stage must be predicted to be ``LEAST_GAIN`` times as fast as the direct way: it takes memory and a core besides.
-    ``packing_bytes`` is the source's stage, None where the source does not pack. Raises :class:`PlanError`
-    (``unsupported``) for a wish that this pair cannot have.
+    ``stage_bytes`` is the destination's stage, None where it has none, ``packing_bytes`` the source's, None where that
+    does not pack. Raises :class:`PlanError` (``unsupported``) for a wish that this pair cannot have.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.shapes import shard_for
@@ -162,7 +171,9 @@ def direct_prediction(plan: PairPlan, costs: Costs) -> Prediction:
     ).timed(costs)
 
 
-def _scatter_predictions(plan: PairPlan, costs: Costs, stage_bytes: int) -> list[Prediction]:
+def _scatter_predictions(plan: PairPlan, costs: Costs, stage_bytes: int | None) -> list[Prediction]:
+    if stage_bytes is None:
+        raise PlanError(Reason.UNSUPPORTED, "there is no stage at the destination.")
     plans = [ScatterPlan(plan, gap_bytes) for gap_bytes in sorted({0, costs.gap_bytes})]
     found = [_scatter_prediction(scatter, costs, stage_bytes) for scatter in plans]
     # Gaps worth reading are named only where there are any.

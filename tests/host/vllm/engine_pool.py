@@ -105,6 +105,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
             "arguments": (*CHUNKED, "--no-scheduler-reserve-full-isl"),
         },
     ),
+    # Packs what it pushes: its cache has layers and heads in another order than those of the others.
+    "gqa-push-gather": ("gqa", {"mode": "push", "strategy": "gather", "layout": "LBHNC", "cores": LAST_CORE}),
     "gqa-push-layers": ("gqa", {"mode": "push", "push_grain": "layers", "layers_per_span": 3, "cores": LAST_CORE}),
     "mla-reference": ("mla", {"role": None, "cores": BOTH_CORES}),
     "mla-tp1": ("mla", {}),
@@ -160,6 +162,7 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2", "gemma-pp2"),
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
     ("gqa-reference", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "gqa-push-tp1", "gqa-push-small"),
+    ("gqa-reference", "gqa-push-tp1", "gqa-push-tp2", "gqa-push-gather"),
     ("gqa-reference", "gqa-push-tp2-mooncake", "gqa-push-tp1-mooncake"),
     ("gemma-reference", "gemma-push-tp1", "gemma-push-tp2", "gemma-push-layers"),
     ("granite-reference", "granite-push-tp1", "granite-push-tp2"),

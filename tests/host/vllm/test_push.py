@@ -47,6 +47,7 @@ PUSH_PAIRS = (
     Pair("push-1-2", "gqa-push-tp1", "gqa-push-tp2"),
     Pair("push-chunked", "gqa-push-chunked", "gqa-push-tp1"),
     Pair("push-layers", "gqa-push-layers", "gqa-push-tp2"),
+    Pair("push-gather", "gqa-push-gather", "gqa-push-tp2", in_matrix=True),
     Pair("push-preempted", "gqa-push-small", "gqa-push-tp1", in_matrix=True),
     Pair("push-nixl", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "nixl", in_matrix=True),
     Pair("push-mooncake", "gqa-push-tp2-mooncake", "gqa-push-tp1-mooncake", "mooncake", in_matrix=True),
@@ -178,6 +179,18 @@ def pushes_of(engine: Engine, num_tokens: int, count: int) -> list[dict[str, Any
         assert time.monotonic() < end, found
         time.sleep(0.2)
         engine.complete(random_prompt(34, 3), 1)
+
+
+@for_push_pairs("push-gather")
+def test_what_is_packed_goes_in_few_runs(pair: Pair, engine_pool: EnginePool) -> None:
+    pushes, num_tokens = Pushes.of(pair, engine_pool), 1900
+    pushes.send(random_prompt(35, num_tokens))
+    num_blocks = -(-num_tokens // pushes.prefill.block_size)
+    for push in pushes_of(pushes.prefill, num_tokens, pushes.decode.tp):
+        assert push["gathered_bytes"] == push["bytes"] > 0
+        # A run for each head and block of the receiver at most, whatever the sender's order of layers is.
+        num_heads = 4 // pushes.decode.tp
+        assert push["descriptors"] <= num_heads * num_blocks * len(push["timeline"]["batches"])
 
 
 @for_push_pairs("push-2-1", matrix=True)

@@ -77,6 +77,12 @@ class PushSchedulerRole(SchedulerRole):
                 "router_address tells a router of a prefill or of a decode engine, and this is to be both.",
                 'Set "kv_role" to "kv_producer" or "kv_consumer".',
             )
+        if settings.packs_pushes and not self._is_sender:
+            raise SettingsError(
+                Reason.INVALID_SETTING,
+                f"strategy {settings.strategy!r} is for the engine that pushes, and this one is pushed to.",
+                'Set "strategy" on the prefill engine only.',
+            )
         super().__init__(vllm_config, kv_cache_config, engine_id, settings)
 
     def _before_listening(self) -> None:

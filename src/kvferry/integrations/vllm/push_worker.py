@@ -9,6 +9,7 @@ from kvferry.handoff.courier import Courier
 from kvferry.handoff.grains import Grains
 from kvferry.handoff.listener import Listener
 from kvferry.handoff.protocol import Answer, EndPoint, Identity, Pushed, PushFailed, Question
+from kvferry.handoff.push_ways import PushWays
 from kvferry.handoff.pusher import Pusher
 from kvferry.handoff.receiver import Receiver
 from kvferry.integrations.vllm.metadata import StepMetadata
@@ -35,6 +36,7 @@ class PushWorker:
         parts: tuple[TransportSet, Executor, DeviceOrder],
         hosts: tuple[str, str],
         grains: Grains,
+        ways: PushWays,
         answer_seconds: float,
         keeps_times: bool,
     ) -> None:
@@ -44,7 +46,9 @@ class PushWorker:
         # One each: whoever collects answers takes all that have come.
         self._couriers = Courier(), Courier()
         sends, receives = self._couriers
-        self.pusher = Pusher(shard, self._epoch, identity, transports, executor, sends, order, grains, keeps_times)
+        self.pusher = Pusher(
+            shard, self._epoch, identity, transports, executor, sends, order, grains, ways, keeps_times
+        )
         self._receiver: Receiver | None = None
         self._listener = Listener(host, 0, self._answer)
         self.answers_at = EndPoint(reachable_host, self._listener.port, self._epoch)

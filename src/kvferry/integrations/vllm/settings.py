@@ -2,12 +2,13 @@
 
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.execution.kept_costs import KeptCosts
+from kvferry.execution.kept_costs import KeptCosts, read_costs
 from kvferry.handoff.addresses import is_wildcard
 from kvferry.plan.push_grain import Grain
 from kvferry.plan.strategy import DEFAULT_STAGE_BYTES, Strategy
@@ -42,12 +43,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_held_requests: guard words a rank keeps; more requests than this are not exported.
     strategy: ``auto`` chooses by predicted times between ``direct`` copies from cache to cache, ``scatter``, by way
         of a stage in the decode engine, and ``gather``, by way of one in the prefill engine. The decode engine's
-        setting decides; a prefill engine packs for readers with ``gather`` and ``auto`` only.
+        setting decides; a prefill engine packs for readers with ``gather`` and ``auto`` only. Of pushes the prefill
+        engine's decides, between ``direct`` and ``gather``.
     stage_bytes: memory of a stage in each rank that has one: with ``auto`` and ``scatter`` where a rank reads, with
         ``auto`` and ``gather`` where it packs. Larger loads go in rounds.
     costs_file: a JSON file with what moving costs, a report of ``kvferry bench transport --strategy --json``. Where it
         is there at start nothing is measured for the transports in it, and it stays as it is; where it is not, what
-        this engine measures goes there. Not with ``direct``, which chooses nothing.
+        this engine measures goes there; for pushes it must be there. Not with ``direct``, which chooses nothing.
     huge_pages: put the cache into 2 MiB pages at start where the kernel allows.
     transfer_cores: cores for the transfer thread; empty means all but the compute cores.
     realtime_transfers: give the transfer thread real-time priority where the kernel allows.
@@ -101,12 +103,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def scatters(self) -> bool:
         """Whether a rank that reads needs a stage."""
-        return self.strategy in ("auto", "scatter")
+        return self.mode == "pull" and self.strategy in ("auto", "scatter")
 
     @property
     def packs(self) -> bool:
         """Whether a rank that is read from packs on request."""
-        return self.strategy in ("auto", "gather")
+        return self.mode == "pull" and self.strategy in ("auto", "gather")
+
+    @property
+    def packs_pushes(self) -> bool:
+        """Whether a rank that pushes needs a stage."""
+        return self.mode == "push" and self.strategy in ("auto", "gather")
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
@@ -175,11 +182,11 @@ def _check_push(settings: Settings, given: Mapping[str, Any]) -> None:
         raise SettingsError(
             Reason.INVALID_SETTING, f"{ignored[0]} is for pushes.", 'Set "mode" to "push", or leave it out.'
         )
-    if settings.mode == "push" and settings.strategy != "direct":
+    if settings.mode == "push" and settings.strategy == "scatter":
         raise SettingsError(
             Reason.UNSUPPORTED,
-            f"strategy {settings.strategy!r} reads by way of a stage; with mode 'push' nothing is read.",
-            'Leave "strategy" out, or set it to "direct".',
+            "strategy 'scatter' reads by way of a stage; with mode 'push' nothing is read.",
+            'Set "strategy" to "gather" or "auto" on the prefill engine, or leave it out.',
         )
     if bool(settings.router_address) != bool(settings.http_address):
         raise SettingsError(
@@ -216,4 +223,7 @@ def _check_costs_file(settings: Settings) -> None:
             f"costs_file {settings.costs_file!r} says nothing with the strategy 'direct', which chooses nothing.",
             'Set "strategy" to "auto", or leave costs_file out.',
         )
+    if settings.costs_file and settings.mode == "push":
+        # A rank that pushes measures its own copies only: nothing would ever write the file.
+        read_costs(Path(settings.costs_file), "costs_file")
     KeptCosts(settings.costs_file)

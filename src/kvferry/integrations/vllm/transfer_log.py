@@ -54,6 +54,7 @@ class TransferLog:
             "push": result.load_id,
             "rank": self._rank,
             "bytes": result.num_bytes,
+            "gathered_bytes": result.num_gathered_bytes,
             "descriptors": result.num_descriptors,
             "transport": result.transport,
             "layout": self._layout.value,

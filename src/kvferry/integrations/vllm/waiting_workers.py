@@ -8,15 +8,20 @@ docs/decisions/sleeping-workers.md.
 
 import os
 import time
+from typing import Any
 
 from kvferry.errors import Reason, SettingsError
 
 VARIABLE = "KVFERRY_SLEEPING_WORKERS"
 SLEEP_SECONDS = 50e-6
+LOOKING_SECONDS = 0.002
+"""So long a process that waits looks again and again; then it sleeps until it is told."""
+LONGEST_SLEEP_MILLISECONDS = 20
+"""A socket that has lately been full may drop a notice: nobody relies on one for longer."""
 
 
 def make_waits_sleep() -> None:
-    """Replace the yield in vLLM's message queues of this process where ``KVFERRY_SLEEPING_WORKERS`` is 1.
+    """Replace the waits in vLLM's message queues of this process where ``KVFERRY_SLEEPING_WORKERS`` is 1.
 
     Safe to call again. Raises :class:`SettingsError` (``invalid-setting``) for any other value but 0.
     """
@@ -34,6 +39,39 @@ def make_waits_sleep() -> None:
         # The queues took the function by its name.
         for module in (utils, shm_broadcast):
             vars(module)["sched_yield"] = sleep_shortly
+        if not hasattr(shm_broadcast.SpinCondition, "begin_looking"):
+            vars(shm_broadcast)["SpinCondition"] = sleeping_condition(shm_broadcast.SpinCondition)
+
+
+def sleeping_condition(base: Any) -> Any:
+    """Return vLLM's condition of a reader, which looks for a shorter while before it waits to be told."""
+
+    class SleepingCondition(base):  # type: ignore[misc]
+        """Looks for ``LOOKING_SECONDS`` from the beginning of each wait; vLLM's for a second after each message."""
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self._waits = False
+            if self.is_reader:
+                self.busy_loop_s = LOOKING_SECONDS
+
+        def begin_looking(self) -> None:
+            """Count the time of looking from now on."""
+            if not self._waits:
+                self._waits, self.last_read = True, time.monotonic()
+
+        def record_read(self) -> None:
+            """A message has come."""
+            super().record_read()
+            self._waits = False
+
+        def wait(self, timeout_ms: int | None = None) -> None:
+            """Sleep shortly, or until the writer tells or ``timeout_ms`` are over; whoever waits looks again."""
+            self.begin_looking()
+            longest = LONGEST_SLEEP_MILLISECONDS
+            super().wait(longest if timeout_ms is None else min(timeout_ms, longest))
+
+    return SleepingCondition
 
 
 def sleep_shortly() -> None:

@@ -26,6 +26,7 @@ from kvferry.handoff.lease import lease_lost
 from kvferry.handoff.packing_listener import PackingListener
 from kvferry.handoff.packing_side import PackingSide
 from kvferry.handoff.protocol import RankEntry
+from kvferry.handoff.push_ways import PushWays
 from kvferry.handoff.receipt import Request, SourceRank
 from kvferry.handoff.remote_engines import RemoteEngines
 from kvferry.handoff.sending_side import Prompt
@@ -86,23 +87,25 @@ class WorkerRole:
         self._step_words = StepWords(self._words, self._order)
         words = Region(self._words.address, self._words.array.nbytes)
         stage = self._stage() if self._settings.scatters else None
-        staged = [] if stage is None else [stage.region]
+        push_stage = self._stage() if self._settings.packs_pushes else None
+        staged = [each.region for each in (stage, push_stage) if each is not None]
         packing = self._open_packing(shard)
         end_points = self._transports.register([*shard.regions, words, self._scratch.region, *staged, *packing])
         identity = identity_of(self._vllm_config, self._settings)
         sender = f"{self._vllm_config.kv_transfer_config.engine_id}/{self._rank}"  # type: ignore[union-attr]
         timeout = self._settings.handshake_timeout_seconds
-        costs, wish = self._kept_costs, self._settings.wanted_strategy
-        strategist = Strategist(stage, wish, costs.given, costs.keep)
+        costs, wish, pushes = self._kept_costs, self._settings.wanted_strategy, self._settings.mode == "push"
+        strategist = Strategist(stage, None if pushes else wish, costs.given, costs.keep)
         self._remote_engines = RemoteEngines(shard, identity, self._transports, sender, timeout, strategist)
         self._executor = Executor(self._scratch, self._transfer_cores(), self._settings.realtime_transfers, self._order)
-        if self._settings.mode == "push":
+        if pushes:
             parts = self._transports, self._executor, self._order
             hosts = self._settings.host, self._settings.reachable_host
             grains = Grains(self._settings.wanted_grain, self._model_layers(), self._settings.layers_per_span)
+            ways = PushWays(push_stage, wish, costs.given)
             keeps_times = bool(self._settings.transfer_log)
             self._push = PushWorker(
-                sender, identity, encode_shard(shard), end_points, parts, hosts, grains, timeout, keeps_times
+                sender, identity, encode_shard(shard), end_points, parts, hosts, grains, ways, timeout, keeps_times
             )
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
