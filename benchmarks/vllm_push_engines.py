@@ -251,7 +251,7 @@ def engine_settings(
     role: Role, connector: dict[str, Any], model: Path, cases: Sequence[Case], max_batched_tokens: int
 ) -> EngineSettings:
     """Return one engine's settings, equal for both modes but for the connector's."""
-    num_blocks = PROMPTS_IN_CACHE * max(-(-case.tokens // BLOCK_SIZE) for case in cases) + 1
+    num_blocks = PROMPTS_IN_CACHE * max(-(-case.tokens // BLOCK_SIZE) for case in cases)
     # A decode engine computes no prompts.
     chunk = max_batched_tokens if role == "kv_producer" else max(MAX_BATCHED_TOKENS.values())
     return EngineSettings(
@@ -262,7 +262,8 @@ def engine_settings(
         block_size=BLOCK_SIZE,
         prefix_caching=False,
         cores=engine_cores(role, 1),
-        kv_cache_bytes=num_blocks * BLOCK_SIZE * find_tiny_model(MODEL).kv_bytes_per_token(),
+        max_model_len=num_blocks * BLOCK_SIZE,
+        kv_cache_bytes=(num_blocks + 1) * BLOCK_SIZE * find_tiny_model(MODEL).kv_bytes_per_token(),
         arguments=("--worker-extension-cls", EXTENSION, "--max-num-batched-tokens", str(chunk)),
         variables={"VLLM_SERVER_DEV_MODE": "1"},
     )

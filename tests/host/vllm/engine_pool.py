@@ -58,6 +58,11 @@ CHUNKED = ("--max-num-batched-tokens", "256", "--enable-chunked-prefill")
 BOTH_CORES = (",".join(sorted(spread_over_cores(2))),)
 SEVERAL_API_SERVERS = (str(Path(__file__).with_name("several_api_servers.py")),)
 LAST_CORE = spread_over_cores(1, from_last=True)
+# Some ten seconds of a C++ compiler at the start.
+COMPILED: dict[str, Any] = {
+    "arguments": ("--no-enforce-eager",),
+    "variables": {"TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_CI_ENV": "0"},
+}
 
 # Name -> model and what differs from the defaults. Peers of one rank compute on different cores. A prefill engine on
 # "auto" offers cma and nixl, and a decode engine takes cma unless it is told to use nixl.
@@ -107,6 +112,11 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Packs what it pushes: its cache has layers and heads in another order than those of the others.
     "gqa-push-gather": ("gqa", {"mode": "push", "strategy": "gather", "layout": "LBHNC", "cores": LAST_CORE}),
+    # As vLLM runs unless it is told otherwise: layers are parts of a compiled graph.
+    "gqa-push-compiled": (
+        "gqa",
+        {"mode": "push", "push_grain": "layers", "layers_per_span": 3, "cores": LAST_CORE} | COMPILED,
+    ),
     "gqa-push-layers": ("gqa", {"mode": "push", "push_grain": "layers", "layers_per_span": 3, "cores": LAST_CORE}),
     "mla-reference": ("mla", {"role": None, "cores": BOTH_CORES}),
     "mla-tp1": ("mla", {}),
@@ -162,7 +172,7 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2", "gemma-pp2"),
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
     ("gqa-reference", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "gqa-push-tp1", "gqa-push-small"),
-    ("gqa-reference", "gqa-push-tp1", "gqa-push-tp2", "gqa-push-gather"),
+    ("gqa-reference", "gqa-push-tp1", "gqa-push-tp2", "gqa-push-gather", "gqa-push-compiled"),
     ("gqa-reference", "gqa-push-tp2-mooncake", "gqa-push-tp1-mooncake"),
     ("gemma-reference", "gemma-push-tp1", "gemma-push-tp2", "gemma-push-layers"),
     ("granite-reference", "granite-push-tp1", "granite-push-tp2"),
@@ -341,7 +351,7 @@ class EnginePool:
         if arguments["role"] is not None:
             connector_settings["transfer_log"] = str(self.folder / f"{name}.transfers")
             arguments.update(connector_settings=connector_settings, arguments=(*arguments["arguments"], *EXTENSION))
-            arguments["variables"] = {"VLLM_SERVER_DEV_MODE": "1"}
+            arguments["variables"] = {"VLLM_SERVER_DEV_MODE": "1", **differences.get("variables", {})}
             if "connector_module" in differences:
                 arguments["variables"]["VLLM_PLUGINS"] = ""
         return EngineSettings(self.model_path(model), **arguments)

@@ -48,6 +48,7 @@ PUSH_PAIRS = (
     Pair("push-chunked", "gqa-push-chunked", "gqa-push-tp1"),
     Pair("push-layers", "gqa-push-layers", "gqa-push-tp2"),
     Pair("push-gather", "gqa-push-gather", "gqa-push-tp2", in_matrix=True),
+    Pair("push-compiled", "gqa-push-compiled", "gqa-push-tp1", in_matrix=True),
     Pair("push-preempted", "gqa-push-small", "gqa-push-tp1", in_matrix=True),
     Pair("push-nixl", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "nixl", in_matrix=True),
     Pair("push-mooncake", "gqa-push-tp2-mooncake", "gqa-push-tp1-mooncake", "mooncake", in_matrix=True),
@@ -150,7 +151,7 @@ def test_behind_vllm_router_as_it_is(pair: Pair, engine_pool: EnginePool, refere
     check_tokens(answers, pair.model, prompts, reference)
 
 
-@for_push_pairs("push-chunked", "push-layers")
+@for_push_pairs("push-chunked", "push-layers", "push-compiled")
 def test_a_timeline_shows_spans_pushed_before_others_have_been_computed(pair: Pair, engine_pool: EnginePool) -> None:
     pushes, num_tokens = Pushes.of(pair, engine_pool), 2000
     pushes.send(random_prompt(33, num_tokens))
@@ -223,7 +224,7 @@ def test_prefix_hits_on_both_sides(pair: Pair, engine_pool: EnginePool, referenc
     check_prefix_hits(Pushes.of(pair, engine_pool), reference)
 
 
-@for_push_pairs("push-chunked", "push-layers")
+@for_push_pairs("push-chunked", "push-layers", "push-compiled")
 def test_prefix_hits_on_the_prefill_side(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
     """What the prefill engine had before is pushed all the same, and in no step before it has been computed.
 

@@ -1,6 +1,6 @@
 """How long a step that computes nothing waits for what moves. See docs/decisions/idle-steps.md."""
 
-FIRST_SECONDS, LONGEST_SECONDS = 0.002, 0.032
+FIRST_SECONDS, LONGEST_SECONDS = 0.008, 0.032
 
 
 class IdleSteps:
@@ -10,8 +10,8 @@ class IdleSteps:
     A request that comes meanwhile waits as long, once.
 
     >>> steps = IdleSteps()
-    >>> [steps.wait(computes=False) for _ in range(6)], steps.wait(computes=True), steps.wait(computes=False)
-    ([0.002, 0.004, 0.008, 0.016, 0.032, 0.032], 0.0, 0.002)
+    >>> [steps.wait(computes=False) for _ in range(4)], steps.wait(computes=True), steps.wait(computes=False)
+    ([0.008, 0.016, 0.032, 0.032], 0.0, 0.008)
     """
 
     def __init__(self) -> None:
