@@ -12,6 +12,8 @@ agent's progress thread spins always. While one pair has its turn the other pair
 (``SIGSTOP``) and a pause follows before the measurement, and a pair's decode engine is stopped while its prefill
 engine computes; both pairs are treated so. What a connector's idle threads cost its own transfers stays in its figures.
 
+vLLM's processes wait asleep (``KVFERRY_SLEEPING_WORKERS=1``) on both sides, or with ``--waits yield`` as vLLM has it.
+
 The stopwatch (``kvferry.testing.stopwatch``) is outside both connectors: it runs in the decode worker, from the
 ``start_load_kv`` that brings a load to the ``get_transfer_results`` that reports it.
 """
@@ -31,21 +33,28 @@ from rich.console import Console
 from vllm_pull_engines import CASES, BenchmarkError, Case, Pair, Sample, running_pair
 from vllm_pull_report import Result, print_results
 
+from kvferry.integrations.vllm.waiting_workers import VARIABLE as SLEEPING_WORKERS
+
 CONNECTORS = ("KVFerryConnector", "NixlConnector")
 THP_CHOICES = {"both": (False, True), "on": (True,), "off": (False,)}
+WAITS: dict[str, dict[str, str]] = {"sleep": {}, "yield": {SLEEPING_WORKERS: "0"}}
 
 
 def main(
     cases: Annotated[str, typer.Option(help="Cases to run, with commas.")] = "a,b,c",
     repeat: Annotated[int, typer.Option(min=1, help="Measured requests per connector.")] = 9,
     thp: Annotated[str, typer.Option(help="THP_MEM_ALLOC_ENABLE: both, on or off.")] = "both",
+    waits: Annotated[
+        str, typer.Option(help="How vLLM's processes wait for messages: sleep, or yield as they do.")
+    ] = "sleep",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured here.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep the engines' logs and the models in this folder.")] = None,
 ) -> None:
     """Run the cases and print the comparison."""
     chosen = [find_case(name) for name in cases.split(",")]
-    if thp not in THP_CHOICES:
-        raise typer.BadParameter(f"--thp must be one of {', '.join(THP_CHOICES)}, not {thp!r}.")
+    for option, given, known in (("--thp", thp, THP_CHOICES), ("--waits", waits, WAITS)):
+        if given not in known:
+            raise typer.BadParameter(f"{option} must be one of {', '.join(known)}, not {given!r}.")
     console = Console()
     if not console.is_terminal:
         console.width = 150
@@ -56,7 +65,7 @@ def main(
         stack.callback(lambda: print_results(results, console) if results else None)
         for case in chosen:
             for huge in THP_CHOICES[thp]:
-                results.append(run_case(case, huge, repeat, folder, console))
+                results.append(run_case(case, huge, WAITS[waits], repeat, folder, console))
                 if json_path is not None:
                     json_path.write_text(json.dumps(report(results), indent=1) + "\n")
 
@@ -68,8 +77,8 @@ def find_case(name: str) -> Case:
     return CASES[name]
 
 
-def run_case(case: Case, thp: bool, repeat: int, folder: Path, console: Console) -> Result:
-    """Start both pairs, warm them, and measure in turns."""
+def run_case(case: Case, thp: bool, variables: dict[str, str], repeat: int, folder: Path, console: Console) -> Result:
+    """Start both pairs with these variables besides, warm them, and measure in turns."""
     title = f"({case.name}) {case.title}, THP_MEM_ALLOC_ENABLE {'on' if thp else 'off'}"
     with console.status(title) as status, ExitStack() as stack:
 
@@ -79,7 +88,7 @@ def run_case(case: Case, thp: bool, repeat: int, folder: Path, console: Console)
         pairs: list[Pair] = []
         for index, connector in enumerate(CONNECTORS):
             seed = time.time_ns() + index
-            pairs.append(stack.enter_context(running_pair(connector, case, thp, folder, seed, announce)))
+            pairs.append(stack.enter_context(running_pair(connector, case, thp, variables, folder, seed, announce)))
             console.print(f"{title}: {connector} is warm")
             pairs[-1].pause()
         samples: list[list[Sample]] = [[], []]

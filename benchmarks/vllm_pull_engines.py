@@ -7,7 +7,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -242,7 +242,13 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 @contextmanager
 def running_pair(
-    connector: str, case: Case, thp: bool, folder: Path, seed: int, announce: Callable[[str], None]
+    connector: str,
+    case: Case,
+    thp: bool,
+    variables: Mapping[str, str],
+    folder: Path,
+    seed: int,
+    announce: Callable[[str], None],
 ) -> Iterator[Pair]:
     """Start both engines of one connector and warm them; end them on leaving, however that happens."""
     servers: list[Server] = []
@@ -251,7 +257,7 @@ def running_pair(
     try:
         roles: tuple[tuple[Role, int], ...] = (("kv_producer", case.prefill_tp), ("kv_consumer", case.decode_tp))
         for role, tp_size in roles:
-            settings = engine_settings(connector, case, role, tp_size, model, thp)
+            settings = engine_settings(connector, case, role, tp_size, model, thp, variables)
             name = f"{connector}-{case.name}-{'thp' if thp else 'plain'}-{role}"
             servers.append(start_engine(name, settings, folder))
         wait_until_ready(servers, on_progress=lambda name, age: announce(f"{name}: starting, {age:.0f} s"))
@@ -265,11 +271,11 @@ def running_pair(
         stop_servers(servers)
 
 
-def engine_settings(connector: str, case: Case, role: Role, tp_size: int, model: Path, thp: bool) -> EngineSettings:
+def engine_settings(
+    connector: str, case: Case, role: Role, tp_size: int, model: Path, thp: bool, variables: Mapping[str, str]
+) -> EngineSettings:
     """Return one engine's settings, equal for both connectors but for the connector."""
-    variables = {"VLLM_SERVER_DEV_MODE": "1"}
-    if thp:
-        variables["THP_MEM_ALLOC_ENABLE"] = "1"
+    variables = {"VLLM_SERVER_DEV_MODE": "1", **({"THP_MEM_ALLOC_ENABLE": "1"} if thp else {}), **variables}
     return EngineSettings(
         model,
         role=role,

@@ -40,19 +40,19 @@ SOURCE_IDS, TARGET_IDS = [5, 1, 4], [0, 3, 2]
 
 
 class Workers:
-    """A prefill engine of two ranks and a decode engine of one."""
+    """A prefill engine of two ranks with these settings and a decode engine of one."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, **settings: Any) -> None:
         self.folder = folder
         self.sources, self.target = filled_ranks(2), Rank(0, 1)
-        self.senders = [self._role(patch, "p", rank) for rank in self.sources]
+        self.senders = [self._role(patch, "p", rank, **settings) for rank in self.sources]
         self.receiver = self._role(patch, "d", self.target)
         entries = tuple(decode_rank_entry(role.get_handshake_metadata().entry) for role in self.senders)
         directory = Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries)
         self.listener = Listener(HOST, 0, lambda _: directory)
         self.hold = RemoteHold("p", EPOCH, HOST, self.listener.port, Handle("x", 0))
 
-    def _role(self, patch: pytest.MonkeyPatch, engine_id: str, rank: Rank) -> Any:
+    def _role(self, patch: pytest.MonkeyPatch, engine_id: str, rank: Rank, **more: Any) -> Any:
         for name, value in {
             "get_tensor_model_parallel_rank": rank.shard.tp_rank,
             "get_pp_group": SimpleNamespace(rank_in_group=0),
@@ -66,7 +66,9 @@ class Workers:
         scheduler = SimpleNamespace(max_num_batched_tokens=4096)
         config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, scheduler_config=scheduler)
         log = str(self.folder / engine_id)
-        settings = Settings(mode="push", transport="cma", huge_pages=False, max_held_requests=4, transfer_log=log)
+        settings = Settings(
+            mode="push", transport="cma", huge_pages=False, max_held_requests=4, transfer_log=log, **more
+        )
         caches: Any = SimpleNamespace(kv_cache_groups=[])
         role: Any = worker_role.WorkerRole(config, caches, settings)
         role.register_kv_caches({})
@@ -121,6 +123,32 @@ def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Workers
     made = Workers(monkeypatch, tmp_path)
     yield made
     made.close()
+
+
+@pytest.mark.parametrize(("strategy", "is_packed"), [("gather", True), ("auto", False)])
+def test_a_prefill_rank_packs_what_it_pushes_where_it_is_told_to(
+    strategy: str, is_packed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Runs of these caches are long, so costs decide against a stage."""
+    workers = Workers(monkeypatch, tmp_path, strategy=strategy, stage_bytes=1 << 20)
+    try:
+        workers.announce()
+        workers.compute(END)
+        assert workers.finished() == ({"r"}, set())
+        assert arrived(workers)
+        wait_until(lambda: len(pushes_logged(workers)) == 2)
+        pushes = pushes_logged(workers)
+    finally:
+        workers.close()
+    assert [push["gathered_bytes"] for push in pushes] == [push["bytes"] * is_packed for push in pushes]
+
+
+def pushes_logged(workers: Workers) -> list[dict[str, Any]]:
+    """Return what the prefill ranks have logged, each line in a step after the push has ended."""
+    for role in workers.senders:
+        role.take_finished()
+    lines = [path.read_text().splitlines() for path in sorted(workers.folder.glob("p.rank*"))]
+    return [json.loads(line) for of_rank in lines for line in of_rank]
 
 
 def arrived(workers: Workers) -> bool:

@@ -1,5 +1,7 @@
 """What is packed before it is written: real bytes over memcpy and cma, in rounds, and what a failure leaves behind."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -171,6 +173,21 @@ def test_a_writing_that_hangs_keeps_its_room_until_it_is_quiet() -> None:
     while writing.cancel() is Status.PENDING:
         pass
     assert pair.is_stage_free
+
+
+def test_what_goes_directly_and_what_is_packed_may_be_of_one_writing() -> None:
+    pair = Pair(stage_bytes=1 << 16)
+    expected = pair.expect()
+    first = replace(pair.request, last_token=10 * BLOCK_SIZE)
+    rest = replace(pair.request, first_token=10 * BLOCK_SIZE)
+    for plan in pair.plans:
+        parts = GatherPlan(plan).parts([rest])
+        writing = Writing(pair.link(), plan.lower([first]), parts, pair.stage)
+        assert run(writing) is Status.DONE
+        assert writing.num_bytes == plan.lower([pair.request])[:, 2].sum()
+    assert all(map(np.array_equal, pair.caches, expected))
+    with pytest.raises(PlanError, match="no stage"):
+        Writing(pair.link(), NOTHING, parts)
 
 
 def test_a_block_larger_than_the_stage_is_refused_before_anything_moves() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvferry.errors import PlanError, Reason
 from kvferry.handoff.grains import ChosenGrain, Grains, ModelLayers
 from kvferry.handoff.protocol import AnnouncedBlocks
-from kvferry.handoff.push_measures import NUM_KEPT, TYPICAL_BATCH_SECONDS, Measures
+from kvferry.handoff.push_measures import NUM_KEPT, PACKED, TYPICAL_BATCH_SECONDS, Measures
 from kvferry.handoff.sending import Lane
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import shard_for
@@ -257,3 +257,13 @@ def test_what_a_wire_takes_is_measured_beside_what_is_typical_of_it() -> None:
     assert measures.wire("cma").seconds_per_batch == pytest.approx(2e-3, rel=0.01)
     assert measures.wire("nixl").seconds_per_descriptor == TYPICAL_COSTS["nixl"].seconds_per_descriptor
     assert measures.wire("mooncake") == measures.wire("nixl")
+
+
+def test_what_is_packed_first_takes_the_copy_too_and_is_measured_apart() -> None:
+    measures, typical = Measures(), TYPICAL_COSTS["nixl"]
+    packed = measures.wire("nixl" + PACKED)
+    assert packed.seconds_per_byte == 1 / typical.bytes_per_second + 1 / typical.copy_bytes_per_second
+    assert packed.seconds_per_descriptor == typical.seconds_per_descriptor
+    measures.note_batch("nixl" + PACKED, Amount(1, 10**9), 10.0)
+    assert measures.wire("nixl" + PACKED).seconds_per_byte > 10 * packed.seconds_per_byte
+    assert measures.wire("nixl").seconds_per_byte == 1 / typical.bytes_per_second

@@ -35,11 +35,11 @@ class _Stretch:
 
 
 class Writing:
-    """``rows`` that are written as they are, or ``parts`` of a gather that go by way of ``stage``.
+    """``rows`` that are written as they are, and then ``parts`` of a gather that go by way of ``stage``.
 
     :meth:`poll` until the :attr:`status` is not pending, or :meth:`cancel` until then: nothing is being written any
     more, and the stage has its room back. Used by one thread. Raises :class:`PlanError` (``unsupported``) where one
-    block is more than the stage, and whatever the transport refuses.
+    block is more than the stage, or there is none, and whatever the transport refuses.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Writing:
         self.num_descriptors = len(rows) + sum(len(each.rows) for each in self._rounds)
         self.status = Status.PENDING
         self.error: KVFerryError | None = None
-        self._transfer = None if self._rounds else self._submit(rows)
+        self._transfer = self._submit(rows) if len(rows) or not self._rounds else None
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes that have landed, and those of what is on its way of which the transport tells: it changes or rests."""
+        """Bytes that have landed, and those of what is on its way that the transport tells of, -1 where nothing is."""
         return self._landed_bytes, -1 if self._transfer is None else self._transfer.bytes_done
 
     def poll(self) -> Status:
@@ -127,8 +127,10 @@ class Writing:
 
 
 def _rounds(parts: Sequence[StagedPart], stage: Stage | None) -> list[_Round]:
-    if stage is None:
+    if not parts:
         return []
+    if stage is None:
+        raise PlanError(Reason.UNSUPPORTED, "there is no stage in which to pack.", "Write directly.")
     found: list[_Round] = []
     for pieces in cut([(0, part) for part in parts], stage.round_bytes):
         reads, packs, num_bytes = laid_out(pieces)

@@ -65,9 +65,9 @@ FEW = random_prompts(seed=22, count=4, shortest=5, longest=1500)
 def for_push_pairs(*names: str, matrix: bool = False) -> Any:
     """Parametrize a test over the pairs named, or over all; the argument is ``pair``.
 
-    With ``matrix`` also over those that only the matrix has.
+    With ``matrix`` over all in the matrix.
     """
-    named = [pair for pair in PUSH_PAIRS if not names or pair.name in names or (matrix and pair.in_matrix)]
+    named = [pair for pair in PUSH_PAIRS if not names or pair.name in names or (matrix and ALL_PAIRS)]
     chosen = [pair for pair in named if ALL_PAIRS or not pair.in_matrix]
     params = [pytest.param(pair, id=pair.name, marks=pytest.mark.engines(pair.prefill, pair.decode)) for pair in chosen]
     return pytest.mark.parametrize("pair", params)
