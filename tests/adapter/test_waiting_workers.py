@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.integrations.vllm.waiting_workers import LOOKING_SECONDS, VARIABLE, make_waits_sleep
+from kvferry.integrations.vllm.waiting_workers import LOOKING_SECONDS, QUIET_SECONDS, VARIABLE, make_waits_sleep
 
 shm_broadcast = pytest.importorskip("vllm.distributed.device_communicators.shm_broadcast")
 NUM_WAITS = 10
@@ -81,6 +81,13 @@ def test_one_who_has_looked_for_long_sleeps_until_it_is_told_or_looks_again(
         reader.wait()
         waits[index] = time.monotonic() - began_at
     assert min(waits) > 4 * LOOKING_SECONDS, "asleep until the time is over"
+    reader.last_read -= QUIET_SECONDS
+    began_at = time.monotonic()
+    reader.wait(timeout_ms=200)
+    assert time.monotonic() - began_at > 0.15, "after a second without a message for as long as vLLM says"
+    reader.record_read()
+    reader.wait()
+    time.sleep(1.5 * LOOKING_SECONDS)
     told = threading.Timer(0.005, writer.notify)
     told.start()
     began_at, used = time.monotonic(), time.thread_time()

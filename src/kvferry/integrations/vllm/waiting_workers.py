@@ -16,8 +16,10 @@ VARIABLE = "KVFERRY_SLEEPING_WORKERS"
 SLEEP_SECONDS = 50e-6
 LOOKING_SECONDS = 0.002
 """So long a process that waits looks again and again; then it sleeps until it is told."""
-LONGEST_SLEEP_MILLISECONDS = 20
-"""A socket that has lately been full may drop a notice: nobody relies on one for longer."""
+SHORT_SLEEP_MILLISECONDS = 20
+QUIET_SECONDS = 1.0
+"""A socket that still counts the last notice drops the next one. After so long without a message none is counted, and
+who waits sleeps as long as vLLM has it; before that for ``SHORT_SLEEP_MILLISECONDS`` at a time."""
 
 
 def make_waits_sleep() -> None:
@@ -68,8 +70,11 @@ def sleeping_condition(base: Any) -> Any:
         def wait(self, timeout_ms: int | None = None) -> None:
             """Sleep shortly, or until the writer tells or ``timeout_ms`` are over; whoever waits looks again."""
             self.begin_looking()
-            longest = LONGEST_SLEEP_MILLISECONDS
-            super().wait(longest if timeout_ms is None else min(timeout_ms, longest))
+            if time.monotonic() < self.last_read + QUIET_SECONDS:
+                timeout_ms = min(
+                    SHORT_SLEEP_MILLISECONDS, SHORT_SLEEP_MILLISECONDS if timeout_ms is None else timeout_ms
+                )
+            super().wait(timeout_ms)
 
     return SleepingCondition
 
