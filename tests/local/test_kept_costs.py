@@ -185,9 +185,18 @@ WRONG = {
     report(replace(CMA, bytes_per_second=0.0)): "bytes_per_second is 0",
     report(replace(CMA, copy_bytes_per_second=1e200)): "copy_bytes_per_second is 1e[+]200",
     report(replace(CMA, seconds_per_copy=-1e-6)): "seconds_per_copy is -1e-06",
+    report(replace(CMA, seconds_per_remote_run=-1e-6)): "seconds_per_remote_run is -1e-06",
     report(CMA, replace(NIXL, seconds_per_part=1e200)): "seconds_per_part is 1e[+]200",
     report(CMA) + " " * MAX_REPORT_BYTES: "larger than",
 }
+
+
+def test_what_a_remote_run_takes_may_be_nothing_or_not_be_there(path: Path) -> None:
+    path.write_text(report(NIXL).replace('"seconds_per_remote_run": 0.0', '"other": 0'))
+    assert NIXL.seconds_per_remote_run == 0.0
+    assert KeptCosts(str(path)).given == {"nixl": NIXL}
+    path.write_text(report(NIXL, CMA))
+    assert KeptCosts(str(path)).given == {"nixl": NIXL, "cma": CMA}
 
 
 @pytest.mark.parametrize("text", WRONG, ids=[text[:40] + WRONG[text] for text in WRONG])

@@ -17,7 +17,7 @@ from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staged import Merge, Numbered, cut, joined, laid_out, placed
 from kvferry.plan.staged_plan import GatherPlan, ScatterPlan
-from kvferry.plan.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose
+from kvferry.plan.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose, predict_direct, predict_staged
 from kvferry.plan.transfer_plan import PairPlan, Planner
 from kvferry.plan.verify import verify_pair
 from kvferry.plan.verify_staged import composed, composed_gather
@@ -183,6 +183,42 @@ def test_the_choice_turns_where_descriptors_cost_so_much_more_than_the_copy() ->
     for factor, expected in ((0.99, Strategy.DIRECT), (1.01, Strategy.SCATTER)):
         turned = replace(costs, seconds_per_descriptor=even * factor)
         assert choose(plan, turned).chosen.strategy is expected
+
+
+@pytest.mark.parametrize(
+    ("source_tp", "writes", "num_remote_runs"), [(2, False, 4 * 128), (2, True, 16 * 4 * 128), (1, True, 4 * 128)]
+)
+def test_what_lies_together_in_the_peers_memory_is_one_remote_run(
+    source_tp: int, writes: bool, num_remote_runs: int
+) -> None:
+    """Heads of 16 tokens in 4 layers of 128 blocks: whole where they come from, apart where they are merged."""
+    plan = pair(NamedLayout.LBNHC, source_tp, 3 - source_tp)
+    direct = choose(plan, TYPICAL_COSTS["cma"], Strategy.DIRECT, writes=writes).chosen
+    assert (direct.num_descriptors, direct.num_remote_runs) == (16 * 4 * 128, num_remote_runs)
+    slower = replace(TYPICAL_COSTS["cma"], seconds_per_remote_run=1.0)
+    added = choose(plan, slower, Strategy.DIRECT, writes=writes).chosen.seconds - direct.seconds
+    assert added == pytest.approx(num_remote_runs * (1.0 - TYPICAL_COSTS["cma"].seconds_per_remote_run))
+
+
+def test_a_merge_over_a_transport_that_joins_what_lies_together_goes_directly() -> None:
+    plan, cma = pair(NamedLayout.LBNHC, 2, 1), TYPICAL_COSTS["cma"]
+    apart = replace(cma, seconds_per_descriptor=cma.seconds_apart, seconds_per_remote_run=0.0)
+    assert choose(plan, apart).chosen.strategy is Strategy.SCATTER
+    assert choose(plan, cma).chosen.strategy is Strategy.DIRECT
+
+
+def test_what_is_predicted_of_a_request_counts_its_remote_runs() -> None:
+    plan = pair(NamedLayout.LBNHC, 2, 1)
+    request = GroupBlocks(
+        group="full", first_token=0, last_token=64, source_block_ids=[9, 3, 7, 8], destination_block_ids=[1, 5, 2, 4]
+    )
+    costs = TYPICAL_COSTS["cma"]
+    direct = predict_direct([plan.lower([request])], costs)
+    # Blocks 7, 8 and 9 lie together in each of the 4 layers.
+    assert (direct.num_descriptors, direct.num_remote_runs) == (4 * 4 * 16, 8)
+    scatter = predict_staged(Strategy.SCATTER, ScatterPlan(plan, 0).parts([request]), costs)
+    assert scatter.num_remote_runs == scatter.num_descriptors == 8
+    assert predict_staged(Strategy.GATHER, GatherPlan(plan).parts([request]), costs, 2).num_remote_runs == 2
 
 
 def test_a_stage_smaller_than_a_block_leaves_only_direct() -> None:

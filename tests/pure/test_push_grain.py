@@ -248,10 +248,10 @@ def test_what_a_wire_takes_is_measured_beside_what_is_typical_of_it() -> None:
     measures, typical = Measures(), TYPICAL_COSTS["cma"]
     much, little = Amount(1000, 10**9), Amount(1, 1000)
     assert measures.wire("cma") == Wire(0.6e-6, 1 / 15e9, TYPICAL_BATCH_SECONDS)
-    takes = 1000 * typical.seconds_per_descriptor + 1e9 / typical.bytes_per_second
+    takes = 1000 * typical.seconds_apart + 1e9 / typical.bytes_per_second
     measures.note_batch("cma", much, TYPICAL_BATCH_SECONDS + 3 * takes)
     found = measures.wire("cma")
-    assert found.seconds_per_descriptor == pytest.approx(3 * typical.seconds_per_descriptor)
+    assert found.seconds_per_descriptor == pytest.approx(3 * typical.seconds_apart)
     assert found.seconds_per_byte == pytest.approx(3 / typical.bytes_per_second)
     measures.note_batch("cma", little, 2e-3)
     assert measures.wire("cma").seconds_per_batch == pytest.approx(2e-3, rel=0.01)

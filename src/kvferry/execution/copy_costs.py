@@ -16,6 +16,7 @@ RUNS_PER_BLOCK = 4
 MIN_BYTES = RUNS_PER_BLOCK * LONG_BYTES
 MAX_BYTES = 8 << 20
 TINY_BYTES, TINY_COPIES = 64, 64
+LEAST_SHARE_OF_BYTES = 0.5
 REPEAT = 2
 MAX_CACHE_BYTES = 64 << 20
 USUAL_CACHE_BYTES = 32 << 20
@@ -75,12 +76,29 @@ def measure_copies(stage: Stage, begin: int, num_bytes: int) -> tuple[float, flo
     areas = areas or [stage.region.base_address + begin + num_bytes // 2] * 2 * REPEAT
     tiny = Merge(begin, TINY_BYTES, areas[0], TINY_BYTES, np.zeros(1, dtype=np.int64), TINY_BYTES, ())
     per_copy = min(_copy(stage, *[tiny] * TINY_COPIES) for _ in range(REPEAT)) / TINY_COPIES
-    short, long = (
-        (min(_copy(stage, _pages(begin, area, moved, run)) for area in areas[first::2]) - per_copy) * run / moved
+    seconds = [
+        min(_copy(stage, _pages(begin, area, moved, run)) for area in areas[first::2])
         for first, run in enumerate((SHORT_BYTES, LONG_BYTES))
+    ]
+    short, long = (
+        max(each - per_copy, LEAST_SHARE_OF_BYTES * each) * run / moved
+        for each, run in zip(seconds, (SHORT_BYTES, LONG_BYTES), strict=True)
     )
-    per_byte = max((long - short) / (LONG_BYTES - SHORT_BYTES), 1e-13)
+    per_byte = per_byte_of(short, long)
     return 1 / per_byte, max(short - SHORT_BYTES * per_byte, 1e-10), per_copy
+
+
+def per_byte_of(short: float, long: float) -> float:
+    """Return the seconds of a byte, from those of a short and of a long run.
+
+    Of a long run most is its bytes, so that no disturbance of either measurement makes them next to nothing, or more
+    than all of it:
+
+    >>> [round(1e12 * per_byte_of(short, 1e-6)) for short in (200e-9, 2e-6, 0.0)]
+    [223, 122, 244]
+    """
+    of_long = long / LONG_BYTES
+    return min(max((long - short) / (LONG_BYTES - SHORT_BYTES), of_long * LEAST_SHARE_OF_BYTES), of_long)
 
 
 def _pages(stage_offset: int, address: int, num_bytes: int, run: int) -> Merge:

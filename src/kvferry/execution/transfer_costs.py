@@ -154,19 +154,23 @@ def _measure(transport: Transport, peer: Peer, remote: Region, stage: Stage, beg
     """Measure with the first half of these bytes of the stage for long reads, the second for short ones."""
     half = num_bytes // 2
     address = stage.region.base_address + begin
-    areas = np.linspace(0, remote.length - half, 1 + 2 * REPEAT).astype(np.uint64) // 64 * 64 + remote.base_address
+    areas = np.linspace(0, remote.length - half, 1 + 3 * REPEAT).astype(np.uint64) // 64 * 64 + remote.base_address
     for landing in (address, address + half):
         _read(transport, peer, _whole(areas[0], landing, half))
     copies = measure_copies(stage, begin, num_bytes)
     # As many as a transport moves at its best: cma copies what is large by several threads.
-    pieces = [_small_pieces(area, address + half, half) for area in areas[1::2]]
-    fixed = min(_read(transport, peer, rows[:1]) for rows in pieces)
-    small = min(_read(transport, peer, rows) for rows in pieces) - fixed
-    whole = min(_read(transport, peer, _whole(area, address, half)) for area in areas[2::2]) - fixed
-    num_small = int(pieces[0][:, 2].sum())
-    per_byte = max(min(whole / half, small / num_small), 1e-12)
-    per_descriptor = max((small - num_small * per_byte) / len(pieces[0]), 1e-9)
-    return Costs(transport.capabilities.name, per_descriptor, 1 / per_byte, *copies)
+    apart = [_small_pieces(area, address + half, half) for area in areas[1::3]]
+    # The same pieces of here out of memory that is contiguous there, as heads are that are merged.
+    joined = [_joined_there(area, rows) for area, rows in zip(areas[2::3], apart, strict=True)]
+    fixed = min(_read(transport, peer, rows[:1]) for rows in apart)
+    seconds, together = (min(_read(transport, peer, rows) for rows in lists) - fixed for lists in (apart, joined))
+    whole = min(_read(transport, peer, _whole(area, address, half)) for area in areas[3::3]) - fixed
+    num_pieces, num_small = len(apart[0]), int(apart[0][:, 2].sum())
+    per_byte = max(min(whole / half, seconds / num_small, together / num_small), 1e-12)
+    per_descriptor = max((min(together, seconds) - num_small * per_byte) / num_pieces, 1e-9)
+    per_run = max((seconds - together) / num_pieces, 0.0)
+    costs = Costs(transport.capabilities.name, per_descriptor, 1 / per_byte, *copies)
+    return replace(costs, seconds_per_remote_run=per_run)
 
 
 def _whole(remote: int, local: int, num_bytes: int) -> Descriptors:
@@ -179,6 +183,12 @@ def _small_pieces(remote: int, local: int, num_bytes: int) -> Descriptors:
     offsets = places * np.uint64(2 * PIECE_BYTES)
     length = np.full(len(places), PIECE_BYTES, dtype=np.uint64)
     return np.stack((offsets + np.uint64(remote), offsets[::-1] + np.uint64(local), length), axis=1)
+
+
+def _joined_there(remote: int, apart: Descriptors) -> Descriptors:
+    """Return pieces of the same places here, which lie one behind the other there."""
+    begins = np.arange(len(apart), dtype=np.uint64) * np.uint64(PIECE_BYTES) + np.uint64(remote)
+    return np.stack((begins, apart[:, 1], apart[:, 2]), axis=1)
 
 
 def _read(transport: Transport, peer: Peer, descriptors: Descriptors) -> float:

@@ -80,4 +80,4 @@ class Measures:
 def _typical(transport: str) -> Wire:
     costs = typical_costs(transport.removesuffix(PACKED))
     per_copied_byte = 1 / costs.copy_bytes_per_second if transport.endswith(PACKED) else 0.0
-    return Wire(costs.seconds_per_descriptor, 1 / costs.bytes_per_second + per_copied_byte, TYPICAL_BATCH_SECONDS)
+    return Wire(costs.seconds_apart, 1 / costs.bytes_per_second + per_copied_byte, TYPICAL_BATCH_SECONDS)

@@ -45,7 +45,7 @@ class PushWays:
         if self._stage is None:
             return None
         size = self._stage.region.length
-        choice = choose(plan, self._costs(transport), self._wish, stage_bytes=None, packing_bytes=size)
+        choice = choose(plan, self._costs(transport), self._wish, None, size, writes=True)
         logger.info("kvferry: %s to %s %s", plan.source.rank_name, plan.destination.rank_name, describe_choice(choice))
         if choice.chosen.strategy is not Strategy.GATHER:
             return None

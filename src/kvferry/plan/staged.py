@@ -80,7 +80,7 @@ class StagedTemplate:
 
     def __init__(self, template: Template, gap_bytes: int) -> None:
         self.template = template
-        starts, lengths = _source_runs(template.pieces, gap_bytes)
+        starts, lengths = source_runs(template.pieces, gap_bytes)
         self._starts, self._lengths = starts, lengths
         self._begins = np.cumsum(lengths) - lengths
         self.is_block_major = bool(starts[-1] + lengths[-1] - starts[0] <= template.source_block_stride)
@@ -201,7 +201,7 @@ def _is_affine(spots: Integers) -> bool:
     return bool(np.array_equal(expected, spots))
 
 
-def _source_runs(pieces: Offsets, gap_bytes: int) -> tuple[Integers, Integers]:
+def source_runs(pieces: Offsets, gap_bytes: int = 0) -> tuple[Integers, Integers]:
     """Return starts and lengths of what one block's pieces are at the source, where gaps up to so many bytes do."""
     order = np.argsort(pieces[:, 0], kind="stable")
     starts, ends = pieces[order, 0], pieces[order, 0] + pieces[order, 2]

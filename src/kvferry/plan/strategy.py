@@ -1,19 +1,22 @@
 """Which way a pair's bytes go: straight between the caches, or by way of a stage. Costs predicted, not measured here.
 
-``descriptors * seconds_per_descriptor + bytes / bytes_per_second`` for the wire, and for what is staged
-``copied bytes / copy_bytes_per_second + runs * seconds_per_copied_run + copies * seconds_per_copy`` on top, and for
-what the source packs ``parts * seconds_per_part``.
+``descriptors * seconds_per_descriptor + remote runs * seconds_per_remote_run + bytes / bytes_per_second`` for the wire,
+and for what is staged ``copied bytes / copy_bytes_per_second + runs * seconds_per_copied_run + copies *
+seconds_per_copy`` on top, and for what the source packs ``parts * seconds_per_part``. A remote run is what lies
+together in the peer's memory: heads that are merged have one for many descriptors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import numpy as np
+
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.cache_group import CacheGroup, CacheKind
-from kvferry.plan.staged import StagedPart, aligned
+from kvferry.plan.staged import StagedPart, aligned, source_runs
 from kvferry.plan.staged_plan import PARTS_PER_STAGE, GatherPlan, ScatterPlan
-from kvferry.plan.template import Template
+from kvferry.plan.template import Template, mirrored
 from kvferry.plan.transfer_plan import Descriptors, GroupPlan, PairPlan
 
 DEFAULT_STAGE_BYTES = 64 << 20
@@ -47,15 +50,22 @@ class Costs:
     seconds_per_copy: float
     seconds_per_part: float = TYPICAL_SECONDS_PER_PART
     """From asking a source for a part to its answer, but for the copy itself."""
+    seconds_per_remote_run: float = 0.0
+    """Besides those of its descriptors, where a transport takes what is contiguous in the peer's memory at once."""
+
+    @property
+    def seconds_apart(self) -> float:
+        """Seconds for a descriptor that is a remote run of its own."""
+        return self.seconds_per_descriptor + self.seconds_per_remote_run
 
     @property
     def gap_bytes(self) -> int:
         """Bytes that take as long as one descriptor: a smaller gap between two runs is read along with them."""
-        return int(self.seconds_per_descriptor * self.bytes_per_second)
+        return int(self.seconds_apart * self.bytes_per_second)
 
 
 TYPICAL_COSTS = {
-    "cma": Costs("cma", 0.6e-6, 15e9, 12e9, 20e-9, 20e-6),
+    "cma": Costs("cma", 0.2e-6, 15e9, 12e9, 20e-9, 20e-6, seconds_per_remote_run=0.4e-6),
     "nixl": Costs("nixl", 2.2e-6, 15e9, 12e9, 20e-9, 20e-6),
     "memcpy": Costs("memcpy", 0.3e-6, 15e9, 12e9, 20e-9, 20e-6),
 }
@@ -85,6 +95,7 @@ class Prediction:
     gap_bytes: int = 0
     num_parts: int = 0
     """Parts that the source is asked to pack."""
+    num_remote_runs: int = 0
     seconds: float = 0.0
 
     def timed(self, costs: Costs) -> "Prediction":
@@ -94,6 +105,7 @@ class Prediction:
         0.0032
         """
         wire = self.num_descriptors * costs.seconds_per_descriptor + self.num_bytes / costs.bytes_per_second
+        wire += self.num_remote_runs * costs.seconds_per_remote_run
         copies = self.copied_bytes / costs.copy_bytes_per_second + self.num_copied_runs * costs.seconds_per_copied_run
         fixed = self.num_copies * costs.seconds_per_copy + self.num_parts * costs.seconds_per_part
         return replace(self, seconds=round(wire + copies + fixed, 9))
@@ -116,12 +128,15 @@ def choose(
     wish: Strategy | None = None,
     stage_bytes: int | None = DEFAULT_STAGE_BYTES,
     packing_bytes: int | None = None,
+    *,
+    writes: bool = False,
 ) -> Choice:
     """Choose the strategy whose predicted time is shortest, or the one wished for.
 
     A stage must be predicted to be ``LEAST_GAIN`` times as fast as the direct way: it takes memory and a core besides.
     ``stage_bytes`` is the destination's stage, None where it has none, ``packing_bytes`` the source's, None where that
-    does not pack. Raises :class:`PlanError` (``unsupported``) for a wish that this pair cannot have.
+    does not pack. With ``writes`` the source writes, and the destination's memory is the remote one. Raises
+    :class:`PlanError` (``unsupported``) for a wish that this pair cannot have.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.shapes import shard_for
@@ -137,11 +152,11 @@ def choose(
     [('scatter', 256), ('direct', 4096), ('gather', 4096)]
     [('gather', 256), ('scatter', 256), ('direct', 4096), ('scatter', 4096)]
     """
-    possible = [direct_prediction(plan, costs)]
+    possible = [direct_prediction(plan, costs, writes=writes)]
     impossible: list[tuple[Strategy, str]] = []
     others: dict[Strategy, Callable[[], list[Prediction]]] = {
         Strategy.SCATTER: lambda: _scatter_predictions(plan, costs, stage_bytes),
-        Strategy.GATHER: lambda: [_gather_prediction(GatherPlan(plan), costs, packing_bytes)],
+        Strategy.GATHER: lambda: [_gather_prediction(GatherPlan(plan), costs, packing_bytes, writes=writes)],
     }
     for strategy, predict in others.items():
         try:
@@ -161,13 +176,15 @@ def choose(
     return Choice(wished[0], rejected, tuple(impossible), costs, NOMINAL_TOKENS)
 
 
-def direct_prediction(plan: PairPlan, costs: Costs) -> Prediction:
-    """Return what moving directly should take."""
+def direct_prediction(plan: PairPlan, costs: Costs, *, writes: bool = False) -> Prediction:
+    """Return what moving directly should take, by reads or by writes."""
     found = list(_nominal(plan))
+    remote = [((mirrored(template) if writes else template).pieces, blocks) for template, blocks in found]
     return Prediction(
         strategy=Strategy.DIRECT,
         num_descriptors=sum(len(template.pieces) * blocks for template, blocks in found),
         num_bytes=sum(int(template.pieces[:, 2].sum()) * blocks for template, blocks in found),
+        num_remote_runs=sum(len(source_runs(pieces)[0]) * blocks for pieces, blocks in remote),
     ).timed(costs)
 
 
@@ -182,16 +199,21 @@ def _scatter_predictions(plan: PairPlan, costs: Costs, stage_bytes: int | None) 
 
 def _scatter_prediction(scatter: ScatterPlan, costs: Costs, stage_bytes: int) -> Prediction:
     prediction = _staged_prediction(Strategy.SCATTER, scatter, stage_bytes)
-    return replace(prediction, gap_bytes=scatter.gap_bytes).timed(costs)
+    return replace(prediction, gap_bytes=scatter.gap_bytes, num_remote_runs=prediction.num_descriptors).timed(costs)
 
 
-def _gather_prediction(gather: GatherPlan, costs: Costs, packing_bytes: int | None) -> Prediction:
+def _gather_prediction(
+    gather: GatherPlan, costs: Costs, packing_bytes: int | None, *, writes: bool = False
+) -> Prediction:
     if packing_bytes is None:
         why = 'the prefill engine does not copy on request: its own "strategy" must be "gather" or "auto".'
         raise PlanError(Reason.UNSUPPORTED, why)
     prediction = _staged_prediction(Strategy.GATHER, gather, packing_bytes)
     part_bytes = max(packing_bytes // PARTS_PER_STAGE, _largest_block(gather))
-    return replace(prediction, num_parts=-(-prediction.num_bytes // part_bytes)).timed(costs)
+    num_parts = -(-prediction.num_bytes // part_bytes)
+    # A stage that is read is read from its begin to its end.
+    num_remote_runs = prediction.num_descriptors if writes else num_parts
+    return replace(prediction, num_parts=num_parts, num_remote_runs=num_remote_runs).timed(costs)
 
 
 def _staged_prediction(strategy: Strategy, staged_plan: ScatterPlan | GatherPlan, stage_bytes: int) -> Prediction:
@@ -238,6 +260,7 @@ def predict_direct(lists: Sequence[Descriptors], costs: Costs) -> Prediction:
         strategy=Strategy.DIRECT,
         num_descriptors=sum(map(len, lists)),
         num_bytes=sum(int(rows[:, 2].sum()) for rows in lists),
+        num_remote_runs=sum(len(source_runs(rows.view(np.int64))[0]) for rows in lists if len(rows)),
     ).timed(costs)
 
 
@@ -246,9 +269,11 @@ def predict_staged(strategy: Strategy, parts: Sequence[StagedPart], costs: Costs
 
     The source packs them in ``num_parts`` parts.
     """
+    num_descriptors = sum(len(part.reads(0)) for part in parts)
     return Prediction(
         strategy=strategy,
-        num_descriptors=sum(len(part.reads(0)) for part in parts),
+        num_descriptors=num_descriptors,
+        num_remote_runs=num_parts if strategy is Strategy.GATHER else num_descriptors,
         num_bytes=sum(part.num_bytes for part in parts),
         copied_bytes=sum(int(part.template.template.pieces[:, 2].sum()) * len(part.source_blocks) for part in parts),
         num_copies=sum(part.template.num_copies for part in parts),
