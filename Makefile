@@ -21,7 +21,7 @@ demo: setup ## Prefill on one vLLM engine, decode on another, compare with one e
 	@.venv/bin/kvferry demo --mode $(MODE) $(ARGS)
 
 # Two processes for the tests that wait more than they compute; of engines two would be too many.
-test: setup ## Every test, real vLLM engines included (about 20 minutes on 2 cores)
+test: setup ## Every test, real vLLM engines included (about 15 minutes on 2 cores)
 	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local tests/adapter src $(ARGS)
 	@$(PYTEST) tests/host $(ARGS)
 
