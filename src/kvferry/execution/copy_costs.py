@@ -15,6 +15,8 @@ SHORT_BYTES, LONG_BYTES = 512, 4 << 10
 RUNS_PER_BLOCK = 4
 MIN_BYTES = RUNS_PER_BLOCK * LONG_BYTES
 MAX_BYTES = 8 << 20
+PROBE_BYTES, MIN_PROBE_BYTES = 4 * MAX_BYTES, 8 * MIN_BYTES
+"""Of a stage that is used to measure, at most and at least."""
 TINY_BYTES, TINY_COPIES = 64, 64
 LEAST_SHARE_OF_BYTES = 0.5
 REPEAT = 2
@@ -52,8 +54,8 @@ def measure_stage(stage: Stage) -> tuple[float, float, float] | None:
 
     None where its copies are not measured: on a GPU, and where it is small.
     """
-    num_bytes = 1 << min(4 * MAX_BYTES, stage.region.length).bit_length() - 1
-    if stage.region.device != "cpu" or num_bytes < 8 * MIN_BYTES:
+    num_bytes = 1 << min(PROBE_BYTES, stage.region.length).bit_length() - 1
+    if stage.region.device != "cpu" or num_bytes < MIN_PROBE_BYTES:
         return None
     return measure_copies(stage, 0, num_bytes)
 

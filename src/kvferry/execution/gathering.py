@@ -4,7 +4,7 @@ Two parts are under way at a time, so that the source packs one while the other 
 nothing here waits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.scratch import Scratch
-from kvferry.plan.staged import Merge, StagedPart, cut, laid_out
+from kvferry.plan.staged import Merge, StagedPart, gathered_rounds
 from kvferry.transport.protocol import Descriptors, Direction, Peer, Status, Transfer, Transport
 
 WINDOW = 2
@@ -102,7 +102,7 @@ class Gathering:
         self._word_address, self._expected_word = hold
         self._scratch, slots = scratch
         self._free_slots = list(slots)
-        self._parts = _parts(parts, source.part_bytes)
+        self._parts = gathered_rounds(parts, source.part_bytes)
         self._under_way: list[_Part] = []
         self._num_begun = 0
         self._is_exhausted = False
@@ -238,10 +238,3 @@ class Gathering:
                 "been read.",
                 'The connection is slow or the engine paused: use the strategy "direct", or a smaller stage_bytes.',
             )
-
-
-def _parts(parts: Sequence[StagedPart], part_bytes: int) -> Iterator[tuple[list[Merge], np.ndarray, int]]:
-    """Return for each part what is packed, what is read (stage offset, address here, length) and its bytes."""
-    for pieces in cut([(0, part) for part in parts], part_bytes):
-        reads, packs, num_bytes = laid_out(pieces)
-        yield packs, np.ascontiguousarray(reads[:, [1, 0, 2]]), num_bytes

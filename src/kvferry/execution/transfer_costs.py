@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvferry.errors import Reason, TransportError
-from kvferry.execution.copy_costs import MIN_BYTES, measure_copies
+from kvferry.execution.copy_costs import MIN_PROBE_BYTES, PROBE_BYTES, measure_copies
 from kvferry.execution.staging import Stage
 from kvferry.plan.describe import describe_choice
 from kvferry.plan.staged_plan import GatherPlan, ScatterPlan
@@ -18,8 +18,6 @@ from kvferry.transport.protocol import Descriptors, Direction, Peer, Region, Sta
 
 logger = logging.getLogger(__name__)
 
-PROBE_BYTES = 32 << 20
-MIN_PROBE_BYTES = 8 * MIN_BYTES
 PIECE_BYTES = 2 << 10
 REPEAT = 3
 LONGEST_SECONDS = 1.0

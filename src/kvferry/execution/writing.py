@@ -14,7 +14,7 @@ from kvferry.errors import KVFerryError, PlanError, Reason, TransportError
 from kvferry.execution.device import OVER, Mark
 from kvferry.execution.staging import Stage
 from kvferry.plan.coalesce import Offsets
-from kvferry.plan.staged import Merge, StagedPart, cut, laid_out
+from kvferry.plan.staged import Merge, StagedPart, gathered_rounds
 from kvferry.transport.protocol import Descriptors, Direction, Status, Transfer
 from kvferry.transport.registry import Link
 
@@ -107,7 +107,7 @@ class Writing:
 
     def _write_packed(self, begin: int) -> None:
         assert self._stage is not None
-        rows = self._rounds.popleft().rows.copy()
+        rows = self._rounds.popleft().rows
         rows[:, 0] += self._stage.region.base_address + begin
         self._current, self._next = self._next, _Stretch()
         self._transfer = self._submit(rows.view(np.uint64))
@@ -132,14 +132,12 @@ def _rounds(parts: Sequence[StagedPart], stage: Stage | None) -> list[_Round]:
     if stage is None:
         raise PlanError(Reason.UNSUPPORTED, "there is no stage in which to pack.", "Write directly.")
     found: list[_Round] = []
-    for pieces in cut([(0, part) for part in parts], stage.round_bytes):
-        reads, packs, num_bytes = laid_out(pieces)
+    for packs, rows, num_bytes in gathered_rounds(parts, stage.round_bytes):
         if num_bytes > stage.region.length:
             raise PlanError(
                 Reason.UNSUPPORTED,
                 f"one block fills {num_bytes} bytes of a stage of {stage.region.length}.",
                 "Raise stage_bytes.",
             )
-        # A gather's parts are named from the side that is written to: what is read there is what is packed here.
-        found.append(_Round(reads[:, [1, 0, 2]], packs, num_bytes))
+        found.append(_Round(rows, packs, num_bytes))
     return found

@@ -329,3 +329,13 @@ def laid_out(pieces: Sequence[Numbered]) -> tuple[Integers, list[Merge], int]:
     together = [(begin, piece) for begin, (_, piece) in zip(begins, pieces, strict=True)]
     reads = np.concatenate([np.empty((0, 3), dtype=np.int64), *(piece.reads(begin) for begin, piece in together)])
     return reads, joined([copy for begin, piece in together for copy in piece.merges(begin)]), num_bytes
+
+
+def gathered_rounds(parts: Sequence[StagedPart], max_bytes: int) -> Iterator[tuple[list[Merge], Offsets, int]]:
+    """Return for each round of a gather what is packed, what is moved out of the stage, and its bytes.
+
+    What is moved are rows of stage offset, address where it goes and length: a gather's parts are named from that side.
+    """
+    for pieces in cut([(0, part) for part in parts], max_bytes):
+        reads, packs, num_bytes = laid_out(pieces)
+        yield packs, np.ascontiguousarray(reads[:, [1, 0, 2]]), num_bytes

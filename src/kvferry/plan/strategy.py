@@ -96,6 +96,7 @@ class Prediction:
     num_parts: int = 0
     """Parts that the source is asked to pack."""
     num_remote_runs: int = 0
+    """Of the peer's memory; see :class:`Costs`."""
     seconds: float = 0.0
 
     def timed(self, costs: Costs) -> "Prediction":
