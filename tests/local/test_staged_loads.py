@@ -22,7 +22,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged import NOTHING, Merge
+from kvferry.plan.staged import NOTHING, Merge, source_runs
 from kvferry.plan.staged_plan import ScatterPlan
 from kvferry.plan.strategy import TYPICAL_COSTS, TYPICAL_SECONDS_PER_PART, Costs, Strategy
 from kvferry.plan.transfer_plan import Planner
@@ -363,6 +363,20 @@ def test_costs_are_measured_quickly_and_leave_the_stage_free(name: str) -> None:
     assert measure_costs(pair.reader, pair.peer, pair.plans[0].source.regions, pair.stage) is None
     pair.stage.give_back("another")
     assert pair.is_stage_free
+
+
+def test_what_descriptors_remote_runs_and_bytes_take_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(transport: Transport, peer: object, rows: np.ndarray) -> float:
+        num_runs = len(source_runs(rows.view(np.int64))[0])
+        return 1e-5 + 1e-7 * len(rows) + 3e-7 * num_runs + 1e-10 * float(rows[:, 2].sum())
+
+    monkeypatch.setattr(transfer_costs, "_read", seconds)
+    pair = Pair()
+    costs = measure_costs(pair.reader, pair.peer, pair.plans[0].source.regions, pair.stage)
+    assert costs is not None
+    found = costs.seconds_per_descriptor, costs.seconds_per_remote_run, 1 / costs.bytes_per_second
+    # Not closer: of so small a cache a few dozen pieces are read, and what every read takes is that of one.
+    assert found == pytest.approx((1e-7, 3e-7, 1e-10), rel=0.2)
 
 
 def test_a_part_costs_what_an_answer_of_its_packer_takes() -> None:

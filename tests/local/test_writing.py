@@ -164,7 +164,8 @@ def test_a_failed_write_is_reported_and_gives_the_stage_back() -> None:
 
 
 def test_a_writing_that_hangs_keeps_its_room_until_it_is_quiet() -> None:
-    pair = Pair()
+    """A round is on its way and the next one is packed: both have room."""
+    pair = Pair(stage_bytes=1 << 16)
     hanging = FaultyTransport(pair.writer, FaultPlan(hang=True))
     writing = pair.packed(pair.plans[0], hanging)
     for _ in range(50):
@@ -172,6 +173,17 @@ def test_a_writing_that_hangs_keeps_its_room_until_it_is_quiet() -> None:
     assert not pair.is_stage_free
     while writing.cancel() is Status.PENDING:
         pass
+    assert pair.is_stage_free
+
+
+def test_a_writing_that_waits_for_room_gives_its_place_up() -> None:
+    pair = Pair(stage_bytes=1 << 16)
+    assert pair.stage.take("another", pair.stage.memory.nbytes) == 0
+    writing = pair.packed(pair.plans[0])
+    for _ in range(5):
+        assert writing.poll() is Status.PENDING
+    assert writing.cancel() is Status.CANCELLED
+    pair.stage.give_back("another")
     assert pair.is_stage_free
 
 
