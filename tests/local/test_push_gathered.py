@@ -1,6 +1,7 @@
 """Pushes that are packed before they are written, between ranks in this process: real messages, stages and bytes."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -124,6 +125,17 @@ def test_a_stage_too_small_for_a_block_is_a_refusal_with_gather_and_nothing_with
     plan = Planner([sender.ranks[0].rank.shard], receiver.rank.shard).plans(0)[0]
     assert PushWays(Stage(64, huge_pages=False)).choose(plan, "nixl") is None
     assert PushWays().choose(plan, "nixl") is None
+
+
+def test_the_remote_memory_of_a_push_is_the_receivers() -> None:
+    """Heads that are split lie together there, so a cost of remote runs is none of theirs."""
+    plan = Planner([Rank(0, 1, layout=LBNHC).shard], Rank(0, 2, layout=LBNHC).shard).plans(0)[0]
+    costs = replace(typical_costs("cma"), seconds_per_copied_run=1e-9, seconds_per_copy=1e-9)
+    by_run = replace(costs, seconds_per_descriptor=1e-9, seconds_per_remote_run=1e-3)
+    by_descriptor = replace(costs, seconds_per_descriptor=1e-3, seconds_per_remote_run=1e-9)
+    for given, is_packed in ((by_run, False), (by_descriptor, True)):
+        way = PushWays(Stage(1 << 20, huge_pages=False), None, {"cma": given}).choose(plan, "cma")
+        assert (way is not None) is is_packed
 
 
 def test_copies_are_measured_only_where_costs_are_to_decide_and_none_are_given() -> None:
