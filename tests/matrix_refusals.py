@@ -32,7 +32,7 @@ REFUSALS = (
     Refusal("unknown-layout", "a layout that does not exist", Reason.UNKNOWN_LAYOUT, Where.START),
     Refusal("context-parallel", "decode context parallelism", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("prefill-context-parallel", "prefill context parallelism", Reason.UNSUPPORTED, Where.ADAPTER),
-    Refusal("quantised-cache", "a cache quantised to INT8 by token and head", Reason.UNSUPPORTED, Where.ADAPTER),
+    Refusal("quantised-cache", "a cache quantised to NVFP4", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("chunked-attention", "chunked local attention", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("cached-states", "states that are cached by prefix", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("draft-states", "states of draft tokens", Reason.UNSUPPORTED, Where.ADAPTER),

@@ -98,9 +98,7 @@ WIDER = SlidingWindowSpec(**ATTENTION, sliding_window=64)
 ATTEMPTS: dict[str, Callable[[Patch], None]] = {
     "context-parallel": lambda patch: start(patch, decode_context_parallel_size=2),
     "prefill-context-parallel": lambda patch: start(patch, prefill_context_parallel_size=2),
-    "quantised-cache": lambda patch: start(
-        patch, FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
-    ),
+    "quantised-cache": lambda patch: start(patch, FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.NVFP4)),
     "chunked-attention": lambda patch: start(patch, ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64)),
     "cached-states": lambda patch: start(patch, MambaSpec(**SHAPES, mamba_cache_mode="align")),
     "draft-states": lambda patch: start(patch, MambaSpec(**SHAPES, num_speculative_blocks=1)),

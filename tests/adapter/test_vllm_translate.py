@@ -221,7 +221,7 @@ def test_what_works_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("spec", "text"),
     [
         (ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64), "a ChunkedLocalAttentionSpec"),
-        (FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD), "quantised"),
+        (FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.NVFP4), "quantised"),
         (
             MambaSpec(shapes=STATE.shapes, dtypes=STATE.dtypes, block_size=64, mamba_cache_mode="align"),
             "--no-enable-prefix",

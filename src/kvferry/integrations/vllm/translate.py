@@ -14,7 +14,7 @@ from kvferry.handoff.protocol import Identity, RankEntry
 from kvferry.integrations.vllm.block_lists import GroupShape
 from kvferry.integrations.vllm.cache_specs import refuse, spec_of
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.translate_attention import attention_components
+from kvferry.integrations.vllm.translate_attention import attention_components, check_scales_in_slots
 from kvferry.integrations.vllm.translate_state import check_state, state_components
 from kvferry.layout.cache_group import CacheGroup, CacheKind, TensorScale
 from kvferry.layout.named_layouts import NamedLayout
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # A model's files are sampled, not read whole: enough to tell two checkpoints apart, quick for any size.
 SAMPLE_BYTES = 64 * 1024
 SAMPLES_PER_FILE = 8
-_QUANTISATIONS = ("NONE", "FP8_PER_TENSOR")
+_QUANTISATIONS = ("NONE", "FP8_PER_TENSOR")  # and those with scales in the slots
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
@@ -129,8 +129,9 @@ def _check_group(index: int, group: "KVCacheGroupSpec") -> None:
         return
     if spec.tokens_per_state != 1:
         refuse(f"{where} with {spec.tokens_per_state} tokens a slot", "Caches of one slot a token are supported.")
-    if spec.kv_quant_mode.name not in _QUANTISATIONS:
-        refuse(f"{where}, quantised ({spec.kv_quant_mode.name})", "Run with --kv-cache-dtype auto or fp8.")
+    quantisation = spec.kv_quant_mode
+    if not quantisation.is_per_token_head and quantisation.name not in _QUANTISATIONS:
+        refuse(f"{where}, quantised ({quantisation.name})", "Run with --kv-cache-dtype auto or fp8.")
 
 
 def _group_shape(spec: Any) -> GroupShape:
@@ -161,6 +162,8 @@ def _cache_group(
         components = state_components(spec, layer, views, region, rank)
     else:
         expected = (kv_cache_config.num_blocks, spec.num_heads, spec.block_size)
+        if spec.kv_quant_mode.is_per_token_head:
+            check_scales_in_slots(vllm_config, views)
         components = attention_components(vllm_config, shape.kind, views, expected, region, rank)
     return CacheGroup(
         name=str(index),

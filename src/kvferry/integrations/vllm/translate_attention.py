@@ -1,6 +1,6 @@
 """Pages of attention and MLA caches as components, from vLLM's ``[B, H, N, C]`` views."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # Of CPU attention: those that keep a plane of keys, channel by channel, and then a plane of values, token by token. How
 # they arrange a quantised cache was not looked into: its pages move whole.
 PLAIN_INSTRUCTION_SETS = ("vec", "vec16")
+
+# A scale for each token and head: these keep it in the slot, behind the keys and the values that it belongs to.
+_SCALES_IN_SLOTS = ("TRITON_ATTN",)
 
 
 def attention_components(
@@ -46,6 +49,30 @@ def attention_components(
     if packing.split(":")[1] in PLAIN_INSTRUCTION_SETS and first.element_size() > 1:
         return _planes(name, first, offsets, place)
     return (_content(first, offsets, place | {"atom": Atom.PAGE, "packing": packing}),)
+
+
+def check_scales_in_slots(vllm_config: "VllmConfig", layer_names: Iterable[str]) -> None:
+    """Raise :class:`LayoutError` (unsupported) unless a token's scales are in its slots, so that they move with it."""
+    for name in layer_names:
+        backend = vllm_config.compilation_config.static_forward_context[name].get_attn_backend().get_name()
+        if backend not in _SCALES_IN_SLOTS:
+            refuse(
+                f"{name} has a scale for each token and head, kept where {backend} wants them",
+                f"Run with --attention-backend {_SCALES_IN_SLOTS[0]}, or --kv-cache-dtype auto.",
+            )
+
+
+def fill_scales_in_slots(vllm_config: "VllmConfig", layer_names: Iterable[str]) -> None:
+    """Let kernels with scales in the slots set all of them to 1, as each does once, before its first step.
+
+    That step may follow the first load, whose scales would be lost, and layers that read another's cache have kernels
+    of their own: name them too.
+    """
+    layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
+    for name in layer_names:
+        kernel: Any = getattr(layers[name], "impl", None)
+        if getattr(kernel, "_is_per_token_head_quant", False):
+            kernel._ensure_scale_caches(layers[name].kv_cache)
 
 
 def _content(view: torch.Tensor, offsets: Sequence[int], more: Mapping[str, Any]) -> Component:
