@@ -138,10 +138,11 @@ def test_the_remote_memory_of_a_push_is_the_receivers() -> None:
         assert (way is not None) is is_packed
 
 
-def test_copies_are_measured_only_where_costs_are_to_decide_and_none_are_given() -> None:
+def test_copies_are_measured_where_costs_are_to_decide_and_none_are_given() -> None:
     stage = Stage(1 << 20, huge_pages=False)
-    given = {"cma": typical_costs("cma")}
-    ways = [PushWays(stage, None), PushWays(stage, None, given), PushWays(stage, Strategy.GATHER), PushWays()]
+    given, of_another = ({name: typical_costs("cma")} for name in ("cma", "nixl"))
+    ways = [PushWays(stage, None, costs) for costs in (None, of_another, given)]
+    ways += [PushWays(stage, Strategy.GATHER), PushWays()]
     typical = typical_costs("cma").seconds_per_copy
-    assert [way._costs("cma").seconds_per_copy == typical for way in ways] == [False, True, True, True]
+    assert [way._costs("cma").seconds_per_copy == typical for way in ways] == [False, False, True, True, True]
     assert {way._costs("cma").seconds_per_part for way in ways} == {0.0}

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from kvferry.errors import PlanError, Reason
-from kvferry.execution.staging import ROUNDS, Stage
+from kvferry.execution.staging import Stage
 from kvferry.execution.writing import Writing
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import shard_for
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staged import NOTHING, StagedPart
-from kvferry.plan.staged_plan import GatherPlan
+from kvferry.plan.staged_plan import ROUNDS_PER_STAGE, GatherPlan
 from kvferry.plan.transfer_plan import PairPlan, Planner
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.protocol import Region, Status, Transport, reach
@@ -127,7 +127,7 @@ def test_rounds_wait_for_room_while_others_have_the_stage() -> None:
     expected = pair.expect()
     writings = [pair.packed(plan) for plan in pair.plans]
     assert all(writing.num_bytes > 3 * pair.stage.round_bytes for writing in writings), "several rounds"
-    taken = pair.stage.take("another", (ROUNDS - 1) * pair.stage.round_bytes)
+    taken = pair.stage.take("another", (ROUNDS_PER_STAGE - 1) * pair.stage.round_bytes)
     assert taken == 0
     for _ in range(100_000):
         statuses = [writing.poll() for writing in writings]

@@ -16,7 +16,7 @@ from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staged import Merge, Numbered, cut, joined, laid_out, placed
-from kvferry.plan.staged_plan import GatherPlan, ScatterPlan
+from kvferry.plan.staged_plan import PARTS_PER_STAGE, ROUNDS_PER_STAGE, GatherPlan, ScatterPlan
 from kvferry.plan.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose, predict_direct, predict_staged
 from kvferry.plan.transfer_plan import PairPlan, Planner
 from kvferry.plan.verify import verify_pair
@@ -268,6 +268,14 @@ def test_gather_must_be_predicted_so_much_faster() -> None:
     for factor, expected in ((0.99, Strategy.DIRECT), (1.01, Strategy.GATHER)):
         turned = replace(costs, seconds_per_descriptor=even * factor)
         assert choose(plan, turned, stage_bytes=0, packing_bytes=1 << 26).chosen.strategy is expected
+
+
+def test_a_push_is_packed_in_the_rounds_of_its_own_stage_a_pull_in_the_parts_that_readers_ask_for() -> None:
+    plan, costs = pair(NamedLayout.LBNHC, 1, 2), TYPICAL_COSTS["nixl"]
+    stage_bytes = 1 << 20
+    for writes, divisor in ((False, PARTS_PER_STAGE), (True, ROUNDS_PER_STAGE)):
+        found = choose(plan, costs, Strategy.GATHER, packing_bytes=stage_bytes, writes=writes).chosen
+        assert found.num_parts == found.num_bytes // (stage_bytes // divisor)
 
 
 def test_a_source_whose_stage_is_smaller_than_a_block_does_not_gather() -> None:

@@ -14,14 +14,13 @@ from kvferry.execution import device_merge
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark
 from kvferry.layout.shard import Region
 from kvferry.plan.staged import Merge, aligned
+from kvferry.plan.staged_plan import ROUNDS_PER_STAGE
 from kvferry.transport.copy_threads import CopyThreads
 
 if TYPE_CHECKING:
     import torch
 
 Memory = Union[npt.NDArray[np.uint8], "torch.Tensor"]
-ROUNDS = 4
-"""A load takes at most this part of a stage at a time, so that others find room beside it."""
 PACKING_BYTES = 256 << 10
 """A copy out of blocks in no order goes through a buffer that stays in the second-level cache."""
 _HUGE_PAGE_BYTES = 2 << 20
@@ -73,7 +72,7 @@ class Stage:
     @property
     def round_bytes(self) -> int:
         """Most bytes that a load should take at a time, unless one block has more."""
-        return self.memory.nbytes // ROUNDS
+        return self.memory.nbytes // ROUNDS_PER_STAGE
 
     def take(self, owner: Hashable, num_bytes: int) -> int | None:
         """Return where the owner's stretch begins, or None while it must wait: it keeps its place in the queue.

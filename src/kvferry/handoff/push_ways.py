@@ -25,8 +25,8 @@ class PackedWay(NamedTuple):
 class PushWays:
     """Chooses between ``direct`` and ``gather`` for a pair of ranks; ``wish`` None leaves the choice to costs.
 
-    Those are ``given`` by transport, or typical ones with copies that are measured here, at once. Without a ``stage``
-    everything goes directly.
+    Those are ``given`` by transport, or typical ones with copies that are measured here, at once: which transport
+    reaches a receiver shows only later. Without a ``stage`` everything goes directly.
     """
 
     def __init__(
@@ -34,8 +34,7 @@ class PushWays:
     ) -> None:
         self._stage, self._wish = stage, wish
         self._given = dict(given or {})
-        is_open = stage is not None and wish is None and not self._given
-        self._copies = measure_stage(stage) if is_open and stage is not None else None
+        self._copies = measure_stage(stage) if stage is not None and wish is None else None
 
     def choose(self, plan: PairPlan, transport: str) -> PackedWay | None:
         """Return the way by the stage where that is the choice, None for the direct one.
@@ -57,11 +56,13 @@ class PushWays:
             self._stage.close()
 
     def _costs(self, transport: str) -> Costs:
-        costs = self._given.get(transport, typical_costs(transport))
-        if self._copies is not None:
-            rate, per_run, per_copy = self._copies
-            costs = replace(
-                costs, copy_bytes_per_second=rate, seconds_per_copied_run=per_run, seconds_per_copy=per_copy
-            )
+        costs = self._given.get(transport)
+        if costs is None:
+            costs = typical_costs(transport)
+            if self._copies is not None:
+                rate, per_run, per_copy = self._copies
+                costs = replace(
+                    costs, copy_bytes_per_second=rate, seconds_per_copied_run=per_run, seconds_per_copy=per_copy
+                )
         # Nobody is asked for what is packed here.
         return replace(costs, seconds_per_part=0.0)

@@ -80,6 +80,8 @@ def _part(staged: StagedTemplate, blocks: Integers, other_blocks: Integers) -> S
 
 PARTS_PER_STAGE = 8
 """A reader asks for at most this part of a source's stage at a time, so that several find room in it."""
+ROUNDS_PER_STAGE = 4
+"""A load or a push takes at most this part of its own rank's stage at a time, so that others find room beside it."""
 
 
 class Lowered(NamedTuple):

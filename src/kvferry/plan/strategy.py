@@ -15,7 +15,7 @@ import numpy as np
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.cache_group import CacheGroup, CacheKind
 from kvferry.plan.staged import StagedPart, aligned, source_runs
-from kvferry.plan.staged_plan import PARTS_PER_STAGE, GatherPlan, ScatterPlan
+from kvferry.plan.staged_plan import PARTS_PER_STAGE, ROUNDS_PER_STAGE, GatherPlan, ScatterPlan
 from kvferry.plan.template import Template, mirrored
 from kvferry.plan.transfer_plan import Descriptors, GroupPlan, PairPlan
 
@@ -210,7 +210,7 @@ def _gather_prediction(
         why = 'the prefill engine does not copy on request: its own "strategy" must be "gather" or "auto".'
         raise PlanError(Reason.UNSUPPORTED, why)
     prediction = _staged_prediction(Strategy.GATHER, gather, packing_bytes)
-    part_bytes = max(packing_bytes // PARTS_PER_STAGE, _largest_block(gather))
+    part_bytes = max(packing_bytes // (ROUNDS_PER_STAGE if writes else PARTS_PER_STAGE), _largest_block(gather))
     num_parts = -(-prediction.num_bytes // part_bytes)
     # A stage that is read is read from its begin to its end.
     num_remote_runs = prediction.num_descriptors if writes else num_parts
