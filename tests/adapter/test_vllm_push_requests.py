@@ -280,6 +280,9 @@ def test_parameters_that_name_no_push_are_an_error(make_role: Any) -> None:
     ("changed", "grain", "named"),
     [
         ({"data_parallel_size": 2}, "chunks", "data-parallel"),
+        ({"engine_id": "a_dp0"}, "chunks", "data-parallel"),
+        ({"engine_id": "a_dp1", "data_parallel_index": 1}, "chunks", "data-parallel"),
+        ({"engine_id": "a_dp1"}, "chunks", ""),
         ({"use_v2_model_runner": True}, "chunks", "second model runner"),
         ({"use_ubatching": True}, "layers", "micro-batches"),
         ({"use_ubatching": True}, "chunks", ""),
@@ -287,9 +290,11 @@ def test_parameters_that_name_no_push_are_an_error(make_role: Any) -> None:
 )
 def test_engines_that_cannot_push_are_refused_at_start(changed: dict[str, Any], grain: Any, named: str) -> None:
     settings = Settings(mode="push", push_grain=grain)
-    plain = {"data_parallel_size": 1, "use_v2_model_runner": False, "use_ubatching": False}
-    flat = SimpleNamespace(**(plain | changed))
-    config: Any = SimpleNamespace(parallel_config=flat, use_v2_model_runner=flat.use_v2_model_runner)
+    plain = {"data_parallel_size": 1, "data_parallel_index": 0, "engine_id": "a"}
+    flat = SimpleNamespace(**(plain | {"use_v2_model_runner": False, "use_ubatching": False} | changed))
+    config: Any = SimpleNamespace(
+        parallel_config=flat, kv_transfer_config=flat, use_v2_model_runner=flat.use_v2_model_runner
+    )
     if not named:
         check_pushable(config, settings)
         return

@@ -78,7 +78,9 @@ WRONG_SETTINGS = ("unknown-key", "mla-cross-layer")
 
 
 @pytest.mark.parametrize(
-    "names", [WRONG_SETTINGS, pytest.param(("port", "unknown-layout"), marks=pytest.mark.matrix)], ids="-and-".join
+    "names",
+    [WRONG_SETTINGS, pytest.param(("port", "unknown-layout", "pushing-ranks"), marks=pytest.mark.matrix)],
+    ids="-and-".join,
 )
 def test_wrong_settings_are_refused_at_start(
     names: Sequence[str], engine_pool: EnginePool, record_refusal: Recorder
@@ -91,6 +93,7 @@ def test_wrong_settings_are_refused_at_start(
             "unknown-key": ("gqa-tp1", {"lease_second": 60}, "Did you mean 'lease_seconds'? [unknown-setting]"),
             "port": ("gqa-tp1", {"port": listener.getsockname()[1]}, "[port-in-use]"),
             "unknown-layout": ("gqa-tp1", {"layout": "BHLCN"}, "[unknown-layout]"),
+            "pushing-ranks": ("gqa-dp2", {"mode": "push"}, "[unsupported]"),
             "mla-cross-layer": ("mla-tp1", {}, "[kernel-cannot-read-layout]"),
         }
         servers = {}

@@ -12,9 +12,14 @@ if TYPE_CHECKING:
 def check_pushable(vllm_config: "VllmConfig", settings: Settings) -> None:
     """Refuse engines in which a push would not know what its source holds. Raises :class:`KVFerryError`."""
     parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size > 1:
+    # A rank of a dense model is told that it is alone; its engine's id tells that it is not.
+    engine_id = str(getattr(vllm_config.kv_transfer_config, "engine_id", None))
+    suffix = f"_dp{parallel.data_parallel_index}"
+    if parallel.data_parallel_size > 1 or engine_id.endswith(suffix):
         raise KVFerryError(
-            Reason.UNSUPPORTED, "mode 'push' with data-parallel ranks.", 'Set "mode" to "pull", or run one rank.'
+            Reason.UNSUPPORTED,
+            f"mode 'push' with data-parallel ranks (the engine's id is {engine_id!r}).",
+            f'Set "mode" to "pull", or run an engine for each rank, with an id that does not end in {suffix}.',
         )
     if vllm_config.use_v2_model_runner:
         raise KVFerryError(
