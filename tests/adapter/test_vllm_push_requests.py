@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.handoff.bootstrap import life_of
+from kvferry.handoff.courier import ask
 from kvferry.handoff.protocol import RankEntry, Release, Renew
 from kvferry.handoff.push_holds import handle_of
 from kvferry.handoff.push_plan import BlockList
@@ -64,6 +65,16 @@ def pushed_to(role: Any, sender: Any, prompt: list[int] = PROMPT, **changed: Any
         assert time.monotonic() < end
         time.sleep(0.01)
     return ours, found
+
+
+def test_workers_learn_where_their_own_engine_ends_a_hold(make_role: Any) -> None:
+    """A rank whose write failed asks it to, as the receiver would."""
+    role = make_role(FULL, mode="push")
+    ours = begin(role)
+    engine = step(role, ours, 80, [5, 4, 3, 2, 1]).answers_at
+    role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True)
+    ask(engine.host, engine.port, Release(engine.epoch, (handle_of("x"),)), SECONDS)
+    assert role.build_connector_meta().ended_transfers == ["x"]
 
 
 def test_each_chunk_tells_the_workers_how_far_the_prompt_is_final(make_role: Any) -> None:

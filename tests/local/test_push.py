@@ -18,7 +18,9 @@ from kvferry.handoff import receipt
 from kvferry.handoff import receiver as receiver_module
 from kvferry.handoff.addresses import nothing_listens
 from kvferry.handoff.courier import Parcel
-from kvferry.handoff.protocol import EndPoint, Introduced
+from kvferry.handoff.listener import Listener
+from kvferry.handoff.protocol import EndPoint, Introduced, Question, Release, Released
+from kvferry.handoff.push_holds import handle_of
 from kvferry.handoff.push_plan import BlockList
 from kvferry.handoff.receiver import Receiver
 from kvferry.handoff.sending import END
@@ -118,6 +120,33 @@ def test_a_failed_write_is_reported_at_once(engines: Pairs) -> None:
     error = receiver.result(5.0).error
     assert error is not None
     assert error.reason is Reason.TRANSFER_FAILED
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["a write fails", "the prompt ends"])
+def test_an_engine_is_told_of_a_hold_that_a_dead_receiver_could_not_release(fails: bool, engines: Pairs) -> None:
+    """Another push of the same prompt may go on where only the prompt's end is the reason."""
+    sender, [receiver] = engines.open(faults=FaultPlan(fail_after=1) if fails else None)
+    [source], asked = sender.ranks, list[Question]()
+
+    def answer(question: Question) -> Released:
+        asked.append(question)
+        return Released(7)
+
+    engine = Listener(HOST, 0, answer)
+    try:
+        source.pusher.engine = EndPoint(HOST, engine.port, 7)
+        receiver.receive(sender.hold(), [0, 3])
+        assert receiver.is_waiting()
+        if fails:
+            sender.compute(END, [5, 1])
+        else:
+            source.pusher.end(["x"])
+        assert receiver.result(5.0).error is not None
+        if fails:
+            wait_until(lambda: bool(asked))
+    finally:
+        engine.close()
+    assert asked == ([Release(7, (handle_of("x"),))] if fails else [])
 
 
 def test_a_receiver_out_of_reach_is_reported_and_the_next_push_connects_anew(

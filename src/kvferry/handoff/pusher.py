@@ -27,11 +27,12 @@ from kvferry.handoff.protocol import (
     Introduced,
     Pushed,
     PushFailed,
-    PushKey,
     Question,
+    Release,
     Revoke,
     Revoked,
 )
+from kvferry.handoff.push_holds import handle_of
 from kvferry.handoff.push_job import PushJob
 from kvferry.handoff.push_plan import Part, selector_of
 from kvferry.handoff.push_times import PromptTimes, PushTimes, Step
@@ -78,7 +79,7 @@ class Pusher:
     """All pushes of one rank, whose encoded shard is ``shard``.
 
     ``grains`` says what of a prompt goes together, ``ways`` whether it is packed first. With ``keeps_times`` the result
-    of each push has a timeline.
+    of each push has a timeline. ``engine`` is where this rank's own engine answers, once that is known.
 
     :meth:`answer` is for the listener's thread; the others are for the engine's, and none of them waits for a transfer.
     """
@@ -105,6 +106,7 @@ class Pusher:
         self._receivers: Bounded[tuple[str, int], Receiver] = Bounded(MAX_RECEIVERS)
         self._lives: dict[str, int] = {}
         self.grains, self._ways = grains, ways
+        self.engine: EndPoint | None = None
         self._to_run: dict[Lane, set[str]] = {}
         self._times = PromptTimes() if keeps_times else None
         self._step = Step(0.0)
@@ -284,7 +286,7 @@ class Pusher:
             if not self._side.announce(wish):
                 return
             times = None if self._times is None else self._timeline(wish, chosen)
-        self._executor.submit(self._job(key, part, receiver, times, way))
+        self._executor.submit(self._job(wish, part, receiver, times, way))
 
     def _way(self, receiver: Receiver, plan: PairPlan) -> PackedWay | None:
         if plan not in receiver.ways:
@@ -318,15 +320,15 @@ class Pusher:
         return PushTimes(wish, chosen, self._times.of(wish.transfer_id), self.grains.layers_of)
 
     def _job(
-        self, key: PushKey, part: Part, receiver: Receiver, times: PushTimes | None, way: PackedWay | None
+        self, wish: Wish, part: Part, receiver: Receiver, times: PushTimes | None, way: PackedWay | None
     ) -> PushJob:
         return PushJob(
             self._side,
             self._lock,
-            key,
+            wish.key,
             part,
             connect=lambda: self._connect(receiver),
-            report=lambda result: self._report(key, part, receiver, result),
+            report=lambda result: self._report(wish, part, receiver, result),
             measured=self.grains.measures.note_batch,
             times=times,
             way=way,
@@ -339,11 +341,12 @@ class Pusher:
             receiver.connecting = self._transports.connect(receiver.end_points)
         return receiver.connecting
 
-    def _report(self, key: PushKey, part: Part, receiver: Receiver, result: LoadResult) -> None:
-        error = result.error
+    def _report(self, wish: Wish, part: Part, receiver: Receiver, result: LoadResult) -> None:
+        key, error = wish.key, result.error
         if isinstance(error, TransportError):
             # A connection that failed once is made anew.
             receiver.connecting = None
+            self._give_up(wish.transfer_id)
         if error is not None:
             logger.warning("kvferry: push %d to %s failed: %s", key.number, key.receiver, error)
         index, where = receiver.source_index, receiver.answers_at
@@ -366,6 +369,12 @@ class Pusher:
         for parcel in self._courier.collect():
             if parcel.answer is None:
                 logger.warning("kvferry: %s:%d does not answer", parcel.host, parcel.port)
+
+    def _give_up(self, transfer_id: str) -> None:
+        """Let this rank's engine end the hold, as the receiver would: it may be dead, and a lease is long."""
+        if (engine := self.engine) is not None:
+            question = Release(engine.epoch, (handle_of(transfer_id),))
+            self._courier.send(engine.host, engine.port, question, REPORT_SECONDS)
 
 
 def _ended(transfer_id: str) -> HandoffError:

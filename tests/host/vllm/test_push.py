@@ -59,6 +59,7 @@ PUSH_PAIRS = (
     Pair("push-mla-2-1", "mla-push-tp2", "mla-push-tp1", in_matrix=True),
 )
 WAVE = random_prompts(seed=21, count=24, shortest=5, longest=3000)
+KILLED_SECONDS = 20.0
 FEW = random_prompts(seed=22, count=4, shortest=5, longest=1500)
 
 
@@ -311,6 +312,45 @@ def test_a_prompt_is_preempted_while_it_is_pushed(pair: Pair, engine_pool: Engin
     assert pushes.prefill.num_preemptions() > before
     pushes.check_released(logs_before)
     check_tokens([answer], pair.model, [prompt], reference)
+
+
+@pytest.mark.ends_engines
+@pytest.mark.engines("gqa-push-layers", "gqa-push-tp2", "gqa-push-tp1")
+def test_the_decode_engine_is_killed_while_a_prompt_is_pushed(engine_pool: EnginePool, reference: Reference) -> None:
+    """The prefill engine has its blocks back long before a lease ends, and pushes to another one."""
+    pair = Pair("push-to-killed", "gqa-push-layers", "gqa-push-tp2")
+    kill_while_pushing(pair, engine_pool, pair.decode)
+    pushes, prompt = Pushes.of(Pair("push-to-next", pair.prefill, "gqa-push-tp1"), engine_pool), random_prompt(95, 700)
+    check_tokens([pushes.send(prompt)], pair.model, [prompt], reference)
+
+
+@pytest.mark.ends_engines
+@pytest.mark.engines("gqa-push-chunked", "gqa-push-tp1-other", "gqa-push-tp1")
+def test_the_prefill_engine_is_killed_while_it_pushes(engine_pool: EnginePool, reference: Reference) -> None:
+    """The decode engine's request fails at once, its blocks are free, and another engine may push to it."""
+    pair = Pair("push-from-killed", "gqa-push-chunked", "gqa-push-tp1-other")
+    kill_while_pushing(pair, engine_pool, pair.prefill)
+    pushes, prompt = Pushes.of(Pair("push-from-next", "gqa-push-tp1", pair.decode), engine_pool), random_prompt(96, 700)
+    check_tokens([pushes.send(prompt)], pair.model, [prompt], reference)
+
+
+def kill_while_pushing(pair: Pair, pool: EnginePool, victim: str) -> None:
+    """Kill one engine of the pair while a prompt is computed and pushed; the other must fail what waits and be free."""
+    pushes, killed = Pushes.of(pair, pool), pool.running.pop(victim)
+    [survivor] = [engine for engine in (pushes.prefill, pushes.decode) if engine is not killed]
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(pushes.send, random_prompt(94, 4000))
+        wait_for_usage(pushes.decode)
+        wait_for_usage(pushes.prefill)
+        killed.server.process.kill()
+        killed_at = time.monotonic()
+        with pytest.raises((RequestFailed, OSError)):
+            answer.result()
+    failed_at = time.monotonic()
+    while survivor.usage():
+        assert time.monotonic() - killed_at < KILLED_SECONDS
+        time.sleep(0.05)
+    print(f"failed after {failed_at - killed_at:.1f} s, free after {time.monotonic() - killed_at:.1f} s")
 
 
 @pytest.mark.matrix

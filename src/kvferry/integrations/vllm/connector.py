@@ -24,6 +24,7 @@ from kvferry.integrations.vllm.scheduler_role import SchedulerRole
 from kvferry.integrations.vllm.settings import parse_settings
 from kvferry.integrations.vllm.statistics import PrometheusMetrics, Statistics
 from kvferry.integrations.vllm.translate import check_supported, decode_rank_entry, resolved_layout
+from kvferry.integrations.vllm.translate_attention import fill_scales_in_slots
 from kvferry.integrations.vllm.versions import check_version
 from kvferry.integrations.vllm.worker_role import WorkerRole
 
@@ -160,6 +161,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         layout = resolved_layout(self._vllm_config)
         check_engine_kernels(self._vllm_config, self._kv_cache_config, kv_caches, layout)
         self._worker.register_kv_caches(kv_caches)
+        fill_scales_in_slots(self._vllm_config, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.get_handshake_metadata()

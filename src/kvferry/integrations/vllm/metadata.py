@@ -7,6 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from kvferry.errors import KVFerryError
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.guard import Held
+from kvferry.handoff.protocol import EndPoint
 from kvferry.handoff.sending_side import Prompt
 from kvferry.plan.request import GroupBlocks
 
@@ -45,7 +46,7 @@ class StepMetadata(KVConnectorMetadata):
     One that ``computes`` nothing was begun only because something is pending.
     ``aborted`` loads are wanted no more, of ``lost`` ones the remote hold has ended. Of pushes: the ``prompts`` that it
     computes, by transfer id, and the transfers whose blocks it may overwrite, since they are ``preempted`` or
-    ``ended_transfers``.
+    ``ended_transfers``; and where the engine that gives the orders ``answers_at``.
     """
 
     computes: bool = True
@@ -57,6 +58,7 @@ class StepMetadata(KVConnectorMetadata):
     prompts: list[tuple[str, Prompt]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     ended_transfers: list[str] = field(default_factory=list)
+    answers_at: EndPoint | None = None
 
 
 @dataclass

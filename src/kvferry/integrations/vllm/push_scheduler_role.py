@@ -130,6 +130,7 @@ class PushSchedulerRole(SchedulerRole):
             self._end_transfer(end)
         for request_id, pushed in list(self._to_release.items()):
             self._release_unread(request_id, pushed)
+        self._step.answers_at = self._answers_at
         return super().build_connector_meta(scheduled)
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
@@ -158,10 +159,8 @@ class PushSchedulerRole(SchedulerRole):
             return
         host = self._settings.host
         sizes = tuple(group.block_size for group in self._groups)
-        control = EndPoint(self._settings.reachable_host, self._listener.port, self._epoch)
-        self._bootstrap = Bootstrap(
-            host, self._settings.bootstrap_port, Offer(PROTOCOL_VERSION, self._life, control, sizes)
-        )
+        offer = Offer(PROTOCOL_VERSION, self._life, self._answers_at, sizes)
+        self._bootstrap = Bootstrap(host, self._settings.bootstrap_port, offer)
         logger.info("kvferry: bootstrap queries are answered on http://%s:%d", host, self._bootstrap.port)
 
     def _tell_router(self) -> None:
@@ -177,6 +176,10 @@ class PushSchedulerRole(SchedulerRole):
             if each is not None:
                 each.close()
         super().shutdown()
+
+    @property
+    def _answers_at(self) -> EndPoint:
+        return EndPoint(self._settings.reachable_host, self._listener.port, self._epoch)
 
     @property
     def _life(self) -> str:

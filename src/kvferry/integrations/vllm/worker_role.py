@@ -36,7 +36,6 @@ from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.statistics import Statistics
 from kvferry.integrations.vllm.transfer_log import TransferLog
 from kvferry.integrations.vllm.translate import group_shapes, identity_of, resolved_layout, shard_of
-from kvferry.integrations.vllm.translate_attention import fill_scales_in_slots
 from kvferry.layout.cache_group import CacheKind
 from kvferry.layout.shard import Region, Shard
 from kvferry.plan.wire import encode_shard
@@ -84,7 +83,6 @@ class WorkerRole:
         shard = shard_of(self._vllm_config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank)
         for region in shard.regions:
             self._use_huge_pages(region)
-        fill_scales_in_slots(self._vllm_config, kv_caches)
         self._order = device_order(region.device for region in shard.regions)
         self._step_words = StepWords(self._words, self._order)
         words = Region(self._words.address, self._words.array.nbytes)
