@@ -4,12 +4,12 @@ Nothing here knows a result: a pair whose tests did not run is written as not ru
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .host.vllm.engine_pool import ENGINES
-from .host.vllm.handoffs import FIRST_WAVE, NAMED_TOKENS, PAIRS, Pair
+from .host.vllm.handoffs import FIRST_WAVE, NAMED_TOKENS, PAIRS, PUSH_PAIRS, PUSHED_WAVE, Pair
 from .matrix_refusals import REFUSALS, Refusal
 from .matrix_results import REPOSITORY, Results
 
@@ -36,14 +36,21 @@ PAIR_COLUMNS = (
     *("pair", "model", "prefill", "decode", "block", "layout", "transport", "descriptors", "strategy"),
     *("requests", "identical", "received / computed", "result"),
 )
+PUSH_CHECKS = {
+    "test_pushed_prompts_give_the_tokens_of_one_engine": "tokens",
+    "test_behind_vllm_router_as_it_is": "behind vllm-router",
+    "test_tokens_depend_on_what_is_pushed": "a lost write seen",
+}
+"""The same of every pair of which one engine pushes."""
+PUSH_COLUMNS = ("pair", "model", "prefill", "decode", "transport", "goes as", "strategy", "shown besides", "result")
 REFUSAL_COLUMNS = ("combination", "refused by", "code that must come", "code that came", "result")
 
 
 TEXT = """# What works between which engines
 
 Written by `{command}` from what its tests measured; not to be edited. Engines are real vLLM on a CPU, in float32, with
-tiny random models. Of {num_pairs} combinations {num_passed} passed; of {num_refusals} that must be refused \
-{num_refused} were, with their code. What ran:
+tiny random models. Of {num_pairs} combinations {num_passed} passed, of {num_pushes} pushes {num_pushed}; of \
+{num_refusals} that must be refused {num_refused} were, with their code. What ran:
 
 {runs}
 
@@ -57,6 +64,16 @@ layout, transport, strategy and descriptors are those of one request of {named_t
 where the two engines differ, both are named.
 
 {pairs}
+
+## Pushes that must work
+
+The prefill engine writes while it computes. {pushed_at_once} prompts of {shortest_pushed} to {longest_pushed} tokens, \
+all at once, gave the tokens of one
+engine that never received a cache: behind a router of the tests' own, which sends to both engines at once, and behind
+vllm-router unmodified, in its mooncake mode. The decode engine counted every token as received, but for the last one of
+models with windows or states. A write that was silently left out showed in the tokens.
+
+{pushes}
 
 ## Combinations that must be refused
 
@@ -78,8 +95,8 @@ def shape_of(engine: str) -> str:
     return " x ".join(f"{name} {size}" for name, size in (*sizes, ("TP", settings.get("tensor_parallel_size", 1))))
 
 
-def result_of(found: dict[str, Any]) -> str:
-    """Return how a pair's tests ended.
+def result_of(found: dict[str, Any], checks_of_all: Mapping[str, str] = CHECKS) -> str:
+    """Return how a pair's tests ended, of which ``checks_of_all`` names those that every pair must pass.
 
     >>> result_of({}), result_of({"checks": {TOKENS: {"outcome": "failed", "message": "tokens differ | for 2"}}})[:36]
     ('not run', '**failed**: tokens (tokens differ fo')
@@ -89,8 +106,9 @@ def result_of(found: dict[str, Any]) -> str:
         return "not run"
     failed = {name: check["message"] for name, check in checks.items() if check["outcome"] != "passed"}
     if failed:
-        return "**failed**: " + "; ".join(f"{CHECKS.get(name, name)} ({first_line(failed[name])})" for name in failed)
-    missing = [label for name, label in CHECKS.items() if name not in checks]
+        labels = [f"{checks_of_all.get(name, name)} ({first_line(failed[name])})" for name in failed]
+        return "**failed**: " + "; ".join(labels)
+    missing = [label for name, label in checks_of_all.items() if name not in checks]
     return f"in part: {', '.join(missing)} not run" if missing else "passed"
 
 
@@ -127,6 +145,27 @@ def pair_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def push_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a pair of which one engine pushes."""
+    settings = ENGINES[pair.prefill][1]
+    grain = settings.get("push_grain", "chosen")
+    span = f" ({settings['layers_per_span']} at a time)" if grain == "layers" else ""
+    passed = [name for name, check in found.get("checks", {}).items() if check["outcome"] == "passed"]
+    besides = {name.removeprefix("test_").partition("[")[0].replace("_", " ") for name in passed}
+    besides -= {name.removeprefix("test_").replace("_", " ") for name in PUSH_CHECKS}
+    return (
+        pair.name,
+        MODELS[pair.model] + (", compiled" if "TORCHDYNAMO_DISABLE" in settings.get("variables", {}) else ""),
+        shape_of(pair.prefill),
+        shape_of(pair.decode),
+        pair.transport,
+        grain + span,
+        settings.get("strategy", "direct"),
+        "; ".join(sorted(besides)),
+        result_of(found, PUSH_CHECKS),
+    )
+
+
 def refusal_row(refusal: Refusal, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a refused combination."""
     came = found.get("found", "")
@@ -153,20 +192,28 @@ def runs(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 def document(results: Results) -> str:
     """Return the text of docs/matrix.md."""
     pairs = [(pair, results.pair(pair.name)) for pair in PAIRS]
+    pushes = [(pair, results.pair(pair.name)) for pair in PUSH_PAIRS]
     refusals = [(refusal, results.refusal(refusal.name)) for refusal in REFUSALS]
+    pushed = [push_row(*each) for each in pushes]
     rows, refused = [pair_row(*each) for each in pairs], [refusal_row(*each) for each in refusals]
     return TEXT.format(
         command=COMMAND,
         num_pairs=len(rows),
         num_passed=sum(row[-1] == "passed" for row in rows),
+        num_pushes=len(pushed),
+        num_pushed=sum(row[-1] == "passed" for row in pushed),
         num_refusals=len(refused),
         num_refused=sum(row[-1] == "refused" for row in refused),
-        runs="\n".join(runs([found for _, found in (*pairs, *refusals)])) or "Nothing has run.",
+        runs="\n".join(runs([found for _, found in (*pairs, *pushes, *refusals)])) or "Nothing has run.",
         at_once=len(FIRST_WAVE),
         shortest=min(map(len, FIRST_WAVE)),
         longest=max(map(len, FIRST_WAVE)),
         named_tokens=NAMED_TOKENS,
+        pushed_at_once=len(PUSHED_WAVE),
+        shortest_pushed=min(map(len, PUSHED_WAVE)),
+        longest_pushed=max(map(len, PUSHED_WAVE)),
         pairs=table(PAIR_COLUMNS, rows),
+        pushes=table(PUSH_COLUMNS, pushed),
         refusals=table(REFUSAL_COLUMNS, refused),
     )
 

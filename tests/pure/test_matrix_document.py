@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ..host.vllm.handoffs import PAIRS
-from ..matrix_document import CHECKS, TOKENS, document, shape_of
+from ..host.vllm.handoffs import PAIRS, PUSH_PAIRS
+from ..matrix_document import CHECKS, PUSH_CHECKS, TOKENS, document, shape_of
 from ..matrix_refusals import REFUSALS
 from ..matrix_results import Results
 
@@ -31,7 +31,7 @@ def add(results: Results, checks: list[str], outcome: str = "passed", **measured
 
 def test_what_did_not_run_is_said_not_to_have_run(results: Results) -> None:
     found = rows(results)
-    assert {found[pair.name][-1] for pair in PAIRS} == {"not run"}
+    assert {found[pair.name][-1] for pair in (*PAIRS, *PUSH_PAIRS)} == {"not run"}
     assert {found[refusal.combination][-1] for refusal in REFUSALS} == {"not run"}
     assert "Nothing has run." in document(results)
     add(results, [*CHECKS], "skipped")
@@ -57,6 +57,23 @@ def test_one_failed_check_fails_the_pair(results: Results) -> None:
     assert rows(results)[PAIR][-1].startswith("**failed**: test_beyond_the_list")
 
 
+def test_a_push_passes_by_checks_of_its_own_and_names_what_else_it_showed(results: Results) -> None:
+    [pair] = [pair for pair in PUSH_PAIRS if pair.name == "push-layers"]
+    besides = ["test_prefix_hits_on_the_prefill_side", "test_the_client_goes_away[0]", "test_the_client_goes_away[3]"]
+    for check in (*besides, *PUSH_CHECKS):
+        assert rows(results)[pair.name][-1] != "passed"
+        results.add_check(pair.name, check, outcome="passed", message="", measured={})
+    found = rows(results)[pair.name]
+    assert found[4:] == [
+        "cma",
+        "layers (3 at a time)",
+        "direct",
+        "prefix hits on the prefill side; the client goes away",
+        "passed",
+    ]
+    assert f"of {len(PUSH_PAIRS)} pushes 1;" in document(results)
+
+
 def test_a_refusal_counts_with_its_code_only(results: Results) -> None:
     results.add_refusal(REFUSAL.name, "nothing refused it", "")
     assert rows(results)[REFUSAL.combination][-2:] == ["`nothing refused it`", "**failed**"]
@@ -66,7 +83,11 @@ def test_a_refusal_counts_with_its_code_only(results: Results) -> None:
 
 
 def test_names_are_unique() -> None:
-    for names in ([pair.name for pair in PAIRS], [each.name for each in REFUSALS], [e.combination for e in REFUSALS]):
+    for names in (
+        [pair.name for pair in (*PAIRS, *PUSH_PAIRS)],
+        [each.name for each in REFUSALS],
+        [e.combination for e in REFUSALS],
+    ):
         assert len(set(names)) == len(names)
 
 

@@ -73,6 +73,24 @@ PAIRS = (
     Pair("granite-1-1", "granite-tp1", "granite-tp1-other", in_matrix=True),
     Pair("granite-2-1", "granite-tp2", "granite-tp1", in_matrix=True),
 )
+# The prefill engine pushes.
+PUSH_PAIRS = (
+    Pair("push-1-1", "gqa-push-tp1", "gqa-push-tp1-other"),
+    Pair("push-2-1", "gqa-push-tp2", "gqa-push-tp1"),
+    Pair("push-1-2", "gqa-push-tp1", "gqa-push-tp2"),
+    Pair("push-chunked", "gqa-push-chunked", "gqa-push-tp1"),
+    Pair("push-layers", "gqa-push-layers", "gqa-push-tp2"),
+    Pair("push-gather", "gqa-push-gather", "gqa-push-tp2", in_matrix=True),
+    Pair("push-compiled", "gqa-push-compiled", "gqa-push-tp1", in_matrix=True),
+    Pair("push-preempted", "gqa-push-small", "gqa-push-tp1", in_matrix=True),
+    Pair("push-nixl", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "nixl", in_matrix=True),
+    Pair("push-mooncake", "gqa-push-tp2-mooncake", "gqa-push-tp1-mooncake", "mooncake", in_matrix=True),
+    Pair("push-gemma-2-1", "gemma-push-tp2", "gemma-push-tp1", in_matrix=True),
+    Pair("push-gemma-layers", "gemma-push-layers", "gemma-push-tp2", in_matrix=True),
+    Pair("push-granite-2-1", "granite-push-tp2", "granite-push-tp1", in_matrix=True),
+    Pair("push-granite-1-2", "granite-push-tp1", "granite-push-tp2", in_matrix=True),
+    Pair("push-mla-2-1", "mla-push-tp2", "mla-push-tp1", in_matrix=True),
+)
 ALL_PAIRS = bool(os.environ.get("KVFERRY_MATRIX"))
 
 
@@ -159,6 +177,7 @@ def random_prompts(seed: int, count: int, shortest: int, longest: int) -> list[l
 FIRST_WAVE = random_prompts(seed=1, count=32, shortest=5, longest=2000)
 # Of 1023 tokens the last would push a block out of a window of whole blocks that it attends to.
 SECOND_WAVE = [*random_prompts(seed=2, count=8, shortest=7, longest=700), random_prompt(2999, 1023)]
+PUSHED_WAVE = random_prompts(seed=21, count=24, shortest=5, longest=3000)
 NAMED_TOKENS = 1000
 """Tokens of the request whose descriptors are told of every pair."""
 

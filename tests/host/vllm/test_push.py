@@ -28,6 +28,8 @@ from .engine_pool import (
 )
 from .handoffs import (
     ALL_PAIRS,
+    PUSH_PAIRS,
+    PUSHED_WAVE,
     Handoffs,
     Pair,
     check_prefix_hits,
@@ -41,24 +43,6 @@ from .handoffs import (
 
 pytestmark = pytest.mark.vllm
 
-PUSH_PAIRS = (
-    Pair("push-1-1", "gqa-push-tp1", "gqa-push-tp1-other"),
-    Pair("push-2-1", "gqa-push-tp2", "gqa-push-tp1"),
-    Pair("push-1-2", "gqa-push-tp1", "gqa-push-tp2"),
-    Pair("push-chunked", "gqa-push-chunked", "gqa-push-tp1"),
-    Pair("push-layers", "gqa-push-layers", "gqa-push-tp2"),
-    Pair("push-gather", "gqa-push-gather", "gqa-push-tp2", in_matrix=True),
-    Pair("push-compiled", "gqa-push-compiled", "gqa-push-tp1", in_matrix=True),
-    Pair("push-preempted", "gqa-push-small", "gqa-push-tp1", in_matrix=True),
-    Pair("push-nixl", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "nixl", in_matrix=True),
-    Pair("push-mooncake", "gqa-push-tp2-mooncake", "gqa-push-tp1-mooncake", "mooncake", in_matrix=True),
-    Pair("push-gemma-2-1", "gemma-push-tp2", "gemma-push-tp1", in_matrix=True),
-    Pair("push-gemma-layers", "gemma-push-layers", "gemma-push-tp2", in_matrix=True),
-    Pair("push-granite-2-1", "granite-push-tp2", "granite-push-tp1", in_matrix=True),
-    Pair("push-granite-1-2", "granite-push-tp1", "granite-push-tp2", in_matrix=True),
-    Pair("push-mla-2-1", "mla-push-tp2", "mla-push-tp1", in_matrix=True),
-)
-WAVE = random_prompts(seed=21, count=24, shortest=5, longest=3000)
 KILLED_SECONDS = 20.0
 FEW = random_prompts(seed=22, count=4, shortest=5, longest=1500)
 
@@ -120,20 +104,24 @@ def test_pushed_prompts_give_the_tokens_of_one_engine(
 ) -> None:
     pushes = Pushes.of(pair, engine_pool)
     logs_before, before = pushes.log_ends(), pushes.decode.prompt_tokens()
-    answers = pushes.send_all(WAVE)
+    answers = pushes.send_all(PUSHED_WAVE)
     pushes.check_released(logs_before)
     moved = pushes.decode.prompt_tokens() - before
     # Of a hybrid the decode engine computes the last token itself.
-    num_computed = len(WAVE) if pair.is_hybrid else 0
-    assert (moved.received, moved.cached, moved.computed) == (sum(map(len, WAVE)) - num_computed, 0, num_computed)
-    assert {load["transport"] for load in pushes.decode.loads()[-len(WAVE) :]} == {pair.transport}
-    check_tokens(answers, pair.model, WAVE, reference)
+    num_computed = len(PUSHED_WAVE) if pair.is_hybrid else 0
+    assert (moved.received, moved.cached, moved.computed) == (
+        sum(map(len, PUSHED_WAVE)) - num_computed,
+        0,
+        num_computed,
+    )
+    assert {load["transport"] for load in pushes.decode.loads()[-len(PUSHED_WAVE) :]} == {pair.transport}
+    check_tokens(answers, pair.model, PUSHED_WAVE, reference)
 
 
 @for_push_pairs("push-1-1", "push-2-1", matrix=True)
 def test_behind_vllm_router_as_it_is(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
     """In mooncake mode; it sends to the decode engine when the prefill engine has answered."""
-    pushes, prompts = Pushes.of(pair, engine_pool), WAVE if ALL_PAIRS else FEW
+    pushes, prompts = Pushes.of(pair, engine_pool), PUSHED_WAVE if ALL_PAIRS else FEW
     logs_before, before = pushes.log_ends(), pushes.decode.prompt_tokens()
     port = str(bootstrap_port(pushes.prefill))
     arguments = ("--prefill", pushes.prefill.server.url, port, "--kv-connector", "mooncake")
