@@ -31,6 +31,7 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         dp_rank: int = 0,
         mode: Literal["pull", "push"] = "pull",
         kv_role: str = "kv_both",
+        prefix_caching: bool = True,
         **settings: Any,
     ) -> scheduler_role.SchedulerRole:
         parallel = SimpleNamespace(
@@ -41,7 +42,13 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             use_ubatching=False,
         )
         transfer = SimpleNamespace(is_kv_producer=kv_role != "kv_consumer", is_kv_consumer=kv_role != "kv_producer")
-        config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, use_v2_model_runner=False)
+        config: Any = SimpleNamespace(
+            parallel_config=parallel,
+            kv_transfer_config=transfer,
+            cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+            use_v2_model_runner=False,
+            speculative_config=None,
+        )
         monkeypatch.setattr(scheduler_role, "identity_of", lambda *_: identity)
         monkeypatch.setattr(scheduler_role, "group_shapes", lambda *_: groups)
         kind = PushSchedulerRole if mode == "push" else scheduler_role.SchedulerRole

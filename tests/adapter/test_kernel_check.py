@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from kvferry.cli import kernel_report
@@ -159,7 +160,7 @@ def test_the_wish_falls_back_where_a_kernel_fails(caplog: pytest.LogCaptureFixtu
     from kvferry.integrations.vllm.layout_choice import asked_layout
 
     model = SimpleNamespace(use_mla=False, is_hybrid=False, dtype=torch.float32, get_head_size=lambda: 64)
-    engine: Any = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(block_size=128))
+    engine: Any = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(block_size=128, cache_dtype="auto"))
     machine = machine_description()
     assert asked_layout(engine, Settings()) is NamedLayout.BHLNC
     assert not caplog.records
@@ -172,6 +173,11 @@ def test_the_wish_falls_back_where_a_kernel_fails(caplog: pytest.LogCaptureFixtu
     assert asked_layout(engine, Settings(layout="BHLNC")) is NamedLayout.BHLNC
     engine.cache_config.block_size = 64
     assert asked_layout(engine, Settings()) is NamedLayout.BHLNC
+    quantised = failure(NamedLayout.BHLNC)
+    keep_verdicts(machine, [replace(quantised, case=replace(quantised.case, dtype="int8", block_size=64))])
+    assert asked_layout(engine, Settings()) is NamedLayout.BHLNC
+    engine.cache_config.cache_dtype = "int8_per_token_head"
+    assert asked_layout(engine, Settings()) is NamedLayout.BLHNC
 
 
 def test_later_verdicts_replace_earlier_ones() -> None:

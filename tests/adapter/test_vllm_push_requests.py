@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm.v1.request import Request
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
@@ -24,10 +25,11 @@ from kvferry.handoff.sending import END
 from kvferry.integrations.vllm import push_scheduler_role
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.pushable import check_pushable
+from kvferry.integrations.vllm.request_params import prompt_digest
 from kvferry.integrations.vllm.settings import Settings, parse_settings
 from kvferry.plan.strategy import typical_costs
 
-from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, allocated, request
+from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, allocated, prefill, request
 
 TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
 A_RANK = RankEntry(0, 0, b"", {}, 0, 0)
@@ -55,16 +57,25 @@ def step(role: Any, ours: Request, num_tokens: int, *groups: list[int]) -> Any:
 
 def pushed_to(role: Any, sender: Any, prompt: list[int] = PROMPT, **changed: Any) -> tuple[Request, Any]:
     """Let a decode engine meet a request as a router sends it, once it knows where it comes from."""
+    ours = request(list(prompt), to_decode(sender) | changed, "d")
+    role.on_new_request(ours)
+    return ours, awaited(role, ours)
+
+
+def to_decode(sender: Any) -> dict[str, Any]:
+    """Return what a router tells the decode engine."""
     address = f"http://127.0.0.1:{sender._bootstrap.port}"
     life = life_of(sender._engine_id, sender._epoch)
-    params = {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": life, "remote_bootstrap_addr": address}
-    ours = request(list(prompt), params | changed, "d")
-    role.on_new_request(ours)
+    return {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": life, "remote_bootstrap_addr": address}
+
+
+def awaited(role: Any, ours: Request) -> Any:
+    """Ask a decode engine how many tokens are there until it knows."""
     end = time.monotonic() + SECONDS
     while (found := role.get_num_new_matched_tokens(ours, 0))[0] is None:
         assert time.monotonic() < end
         time.sleep(0.01)
-    return ours, found
+    return found
 
 
 def test_workers_learn_where_their_own_engine_ends_a_hold(make_role: Any) -> None:
@@ -175,6 +186,10 @@ def test_a_transfer_released_before_its_prompt_came_is_not_held(make_role: Any) 
     """As where the decode engine rejects a request before admission, or has the whole prompt."""
     role = make_role(FULL, mode="push")
     role._answer(Release(role._epoch, (handle_of("x"),)))
+    assert role.has_pending_work()
+    assert role.build_connector_meta().ended_transfers == ["x"], "ranks may know of blocks for it already"
+    role._answer(Release(role._epoch, (handle_of("x"),)))
+    assert role.build_connector_meta().ended_transfers == []
     ours = begin(role)
     orders = step(role, ours, 80, [5, 4, 3, 2, 1])
     role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True)
@@ -256,6 +271,56 @@ def test_an_engine_from_which_nothing_came_is_asked_anew_which_one_it_is(make_ro
     assert len(reader._bootstraps._offers) == 0
 
 
+def embedded(params: dict[str, Any], num_tokens: int = 3, *, mixed: bool = False) -> Request:
+    """A request whose prompt is given as embeddings, between tokens perhaps."""
+    ids = list(range(num_tokens)) if mixed else None
+    return Request(
+        "e",
+        ids,
+        request(PROMPT, params).sampling_params,
+        None,
+        prompt_embeds=torch.ones(num_tokens, 8),
+        prompt_is_token_ids=[True, False, True] if mixed else None,
+    )
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_prompt_of_embeddings_is_not_taken_for_another_one(mode: str, mixed: bool, make_role: Any) -> None:
+    """Both engines compare digests of tokens, and two such prompts of a length would have the same."""
+    sender, reader = make_role(FULL, mode=mode), make_role(FULL, mode=mode)
+    ours = embedded({"do_remote_decode": True, "transfer_id": "x"}, mixed=mixed)
+    sender.on_new_request(ours)
+    sender.update_state_after_alloc(ours, allocated([5]), 0)
+    assert sender.request_finished(ours, ([5],), is_complete=True) == (False, None)
+    assert sender._held_blocks._pool.held == []
+    with pytest.raises(KVFerryError) as refused:
+        prompt_digest(ours, 3)
+    assert refused.value.reason is Reason.UNSUPPORTED
+    assert refused.value.remedy
+    sender.publish([A_RANK])
+    params = prefill(make_role(FULL), list(range(3)), [5]) if mode == "pull" else to_decode(sender)
+    theirs = embedded(params or {}, mixed=mixed)
+    reader.on_new_request(theirs)
+    assert awaited(reader, theirs) == (3, True)
+    reader.update_state_after_alloc(theirs, allocated([5]), 3)
+    [order] = reader.build_connector_meta().loads
+    assert order.error.reason is Reason.UNSUPPORTED
+
+
+def test_a_request_that_waits_for_its_turn_is_renewed_as_soon_as_its_source_is_known(make_role: Any) -> None:
+    """While all of an engine's places are taken it is not asked how many tokens are there."""
+    sender, reader = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    sender.publish([A_RANK])
+    reader.on_new_request(request(list(PROMPT), to_decode(sender), "d"))
+
+    end = time.monotonic() + SECONDS
+    while reader._decode_side.lease_of("d") is None:
+        assert time.monotonic() < end
+        reader.build_connector_meta()
+        time.sleep(0.01)
+
+
 def test_a_rejected_request_lets_the_sender_go(make_role: Any) -> None:
     sender, reader = make_role(FULL, mode="push"), make_role(FULL, mode="push")
     sender.publish([A_RANK])
@@ -296,16 +361,18 @@ def test_parameters_that_name_no_push_are_an_error(make_role: Any) -> None:
         ({"engine_id": "a_dp1"}, "chunks", ""),
         ({"use_v2_model_runner": True}, "chunks", "second model runner"),
         ({"use_ubatching": True}, "layers", "micro-batches"),
+        ({"pipeline_parallel_size": 2, "speculative_config": "of a drafter"}, "chunks", "draft tokens"),
+        ({"pipeline_parallel_size": 2}, "chunks", ""),
+        ({"speculative_config": "of a drafter"}, "chunks", ""),
         ({"use_ubatching": True}, "chunks", ""),
     ],
 )
 def test_engines_that_cannot_push_are_refused_at_start(changed: dict[str, Any], grain: Any, named: str) -> None:
     settings = Settings(mode="push", push_grain=grain)
     plain = {"data_parallel_size": 1, "data_parallel_index": 0, "engine_id": "a"}
-    flat = SimpleNamespace(**(plain | {"use_v2_model_runner": False, "use_ubatching": False} | changed))
-    config: Any = SimpleNamespace(
-        parallel_config=flat, kv_transfer_config=flat, use_v2_model_runner=flat.use_v2_model_runner
-    )
+    plain |= {"use_v2_model_runner": False, "use_ubatching": False, "pipeline_parallel_size": 1}
+    flat = SimpleNamespace(**(plain | {"speculative_config": None} | changed))
+    config: Any = SimpleNamespace(**vars(flat), parallel_config=flat, kv_transfer_config=flat)
     if not named:
         check_pushable(config, settings)
         return

@@ -20,7 +20,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvferry.errors import Reason
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.listener import Listener
-from kvferry.handoff.protocol import PROTOCOL_VERSION, Directory, Handle
+from kvferry.handoff.protocol import PROTOCOL_VERSION, Answer, Directory, Handle, Question, Release, Released
 from kvferry.handoff.push_plan import BlockList
 from kvferry.handoff.sending import END
 from kvferry.handoff.sending_side import Prompt
@@ -49,7 +49,15 @@ class Workers:
         self.receiver = self._role(patch, "d", self.target)
         entries = tuple(decode_rank_entry(role.get_handshake_metadata().entry) for role in self.senders)
         directory = Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries)
-        self.listener = Listener(HOST, 0, lambda _: directory)
+        self.released: list[Release] = []
+
+        def answer(question: Question) -> Answer:
+            if isinstance(question, Release):
+                self.released.append(question)
+                return Released(EPOCH)
+            return directory
+
+        self.listener = Listener(HOST, 0, answer)
         self.hold = RemoteHold("p", EPOCH, HOST, self.listener.port, Handle("x", 0))
 
     def _role(self, patch: pytest.MonkeyPatch, engine_id: str, rank: Rank, **more: Any) -> Any:
@@ -235,6 +243,13 @@ def test_a_prompt_that_one_rank_gives_up_fails(workers: Workers) -> None:
     assert workers.finished() == ({"r"}, {"r"})
 
 
+def test_a_rank_whose_part_fails_lets_the_prefill_engine_go(workers: Workers) -> None:
+    """VLLM fails a request when all of its ranks have ended: others would wait for a prompt that nobody takes."""
+    workers.announce(seconds=0.2)
+    assert workers.finished() == ({"r"}, {"r"})
+    wait_until(lambda: workers.released == [Release(EPOCH, (Handle("x", 0),))])
+
+
 def test_an_aborted_request_is_reported_when_no_rank_writes_any_more(workers: Workers) -> None:
     workers.announce()
     workers.compute(BLOCK_SIZE)
@@ -303,6 +318,9 @@ def test_nothing_is_waited_for_where_nothing_moves(workers: Workers, monkeypatch
     workers.announce()
     workers.receiver.take_finished(5.0)
     assert waits[3:] == [5.0]
+    for role in workers.senders:
+        role.take_finished(5.0)
+    assert waits[4:] == [0.0] * 2, "a push is no request that this engine waits for"
     workers.compute(END)
     assert workers.finished() == ({"r"}, set())
     workers.receiver.take_finished(5.0)

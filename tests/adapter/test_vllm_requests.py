@@ -14,6 +14,8 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kvferry.errors import Reason, SettingsError
+from kvferry.handoff.bootstrap import life_of
+from kvferry.handoff.protocol import RankEntry
 from kvferry.integrations.vllm import scheduler_role
 from kvferry.integrations.vllm.block_lists import GroupShape
 from kvferry.integrations.vllm.connector import KVFerryConnector
@@ -104,6 +106,41 @@ def test_blocks_that_left_the_window_are_neither_held_nor_loaded(make_role: Any)
     [order] = reader.build_connector_meta().loads
     assert [blocks.source_ids.tolist() for blocks in order.blocks] == [[5, 4, 3, 2, 1], [8, 7, 6]]
     assert [blocks.first_token for blocks in order.blocks] == [0, 32]
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize(
+    ("block_size", "prefix_caching", "is_refused"),
+    [(32, True, True), (32, False, False), (24, True, True), (16, True, False), (8, True, False)],
+)
+def test_a_window_block_that_a_load_would_fill_in_part_is_not_cached_as_a_whole(
+    mode: str, block_size: int, prefix_caching: bool, is_refused: bool, make_role: Any
+) -> None:
+    """Behind 79 tokens the window of 40 begins in blocks of 16 at token 32; a block of 24 holds 24 to 47.
+
+    vLLM would find it again for a prompt that begins alike and ends at 70, which attends to 31.
+    """
+    sender = make_role(WINDOW, mode=mode)
+    reader = make_role(GroupShape(CacheKind.SLIDING_WINDOW, block_size, 40), prefix_caching=prefix_caching, mode=mode)
+    if mode == "push":
+        sender.publish([RankEntry(0, 0, b"", {}, 0, 0)])
+        life, address = life_of(sender._engine_id, sender._epoch), f"http://127.0.0.1:{sender._bootstrap.port}"
+        params = {"transfer_id": "x", "do_remote_prefill": True}
+        params |= {"remote_engine_id": life, "remote_bootstrap_addr": address}
+    else:
+        params = prefill(sender, PROMPT, [0, 0, 8, 7, 6]) or {}
+    ours = request(PROMPT, params, "d")
+    reader.on_new_request(ours)
+    while reader.get_num_new_matched_tokens(ours, 0)[0] is None:
+        time.sleep(0.01)
+    num_blocks = -(-79 // block_size)
+    reader.update_state_after_alloc(ours, allocated([*range(11, 11 + num_blocks)]), 79)
+    [order] = reader.build_connector_meta().loads
+    if not is_refused:
+        assert order.error is None
+        return
+    assert order.error.reason is Reason.BLOCK_SIZE_MISMATCH
+    assert "--block-size 16, or with --no-enable-prefix-caching" in order.error.remedy
 
 
 def test_a_window_that_the_prefill_engine_has_lost_is_refused_with_a_reason(make_role: Any) -> None:

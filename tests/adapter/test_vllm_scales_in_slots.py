@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.integrations.vllm.translate_attention import fill_scales_in_slots
+from kvferry.integrations.vllm.engine_kernels import AttentionKernel
+from kvferry.integrations.vllm.translate_attention import fill_scales_in_slots, forget_scales
 from kvferry.plan.request import GroupBlocks
 from tests.adapter.vllm_caches import HEAD_SIZE, TOTAL_HEADS, CacheRank, move
 
@@ -114,6 +116,21 @@ def test_kernels_that_keep_scales_elsewhere_are_refused() -> None:
         Rank(KVQuantMode.INT8_PER_TOKEN_HEAD, "LBHNC", (0, 1), 16, backend="FLASH_ATTN")
     assert found.value.reason is Reason.UNSUPPORTED
     assert "--attention-backend TRITON_ATTN" in found.value.remedy
+
+
+def test_a_check_of_the_kernel_leaves_it_to_meet_the_engines_cache_first() -> None:
+    """Its views of scales would be those of the few blocks of the check."""
+    ranks_of = [ranks(KVQuantMode.INT8_PER_TOKEN_HEAD, layout, 1, 16)[0] for layout in ("LBHNC", "BHLNC")]
+    caches, kernel = [rank.held.caches["0"] for rank in ranks_of], Kernel()
+    checked = AttentionKernel([SimpleNamespace(impl=kernel, get_attn_backend=Mock())], None, torch.empty(0))
+    for cache in caches:
+        checked._meet(0, cache)
+        assert kernel._k_scale_cache is None
+        kernel.parts(cache)
+        checked._meet(0, cache)
+        assert kernel._k_scale_cache.data_ptr() == kernel.parts(cache)[2].data_ptr()
+    forget_scales(SimpleNamespace(impl=kernel))
+    assert (kernel._k_scale_cache, kernel._v_scale_cache) == (None, None)
 
 
 def test_scales_that_were_received_outlive_the_first_step() -> None:

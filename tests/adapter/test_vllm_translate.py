@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from kvferry.errors import KVFerryError, Reason
 from kvferry.integrations.vllm import translate, translate_attention
 from kvferry.layout.cache_group import CacheKind
-from kvferry.layout.strided import Atom
+from kvferry.layout.strided import Atom, HeadRange
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_SIZE = 6, 32, 8
 PAGE = 2 * BLOCK_SIZE * 2 * HEAD_SIZE * 4  # bytes of two heads
@@ -243,6 +243,48 @@ def test_a_view_of_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     halved = attention_view(block_rows(1), 0)[:, :, : BLOCK_SIZE // 2]
     with pytest.raises(KVFerryError, match="a block size that the attention kernel takes whole"):
         translate.shard_of(engine(monkeypatch), groups((["0"], FULL)), {"0": halved}, tp_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("named", "is_refused"),
+    [
+        ({"swa_num_key_value_heads": 8}, True),
+        ({"num_kv_heads": [4, 8]}, True),
+        ({"num_key_value_heads": 4, "swa_num_key_value_heads": 2, "kv_heads": None}, False),
+        ({}, False),
+    ],
+)
+def test_one_head_held_is_a_replica_only_if_no_layer_has_more_heads(
+    named: dict[str, Any], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At TP 8 a layer of 8 heads has none twice; taken for one of 4, ranks 0 and 1 would be each other's replicas."""
+    config = engine(monkeypatch, tp_size=8)
+    config.model_config.hf_text_config = SimpleNamespace(**named)
+    if not is_refused:
+        assert translate_attention._heads(config, CacheKind.ATTENTION, 1, (3, 8)) == (4, HeadRange(1, 2))
+        return
+    with pytest.raises(KVFerryError, match="holds one KV head, of 4 or") as refused:
+        translate_attention._heads(config, CacheKind.ATTENTION, 1, (3, 8))
+    assert "--tensor-parallel-size 2" in refused.value.remedy
+
+
+def test_a_drafter_with_more_heads_than_its_target_is_refused_where_ranks_hold_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = engine(monkeypatch, tp_size=8)
+    drafter = SimpleNamespace(get_total_num_kv_heads=lambda: 8)
+    config.speculative_config = SimpleNamespace(draft_model_config=drafter)
+    with pytest.raises(KVFerryError, match="the drafter's"):
+        translate_attention._heads(config, CacheKind.ATTENTION, 1, (3, 8))
+
+
+def test_a_scale_for_each_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    config = engine(monkeypatch)
+    layers = config.compilation_config.static_forward_context
+    layers["0"] = SimpleNamespace(**vars(layers["0"]), _k_scale=torch.ones(2), _k_scale_float=1.0, _v_scale_float=1.0)
+    with pytest.raises(KVFerryError, match="an FP8 scale for each of 2 heads"):
+        translate.shard_of(config, groups((["0"], spec)), {"0": attention_view(block_rows(1), 0)}, tp_rank=0)
 
 
 def test_one_head_held_where_the_model_has_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,30 @@ def test_an_address_that_goes_on_for_ever_is_given_up(monkeypatch: pytest.Monkey
         ends.set()
 
 
+def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that say nothing are closed after seconds, and until then others beyond the bound at once."""
+    monkeypatch.setattr(bootstrap, "MAX_CONNECTIONS", 2)
+    served = Bootstrap(HOST, 0, offer())
+    try:
+        silent = [socket.create_connection((HOST, served.port)) for _ in range(2)]
+        with socket.create_connection((HOST, served.port), timeout=SECONDS) as one_more:
+            assert one_more.recv(1) == b""
+        for connection in silent:
+            connection.close()
+        end = time.monotonic() + SECONDS
+        while not answered(served.port):
+            assert time.monotonic() < end
+    finally:
+        served.close()
+
+
+def answered(port: int) -> list[Entry] | None:
+    try:
+        return query(f"http://{HOST}:{port}")
+    except HandoffError:
+        return None
+
+
 def test_what_speaks_no_http_is_told_of_as_such() -> None:
     with socket.create_server((HOST, 0)) as server:
 

@@ -122,6 +122,22 @@ def test_a_failed_write_is_reported_at_once(engines: Pairs) -> None:
     assert error.reason is Reason.TRANSFER_FAILED
 
 
+def test_pushes_that_are_asked_for_are_bounded(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pusher_module, "MAX_OPEN", 2)
+    monkeypatch.setattr(pusher_module, "MAX_SECONDS", 0.2)
+    sender, [receiver] = engines.open()
+    for number in range(2):
+        receiver.receive(sender.hold(), [0, 3], f"x{number}", f"r{number}")
+    wait_until(lambda: sender.ranks[0].pusher._side.num_open == 2)
+    receiver.receive(sender.hold(), [0, 3], "y", "s")
+    refused = receiver.result(5.0).error
+    assert refused is not None
+    assert refused.reason is Reason.INVALID_REQUEST
+    late: list[LoadResult] = []
+    wait_until(lambda: late.extend(receiver.executor.collect()) or len(late) == 2)  # type: ignore[func-returns-value]
+    assert [each.error is not None and each.error.reason for each in late] == [Reason.DEADLINE_EXCEEDED] * 2
+
+
 @pytest.mark.parametrize("fails", [True, False], ids=["a write fails", "the prompt ends"])
 def test_an_engine_is_told_of_a_hold_that_a_dead_receiver_could_not_release(fails: bool, engines: Pairs) -> None:
     """Another push of the same prompt may go on where only the prompt's end is the reason."""

@@ -16,7 +16,7 @@ from kvferry.execution.executor import Executor
 from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase, Prepare
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.staging import Stage
-from kvferry.execution.transfer_costs import Packing, Strategist, measure_costs
+from kvferry.execution.transfer_costs import Packing, SlowPeerError, Strategist, measure_costs
 from kvferry.handoff.guard import GuardWords, word_bytes
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shapes import shard_for
@@ -26,6 +26,7 @@ from kvferry.plan.staged import NOTHING, Merge, source_runs
 from kvferry.plan.staged_plan import ScatterPlan
 from kvferry.plan.strategy import TYPICAL_COSTS, TYPICAL_SECONDS_PER_PART, Costs, Strategy
 from kvferry.plan.transfer_plan import Planner
+from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import Region, Status, Transfer, Transport, reach
 from kvferry.transport.registry import open_transport
@@ -362,6 +363,19 @@ def test_costs_are_measured_quickly_and_leave_the_stage_free(name: str) -> None:
     pair.stage.take("another", pair.stage.memory.nbytes)
     assert measure_costs(pair.reader, pair.peer, pair.plans[0].source.regions, pair.stage) is None
     pair.stage.give_back("another")
+    assert pair.is_stage_free
+
+
+def test_a_read_of_a_probe_that_does_not_end_keeps_the_stage_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_costs, "LONGEST_SECONDS", 0.02)
+    pair = Pair()
+    stuck = FaultyTransport(pair.reader, FaultPlan(hang=True))
+    cancel, is_stuck = stuck.cancel, [True]
+    stuck.cancel = lambda transfer: Status.PENDING if is_stuck[0] else cancel(transfer)  # type: ignore[method-assign]
+    with pytest.raises(SlowPeerError):
+        measure_costs(stuck, pair.peer, pair.plans[0].source.regions, pair.stage)
+    assert not pair.is_stage_free
+    is_stuck[0] = False
     assert pair.is_stage_free
 
 

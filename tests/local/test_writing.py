@@ -176,6 +176,21 @@ def test_a_writing_that_hangs_keeps_its_room_until_it_is_quiet() -> None:
     assert pair.is_stage_free
 
 
+def test_what_is_packed_and_will_not_go_leaves_its_room_while_the_rest_is_not_quiet() -> None:
+    """A peer that is stopped may keep a round on its way for ever; others need the stage."""
+    pair = Pair(stage_bytes=1 << 16)
+    stuck = FaultyTransport(pair.writer, FaultPlan(hang=True))
+    stuck.cancel = lambda transfer: Status.PENDING  # type: ignore[method-assign]
+    writing = pair.packed(pair.plans[0], stuck)
+    for _ in range(50):
+        writing.poll()
+    room = pair.stage.memory.nbytes - pair.stage.round_bytes
+    assert pair.stage.take("another", room) is None
+    pair.stage.give_back("another")
+    assert [writing.cancel() for _ in range(2)] == [Status.PENDING] * 2
+    assert pair.stage.take("another", room) is not None
+
+
 def test_a_writing_that_waits_for_room_gives_its_place_up() -> None:
     pair = Pair(stage_bytes=1 << 16)
     assert pair.stage.take("another", pair.stage.memory.nbytes) == 0

@@ -4,11 +4,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.errors import Reason, TransportError
 from kvferry.execution.copy_costs import MIN_PROBE_BYTES, PROBE_BYTES, measure_copies
+from kvferry.execution.device import OVER, Mark
 from kvferry.execution.staging import Stage
 from kvferry.plan.describe import describe_choice
 from kvferry.plan.staged_plan import GatherPlan, ScatterPlan
@@ -127,25 +129,38 @@ def measure_costs(transport: Transport, peer: Peer, regions: Sequence[Region], s
     remote = max(regions, key=lambda region: region.length)
     num_bytes = 1 << min(PROBE_BYTES, 2 * remote.length, stage.region.length).bit_length() - 1
     begin = stage.take(owner, num_bytes) if num_bytes >= MIN_PROBE_BYTES else None
-    is_quiet = True
+    quiet: Mark = OVER
     try:
         return None if begin is None else _measure(transport, peer, remote, stage, begin, num_bytes)
     except SlowPeerError as error:
-        is_quiet = error.is_quiet
+        quiet = error.quiet
         raise
     finally:
-        # Memory into which bytes may still come is never given to another.
-        if is_quiet:
-            stage.give_back(owner)
+        # Memory into which bytes may still come is not given to another before that is over.
+        stage.give_back(owner, after=quiet)
+
+
+class _Stopped(NamedTuple):
+    """The end of a read that is being stopped."""
+
+    transport: Transport
+    transfer: Transfer
+
+    def is_over(self) -> bool:
+        return self.transport.cancel(self.transfer) is not Status.PENDING
+
+    def wait(self) -> None:
+        while not self.is_over():
+            time.sleep(0.001)
 
 
 class SlowPeerError(TransportError):
-    """A read took too long and was stopped; ``is_quiet`` tells whether nothing of it can come any more."""
+    """A read took too long and is being stopped; nothing of it can come any more once ``quiet`` is over."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transport: Transport, transfer: Transfer) -> None:
         what = f"{transfer.peer.name} did not answer a read of {transfer.num_bytes} bytes within {LONGEST_SECONDS:g} s."
         super().__init__(Reason.PEER_UNREACHABLE, what, "Check the prefill engine.")
-        self.is_quiet = transfer.status is not Status.PENDING
+        self.quiet: Mark = _Stopped(transport, transfer)
 
 
 def _measure(transport: Transport, peer: Peer, remote: Region, stage: Stage, begin: int, num_bytes: int) -> Costs:
@@ -205,4 +220,4 @@ def _stopped(transport: Transport, transfer: Transfer) -> SlowPeerError:
     deadline = time.perf_counter() + LONGEST_SECONDS
     while transport.cancel(transfer) is Status.PENDING and time.perf_counter() < deadline:
         time.sleep(0.001)
-    return SlowPeerError(transfer)
+    return SlowPeerError(transport, transfer)

@@ -37,9 +37,9 @@ class _Stretch:
 class Writing:
     """``rows`` that are written as they are, and then ``parts`` of a gather that go by way of ``stage``.
 
-    :meth:`poll` until the :attr:`status` is not pending, or :meth:`cancel` until then: nothing is being written any
-    more, and the stage has its room back. Used by one thread. Raises :class:`PlanError` (``unsupported``) where one
-    block is more than the stage, or there is none, and whatever the transport refuses.
+    :meth:`poll` until the :attr:`status` is not pending, or from some time on :meth:`cancel`: nothing is being written
+    any more then, and the stage has its room back. Used by one thread. Raises :class:`PlanError` (``unsupported``)
+    where one block is more than the stage, or there is none, and whatever the transport refuses.
     """
 
     def __init__(
@@ -70,8 +70,10 @@ class Writing:
         return self.status
 
     def cancel(self) -> Status:
-        """Stop what is on its way; pending until it is quiet."""
+        """Stop what is on its way; pending until it is quiet. What is packed and has not gone gives its room back."""
         if self.status is Status.PENDING:
+            following, self._next = self._next, _Stretch()
+            self._give_back(following)
             transfer = self._transfer
             if transfer is None or self._link.transport.cancel(transfer) is not Status.PENDING:
                 self._end(Status.CANCELLED)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -31,6 +31,8 @@ QUERY_SECONDS = 5.0
 ANSWER_SECONDS = 15.0
 """So long it may take to answer, however slowly it goes on."""
 MAX_OFFERS = 1024
+MAX_CONNECTIONS = 64
+"""So many that ask are answered at a time."""
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -54,7 +56,27 @@ def life_of(engine_id: str, epoch: int) -> str:
     return f"{engine_id}@{epoch:x}"
 
 
-class _SixServer(ThreadingHTTPServer):
+class _Server(ThreadingHTTPServer):
+    """Closes connections that come while so many are being answered."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+
+class _SixServer(_Server):
     address_family = socket.AF_INET6
 
 
@@ -66,7 +88,7 @@ class Bootstrap:
             {"0": {"engine_id": offer.engine_id, "worker_addr": {}, "kvferry": msgspec.to_builtins(offer)}}
         ).encode()
         try:
-            kind = _SixServer if is_ipv6(host) else ThreadingHTTPServer
+            kind = _SixServer if is_ipv6(host) else _Server
             self._server = kind((bare(host), port), _handler(body))
         except OSError as error:
             raise HandoffError(
@@ -151,7 +173,7 @@ class Bootstraps:
         key = address, engine_id
         found = self._queries.get(key, lambda: _choose(self._ask(address), address, engine_id))
         if found is None and self._queries.has_run(key, ANSWER_SECONDS):
-            self._queries.forget(key)
+            # It stays known, and counted, until it ends.
             raise HandoffError(
                 Reason.DEADLINE_EXCEEDED,
                 f"the bootstrap address {address} has not answered within {ANSWER_SECONDS:g} s.",

@@ -27,7 +27,10 @@ class HeldPrompt(msgspec.Struct):
 
 
 class EndedPrompt(msgspec.Struct, frozen=True):
-    """A prompt whose blocks are held no longer; the engine's own references ended before if it ``was_held``."""
+    """A prompt whose blocks are held no longer; the engine's own references ended before if it ``was_held``.
+
+    ``request_id`` is empty where none had begun.
+    """
 
     transfer_id: str
     request_id: str
@@ -133,11 +136,16 @@ class PushHolds:
         return ended
 
     def _end(self, transfer_id: str, *, has_expired: bool = False) -> None:
+        if transfer_id in self._lost:
+            return
         self._lost.setdefault(transfer_id)
         prompt = self._prompts.pop(transfer_id, None)
-        if prompt is not None:
-            self._transfers.pop(prompt.request_id, None)
-            self._ended.append(EndedPrompt(transfer_id, prompt.request_id, prompt.lease is not None, has_expired))
+        if prompt is None:
+            # Ranks may have been told of blocks for it already.
+            self._ended.append(EndedPrompt(transfer_id, "", was_held=False, has_expired=False))
+            return
+        self._transfers.pop(prompt.request_id, None)
+        self._ended.append(EndedPrompt(transfer_id, prompt.request_id, prompt.lease is not None, has_expired))
 
 
 def handle_of(transfer_id: str) -> Handle:

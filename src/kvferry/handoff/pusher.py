@@ -47,6 +47,10 @@ from kvferry.transport.registry import Connecting, TransportSet
 logger = logging.getLogger(__name__)
 
 MAX_RECEIVERS = 4096
+MAX_OPEN = 1 << 14
+"""Pushes that may be asked for of a rank at a time: more than any engine has requests."""
+MAX_SECONDS = 3600.0
+"""So long one may wait for its prompt, whatever its receiver says."""
 REPORT_SECONDS = 60.0
 """So long a receiver is told again how a push ended, until it says that it knows."""
 
@@ -280,9 +284,15 @@ class Pusher:
         way = self._way(receiver, plan)
         chosen = self._choose(receiver, plan, part, question, way)
         part = part.in_grain(self.grains.span_plans(plan, chosen.layers_per_span), chosen.grain is Grain.WHOLE)
-        deadline = time.monotonic() + question.seconds
+        deadline = time.monotonic() + min(question.seconds, MAX_SECONDS)
         wish = Wish(key, question.transfer_id, question.num_tokens, question.prompt_digest, part.needs, deadline)
         with self._lock:
+            if self._side.num_open >= MAX_OPEN:
+                raise HandoffError(
+                    Reason.INVALID_REQUEST,
+                    f"{MAX_OPEN} pushes are asked for of this rank already.",
+                    "Let only decode engines reach it, and let them ask for what their requests need.",
+                )
             if not self._side.announce(wish):
                 return
             times = None if self._times is None else self._timeline(wish, chosen)

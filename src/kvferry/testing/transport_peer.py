@@ -101,8 +101,9 @@ class PeerProcess:
         self._process.wait(ANSWER_SECONDS)
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """SIGSTOP; returns when the process, with all its threads, has stopped: on a busy host it answers until then."""
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         """SIGCONT."""

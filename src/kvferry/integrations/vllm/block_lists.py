@@ -70,6 +70,25 @@ def groups_filled_whole(groups: Sequence[GroupShape], source_block_sizes: Sequen
     )
 
 
+def check_cached_windows(groups: Sequence[GroupShape], source_block_sizes: Sequence[int]) -> None:
+    """Refuse windows in longer blocks than the source's, for an engine that caches prefixes.
+
+    The source gives back what has left the window, by its own blocks. So a longer block here may be filled from the
+    middle on, and vLLM caches a block that lies before the prompt's end as a whole: a later prompt would read what
+    was never written. Raises :class:`HandoffError` (block-size-mismatch).
+
+    >>> check_cached_windows([GroupShape(CacheKind.SLIDING_WINDOW, 64, 128)], [128])
+    """
+    for index, (group, size) in enumerate(zip(groups, source_block_sizes, strict=False)):
+        if group.kind is CacheKind.SLIDING_WINDOW and size % group.block_size:
+            raise HandoffError(
+                Reason.BLOCK_SIZE_MISMATCH,
+                f"cache group {index} has sliding windows in blocks of {size} tokens on the prefill side and of "
+                f"{group.block_size} here, which a load fills in part and this engine caches as a whole.",
+                f"Run this engine with --block-size {size}, or with --no-enable-prefix-caching.",
+            )
+
+
 def blocks_to_load(
     groups: Sequence[GroupShape],
     source_block_sizes: Sequence[int],

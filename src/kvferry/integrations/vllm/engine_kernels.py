@@ -26,6 +26,7 @@ from kvferry.integrations.vllm.kernel_verdicts import (
     keep_verdicts,
     machine_description,
 )
+from kvferry.integrations.vllm.translate_attention import forget_scales
 from kvferry.layout.named_layouts import NamedLayout
 
 if TYPE_CHECKING:
@@ -44,8 +45,10 @@ class AttentionKernel:
         self._like = like  # a tensor of the activations' type, on their device
         self._write_is_part_of_attention = layers[0].get_attn_backend().forward_includes_kv_cache_update
         self._made: dict[tuple[int, Step], tuple[torch.Tensor, ...]] = {}
+        self._met: dict[int, tuple[object, ...]] = {}
 
     def write(self, layer: int, cache: torch.Tensor, step: Step) -> None:
+        self._meet(layer, cache)
         if self._write_is_part_of_attention:
             self.attend(layer, cache, step)
             return
@@ -55,12 +58,19 @@ class AttentionKernel:
         module.impl.do_kv_cache_update(module, key, value, cache, slots)
 
     def attend(self, layer: int, cache: torch.Tensor, step: Step) -> torch.Tensor:
+        self._meet(layer, cache)
         module = self._layers[layer]
         query, key, value = self._inputs(layer, step)
         output = query.new_zeros(step.num_tokens, module.num_heads, module.head_size_v)
         metadata = self._builder.build(0, common_metadata(step, cache.device))
         module.impl.forward(module, query, key, value, cache, metadata, output)
         return output
+
+    def _meet(self, layer: int, cache: torch.Tensor) -> None:
+        """A kernel with scales in the slots keeps views of them: let it make new ones for each new cache."""
+        if self._met.get(layer) != (place := (cache.data_ptr(), cache.stride())):
+            self._met[layer] = place
+            forget_scales(self._layers[layer])
 
     def _inputs(self, layer: int, step: Step) -> tuple[torch.Tensor, ...]:
         """Return query, key and value, made once: random numbers cost more than the kernels."""
@@ -191,7 +201,12 @@ def _engine_verdicts(
             except Exception as error:
                 yield Verdict(case, layout, Outcome.NOT_CHECKED, 0.0, f"cannot be run by itself: {error}")
                 continue
-            yield from compare_layouts(kernel, case, allocate, (layout,), per_layer(layout))
+            try:
+                yield from compare_layouts(kernel, case, allocate, (layout,), per_layer(layout))
+            finally:
+                # They are to meet the engine's own cache as their first.
+                for name in names:
+                    forget_scales(vllm_config.compilation_config.static_forward_context[name])
 
 
 def _allocate_as_engine(

@@ -85,8 +85,11 @@ def check_layout(vllm_config: "VllmConfig", layout: NamedLayout, settings: Setti
 
 def _cache_of(vllm_config: "VllmConfig") -> tuple[str, int, int]:
     """Return element type, head size and block size of the cache, as verdicts are filed."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
     model = vllm_config.model_config
-    return str(model.dtype).removeprefix("torch."), model.get_head_size(), vllm_config.cache_config.block_size
+    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
+    return str(dtype).removeprefix("torch."), model.get_head_size(), vllm_config.cache_config.block_size
 
 
 def _on_cpu() -> bool:

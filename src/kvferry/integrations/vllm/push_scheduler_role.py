@@ -22,7 +22,7 @@ from kvferry.handoff.sending_side import Prompt
 from kvferry.integrations.vllm.block_lists import blocks_to_fill, groups_filled_whole, held_blocks
 from kvferry.integrations.vllm.metadata import LoadOrder, PushedPrompt, StepMetadata
 from kvferry.integrations.vllm.pushable import check_pushable
-from kvferry.integrations.vllm.request_params import PushParams, parse_push_params, prompt_digest
+from kvferry.integrations.vllm.request_params import PushParams, is_of_tokens, parse_push_params, prompt_digest
 from kvferry.integrations.vllm.router_beacon import RouterBeacon, encode_place
 from kvferry.integrations.vllm.scheduler_role import SchedulerRole
 from kvferry.integrations.vllm.settings import Settings
@@ -130,6 +130,9 @@ class PushSchedulerRole(SchedulerRole):
             self._end_transfer(end)
         for request_id, pushed in list(self._to_release.items()):
             self._release_unread(request_id, pushed)
+        for request_id in [each for each, pushed in self._pushed.items() if _is_sought(pushed)]:
+            # Its lease is to be renewed while it waits for its turn, in which it would ask again.
+            self._find_offer(request_id)
         self._step.answers_at = self._answers_at
         return super().build_connector_meta(scheduled)
 
@@ -222,6 +225,9 @@ class PushSchedulerRole(SchedulerRole):
 
     def _begin_hold(self, request: "Request") -> None:
         transfer_id = _transfer_of(request)
+        if not is_of_tokens(request):
+            logger.warning("kvferry: %s is not pushed: its prompt is given as embeddings.", request.request_id)
+            return
         if transfer_id is None:
             logger.warning(
                 "kvferry: %s is not pushed: the router gave it no transfer_id, of up to %d characters.",
@@ -261,12 +267,13 @@ class PushSchedulerRole(SchedulerRole):
             assert offer is not None, "its lease begins with the offer"
             num_loadable = self._num_loadable(request)
             tokens = num_loadable - num_external_tokens, num_loadable
+            self._check_block_sizes(offer.block_sizes)
             blocks = blocks_to_fill(self._groups, offer.block_sizes, tokens, block_ids)
+            prompt = PushedPrompt(pushed.params.transfer_id, num_loadable, prompt_digest(request, num_loadable))
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be pushed here: %s", request.request_id, error)
             hold = pushed.hold if isinstance(pushed, PushedRequest) else None
             return LoadOrder(request.request_id, timeout, hold, error=error)
-        prompt = PushedPrompt(pushed.params.transfer_id, num_loadable, prompt_digest(request, num_loadable))
         return LoadOrder(request.request_id, timeout, hold, 0, num_external_tokens, blocks, pushed=prompt)
 
     def _find_offer(self, request_id: str) -> bool:
@@ -315,6 +322,11 @@ class PushSchedulerRole(SchedulerRole):
                 ended.transfer_id,
                 self._settings.lease_seconds,
             )
+
+
+def _is_sought(pushed: PushedRequest | KVFerryError) -> bool:
+    """Return whether it is still being asked where a request comes from."""
+    return isinstance(pushed, PushedRequest) and pushed.offer is None
 
 
 def _transfer_of(request: "Request") -> str | None:

@@ -6,9 +6,10 @@ import secrets
 from kvferry.execution.device import DeviceOrder
 from kvferry.execution.executor import Executor
 from kvferry.handoff.courier import Courier
+from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.grains import Grains
 from kvferry.handoff.listener import Listener
-from kvferry.handoff.protocol import Answer, EndPoint, Identity, Pushed, PushFailed, Question
+from kvferry.handoff.protocol import Answer, EndPoint, Identity, Pushed, PushFailed, Question, Release
 from kvferry.handoff.push_ways import PushWays
 from kvferry.handoff.pusher import Pusher
 from kvferry.handoff.receiver import Receiver
@@ -43,6 +44,7 @@ class PushWorker:
         transports, executor, order = parts
         host, reachable_host = hosts
         self._epoch = secrets.randbits(EPOCH_BITS)
+        self._answer_seconds = answer_seconds
         # One each: whoever collects answers takes all that have come.
         self._couriers = Courier(), Courier()
         sends, receives = self._couriers
@@ -67,6 +69,11 @@ class PushWorker:
         self.pusher.engine = orders.answers_at
         self.pusher.preempt(orders.preempted)
         self.pusher.end(orders.ended_transfers)
+
+    def let_go(self, hold: RemoteHold) -> None:
+        """A part of the push has failed here: the prefill engine need not go on for the others, which wait for all."""
+        question = Release(hold.epoch, (hold.handle,))
+        self._couriers[1].send(hold.host, hold.port, question, self._answer_seconds)
 
     def close(self) -> None:
         """Stop answering, after the executor has stopped writing: a receiver takes that for a proof that it has.

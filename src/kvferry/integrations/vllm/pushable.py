@@ -27,6 +27,12 @@ def check_pushable(vllm_config: "VllmConfig", settings: Settings) -> None:
             "mode 'push' with vLLM's second model runner, which clears new blocks before it tells whose they were.",
             'Set VLLM_USE_V2_MODEL_RUNNER=0, or "mode" to "pull".',
         )
+    if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
+        raise KVFerryError(
+            Reason.UNSUPPORTED,
+            "mode 'push' with pipeline stages and draft tokens: vLLM tells the last stage only when a step has ended.",
+            'Run without speculative decoding or with one stage, or set "mode" to "pull".',
+        )
     if settings.push_grain == "layers" and parallel.use_ubatching:
         raise KVFerryError(
             Reason.UNSUPPORTED,

@@ -176,8 +176,22 @@ def leave_last_token(request: "Request") -> None:
     request.max_tokens = 1
 
 
+def is_of_tokens(request: "Request") -> bool:
+    """Return whether the prompt is given as tokens: embeddings, alone or between tokens, have no digest here."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None
+
+
 def prompt_digest(request: "Request", num_tokens: int) -> str:
-    """Return a digest of all that the cache of the prompt's first ``num_tokens`` depends on besides the model."""
+    """Return a digest of all that the cache of the prompt's first ``num_tokens`` depends on besides the model.
+
+    Raises :class:`HandoffError` (unsupported) for prompts with embeddings.
+    """
+    if not is_of_tokens(request):
+        raise HandoffError(
+            Reason.UNSUPPORTED,
+            f"{request.request_id} gives its prompt as embeddings, which the two engines cannot compare.",
+            "Send tokens or text, or send the request to an engine that computes its prompt itself.",
+        )
     digest = hashlib.blake2b(digest_size=16)
     digest.update(np.asarray((request.prompt_token_ids or ())[:num_tokens], dtype=np.int64).tobytes())
     for feature in request.mm_features or ():

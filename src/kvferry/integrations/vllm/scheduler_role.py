@@ -28,7 +28,13 @@ from kvferry.handoff.protocol import (
     Renewed,
 )
 from kvferry.handoff.push_holds import PushHolds
-from kvferry.integrations.vllm.block_lists import blocks_to_load, groups_filled_whole, has_state, num_recomputed
+from kvferry.integrations.vllm.block_lists import (
+    blocks_to_load,
+    check_cached_windows,
+    groups_filled_whole,
+    has_state,
+    num_recomputed,
+)
 from kvferry.integrations.vllm.held_blocks import HeldBlocks
 from kvferry.integrations.vllm.metadata import LoadOrder, StepMetadata
 from kvferry.integrations.vllm.request_params import (
@@ -36,6 +42,7 @@ from kvferry.integrations.vllm.request_params import (
     RemoteParams,
     answer_params,
     check_prompt,
+    is_of_tokens,
     leave_last_token,
     parse_params,
 )
@@ -74,6 +81,7 @@ class SchedulerRole:
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._num_ranks = self._tp_size * vllm_config.parallel_config.pipeline_parallel_size
         self._identity = identity_of(vllm_config, settings)
+        self._caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
         self._epoch = secrets.randbits(EPOCH_BITS)
         self._prefill_side = PrefillSide(self._epoch, settings.max_held_requests, settings.lease_seconds)
         self._prefill_lock = threading.Lock()
@@ -263,7 +271,7 @@ class SchedulerRole:
     ) -> dict[str, Any] | None:
         """A request that another engine goes on with has finished: hold its blocks, and return what to answer."""
         with self._prefill_lock:
-            if not is_complete or request.prompt_token_ids is None or not any(block_ids):
+            if not is_complete or not is_of_tokens(request) or not any(block_ids):
                 self._prefill_side.drop(request.request_id)
                 return None
             if self._has_state and request.num_computed_tokens != request.num_prompt_tokens:
@@ -289,6 +297,7 @@ class SchedulerRole:
                 raise remote
             num_loadable = self._num_loadable(request)
             check_prompt(remote, request, num_loadable)
+            self._check_block_sizes(remote.kvferry.block_sizes)
             blocks = blocks_to_load(
                 self._groups,
                 remote.kvferry.block_sizes,
@@ -304,6 +313,10 @@ class SchedulerRole:
         timeout = min(timeout, lease.remaining(time.monotonic()))
         hold, slot = remote.hold, remote.kvferry.slot
         return LoadOrder(request.request_id, timeout, hold, slot, num_external_tokens, blocks)
+
+    def _check_block_sizes(self, source_block_sizes: Sequence[int]) -> None:
+        if self._caches_prefixes:
+            check_cached_windows(self._groups, source_block_sizes)
 
     def _running_lease(self, request_id: str) -> Lease:
         """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-lost)."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,13 +176,17 @@ def _cache_group(
     )
 
 
-def _scales(vllm_config: "VllmConfig", spec: Any, layers: Iterable[str]) -> tuple[TensorScale, ...]:
+def _scales(vllm_config: "VllmConfig", spec: Any, layers: Collection[str]) -> tuple[TensorScale, ...]:
     """Return the scales that were loaded with the weights, of caches that have one for a layer's keys and values."""
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     if not isinstance(spec, AttentionSpec) or spec.kv_quant_mode.name != "FP8_PER_TENSOR":
         return ()
     loaded = vllm_config.compilation_config.static_forward_context
+    for layer in layers:
+        scale = getattr(loaded[layer], "_k_scale", None)
+        if scale is not None and scale.numel() > 1:
+            refuse(f"{layer} has an FP8 scale for each of {scale.numel()} heads", "Use a checkpoint with one a tensor.")
     return tuple(
         TensorScale(layer, tensor, getattr(loaded[layer], f"_{tensor}_scale_float"))
         for layer in layers

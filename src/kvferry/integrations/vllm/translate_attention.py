@@ -75,6 +75,13 @@ def fill_scales_in_slots(vllm_config: "VllmConfig", layer_names: Iterable[str]) 
             kernel._ensure_scale_caches(layers[name].kv_cache)
 
 
+def forget_scales(layer: Any) -> None:
+    """Let a kernel with scales in the slots make its views of them anew, of the cache that it meets next."""
+    kernel = getattr(layer, "impl", None)
+    if getattr(kernel, "_is_per_token_head_quant", False):
+        kernel._k_scale_cache = kernel._v_scale_cache = None  # type: ignore[union-attr]
+
+
 def _content(view: torch.Tensor, offsets: Sequence[int], more: Mapping[str, Any]) -> Component:
     block, head, token, channel = (stride * view.element_size() for stride in view.stride())
     return Component(
@@ -137,6 +144,7 @@ def _heads(vllm_config: "VllmConfig", kind: CacheKind, num_held: int, rank: tupl
     """Return the group's global number of heads and those of this rank.
 
     Groups may differ in heads, and vLLM names the model's only. Where a rank holds several, nothing is replicated.
+    Where it holds one, the number tells whether others hold the same, so no group may have more.
     """
     tp_rank, tp_size = rank
     if kind is CacheKind.MLA:
@@ -146,4 +154,23 @@ def _heads(vllm_config: "VllmConfig", kind: CacheKind, num_held: int, rank: tupl
         total = num_held * tp_size
     elif total > tp_size:
         refuse(f"a rank of {tp_size} holds one KV head where the model has {total}")
+    elif more := {name: count for name, count in _other_head_counts(vllm_config).items() if count > total}:
+        refuse(
+            f"a rank of {tp_size} holds one KV head, of {total} or, in some layers, of others ({more})",
+            f"Run with --tensor-parallel-size {total // 2 or 1} or less, where every rank holds several.",
+        )
     return total, heads_of_rank(total, tp_rank, tp_size)
+
+
+def _other_head_counts(vllm_config: "VllmConfig") -> dict[str, int]:
+    """Return the numbers of KV heads that the model names besides its own, and its drafter's."""
+    found: dict[str, int] = {}
+    text = getattr(vllm_config.model_config, "hf_text_config", None)
+    for name, value in vars(text).items() if text is not None else ():
+        counts = value if isinstance(value, list | tuple) else [value]
+        if name.endswith(("key_value_heads", "kv_heads")) and all(isinstance(count, int) for count in counts):
+            found[name] = max(counts, default=0)
+    drafter = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    if drafter is not None:
+        found["the drafter's"] = drafter.get_total_num_kv_heads()
+    return found

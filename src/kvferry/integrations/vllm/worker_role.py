@@ -180,7 +180,7 @@ class WorkerRole:
         """
         failed, self._failed = self._failed, set()
         received = set(failed)
-        seconds = wait_seconds if wait_seconds and not failed and self._is_moving else 0.0
+        seconds = wait_seconds if wait_seconds and not failed and self._orders else 0.0
         for result in self._executor.collect(seconds) if self._executor is not None else ():
             if self._push is not None and result.load_id not in self._orders:
                 # A push of this rank's own, of which its receiver has been told.
@@ -192,10 +192,6 @@ class WorkerRole:
             if result.error is not None:
                 failed.add(result.load_id)
         return received, failed
-
-    @property
-    def _is_moving(self) -> bool:
-        return bool(self._orders) or (self._push is not None and not self._push.pusher.is_quiet)
 
     def take_statistics(self) -> Statistics | None:
         """Return what was measured since the last call."""
@@ -291,6 +287,8 @@ class WorkerRole:
             self._remote_engines.suspect(order.hold)
         if result.error is not None and result.error.reason is not Reason.ABORTED:
             logger.error("kvferry: rank %d failed to load %s: %s", self._rank, result.load_id, result.error)
+            if self._push is not None and order.hold is not None:
+                self._push.let_go(order.hold)
 
     def _use_huge_pages(self, region: Region) -> None:
         if self._settings.huge_pages and region.device == "cpu":
