@@ -101,7 +101,7 @@ class PeerProcess:
         self._process.wait(ANSWER_SECONDS)
 
     def stop(self) -> None:
-        """SIGSTOP; returns when the process, with all its threads, has stopped: on a busy host it answers until then."""
+        """SIGSTOP; returns when all threads have stopped: on a busy host they may answer until then."""
         self._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
