@@ -18,9 +18,22 @@ from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvferry.errors import Reason
+from kvferry.execution import executor
+from kvferry.handoff import receiver
 from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.listener import Listener
-from kvferry.handoff.protocol import PROTOCOL_VERSION, Answer, Directory, Handle, Question, Release, Released
+from kvferry.handoff.protocol import (
+    PROTOCOL_VERSION,
+    Answer,
+    Directory,
+    EndPoint,
+    Handle,
+    Noted,
+    Question,
+    Release,
+    Released,
+    Unquiet,
+)
 from kvferry.handoff.push_plan import BlockList
 from kvferry.handoff.sending import END
 from kvferry.handoff.sending_side import Prompt
@@ -248,6 +261,42 @@ def test_a_rank_whose_part_fails_lets_the_prefill_engine_go(workers: Workers) ->
     workers.announce(seconds=0.2)
     assert workers.finished() == ({"r"}, {"r"})
     wait_until(lambda: workers.released == [Release(EPOCH, (Handle("x", 0),))])
+
+
+def test_a_source_that_says_nothing_more_does_not_keep_the_request(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host may be gone, or it stopped: the engine keeps the blocks, and the request fails without them."""
+    monkeypatch.setattr(executor, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(receiver, "nothing_listens", lambda *_: is_gone)
+    is_gone, told = False, list[Unquiet]()
+
+    def answer(question: Question) -> Answer:
+        assert isinstance(question, Unquiet)
+        told.append(question)
+        return Noted(EPOCH)
+
+    engine = Listener(HOST, 0, answer)
+    orders = {"answers_at": EndPoint(HOST, engine.port, EPOCH)}
+    try:
+        workers.announce(seconds=0.5)
+        wait_until(lambda: any(role._push.pusher._receivers for role in workers.senders))
+        for role in workers.senders:
+            monkeypatch.setattr(role._push.pusher._courier, "send", lambda *_: None)
+            role._push._listener.close()
+        workers.step([workers.receiver], StepMetadata(**orders))
+        wait_until(lambda: bool(told))
+        assert (told[0].rank, told[0].number, told[0].request_ids) == (0, 1, ("r",))
+        workers.step([workers.receiver], StepMetadata(**orders, set_aside=[(1, "r")]))
+        assert workers.receiver.take_finished(0.1) == (set(), set()), "another rank's"
+        workers.step([workers.receiver], StepMetadata(**orders, set_aside=[(0, "r")]))
+        assert workers.finished() == ({"r"}, {"r"})
+        is_gone = True
+        wait_until(lambda: len(told) == 2)
+        assert (told[1].number, told[1].request_ids) == (2, ())
+        assert workers.receiver.take_finished() == (set(), set())
+    finally:
+        engine.close()
 
 
 def test_an_aborted_request_is_reported_when_no_rank_writes_any_more(workers: Workers) -> None:

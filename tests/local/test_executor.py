@@ -565,6 +565,31 @@ def test_a_transfer_that_does_not_end_is_told_of_and_keeps_its_load(
         executor.close()
 
 
+def test_a_load_that_is_set_aside_ends_before_it_is_quiet_and_its_quiet_is_told(
+    transport: ScriptedTransport, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before it has been told of that it is not quiet: until then nobody keeps its blocks."""
+    monkeypatch.setattr(executor_module, "QUIET_SECONDS", 0.1)
+    told: list[frozenset[str]] = []
+    executor = Executor(Scratch(num_words=2), tell_unquiet=told.append)
+    transport.holds_data, transport.polls_until_quiet = True, 1 << 60
+    try:
+        executor.submit(load_of(lambda: [source.read(transport)], deadline=time.monotonic() + 0.05, load_id="stuck"))
+        executor.set_aside("stuck")
+        wait_until(lambda: told == [frozenset({"stuck"})])
+        assert executor.collect() == []
+        for load_id in ("another", "stuck", "stuck"):
+            executor.set_aside(load_id)
+        assert error_of(collect(executor, 1)["stuck"]).reason is Reason.DEADLINE_EXCEEDED
+        assert transport.num_pending > 0
+        transport.polls_until_quiet = 0
+        wait_until(lambda: told[1:] == [frozenset()])
+        assert transport.num_pending == 0
+        assert executor.collect() == [], "told of twice"
+    finally:
+        executor.close()
+
+
 def test_close_gives_up_what_is_in_progress_once_it_is_quiet(transport: ScriptedTransport, source: Source) -> None:
     executor = Executor(Scratch(num_words=2))
     transport.holds_data, transport.polls_until_quiet = True, 20

@@ -5,7 +5,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Protocol
@@ -63,21 +63,30 @@ class Executor:
 
     The engine's thread submits and collects; neither call blocks. The transports of the loads are
     used by the executor's thread only. ``realtime`` asks for real-time priority, which is done without where the
-    kernel refuses it. Raises :class:`SettingsError` (invalid-setting) when the thread cannot run on ``cores``.
+    kernel refuses it. ``tell_unquiet`` is called on the executor's thread with the ids of all loads that were given up
+    :data:`QUIET_SECONDS` ago and are not quiet, whenever these change. Raises :class:`SettingsError` (invalid-setting)
+    when the thread cannot run on ``cores``.
     """
 
     def __init__(
-        self, scratch: Scratch, cores: Iterable[int] = (), realtime: bool = False, order: DeviceOrder = HOST
+        self,
+        scratch: Scratch,
+        cores: Iterable[int] = (),
+        realtime: bool = False,
+        order: DeviceOrder = HOST,
+        tell_unquiet: Callable[[frozenset[str]], None] = lambda _: None,
     ) -> None:
         self._scratch = scratch
         self._order = order
         self._cores = set(cores)
         self._realtime = realtime
         # Jobs and what to cancel in one queue, so that a cancellation never overtakes its job.
-        self._orders: queue.SimpleQueue[Job | Cancellation | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Job | Cancellation | str | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self._active: list[Job] = []
         self._unquiet: set[str] = set()
+        self._aside: set[str] = set()
+        self._tell_unquiet = tell_unquiet
         self._num_looks = 0
         self._stop = threading.Event()
         self._give_up_at = 0.0
@@ -93,6 +102,10 @@ class Executor:
     def cancel(self, load_id: str, error: KVFerryError) -> None:
         """Give a load up; it comes back with ``error`` through :meth:`collect`, once its transfers are quiet."""
         self._orders.put((load_id, error))
+
+    def set_aside(self, load_id: str) -> None:
+        """Tell at once of a load that was given up and is not quiet: its blocks are kept until it is."""
+        self._orders.put(load_id)
 
     def wake(self) -> None:
         """Something has happened that a waiting job may wait for: look at once."""
@@ -172,8 +185,15 @@ class Executor:
         while not self._orders.empty():
             self._take(self._orders.get_nowait())
 
-    def _take(self, order: Job | Cancellation | None) -> None:
+    def _take(self, order: Job | Cancellation | str | None) -> None:
         if order is None:
+            return
+        if isinstance(order, str):
+            if order in self._unquiet - self._aside:
+                self._aside.add(order)
+                for load in self._active:
+                    if load.load_id == order:
+                        self._results.put(_result(load))
             return
         if not isinstance(order, tuple):
             self._active.append(order)
@@ -200,7 +220,7 @@ class Executor:
             self._tell_if_unquiet(load, now)
             if load.phase is Phase.DONE:
                 self._active.remove(load)
-                self._results.put(_result(load))
+                self._end(load)
             elif load.phase is Phase.STAGE:
                 # Between two rounds the others go first.
                 self._active.remove(load)
@@ -208,6 +228,12 @@ class Executor:
             if moved:
                 return True
         return False
+
+    def _end(self, load: Job) -> None:
+        if load.load_id in self._aside:
+            self._aside.remove(load.load_id)
+        else:
+            self._results.put(_result(load))
 
     def _tell_if_unquiet(self, load: Job, now: float) -> None:
         """Tell, once when it gets late and once when it is over, of blocks that the engine cannot have back yet.
@@ -217,13 +243,14 @@ class Executor:
         seconds = 0.0 if load.given_up_at is None else now - load.given_up_at
         if load.phase is Phase.DONE and load.load_id in self._unquiet:
             self._unquiet.remove(load.load_id)
+            self._tell_unquiet(frozenset(self._unquiet))
             logger.warning("kvferry: the transfers of %s ended %.0f s after it was given up.", load.load_id, seconds)
         elif load.phase is Phase.STOPPING and seconds > QUIET_SECONDS and load.load_id not in self._unquiet:
             self._unquiet.add(load.load_id)
+            self._tell_unquiet(frozenset(self._unquiet))
             logger.warning(
-                "kvferry: %s was given up %.0f s ago (%s), but its transfers cannot be revoked and have not ended: the "
-                "request and its blocks are kept until they have. Is the other engine's process stopped? If it ends, "
-                "so do they.",
+                "kvferry: %s was given up %.0f s ago (%s), but its transfers cannot be revoked and have not ended: its "
+                "blocks are kept until they have. Is the other engine's process stopped? If it ends, so do they.",
                 load.load_id,
                 seconds,
                 load.error,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvferry.handoff.lease import Lease
+from kvferry.handoff.lease import Lease, lease_lost
 from kvferry.handoff.prefill_side import sampling_family
 from kvferry.handoff.protocol import Handle
 
@@ -95,6 +95,13 @@ class DecodeSide:
         if hold is None or self._readings[hold].is_lost:
             return None
         return self._readings[hold].lease
+
+    def running_lease(self, request_id: str, now: float) -> Lease:
+        """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-lost)."""
+        lease = self.lease_of(request_id)
+        if lease is None or lease.is_over(now):
+            raise lease_lost(request_id)
+        return lease
 
     def take_releases(self, now: float) -> list[RemoteHold]:
         """Return the holds that nobody reads any more, each once, and forget them."""

@@ -144,6 +144,18 @@ class Released(msgspec.Struct, frozen=True, tag="released", tag_field="type"):
     epoch: Unsigned
 
 
+class Unquiet(msgspec.Struct, frozen=True, tag="unquiet", tag_field="type"):
+    """A rank tells its own engine of all requests that it gave up and into whose blocks somebody may still write.
+
+    Of a rank's reports the one with the largest ``number`` counts.
+    """
+
+    epoch: Unsigned
+    rank: Unsigned
+    number: Unsigned
+    request_ids: Annotated[tuple[Identifier, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
+
+
 class PushKey(msgspec.Struct, frozen=True, order=True):
     """Names one push to one rank of a receiver: no number is used twice in an epoch of the rank's process."""
 
@@ -318,7 +330,9 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal", tag_field="type"):
     remedy: Text = ""
 
 
-Question = DirectoryRequest | Renew | Release | Pack | Unpack | Introduce | Announce | Revoke | Pushed | PushFailed
+Question = (
+    DirectoryRequest | Renew | Release | Unquiet | Pack | Unpack | Introduce | Announce | Revoke | Pushed | PushFailed
+)
 Answer = Directory | Renewed | Released | Packed | Busy | Unpacked | Introduced | Announced | Revoked | Noted | Refusal
 
 Message = TypeVar("Message")

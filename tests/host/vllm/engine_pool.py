@@ -117,6 +117,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
         "gqa",
         {"mode": "push", "push_grain": "layers", "layers_per_span": 3, "cores": LAST_CORE} | COMPILED,
     ),
+    # Waits for a prompt, and for whoever writes, no longer than for this.
+    "gqa-push-hasty": ("gqa", {"mode": "push", "push_timeout_seconds": 15.0, "cores": LAST_CORE}),
     "gqa-push-layers": ("gqa", {"mode": "push", "push_grain": "layers", "layers_per_span": 3, "cores": LAST_CORE}),
     "mla-reference": ("mla", {"role": None, "cores": BOTH_CORES}),
     "mla-tp1": ("mla", {}),
@@ -156,7 +158,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-tp1-other": ("granite", {"prefix_caching": False, "cores": LAST_CORE}),
     "granite-tp2": ("granite", {"tensor_parallel_size": 2, "prefix_caching": False}),
 }
-PASSED_ON = {"transport", "strategy", "mode", "push_grain", "layers_per_span"}
+PASSED_ON = {"transport", "strategy", "mode", "push_grain", "layers_per_span", "push_timeout_seconds"}
 """What differs in the connector's settings, not in the engine's."""
 # What runs together; memory for all at once is not asked for. Those of two stages that follow one another stay.
 STAGES: tuple[tuple[str, ...], ...] = (
@@ -171,7 +173,7 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("fp8-reference", "fp8-tp1", "fp8-tp2"),
     ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2", "gemma-pp2"),
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
-    ("gqa-reference", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "gqa-push-tp1", "gqa-push-small"),
+    ("gqa-reference", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "gqa-push-tp1", "gqa-push-small", "gqa-push-hasty"),
     ("gqa-reference", "gqa-push-tp1", "gqa-push-tp2", "gqa-push-gather", "gqa-push-compiled"),
     ("gqa-reference", "gqa-push-tp2-mooncake", "gqa-push-tp1-mooncake"),
     ("gemma-reference", "gemma-push-tp1", "gemma-push-tp2", "gemma-push-layers"),

@@ -1,7 +1,9 @@
 """Pushes between real engines, behind a tiny router that sends to both at once and behind vllm-router unmodified."""
 
 import json
+import os
 import re
+import signal
 import time
 import urllib.request
 import uuid
@@ -339,6 +341,39 @@ def kill_while_pushing(pair: Pair, pool: EnginePool, victim: str) -> None:
         assert time.monotonic() - killed_at < KILLED_SECONDS
         time.sleep(0.05)
     print(f"failed after {failed_at - killed_at:.1f} s, free after {time.monotonic() - killed_at:.1f} s")
+
+
+@pytest.mark.matrix
+@pytest.mark.engines("gqa-push-tp1", "gqa-push-hasty")
+def test_the_prefill_engine_is_stopped_while_it_pushes(engine_pool: EnginePool, reference: Reference) -> None:
+    """It may go on and write whenever it wants: the request fails in time, and its blocks wait for the engine."""
+    pair = Pair("push-from-stopped", "gqa-push-tp1", "gqa-push-hasty")
+    pushes, prompt, transfer_id = Pushes.of(pair, engine_pool), random_prompt(97, 4000), f"xfer-{uuid.uuid4()}"
+    process_ids = pushes.prefill.server.process.process_ids()
+    with ThreadPoolExecutor(2) as threads:
+        to_decode = pushes.to_decode(transfer_id)
+        answer = threads.submit(pushes.decode.complete, prompt, 8, kv_transfer_params=to_decode)
+        wait_for_usage(pushes.decode)
+        prefilled = threads.submit(pushes.prefill.complete, prompt, 1, kv_transfer_params=to_prefill(transfer_id))
+        wait_for_usage(pushes.prefill)
+        try:
+            for process_id in process_ids:
+                os.kill(process_id, signal.SIGSTOP)
+            stopped_at = time.monotonic()
+            with pytest.raises(RequestFailed):
+                answer.result()
+            print(f"failed after {time.monotonic() - stopped_at:.1f} s")
+            assert time.monotonic() - stopped_at < 15 + 10 + KILLED_SECONDS
+            assert pushes.decode.usage() > 0, "who is stopped may still write there"
+        finally:
+            for process_id in process_ids:
+                os.kill(process_id, signal.SIGCONT)
+        prefilled.result()
+    end = time.monotonic() + KILLED_SECONDS
+    while pushes.decode.usage() or pushes.prefill.usage():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    check_tokens([pushes.send(prompt[:700])], pair.model, [prompt[:700]], reference)
 
 
 @pytest.mark.matrix

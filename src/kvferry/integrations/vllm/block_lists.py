@@ -70,17 +70,19 @@ def groups_filled_whole(groups: Sequence[GroupShape], source_block_sizes: Sequen
     )
 
 
-def check_cached_windows(groups: Sequence[GroupShape], source_block_sizes: Sequence[int]) -> None:
-    """Refuse windows in longer blocks than the source's, for an engine that caches prefixes.
+def check_cached_windows(
+    groups: Sequence[GroupShape], source_block_sizes: Sequence[int], caches_prefixes: bool
+) -> None:
+    """Refuse windows in blocks that do not divide the source's, for an engine that caches prefixes.
 
     The source gives back what has left the window, by its own blocks. So a longer block here may be filled from the
     middle on, and vLLM caches a block that lies before the prompt's end as a whole: a later prompt would read what
     was never written. Raises :class:`HandoffError` (block-size-mismatch).
 
-    >>> check_cached_windows([GroupShape(CacheKind.SLIDING_WINDOW, 64, 128)], [128])
+    >>> check_cached_windows([GroupShape(CacheKind.SLIDING_WINDOW, 64, 128)], [128], caches_prefixes=True)
     """
     for index, (group, size) in enumerate(zip(groups, source_block_sizes, strict=False)):
-        if group.kind is CacheKind.SLIDING_WINDOW and size % group.block_size:
+        if caches_prefixes and group.kind is CacheKind.SLIDING_WINDOW and size % group.block_size:
             raise HandoffError(
                 Reason.BLOCK_SIZE_MISMATCH,
                 f"cache group {index} has sliding windows in blocks of {size} tokens on the prefill side and of "

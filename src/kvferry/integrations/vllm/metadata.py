@@ -46,7 +46,8 @@ class StepMetadata(KVConnectorMetadata):
     One that ``computes`` nothing was begun only because something is pending.
     ``aborted`` loads are wanted no more, of ``lost`` ones the remote hold has ended. Of pushes: the ``prompts`` that it
     computes, by transfer id, and the transfers whose blocks it may overwrite, since they are ``preempted`` or
-    ``ended_transfers``; and where the engine that gives the orders ``answers_at``.
+    ``ended_transfers``. ``set_aside`` are, with the rank that reported them, requests whose blocks are kept for as long
+    as they are not quiet. The engine that gives the orders ``answers_at``.
     """
 
     computes: bool = True
@@ -58,6 +59,7 @@ class StepMetadata(KVConnectorMetadata):
     prompts: list[tuple[str, Prompt]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     ended_transfers: list[str] = field(default_factory=list)
+    set_aside: list[tuple[int, str]] = field(default_factory=list)
     answers_at: EndPoint | None = None
 
 

@@ -13,13 +13,12 @@ from kvferry.handoff.decode_side import RemoteHold
 from kvferry.handoff.protocol import (
     MAX_IDENTIFIER_LENGTH,
     PROTOCOL_VERSION,
-    EndPoint,
     RankEntry,
 )
 from kvferry.handoff.push_holds import EndedPrompt, PushHolds, handle_of
 from kvferry.handoff.sending import END
 from kvferry.handoff.sending_side import Prompt
-from kvferry.integrations.vllm.block_lists import blocks_to_fill, groups_filled_whole, held_blocks
+from kvferry.integrations.vllm.block_lists import blocks_to_fill, check_cached_windows, groups_filled_whole, held_blocks
 from kvferry.integrations.vllm.metadata import LoadOrder, PushedPrompt, StepMetadata
 from kvferry.integrations.vllm.pushable import check_pushable
 from kvferry.integrations.vllm.request_params import PushParams, is_of_tokens, parse_push_params, prompt_digest
@@ -133,7 +132,6 @@ class PushSchedulerRole(SchedulerRole):
         for request_id in [each for each, pushed in self._pushed.items() if _is_sought(pushed)]:
             # Its lease is to be renewed while it waits for its turn, in which it would ask again.
             self._find_offer(request_id)
-        self._step.answers_at = self._answers_at
         return super().build_connector_meta(scheduled)
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
@@ -179,10 +177,6 @@ class PushSchedulerRole(SchedulerRole):
             if each is not None:
                 each.close()
         super().shutdown()
-
-    @property
-    def _answers_at(self) -> EndPoint:
-        return EndPoint(self._settings.reachable_host, self._listener.port, self._epoch)
 
     @property
     def _life(self) -> str:
@@ -262,12 +256,13 @@ class PushSchedulerRole(SchedulerRole):
         try:
             if isinstance(pushed, KVFerryError):
                 raise pushed
-            self._running_lease(request.request_id)
+            with self._decode_lock:
+                self._decode_side.running_lease(request.request_id, time.monotonic())
             hold, offer = pushed.hold, pushed.offer
             assert offer is not None, "its lease begins with the offer"
             num_loadable = self._num_loadable(request)
             tokens = num_loadable - num_external_tokens, num_loadable
-            self._check_block_sizes(offer.block_sizes)
+            check_cached_windows(self._groups, offer.block_sizes, self._caches_prefixes)
             blocks = blocks_to_fill(self._groups, offer.block_sizes, tokens, block_ids)
             prompt = PushedPrompt(pushed.params.transfer_id, num_loadable, prompt_digest(request, num_loadable))
         except KVFerryError as error:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.decode_side import DecodeSide
+from kvferry.handoff.epochs import check_epoch
 from kvferry.handoff.errands import Errands
 from kvferry.handoff.guard import Held
 from kvferry.handoff.handshake import check_complete, check_version
-from kvferry.handoff.lease import Lease, lease_lost
 from kvferry.handoff.listener import Listener
 from kvferry.handoff.prefill_side import Ended, Ending, Hold, PrefillSide
 from kvferry.handoff.protocol import (
@@ -20,12 +20,15 @@ from kvferry.handoff.protocol import (
     Answer,
     Directory,
     DirectoryRequest,
+    EndPoint,
+    Noted,
     Question,
     RankEntry,
     Release,
     Released,
     Renew,
     Renewed,
+    Unquiet,
 )
 from kvferry.handoff.push_holds import PushHolds
 from kvferry.integrations.vllm.block_lists import (
@@ -46,6 +49,7 @@ from kvferry.integrations.vllm.request_params import (
     leave_last_token,
     parse_params,
 )
+from kvferry.integrations.vllm.set_aside import SetAside
 from kvferry.integrations.vllm.settings import Settings, control_port
 from kvferry.integrations.vllm.translate import group_shapes, identity_of
 from kvferry.integrations.vllm.versions import find_engine_wake
@@ -92,7 +96,8 @@ class SchedulerRole:
         self._errands = Errands()
         self._lost: list[str] = []
         self._remote: dict[str, RemoteParams | KVFerryError] = {}
-        self._loading: set[str] = set()
+        self._loading: dict[str, Sequence[Sequence[int]]] = {}
+        self._set_aside = SetAside(self._held_blocks)
         self._step = StepMetadata()
         self._directory: Directory | None = None
         port = control_port(settings.port, vllm_config.parallel_config.data_parallel_index)
@@ -148,8 +153,8 @@ class SchedulerRole:
         if num_external_tokens == 0:
             self._finish_reading(request.request_id)
             return
-        self._loading.add(request.request_id)
-        self._step.loads.append(self._load_order(request, blocks.get_block_ids(), num_external_tokens))
+        block_ids = self._loading[request.request_id] = blocks.get_block_ids()
+        self._step.loads.append(self._load_order(request, block_ids, num_external_tokens))
 
     def request_finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
@@ -189,7 +194,8 @@ class SchedulerRole:
         with self._decode_lock:
             self._run_errands(now)
             lost, self._lost = self._lost, []
-        self._step.computes = bool(scheduled)
+        self._step.computes, self._step.answers_at = bool(scheduled), self._answers_at
+        self._step.set_aside = self._set_aside.turn(self._loading)
         self._step.lost = [request_id for request_id in lost if request_id in self._loading]
         step, self._step = self._step, StepMetadata()
         return step
@@ -197,7 +203,7 @@ class SchedulerRole:
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
         """All ranks have reported these loads: their remote holds may end."""
         for request_id in output.finished_recving or ():
-            self._loading.discard(request_id)
+            self._loading.pop(request_id, None)
             self._finish_reading(request_id)
 
     def has_pending_work(self) -> bool:
@@ -206,7 +212,8 @@ class SchedulerRole:
         Where the engine cannot be woken, it has to keep stepping while anything is held.
         """
         with self._prefill_lock:
-            return self._holding.has_ended or (self._wake_engine is None and self._holding.num_held > 0)
+            has_news = self._set_aside.has_news or self._holding.has_ended
+            return has_news or (self._wake_engine is None and self._holding.num_held > 0)
 
     # The engine's place among others.
 
@@ -222,11 +229,8 @@ class SchedulerRole:
         self._errands.close()
 
     @property
-    def _prefill_engine(self) -> PrefillEngine:
-        host, port = self._settings.reachable_host, self._listener.port
-        block_sizes = tuple(group.block_size for group in self._groups)
-        lease_seconds = self._settings.lease_seconds
-        return PrefillEngine(self._engine_id, host, port, self._tp_size, self._epoch, lease_seconds, block_sizes)
+    def _answers_at(self) -> EndPoint:
+        return EndPoint(self._settings.reachable_host, self._listener.port, self._epoch)
 
     @property
     def _holding(self) -> PrefillSide | PushHolds:
@@ -282,7 +286,9 @@ class SchedulerRole:
         if hold is None:
             return None
         self._held_blocks.hold(request.request_id, block_ids)
-        return answer_params(request, hold, block_ids, self._prefill_engine)
+        where, block_sizes = self._answers_at, tuple(group.block_size for group in self._groups)
+        ours = self._engine_id, where.host, where.port, self._tp_size, self._epoch
+        return answer_params(request, hold, block_ids, PrefillEngine(*ours, self._settings.lease_seconds, block_sizes))
 
     def _held(self, hold: Hold) -> Held:
         return hold.slot, self._epoch, hold.handle.generation
@@ -297,7 +303,7 @@ class SchedulerRole:
                 raise remote
             num_loadable = self._num_loadable(request)
             check_prompt(remote, request, num_loadable)
-            self._check_block_sizes(remote.kvferry.block_sizes)
+            check_cached_windows(self._groups, remote.kvferry.block_sizes, self._caches_prefixes)
             blocks = blocks_to_load(
                 self._groups,
                 remote.kvferry.block_sizes,
@@ -305,7 +311,8 @@ class SchedulerRole:
                 remote.remote_block_ids,
                 block_ids,
             )
-            lease = self._running_lease(request.request_id)
+            with self._decode_lock:
+                lease = self._decode_side.running_lease(request.request_id, time.monotonic())
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error)
             hold = remote.hold if isinstance(remote, RemoteParams) else None
@@ -313,18 +320,6 @@ class SchedulerRole:
         timeout = min(timeout, lease.remaining(time.monotonic()))
         hold, slot = remote.hold, remote.kvferry.slot
         return LoadOrder(request.request_id, timeout, hold, slot, num_external_tokens, blocks)
-
-    def _check_block_sizes(self, source_block_sizes: Sequence[int]) -> None:
-        if self._caches_prefixes:
-            check_cached_windows(self._groups, source_block_sizes)
-
-    def _running_lease(self, request_id: str) -> Lease:
-        """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-lost)."""
-        with self._decode_lock:
-            lease = self._decode_side.lease_of(request_id)
-        if lease is None or lease.is_over(time.monotonic()):
-            raise lease_lost(request_id)
-        return lease
 
     def _finish_reading(self, request_id: str) -> None:
         if self._remote.pop(request_id, None) is not None:
@@ -384,6 +379,12 @@ class SchedulerRole:
             if self._directory is None:
                 raise HandoffError(Reason.PEER_UNREACHABLE, "this engine has not finished starting.", "Ask again.")
             return self._directory
+        if isinstance(question, Unquiet):
+            check_epoch(question.epoch, self._epoch)
+            self._set_aside.note(question.rank, question.number, question.request_ids)
+            if self._wake_engine is not None:
+                self._wake_engine()
+            return Noted(self._epoch)
         if not isinstance(question, Renew | Release):
             raise HandoffError(
                 Reason.UNSUPPORTED,

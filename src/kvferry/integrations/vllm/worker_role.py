@@ -20,12 +20,13 @@ from kvferry.execution.memory import collapse_to_huge_pages
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.staging import Stage
 from kvferry.execution.transfer_costs import Strategist
+from kvferry.handoff.courier import Courier
 from kvferry.handoff.grains import Grains, ModelLayers
 from kvferry.handoff.guard import GuardWords, StepWords
 from kvferry.handoff.lease import lease_lost
 from kvferry.handoff.packing_listener import PackingListener
 from kvferry.handoff.packing_side import PackingSide
-from kvferry.handoff.protocol import RankEntry
+from kvferry.handoff.protocol import MAX_REQUESTS_PER_MESSAGE, EndPoint, RankEntry, Unquiet
 from kvferry.handoff.push_ways import PushWays
 from kvferry.handoff.receipt import Request, SourceRank
 from kvferry.handoff.remote_engines import RemoteEngines
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCRATCH_WORDS = 4096
+REPORT_SECONDS = 3600.0
+"""So long the engine is told again what a rank has to tell it."""
 
 
 class WorkerRole:
@@ -77,6 +80,9 @@ class WorkerRole:
         self._failed: set[str] = set()
         self._push: PushWorker | None = None
         self._prompts: Sequence[tuple[str, Prompt]] = ()
+        self._engine: EndPoint | None = None
+        self._courier: Courier | None = None
+        self._num_reports = 0
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Make the engine's cache reachable and be ready to fill it."""
@@ -97,7 +103,9 @@ class WorkerRole:
         costs, wish, pushes = self._kept_costs, self._settings.wanted_strategy, self._settings.mode == "push"
         strategist = Strategist(stage, None if pushes else wish, costs.given, costs.keep)
         self._remote_engines = RemoteEngines(shard, identity, self._transports, sender, timeout, strategist)
-        self._executor = Executor(self._scratch, self._transfer_cores(), self._settings.realtime_transfers, self._order)
+        self._executor = Executor(
+            self._scratch, self._transfer_cores(), self._settings.realtime_transfers, self._order, self._tell_unquiet
+        )
         if pushes:
             parts = self._transports, self._executor, self._order
             hosts = self._settings.host, self._settings.reachable_host
@@ -130,6 +138,10 @@ class WorkerRole:
 
     def begin_step(self, orders: StepMetadata) -> None:
         """Change guard words, before the step can touch any block."""
+        self._engine = orders.answers_at
+        for rank, request_id in orders.set_aside:
+            if rank == self._rank and self._executor is not None:
+                self._executor.set_aside(request_id)
         self._step_words.begin(orders.ended, orders.written)
         self._prompts = orders.prompts
         if self._push is not None:
@@ -211,8 +223,20 @@ class WorkerRole:
             self._push.close()
         if self._remote_engines is not None:
             self._remote_engines.close()
+        if self._courier is not None:
+            self._courier.close()
         self._transports.close()
         self._log.close()
+
+    def _tell_unquiet(self, request_ids: frozenset[str]) -> None:
+        """Tell the engine, on the transfer thread, so that it keeps these requests' blocks and fails them."""
+        if (engine := self._engine) is None:
+            return
+        self._courier = self._courier or Courier()
+        self._num_reports += 1
+        told = tuple(sorted(request_ids)[:MAX_REQUESTS_PER_MESSAGE])
+        question = Unquiet(engine.epoch, self._rank, self._num_reports, told)
+        self._courier.send(engine.host, engine.port, question, REPORT_SECONDS)
 
     def _stage(self) -> Stage:
         return Stage(self._settings.stage_bytes, self._settings.huge_pages, self._order)
