@@ -171,7 +171,7 @@ class Executor:
 
     def _wait(self) -> None:
         """Sleep until it is time to look again: soon where transfers run, else ever longer or until an order comes."""
-        if any(load.phase is not Phase.PREPARING for load in self._active):
+        if any(load.phase is not Phase.PREPARING and load.load_id not in self._unquiet for load in self._active):
             time.sleep(WAIT_SECONDS)
             return
         self._num_looks += 1
