@@ -32,10 +32,11 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         mode: Literal["pull", "push"] = "pull",
         kv_role: str = "kv_both",
         prefix_caching: bool = True,
+        num_ranks: int = 1,
         **settings: Any,
     ) -> scheduler_role.SchedulerRole:
         parallel = SimpleNamespace(
-            tensor_parallel_size=1,
+            tensor_parallel_size=num_ranks,
             pipeline_parallel_size=1,
             data_parallel_index=dp_rank,
             data_parallel_size=1,

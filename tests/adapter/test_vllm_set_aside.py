@@ -17,7 +17,10 @@ BLOCKS = [11, 12, 13, 14, 15]
 @pytest.fixture
 def reader(make_role: Any) -> Any:
     """A decode engine that loads one request."""
-    role, ours = make_role(FULL), request(PROMPT, prefill(make_role(FULL), PROMPT, [5, 4, 3, 2, 1]) or {}, "d")
+    role, ours = (
+        make_role(FULL, num_ranks=2),
+        request(PROMPT, prefill(make_role(FULL), PROMPT, [5, 4, 3, 2, 1]) or {}, "d"),
+    )
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated(BLOCKS), 80)
     assert len(role.build_connector_meta().loads) == 1
@@ -70,6 +73,13 @@ def test_a_report_to_a_former_engine_is_refused(reader: Any) -> None:
     with pytest.raises(HandoffError) as refused:
         reader._answer(Unquiet(reader._epoch + 1, 0, 1, ("d",)))
     assert refused.value.reason is Reason.PEER_CHANGED
+
+
+def test_a_report_of_a_rank_that_is_none_is_refused(reader: Any) -> None:
+    """Whoever reaches the end point could have it remember any number of them."""
+    with pytest.raises(HandoffError) as refused:
+        reader._answer(Unquiet(reader._epoch, 2, 1, ("d",)))
+    assert refused.value.reason is Reason.INVALID_REQUEST
 
 
 def test_of_an_aborted_request_the_blocks_are_known_too(reader: Any) -> None:

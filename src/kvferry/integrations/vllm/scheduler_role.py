@@ -97,7 +97,7 @@ class SchedulerRole:
         self._lost: list[str] = []
         self._remote: dict[str, RemoteParams | KVFerryError] = {}
         self._loading: dict[str, Sequence[Sequence[int]]] = {}
-        self._set_aside = SetAside(self._held_blocks)
+        self._set_aside = SetAside(self._held_blocks, self._num_ranks)
         self._step = StepMetadata()
         self._directory: Directory | None = None
         port = control_port(settings.port, vllm_config.parallel_config.data_parallel_index)

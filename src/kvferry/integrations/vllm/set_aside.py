@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvferry.errors import HandoffError, Reason
 from kvferry.integrations.vllm.held_blocks import HeldBlocks
 
 logger = logging.getLogger(__name__)
@@ -21,8 +22,9 @@ class SetAside:
     :meth:`note` is for the listener's thread, the rest for the scheduler's.
     """
 
-    def __init__(self, held: HeldBlocks) -> None:
+    def __init__(self, held: HeldBlocks, num_ranks: int) -> None:
         self._held = held
+        self._num_ranks = num_ranks
         self._lock = threading.Lock()
         self._reports: dict[int, tuple[int, frozenset[str]]] = {}
         self._has_news = False
@@ -35,7 +37,14 @@ class SetAside:
         return self._has_news
 
     def note(self, rank: int, number: int, request_ids: Iterable[str]) -> None:
-        """A rank reports all of its requests that are not quiet; the report with its largest number counts."""
+        """A rank reports all of its requests that are not quiet; the report with its largest number counts.
+
+        Raises :class:`HandoffError` (invalid-request) for a rank that there is none of.
+        """
+        if rank >= self._num_ranks:
+            raise HandoffError(
+                Reason.INVALID_REQUEST, f"rank {rank} of {self._num_ranks} reports.", "Only this engine's ranks may."
+            )
         with self._lock:
             if number > self._reports.get(rank, (0, frozenset()))[0]:
                 self._reports[rank] = number, frozenset(request_ids)

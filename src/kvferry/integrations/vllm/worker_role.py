@@ -26,7 +26,7 @@ from kvferry.handoff.guard import GuardWords, StepWords
 from kvferry.handoff.lease import lease_lost
 from kvferry.handoff.packing_listener import PackingListener
 from kvferry.handoff.packing_side import PackingSide
-from kvferry.handoff.protocol import MAX_REQUESTS_PER_MESSAGE, EndPoint, RankEntry, Unquiet
+from kvferry.handoff.protocol import MAX_IDENTIFIER_LENGTH, MAX_REQUESTS_PER_MESSAGE, EndPoint, RankEntry, Unquiet
 from kvferry.handoff.push_ways import PushWays
 from kvferry.handoff.receipt import Request, SourceRank
 from kvferry.handoff.remote_engines import RemoteEngines
@@ -234,8 +234,9 @@ class WorkerRole:
             return
         self._courier = self._courier or Courier()
         self._num_reports += 1
-        told = tuple(sorted(request_ids)[:MAX_REQUESTS_PER_MESSAGE])
-        question = Unquiet(engine.epoch, self._rank, self._num_reports, told)
+        # Pushes of this rank's own are among them, with longer names, and none of the engine's requests.
+        told = sorted(each for each in request_ids if len(each) <= MAX_IDENTIFIER_LENGTH)[:MAX_REQUESTS_PER_MESSAGE]
+        question = Unquiet(engine.epoch, self._rank, self._num_reports, tuple(told))
         self._courier.send(engine.host, engine.port, question, REPORT_SECONDS)
 
     def _stage(self) -> Stage:
