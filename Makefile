@@ -21,7 +21,7 @@ demo: setup ## Prefill on one vLLM engine, decode on another, compare with one e
 	@.venv/bin/kvferry demo --mode $(MODE) $(ARGS)
 
 # Two processes for the tests that wait more than they compute; of engines two would be too many.
-test: setup ## Every test, real vLLM engines included (about 15 minutes on 2 cores)
+test: setup ## Every test, real vLLM engines included (about 18 minutes on 2 cores)
 	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local tests/adapter src $(ARGS)
 	@$(PYTEST) tests/host $(ARGS)
 
@@ -34,7 +34,7 @@ test-fast: setup ## The tests that need neither vLLM nor Mooncake (2 minutes on 
 	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local src -m "not mooncake" --ignore=src/kvferry/integrations $(ARGS)
 
 # Pieces of their own seeds: one process would remember every case that it drew.
-test-full: setup ## 100,000 drawn cases through every strategy (45 minutes on 2 idle cores)
+test-full: setup ## 100,000 drawn cases through every strategy (35 minutes on 2 idle cores)
 	@seq 80 | xargs -P "$$(nproc)" -I{} env KVFERRY_CASES=1250 $(PYTEST) -p no:cacheprovider --hypothesis-seed={} \
 	  tests/pure/test_plan_properties.py tests/pure/test_plan_staged.py $(ARGS)
 
