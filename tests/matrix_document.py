@@ -151,8 +151,9 @@ def push_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
     grain = settings.get("push_grain", "chosen")
     span = f" ({settings['layers_per_span']} at a time)" if grain == "layers" else ""
     passed = [name for name, check in found.get("checks", {}).items() if check["outcome"] == "passed"]
-    besides = {name.removeprefix("test_").partition("[")[0].replace("_", " ") for name in passed}
-    besides -= {name.removeprefix("test_").replace("_", " ") for name in PUSH_CHECKS}
+    besides = {
+        name.removeprefix("test_").partition("[")[0].replace("_", " ") for name in passed if name not in PUSH_CHECKS
+    }
     return (
         pair.name,
         MODELS[pair.model] + (", compiled" if "TORCHDYNAMO_DISABLE" in settings.get("variables", {}) else ""),

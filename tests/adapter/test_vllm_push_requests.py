@@ -308,6 +308,14 @@ def test_a_prompt_of_embeddings_is_not_taken_for_another_one(mode: str, mixed: b
     assert order.error.reason is Reason.UNSUPPORTED
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_prompt_with_embeddings_is_not_cut(mode: str, make_role: Any) -> None:
+    """It is not handed over, and its embeddings say where its tokens are."""
+    ours = embedded({"do_remote_decode": True, "transfer_id": "x"}, mixed=True)
+    make_role(FULL, WINDOW, mode=mode).on_new_request(ours)
+    assert (ours.num_prompt_tokens, ours.prompt_token_ids) == (3, [0, 1, 2])
+
+
 def test_a_request_that_waits_for_its_turn_is_renewed_as_soon_as_its_source_is_known(make_role: Any) -> None:
     """While all of an engine's places are taken it is not asked how many tokens are there."""
     sender, reader = make_role(FULL, mode="push"), make_role(FULL, mode="push")

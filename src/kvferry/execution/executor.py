@@ -22,8 +22,8 @@ MAX_WAIT_SECONDS = 0.01
 """Between two looks at loads that have waited for something else than a transfer, such as a handshake, for a while."""
 QUIET_SECONDS = 10.0
 """So long a load that was given up may take to be quiet before the log tells of it."""
-Cancellation = tuple[str, KVFerryError]
-"""The id of a load and why it is given up."""
+Change = tuple[str, KVFerryError | None]
+"""The id of a load and why it is given up; None where it is set aside."""
 
 
 class Job(Protocol):
@@ -80,8 +80,8 @@ class Executor:
         self._order = order
         self._cores = set(cores)
         self._realtime = realtime
-        # Jobs and what to cancel in one queue, so that a cancellation never overtakes its job.
-        self._orders: queue.SimpleQueue[Job | Cancellation | str | None] = queue.SimpleQueue()
+        # Jobs and what changes them in one queue, so that a cancellation never overtakes its job.
+        self._orders: queue.SimpleQueue[Job | Change | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self._active: list[Job] = []
         self._unquiet: set[str] = set()
@@ -105,7 +105,7 @@ class Executor:
 
     def set_aside(self, load_id: str) -> None:
         """Tell at once of a load that was given up and is not quiet: its blocks are kept until it is."""
-        self._orders.put(load_id)
+        self._orders.put((load_id, None))
 
     def wake(self) -> None:
         """Something has happened that a waiting job may wait for: look at once."""
@@ -185,23 +185,19 @@ class Executor:
         while not self._orders.empty():
             self._take(self._orders.get_nowait())
 
-    def _take(self, order: Job | Cancellation | str | None) -> None:
+    def _take(self, order: Job | Change | None) -> None:
         if order is None:
-            return
-        if isinstance(order, str):
-            if order in self._unquiet - self._aside:
-                self._aside.add(order)
-                for load in self._active:
-                    if load.load_id == order:
-                        self._results.put(_result(load))
             return
         if not isinstance(order, tuple):
             self._active.append(order)
             return
         load_id, error = order
         for load in self._active:
-            if load.load_id == load_id:
+            if load.load_id == load_id and error is not None:
                 load.cancel(error)
+            elif load.load_id == load_id and load_id in self._unquiet - self._aside:
+                self._aside.add(load_id)
+                self._results.put(_result(load))
 
     def _give_up(self) -> None:
         while not self._orders.empty():

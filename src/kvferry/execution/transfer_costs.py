@@ -157,10 +157,10 @@ class _Stopped(NamedTuple):
 class SlowPeerError(TransportError):
     """A read took too long and is being stopped; nothing of it can come any more once ``quiet`` is over."""
 
-    def __init__(self, transport: Transport, transfer: Transfer) -> None:
+    def __init__(self, transfer: Transfer, quiet: Mark) -> None:
         what = f"{transfer.peer.name} did not answer a read of {transfer.num_bytes} bytes within {LONGEST_SECONDS:g} s."
         super().__init__(Reason.PEER_UNREACHABLE, what, "Check the prefill engine.")
-        self.quiet: Mark = _Stopped(transport, transfer)
+        self.quiet = quiet
 
 
 def _measure(transport: Transport, peer: Peer, remote: Region, stage: Stage, begin: int, num_bytes: int) -> Costs:
@@ -218,6 +218,7 @@ def _read(transport: Transport, peer: Peer, descriptors: Descriptors) -> float:
 def _stopped(transport: Transport, transfer: Transfer) -> SlowPeerError:
     """Stop a transfer and return the error that says so."""
     deadline = time.perf_counter() + LONGEST_SECONDS
-    while transport.cancel(transfer) is Status.PENDING and time.perf_counter() < deadline:
+    quiet = _Stopped(transport, transfer)
+    while not quiet.is_over() and time.perf_counter() < deadline:
         time.sleep(0.001)
-    return SlowPeerError(transport, transfer)
+    return SlowPeerError(transfer, quiet)

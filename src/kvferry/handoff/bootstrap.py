@@ -63,13 +63,10 @@ class _Server(ThreadingHTTPServer):
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(*arguments)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
         try:
             super().process_request_thread(request, client_address)
         finally:

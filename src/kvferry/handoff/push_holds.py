@@ -100,11 +100,10 @@ class PushHolds:
         if transfer_id is not None:
             self._end(transfer_id)
 
-    def abandon(self, transfer_id: str, request_id: str) -> None:
+    def abandon(self, transfer_id: str) -> None:
         """A request of this transfer ends that never began: unless another one serves it, nobody will."""
-        if transfer_id not in self._prompts and transfer_id not in self._lost:
-            self._lost.setdefault(transfer_id)
-            self._ended.append(EndedPrompt(transfer_id, request_id, was_held=False, has_expired=False))
+        if transfer_id not in self._prompts:
+            self._end(transfer_id)
 
     def renew(self, epoch: int, handles: Iterable[Handle], now: float) -> list[Handle]:
         """Extend leases; return the handles of transfers that have ended. Raises on a foreign epoch."""

@@ -103,7 +103,7 @@ class PeerProcess:
     def stop(self) -> None:
         """SIGSTOP; returns when all threads have stopped: on a busy host they may answer until then."""
         self._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """SIGCONT."""

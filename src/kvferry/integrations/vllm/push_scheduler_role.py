@@ -21,7 +21,7 @@ from kvferry.handoff.sending_side import Prompt
 from kvferry.integrations.vllm.block_lists import blocks_to_fill, check_cached_windows, groups_filled_whole, held_blocks
 from kvferry.integrations.vllm.metadata import LoadOrder, PushedPrompt, StepMetadata
 from kvferry.integrations.vllm.pushable import check_pushable
-from kvferry.integrations.vllm.request_params import PushParams, is_of_tokens, parse_push_params, prompt_digest
+from kvferry.integrations.vllm.request_params import PushParams, parse_push_params, prompt_digest, token_ids_of
 from kvferry.integrations.vllm.router_beacon import RouterBeacon, encode_place
 from kvferry.integrations.vllm.scheduler_role import SchedulerRole
 from kvferry.integrations.vllm.settings import Settings
@@ -219,7 +219,7 @@ class PushSchedulerRole(SchedulerRole):
 
     def _begin_hold(self, request: "Request") -> None:
         transfer_id = _transfer_of(request)
-        if not is_of_tokens(request):
+        if token_ids_of(request) is None:
             logger.warning("kvferry: %s is not pushed: its prompt is given as embeddings.", request.request_id)
             return
         if transfer_id is None:
@@ -246,7 +246,7 @@ class PushSchedulerRole(SchedulerRole):
                 return
             self._holds.drop(request.request_id)
             if (named := _transfer_of(request)) is not None:
-                self._holds.abandon(named, request.request_id)
+                self._holds.abandon(named)
 
     def _load_order(
         self, request: "Request", block_ids: Sequence[Sequence[int]], num_external_tokens: int

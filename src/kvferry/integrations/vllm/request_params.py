@@ -167,18 +167,19 @@ def leave_last_token(request: "Request") -> None:
     and one that reads no cache (prompt log probabilities), for which the decode engine does not load either, stay
     whole.
     """
-    if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.skip_reading_prefix_cache:
+    token_ids = token_ids_of(request)
+    if request.num_prompt_tokens < 2 or token_ids is None or request.skip_reading_prefix_cache:
         return
     # Parallel samples in one process share the list of the prompt.
-    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    request.prompt_token_ids = token_ids[:-1]
     del request._all_token_ids[-1]
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
 
 
-def is_of_tokens(request: "Request") -> bool:
-    """Return whether the prompt is given as tokens: embeddings, alone or between tokens, have no digest here."""
-    return request.prompt_token_ids is not None and request.prompt_embeds is None
+def token_ids_of(request: "Request") -> list[int] | None:
+    """Return the tokens of a prompt that is all tokens; None for embeddings, alone or between tokens."""
+    return request.prompt_token_ids if request.prompt_embeds is None else None
 
 
 def prompt_digest(request: "Request", num_tokens: int) -> str:
@@ -186,14 +187,15 @@ def prompt_digest(request: "Request", num_tokens: int) -> str:
 
     Raises :class:`HandoffError` (unsupported) for prompts with embeddings.
     """
-    if not is_of_tokens(request):
+    token_ids = token_ids_of(request)
+    if token_ids is None:
         raise HandoffError(
             Reason.UNSUPPORTED,
             f"{request.request_id} gives its prompt as embeddings, which the two engines cannot compare.",
             "Send tokens or text, or send the request to an engine that computes its prompt itself.",
         )
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(np.asarray((request.prompt_token_ids or ())[:num_tokens], dtype=np.int64).tobytes())
+    digest.update(np.asarray(token_ids[:num_tokens], dtype=np.int64).tobytes())
     for feature in request.mm_features or ():
         digest.update(f"|{feature.identifier}".encode())
     if request.lora_request is not None:

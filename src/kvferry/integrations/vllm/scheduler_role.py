@@ -45,9 +45,9 @@ from kvferry.integrations.vllm.request_params import (
     RemoteParams,
     answer_params,
     check_prompt,
-    is_of_tokens,
     leave_last_token,
     parse_params,
+    token_ids_of,
 )
 from kvferry.integrations.vllm.set_aside import SetAside
 from kvferry.integrations.vllm.settings import Settings, control_port
@@ -275,7 +275,7 @@ class SchedulerRole:
     ) -> dict[str, Any] | None:
         """A request that another engine goes on with has finished: hold its blocks, and return what to answer."""
         with self._prefill_lock:
-            if not is_complete or not is_of_tokens(request) or not any(block_ids):
+            if not is_complete or token_ids_of(request) is None or not any(block_ids):
                 self._prefill_side.drop(request.request_id)
                 return None
             if self._has_state and request.num_computed_tokens != request.num_prompt_tokens:

@@ -56,6 +56,8 @@ class SetAside:
         Return by rank the requests whose blocks are kept from now on, so that the rank may let the engine fail them.
         ``loading`` are the blocks of those that the engine waits for; another is none of its requests.
         """
+        if not self._has_news:
+            return []
         with self._lock:
             self._has_news = False
             reported = {(rank, request_id) for rank, (_, ids) in self._reports.items() for request_id in ids}

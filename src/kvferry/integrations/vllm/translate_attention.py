@@ -70,16 +70,20 @@ def fill_scales_in_slots(vllm_config: "VllmConfig", layer_names: Iterable[str]) 
     """
     layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
     for name in layer_names:
-        kernel: Any = getattr(layers[name], "impl", None)
-        if getattr(kernel, "_is_per_token_head_quant", False):
+        if (kernel := _kernel_with_scales(layers[name])) is not None:
             kernel._ensure_scale_caches(layers[name].kv_cache)
 
 
 def forget_scales(layer: Any) -> None:
     """Let a kernel with scales in the slots make its views of them anew, of the cache that it meets next."""
+    if (kernel := _kernel_with_scales(layer)) is not None:
+        kernel._k_scale_cache = kernel._v_scale_cache = None
+
+
+def _kernel_with_scales(layer: Any) -> Any | None:
+    """Return the kernel of a layer with scales in the slots; other layers, such as those of states, have none."""
     kernel = getattr(layer, "impl", None)
-    if getattr(kernel, "_is_per_token_head_quant", False):
-        kernel._k_scale_cache = kernel._v_scale_cache = None  # type: ignore[union-attr]
+    return kernel if getattr(kernel, "_is_per_token_head_quant", False) else None
 
 
 def _content(view: torch.Tensor, offsets: Sequence[int], more: Mapping[str, Any]) -> Component:
