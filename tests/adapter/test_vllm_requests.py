@@ -111,7 +111,7 @@ def test_blocks_that_left_the_window_are_neither_held_nor_loaded(make_role: Any)
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize(
     ("block_size", "prefix_caching", "is_refused"),
-    [(32, True, True), (32, False, False), (24, True, True), (16, True, False), (8, True, False)],
+    [(32, True, True), (32, False, False), (24, True, True), (12, True, True), (16, True, False), (8, True, False)],
 )
 def test_a_window_block_that_a_load_would_fill_in_part_is_not_cached_as_a_whole(
     mode: str, block_size: int, prefix_caching: bool, is_refused: bool, make_role: Any

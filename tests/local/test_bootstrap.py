@@ -71,7 +71,7 @@ def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Bootstrap(HOST, 0, offer())
     try:
         silent = [socket.create_connection((HOST, served.port)) for _ in range(2)]
-        with socket.create_connection((HOST, served.port), timeout=SECONDS) as one_more:
+        with socket.create_connection((HOST, served.port), timeout=bootstrap.QUERY_SECONDS / 2) as one_more:
             assert one_more.recv(1) == b""
         for connection in silent:
             connection.close()
