@@ -24,15 +24,15 @@ from rich.table import Table
 
 from kvferry.cli.console import open_console
 from kvferry.execution.device_merge import DeviceCopies, prepare
-from kvferry.execution.staging import put_in_place
+from kvferry.execution.stage import put_in_place
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
+from kvferry.plan.planner import Planner
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged import Merge, placed
-from kvferry.plan.staged_plan import ScatterPlan
-from kvferry.plan.strategy import TYPICAL_COSTS
-from kvferry.plan.transfer_plan import Planner
+from kvferry.plan.staging.scatter import Merge, placed
+from kvferry.plan.staging.staged_plan import ScatterPlan
+from kvferry.plan.staging.strategy import TYPICAL_COSTS
 from kvferry.units import format_bytes
 
 BLOCK_SIZE, KV_HEADS, HEAD_SIZE, ITEMSIZE = 16, 8, 128, 2

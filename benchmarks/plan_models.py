@@ -18,9 +18,9 @@ from rich.table import Table
 
 from kvferry.cli.console import open_console
 from kvferry.cli.engine_shape import EngineShape
-from kvferry.cli.model_shapes import caches_of
 from kvferry.cli.plan_report import Blocks, make_report
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.models.shapes import caches_of
 from kvferry.units import format_bytes
 
 

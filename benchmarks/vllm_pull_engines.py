@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.integrations.vllm.engine_metrics import cache_usage, prompt_tokens
-from kvferry.integrations.vllm.launch import (
+from kvferry.harness.engine_metrics import cache_usage, prompt_tokens
+from kvferry.harness.launch import (
     EngineSettings,
     Role,
     Server,
@@ -25,7 +25,7 @@ from kvferry.integrations.vllm.launch import (
     stop_servers,
     wait_until_ready,
 )
-from kvferry.integrations.vllm.tiny_models import VOCABULARY_SIZE, find_tiny_model, make_tiny_model
+from kvferry.harness.tiny_models import VOCABULARY_SIZE, find_tiny_model, make_tiny_model
 
 REQUEST_SECONDS = 180.0
 RELEASE_SECONDS = 3.0

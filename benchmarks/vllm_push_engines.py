@@ -16,8 +16,8 @@ import numpy as np
 from vllm_pull_engines import BenchmarkError, Pair, call_workers, complete, engine_cores, post
 
 from kvferry.errors import Reason
-from kvferry.integrations.vllm.engine_metrics import prompt_tokens
-from kvferry.integrations.vllm.launch import (
+from kvferry.harness.engine_metrics import prompt_tokens
+from kvferry.harness.launch import (
     HOST,
     EngineSettings,
     Role,
@@ -27,7 +27,7 @@ from kvferry.integrations.vllm.launch import (
     stop_servers,
     wait_until_ready,
 )
-from kvferry.integrations.vllm.tiny_models import VOCABULARY_SIZE, find_tiny_model, make_tiny_model
+from kvferry.harness.tiny_models import VOCABULARY_SIZE, find_tiny_model, make_tiny_model
 
 MODEL = "kv-heavy"
 BLOCK_SIZE = 128

@@ -8,12 +8,12 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvferry.handoff.protocol import Identity
-from kvferry.integrations.vllm import scheduler_role
-from kvferry.integrations.vllm.block_lists import GroupShape
-from kvferry.integrations.vllm.push_scheduler_role import PushSchedulerRole
+from kvferry.handoff.messages import Identity
+from kvferry.integrations.vllm.scheduler import role as scheduler_role
+from kvferry.integrations.vllm.scheduler.blocks import GroupShape
+from kvferry.integrations.vllm.scheduler.push import PushSchedulerRole
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.layout.cache_group import CacheKind
+from kvferry.layout.group import CacheKind
 
 FULL = GroupShape(CacheKind.ATTENTION, 16)
 WINDOW = GroupShape(CacheKind.SLIDING_WINDOW, 16, 40)

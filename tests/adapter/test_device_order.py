@@ -12,13 +12,13 @@ import pytest
 from kvferry.errors import Reason, TransportError
 from kvferry.execution import device_merge
 from kvferry.execution.device import HOST, OVER, Afterwards, CudaOrder, DeviceOrder, device_order
-from kvferry.execution.load import Load, Phase
+from kvferry.execution.guard_words import BEING_WRITTEN, GuardWords, StepWords
+from kvferry.execution.read import Load, Phase
 from kvferry.execution.scratch import Scratch
-from kvferry.execution.staging import Stage, put_in_place
+from kvferry.execution.stage import Stage, put_in_place
 from kvferry.execution.transfer_costs import measure_costs
-from kvferry.handoff.guard import BEING_WRITTEN, GuardWords, StepWords
 from kvferry.layout.shard import Region
-from kvferry.plan.staged import Merge
+from kvferry.plan.staging.scatter import Merge
 
 from ..local.engines_in_process import (
     EPOCH,
@@ -237,9 +237,9 @@ class Worker:
 
     def __init__(self, order: DeviceOrder, strategy: str, patch: pytest.MonkeyPatch) -> None:
 
-        from kvferry.integrations.vllm import worker_role
-        from kvferry.integrations.vllm.metadata import LoadOrder, StepMetadata
         from kvferry.integrations.vllm.settings import Settings
+        from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
+        from kvferry.integrations.vllm.worker import role as worker_role
         from kvferry.layout.named_layouts import NamedLayout
 
         self.prefill, self.rank = PrefillEngine("memcpy", filled_ranks(2)), Rank(0, 1)

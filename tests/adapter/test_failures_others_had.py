@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.integrations.vllm.launch import free_port
+from kvferry.harness.launch import free_port
 
 from .scheduler_requests import FULL, PROMPT, prefill
 

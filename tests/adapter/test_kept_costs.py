@@ -9,10 +9,10 @@ import pytest
 
 from kvferry.execution import transfer_costs
 from kvferry.execution.kept_costs import decode_costs
-from kvferry.integrations.vllm import worker_role
 from kvferry.integrations.vllm.settings import parse_settings
+from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.plan.strategy import TYPICAL_COSTS
+from kvferry.plan.staging.strategy import TYPICAL_COSTS
 
 from ..local.engines_in_process import IDENTITY, Rank
 from ..local.test_kept_costs import choose, report

@@ -17,8 +17,8 @@ from kvferry.cli import kernel_report
 from kvferry.cli.kernel_report import Measured
 from kvferry.cli.main import app
 from kvferry.errors import LayoutError, Reason
-from kvferry.integrations.vllm.kernel_check import BLOCK_IDS, NUM_BLOCKS, Kernel, Step, compare_layouts, random_tensor
-from kvferry.integrations.vllm.kernel_verdicts import (
+from kvferry.integrations.vllm.kernels.check import BLOCK_IDS, NUM_BLOCKS, Kernel, Step, compare_layouts, random_tensor
+from kvferry.integrations.vllm.kernels.verdicts import (
     KernelCase,
     Outcome,
     Verdict,
@@ -134,7 +134,7 @@ def test_a_kernel_that_cannot_run_at_all_is_not_judged() -> None:
 @pytest.mark.vllm
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cpu_attention_reads_what_the_connector_asks_for(dtype: str) -> None:
-    from kvferry.integrations.vllm.kernel_samples import check_attention
+    from kvferry.integrations.vllm.kernels.samples import check_attention
 
     verdicts = {verdict.layout: verdict for verdict in check_attention(dtype, 64, 64)}
     assert {
@@ -147,7 +147,7 @@ def test_cpu_attention_reads_what_the_connector_asks_for(dtype: str) -> None:
 @pytest.mark.vllm
 def test_cpu_mla_fails_on_cross_layer_layouts() -> None:
     """When this fails, vLLM has repaired its kernel, and the rule in ``check_layout`` may go."""
-    from kvferry.integrations.vllm.kernel_samples import check_mla
+    from kvferry.integrations.vllm.kernels.samples import check_mla
 
     verdicts = {verdict.layout: verdict for verdict in check_mla("float32")}
     assert all(verdicts[layout].fails for layout in CROSS_LAYER)
@@ -202,7 +202,7 @@ def start_engine_parts(layout: NamedLayout) -> tuple[Any, Any, Any]:
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
-    from kvferry.integrations.vllm import kernel_samples as samples
+    from kvferry.integrations.vllm.kernels import samples as samples
 
     recipe = {"num_key_value_heads": 2, "head_dim": 64}
     with samples._small_model("Qwen3ForCausalLM", "qwen3", recipe) as path:
@@ -220,7 +220,7 @@ def start_engine_parts(layout: NamedLayout) -> tuple[Any, Any, Any]:
 def test_an_engine_starts_on_a_layout_that_its_kernel_reads(
     layout: NamedLayout, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvferry.integrations.vllm.engine_kernels import check_engine_kernels
+    from kvferry.integrations.vllm.kernels.engine import check_engine_kernels
 
     parts = start_engine_parts(layout)
     began_at = time.thread_time()
@@ -234,7 +234,7 @@ def test_an_engine_starts_on_a_layout_that_its_kernel_reads(
 def test_an_engine_is_refused_a_layout_that_its_kernel_misreads(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    from kvferry.integrations.vllm.engine_kernels import check_engine_kernels
+    from kvferry.integrations.vllm.kernels.engine import check_engine_kernels
     from kvferry.integrations.vllm.layout_choice import asked_layout
 
     update = CPUAttentionBackendImpl.do_kv_cache_update

@@ -2,8 +2,8 @@
 
 import ctypes
 
+from kvferry.plan.planner import Planner
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.transfer_plan import Planner
 
 from ..local.test_push_plan import pushed
 from .vllm_caches import CacheRank, full, window

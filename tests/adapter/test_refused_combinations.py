@@ -20,11 +20,11 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry.errors import KVFerryError
 from kvferry.handoff.handshake import decode_shards, fetch_directory
-from kvferry.handoff.listener import Listener
-from kvferry.handoff.protocol import PROTOCOL_VERSION, Directory, Identity, RankEntry
-from kvferry.integrations.vllm import translate
+from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, Identity, RankEntry
+from kvferry.handoff.wire.server import Listener
+from kvferry.integrations.vllm.translate import shards as translate
 from kvferry.layout.shard import Shard
-from kvferry.plan.transfer_plan import Planner
+from kvferry.plan.planner import Planner
 from kvferry.plan.wire import encode_shard
 
 from ..matrix_refusals import REFUSALS, Refusal, Where

@@ -9,8 +9,8 @@ import zmq
 pytest.importorskip("vllm")
 
 from kvferry.errors import HandoffError, Reason, SettingsError
-from kvferry.integrations.vllm.request_params import PushParams, parse_push_params
-from kvferry.integrations.vllm.router_beacon import RouterBeacon, encode_place
+from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params
+from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_place
 from kvferry.integrations.vllm.settings import parse_settings
 
 from .scheduler_requests import FULL

@@ -3,8 +3,8 @@
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.integrations.vllm.block_lists import GroupShape, blocks_to_load, has_state, num_recomputed
-from kvferry.layout.cache_group import CacheKind
+from kvferry.integrations.vllm.scheduler.blocks import GroupShape, blocks_to_load, has_state, num_recomputed
+from kvferry.layout.group import CacheKind
 
 FULL = GroupShape(CacheKind.ATTENTION, 16)
 WINDOW = GroupShape(CacheKind.SLIDING_WINDOW, 16, 40)

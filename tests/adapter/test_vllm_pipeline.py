@@ -14,13 +14,13 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.protocol import RankEntry
+from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
-from kvferry.integrations.vllm.held_blocks import HeldBlocks
-from kvferry.integrations.vllm.metadata import LoadOrder, RankMetadata, StepMetadata
-from kvferry.integrations.vllm.statistics import Statistics
-from kvferry.integrations.vllm.transfer_log import TransferLog
-from kvferry.integrations.vllm.worker_role import WorkerRole
+from kvferry.integrations.vllm.scheduler.kept_blocks import HeldBlocks
+from kvferry.integrations.vllm.step import LoadOrder, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.worker.role import WorkerRole
+from kvferry.integrations.vllm.worker.statistics import Statistics
+from kvferry.integrations.vllm.worker.transfer_log import TransferLog
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.request import GroupBlocks
 

@@ -15,13 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.device import HOST
-from kvferry.handoff.guard import GuardWords, StepWords
-from kvferry.handoff.protocol import RankEntry
+from kvferry.execution.guard_words import GuardWords, StepWords
+from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
-from kvferry.integrations.vllm.metadata import RankMetadata
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.translate import identity_of
-from kvferry.integrations.vllm.worker_role import WorkerRole
+from kvferry.integrations.vllm.step import RankMetadata
+from kvferry.integrations.vllm.translate.shards import identity_of
+from kvferry.integrations.vllm.worker.role import WorkerRole
 
 from .scheduler_requests import FULL, PROMPT, prefill
 

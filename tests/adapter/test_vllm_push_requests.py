@@ -16,18 +16,18 @@ import torch
 from vllm.v1.request import Request
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
-from kvferry.handoff.bootstrap import life_of
-from kvferry.handoff.courier import ask
-from kvferry.handoff.protocol import RankEntry, Release, Renew
-from kvferry.handoff.push_holds import handle_of
-from kvferry.handoff.push_plan import BlockList
-from kvferry.handoff.sending import END
-from kvferry.integrations.vllm import push_scheduler_role
+from kvferry.handoff.messages import RankEntry, Release, Renew
+from kvferry.handoff.push.holds import handle_of
+from kvferry.handoff.push.part import BlockList
+from kvferry.handoff.push.sending import END
+from kvferry.handoff.wire.bootstrap import life_of
+from kvferry.handoff.wire.client import ask
 from kvferry.integrations.vllm.connector import KVFerryConnector
-from kvferry.integrations.vllm.pushable import check_pushable
-from kvferry.integrations.vllm.request_params import prompt_digest
+from kvferry.integrations.vllm.scheduler import push as push_scheduler_role
+from kvferry.integrations.vllm.scheduler.params import prompt_digest
+from kvferry.integrations.vllm.scheduler.pushable import check_pushable
 from kvferry.integrations.vllm.settings import Settings, parse_settings
-from kvferry.plan.strategy import typical_costs
+from kvferry.plan.staging.strategy import typical_costs
 
 from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, allocated, prefill, request
 

@@ -18,11 +18,8 @@ from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvferry.errors import Reason
-from kvferry.execution import executor
-from kvferry.handoff import receiver
-from kvferry.handoff.decode_side import RemoteHold
-from kvferry.handoff.listener import Listener
-from kvferry.handoff.protocol import (
+from kvferry.execution import executor, receiver
+from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
     Directory,
@@ -34,16 +31,18 @@ from kvferry.handoff.protocol import (
     Released,
     Unquiet,
 )
-from kvferry.handoff.push_plan import BlockList
-from kvferry.handoff.sending import END
-from kvferry.handoff.sending_side import Prompt
-from kvferry.integrations.vllm import worker_role
+from kvferry.handoff.push.part import BlockList
+from kvferry.handoff.push.sender import Prompt
+from kvferry.handoff.push.sending import END
+from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.wire.server import Listener
 from kvferry.integrations.vllm.connector import KVFerryConnector
-from kvferry.integrations.vllm.idle_steps import FIRST_SECONDS, IdleSteps
-from kvferry.integrations.vllm.metadata import LoadOrder, PushedPrompt, StepMetadata
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.translate import decode_rank_entry
-from kvferry.layout.cache_group import CacheKind
+from kvferry.integrations.vllm.step import LoadOrder, PushedPrompt, StepMetadata
+from kvferry.integrations.vllm.translate.shards import decode_rank_entry
+from kvferry.integrations.vllm.worker import role as worker_role
+from kvferry.integrations.vllm.worker.idle_steps import FIRST_SECONDS, IdleSteps
+from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 
 from ..local.engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, Rank, filled_ranks, whole_blocks

@@ -14,13 +14,13 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.handoff.bootstrap import life_of
-from kvferry.handoff.protocol import RankEntry
-from kvferry.integrations.vllm import scheduler_role
-from kvferry.integrations.vllm.block_lists import GroupShape
+from kvferry.handoff.messages import RankEntry
+from kvferry.handoff.wire.bootstrap import life_of
 from kvferry.integrations.vllm.connector import KVFerryConnector
-from kvferry.integrations.vllm.held_blocks import HeldBlocks
-from kvferry.layout.cache_group import CacheKind
+from kvferry.integrations.vllm.scheduler import role as scheduler_role
+from kvferry.integrations.vllm.scheduler.blocks import GroupShape
+from kvferry.integrations.vllm.scheduler.kept_blocks import HeldBlocks
+from kvferry.layout.group import CacheKind
 
 from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, BlockPool, allocated, prefill, request
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.protocol import Unquiet
+from kvferry.handoff.messages import Unquiet
 
 from .scheduler_requests import FULL, PROMPT, allocated, prefill, request
 

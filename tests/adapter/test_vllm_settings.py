@@ -11,7 +11,7 @@ import pytest
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.integrations.vllm.settings import Settings, parse_settings
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.plan.strategy import TYPICAL_COSTS, Strategy
+from kvferry.plan.staging.strategy import TYPICAL_COSTS, Strategy
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.integrations.vllm import translate, translate_attention
-from kvferry.layout.cache_group import CacheKind
-from kvferry.layout.strided import Atom, HeadRange
+from kvferry.integrations.vllm.translate import attention as translate_attention
+from kvferry.integrations.vllm.translate import shards as translate
+from kvferry.layout.component import Atom, HeadRange
+from kvferry.layout.group import CacheKind
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_SIZE = 6, 32, 8
 PAGE = 2 * BLOCK_SIZE * 2 * HEAD_SIZE * 4  # bytes of two heads

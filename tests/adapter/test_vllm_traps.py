@@ -19,13 +19,13 @@ from vllm.v1.request import Request
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.executor import Executor
-from kvferry.execution.load import Load
+from kvferry.execution.read import Load
 from kvferry.execution.scratch import Scratch
 from kvferry.handoff.lease import lease_lost
-from kvferry.integrations.vllm import worker_role
-from kvferry.integrations.vllm.metadata import LoadOrder, StepMetadata
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.translate import group_shapes
+from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
+from kvferry.integrations.vllm.translate.shards import group_shapes
+from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.request import GroupBlocks
 

@@ -19,9 +19,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvferry.integrations.vllm import translate
+from kvferry.integrations.vllm.translate import shards as translate
+from kvferry.plan.planner import Planner
 from kvferry.plan.request import GroupBlocks, of_rank
-from kvferry.plan.transfer_plan import Planner
 
 TOTAL_HEADS, HEAD_SIZE, NUM_BLOCKS = 4, 8, 12
 

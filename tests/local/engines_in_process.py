@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 from kvferry.errors import KVFerryError
-from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase
+from kvferry.execution.guard_words import GuardWords
+from kvferry.execution.packing_listener import PackingListener
+from kvferry.execution.packing_side import PackingSide
+from kvferry.execution.read import GuardedRead, Load, LoadResult, Phase
+from kvferry.execution.route import RemoteEngine, RemoteEngines
 from kvferry.execution.scratch import Scratch
-from kvferry.execution.staging import Stage
+from kvferry.execution.stage import Stage
 from kvferry.execution.transfer_costs import Strategist
-from kvferry.handoff.decode_side import RemoteHold
-from kvferry.handoff.guard import GuardWords
-from kvferry.handoff.listener import Listener
-from kvferry.handoff.packing_listener import PackingListener
-from kvferry.handoff.packing_side import PackingSide
-from kvferry.handoff.protocol import (
+from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
     Directory,
@@ -29,12 +28,13 @@ from kvferry.handoff.protocol import (
     Question,
     RankEntry,
 )
-from kvferry.handoff.remote_engines import RemoteEngine, RemoteEngines
+from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.wire.server import Listener
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.strategy import Strategy
+from kvferry.plan.staging.strategy import Strategy
 from kvferry.plan.wire import encode_shard
 from kvferry.transport.protocol import Region
 from kvferry.transport.registry import TransportSet, open_transports

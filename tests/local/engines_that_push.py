@@ -6,27 +6,27 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from kvferry.execution import receipt
 from kvferry.execution.device import HOST as NO_DEVICE
 from kvferry.execution.executor import Executor
-from kvferry.execution.load import LoadResult
+from kvferry.execution.push_ways import PushWays
+from kvferry.execution.pusher import Pusher
+from kvferry.execution.read import LoadResult
+from kvferry.execution.receipt import Request
+from kvferry.execution.receiver import Receiver
+from kvferry.execution.route import RemoteEngines
 from kvferry.execution.scratch import Scratch
-from kvferry.execution.staging import Stage
-from kvferry.handoff import receipt
-from kvferry.handoff.courier import Courier
-from kvferry.handoff.decode_side import RemoteHold
+from kvferry.execution.stage import Stage
 from kvferry.handoff.grains import Grains, ModelLayers
-from kvferry.handoff.listener import Listener
-from kvferry.handoff.protocol import PROTOCOL_VERSION, Directory, EndPoint, Handle, RankEntry
-from kvferry.handoff.push_plan import BlockList
-from kvferry.handoff.push_ways import PushWays
-from kvferry.handoff.pusher import Pusher
-from kvferry.handoff.receipt import Request
-from kvferry.handoff.receiver import Receiver
-from kvferry.handoff.remote_engines import RemoteEngines
-from kvferry.handoff.sending_side import Prompt
+from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Handle, RankEntry
+from kvferry.handoff.push.part import BlockList
+from kvferry.handoff.push.sender import Prompt
+from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.wire.client import Courier
+from kvferry.handoff.wire.server import Listener
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.push_grain import Grain
-from kvferry.plan.strategy import Costs, Strategy
+from kvferry.plan.staging.strategy import Costs, Strategy
 from kvferry.plan.wire import encode_shard
 from kvferry.transport.faults import FaultPlan
 from kvferry.transport.registry import open_transports

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff import bootstrap
-from kvferry.handoff.bootstrap import Bootstrap, Bootstraps, Entry, Offer, query
-from kvferry.handoff.protocol import PROTOCOL_VERSION, EndPoint
+from kvferry.handoff.messages import PROTOCOL_VERSION, EndPoint
+from kvferry.handoff.wire import bootstrap
+from kvferry.handoff.wire.bootstrap import Bootstrap, Bootstraps, Entry, Offer, query
 
 HOST, SECONDS = "127.0.0.1", 10.0
 

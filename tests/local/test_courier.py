@@ -11,10 +11,10 @@ import pytest
 import zmq
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff import courier as courier_module
-from kvferry.handoff.courier import Courier, Parcel, ask, known_reason
-from kvferry.handoff.listener import Listener
-from kvferry.handoff.protocol import Answer, Handle, Question, Refusal, Release, Released, encode
+from kvferry.handoff.messages import Answer, Handle, Question, Refusal, Release, Released, encode
+from kvferry.handoff.wire import client as courier_module
+from kvferry.handoff.wire.client import Courier, Parcel, ask, known_reason
+from kvferry.handoff.wire.server import Listener
 
 HOST = "127.0.0.1"
 

@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import Reason, TransportError
-from kvferry.execution import staging
+from kvferry.execution import stage as staging
 from kvferry.execution.device import CudaOrder
 from kvferry.execution.device_merge import TILE_BITS, element_width, job_table, prepare
-from kvferry.execution.staging import pack, put_in_place
-from kvferry.plan.staged import Merge
+from kvferry.execution.stage import pack, put_in_place
+from kvferry.plan.staging.scatter import Merge
 
 from .fake_cuda import FakeCuda
 

@@ -6,12 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.handoff import courier as courier_module
-from kvferry.handoff.decode_side import RemoteHold
-from kvferry.handoff.errands import Errands, RenewalOutcome
-from kvferry.handoff.listener import Listener
-from kvferry.handoff.prefill_side import PrefillSide
-from kvferry.handoff.protocol import (
+from kvferry.handoff.holds import PrefillSide
+from kvferry.handoff.messages import (
     MAX_REQUESTS_PER_MESSAGE,
     Answer,
     Handle,
@@ -22,6 +18,10 @@ from kvferry.handoff.protocol import (
     Renew,
     Renewed,
 )
+from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.wire import client as courier_module
+from kvferry.handoff.wire.hold_messages import Errands, RenewalOutcome
+from kvferry.handoff.wire.server import Listener
 
 HOST, EPOCH, LEASE = "127.0.0.1", 7, 60.0
 

@@ -19,9 +19,9 @@ import pytest
 from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, SettingsError, TransportError
 from kvferry.execution import executor as executor_module
 from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor, take_realtime_priority
-from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase
+from kvferry.execution.guard_words import GuardWords, word_bytes
+from kvferry.execution.read import GuardedRead, Load, LoadResult, Phase
 from kvferry.execution.scratch import WORD_BYTES, Scratch
-from kvferry.handoff.guard import GuardWords, word_bytes
 from kvferry.handoff.lease import lease_lost
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import (

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.execution.load import Phase
-from kvferry.handoff.protocol import RankEntry
+from kvferry.execution.read import Phase
+from kvferry.handoff.messages import RankEntry
 from kvferry.testing.transport_peer import pattern
 from kvferry.testing.transport_suite import apply, open_pair, random_pieces
 from kvferry.transport.protocol import Descriptors, Direction, Region, Status, Transfer

@@ -15,22 +15,22 @@ from kvferry.cli.head_moves import SPLIT, HeadMove
 from kvferry.cli.transport_measurement import allocate, open_movers
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution import gathering as module
-from kvferry.execution import staging
+from kvferry.execution import packing_side, part_requests
+from kvferry.execution import stage as staging
 from kvferry.execution.gathering import Gathering, NoRoom, PartPlace
-from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase
+from kvferry.execution.part_requests import PartCourier
+from kvferry.execution.read import GuardedRead, Load, LoadResult, Phase
 from kvferry.execution.scratch import Scratch
-from kvferry.execution.staging import Stage, pack
-from kvferry.handoff import packing_side, part_requests
-from kvferry.handoff.courier import ask
-from kvferry.handoff.part_requests import PartCourier
-from kvferry.handoff.protocol import Pack, PackCopy, Packer, Refusal, Release
+from kvferry.execution.stage import Stage, pack
+from kvferry.handoff.messages import Pack, PackCopy, Packer, Refusal, Release
+from kvferry.handoff.wire.client import ask
 from kvferry.layout.shard import Shard
+from kvferry.plan.planner import Planner
+from kvferry.plan.proof.verify_staged import composed_gather
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged import Merge, StagedPart, laid_out
-from kvferry.plan.staged_plan import GatherPlan
-from kvferry.plan.strategy import Strategy
-from kvferry.plan.transfer_plan import Planner
-from kvferry.plan.verify_staged import composed_gather
+from kvferry.plan.staging.scatter import Merge, StagedPart, laid_out
+from kvferry.plan.staging.staged_plan import GatherPlan
+from kvferry.plan.staging.strategy import Strategy
 from kvferry.testing.oracle import Arena, strided_memory
 from kvferry.testing.strategies import Move, moves
 from kvferry.transport.protocol import Region, reach

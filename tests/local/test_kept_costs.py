@@ -15,7 +15,7 @@ from kvferry.errors import Reason, SettingsError
 from kvferry.execution import kept_costs, transfer_costs
 from kvferry.execution.kept_costs import MAX_REPORT_BYTES, KeptCosts, decode_costs, read_costs
 from kvferry.execution.transfer_costs import Strategist
-from kvferry.plan.strategy import TYPICAL_COSTS, Choice, Costs
+from kvferry.plan.staging.strategy import TYPICAL_COSTS, Choice, Costs
 
 from .test_staged_loads import Pair
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import Reason
-from kvferry.integrations.vllm.child_process import ChildProcess, group_processes, stop_all
-from kvferry.integrations.vllm.launch import LaunchError, Server, free_port, start_router, wait_until_ready
-from kvferry.integrations.vllm.supervisor import is_dead, living_descendants
+from kvferry.harness.child_process import ChildProcess, group_processes, stop_all
+from kvferry.harness.launch import LaunchError, Server, free_port, start_router, wait_until_ready
+from kvferry.harness.supervisor import is_dead, living_descendants
 
 # A command with a child and a grandchild; with "stubborn" all three ignore SIGTERM.
 FAMILY = """
@@ -32,7 +32,7 @@ time.sleep(600)
 OWNER = """
 import sys, time
 from pathlib import Path
-from kvferry.integrations.vllm.child_process import ChildProcess
+from kvferry.harness.child_process import ChildProcess
 child = ChildProcess.start("family", [sys.executable, "-c", *sys.argv[2:]], Path(sys.argv[1]))
 print(child.supervisor.pid, child.scratch, flush=True)
 time.sleep(600)

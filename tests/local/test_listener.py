@@ -13,11 +13,8 @@ import pytest
 import zmq
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff import listener as listener_module
-from kvferry.handoff import protocol
-from kvferry.handoff.courier import Courier, ask
-from kvferry.handoff.listener import Listener
-from kvferry.handoff.protocol import (
+from kvferry.handoff import messages as protocol
+from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
     Directory,
@@ -33,7 +30,10 @@ from kvferry.handoff.protocol import (
     decode_answer,
     encode,
 )
-from kvferry.handoff.zmtp import DEALERS_HELLO, LONG, MORE, Inbox, encode_message
+from kvferry.handoff.wire import server as listener_module
+from kvferry.handoff.wire.client import Courier, ask
+from kvferry.handoff.wire.server import Listener
+from kvferry.handoff.wire.zmtp import DEALERS_HELLO, LONG, MORE, Inbox, encode_message
 
 HOST = "127.0.0.1"
 NOISE = random.Random(0).randbytes(1000)
@@ -57,7 +57,7 @@ def listener() -> Iterator[Listener]:
 
 
 def test_closing_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.handoff.listener.POLL_SECONDS", 60.0)
+    monkeypatch.setattr("kvferry.handoff.wire.server.POLL_SECONDS", 60.0)
     listener = Listener(HOST, 0, answer)
     wait_until(lambda: listener._thread.is_alive())
     listener.close()

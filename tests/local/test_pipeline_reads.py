@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason
-from kvferry.layout.cache_group import CacheKind
+from kvferry.layout.dense import heads_of_rank, shard_for
+from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import heads_of_rank, shard_for
 from kvferry.layout.shard import Shard
-from kvferry.plan.strategy import Strategy
+from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.protocol import Region
 
 from .engines_in_process import (

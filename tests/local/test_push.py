@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution.load import LoadResult
-from kvferry.handoff import pusher as pusher_module
-from kvferry.handoff import receipt
-from kvferry.handoff import receiver as receiver_module
-from kvferry.handoff.addresses import nothing_listens
-from kvferry.handoff.courier import Parcel
-from kvferry.handoff.listener import Listener
-from kvferry.handoff.protocol import EndPoint, Introduced, Question, Release, Released
-from kvferry.handoff.push_holds import handle_of
-from kvferry.handoff.push_plan import BlockList
-from kvferry.handoff.receiver import Receiver
-from kvferry.handoff.sending import END
-from kvferry.handoff.sending_side import Prompt
+from kvferry.execution import pusher as pusher_module
+from kvferry.execution import receipt
+from kvferry.execution import receiver as receiver_module
+from kvferry.execution.read import LoadResult
+from kvferry.execution.receiver import Receiver
+from kvferry.handoff.messages import EndPoint, Introduced, Question, Release, Released
+from kvferry.handoff.push.holds import handle_of
+from kvferry.handoff.push.part import BlockList
+from kvferry.handoff.push.sender import Prompt
+from kvferry.handoff.push.sending import END
+from kvferry.handoff.wire.addresses import nothing_listens
+from kvferry.handoff.wire.client import Parcel
+from kvferry.handoff.wire.server import Listener
 from kvferry.plan.push_grain import Grain, Wire
 from kvferry.transport.faults import FaultPlan
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason
-from kvferry.execution.staging import Stage
-from kvferry.handoff.push_plan import BlockList
-from kvferry.handoff.push_ways import PushWays
-from kvferry.handoff.sending import END
-from kvferry.handoff.sending_side import Prompt
+from kvferry.execution.push_ways import PushWays
+from kvferry.execution.stage import Stage
+from kvferry.handoff.push.part import BlockList
+from kvferry.handoff.push.sender import Prompt
+from kvferry.handoff.push.sending import END
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.plan.planner import Planner
 from kvferry.plan.push_grain import Grain
-from kvferry.plan.strategy import Strategy, typical_costs
-from kvferry.plan.transfer_plan import Planner
+from kvferry.plan.staging.strategy import Strategy, typical_costs
 from kvferry.transport.faults import FaultPlan
 
 from .engines_in_process import BLOCK_SIZE, HEADS, LAYERS, NUM_BLOCKS, Rank

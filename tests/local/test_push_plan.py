@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.push_plan import BlockList, Part, announced_blocks
-from kvferry.handoff.sending import END, Lane, Sending, Stage
+from kvferry.handoff.push.part import BlockList, Part, announced_blocks
+from kvferry.handoff.push.sending import END, Lane, Sending, Stage
 from kvferry.plan.layer_spans import cut_layers, plan_spans
+from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.transfer_plan import PairPlan, Planner
 
 from .engines_in_process import BLOCK_SIZE, LAYERS, Rank, whole_blocks
 

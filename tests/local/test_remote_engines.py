@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution.load import Load, Phase
-from kvferry.handoff import beside
-from kvferry.handoff import remote_engines as module
-from kvferry.handoff.decode_side import RemoteHold
-from kvferry.handoff.protocol import PROTOCOL_VERSION, Handle, Released
+from kvferry.execution import route as module
+from kvferry.execution.read import Load, Phase
+from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Released
+from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.wire import background as beside
+from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks, Integers
-from kvferry.plan.staged import Merge, StagedTemplate
-from kvferry.plan.strategy import Strategy
-from kvferry.plan.transfer_plan import PairPlan
+from kvferry.plan.staging.scatter import Merge, StagedTemplate
+from kvferry.plan.staging.strategy import Strategy
 from kvferry.plan.wire import encode_shard
 from kvferry.testing.transport_peer import PeerProcess, start_peer
 from kvferry.transport.memcpy import MemcpyTransfer, MemcpyTransport

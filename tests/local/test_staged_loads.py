@@ -10,22 +10,23 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, PlanError, Reason, TransportError
-from kvferry.execution import staging, transfer_costs
+from kvferry.execution import stage as staging
+from kvferry.execution import transfer_costs
 from kvferry.execution.copy_costs import LONG_BYTES, cold_memory, measure_copies, per_byte_of
 from kvferry.execution.executor import Executor
-from kvferry.execution.load import GuardedRead, Load, LoadResult, Phase, Prepare
+from kvferry.execution.guard_words import GuardWords, word_bytes
+from kvferry.execution.read import GuardedRead, Load, LoadResult, Phase, Prepare
 from kvferry.execution.scratch import Scratch
-from kvferry.execution.staging import Stage
+from kvferry.execution.stage import Stage
 from kvferry.execution.transfer_costs import Packing, SlowPeerError, Strategist, measure_costs
-from kvferry.handoff.guard import GuardWords, word_bytes
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
+from kvferry.plan.planner import Planner
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged import NOTHING, Merge, source_runs
-from kvferry.plan.staged_plan import ScatterPlan
-from kvferry.plan.strategy import TYPICAL_COSTS, TYPICAL_SECONDS_PER_PART, Costs, Strategy
-from kvferry.plan.transfer_plan import Planner
+from kvferry.plan.staging.scatter import NOTHING, Merge, source_runs
+from kvferry.plan.staging.staged_plan import ScatterPlan
+from kvferry.plan.staging.strategy import TYPICAL_COSTS, TYPICAL_SECONDS_PER_PART, Costs, Strategy
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import Region, Status, Transfer, Transport, reach

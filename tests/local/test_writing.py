@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from kvferry.errors import PlanError, Reason
-from kvferry.execution.staging import Stage
-from kvferry.execution.writing import Writing
+from kvferry.execution.stage import Stage
+from kvferry.execution.write import Writing
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import shard_for
+from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged import NOTHING, StagedPart
-from kvferry.plan.staged_plan import ROUNDS_PER_STAGE, GatherPlan
-from kvferry.plan.transfer_plan import PairPlan, Planner
+from kvferry.plan.staging.scatter import NOTHING, StagedPart
+from kvferry.plan.staging.staged_plan import ROUNDS_PER_STAGE, GatherPlan
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.protocol import Region, Status, Transport, reach
 from kvferry.transport.registry import Link, open_transport

@@ -6,14 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.layout.cache_group import CacheGroup, CacheKind
+from kvferry.layout.dense import heads_of_rank, shard_for
+from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import heads_of_rank, shard_for
 from kvferry.layout.shard import Region, Shard
-from kvferry.layout.state import ConvOrder, StatePages, conv_components, mamba2_segments, recurrent_component
+from kvferry.layout.states import ConvOrder, StatePages, conv_components, mamba2_segments, recurrent_component
+from kvferry.plan.planner import Planner
+from kvferry.plan.proof.verify import verify_destination
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.transfer_plan import Planner
-from kvferry.plan.verify import verify_destination
 from kvferry.testing.oracle import Arena, OracleMismatch, check_moved, strided_memory
 
 BLOCKS = 12

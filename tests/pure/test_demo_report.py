@@ -18,9 +18,9 @@ from kvferry.cli.demo_report import (
     read_transfer_log,
 )
 from kvferry.cli.demo_table import print_report
-from kvferry.cli.model_shapes import ModelShapes
-from kvferry.integrations.vllm.engine_metrics import PromptTokens
-from kvferry.layout.cache_group import CacheKind
+from kvferry.harness.engine_metrics import PromptTokens
+from kvferry.layout.group import CacheKind
+from kvferry.models.shapes import ModelShapes
 
 GQA = ModelShapes(num_layers=8, num_kv_heads=4, head_size=64, dtype="float32", kind=CacheKind.ATTENTION)
 MLA = ModelShapes(num_layers=4, num_kv_heads=1, head_size=576, dtype="float32", kind=CacheKind.MLA)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from kvferry.layout.cache_group import CacheGroup, CacheKind
+from kvferry.layout.component import Atom, Component
+from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Shard
-from kvferry.layout.strided import Atom, Component
 from kvferry.plan.request import GroupBlocks
 from kvferry.testing.strategies import Move, moves
 

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.decode_side import DecodeSide, RemoteHold
-from kvferry.handoff.guard import GuardWords, word_bytes
-from kvferry.handoff.prefill_side import Ending, Hold, PrefillSide
-from kvferry.handoff.protocol import Handle
+from kvferry.execution.guard_words import GuardWords, word_bytes
+from kvferry.handoff.holds import Ending, Hold, PrefillSide
+from kvferry.handoff.messages import Handle
+from kvferry.handoff.remote_holds import DecodeSide, RemoteHold
 
 NUM_SLOTS, LEASE, LINGER, SHARE = 2, 60.0, 0.5, 0.25
 CLOCK_OFFSET = 12345.0

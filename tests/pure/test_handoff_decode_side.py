@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.handoff.decode_side import MIN_RENEW_SECONDS, DecodeSide, RemoteHold
-from kvferry.handoff.prefill_side import sampling_family
-from kvferry.handoff.protocol import Handle
+from kvferry.handoff.holds import sampling_family
+from kvferry.handoff.messages import Handle
+from kvferry.handoff.remote_holds import MIN_RENEW_SECONDS, DecodeSide, RemoteHold
 
 LINGER, SHARE, LEASE = 0.5, 0.25, 60.0
 HOLDS = [

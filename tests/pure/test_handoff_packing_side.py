@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, PlanError, Reason
-from kvferry.execution.staging import Stage
-from kvferry.handoff import packing_side as module
-from kvferry.handoff.guard import GuardWords
-from kvferry.handoff.pack_copies import as_message, from_message
-from kvferry.handoff.packing_side import LEASE_SECONDS, PLACE_SECONDS, PackingSide
-from kvferry.handoff.protocol import Answer, Busy, Pack, PackCopy, Packed, Release, Unpack, Unpacked
+from kvferry.execution import packing_side as module
+from kvferry.execution.guard_words import GuardWords
+from kvferry.execution.pack_copies import as_message, from_message
+from kvferry.execution.packing_side import LEASE_SECONDS, PLACE_SECONDS, PackingSide
+from kvferry.execution.stage import Stage
+from kvferry.handoff.messages import Answer, Busy, Pack, PackCopy, Packed, Release, Unpack, Unpacked
 from kvferry.layout.shard import Region
-from kvferry.plan.staged import Merge
+from kvferry.plan.staging.scatter import Merge
 
 EPOCH, GENERATION, SLOT = 7, 3, 1
 NUM_BLOCKS, RUNS, RUN = 8, 4, 16

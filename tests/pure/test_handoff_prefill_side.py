@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.prefill_side import Ending, Hold, PrefillSide, sampling_family
-from kvferry.handoff.protocol import Handle
+from kvferry.handoff.holds import Ending, Hold, PrefillSide, sampling_family
+from kvferry.handoff.messages import Handle
 
 EPOCH, NUM_SLOTS, LEASE = 7, 4, 60.0
 request_ids = st.sampled_from(["a", "b", "0_c", "1_c", "2_c", "11_d", "d"])

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff import protocol
+from kvferry.handoff import messages as protocol
 from kvferry.handoff.handshake import check_version, compare_identities
-from kvferry.handoff.protocol import (
+from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
     MAX_ANNOUNCED_GROUPS,
     MAX_IDENTIFIER_LENGTH,

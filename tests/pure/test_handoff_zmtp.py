@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.zmtp import COMMAND, DEALERS_HELLO, HELLO, LONG, MORE, Inbox, encode_message
+from kvferry.handoff.wire.zmtp import COMMAND, DEALERS_HELLO, HELLO, LONG, MORE, Inbox, encode_message
 
 MAX_BYTES = 300
 BODIES = st.binary(max_size=8) | st.integers(250, MAX_BYTES).map(bytes)

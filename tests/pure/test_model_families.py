@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from kvferry.cli.engine_shape import EngineShape
-from kvferry.cli.model_config import ModelConfig, read_config
-from kvferry.cli.model_families import layer_caches
-from kvferry.cli.model_shapes import caches_of
 from kvferry.cli.plan_report import Blocks, PlanReport, make_report
 from kvferry.errors import LayoutError
-from kvferry.layout.cache_group import CacheKind
-from kvferry.layout.layer_caches import AttentionCache, GatedDeltaCache, Mamba2Cache
-from kvferry.layout.model_groups import LayerGroup, form_groups, split_layers
-from kvferry.layout.model_shards import RankMemory, model_shard
+from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.models.config import ModelConfig, read_config
+from kvferry.models.families import layer_caches
+from kvferry.models.groups import LayerGroup, form_groups, split_layers
+from kvferry.models.layer_caches import AttentionCache, GatedDeltaCache, Mamba2Cache
+from kvferry.models.shapes import caches_of
+from kvferry.models.shards import RankMemory, model_shard
 
 CONFIGS = Path(__file__).parent / "model_configs"
 MODELS = sorted(path.stem for path in CONFIGS.glob("*.json"))

@@ -4,10 +4,11 @@ import msgspec
 import pytest
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.layout.cache_group import CacheGroup, CacheKind
-from kvferry.layout.shapes import heads_of_rank
+from kvferry.layout.component import Component
+from kvferry.layout.dense import heads_of_rank
+from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Region, Shard
-from kvferry.layout.state import (
+from kvferry.layout.states import (
     ConvOrder,
     StatePages,
     conv_components,
@@ -15,8 +16,7 @@ from kvferry.layout.state import (
     padding_components,
     recurrent_component,
 )
-from kvferry.layout.strided import Component
-from kvferry.plan.transfer_plan import Planner
+from kvferry.plan.planner import Planner
 
 from .arrangements import BLOCKS, FULL, STATE, ask, hybrid, moved, state_group
 

@@ -10,10 +10,10 @@ import typer
 from typer.testing import CliRunner
 
 from kvferry.cli.bench_plan import bench_plan
-from kvferry.cli.model_config import MAX_CONFIG_BYTES
 from kvferry.cli.plan_command import plan
 from kvferry.errors import KVFerryError, Reason
-from kvferry.plan.strategy import TYPICAL_COSTS
+from kvferry.models.config import MAX_CONFIG_BYTES
+from kvferry.plan.staging.strategy import TYPICAL_COSTS
 
 SHAPE = "--layers 36 --kv-heads 8 --head-size 128 --dtype bfloat16 --block-size 16"
 BYTES_PER_TOKEN = 36 * 8 * 2 * 128 * 2

@@ -6,11 +6,11 @@ from xml.etree import ElementTree
 import pytest
 
 from kvferry.cli.engine_shape import EngineShape
-from kvferry.cli.model_shapes import ModelShapes
 from kvferry.cli.plan_drawing import BAR, CELL, MAX_BANDS, MAX_BARS, MAX_CELLS, draw_plan
 from kvferry.cli.plan_report import Blocks, PlanReport, make_report
-from kvferry.layout.cache_group import CacheKind
+from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.models.shapes import ModelShapes
 
 SVG = "{http://www.w3.org/2000/svg}"
 

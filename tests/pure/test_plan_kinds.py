@@ -11,20 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.layout.cache_group import CacheGroup, CacheKind, TensorScale
+from kvferry.layout.component import HeadRange
+from kvferry.layout.dense import shard_for
+from kvferry.layout.group import CacheGroup, CacheKind, TensorScale
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Region, Shard
-from kvferry.layout.state import ConvOrder, StatePages, conv_components, gated_delta_segments, mamba2_segments
-from kvferry.layout.strided import HeadRange
+from kvferry.layout.states import ConvOrder, StatePages, conv_components, gated_delta_segments, mamba2_segments
 from kvferry.layout.token_share import TokenShare
 from kvferry.plan import wire
 from kvferry.plan.head_ranges import canonical, common, count, without
 from kvferry.plan.match import choose_sources
+from kvferry.plan.planner import Planner
+from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.sample import sample_requests
-from kvferry.plan.transfer_plan import Planner
-from kvferry.plan.verify import verify_destination, verify_pair
 from kvferry.plan.window import first_token_to_move
 
 SHARES = st.builds(

@@ -5,12 +5,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvferry.layout.cache_group import CacheKind
+from kvferry.layout.dense import Content, shard_for
+from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import Content, shard_for
 from kvferry.plan.match import choose_sources
+from kvferry.plan.planner import plan_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.transfer_plan import plan_pair
 from kvferry.testing.oracle import Arena, Bytes, Labels, OracleMismatch, RankMemory, compare, named_memory, widths_of
 
 TP_SIZES = (1, 2, 4, 8, 16)

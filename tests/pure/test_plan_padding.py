@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason, VerificationError
-from kvferry.layout.cache_group import CacheGroup, CacheKind
+from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Region, Shard
-from kvferry.layout.state import ConvOrder, StatePages, conv_components, mamba2_segments, padding_components
+from kvferry.layout.states import ConvOrder, StatePages, conv_components, mamba2_segments, padding_components
+from kvferry.plan.planner import Descriptors, Planner
+from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.transfer_plan import Descriptors, Planner
-from kvferry.plan.verify import verify_destination, verify_pair
 from kvferry.testing.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
 
 LAYERS, NUM_BLOCKS, TAPS = ("0", "1", "2"), 6, 3

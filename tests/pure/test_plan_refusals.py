@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from kvferry.errors import KVFerryError, Reason, VerificationError
-from kvferry.layout.cache_group import CacheKind
+from kvferry.layout.dense import Content, shard_for
+from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import Content, shard_for
 from kvferry.layout.shard import Shard
 from kvferry.plan import wire
 from kvferry.plan.match import choose_sources
+from kvferry.plan.planner import Planner
+from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.transfer_plan import Planner
-from kvferry.plan.verify import verify_destination, verify_pair
 
 
 def rank(**changes: object) -> Shard:

@@ -11,16 +11,16 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import PlanError, Reason, VerificationError
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
+from kvferry.plan.planner import PairPlan, Planner
+from kvferry.plan.proof.verify import verify_pair
+from kvferry.plan.proof.verify_staged import composed, composed_gather
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged import Merge, Numbered, cut, joined, laid_out, placed
-from kvferry.plan.staged_plan import PARTS_PER_STAGE, ROUNDS_PER_STAGE, GatherPlan, ScatterPlan
-from kvferry.plan.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose, predict_direct, predict_staged
-from kvferry.plan.transfer_plan import PairPlan, Planner
-from kvferry.plan.verify import verify_pair
-from kvferry.plan.verify_staged import composed, composed_gather
+from kvferry.plan.staging.scatter import Merge, Numbered, cut, joined, laid_out, placed
+from kvferry.plan.staging.staged_plan import PARTS_PER_STAGE, ROUNDS_PER_STAGE, GatherPlan, ScatterPlan
+from kvferry.plan.staging.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose, predict_direct, predict_staged
 from kvferry.testing.strategies import Move, moves
 
 Rows = npt.NDArray[np.uint64]

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.protocol import PushKey
-from kvferry.handoff.receiving import Receiving
-from kvferry.handoff.sending import END, Cut, Lane, Need
-from kvferry.handoff.sending_side import Prompt, SendingSide, Wish
+from kvferry.handoff.messages import PushKey
+from kvferry.handoff.push.receiver import Receiving
+from kvferry.handoff.push.sender import Prompt, SendingSide, Wish
+from kvferry.handoff.push.sending import END, Cut, Lane, Need
 
 LANES = {Lane("full"): Need(1, 7, 2), Lane("window"): Need(4, 7, 2), Lane("state"): Need(0, 1, 9)}
 NUM_TOKENS, NUM_SOURCES, SECONDS, NUM_STEPS = 7, 2, 40.0, 500

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.protocol import PushKey
-from kvferry.handoff.push_plan import BlockList, Part, announced_blocks, selector_of
-from kvferry.handoff.receiving import Receiving
-from kvferry.handoff.sending import END, Lane, Sending, Stage
-from kvferry.handoff.sending_side import Prompt, SendingSide, Wish
+from kvferry.handoff.messages import PushKey
+from kvferry.handoff.push.part import BlockList, Part, announced_blocks, selector_of
+from kvferry.handoff.push.receiver import Receiving
+from kvferry.handoff.push.sender import Prompt, SendingSide, Wish
+from kvferry.handoff.push.sending import END, Lane, Sending, Stage
 from kvferry.layout.token_share import TokenShare
 from kvferry.plan.layer_spans import cut_layers, plan_spans
+from kvferry.plan.planner import PairPlan, Planner
+from kvferry.plan.proof.verify import verify_destination
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.transfer_plan import PairPlan, Planner
-from kvferry.plan.verify import verify_destination
 
 from .arrangements import FULL, STATE, ask, attention, hybrid
 

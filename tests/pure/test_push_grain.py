@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from kvferry.errors import PlanError, Reason
 from kvferry.handoff.grains import ChosenGrain, Grains, ModelLayers
-from kvferry.handoff.protocol import AnnouncedBlocks
+from kvferry.handoff.messages import AnnouncedBlocks
+from kvferry.handoff.push.sending import Lane
 from kvferry.handoff.push_measures import NUM_KEPT, PACKED, TYPICAL_BATCH_SECONDS, Measures
-from kvferry.handoff.sending import Lane
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import shard_for
+from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.push_grain import (
     Amount,
     Candidate,
@@ -24,9 +25,8 @@ from kvferry.plan.push_grain import (
     choose_grain,
     exposed_seconds,
 )
-from kvferry.plan.staged_plan import GatherPlan
-from kvferry.plan.strategy import TYPICAL_COSTS
-from kvferry.plan.transfer_plan import PairPlan, Planner
+from kvferry.plan.staging.staged_plan import GatherPlan
+from kvferry.plan.staging.strategy import TYPICAL_COSTS
 
 seconds = st.floats(0, 1e-2)
 wires = st.builds(Wire, st.floats(0, 1e-4), st.floats(0, 1e-8), seconds)

@@ -3,10 +3,10 @@
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.protocol import PushKey
-from kvferry.handoff.receiving import Receiving
-from kvferry.handoff.sending import END, Cut, Lane, Need, Sending, Stage
-from kvferry.handoff.sending_side import Prompt, SendingSide, Wish
+from kvferry.handoff.messages import PushKey
+from kvferry.handoff.push.receiver import Receiving
+from kvferry.handoff.push.sender import Prompt, SendingSide, Wish
+from kvferry.handoff.push.sending import END, Cut, Lane, Need, Sending, Stage
 
 FULL, STATE = Lane("full"), Lane("state")
 KEY = PushKey("d", 1, 1)

@@ -10,12 +10,12 @@ from unittest.mock import Mock
 import pytest
 
 from kvferry.execution.device import HOST, Mark
+from kvferry.execution.push_ways import PushWays
+from kvferry.execution.pusher import Pusher
 from kvferry.handoff.grains import Grains, ModelLayers
-from kvferry.handoff.protocol import Identity, PushKey
-from kvferry.handoff.push_ways import PushWays
-from kvferry.handoff.pusher import Pusher
-from kvferry.handoff.sending import END, Lane, Need
-from kvferry.handoff.sending_side import Prompt, Wish
+from kvferry.handoff.messages import Identity, PushKey
+from kvferry.handoff.push.sender import Prompt, Wish
+from kvferry.handoff.push.sending import END, Lane, Need
 from kvferry.plan.push_grain import Grain
 
 IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")

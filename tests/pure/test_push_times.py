@@ -6,11 +6,11 @@ import pytest
 
 from kvferry.handoff import push_times
 from kvferry.handoff.grains import ChosenGrain
-from kvferry.handoff.protocol import PushKey
-from kvferry.handoff.push_plan import NEVER
+from kvferry.handoff.messages import PushKey
+from kvferry.handoff.push.part import NEVER
+from kvferry.handoff.push.sender import Prompt, Wish
+from kvferry.handoff.push.sending import END, Cut, Lane, Need
 from kvferry.handoff.push_times import PromptTimes, PushTimes, Step
-from kvferry.handoff.sending import END, Cut, Lane, Need
-from kvferry.handoff.sending_side import Prompt, Wish
 from kvferry.plan.push_grain import Grain
 
 WHOLE, SPAN, STATE = Lane("0"), Lane("0", 2), Lane("1")

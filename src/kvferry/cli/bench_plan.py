@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.cli.engine_shape import RANK_SPACING, EngineShape, engine_of
-from kvferry.cli.model_shapes import ModelShapes
 from kvferry.cli.plan_report import Blocks, block_ids
-from kvferry.layout.cache_group import CacheKind
+from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.models.shapes import ModelShapes
+from kvferry.plan.planner import PairPlan, Planner
+from kvferry.plan.proof.verify import verify_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.transfer_plan import PairPlan, Planner
-from kvferry.plan.verify import verify_pair
 from kvferry.units import format_seconds
 
 

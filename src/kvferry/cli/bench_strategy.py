@@ -15,14 +15,14 @@ from kvferry.cli.head_moves import MERGE, SPLIT, HeadMove, Plans
 from kvferry.cli.transport_measurement import Mover, allocate, huge_share, open_movers
 from kvferry.errors import Reason, TransportError
 from kvferry.execution.executor import WAIT_SECONDS
-from kvferry.execution.load import GuardedRead, Load, Phase
+from kvferry.execution.part_requests import PartCourier
+from kvferry.execution.read import GuardedRead, Load, Phase
 from kvferry.execution.scratch import Scratch
-from kvferry.execution.staging import Stage
+from kvferry.execution.stage import Stage
 from kvferry.execution.transfer_costs import Packing, Strategist
-from kvferry.handoff.part_requests import PartCourier
-from kvferry.plan.staged import cut
-from kvferry.plan.staged_plan import PARTS_PER_STAGE, GatherPlan, ScatterPlan
-from kvferry.plan.strategy import (
+from kvferry.plan.staging.scatter import cut
+from kvferry.plan.staging.staged_plan import PARTS_PER_STAGE, GatherPlan, ScatterPlan
+from kvferry.plan.staging.strategy import (
     DEFAULT_STAGE_BYTES,
     Choice,
     Prediction,

@@ -24,7 +24,7 @@ from kvferry.cli.transport_measurement import (
     scattered_pieces,
 )
 from kvferry.errors import Reason, SettingsError
-from kvferry.plan.strategy import DEFAULT_STAGE_BYTES
+from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES
 from kvferry.transport.protocol import Descriptors
 from kvferry.transport.registry import check_setting
 from kvferry.units import format_bytes

@@ -31,13 +31,13 @@ from kvferry.cli.demo_report import (
     read_transfer_log,
 )
 from kvferry.cli.demo_table import print_report
-from kvferry.cli.model_shapes import ModelShapes, read_model_shapes
 from kvferry.errors import Reason, SettingsError
-from kvferry.integrations.vllm.child_process import LaunchError
-from kvferry.integrations.vllm.engine_metrics import cache_block_size, prompt_tokens
-from kvferry.integrations.vllm.tiny_models import make_tiny_model
-from kvferry.layout.cache_group import CacheKind
+from kvferry.harness.child_process import LaunchError
+from kvferry.harness.engine_metrics import cache_block_size, prompt_tokens
+from kvferry.harness.tiny_models import make_tiny_model
+from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.models.shapes import ModelShapes, read_model_shapes
 from kvferry.transport.registry import check_setting
 
 FREE_SECONDS = 2.0

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.integrations.vllm.engine_metrics import cache_usage
-from kvferry.integrations.vllm.launch import (
+from kvferry.harness.engine_metrics import cache_usage
+from kvferry.harness.launch import (
     HOST,
     EngineSettings,
     Role,

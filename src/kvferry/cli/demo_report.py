@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.model_shapes import ModelShapes
-from kvferry.integrations.vllm.engine_metrics import PromptTokens
-from kvferry.layout.cache_group import CacheKind
+from kvferry.harness.engine_metrics import PromptTokens
+from kvferry.layout.group import CacheKind
+from kvferry.models.shapes import ModelShapes
 
 ITEMSIZE = 4  # the demo's engines run in float32
 MOST_COMPLAINTS = 20

@@ -215,7 +215,7 @@ def _cores() -> Finding:
 
 def check_ports() -> Iterator[Finding]:
     """See whether this process may listen on loopback, as the control end point does."""
-    from kvferry.integrations.vllm.launch import FIRST_PORT, free_port, port_is_free
+    from kvferry.harness.launch import FIRST_PORT, free_port, port_is_free
 
     try:
         yield Finding("ports", Health.OK, f"{free_port()} and others from {FIRST_PORT} on are free")

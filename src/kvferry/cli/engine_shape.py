@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.layout.layer_caches import LayerCache
-from kvferry.layout.model_groups import (
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import Shard
+from kvferry.models.groups import (
     LayerGroup,
     form_groups,
     page_bytes,
@@ -15,9 +16,8 @@ from kvferry.layout.model_groups import (
     resolve_block_size,
     split_layers,
 )
-from kvferry.layout.model_shards import RankMemory, model_shard
-from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Shard
+from kvferry.models.layer_caches import LayerCache
+from kvferry.models.shards import RankMemory, model_shard
 
 RANK_SPACING = 1 << 44
 """Distance of the ranks' made-up base addresses, far above any cache."""
@@ -97,7 +97,7 @@ class Engine:
 def engine_of(name: str, shape: EngineShape, caches: Sequence[LayerCache]) -> Engine:
     """Return the engine that holds a model whose layers, named by their numbers, keep this.
 
-    >>> from kvferry.layout.layer_caches import AttentionCache
+    >>> from kvferry.models.layer_caches import AttentionCache
     >>> caches = [AttentionCache(num_kv_heads=2, head_size=64, itemsize=2)] * 4
     >>> engine = engine_of("prefill", EngineShape(1, NamedLayout.BHLNC, 16, pp=2), caches)
     >>> [sorted(shard.groups[0].layers) for shard in engine.shards(num_blocks=8, base_address=0)]

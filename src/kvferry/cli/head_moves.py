@@ -6,16 +6,16 @@ import numpy as np
 
 from kvferry.cli.transport_measurement import Bytes, Mover
 from kvferry.errors import Reason, SettingsError
-from kvferry.execution.load import GuardedRead
-from kvferry.execution.staging import Stage
-from kvferry.handoff.guard import word_bytes
-from kvferry.handoff.part_requests import PartCourier
+from kvferry.execution.guard_words import word_bytes
+from kvferry.execution.part_requests import PartCourier
+from kvferry.execution.read import GuardedRead
+from kvferry.execution.stage import Stage
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import shard_for
 from kvferry.layout.shard import Shard
+from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged_plan import GatherPlan, Lowered, ScatterPlan, lowered
-from kvferry.plan.transfer_plan import PairPlan, Planner
+from kvferry.plan.staging.staged_plan import GatherPlan, Lowered, ScatterPlan, lowered
 
 LAYERS, HEADS, HEAD_SIZE, ITEMSIZE, BLOCK_SIZE = 36, 8, 128, 2, 16
 TOKEN_BYTES = HEADS * 2 * HEAD_SIZE * ITEMSIZE

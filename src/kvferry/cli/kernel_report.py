@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import open_console
-from kvferry.integrations.vllm.kernel_verdicts import Outcome, Verdict
+from kvferry.integrations.vllm.kernels.verdicts import Outcome, Verdict
 from kvferry.layout.named_layouts import NamedLayout
 
 MEASURING_SECONDS = 1800.0
@@ -57,7 +57,7 @@ def measure_in_child(model: str | None = None) -> Measured:
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         path = Path(folder, "verdicts")
         path.touch()
-        command = [sys.executable, "-m", "kvferry.integrations.vllm.kernel_samples", str(path)]
+        command = [sys.executable, "-m", "kvferry.integrations.vllm.kernels.samples", str(path)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         try:
             child = subprocess.run(

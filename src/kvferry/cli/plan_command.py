@@ -9,15 +9,15 @@ from rich.table import Table
 
 from kvferry.cli.console import open_console
 from kvferry.cli.engine_shape import parse_engine
-from kvferry.cli.model_config import ITEM_SIZES
-from kvferry.cli.model_shapes import caches_of
 from kvferry.cli.plan_drawing import draw_plan
 from kvferry.cli.plan_explanation import explain_plan
 from kvferry.cli.plan_report import Blocks, PlanReport, make_report
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.execution.kept_costs import read_costs
+from kvferry.models.config import ITEM_SIZES
+from kvferry.models.shapes import caches_of
 from kvferry.plan.describe import Summary
-from kvferry.plan.strategy import TYPICAL_COSTS
+from kvferry.plan.staging.strategy import TYPICAL_COSTS
 from kvferry.units import format_bytes
 
 MAX_TOKENS = 1 << 26

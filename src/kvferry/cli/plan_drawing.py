@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvferry.cli.plan_report import PlanReport
 from kvferry.layout.shard import Region, Shard
-from kvferry.plan.transfer_plan import Descriptors
+from kvferry.plan.planner import Descriptors
 from kvferry.units import format_bytes
 
 MAX_BARS = 8

@@ -5,16 +5,16 @@ from collections.abc import Iterable, Sequence
 
 from kvferry.cli.engine_shape import Engine
 from kvferry.cli.plan_report import PairReport, PlanReport
-from kvferry.layout.cache_group import CacheGroup, CacheKind
-from kvferry.layout.model_groups import LayerGroup
+from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Shard
-from kvferry.plan.coalesce import StridedCopy
+from kvferry.models.groups import LayerGroup
 from kvferry.plan.describe import describe_choice
 from kvferry.plan.match import ComponentHeads
+from kvferry.plan.planner import GroupPlan, PairPlan
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.strategy import DEFAULT_STAGE_BYTES, Costs, choose
+from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES, Costs, choose
+from kvferry.plan.strided_copy import StridedCopy
 from kvferry.plan.template import Template
-from kvferry.plan.transfer_plan import GroupPlan, PairPlan
 from kvferry.units import format_bytes
 
 MAX_COPIES = 6

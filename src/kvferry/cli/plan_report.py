@@ -9,15 +9,15 @@ import numpy as np
 
 from kvferry.cli.engine_shape import RANK_SPACING, Engine, EngineShape, engine_of
 from kvferry.errors import Reason, SettingsError, VerificationError
-from kvferry.layout.cache_group import CacheKind
-from kvferry.layout.layer_caches import LayerCache
-from kvferry.layout.model_groups import LayerGroup
+from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Shard
+from kvferry.models.groups import LayerGroup
+from kvferry.models.layer_caches import LayerCache
 from kvferry.plan.describe import Summary, summarize
+from kvferry.plan.planner import Descriptors, PairPlan, Planner
+from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staged import NOTHING
-from kvferry.plan.transfer_plan import Descriptors, PairPlan, Planner
-from kvferry.plan.verify import verify_destination, verify_pair
+from kvferry.plan.staging.scatter import NOTHING
 from kvferry.plan.window import first_token_to_move
 from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Direction, Status, reach

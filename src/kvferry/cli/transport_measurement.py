@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import Reason, TransportError
-from kvferry.execution.staging import Stage
-from kvferry.handoff.guard import GuardWords
-from kvferry.handoff.packing_listener import PackingListener
-from kvferry.handoff.packing_side import PackingSide
-from kvferry.handoff.protocol import Packer
+from kvferry.execution.guard_words import GuardWords
+from kvferry.execution.packing_listener import PackingListener
+from kvferry.execution.packing_side import PackingSide
+from kvferry.execution.stage import Stage
+from kvferry.handoff.messages import Packer
 from kvferry.layout.shard import Region
 from kvferry.transport.protocol import Descriptors, Direction, Peer, Status, Transport, reach
 from kvferry.transport.registry import TransportSet, open_transport

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.execution.staging import Stage
-from kvferry.plan.staged import Merge
+from kvferry.execution.stage import Stage
+from kvferry.plan.staging.scatter import Merge
 
 SHORT_BYTES, LONG_BYTES = 512, 4 << 10
 """Lengths of the runs that are copied: what a run costs besides its bytes follows from both."""

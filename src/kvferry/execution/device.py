@@ -1,7 +1,7 @@
 """Device order: on a GPU a launch returns before its work is done, so whoever reads or writes behind it must wait.
 
 * A source's blocks are read only once everything that its step wrote is done: until then the guard word says so
-  (:class:`kvferry.handoff.guard.StepWords`).
+  (:class:`kvferry.execution.guard_words.StepWords`).
 * A load touches no block before everything is done that the engine had launched when it gave the blocks away.
 * The engine's stream waits for the last copy from a stage into its cache before it goes on.
 * A source waits for its copy into a stage before it says that the part is packed.

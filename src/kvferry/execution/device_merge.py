@@ -1,8 +1,8 @@
 """Stage-to-cache copies on a GPU, and cache-to-stage ones: all layers, blocks and pieces by one launch of one kernel.
 
-The copies are those of :mod:`kvferry.plan.staged`, which :mod:`kvferry.execution.staging` carries out on a CPU. Each
-becomes a *job*: a row of a table that the kernel reads. What is decided here, in a few integers for each job, is how
-wide an element may be (the widest that divides every address and stride) and how a tile lies over the runs.
+The copies are those of :mod:`kvferry.plan.staging.scatter`, which :mod:`kvferry.execution.stage` carries out on a
+CPU. Each becomes a *job*: a row of a table that the kernel reads. What is decided here, in a few integers for each
+job, is how wide an element may be (the widest that divides every address and stride) and how a tile lies over the runs.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import Reason, TransportError
-from kvferry.plan.staged import Merge
+from kvferry.plan.staging.scatter import Merge
 
 if TYPE_CHECKING:
     import torch

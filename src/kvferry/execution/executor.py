@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.execution.device import HOST, DeviceOrder
-from kvferry.execution.load import LoadResult, Phase, refused
+from kvferry.execution.read import LoadResult, Phase, refused
 from kvferry.execution.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ Change = tuple[str, KVFerryError | None]
 
 
 class Job(Protocol):
-    """What the executor advances: a load (:class:`kvferry.execution.load.Load`), or one side of a push."""
+    """What the executor advances: a load (:class:`kvferry.execution.read.Load`), or one side of a push."""
 
     @property
     def load_id(self) -> str:

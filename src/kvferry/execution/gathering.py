@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.scratch import Scratch
-from kvferry.plan.staged import Merge, StagedPart, gathered_rounds
+from kvferry.plan.staging.scatter import Merge, StagedPart, gathered_rounds
 from kvferry.transport.protocol import Descriptors, Direction, Peer, Status, Transfer, Transport
 
 WINDOW = 2

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.plan.strategy import Costs
+from kvferry.plan.staging.strategy import Costs
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import numpy as np
 from kvferry.errors import Reason, TransportError
 from kvferry.execution.copy_costs import MIN_PROBE_BYTES, PROBE_BYTES, measure_copies
 from kvferry.execution.device import OVER, Mark
-from kvferry.execution.staging import Stage
+from kvferry.execution.stage import Stage
 from kvferry.plan.describe import describe_choice
-from kvferry.plan.staged_plan import GatherPlan, ScatterPlan
-from kvferry.plan.strategy import Choice, Costs, Strategy, choose, typical_costs
-from kvferry.plan.transfer_plan import PairPlan
+from kvferry.plan.planner import PairPlan
+from kvferry.plan.staging.staged_plan import GatherPlan, ScatterPlan
+from kvferry.plan.staging.strategy import Choice, Costs, Strategy, choose, typical_costs
 from kvferry.transport.protocol import Descriptors, Direction, Peer, Region, Status, Transfer, Transport
 
 logger = logging.getLogger(__name__)

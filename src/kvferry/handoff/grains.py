@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from kvferry.handoff.protocol import AnnouncedBlocks
+from kvferry.handoff.messages import AnnouncedBlocks
+from kvferry.handoff.push.sending import Lane
 from kvferry.handoff.push_measures import PACKED, Measures
-from kvferry.handoff.sending import Lane
-from kvferry.layout.cache_group import CacheKind
+from kvferry.layout.group import CacheKind
 from kvferry.plan.layer_spans import Spans, cut_layers, plan_spans
+from kvferry.plan.planner import GroupPlan, PairPlan
 from kvferry.plan.push_grain import (
     NOTHING,
     Amount,
@@ -20,9 +21,8 @@ from kvferry.plan.push_grain import (
     amount_of,
     choose_grain,
 )
-from kvferry.plan.staged_plan import GatherPlan
-from kvferry.plan.strategy import NOMINAL_TOKENS
-from kvferry.plan.transfer_plan import GroupPlan, PairPlan
+from kvferry.plan.staging.staged_plan import GatherPlan
+from kvferry.plan.staging.strategy import NOMINAL_TOKENS
 
 SpanPlans = Mapping[str, Mapping[int, GroupPlan]]
 """The plan of each span by its number, by cache group."""

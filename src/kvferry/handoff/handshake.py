@@ -1,8 +1,8 @@
 """Agreement of two engines before a byte moves: same protocol, same epoch, same model, field by field."""
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff import courier
-from kvferry.handoff.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Directory, DirectoryRequest, Identity, encode
+from kvferry.handoff.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Directory, DirectoryRequest, Identity, encode
+from kvferry.handoff.wire import client as courier
 from kvferry.layout.shard import Shard
 from kvferry.plan.wire import decode_shard
 

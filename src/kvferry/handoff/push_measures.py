@@ -6,7 +6,7 @@ from statistics import median
 from typing import TypeVar
 
 from kvferry.plan.push_grain import Amount, Wire
-from kvferry.plan.strategy import typical_costs
+from kvferry.plan.staging.strategy import typical_costs
 
 NUM_KEPT = 15
 TYPICAL_BATCH_SECONDS = 0.5e-3

@@ -11,9 +11,9 @@ from typing import Any
 
 from kvferry.handoff.bounded import Bounded
 from kvferry.handoff.grains import ChosenGrain
-from kvferry.handoff.push_plan import NEVER
-from kvferry.handoff.sending import Batch, Cut, Lane
-from kvferry.handoff.sending_side import Prompt, Wish
+from kvferry.handoff.push.part import NEVER
+from kvferry.handoff.push.sender import Prompt, Wish
+from kvferry.handoff.push.sending import Batch, Cut, Lane
 
 MAX_STEPS = 1024
 """Of one prompt, the latest ones."""

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from kvferry.layout.component import Component
 from kvferry.layout.notation import affine_step
-from kvferry.layout.strided import Component
 
 MAX_CHECKED_INTERVALS = 1 << 20
 """Above this many content vectors the exhaustive check is not made."""

@@ -5,9 +5,9 @@ from typing import Annotated
 import msgspec
 
 from kvferry.errors import LayoutError, Reason
-from kvferry.layout.cache_group import CacheGroup
+from kvferry.layout.component import MAX_INTEGER, Component, Name, require
+from kvferry.layout.group import CacheGroup
 from kvferry.layout.overlap import elements_overlap, extent
-from kvferry.layout.strided import MAX_INTEGER, Component, Name, require
 
 MAX_REGIONS = 4096
 MAX_GROUPS = 64

@@ -4,7 +4,7 @@ import math
 
 import msgspec
 
-from kvferry.layout.strided import require
+from kvferry.layout.component import require
 
 MAX_SHARES = 2**16
 

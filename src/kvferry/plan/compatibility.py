@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 from kvferry.errors import PlanError, Reason
-from kvferry.layout.cache_group import CacheGroup
+from kvferry.layout.component import Atom, Component
+from kvferry.layout.group import CacheGroup
 from kvferry.layout.shard import Shard
-from kvferry.layout.strided import Atom, Component
 from kvferry.layout.token_share import TokenShare
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.plan.strategy import Choice, Prediction
-from kvferry.plan.transfer_plan import Descriptors
+from kvferry.plan.planner import Descriptors
+from kvferry.plan.staging.strategy import Choice, Prediction
 from kvferry.units import format_bytes
 
 
@@ -43,7 +43,7 @@ def summarize(descriptors: Descriptors) -> Summary:
 def describe_choice(choice: Choice) -> str:
     """Return a pair's choice of strategy, what was rejected, and the times that were predicted, a line each.
 
-    >>> from kvferry.plan.strategy import TYPICAL_COSTS, Strategy
+    >>> from kvferry.plan.staging.strategy import TYPICAL_COSTS, Strategy
     >>> direct, scatter = Prediction(Strategy.DIRECT, 4096, 8 << 20), Prediction(Strategy.SCATTER, 256, 8 << 20)
     >>> costs = TYPICAL_COSTS["nixl"]
     >>> print(describe_choice(Choice(scatter.timed(costs), (direct.timed(costs),), ((Strategy.GATHER, "no."),), costs,

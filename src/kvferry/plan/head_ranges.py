@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.layout.strided import HeadRange
+from kvferry.layout.component import HeadRange
 
 Ranges = tuple[HeadRange, ...]
 """Ascending, disjoint, and apart: a canonical form, so that equal sets are equal values."""

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import msgspec
 
 from kvferry.errors import PlanError, Reason
-from kvferry.layout.cache_group import CacheGroup
+from kvferry.layout.group import CacheGroup
 from kvferry.layout.shard import Shard
 from kvferry.plan.match import Assignment
-from kvferry.plan.transfer_plan import GroupPlan, PairPlan, plan_pair
+from kvferry.plan.planner import GroupPlan, PairPlan, plan_pair
 
 Spans = tuple[tuple[str, ...], ...]
 

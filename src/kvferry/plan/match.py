@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import PlanError, Reason
-from kvferry.layout.cache_group import CacheGroup
+from kvferry.layout.component import Component, HeadRange
+from kvferry.layout.group import CacheGroup
 from kvferry.layout.shard import Shard
-from kvferry.layout.strided import Component, HeadRange
 from kvferry.layout.token_share import TokenShare
-from kvferry.plan.coalesce import Offsets
 from kvferry.plan.compatibility import check_groups, check_layers, check_shares
 from kvferry.plan.head_ranges import Ranges, canonical, common, count, without
+from kvferry.plan.strided_copy import Offsets
 
 
 class ComponentHeads(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ def choose_sources(sources: Sequence[Shard], destination: Shard, selector: int) 
     Raises :class:`PlanError` when the peers do not fit or no source holds what is needed (``missing-source``).
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.layout.shapes import shard_for
+    >>> from kvferry.layout.dense import shard_for
     >>> def shard(tp_rank, tp_size):
     ...     return shard_for(layers=["0"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10,
     ...         layout=NamedLayout.BHLNC, tp_rank=tp_rank, tp_size=tp_size)

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import PlanError, Reason
-from kvferry.plan.staged_plan import GatherPlan
-from kvferry.plan.strategy import templates_of
-from kvferry.plan.transfer_plan import GroupPlan
+from kvferry.plan.planner import GroupPlan
+from kvferry.plan.staging.staged_plan import GatherPlan
+from kvferry.plan.staging.strategy import templates_of
 
 LEAST_SHARE = 0.05
 """A finer grain must save this part of the whole transfer, and the time of one batch: it wakes threads more often."""

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import PlanError, Reason
-from kvferry.layout.cache_group import CacheKind
+from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Shard
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer]

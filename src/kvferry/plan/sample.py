@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvferry.errors import PlanError, Reason
-from kvferry.layout.cache_group import CacheGroup, CacheKind
+from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
 

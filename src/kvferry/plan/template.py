@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import PlanError, Reason
-from kvferry.layout.cache_group import CacheGroup
+from kvferry.layout.component import Atom, Component, HeadRange
+from kvferry.layout.group import CacheGroup
 from kvferry.layout.shard import Shard
-from kvferry.layout.strided import Atom, Component, HeadRange
-from kvferry.plan.coalesce import Loop, Offsets, StridedCopy, coalesce, merge_rows, place
+from kvferry.plan.block_pairs import Phase, TokenRun
 from kvferry.plan.head_ranges import match_heads
 from kvferry.plan.match import match_layers
 from kvferry.plan.request import Integers
-from kvferry.plan.token_pieces import Phase, TokenRun
+from kvferry.plan.strided_copy import Loop, Offsets, StridedCopy, coalesce, merge_rows, place
 
 MAX_PIECES = 1 << 18
 """Pieces of one block. More come only of layouts that should be transposed by a kernel instead."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 
 if TYPE_CHECKING:
-    from kvferry.integrations.vllm.worker_role import WorkerRole
+    from kvferry.integrations.vllm.worker.role import WorkerRole
 
 # Elements of a foreign page that may equal a label by chance: labels are 23 bits wide.
 CHANCE = 4

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.layout.cache_group import CacheGroup, CacheKind
+from kvferry.layout.component import Component, HeadRange
+from kvferry.layout.dense import Content
+from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shapes import Content
 from kvferry.layout.shard import Region, Shard
-from kvferry.layout.strided import Component, HeadRange
 from kvferry.plan.request import GroupBlocks
 
 Bytes = npt.NDArray[np.uint8]

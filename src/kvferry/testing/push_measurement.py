@@ -7,7 +7,7 @@ from kvferry.plan.push_grain import Grain
 from kvferry.testing.stopwatch import StopwatchExtension
 
 if TYPE_CHECKING:
-    from kvferry.handoff.pusher import Pusher
+    from kvferry.execution.pusher import Pusher
 
 
 class PushMeasurementExtension(StopwatchExtension):

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.layout.cache_group import CacheGroup, CacheKind
-from kvferry.layout.shapes import heads_of_rank
+from kvferry.layout.component import Atom, Component, HeadRange
+from kvferry.layout.dense import heads_of_rank
+from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Region, Shard
-from kvferry.layout.state import (
+from kvferry.layout.states import (
     ConvOrder,
     ConvSegment,
     StatePages,
@@ -25,7 +26,6 @@ from kvferry.layout.state import (
     padding_components,
     recurrent_component,
 )
-from kvferry.layout.strided import Atom, Component, HeadRange
 from kvferry.layout.token_share import TokenShare
 
 PACKING = "kernel:packed"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from kvferry.layout.cache_group import CacheKind
+from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Shard
 from kvferry.layout.token_share import WHOLE, TokenShare
 from kvferry.plan.request import GroupBlocks

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.integrations.vllm.engine_metrics import cache_usage, prompt_tokens
-from kvferry.integrations.vllm.launch import (
+from kvferry.harness.engine_metrics import cache_usage, prompt_tokens
+from kvferry.harness.launch import (
     EngineSettings,
     Server,
     spread_over_cores,
@@ -26,8 +26,8 @@ from kvferry.integrations.vllm.launch import (
     stop_servers,
     wait_until_ready,
 )
+from kvferry.harness.tiny_models import make_tiny_model
 from kvferry.integrations.vllm.plugin import CONNECTOR_MODULE
-from kvferry.integrations.vllm.tiny_models import make_tiny_model
 
 MODELS = {
     "gqa": "qwen3-tiny",

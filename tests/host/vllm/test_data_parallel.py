@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm.launch import Server, start_router, wait_until_ready
+from kvferry.harness.launch import Server, start_router, wait_until_ready
 
 from .engine_pool import EnginePool, Reference, completion_body, fresh_salt, post, tokens_of
 from .handoffs import Handoffs, Pair, check_tokens, for_pairs, random_prompt, random_prompts

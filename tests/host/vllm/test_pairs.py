@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm.engine_metrics import cache_block_size
+from kvferry.harness.engine_metrics import cache_block_size
 
 from .engine_pool import EnginePool, Reference
 from .handoffs import (

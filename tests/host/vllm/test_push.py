@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm.engine_metrics import prompt_tokens
-from kvferry.integrations.vllm.launch import free_port, start_engine, start_router, stop_servers, wait_until_ready
+from kvferry.harness.engine_metrics import prompt_tokens
+from kvferry.harness.launch import free_port, start_engine, start_router, stop_servers, wait_until_ready
 
 from .engine_pool import (
     CHUNKED,

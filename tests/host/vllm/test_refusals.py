@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.errors import Reason
-from kvferry.integrations.vllm.child_process import LaunchError
-from kvferry.integrations.vllm.launch import HOST, stop_servers, wait_until_ready
+from kvferry.harness.child_process import LaunchError
+from kvferry.harness.launch import HOST, stop_servers, wait_until_ready
 
 from ...matrix_refusals import REFUSALS
 from .engine_pool import Engine, EnginePool, Reference, RequestFailed

@@ -14,19 +14,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvferry.integrations.vllm.engine_kernels import check_engine_kernels
-from kvferry.integrations.vllm.idle_steps import IdleSteps
+from kvferry.integrations.vllm.kernels.engine import check_engine_kernels
 from kvferry.integrations.vllm.layout_choice import asked_layout, check_layout, widen_cpu_attention
-from kvferry.integrations.vllm.metadata import RankMetadata, StepMetadata
 from kvferry.integrations.vllm.plugin import log_as_vllm_does
-from kvferry.integrations.vllm.push_scheduler_role import PushSchedulerRole
-from kvferry.integrations.vllm.scheduler_role import SchedulerRole
+from kvferry.integrations.vllm.scheduler.push import PushSchedulerRole
+from kvferry.integrations.vllm.scheduler.role import SchedulerRole
 from kvferry.integrations.vllm.settings import parse_settings
-from kvferry.integrations.vllm.statistics import PrometheusMetrics, Statistics
-from kvferry.integrations.vllm.translate import check_supported, decode_rank_entry, resolved_layout
-from kvferry.integrations.vllm.translate_attention import fill_scales_in_slots
+from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
+from kvferry.integrations.vllm.translate.attention import fill_scales_in_slots
+from kvferry.integrations.vllm.translate.shards import check_supported, decode_rank_entry, resolved_layout
 from kvferry.integrations.vllm.versions import check_version
-from kvferry.integrations.vllm.worker_role import WorkerRole
+from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
+from kvferry.integrations.vllm.worker.role import WorkerRole
+from kvferry.integrations.vllm.worker.statistics import PrometheusMetrics, Statistics
 
 if TYPE_CHECKING:
     import torch

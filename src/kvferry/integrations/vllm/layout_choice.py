@@ -4,7 +4,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvferry.errors import LayoutError, Reason
-from kvferry.integrations.vllm.kernel_verdicts import find_failure, load_verdicts, machine_description
+from kvferry.integrations.vllm.kernels.verdicts import find_failure, load_verdicts, machine_description
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.layout.named_layouts import NamedLayout
 

@@ -9,9 +9,9 @@ import msgspec
 
 from kvferry.errors import Reason, SettingsError
 from kvferry.execution.kept_costs import KeptCosts, read_costs
-from kvferry.handoff.addresses import is_wildcard
+from kvferry.handoff.wire.addresses import is_wildcard
 from kvferry.plan.push_grain import Grain
-from kvferry.plan.strategy import DEFAULT_STAGE_BYTES, Strategy
+from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES, Strategy
 from kvferry.transport.faults import FaultPlan
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]

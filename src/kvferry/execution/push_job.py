@@ -1,0 +1,173 @@
+"""One push on the sender's transfer thread: write what is final, batch by batch, then say how it ended."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from kvferry.errors import KVFerryError
+from kvferry.execution.push_ways import PackedWay
+from kvferry.execution.read import LoadResult, Phase
+from kvferry.execution.scratch import Scratch
+from kvferry.execution.write import Writing
+from kvferry.handoff.messages import PushKey
+from kvferry.handoff.push.part import BlockList, Part
+from kvferry.handoff.push.sender import SendingSide
+from kvferry.handoff.push.sending import Batch
+from kvferry.handoff.push_measures import PACKED
+from kvferry.handoff.push_times import PushTimes
+from kvferry.plan.push_grain import Amount
+from kvferry.plan.staging.scatter import NOTHING
+from kvferry.transport.protocol import Status
+from kvferry.transport.registry import Connecting, Link
+
+Report = Callable[[LoadResult], None]
+Measured = Callable[[str, Amount, float], None]
+"""Called with the way that a batch took, what it had and the seconds that it took."""
+
+
+class PushJob:
+    """Advances one push; ``report`` tells the receiver, once nothing is being written any more.
+
+    ``lock`` guards ``side``, which the engine's and the listener's threads change. With a ``way`` by a stage everything
+    is packed there before it is written.
+    """
+
+    def __init__(
+        self,
+        side: SendingSide,
+        lock: threading.Lock,
+        key: PushKey,
+        part: Part,
+        connect: Callable[[], Connecting],
+        report: Report,
+        measured: Measured,
+        times: PushTimes | None = None,
+        way: PackedWay | None = None,
+    ) -> None:
+        self.load_id = f"push {key.number} to {key.receiver} {key.receiver_epoch}"
+        self.phase = Phase.PREPARING
+        self.error: KVFerryError | None = None
+        self.given_up_at: float | None = None
+        self._side, self._lock, self._key, self._part = side, lock, key, part
+        self._connect, self._report = connect, report
+        self._measured, self._times, self._way = measured, times, way
+        self._connecting: Connecting | None = None
+        self._link: Link | None = None
+        self._writing: Writing | None = None
+        self._created_at = time.monotonic()
+        self._submitted_at = 0.0
+        self._transfer_seconds = 0.0
+        self._num_bytes = self._num_descriptors = 0
+
+    def advance(self, scratch: Scratch, now: float) -> bool:
+        """Write the next batch, look after the one on its way, or end."""
+        with self._lock:
+            self._side.tick(self._key, now)
+            is_stopping = self._side.is_stopping(self._key)
+        if self._writing is not None:
+            return self._look_after(self._writing, is_stopping)
+        if is_stopping:
+            # What was taken was never submitted.
+            self._stopped(None)
+        try:
+            return self._end() or self._begin_batch()
+        except KVFerryError as error:
+            self._stopped(error)
+            return True
+
+    def is_ending(self, now: float) -> bool:
+        """Return whether the push is being stopped."""
+        with self._lock:
+            return self._side.is_stopping(self._key)
+
+    def cancel(self, error: KVFerryError) -> None:
+        """Give up."""
+        with self._lock:
+            self._side.fail(self._key, error)
+
+    def result(self, finished_at: float) -> LoadResult:
+        """Return how the push ended."""
+        return LoadResult(
+            load_id=self.load_id,
+            error=self.error,
+            num_bytes=self._num_bytes,
+            num_staged_bytes=0,
+            num_gathered_bytes=0 if self._way is None else self._num_bytes,
+            num_descriptors=self._num_descriptors,
+            num_sources=1,
+            transport="" if self._link is None else self._link.name,
+            wait_seconds=finished_at - self._created_at,
+            transfer_seconds=self._transfer_seconds,
+            timeline=None if self._times is None else self._times.as_dict,
+        )
+
+    def _find_link(self) -> Link | None:
+        """Go on reaching the receiver's memory; others may wait for the same connection."""
+        if self._link is None:
+            if self._connecting is None:
+                self._connecting = self._connect()
+            self._link = self._connecting.poll()
+        return self._link
+
+    def _begin_batch(self) -> bool:
+        link = self._find_link()
+        if link is None:
+            return False
+        with self._lock:
+            prompt = self._side.prompt_of(self._key)
+            batch = self._side.take(self._key)
+        if not batch or prompt is None:
+            return False
+        self._submitted_at = time.monotonic()
+        self._writing = writing = self._write(link, batch, prompt.blocks)
+        self._num_descriptors += writing.num_descriptors
+        if self._times is not None:
+            self._times.posted(batch, writing.num_descriptors, writing.num_bytes, self._submitted_at)
+        self.phase = Phase.DATA
+        return True
+
+    def _write(self, link: Link, batch: Batch, held: Mapping[str, BlockList]) -> Writing:
+        if self._way is None:
+            return Writing(link, self._part.lower(batch, held))
+        return Writing(link, NOTHING, self._part.gather(batch, held, self._way.plan), self._way.stage)
+
+    def _look_after(self, writing: Writing, is_stopping: bool) -> bool:
+        before = writing.progress
+        status = writing.cancel() if is_stopping else writing.poll()
+        if is_stopping:
+            self.phase = Phase.STOPPING
+            self.given_up_at = self.given_up_at or time.monotonic()
+        if status is Status.PENDING:
+            return writing.progress != before
+        self._writing, self.phase = None, Phase.PREPARING
+        now = time.monotonic()
+        self._transfer_seconds += now - self._submitted_at
+        if status is Status.DONE:
+            self._note_landed(writing, now)
+            with self._lock:
+                self._side.landed(self._key)
+        else:
+            self._stopped(writing.error if status is Status.FAILED else None)
+        return True
+
+    def _note_landed(self, writing: Writing, now: float) -> None:
+        assert self._link is not None
+        self._num_bytes += writing.num_bytes
+        way = self._link.name + ("" if self._way is None else PACKED)
+        self._measured(way, Amount(writing.num_descriptors, writing.num_bytes), now - self._submitted_at)
+        if self._times is not None:
+            self._times.landed(now)
+
+    def _stopped(self, error: KVFerryError | None) -> None:
+        with self._lock:
+            self._side.stopped(self._key, error)
+
+    def _end(self) -> bool:
+        with self._lock:
+            over = self._side.outcome(self._key)
+        if over is None:
+            return False
+        self.error = over.error
+        self.phase = Phase.DONE
+        self._report(self.result(time.monotonic()))
+        return True

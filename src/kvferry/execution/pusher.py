@@ -1,0 +1,396 @@
+"""A rank of a sender among its receivers: takes their announcements, and starts a push for each."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvferry.errors import HandoffError, Reason, TransportError
+from kvferry.execution.device import Afterwards, DeviceOrder
+from kvferry.execution.executor import Executor
+from kvferry.execution.push_job import PushJob
+from kvferry.execution.push_ways import PackedWay, PushWays
+from kvferry.execution.read import LoadResult
+from kvferry.handoff.bounded import Bounded
+from kvferry.handoff.epochs import check_epoch
+from kvferry.handoff.grains import ChosenGrain, Grains
+from kvferry.handoff.handshake import check_version, compare_identities
+from kvferry.handoff.messages import (
+    MAX_TEXT_LENGTH,
+    Announce,
+    Announced,
+    Answer,
+    EndPoint,
+    Identity,
+    Introduce,
+    Introduced,
+    Pushed,
+    PushFailed,
+    Question,
+    Release,
+    Revoke,
+    Revoked,
+)
+from kvferry.handoff.push.holds import handle_of
+from kvferry.handoff.push.part import Part, selector_of
+from kvferry.handoff.push.sender import Prompt, SendingSide, Wish
+from kvferry.handoff.push.sending import Lane
+from kvferry.handoff.push_times import PromptTimes, PushTimes, Step
+from kvferry.handoff.wire.client import Courier
+from kvferry.plan.planner import PairPlan, Planner
+from kvferry.plan.push_grain import Grain
+from kvferry.plan.wire import decode_shard
+from kvferry.transport.registry import Connecting, TransportSet
+
+logger = logging.getLogger(__name__)
+
+MAX_RECEIVERS = 4096
+MAX_OPEN = 1 << 14
+"""Pushes that may be asked for of a rank at a time: more than any engine has requests."""
+MAX_SECONDS = 3600.0
+"""So long one may wait for its prompt, whatever its receiver says."""
+REPORT_SECONDS = 60.0
+"""So long a receiver is told again how a push ended, until it says that it knows."""
+
+
+@dataclass
+class Receiver:
+    """A rank of a receiver in one life of its process, which is reached on the transfer thread, with the first push."""
+
+    answers_at: EndPoint
+    end_points: dict[str, bytes]
+    planner: Planner
+    source_index: int
+    connecting: Connecting | None = None
+    latest_grain: tuple[Grain, int] | None = None
+    ways: dict[PairPlan, PackedWay | None] = field(default_factory=dict)
+
+    def plan(self, transfer_id: str) -> PairPlan:
+        """Return this rank's part of a transfer. Raises :class:`HandoffError` (missing-source) where it has none."""
+        for plan in self.planner.plans(selector_of(transfer_id)):
+            if plan.assignment.source_index == self.source_index:
+                return plan
+        raise HandoffError(
+            Reason.MISSING_SOURCE,
+            f"source rank {self.source_index} has no part in {transfer_id}.",
+            "Run the same kvferry version on both sides.",
+        )
+
+
+class Pusher:
+    """All pushes of one rank, whose encoded shard is ``shard``.
+
+    ``grains`` says what of a prompt goes together, ``ways`` whether it is packed first. With ``keeps_times`` the result
+    of each push has a timeline. ``engine`` is where this rank's own engine answers, once that is known.
+
+    :meth:`answer` is for the listener's thread; the others are for the engine's, and none of them waits for a transfer.
+    """
+
+    def __init__(
+        self,
+        shard: bytes,
+        epoch: int,
+        identity: Identity,
+        transports: TransportSet,
+        executor: Executor,
+        courier: Courier,
+        order: DeviceOrder,
+        grains: Grains,
+        ways: PushWays,
+        keeps_times: bool = False,
+    ) -> None:
+        self._shard, self.epoch, self._identity = shard, epoch, identity
+        self._transports, self._executor, self._courier = transports, executor, courier
+        self._order = order
+        self._afterwards = Afterwards(order)
+        self._side = SendingSide()
+        self._lock = threading.Lock()
+        self._receivers: Bounded[tuple[str, int], Receiver] = Bounded(MAX_RECEIVERS)
+        self._lives: dict[str, int] = {}
+        self.grains, self._ways = grains, ways
+        self.engine: EndPoint | None = None
+        self._to_run: dict[Lane, set[str]] = {}
+        self._times = PromptTimes() if keeps_times else None
+        self._step = Step(0.0)
+        self._step_ended_at = 0.0
+
+    # The engine's thread.
+
+    def begin_step(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
+        """A step that computes these prompts is about to run, layer by layer."""
+        self._to_run = {lane: set(layers) for lane, layers in self.grains.layers_of.items()} if prompts else {}
+        self._step = Step(time.monotonic(), sum(prompt.num_scheduled for _, prompt in prompts))
+        if self._times is not None:
+            with self._lock:
+                self._times.begin_step(self._step, prompts)
+        if self._to_run:
+            self._once_launched(partial(self._begun, prompts, self._lives_of(prompts)))
+
+    def reach(self, layer: str) -> None:
+        """The step has launched this layer."""
+        if done := [lane for lane in self.grains.lanes_of.get(layer, ()) if self._has_run(lane, layer)]:
+            self._once_launched(partial(self._reached, layer, done, self._step))
+
+    def _has_run(self, lane: Lane, layer: str) -> bool:
+        """Note that this layer of a lane has run; return whether that was the last of them in this step."""
+        to_run = self._to_run.get(lane)
+        if to_run is None:
+            return False
+        to_run.discard(layer)
+        if not to_run:
+            del self._to_run[lane]
+        return not to_run
+
+    def compute(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
+        """What a step has launched is final for these transfers, once the device has done it."""
+        self._to_run = {}
+        step, self._step = self._step, Step(0.0)
+        if prompts:
+            self._once_launched(partial(self._publish, prompts, self._lives_of(prompts), step))
+
+    def _once_launched(self, action: Callable[[], None]) -> None:
+        """Do this once the device has done what has been launched so far: in the order of the steps and their layers.
+
+        Else layers of one step would vouch for what the next one has only launched.
+        """
+        if self._order.is_immediate:
+            action()
+        else:
+            self._afterwards.add(self._order.mark(), action)
+
+    def _lives_of(self, prompts: Sequence[tuple[str, Prompt]]) -> dict[str, int]:
+        return {transfer_id: self._lives.get(transfer_id, 0) for transfer_id, _ in prompts}
+
+    def _still_living(self, prompts: Sequence[tuple[str, Prompt]], lives: dict[str, int]) -> dict[str, Prompt]:
+        """Return the prompts that have not been preempted since. What has ended stays so, whoever computes it."""
+        return {tid: prompt for tid, prompt in prompts if self._lives.get(tid, 0) == lives[tid]}
+
+    def _begun(self, prompts: Sequence[tuple[str, Prompt]], lives: dict[str, int]) -> None:
+        with self._lock:
+            self._side.begin_step(self._still_living(prompts, lives))
+
+    def _reached(self, layer: str, lanes: Sequence[Lane], step: Step) -> None:
+        step.layers_at[layer] = time.monotonic()
+        with self._lock:
+            wanted = [self._side.reach(lane) for lane in lanes]
+        if any(wanted):
+            self._executor.wake()
+
+    def _publish(self, prompts: Sequence[tuple[str, Prompt]], lives: dict[str, int], step: Step) -> None:
+        self._end_step(step)
+        with self._lock:
+            for transfer_id, prompt in self._still_living(prompts, lives).items():
+                self._side.compute(transfer_id, prompt)
+        self._executor.wake()
+
+    def _end_step(self, step: Step) -> None:
+        """Measure a step. On a GPU it may have been launched before the one ahead of it was done."""
+        now = step.ended_at = time.monotonic()
+        if step.num_tokens:
+            seconds = now - max(step.began_at, self._step_ended_at)
+            self.grains.note_step(step.num_tokens, seconds, len(step.layers_at))
+        self._step_ended_at = now
+
+    def preempt(self, transfer_ids: Sequence[str]) -> None:
+        """The engine may overwrite these prompts' blocks from now on, and will compute them again."""
+        with self._lock:
+            for transfer_id in transfer_ids:
+                self._lives[transfer_id] = self._lives.get(transfer_id, 0) + 1
+                self._side.preempt(transfer_id)
+
+    def end(self, transfer_ids: Sequence[str]) -> None:
+        """The engine may overwrite these prompts' blocks from now on. Whoever wants them yet is told so."""
+        with self._lock:
+            for transfer_id in transfer_ids:
+                self._lives.pop(transfer_id, None)
+                if self._times is not None:
+                    self._times.forget(transfer_id)
+                self._side.end(transfer_id, _ended(transfer_id))
+        if transfer_ids:
+            self._executor.wake()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is being written, nor will be."""
+        with self._lock:
+            return self._side.num_open == 0
+
+    def close(self) -> None:
+        """Stop what waits for the device; pushes end with the executor."""
+        self._afterwards.close()
+        self._ways.close()
+
+    # The listener's thread.
+
+    def answer(self, question: Question) -> Answer:
+        """Answer a receiver. Raises :class:`KVFerryError` for what is refused."""
+        if isinstance(question, Introduce | Announce | Revoke):
+            check_epoch(question.epoch, self.epoch, "rank")
+        if isinstance(question, Introduce):
+            self._introduce(question)
+            return Introduced(self.epoch)
+        if isinstance(question, Announce):
+            self._announce(question)
+            return Announced(self.epoch)
+        if isinstance(question, Revoke):
+            with self._lock:
+                is_quiet = self._side.revoke(question.key)
+            self._executor.wake()
+            return Revoked(self.epoch, is_quiet)
+        raise HandoffError(
+            Reason.UNSUPPORTED,
+            f"a {type(question).__name__} is not for a rank that pushes.",
+            "Ask the prefill engine's own port.",
+        )
+
+    def _introduce(self, question: Introduce) -> None:
+        check_version(question.version)
+        compare_identities(self._identity, question.identity)
+        key = question.receiver, question.answers_at.epoch
+        if key in self._receivers:
+            return
+        if self._shard not in question.sources:
+            raise HandoffError(
+                Reason.PEER_CHANGED,
+                f"none of the {len(question.sources)} caches that {question.receiver} was told of is this rank's.",
+                "Send the prompt again.",
+            )
+        planner = Planner([decode_shard(source) for source in question.sources], decode_shard(question.shard))
+        index = question.sources.index(self._shard)
+        for former in [known for known in self._receivers if known[0] == question.receiver]:
+            # Not closed: what is on its way over the same connection ends it.
+            del self._receivers[former]
+        self._receivers[key] = Receiver(question.answers_at, question.end_points, planner, index)
+        with self._lock:
+            self._side.introduce(*key)
+
+    def _announce(self, question: Announce) -> None:
+        key = question.key
+        receiver = self._receivers.get((key.receiver, key.receiver_epoch))
+        if receiver is None:
+            raise HandoffError(Reason.UNKNOWN_REQUEST, f"{key.receiver} has not introduced itself.", "Do so first.")
+        self._receivers.move_to_end((key.receiver, key.receiver_epoch))
+        plan = receiver.plan(question.transfer_id)
+        part = Part(plan, question.blocks)
+        if part.digest != question.digest:
+            raise HandoffError(
+                Reason.PROTOCOL_MISMATCH,
+                f"{key.receiver} expects part {question.digest} of {question.transfer_id}; planned here it is "
+                f"{part.digest}.",
+                "Run the same kvferry version on both sides.",
+            )
+        way = self._way(receiver, plan)
+        chosen = self._choose(receiver, plan, part, question, way)
+        part = part.in_grain(self.grains.span_plans(plan, chosen.layers_per_span), chosen.grain is Grain.WHOLE)
+        deadline = time.monotonic() + min(question.seconds, MAX_SECONDS)
+        wish = Wish(key, question.transfer_id, question.num_tokens, question.prompt_digest, part.needs, deadline)
+        with self._lock:
+            if self._side.num_open >= MAX_OPEN:
+                raise HandoffError(
+                    Reason.INVALID_REQUEST,
+                    f"{MAX_OPEN} pushes are asked for of this rank already.",
+                    "Let only decode engines reach it, and let them ask for what their requests need.",
+                )
+            if not self._side.announce(wish):
+                return
+            times = None if self._times is None else self._timeline(wish, chosen)
+        self._executor.submit(self._job(wish, part, receiver, times, way))
+
+    def _way(self, receiver: Receiver, plan: PairPlan) -> PackedWay | None:
+        if plan not in receiver.ways:
+            receiver.ways[plan] = self._ways.choose(plan, self._transport(receiver))
+        return receiver.ways[plan]
+
+    def _transport(self, receiver: Receiver) -> str:
+        """Return the name of the transport that reaches a receiver unless it fails."""
+        return next((name for name in self._transports.transports if name in receiver.end_points), "")
+
+    def _choose(
+        self, receiver: Receiver, plan: PairPlan, part: Part, question: Announce, way: PackedWay | None
+    ) -> ChosenGrain:
+        with self._lock:
+            is_computed = self._side.is_computed(question.transfer_id)
+        chosen = self.grains.choose(
+            plan,
+            part.announced,
+            question.num_tokens,
+            self._transport(receiver),
+            is_computed=is_computed,
+            way=None if way is None else way.plan,
+        )
+        if receiver.latest_grain != (grain := (chosen.grain, chosen.layers_per_span)):
+            receiver.latest_grain = grain
+            logger.info("kvferry: pushes to %s go as %s: %s", question.key.receiver, chosen.name, chosen.reason)
+        return chosen
+
+    def _timeline(self, wish: Wish, chosen: ChosenGrain) -> PushTimes:
+        assert self._times is not None
+        return PushTimes(wish, chosen, self._times.of(wish.transfer_id), self.grains.layers_of)
+
+    def _job(
+        self, wish: Wish, part: Part, receiver: Receiver, times: PushTimes | None, way: PackedWay | None
+    ) -> PushJob:
+        return PushJob(
+            self._side,
+            self._lock,
+            wish.key,
+            part,
+            connect=lambda: self._connect(receiver),
+            report=lambda result: self._report(wish, part, receiver, result),
+            measured=self.grains.measures.note_batch,
+            times=times,
+            way=way,
+        )
+
+    # The transfer thread.
+
+    def _connect(self, receiver: Receiver) -> Connecting:
+        if receiver.connecting is None:
+            receiver.connecting = self._transports.connect(receiver.end_points)
+        return receiver.connecting
+
+    def _report(self, wish: Wish, part: Part, receiver: Receiver, result: LoadResult) -> None:
+        key, error = wish.key, result.error
+        if isinstance(error, TransportError):
+            # A connection that failed once is made anew.
+            receiver.connecting = None
+            self._give_up(wish.transfer_id)
+        if error is not None:
+            logger.warning("kvferry: push %d to %s failed: %s", key.number, key.receiver, error)
+        index, where = receiver.source_index, receiver.answers_at
+        question = (
+            Pushed(
+                key,
+                index,
+                part.digest,
+                result.num_bytes,
+                result.num_descriptors,
+                result.transport,
+                result.transfer_seconds,
+            )
+            if error is None
+            else PushFailed(
+                key, index, error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy[:MAX_TEXT_LENGTH]
+            )
+        )
+        self._courier.send(where.host, where.port, question, REPORT_SECONDS)
+        for parcel in self._courier.collect():
+            if parcel.answer is None:
+                logger.warning("kvferry: %s:%d does not answer", parcel.host, parcel.port)
+
+    def _give_up(self, transfer_id: str) -> None:
+        """Let this rank's engine end the hold, as the receiver would: it may be dead, and a lease is long."""
+        if (engine := self.engine) is not None:
+            question = Release(engine.epoch, (handle_of(transfer_id),))
+            self._courier.send(engine.host, engine.port, question, REPORT_SECONDS)
+
+
+def _ended(transfer_id: str) -> HandoffError:
+    return HandoffError(
+        Reason.LEASE_EXPIRED,
+        f"the prefill engine no longer holds the blocks of {transfer_id}: the request was aborted, released or nobody "
+        "took it in time.",
+        "Send the prompt again; if this repeats, raise lease_seconds on the prefill side.",
+    )

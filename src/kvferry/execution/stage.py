@@ -1,0 +1,215 @@
+"""Bounded stages, the copies that take what they hold into the cache, and those that pack it from there."""
+
+import mmap
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Union
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import PlanError, Reason
+from kvferry.execution import device_merge
+from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark
+from kvferry.layout.shard import Region
+from kvferry.plan.staging.scatter import Merge, aligned
+from kvferry.plan.staging.staged_plan import ROUNDS_PER_STAGE
+from kvferry.transport.copy_threads import CopyThreads
+
+if TYPE_CHECKING:
+    import torch
+
+Memory = Union[npt.NDArray[np.uint8], "torch.Tensor"]
+PACKING_BYTES = 256 << 10
+"""A copy out of blocks in no order goes through a buffer that stays in the second-level cache."""
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+class _Copied:
+    """A mark behind copies that another thread of this process makes."""
+
+    def __init__(self, copying: Future[None]) -> None:
+        self._copying = copying
+
+    def is_over(self) -> bool:
+        return self._copying.done()
+
+    def wait(self) -> None:
+        self._copying.result()
+
+
+class Stage:
+    """Memory where the cache is, of which each owner holds at most one stretch at a time, in the order of asking.
+
+    Nobody waits while holding, so all that is held comes back and the first in the queue gets its stretch: no
+    deadlock, and none is overtaken. Used by one thread. Untouched memory costs nothing.
+
+    >>> stage = Stage(4096, huge_pages=False)
+    >>> stage.take("a", 3000), stage.take("b", 2000), stage.take("c", 100)
+    (0, None, None)
+    >>> stage.give_back("a"); stage.take("c", 100), stage.take("b", 2000), stage.take("c", 100)
+    (None, 0, 2048)
+    """
+
+    def __init__(self, num_bytes: int, huge_pages: bool = True, order: DeviceOrder = HOST) -> None:
+        self._order = order
+        self.memory, address = (
+            _host_memory(num_bytes, huge_pages) if order.is_immediate else _device_memory(num_bytes, order.device)
+        )
+        self.region = Region(address, num_bytes, order.device)
+        """The memory to register."""
+        self._held: dict[Hashable, tuple[int, int]] = {}
+        self._waiting: dict[Hashable, None] = {}
+        self._given_back: list[tuple[tuple[int, int], Mark]] = []
+        self._threads = CopyThreads()
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether nobody waits for marks of its copies unless the caller does; a GPU's stream waits by itself."""
+        return self._order.is_immediate
+
+    @property
+    def round_bytes(self) -> int:
+        """Most bytes that a load should take at a time, unless one block has more."""
+        return self.memory.nbytes // ROUNDS_PER_STAGE
+
+    def take(self, owner: Hashable, num_bytes: int) -> int | None:
+        """Return where the owner's stretch begins, or None while it must wait: it keeps its place in the queue.
+
+        Raises :class:`PlanError` (``unsupported``) for more than the whole stage.
+        """
+        assert owner not in self._held, "an owner holds one stretch at a time"
+        if aligned(num_bytes) > self.memory.nbytes:
+            raise PlanError(
+                Reason.UNSUPPORTED, f"{num_bytes} bytes were asked of a stage of {self.memory.nbytes}.", "Raise it."
+            )
+        self._waiting.setdefault(owner)
+        if next(iter(self._waiting)) != owner:
+            return None
+        begin = self._gap(aligned(num_bytes))
+        if begin is not None:
+            del self._waiting[owner]
+            self._held[owner] = (begin, begin + aligned(num_bytes))
+        return begin
+
+    def give_back(self, owner: Hashable, after: Mark = OVER) -> None:
+        """Return what the owner holds, or its place in the queue; neither is fine. Nobody gets it before the mark."""
+        stretch = self._held.pop(owner, None)
+        self._waiting.pop(owner, None)
+        if stretch is not None:
+            self._given_back.append((stretch, after))
+
+    def put_in_place(self, merges: Sequence[Merge]) -> Mark:
+        """Begin to copy what was read to where it belongs in the cache; return the mark behind that.
+
+        On a thread beside the caller's, which goes on reading; on a GPU by one launch on the calling thread's stream.
+        """
+        if self.is_on_host:
+            return _Copied(self._threads.start(partial(_put_all_in_place, merges, self.region.base_address)))
+        device_merge.merge(merges, self.region.base_address, self._order.device)
+        return self._order.mark()
+
+    def pack(self, packs: Sequence[Merge]) -> Mark:
+        """Copy from the cache to where it belongs in the stage; return the mark behind that.
+
+        On a GPU by one launch on the calling thread's stream.
+        """
+        if self.is_on_host:
+            for each in packs:
+                pack(each, self.region.base_address)
+        else:
+            device_merge.split(packs, self.region.base_address, self._order.device)
+        return self._order.mark()
+
+    def close(self) -> None:
+        """End the copying thread once it has copied what it was given; twice is fine."""
+        self._threads.close()
+
+    def _gap(self, num_bytes: int) -> int | None:
+        self._given_back = [(stretch, mark) for stretch, mark in self._given_back if not mark.is_over()]
+        begin = 0
+        for start, end in sorted((*self._held.values(), *(stretch for stretch, _ in self._given_back))):
+            if start - begin >= num_bytes:
+                return begin
+            begin = end
+        return begin if self.memory.nbytes - begin >= num_bytes else None
+
+
+def _host_memory(num_bytes: int, huge_pages: bool) -> "tuple[Memory, int]":
+    mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge_pages:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(mapping, dtype=np.uint8)
+    memory = whole[-whole.ctypes.data % _HUGE_PAGE_BYTES :][:num_bytes]
+    return memory, int(memory.ctypes.data)
+
+
+def _device_memory(num_bytes: int, device: str) -> "tuple[Memory, int]":
+    import torch
+
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return memory, memory.data_ptr()
+
+
+class _Address:
+    """Memory that numpy may view although no Python object owns it."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], run_bytes: int) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": f"|V{run_bytes}",
+            "version": 3,
+        }
+
+
+def _put_all_in_place(merges: Sequence[Merge], stage_address: int) -> None:
+    for merge in merges:
+        put_in_place(merge, stage_address)
+
+
+def put_in_place(merge: Merge, stage_address: int) -> None:
+    """Copy what was read into the stage to where it belongs in the cache, all blocks by one assignment.
+
+    >>> stage, cache = np.arange(8, dtype=np.uint8), np.zeros(16, dtype=np.uint8)
+    >>> put_in_place(Merge(0, 4, cache.ctypes.data, 8, np.array([1, 0]), 2, ((2, 2, 4),)), stage.ctypes.data)
+    >>> cache.tolist()
+    [4, 5, 0, 0, 6, 7, 0, 0, 0, 1, 0, 0, 2, 3, 0, 0]
+    """
+    # numpy releases the interpreter lock while it copies and starts no threads, as torch would on the compute cores.
+    stage, cache = _both_sides(merge, stage_address)
+    cache[merge.destination_blocks] = stage
+
+
+def pack(merge: Merge, stage_address: int) -> None:
+    """Copy from the cache to where it belongs in the stage: the reverse of :func:`put_in_place`.
+
+    >>> stage, cache = np.zeros(8, dtype=np.uint8), np.arange(16, dtype=np.uint8)
+    >>> pack(Merge(0, 4, cache.ctypes.data, 8, np.array([1, 0]), 2, ((2, 2, 4),)), stage.ctypes.data)
+    >>> stage.tolist()
+    [8, 9, 12, 13, 0, 1, 4, 5]
+    """
+    stage, cache = _both_sides(merge, stage_address)
+    blocks = merge.destination_blocks
+    num_together = max(1, PACKING_BYTES * len(blocks) // (merge.num_runs * merge.run_bytes))
+    for start in range(0, len(blocks), num_together):
+        stop = start + num_together
+        stage[start:stop] = cache[blocks[start:stop]]
+
+
+def _both_sides(merge: Merge, stage_address: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
+    """Return a copy's side in the stage and its side in the cache, there of all blocks up to the last named."""
+    counts, stage_strides, cache_strides = zip(*merge.loops[::-1], strict=True) if merge.loops else ((), (), ())
+    blocks = merge.destination_blocks
+    in_stage = (merge.stage_block_stride, *stage_strides)
+    stage = _view(stage_address + merge.stage_offset, (len(blocks), *counts), in_stage, merge.run_bytes)
+    shape = (int(blocks.max()) + 1, *counts)
+    in_cache = (merge.destination_block_stride, *cache_strides)
+    return stage, _view(merge.destination_address, shape, in_cache, merge.run_bytes)
+
+
+def _view(address: int, shape: tuple[int, ...], strides: tuple[int, ...], run_bytes: int) -> npt.NDArray[np.void]:
+    """Return memory at an address as an array of runs: each is one element, which numpy copies by one memmove."""
+    return np.asarray(_Address(address, shape, strides, run_bytes))

@@ -1,0 +1,379 @@
+"""Messages of the control plane, bounded and schema-checked; no pickle.
+
+A message is a msgpack map with a ``type`` tag. Whatever does not decode is answered with a
+:class:`Refusal` and never ends a listener.
+"""
+
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from kvferry.errors import HandoffError, Reason
+
+WORD_BYTES = 16
+PROTOCOL_VERSION = 5
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Of an answer: a directory of many ranks is long."""
+MAX_QUESTION_BYTES = 4 * 1024 * 1024
+MAX_REQUESTS_PER_MESSAGE = 1024
+"""So that a question of the longest identifiers, of four bytes a character, is within its bound."""
+MAX_IDENTIFIER_LENGTH = 512
+MAX_ANNOUNCED_BLOCKS = 1 << 18
+"""Of all groups of an announcement together: so many are within a question's bound, however long their numbers."""
+MAX_ANNOUNCED_GROUPS = 256
+MAX_TEXT_LENGTH = 4096
+MAX_LEASE_SECONDS = 7 * 86400.0
+MAX_PACK_COPIES = 1 << 14
+MAX_PACK_BLOCKS = 1 << 18
+MAX_LOOPS = 16
+
+Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_IDENTIFIER_LENGTH)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
+Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
+RunBytes = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+Stride = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
+BlockList = Annotated[tuple[Unsigned, ...], msgspec.Meta(min_length=1, max_length=MAX_PACK_BLOCKS)]
+LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]
+
+
+class Handle(msgspec.Struct, frozen=True, order=True):
+    """Names one held request of a prefill engine: no two holds of an epoch share a generation."""
+
+    request_id: Identifier
+    generation: Unsigned
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What two engines must agree on before a byte moves, compared field by field.
+
+    ``model`` is a digest of the model's configuration, ``weights`` a digest of what is known of
+    its weights and revision; both are opaque here. ``quantization`` says how the weights are quantised, in the
+    checkpoint or while they are loaded; the model computes in ``compute_dtype`` and caches in ``kv_dtype``.
+    """
+
+    model: Identifier
+    weights: Identifier
+    architecture: Identifier
+    kv_dtype: Identifier
+    num_layers: Unsigned
+    num_kv_heads: Unsigned
+    head_size: Unsigned
+    quantization: Identifier
+    compute_dtype: Identifier
+
+
+class Packer(msgspec.Struct, frozen=True):
+    """Where a rank answers :class:`Pack`, and how many bytes its stage has."""
+
+    host: Identifier
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    stage_bytes: Unsigned
+
+
+class EndPoint(msgspec.Struct, frozen=True, order=True):
+    """Where a rank of a pushing or pushed-to engine answers questions, and in which life of its process."""
+
+    host: Identifier
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    epoch: Unsigned
+
+
+class RankEntry(msgspec.Struct, frozen=True):
+    """One rank of a prefill engine: where its cache lies and how to reach it.
+
+    ``shard`` is an encoded :class:`kvferry.layout.Shard`, ``end_points`` maps a transport's
+    name to its end point, ``words_address`` is where the rank keeps its guard words
+    (16 bytes a slot, see :mod:`kvferry.execution.guard_words`), ``packer`` who packs for readers that want that, if
+    anybody. ``push_end_point`` is where the rank itself answers, in a prefill engine that pushes.
+    """
+
+    tp_rank: Unsigned
+    pp_rank: Unsigned
+    shard: Payload
+    end_points: dict[Identifier, Payload]
+    words_address: Unsigned
+    num_words: Unsigned
+    packer: Packer | None = None
+    push_end_point: EndPoint | None = None
+
+
+class DirectoryRequest(msgspec.Struct, frozen=True, tag="directory-request", tag_field="type"):
+    """Asks a prefill engine for its ranks. ``sender`` is for the log only."""
+
+    version: Unsigned
+    sender: Identifier
+
+
+class Directory(msgspec.Struct, frozen=True, tag="directory", tag_field="type"):
+    """A prefill engine's ranks in this epoch."""
+
+    version: Unsigned
+    engine_id: Identifier
+    epoch: Unsigned
+    identity: Identity
+    ranks: Annotated[tuple[RankEntry, ...], msgspec.Meta(min_length=1, max_length=4096)]
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew", tag_field="type"):
+    """Extends the leases of held requests that the sender still means to read."""
+
+    epoch: Unsigned
+    handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
+
+
+class Renewed(msgspec.Struct, frozen=True, tag="renewed", tag_field="type"):
+    """Answers :class:`Renew`: the lease in seconds from now, and the handles that are no longer held."""
+
+    epoch: Unsigned
+    lease_seconds: LeaseSeconds
+    lost: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
+
+
+class Release(msgspec.Struct, frozen=True, tag="release", tag_field="type"):
+    """Ends holds: every reader of the sender is done with them. Idempotent."""
+
+    epoch: Unsigned
+    handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
+
+
+class Released(msgspec.Struct, frozen=True, tag="released", tag_field="type"):
+    """Answers :class:`Release`."""
+
+    epoch: Unsigned
+
+
+class Unquiet(msgspec.Struct, frozen=True, tag="unquiet", tag_field="type"):
+    """A rank tells its own engine of all requests that it gave up and into whose blocks somebody may still write.
+
+    Of a rank's reports the one with the largest ``number`` counts.
+    """
+
+    epoch: Unsigned
+    rank: Unsigned
+    number: Unsigned
+    request_ids: Annotated[tuple[Identifier, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
+
+
+class PushKey(msgspec.Struct, frozen=True, order=True):
+    """Names one push to one rank of a receiver: no number is used twice in an epoch of the rank's process."""
+
+    receiver: Identifier
+    receiver_epoch: Unsigned
+    number: Unsigned
+
+
+class AnnouncedBlocks(msgspec.Struct, frozen=True):
+    """Tokens that a receiver wants of one cache group, and its blocks for them.
+
+    The first block begins at ``block_token``, at or before ``first_token``. A state is "token" 0 to 1 of one block.
+    """
+
+    group: Identifier
+    first_token: Unsigned
+    end_token: Unsigned
+    block_token: Unsigned
+    block_ids: Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_ANNOUNCED_BLOCKS)]
+
+
+class Introduce(msgspec.Struct, frozen=True, tag="introduce", tag_field="type"):
+    """A rank of a receiver says to a rank of a sender where its cache lies and how to reach it, once in an epoch.
+
+    ``sources`` are the shards of all ranks of the sender, as its directory names them: both sides plan from the same.
+    """
+
+    version: Unsigned
+    epoch: Unsigned
+    receiver: Identifier
+    identity: Identity
+    sources: Annotated[tuple[Payload, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    shard: Payload
+    end_points: dict[Identifier, Payload]
+    answers_at: EndPoint
+
+
+class Introduced(msgspec.Struct, frozen=True, tag="introduced", tag_field="type"):
+    """Answers :class:`Introduce`."""
+
+    epoch: Unsigned
+
+
+class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
+    """A receiver's blocks are ready to be written, from now on for ``seconds``.
+
+    ``transfer_id`` is what the router gave both engines for this request. ``num_tokens`` and ``prompt_digest`` say of
+    which prompt, ``digest`` which part of the plan this one source is to write.
+    """
+
+    epoch: Unsigned
+    key: PushKey
+    transfer_id: Identifier
+    num_tokens: Unsigned
+    prompt_digest: Identifier
+    blocks: Annotated[tuple[AnnouncedBlocks, ...], msgspec.Meta(min_length=1, max_length=MAX_ANNOUNCED_GROUPS)]
+    digest: Identifier
+    seconds: LeaseSeconds
+
+
+class Announced(msgspec.Struct, frozen=True, tag="announced", tag_field="type"):
+    """Answers :class:`Announce`: the source will push, and say how that ended."""
+
+    epoch: Unsigned
+
+
+class Revoke(msgspec.Struct, frozen=True, tag="revoke", tag_field="type"):
+    """The receiver wants its blocks back: write no more. Asked again until the answer says that all is quiet."""
+
+    epoch: Unsigned
+    key: PushKey
+
+
+class Revoked(msgspec.Struct, frozen=True, tag="revoked", tag_field="type"):
+    """Answers :class:`Revoke`. Once ``is_quiet``, nothing of this push will be written any more, ever."""
+
+    epoch: Unsigned
+    is_quiet: bool
+
+
+class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
+    """A source says that everything of its part has landed; ``digest`` is that of the announcement it fulfilled.
+
+    The rest is for the receiver's log: what was written, how, and for how long the transport was at it.
+    """
+
+    key: PushKey
+    source_index: Unsigned
+    digest: Identifier
+    num_bytes: Unsigned
+    num_descriptors: Unsigned
+    transport: Text
+    transfer_seconds: Annotated[float, msgspec.Meta(ge=0)]
+
+
+class PushFailed(msgspec.Struct, frozen=True, tag="push-failed", tag_field="type"):
+    """A source says that it gave a push up and writes no more."""
+
+    key: PushKey
+    source_index: Unsigned
+    reason: Identifier
+    message: Text
+    remedy: Text = ""
+
+
+class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
+    """Answers :class:`Pushed` and :class:`PushFailed`."""
+
+    receiver_epoch: Unsigned
+
+
+class PackCopy(msgspec.Struct, frozen=True):
+    """One strided copy of a rank's cache into a part of its stage: a :class:`kvferry.plan.staging.scatter.Merge` on
+    the wire.
+
+    ``blocks`` is the place of its block ids in :attr:`Pack.blocks`.
+    """
+
+    stage_offset: Unsigned
+    stage_block_stride: Unsigned
+    address: Unsigned
+    block_stride: Unsigned
+    blocks: Unsigned
+    run_bytes: RunBytes
+    loops: Annotated[tuple[tuple[Count, Stride, Stride], ...], msgspec.Meta(max_length=MAX_LOOPS)]
+
+
+class Pack(msgspec.Struct, frozen=True, tag="pack", tag_field="type"):
+    """Asks a rank to pack ``num_bytes`` of the blocks of a hold, which its guard word names, for one reader.
+
+    ``number`` counts the reader's parts. It is done with the first ``num_done`` of them. Asked again, a part that is
+    packed is answered as before. ``reader`` is a name that no other reader has.
+    """
+
+    reader: Identifier
+    number: Unsigned
+    num_done: Unsigned
+    slot: Unsigned
+    epoch: Unsigned
+    generation: Unsigned
+    num_bytes: Unsigned
+    blocks: Annotated[tuple[BlockList, ...], msgspec.Meta(max_length=MAX_PACK_COPIES)]
+    copies: Annotated[tuple[PackCopy, ...], msgspec.Meta(min_length=1, max_length=MAX_PACK_COPIES)]
+
+
+class Packed(msgspec.Struct, frozen=True, tag="packed", tag_field="type"):
+    """Answers :class:`Pack`: where the part lies, and the word that says so as long as it does."""
+
+    address: Unsigned
+    word_address: Unsigned
+    word: Annotated[bytes, msgspec.Meta(min_length=WORD_BYTES, max_length=WORD_BYTES)]
+
+
+class Busy(msgspec.Struct, frozen=True, tag="busy", tag_field="type"):
+    """Answers :class:`Pack` while there is no room, or the blocks are being written: ask again soon."""
+
+
+class Unpack(msgspec.Struct, frozen=True, tag="unpack", tag_field="type"):
+    """Gives back all parts of a reader. Idempotent."""
+
+    reader: Identifier
+
+
+class Unpacked(msgspec.Struct, frozen=True, tag="unpacked", tag_field="type"):
+    """Answers :class:`Unpack`."""
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal", tag_field="type"):
+    """Answers what cannot be served, with a stable reason and what to do about it."""
+
+    reason: Identifier
+    message: Text
+    remedy: Text = ""
+
+
+Question = (
+    DirectoryRequest | Renew | Release | Unquiet | Pack | Unpack | Introduce | Announce | Revoke | Pushed | PushFailed
+)
+Answer = Directory | Renewed | Released | Packed | Busy | Unpacked | Introduced | Announced | Revoked | Noted | Refusal
+
+Message = TypeVar("Message")
+
+_encoder = msgspec.msgpack.Encoder()
+_question_decoder: "msgspec.msgpack.Decoder[Question]" = msgspec.msgpack.Decoder(Question)
+_answer_decoder: "msgspec.msgpack.Decoder[Answer]" = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Question | Answer) -> bytes:
+    """Return the message as bytes.
+
+    >>> decode_question(encode(Release(epoch=7, handles=(Handle("a", 1),)))).handles[0].request_id
+    'a'
+    """
+    return _encoder.encode(message)
+
+
+def decode_question(data: bytes) -> Question:
+    """Return the question in ``data``; raises :class:`HandoffError` (malformed-message)."""
+    return _decode(_question_decoder, data, MAX_QUESTION_BYTES)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Return the answer in ``data``; raises :class:`HandoffError` (malformed-message)."""
+    return _decode(_answer_decoder, data, MAX_MESSAGE_BYTES)
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[Message]", data: bytes, max_bytes: int) -> Message:
+    if len(data) > max_bytes:
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE,
+            f"a message of {len(data)} bytes exceeds the limit of {max_bytes}.",
+            "Check that both sides run kvferry with the same protocol version.",
+        )
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE,
+            f"a message of {len(data)} bytes is not one of the protocol's: {error}.",
+            "Check that both sides run kvferry with the same protocol version.",
+        ) from error

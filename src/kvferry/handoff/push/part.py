@@ -1,0 +1,162 @@
+"""What one source rank is to write of a push, as both sides work it out from the same plan."""
+
+import copy
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.messages import AnnouncedBlocks
+from kvferry.handoff.push.sending import Batch, Cut, Lane, Need
+from kvferry.layout.group import CacheKind
+from kvferry.plan.planner import Descriptors, GroupPlan, PairPlan
+from kvferry.plan.request import GroupBlocks
+from kvferry.plan.staging.scatter import NOTHING, StagedPart
+from kvferry.plan.staging.staged_plan import GatherPlan
+
+NEVER = 1 << 61
+"""The grain of a state, which is final only with its prompt, and of what is to go whole."""
+
+
+class BlockList(msgspec.Struct, frozen=True):
+    """An engine's blocks of one prompt in one cache group, from the one that begins at ``first_token`` on."""
+
+    first_token: int
+    block_ids: Sequence[int]
+
+
+class Part:
+    """What a source rank of a plan contributes to one request.
+
+    ``announced`` are the receiver's blocks of the groups that this source serves, in the plan's order. ``spans`` has
+    the groups whose layers are pushed a span at a time; the receiver need not know.
+    """
+
+    def __init__(
+        self,
+        plan: PairPlan,
+        announced: Sequence[AnnouncedBlocks],
+        spans: Mapping[str, Mapping[int, GroupPlan]] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._spans = spans or {}
+        self._is_whole = False
+        by_group = {blocks.group: blocks for blocks in announced}
+        if by_group.keys() != plan.groups.keys() or len(by_group) < len(announced):
+            raise HandoffError(
+                Reason.GROUP_MISMATCH,
+                f"blocks of cache groups {[blocks.group for blocks in announced]} were announced to a rank that sends "
+                f"{list(plan.groups)}.",
+                "Serve the same model with the same cache settings.",
+            )
+        self.announced = tuple(by_group[group] for group in plan.groups)
+        encoded = msgspec.msgpack.encode((plan.digest, self.announced))
+        self.digest = hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+    def in_grain(self, spans: Mapping[str, Mapping[int, GroupPlan]], is_whole: bool) -> "Part":
+        """Return the same part to be sent in these spans of layers, or as a whole when the prompt has ended."""
+        part = copy.copy(self)
+        part._spans, part._is_whole = spans, is_whole
+        return part
+
+    @property
+    def needs(self) -> dict[Lane, Need]:
+        """What is wanted, lane by lane: of each group all layers at once, or each span of them."""
+        return {
+            Lane(blocks.group, span): self._need(blocks)
+            for blocks in self.announced
+            for span in self._spans.get(blocks.group) or (0,)
+        }
+
+    def lower(self, batch: Batch, held: Mapping[str, BlockList]) -> Descriptors:
+        """Return the descriptors that write a batch out of the blocks that the source holds.
+
+        Raises :class:`HandoffError` (invalid-request) where it does not hold one of them, :class:`PlanError` where
+        blocks do not fit.
+        """
+        rows = [part for plan, asked in self._asked_of(batch, held) for part in plan.lower(asked)]
+        return np.concatenate([NOTHING, *(part.view(np.uint64) for part in rows)])
+
+    def gather(self, batch: Batch, held: Mapping[str, BlockList], way: GatherPlan) -> list[StagedPart]:
+        """Return what of a batch is packed here, and written from there. Raises as :meth:`lower`."""
+        return way.parts_of(self._asked_of(batch, held))
+
+    def _asked_of(self, batch: Batch, held: Mapping[str, BlockList]) -> list[tuple[GroupPlan, list[GroupBlocks]]]:
+        """Return the plans of a batch, of whole groups or of spans of layers, each with what is asked of it."""
+        announced = {blocks.group: blocks for blocks in self.announced}
+        found: list[tuple[GroupPlan, list[GroupBlocks]]] = []
+        for (group, first_token, end_token), spans in _together(batch).items():
+            asked = self._asked(Cut(Lane(group), first_token, end_token), announced[group], held[group])
+            found += [(plan, [asked]) for plan in self._plans(group, spans)]
+        return found
+
+    def _plans(self, group: str, spans: Sequence[int]) -> list[GroupPlan]:
+        """Return the plans of these spans; of all, that of the whole group, whose runs are longer."""
+        known = self._spans.get(group, {})
+        if len(spans) >= len(known):
+            return [self._plan.groups[group]]
+        return [known[span] for span in spans]
+
+    def _need(self, blocks: AnnouncedBlocks) -> Need:
+        source = self._plan.groups[blocks.group].source_group
+        goes_at_end = self._is_whole or source.kind is CacheKind.STATE
+        grain = NEVER if goes_at_end else source.tokens_per_position
+        return Need(blocks.first_token, blocks.end_token, grain)
+
+    def _asked(self, cut: Cut, announced: AnnouncedBlocks, held: BlockList) -> GroupBlocks:
+        plan = self._plan.groups[cut.lane.group]
+        source = _covering(held.first_token, held.block_ids, plan.source_group.tokens_per_position, cut)
+        target = _covering(announced.block_token, announced.block_ids, plan.destination_group.tokens_per_position, cut)
+        return GroupBlocks(
+            group=cut.lane.group,
+            first_token=cut.first_token,
+            last_token=cut.end_token,
+            source_block_ids=source.block_ids,
+            source_first_token=source.first_token,
+            destination_block_ids=target.block_ids,
+            destination_first_token=target.first_token,
+        )
+
+
+def _together(batch: Batch) -> dict[tuple[str, int, int], list[int]]:
+    """Return the spans of the cuts that are of the same group and tokens."""
+    found: dict[tuple[str, int, int], list[int]] = {}
+    for cut in batch:
+        found.setdefault((cut.lane.group, cut.first_token, cut.end_token), []).append(cut.lane.span)
+    return found
+
+
+def selector_of(transfer_id: str) -> int:
+    """Return what chooses between source ranks that hold the same, equal on both sides."""
+    return zlib.crc32(transfer_id.encode())
+
+
+def announced_blocks(plan: PairPlan, requests: Sequence[GroupBlocks]) -> tuple[AnnouncedBlocks, ...]:
+    """Return the receiver's blocks of the groups that a source serves."""
+    return tuple(
+        AnnouncedBlocks(
+            group=blocks.group,
+            first_token=blocks.first_token,
+            end_token=blocks.last_token,
+            block_token=blocks.destination_first_token,
+            block_ids=tuple(blocks.destination_ids.tolist()),
+        )
+        for blocks in requests
+        if blocks.group in plan.groups
+    )
+
+
+def _covering(first_token: int, block_ids: Sequence[int], covers: int, cut: Cut) -> BlockList:
+    """Return the part of a list that holds the tokens."""
+    first, end = (cut.first_token - first_token) // covers, -(-(cut.end_token - first_token) // covers)
+    if first < 0 or end > len(block_ids):
+        raise HandoffError(
+            Reason.INVALID_REQUEST,
+            f"cache group {cut.lane.group!r}: tokens {cut.first_token} to {cut.end_token} are wanted of "
+            f"{len(block_ids)} blocks of {covers} tokens from token {first_token} on.",
+            "Let the prefill engine generate one token only (max_tokens 1): what leaves a window is given back.",
+        )
+    return BlockList(first_token + first * covers, block_ids[first:end])

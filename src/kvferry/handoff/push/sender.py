@@ -1,0 +1,263 @@
+"""The sender's side of a push, of one rank: what its engine has computed, and who has announced blocks for it.
+
+Pure: the engine's progress, messages and the time are inputs. A prompt and an announcement meet by the transfer id that
+the router gave both engines, in either order. An announcement that comes late catches up on what was computed before.
+Not thread-safe: the caller holds a lock.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.handoff.bounded import Bounded
+from kvferry.handoff.messages import PushKey
+from kvferry.handoff.push.part import BlockList
+from kvferry.handoff.push.sending import END, Batch, Lane, Need, Sending, Stage
+
+MAX_REMEMBERED = 1 << 16
+"""Ended transfers and pushes that are remembered, so that a late message cannot begin them again."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """What an engine has computed of one prompt: blocks by cache group, and tokens that are final in every layer.
+
+    ``num_final`` is :data:`kvferry.handoff.push.sending.END` once the prompt has been computed to its end. Of its
+    tokens the step that tells this computes ``num_scheduled``, for measurements.
+    """
+
+    num_tokens: int
+    digest: str
+    blocks: Mapping[str, BlockList]
+    num_final: int
+    num_scheduled: int = 0
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What one rank of a receiver wants of this rank. ``deadline`` is on the sender's clock."""
+
+    key: PushKey
+    transfer_id: str
+    num_tokens: int
+    prompt_digest: str
+    needs: Mapping[Lane, Need]
+    deadline: float
+
+
+class Over(msgspec.Struct, frozen=True):
+    """How a push ended; ``error`` is None where everything has landed."""
+
+    error: KVFerryError | None
+
+
+class SendingSide:
+    """All pushes of one rank.
+
+    >>> side, key, lane = SendingSide(), PushKey("d/0", 7, 1), Lane("0")
+    >>> side.announce(Wish(key, "x", 32, "p", {lane: Need(0, 32, 16)}, deadline=9.0))
+    True
+    >>> side.take(key), side.compute("x", Prompt(32, "p", {}, num_final=16))
+    ((), None)
+    >>> [cut.end_token for cut in side.take(key)], side.landed(key), side.outcome(key)
+    ([16], None, None)
+    >>> side.end("x", HandoffError(Reason.ABORTED, "x was aborted.")), side.outcome(key).error.reason.value
+    (None, 'aborted')
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, Prompt] = {}
+        self._running: dict[str, Prompt] = {}
+        self._done_lanes: set[Lane] = set()
+        self._wanted_lanes: set[Lane] = set()
+        self._pushes: dict[PushKey, Sending] = {}
+        self._wishes: dict[PushKey, Wish] = {}
+        self._wishes_of: dict[str, set[PushKey]] = {}
+        self._ended: Bounded[str, KVFerryError] = Bounded(MAX_REMEMBERED)
+        self._over: Bounded[PushKey, Over] = Bounded(MAX_REMEMBERED)
+
+    @property
+    def num_open(self) -> int:
+        """Pushes that are not over."""
+        return len(self._pushes)
+
+    # The engine's prompts.
+
+    def begin_step(self, prompts: Mapping[str, Prompt]) -> None:
+        """The engine begins a step that computes these prompts, layer by layer.
+
+        Final so far is what former steps have computed here. Not what the engine took from its prefix cache: it names
+        blocks there that another prompt of this very step computes.
+        """
+        self._done_lanes.clear()
+        self._wanted_lanes.clear()
+        self._running = {tid: prompt for tid, prompt in prompts.items() if tid not in self._ended}
+        for transfer_id, prompt in self._running.items():
+            known = self._prompts.get(transfer_id)
+            num_final = 0 if known is None else known.num_final
+            self._prompts[transfer_id] = msgspec.structs.replace(prompt, num_final=num_final)
+            for key in self._keys_of(transfer_id):
+                self._wanted_lanes |= self._wishes[key].needs.keys()
+                self._check_prompt(key)
+
+    def reach(self, lane: Lane) -> bool:
+        """The layers of a lane have run in this step, for every prompt in it; return whether somebody wants them."""
+        self._done_lanes.add(lane)
+        return lane in self._wanted_lanes
+
+    def compute(self, transfer_id: str, prompt: Prompt) -> None:
+        """The engine has computed so much of a prompt, in every layer."""
+        if transfer_id in self._ended:
+            return
+        self._running.pop(transfer_id, None)
+        self._prompts[transfer_id] = prompt
+        for key in self._keys_of(transfer_id):
+            self._check_prompt(key)
+
+    def preempt(self, transfer_id: str) -> None:
+        """The engine takes the prompt's blocks back and computes it again: what is on its way is void."""
+        self._prompts.pop(transfer_id, None)
+        self._running.pop(transfer_id, None)
+        for key in self._keys_of(transfer_id):
+            self._pushes[key].void()
+
+    def end(self, transfer_id: str, error: KVFerryError) -> None:
+        """The prompt's blocks are given back: whoever still waits for them waits in vain."""
+        self._prompts.pop(transfer_id, None)
+        self._running.pop(transfer_id, None)
+        self._ended.setdefault(transfer_id, error)
+        for key in self._keys_of(transfer_id):
+            self._pushes[key].void()
+            self._pushes[key].fail(error)
+            self._sort_out(key)
+
+    # The receivers' messages.
+
+    def introduce(self, receiver: str, epoch: int) -> None:
+        """A rank of a receiver has started, again perhaps: pushes to its former self end."""
+        error = HandoffError(Reason.PEER_CHANGED, f"{receiver} was restarted.", "Send the prompt again.")
+        for key in [key for key in self._pushes if key.receiver == receiver and key.receiver_epoch != epoch]:
+            self._pushes[key].fail(error)
+            self._sort_out(key)
+
+    def announce(self, wish: Wish) -> bool:
+        """Blocks are ready: return whether that is new. Announcing them again changes nothing.
+
+        Raises why the push, revoked before perhaps, or the prompt has ended.
+        """
+        key = wish.key
+        if key in self._pushes:
+            return False
+        if key in self._over:
+            if (error := self._over[key].error) is not None:
+                # Raised again and again: without what it would gather each time.
+                raise error.with_traceback(None)
+            return False
+        if (ended := self._ended.get(wish.transfer_id)) is not None:
+            raise ended.with_traceback(None)
+        self._wishes[key] = wish
+        self._wishes_of.setdefault(wish.transfer_id, set()).add(key)
+        self._wanted_lanes |= wish.needs.keys()
+        self._pushes[key] = Sending(wish.transfer_id, wish.needs, wish.deadline)
+        self._check_prompt(key)
+        self._sort_out(key)
+        return True
+
+    def revoke(self, key: PushKey) -> bool:
+        """Write no more; return whether all is quiet. One that was never announced never will be."""
+        error = HandoffError(
+            Reason.ABORTED, "the receiver revoked its blocks.", "The decode engine's log says why it gave the push up."
+        )
+        push = self._pushes.get(key)
+        if push is not None:
+            push.fail(error)
+            self._sort_out(key)
+        elif key not in self._over:
+            self._over.setdefault(key, Over(error))
+        return key not in self._pushes
+
+    # The pusher.
+
+    def take(self, key: PushKey) -> Batch:
+        """Return what goes now of this push."""
+        push, wish = self._pushes.get(key), self._wishes.get(key)
+        prompt = None if wish is None else self._prompts.get(wish.transfer_id)
+        if push is None or prompt is None or wish is None:
+            return ()
+        final = dict.fromkeys(wish.needs, prompt.num_final)
+        if (running := self._running.get(wish.transfer_id)) is not None:
+            final |= dict.fromkeys(self._done_lanes & final.keys(), running.num_final)
+        return push.take(final)
+
+    def is_computed(self, transfer_id: str) -> bool:
+        """Return whether the prompt has been computed to its end."""
+        prompt = self._prompts.get(transfer_id)
+        return prompt is not None and prompt.num_final >= END
+
+    def prompt_of(self, key: PushKey) -> Prompt | None:
+        """Return what has been computed of the prompt that the push is of."""
+        wish = self._wishes.get(key)
+        return None if wish is None else self._prompts.get(wish.transfer_id)
+
+    def landed(self, key: PushKey) -> None:
+        """What was on its way has landed."""
+        if push := self._pushes.get(key):
+            push.landed()
+            self._sort_out(key)
+
+    def stopped(self, key: PushKey, error: KVFerryError | None) -> None:
+        """What was on its way will not land; nothing of it is written any more."""
+        if push := self._pushes.get(key):
+            push.stopped(error)
+            self._sort_out(key)
+
+    def fail(self, key: PushKey, error: KVFerryError) -> None:
+        """Give a push up."""
+        if push := self._pushes.get(key):
+            push.fail(error)
+            self._sort_out(key)
+
+    def tick(self, key: PushKey, now: float) -> None:
+        """Give the push up if it is late."""
+        if push := self._pushes.get(key):
+            push.tick(now)
+            self._sort_out(key)
+
+    def is_stopping(self, key: PushKey) -> bool:
+        """Return whether what is on its way is to be cancelled."""
+        push = self._pushes.get(key)
+        return push is not None and push.stage is Stage.STOPPING
+
+    def outcome(self, key: PushKey) -> Over | None:
+        """Return how the push ended, once it is over."""
+        return self._over.get(key)
+
+    def _keys_of(self, transfer_id: str) -> list[PushKey]:
+        return list(self._wishes_of.get(transfer_id, ()))
+
+    def _check_prompt(self, key: PushKey) -> None:
+        wish = self._wishes[key]
+        prompt = self._prompts.get(wish.transfer_id)
+        if prompt is None or (prompt.num_tokens, prompt.digest) == (wish.num_tokens, wish.prompt_digest):
+            return
+        self._pushes[key].fail(
+            HandoffError(
+                Reason.INVALID_REQUEST,
+                f"{key.receiver} wants {wish.num_tokens} tokens of {wish.transfer_id}, which is another prompt of "
+                f"{prompt.num_tokens} here.",
+                "Send the same prompt, template and adapter to both engines.",
+            )
+        )
+        self._sort_out(key)
+
+    def _sort_out(self, key: PushKey) -> None:
+        push = self._pushes.get(key)
+        if push is not None and push.stage is Stage.OVER:
+            del self._pushes[key]
+            self._forget_wish(self._wishes.pop(key))
+            self._over.setdefault(key, Over(push.error))
+
+    def _forget_wish(self, wish: Wish) -> None:
+        keys = self._wishes_of[wish.transfer_id]
+        keys.discard(wish.key)
+        if not keys:
+            del self._wishes_of[wish.transfer_id]

@@ -1,0 +1,208 @@
+"""Where a router and receivers learn which engine pushes: the bootstrap query of Mooncake's protocol.
+
+A router asks ``GET /query`` once, at its start, reads ``{"0": {"engine_id": ...}}`` and hands that engine id, with the
+address it asked, to decode engines. Those ask the same address for the rest. The engine id names the life of the
+engine's process too: a router that remembers a former one is found out.
+"""
+
+import errno
+import json
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable
+from http import HTTPStatus
+from http.client import HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Annotated, Any
+
+import msgspec
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.bounded import Bounded
+from kvferry.handoff.handshake import check_version
+from kvferry.handoff.messages import EndPoint, Identifier, Unsigned
+from kvferry.handoff.wire.addresses import bare, is_ipv6
+from kvferry.handoff.wire.background import AllBeside
+
+MAX_ANSWER_BYTES = 1 << 16
+QUERY_SECONDS = 5.0
+"""So long an address may be silent."""
+ANSWER_SECONDS = 15.0
+"""So long it may take to answer, however slowly it goes on."""
+MAX_OFFERS = 1024
+MAX_CONNECTIONS = 64
+"""So many that ask are answered at a time."""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A sending engine: where its control end point is, in which epoch, and its block sizes by cache group."""
+
+    version: Unsigned
+    engine_id: Identifier
+    control: EndPoint
+    block_sizes: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(max_length=256)]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One data-parallel rank in the answer; ``worker_addr`` is what vLLM's own connector has there."""
+
+    engine_id: Identifier
+    kvferry: Offer | None = None
+
+
+def life_of(engine_id: str, epoch: int) -> str:
+    """Return the id under which a router knows one life of an engine."""
+    return f"{engine_id}@{epoch:x}"
+
+
+class _Server(ThreadingHTTPServer):
+    """Closes connections that come while so many are being answered."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*arguments)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+
+class _SixServer(_Server):
+    address_family = socket.AF_INET6
+
+
+class Bootstrap:
+    """Answers ``GET /query`` with one offer, on a thread of its own, for as long as it is open."""
+
+    def __init__(self, host: str, port: int, offer: Offer) -> None:
+        body = json.dumps(
+            {"0": {"engine_id": offer.engine_id, "worker_addr": {}, "kvferry": msgspec.to_builtins(offer)}}
+        ).encode()
+        try:
+            kind = _SixServer if is_ipv6(host) else _Server
+            self._server = kind((bare(host), port), _handler(body))
+        except OSError as error:
+            raise HandoffError(
+                Reason.PORT_IN_USE if error.errno == errno.EADDRINUSE else Reason.INVALID_SETTING,
+                f"cannot answer bootstrap queries on {host}:{port}: {error.strerror}.",
+                'Set another "host" or "bootstrap_port", and give the port to the router.',
+            ) from error
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="kvferry-bootstrap", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; twice is fine."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _handler(body: bytes) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = QUERY_SECONDS
+
+        def do_GET(self) -> None:
+            found = self.path == "/query"
+            content = body if found else b"{}"
+            self.send_response(HTTPStatus.OK if found else HTTPStatus.NOT_FOUND)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    return Handler
+
+
+def query(address: str) -> list[Entry]:
+    """Ask a bootstrap address (``http://host:port``). Raises :class:`HandoffError`."""
+    if not address.startswith("http://"):
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE, f"{address!r} is no bootstrap address.", "It must begin with http://."
+        )
+    try:
+        # Not through a proxy that the environment names: engines know each other.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{address}/query", timeout=QUERY_SECONDS) as response:
+            body = response.read(MAX_ANSWER_BYTES)
+    except (OSError, ValueError, HTTPException) as error:
+        raise HandoffError(
+            Reason.PEER_UNREACHABLE,
+            f"the bootstrap address {address} does not answer: {error}.",
+            "Check that the prefill engine runs, and that its bootstrap_port is what the router was given.",
+        ) from error
+    try:
+        return list(msgspec.json.decode(body, type=dict[str, Entry]).values())
+    except msgspec.MsgspecError as error:
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE,
+            f"{address} answers no bootstrap query: {error}.",
+            "Give the router each prefill engine's bootstrap_port.",
+        ) from error
+
+
+class Bootstraps:
+    """Offers by bootstrap address, asked for on threads and remembered; for one thread."""
+
+    def __init__(self, ask: Callable[[str], list[Entry]] = query) -> None:
+        self._ask = ask
+        self._offers: Bounded[str, Offer] = Bounded(MAX_OFFERS)
+        self._queries: AllBeside[tuple[str, str], Offer] = AllBeside("bootstrap query")
+
+    def get(self, address: str, engine_id: str) -> Offer | None:
+        """Return the offer of the engine that the router means, None while it is asked for.
+
+        Raises :class:`HandoffError`: peer-changed where another life of the engine answers there, and whatever the
+        query comes to; a later request tries again.
+        """
+        known = self._offers.get(address)
+        if known is not None and known.engine_id == engine_id:
+            return known
+        key = address, engine_id
+        found = self._queries.get(key, lambda: _choose(self._ask(address), address, engine_id))
+        if found is None and self._queries.has_run(key, ANSWER_SECONDS):
+            # It stays known, and counted, until it ends.
+            raise HandoffError(
+                Reason.DEADLINE_EXCEEDED,
+                f"the bootstrap address {address} has not answered within {ANSWER_SECONDS:g} s.",
+                "Check that the prefill engine runs, and that its bootstrap_port is what the router was given.",
+            )
+        if found is None:
+            return None
+        offer = found.result()
+        self._queries.forget(key)
+        self._offers.pop(address, None)
+        self._offers[address] = offer
+        return offer
+
+    def forget(self, address: str) -> None:
+        """What is known may be of a former life of the engine: ask again for the next request."""
+        self._offers.pop(address, None)
+
+
+def _choose(entries: list[Entry], address: str, engine_id: str) -> Offer:
+    offers = [entry.kvferry for entry in entries if entry.kvferry is not None]
+    if not offers:
+        raise HandoffError(
+            Reason.PROTOCOL_MISMATCH,
+            f"the engine at {address} is none of kvferry's.",
+            'Start it with KVFerryConnector and "mode": "push".',
+        )
+    found = next((offer for offer in offers if offer.engine_id == engine_id), None)
+    if found is None:
+        raise HandoffError(
+            Reason.PEER_CHANGED,
+            f"the router names engine {engine_id}, but at {address} answers {offers[0].engine_id}.",
+            "The prefill engine was restarted and the router remembers the former one: restart the router.",
+        )
+    check_version(found.version)
+    return found

@@ -1,0 +1,291 @@
+"""Sends questions to prefill engines and hands back their answers, on a thread of its own.
+
+Lost messages are sent again until answered or until their deadline; the answers are
+collected without blocking. Names are looked up beside: one that is answered late holds nobody else up.
+"""
+
+import logging
+import queue
+import threading
+import time
+from contextlib import suppress
+from itertools import count
+
+import msgspec
+import zmq
+
+from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.handoff import messages as protocol
+from kvferry.handoff.messages import MAX_TEXT_LENGTH, Answer, Question, Refusal
+from kvferry.handoff.wire.addresses import end_point, find_address, is_ipv6, is_numeric
+from kvferry.handoff.wire.background import AllBeside
+
+logger = logging.getLogger(__name__)
+
+RESEND_SECONDS = 2.0
+IDLE_SOCKET_SECONDS = 120.0
+LOOKUP_SECONDS = 10.0
+MAX_SOCKETS = 512
+PAUSE_SECONDS = 0.1
+CLOSING_MILLISECONDS = 500
+"""So long the last questions have at the end to leave."""
+
+
+class Parcel(msgspec.Struct):
+    """One question on its way. ``answer`` is None when the deadline passed first."""
+
+    host: str
+    port: int
+    question: Question
+    deadline: float
+    sent_at: float = 0.0
+    resend_at: float = 0.0
+    answer: Answer | None = None
+
+
+class Courier:
+    """Delivers questions; :meth:`collect` returns what came back.
+
+    Any thread may send; one thread should collect.
+    """
+
+    def __init__(self) -> None:
+        self._outgoing: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        # One of its own: whatever a peer does to these sockets, the others of this process go on.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wake_receiver = self._context.socket(zmq.PULL)
+        self._wake_receiver.bind("inproc://wake")
+        self._wake_sender = self._context.socket(zmq.PUSH)
+        self._wake_sender.connect("inproc://wake")
+        self._wake_lock = threading.Lock()
+        self._sequence = count(1)
+        self._unsent: list[Parcel] = []
+        self._on_the_way: dict[bytes, Parcel] = {}
+        self._lookups: AllBeside[tuple[str, int], str] = AllBeside("lookup", self._wake)
+        self._sockets: dict[tuple[str, int], zmq.Socket[bytes]] = {}
+        self._used_at: dict[tuple[str, int], float] = {}
+        self._thread = threading.Thread(target=self._run, name="kvferry-courier", daemon=True)
+        self._thread.start()
+
+    def send(self, host: str, port: int, question: Question, timeout_seconds: float) -> None:
+        """Queue a question; its parcel comes back through :meth:`collect`, answered or not."""
+        self._outgoing.put(Parcel(host, port, question, time.monotonic() + timeout_seconds))
+        self._wake()
+
+    def collect(self) -> list[Parcel]:
+        """Return the parcels that came back since the last call."""
+        returned = []
+        while not self._returned.empty():
+            returned.append(self._returned.get_nowait())
+        return returned
+
+    def close(self) -> None:
+        """Stop; questions not yet sent are sent once, answers are no longer awaited. Twice is fine."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._wake()
+        self._thread.join(timeout=5)
+
+    def _wake(self) -> None:
+        # A full pipe already wakes the thread: the caller never waits for it.
+        with self._wake_lock, suppress(zmq.Again):
+            if not self._wake_sender.closed:
+                self._wake_sender.send(b"", zmq.NOBLOCK)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_receiver, zmq.POLLIN)
+        while not self._stop.is_set():
+            try:
+                self._turn(poller)
+            except Exception:
+                # Nothing that one question or peer does may end the thread that carries all others.
+                logger.exception("kvferry courier: a turn failed")
+                self._stop.wait(PAUSE_SECONDS)
+        self._take_outgoing(poller)
+        for socket in self._sockets.values():
+            socket.close(linger=CLOSING_MILLISECONDS)
+        with self._wake_lock:
+            self._wake_sender.close(linger=0)
+        self._wake_receiver.close(linger=0)
+        self._context.term()
+
+    def _turn(self, poller: zmq.Poller) -> None:
+        for socket, _ in poller.poll(self._milliseconds_to_next_event()):
+            if socket is self._wake_receiver:
+                self._wake_receiver.recv()
+                continue
+            try:
+                self._receive(socket)
+            except Exception:
+                logger.exception("kvferry courier: a connection failed and is closed")
+                self._close(next(name for name, known in self._sockets.items() if known is socket), poller)
+        self._take_outgoing(poller)
+        self._resend_or_give_up(time.monotonic())
+        self._close_idle(poller, time.monotonic())
+
+    def _milliseconds_to_next_event(self) -> int:
+        events = [parcel.deadline for parcel in self._unsent]
+        events += [min(parcel.resend_at, parcel.deadline) for parcel in self._on_the_way.values()]
+        now = time.monotonic()
+        return max(1, min(1000, int((min(events, default=now + 1) - now) * 1000)))
+
+    def _take_outgoing(self, poller: zmq.Poller) -> None:
+        while not self._outgoing.empty():
+            self._unsent.append(self._outgoing.get_nowait())
+        unsent, self._unsent = self._unsent, []
+        for parcel in unsent:
+            try:
+                if not self._has_socket(parcel, poller):
+                    self._unsent.append(parcel)
+                    continue
+                sequence = next(self._sequence).to_bytes(8, "big")
+                self._send(sequence, parcel)
+            except Exception as error:
+                self._return_unsent(parcel, error)
+            else:
+                self._on_the_way[sequence] = parcel
+
+    def _return_unsent(self, parcel: Parcel, error: Exception) -> None:
+        remedy = error.remedy if isinstance(error, KVFerryError) else ""
+        why = error.message if isinstance(error, KVFerryError) else str(error)
+        problem = f"nothing can be sent to {parcel.host}:{parcel.port}: {why}"
+        parcel.answer = Refusal(Reason.PEER_UNREACHABLE.value, problem[:MAX_TEXT_LENGTH], remedy)
+        self._returned.put(parcel)
+
+    def _has_socket(self, parcel: Parcel, poller: zmq.Poller) -> bool:
+        """Return whether the parcel can be sent, False while its host's address is looked for."""
+        destination = parcel.host, parcel.port
+        if destination in self._sockets:
+            return True
+        address = parcel.host
+        if not is_numeric(address):
+            lookup = self._lookups.get(destination, lambda: find_address(*destination, LOOKUP_SECONDS))
+            if lookup is None:
+                return False
+            address = lookup.result()
+            self._lookups.forget(destination)
+        self._make_room(poller)
+        self._sockets[destination] = _connected(self._context, address, parcel.port)
+        poller.register(self._sockets[destination], zmq.POLLIN)
+        return True
+
+    def _send(self, sequence: bytes, parcel: Parcel) -> None:
+        now = time.monotonic()
+        destination = (parcel.host, parcel.port)
+        self._used_at[destination] = now
+        # An answer may be to the first sending: a lease is counted from that.
+        parcel.sent_at = parcel.sent_at or now
+        parcel.resend_at = now + RESEND_SECONDS
+        try:
+            self._sockets[destination].send_multipart([sequence, protocol.encode(parcel.question)], zmq.NOBLOCK)
+        except zmq.Again:
+            logger.debug("kvferry courier: %s:%d takes no message now", *destination)
+
+    def _receive(self, socket: "zmq.Socket[bytes]") -> None:
+        frames = socket.recv_multipart(zmq.NOBLOCK)
+        parcel = self._on_the_way.get(frames[0]) if len(frames) == 2 else None
+        if parcel is None or self._sockets[parcel.host, parcel.port] is not socket:
+            return
+        try:
+            parcel.answer = protocol.decode_answer(frames[1])
+        except HandoffError as error:
+            logger.warning("kvferry courier: %s:%d answered badly: %s", parcel.host, parcel.port, error)
+            parcel.answer = Refusal(error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy)
+        del self._on_the_way[frames[0]]
+        self._returned.put(parcel)
+
+    def _resend_or_give_up(self, now: float) -> None:
+        late = [parcel for parcel in self._unsent if now >= parcel.deadline]
+        self._unsent = [parcel for parcel in self._unsent if now < parcel.deadline]
+        for parcel in late:
+            self._returned.put(parcel)
+        for sequence, parcel in list(self._on_the_way.items()):
+            if now >= parcel.deadline:
+                del self._on_the_way[sequence]
+                self._returned.put(parcel)
+            elif now >= parcel.resend_at:
+                try:
+                    self._send(sequence, parcel)
+                except Exception as error:
+                    del self._on_the_way[sequence]
+                    self._return_unsent(parcel, error)
+
+    def _close_idle(self, poller: zmq.Poller, now: float) -> None:
+        for destination in self._idle():
+            if now - self._used_at[destination] > IDLE_SOCKET_SECONDS:
+                self._close(destination, poller)
+
+    def _make_room(self, poller: zmq.Poller) -> None:
+        """Close the connection that was used longest ago where there are as many as may be."""
+        if len(self._sockets) < MAX_SOCKETS:
+            return
+        idle = self._idle()
+        if not idle:
+            raise HandoffError(
+                Reason.PEER_UNREACHABLE,
+                f"questions to {MAX_SOCKETS} prefill engines wait for their answers.",
+                "Check what kv_transfer_params name: few engines should be so many.",
+            )
+        self._close(min(idle, key=self._used_at.__getitem__), poller)
+
+    def _idle(self) -> list[tuple[str, int]]:
+        busy = {(parcel.host, parcel.port) for parcel in self._on_the_way.values()}
+        return [destination for destination in self._used_at if destination not in busy]
+
+    def _close(self, destination: tuple[str, int], poller: zmq.Poller) -> None:
+        poller.unregister(self._sockets[destination])
+        self._sockets.pop(destination).close()
+        del self._used_at[destination]
+
+
+def ask(host: str, port: int, question: Question, timeout_seconds: float) -> Answer:
+    """Ask one question on the caller's thread and wait for its answer, in all no longer than the timeout.
+
+    Only a name may take longer to look up. Raises :class:`HandoffError`: peer-unreachable when nothing listens there or
+    no answer came in time, the refusal's reason when the peer refused.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    address = find_address(host, port, timeout_seconds)
+    with _connected(zmq.Context.instance(), address, port) as socket:
+        socket.send_multipart([b"\0", protocol.encode(question)])
+        if not socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            raise HandoffError(
+                Reason.PEER_UNREACHABLE,
+                f"no answer from {host}:{port} within {timeout_seconds:g} s.",
+                "Check that the prefill engine runs, and that its kvferry host and port can be reached from here.",
+            )
+        frames = socket.recv_multipart()
+    answer = protocol.decode_answer(frames[-1])
+    if isinstance(answer, Refusal):
+        raise HandoffError(known_reason(answer.reason), f"{host}:{port} refused: {answer.message}", answer.remedy)
+    return answer
+
+
+def _connected(context: "zmq.Context[zmq.Socket[bytes]]", address: str, port: int) -> "zmq.Socket[bytes]":
+    """Return a socket that connects to a numeric address."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, protocol.MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.SNDHWM, 10000)
+    socket.setsockopt(zmq.IPV6, is_ipv6(address))
+    try:
+        socket.connect(end_point(address, port))
+    except zmq.ZMQError as error:
+        socket.close()
+        raise HandoffError(
+            Reason.PEER_UNREACHABLE,
+            f"{address}:{port} is no address of a prefill engine: {error.strerror}.",
+            "Check that the router copies the prefill engine's kv_transfer_params whole.",
+        ) from error
+    return socket
+
+
+def known_reason(reason: str) -> Reason:
+    """Return a peer's reason code, or protocol-mismatch if this version does not know it."""
+    try:
+        return Reason(reason)
+    except ValueError:
+        return Reason.PROTOCOL_MISMATCH

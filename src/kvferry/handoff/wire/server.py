@@ -1,0 +1,253 @@
+"""The prefill engine's control end point: a thread that answers questions and survives any of them.
+
+Peers are zmq sockets; this side is not, so that what they make it keep is bounded (:mod:`kvferry.handoff.wire.zmtp`).
+"""
+
+import errno
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.handoff import messages as protocol
+from kvferry.handoff.messages import MAX_TEXT_LENGTH, Answer, Question, Refusal
+from kvferry.handoff.wire.addresses import bare, is_ipv6
+from kvferry.handoff.wire.zmtp import HELLO, Inbox, encode_message
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+PAUSE_SECONDS = 0.02
+MAX_CONNECTIONS = 512
+"""One more, and the one closes that has asked nothing for longest; a courier opens it again when it is needed."""
+MAX_KEPT_BYTES = 256 << 20
+"""Of all unfinished questions and unsent answers; beyond that the connection closes that has most of it."""
+READ_BYTES = 64 << 10
+MAX_FRAMES = 2
+"""Of a question and of an answer: the peer's number of it, and the message."""
+BACKLOG = 128
+_STOP = object()
+"""What the selector says of the event that ends its wait."""
+
+
+class _Connection:
+    """One peer: what it has sent of its next questions, and what it has not taken of its last answer."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        peer.setblocking(False)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = peer
+        self.inbox = Inbox(MAX_FRAMES, protocol.MAX_QUESTION_BYTES)
+        self.unsent = memoryview(HELLO)
+        self.asked_at = time.monotonic()
+        self.events = selectors.EVENT_WRITE
+
+    @property
+    def num_bytes(self) -> int:
+        return self.inbox.num_bytes + len(self.unsent)
+
+    def send(self) -> bool:
+        """Send what the kernel takes of the last answer; return whether that was all. Raises :class:`OSError`."""
+        try:
+            while self.unsent:
+                self.unsent = self.unsent[self.socket.send(self.unsent) :]
+        except BlockingIOError:
+            return False
+        return True
+
+    def read(self) -> list[bytes] | None:
+        """Return the next question, reading at most ``READ_BYTES``. Raises what ends the connection."""
+        question = self.inbox.take()
+        if question is not None:
+            return question
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return None
+        if not data:
+            raise ConnectionError
+        self.inbox.add(data)
+        return self.inbox.take()
+
+
+class Listener:
+    """Answers each question with ``answer(question)``, on a thread of its own.
+
+    ``upkeep`` is called on that thread several times a second, so that leases live on while an
+    engine's step takes long; ``enter_thread`` is called first.
+
+    ``port`` 0 takes a free one; :attr:`port` tells which. Raises :class:`HandoffError`
+    (port-in-use) when the port is taken.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        answer: Callable[[Question], Answer],
+        upkeep: Callable[[], None] = lambda: None,
+        enter_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.host = host
+        self._answer = answer
+        self._upkeep = upkeep
+        self._enter_thread = enter_thread
+        self._stop = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._next_upkeep = 0.0
+        self._socket = _listen(host, port)
+        self.port = int(self._socket.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ, _STOP)
+        self._connections: dict[_Connection, None] = {}
+        self._answered: list[_Connection] = []
+        self._thread = threading.Thread(target=self._run, name="kvferry-listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering and give the port back, within milliseconds; twice is fine."""
+        if not self._stop.is_set():
+            os.eventfd_write(self._wake, 1)  # before the thread may close it
+            self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        with self._socket, self._selector:
+            self._enter()
+            while not self._stop.is_set():
+                try:
+                    self._turn()
+                except Exception:
+                    logger.exception("kvferry listener: a turn failed")
+                    self._stop.wait(PAUSE_SECONDS)
+            for connection in list(self._connections):
+                connection.socket.close()
+        os.close(self._wake)
+
+    def _enter(self) -> None:
+        try:
+            self._enter_thread()
+        except Exception:
+            logger.exception("kvferry listener: its thread could not be set up")
+
+    def _turn(self) -> None:
+        """Serve everybody who has asked or takes an answer, each once."""
+        # Those that were just answered may have sent their next question along with the last.
+        answered, self._answered = dict.fromkeys(self._answered), []
+        for key, _ in self._selector.select(0 if answered else POLL_SECONDS):
+            if key.data is None:
+                self._accept()
+            elif key.data is not _STOP:
+                answered[key.data] = None
+        for connection in answered:
+            if connection in self._connections:
+                self._serve(connection)
+                self._keep_up()
+        self._keep_up()
+
+    def _keep_up(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_upkeep:
+            self._next_upkeep = now + POLL_SECONDS
+            try:
+                self._upkeep()
+            except Exception:
+                logger.exception("kvferry listener: upkeep failed")
+
+    def _accept(self) -> None:
+        if len(self._connections) >= MAX_CONNECTIONS:
+            self._close_idlest()
+        try:
+            peer, _ = self._socket.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            logger.warning("kvferry listener: no connection can be taken: %s", error)
+            self._close_idlest()
+            self._stop.wait(PAUSE_SECONDS)
+            return
+        connection = _Connection(peer)
+        self._selector.register(peer, connection.events, connection)
+        self._connections[connection] = None
+
+    def _serve(self, connection: _Connection) -> None:
+        """Send the rest of the last answer, or answer one question more."""
+        try:
+            question = connection.read() if connection.send() else None
+            if question is not None:
+                connection.asked_at = time.monotonic()
+                connection.unsent = memoryview(self._answer_message(question))
+                if connection.send():
+                    self._answered.append(connection)
+        except HandoffError as error:
+            self._close(connection, str(error))
+        except OSError:
+            self._close(connection)
+        else:
+            self._wait_for(connection, selectors.EVENT_WRITE if connection.unsent else selectors.EVENT_READ)
+            if connection.num_bytes > READ_BYTES:
+                self._make_room()
+
+    def _wait_for(self, connection: _Connection, events: int) -> None:
+        if events != connection.events:
+            connection.events = events
+            self._selector.modify(connection.socket, events, connection)
+
+    def _make_room(self) -> None:
+        while sum(each.num_bytes for each in self._connections) > MAX_KEPT_BYTES:
+            self._close(max(self._connections, key=lambda each: each.num_bytes), "it keeps most of what all may keep")
+
+    def _close_idlest(self) -> None:
+        if self._connections:
+            idlest = min(self._connections, key=lambda each: each.asked_at)
+            self._close(idlest, "others want to connect, and it has asked nothing for longest")
+
+    def _close(self, connection: _Connection, why: str = "") -> None:
+        if why:
+            logger.warning("kvferry listener closes a connection: %s", why)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        del self._connections[connection]
+
+    def _answer_message(self, question: list[bytes]) -> bytes:
+        """Return what to send; nothing to what has no number."""
+        if len(question) < MAX_FRAMES:
+            logger.warning("kvferry listener: ignored a message of %d frame, expected %d", len(question), MAX_FRAMES)
+            return b""
+        number, data = question
+        return encode_message(number, self._answer_or_refuse(data))
+
+    def _answer_or_refuse(self, data: bytes) -> bytes:
+        try:
+            return protocol.encode(self._answer(protocol.decode_question(data)))
+        except KVFerryError as error:
+            logger.warning("kvferry listener refused a message: %s", error)
+            refusal = Refusal(error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy[:MAX_TEXT_LENGTH])
+        except Exception:
+            logger.exception("kvferry listener failed on a message")
+            refusal = Refusal(Reason.UNSUPPORTED.value, "the holder failed on this message.", "Its log says why.")
+        return protocol.encode(refusal)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        listening = socket.create_server(
+            ("" if host == "*" else bare(host), port),
+            family=socket.AF_INET6 if is_ipv6(host) else socket.AF_INET,
+            backlog=BACKLOG,
+            dualstack_ipv6=is_ipv6(host),
+        )
+    except (OSError, UnicodeError) as error:
+        is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        raise HandoffError(
+            Reason.PORT_IN_USE if is_taken else Reason.INVALID_SETTING,
+            f"cannot listen on {host}:{port}: {error}.",
+            'Set another "host" or "port" in kv_connector_extra_config; port 0 takes a free one.',
+        ) from error
+    listening.setblocking(False)
+    return listening

@@ -1,0 +1,140 @@
+"""Child processes that cannot outlive their owner, with a log file and a bounded end."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvferry.errors import KVFerryError, Reason
+from kvferry.harness.supervisor import living_descendants, mapped_segments, remove_leftovers
+
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+GRACE_SECONDS = 5.0
+KILL_SECONDS = 5.0
+
+
+class LaunchError(KVFerryError):
+    """A child process that could not start, ended early, or was not ready in time."""
+
+
+@dataclass(slots=True)
+class ChildProcess:
+    """A command that runs in a process group of its own, below a supervisor.
+
+    Not in a session: Linux shares out a core between sessions first (autogroups), and gave one whose workers yield in a
+    loop all of it, see docs/decisions/sleeping-workers.md.
+
+    The whole family ends when :meth:`stop` or :meth:`kill` is called, when the command itself ends, and when the
+    owner ends for whatever reason. ``log_path`` has its standard output and error; ``scratch`` is the folder for its
+    temporary files and goes with it.
+    """
+
+    name: str
+    log_path: Path
+    scratch: Path
+    supervisor: "subprocess.Popen[bytes]"
+
+    @classmethod
+    def start(
+        cls,
+        name: str,
+        command: Sequence[str],
+        log_path: Path,
+        environment: Mapping[str, str] | None = None,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> Self:
+        """Start ``command`` with ``environment`` on top of the owner's."""
+        scratch = Path(tempfile.mkdtemp(prefix="kvferry-"))
+        with log_path.open("wb") as log:
+            supervisor = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(SUPERVISOR), str(grace_seconds), str(scratch), *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {}), "TMPDIR": str(scratch)},
+                process_group=0,
+            )
+        return cls(name, log_path, scratch, supervisor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def exit_status(self) -> int | None:
+        """Return the command's exit status (128 plus the number of a signal), or None while it runs."""
+        return self.supervisor.poll()
+
+    def process_ids(self) -> tuple[int, ...]:
+        """Return the ids of all living processes of the command, the supervisor apart."""
+        own = self.supervisor.pid
+        # Some may have made a group of their own. Below a supervisor that was waited for is whoever has its id now.
+        below = living_descendants(own) if self.supervisor.poll() is None else []
+        return tuple(sorted({*group_processes(own), *below} - {own}))
+
+    def log_tail(self, num_lines: int = 20) -> str:
+        """Return the last lines of the log."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-num_lines:])
+
+    def request_stop(self) -> None:
+        """Ask the command to end, without waiting: several children can so end at the same time."""
+        if self.supervisor.stdin is not None:
+            self.supervisor.stdin.close()
+
+    def stop(self, timeout_seconds: float = GRACE_SECONDS + KILL_SECONDS) -> None:
+        """End the command and all of its processes: politely, then by force. May be called again."""
+        self.request_stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.supervisor.wait(timeout_seconds)
+        self.kill()
+
+    def kill(self) -> None:
+        """End all processes by ``SIGKILL`` and wait for them. May be called again."""
+        deadline = time.monotonic() + KILL_SECONDS
+        segments = mapped_segments(self.process_ids())
+        while remaining := self.process_ids():
+            for process_id in remaining:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise LaunchError(Reason.DEADLINE_EXCEEDED, f"{self.name}: processes {remaining} do not end.")
+            time.sleep(0.02)
+        self.request_stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.supervisor.wait(KILL_SECONDS)
+        remove_leftovers(self.scratch, segments)
+
+
+def stop_all(children: Sequence[ChildProcess]) -> None:
+    """Stop ``children`` at the same time; every one is stopped even when one refuses."""
+    with contextlib.ExitStack() as stack:
+        for child in children:
+            stack.callback(child.stop)
+            child.request_stop()
+
+
+def group_processes(group_id: int) -> tuple[int, ...]:
+    """Return the living processes of a process group, zombies apart.
+
+    >>> os.getpid() in group_processes(os.getpgid(0))
+    True
+    """
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, _parent, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                if int(group) == group_id and state not in "ZX":
+                    found.append(int(entry.name))
+    return tuple(sorted(found))

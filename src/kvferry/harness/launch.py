@@ -1,0 +1,277 @@
+"""Starts vLLM API servers and vllm-router as child processes, and ends them.
+
+>>> settings = EngineSettings(Path("/models/tiny"), role="kv_producer", tensor_parallel_size=2)
+>>> settings.environment(port=20001)["VLLM_CPU_OMP_THREADS_BIND"].count("|")
+1
+>>> pipeline = EngineSettings(Path("/models/tiny"), pipeline_parallel_size=2)
+>>> "--enforce-eager" in pipeline.command(port=20001), pipeline.environment(port=20001)["VLLM_CPU_CI_ENV"]
+(False, '0')
+"""
+
+import json
+import os
+import random
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from kvferry.errors import Reason
+from kvferry.harness.child_process import ChildProcess, LaunchError, stop_all
+from kvferry.harness.engine_metrics import scrape_metrics
+from kvferry.integrations.vllm.waiting_workers import VARIABLE as SLEEPING_WORKERS
+
+HOST = "127.0.0.1"
+FIRST_PORT = 20000
+READY_SECONDS = 240.0
+POLL_SECONDS = 0.1
+# On a CPU vLLM makes the buffers between pipeline stages while it warms up, which it leaves out with --enforce-eager
+# and with VLLM_CPU_CI_ENV. A trace that goes to no compiler needs none installed.
+PIPELINE_WITHOUT_COMPILER = ("--compilation-config", '{"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}')
+# Not with -m: vLLM's processes would each import the module of the API server again, for some seconds.
+API_SERVER = ("-c", "from vllm.entrypoints.launchers.api_server.entry import main; main()")
+Role = Literal["kv_producer", "kv_consumer", "kv_both"]
+Progress = Callable[[str, float], None]
+"""Called with a server's name and the seconds since its start, about ten times a second and when it is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """One vLLM engine on the CPU.
+
+    ``role`` None starts an engine without a connector. ``kv_cache_bytes`` is per rank. ``cores`` names the cores
+    of each rank as vLLM does (``("0", "1")``, ``("0,1",)``); by default each rank has one, and they take turns.
+    A pipeline is traced and warmed up, which takes some seconds more; any other engine runs eagerly.
+    ``data_parallel_size`` engine cores serve behind one API server, or behind as many as ``program`` starts.
+    ``connector_module`` names the module to take the connector from (``kv_connector_module_path``), not a plugin.
+    ``layout`` is the user's wish (``VLLM_KV_CACHE_LAYOUT``); None leaves it to the connector. ``arguments`` and
+    ``variables`` are passed on as they are.
+    """
+
+    model: Path
+    role: Role | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    program: tuple[str, ...] = API_SERVER
+    connector: str = "KVFerryConnector"
+    connector_module: str | None = None
+    connector_settings: Mapping[str, Any] = field(default_factory=dict)
+    load_failure_policy: Literal["fail", "recompute"] = "fail"
+    dtype: str = "float32"
+    max_model_len: int = 4096
+    block_size: int | None = None
+    kv_cache_bytes: int = 256 << 20
+    prefix_caching: bool = True
+    layout: str | None = None
+    cores: tuple[str, ...] | None = None
+    arguments: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many workers the engine has."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    def command(self, port: int) -> list[str]:
+        """Return the command line of an API server that listens on ``port``."""
+        command = [sys.executable, *self.program, "--host", HOST, "--port", str(port)]
+        command += ["--model", str(self.model), "--served-model-name", "model", "--dtype", self.dtype]
+        command += ["--skip-tokenizer-init", "--max-model-len", str(self.max_model_len)]
+        command += PIPELINE_WITHOUT_COMPILER if self.pipeline_parallel_size > 1 else ["--enforce-eager"]
+        command += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
+        command += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        command += ["--pipeline-parallel-size", str(self.pipeline_parallel_size)]
+        command += ["--data-parallel-size", str(self.data_parallel_size)] if self.data_parallel_size > 1 else []
+        command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
+        command += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
+        if self.block_size is not None:
+            command += ["--block-size", str(self.block_size)]
+        if self.role is not None:
+            command += ["--kv-transfer-config", json.dumps(self.transfer_config())]
+        return [*command, *self.arguments]
+
+    def transfer_config(self) -> dict[str, Any]:
+        """Return the value of ``--kv-transfer-config``."""
+        config: dict[str, Any] = {
+            "kv_connector": self.connector,
+            "kv_role": self.role,
+            "kv_load_failure_policy": self.load_failure_policy,
+            "kv_connector_extra_config": dict(self.connector_settings),
+        }
+        if self.connector_module is not None:
+            config["kv_connector_module_path"] = self.connector_module
+        return config
+
+    def environment(self, port: int) -> dict[str, str]:
+        """Return the variables to set for the API server."""
+        variables = {
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(self.cores or spread_over_cores(self.num_ranks)),
+            "VLLM_CPU_CI_ENV": "0" if self.pipeline_parallel_size > 1 else "1",
+            # The first request of a rank with a part of the vocabulary would wait 40 s for a C++ compiler.
+            "TORCHDYNAMO_DISABLE": "0" if self.pipeline_parallel_size > 1 else "1",
+            SLEEPING_WORKERS: "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if self.connector.startswith("Nixl"):
+            variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port(avoid=port))
+        if self.layout is not None:
+            variables["VLLM_KV_CACHE_LAYOUT"] = self.layout
+        return variables | dict(self.variables)
+
+
+def spread_over_cores(num_ranks: int, *, from_last: bool = False) -> tuple[str, ...]:
+    """Return for each rank the one core on which it computes, the ranks taking turns over this process's cores.
+
+    Two engines disturb each other least when one starts with the first core and the other with the last: a rank
+    with several threads stalls at every barrier while another engine's rank spins on one of its cores.
+
+    >>> len(spread_over_cores(3)), spread_over_cores(1)[0] == str(min(os.sched_getaffinity(0)))
+    (3, True)
+    """
+    cores = sorted(os.sched_getaffinity(0), reverse=from_last)
+    return tuple(str(cores[rank % len(cores)]) for rank in range(num_ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A child process that serves HTTP at ``url``."""
+
+    process: ChildProcess
+    url: str
+    started_at: float
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the server's metrics now; see :func:`engine_metrics.scrape_metrics`."""
+        return scrape_metrics(self.url)
+
+    def is_ready(self) -> bool:
+        """Return whether the server answers; :class:`LaunchError` with the log's end when its process is gone."""
+        status = self.process.exit_status()
+        if status is not None:
+            raise LaunchError(
+                Reason.PEER_DIED,
+                f"{self.process.name} ended with exit status {status}; its log ends:\n{self.process.log_tail()}\n",
+                f"The whole log is {self.process.log_path}.",
+            )
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2.0) as response:
+                return bool(response.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def stop(self) -> None:
+        """End the server and all of its processes."""
+        self.process.stop()
+
+
+def start_engine(name: str, settings: EngineSettings, log_folder: Path, port: int | None = None) -> Server:
+    """Start an API server and return at once; :func:`wait_until_ready` waits for it.
+
+    Raises :class:`LaunchError` when ``port`` is in use. Without ``port`` a free one is found.
+    """
+    port = _usable_port(name, port)
+    process = ChildProcess.start(name, settings.command(port), log_folder / f"{name}.log", settings.environment(port))
+    return Server(process, f"http://{HOST}:{port}", time.monotonic())
+
+
+def start_router(
+    prefill_urls: Sequence[str],
+    decode_urls: Sequence[str],
+    log_folder: Path,
+    port: int | None = None,
+    arguments: Sequence[str] = (),
+) -> Server:
+    """Start an unmodified vllm-router for prefill/decode disaggregation and return at once."""
+    port = _usable_port("router", port)
+    program = Path(sys.executable).with_name("vllm-router")
+    command = [str(program), "--host", HOST, "--port", str(port), "--vllm-pd-disaggregation"]
+    command += [part for url in prefill_urls for part in ("--prefill", url)]
+    command += [part for url in decode_urls for part in ("--decode", url)]
+    command += ["--prometheus-port", str(free_port(avoid=port)), "--disable-retries", *arguments]
+    process = ChildProcess.start("router", command, log_folder / "router.log", grace_seconds=1.0)
+    return Server(process, f"http://{HOST}:{port}", time.monotonic())
+
+
+def wait_until_ready(
+    servers: Sequence[Server], timeout_seconds: float = READY_SECONDS, on_progress: Progress | None = None
+) -> None:
+    """Wait until every server answers.
+
+    Raises :class:`LaunchError` as soon as one has ended, and when one is not ready ``timeout_seconds`` after its
+    start; the message has the end of its log. The servers are left as they are: the caller stops them.
+    """
+    waiting = list(servers)
+    while waiting:
+        for server in tuple(waiting):
+            age = time.monotonic() - server.started_at
+            if on_progress is not None:
+                on_progress(server.process.name, age)
+            if server.is_ready():
+                waiting.remove(server)
+            elif age > timeout_seconds:
+                raise LaunchError(
+                    Reason.DEADLINE_EXCEEDED,
+                    f"{server.process.name} was not ready after {age:.0f} s; its log ends:\n"
+                    f"{server.process.log_tail()}\n",
+                    f"The whole log is {server.process.log_path}.",
+                )
+        time.sleep(POLL_SECONDS if waiting else 0.0)
+
+
+def stop_servers(servers: Sequence[Server]) -> None:
+    """End several servers at the same time."""
+    stop_all([server.process for server in servers])
+
+
+def free_port(avoid: int | None = None) -> int:
+    """Return a port that nobody listens on.
+
+    It lies below the range from which the kernel serves connections that name no port: an engine binds it some
+    seconds later, and until then no outgoing connection can take it by chance.
+
+    >>> 20000 <= free_port() < 61000
+    True
+    """
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = range(FIRST_PORT, end) if end > FIRST_PORT + 1000 else range(FIRST_PORT, 61000)
+    generator = random.SystemRandom()
+    while True:
+        port = generator.choice(candidates)
+        if port != avoid and port_is_free(port):
+            return port
+
+
+def port_is_free(port: int) -> bool:
+    """Return whether this machine lets one listen on ``port`` now."""
+    with closing(socket.socket()) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _usable_port(name: str, port: int | None) -> int:
+    if port is None:
+        return free_port()
+    if not port_is_free(port):
+        raise LaunchError(Reason.PORT_IN_USE, f"{name}: port {port} is in use.", "Choose another port.")
+    return port

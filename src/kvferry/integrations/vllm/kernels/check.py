@@ -1,0 +1,223 @@
+"""Does a kernel read and write a layout? Run it, and compare with what it does on the per-layer layout.
+
+vLLM hands its kernels strided views of one buffer. A kernel that assumes dense pages instead answers with wrong
+numbers and no error, so nothing less than its answers is believed: the bytes it writes, read back through the
+engine's views, and the attention it computes from a cache that is known to be right.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from kvferry.integrations.vllm.kernels.verdicts import KernelCase, Outcome, Verdict
+from kvferry.layout.named_layouts import NamedLayout
+
+NUM_BLOCKS = 5
+BLOCK_IDS = (4, 1)  # of the one request: neither block 0 nor in ascending order, so that a wrong stride shows
+# The same kernel on the same numbers; only the order of its sums may differ.
+TOLERANCES = MappingProxyType({"float32": 1e-4})
+TOLERANCE_OF_SHORT_TYPES = 2e-2
+EXACT = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an engine does at once: tokens ``first`` to ``end`` of a request whose cache has ``block_size``."""
+
+    name: str
+    first: int
+    end: int
+    block_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that are new in this step."""
+        return self.end - self.first
+
+    def slots(self) -> list[int]:
+        """Return the slot of each new token, counted over all blocks.
+
+        >>> Step("the next token", 6, 7, block_size=4).slots()
+        [6]
+        """
+        positions = range(self.first, self.end)
+        return [
+            BLOCK_IDS[position // self.block_size] * self.block_size + position % self.block_size
+            for position in positions
+        ]
+
+
+class Kernel(Protocol):
+    """The cache write and the attention of a few layers, numbered from 0."""
+
+    def write(self, layer: int, cache: torch.Tensor, step: Step) -> None:
+        """Write the keys and values of the step's tokens into ``cache``, a ``[B, H, N, C]`` view."""
+
+    def attend(self, layer: int, cache: torch.Tensor, step: Step) -> torch.Tensor | None:
+        """Return the attention of the step's tokens; None where it is computed without reading the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a kernel did on its per-layer layout: the caches at first, and after each step caches and answers."""
+
+    filler: list[torch.Tensor]
+    written: list[list[torch.Tensor]]
+    attended: list[list[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One comparison: the largest difference, the one that is allowed, and what the kernel raised, if anything."""
+
+    where: str
+    difference: float
+    allowed: float
+    complaint: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the answers differ by more than is allowed."""
+        return self.difference > self.allowed
+
+
+def compare_layouts(
+    kernel: Kernel,
+    case: KernelCase,
+    allocate: Callable[[NamedLayout], Sequence[torch.Tensor]],
+    layouts: Sequence[NamedLayout],
+    reference: NamedLayout = NamedLayout.LBHNC,
+) -> Iterator[Verdict]:
+    """Yield a verdict for each of ``layouts``.
+
+    ``allocate`` returns the views of ``NUM_BLOCKS`` blocks of each layer in a buffer of their own. Where the kernel
+    fails on ``reference`` nothing can be said, and every verdict is ``NOT_CHECKED``.
+    """
+    steps = steps_of(case.block_size)
+    with torch.no_grad():
+        try:
+            recording = _record(kernel, allocate(reference), steps)
+        except Exception as error:
+            found = f"fails on {reference} already: {_first_words(error)}"
+            yield from (Verdict(case, layout, Outcome.NOT_CHECKED, 0.0, found) for layout in layouts)
+            return
+        for layout in layouts:
+            yield _judge(case, layout, list(_replay(kernel, partial(allocate, layout), steps, recording, case)))
+
+
+def steps_of(block_size: int) -> tuple[Step, ...]:
+    """Return a prompt of one and a half blocks and the token after it.
+
+    >>> [(step.first, step.end) for step in steps_of(64)]
+    [(0, 96), (96, 97)]
+    """
+    prompt = block_size + block_size // 2
+    return (
+        Step("of a prompt", 0, prompt, block_size),
+        Step("of the next token", prompt, prompt + 1, block_size),
+    )
+
+
+def _record(kernel: Kernel, views: Sequence[torch.Tensor], steps: Sequence[Step]) -> Recording:
+    recording = Recording([_random_like(layer, view) for layer, view in enumerate(views)], [], [])
+    _fill(views, recording.filler)
+    for step in steps:
+        recording.written.append([view.clone() for view in _write(kernel, views, step)])
+        recording.attended.append(_attend(kernel, views, step))
+        if not all(bool(torch.isfinite(answer).all()) for answer in recording.attended[-1]):
+            raise ArithmeticError(f"the attention {step.name} is not finite")
+    return recording
+
+
+def _replay(
+    kernel: Kernel,
+    allocate: Callable[[], Sequence[torch.Tensor]],
+    steps: Sequence[Step],
+    recording: Recording,
+    case: KernelCase,
+) -> Iterator[Finding]:
+    """Compare step by step. What was written wrongly is put right before it is read, so that each is judged alone."""
+    try:
+        views = allocate()
+    except Exception as error:
+        yield Finding("allocation", EXACT, EXACT, _first_words(error))
+        return
+    tolerance = TOLERANCES.get(case.dtype, TOLERANCE_OF_SHORT_TYPES)
+    _fill(views, recording.filler)
+    for step, written, attended in zip(steps, recording.written, recording.attended, strict=True):
+        yield _compare(f"cache write {step.name}", written, partial(_write, kernel, views, step), EXACT)
+        _fill(views, written)
+        yield _compare(f"attention {step.name}", attended, partial(_attend, kernel, views, step), tolerance)
+        _fill(views, written)
+
+
+def _judge(case: KernelCase, layout: NamedLayout, findings: list[Finding]) -> Verdict:
+    bad = [finding for finding in findings if finding.is_wrong or finding.complaint]
+    difference = max(finding.difference for finding in findings)
+    outcome = Outcome.REFUSED if bad else Outcome.PASSES
+    if any(finding.is_wrong for finding in findings):
+        outcome = Outcome.WRONG
+    places: dict[str, list[str]] = {}
+    for finding in bad:
+        places.setdefault(finding.complaint or f"differs by {finding.difference:.3g}", []).append(finding.where)
+    found = "; ".join(f"{', '.join(where)}: {what}" for what, where in places.items())
+    return Verdict(case, layout, outcome, difference, found)
+
+
+def _compare(
+    where: str, expected: Sequence[torch.Tensor], run: Callable[[], Sequence[torch.Tensor]], allowed: float
+) -> Finding:
+    try:
+        found = run()
+    except Exception as error:  # whatever a kernel raises is what was to be found out
+        return Finding(where, EXACT, allowed, _first_words(error))
+    differences = [_largest_difference(*pair) for pair in zip(expected, found, strict=True)]
+    return Finding(where, max(differences, default=EXACT), allowed)
+
+
+def _write(kernel: Kernel, views: Sequence[torch.Tensor], step: Step) -> Sequence[torch.Tensor]:
+    """Write every layer before any is looked at, so that layers which run into each other show."""
+    for layer, view in enumerate(views):
+        kernel.write(layer, view, step)
+    return views
+
+
+def _attend(kernel: Kernel, views: Sequence[torch.Tensor], step: Step) -> list[torch.Tensor]:
+    answers = [kernel.attend(layer, view, step) for layer, view in enumerate(views)]
+    return [answer for answer in answers if answer is not None]
+
+
+def _fill(views: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
+    for view, content in zip(views, contents, strict=True):
+        view.copy_(content)
+
+
+def _random_like(layer: int, view: torch.Tensor) -> torch.Tensor:
+    """Return numbers like those of a cache: zeros would hide bytes that were not written."""
+    return random_tensor(layer, view.shape, view)
+
+
+def random_tensor(seed: int, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return normal numbers, the same for the same seed and shape, of the type and on the device of ``like``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator).to(like)
+
+
+def _largest_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Return the largest difference of two elements; what is no number differs by the largest of its type."""
+    if torch.equal(expected, found):
+        return EXACT
+    difference = (expected.float() - found.float()).abs()
+    limit = torch.finfo(difference.dtype).max
+    return float(difference.nan_to_num(nan=limit, posinf=limit).max())
+
+
+def _first_words(error: Exception) -> str:
+    """Return what an error says up to the first bracket or full stop: PyTorch explains at length."""
+    words = re.split(r" \(|\.( |$)", (str(error).strip().splitlines() or [""])[0])[0]
+    return f"{type(error).__name__}: {words}"

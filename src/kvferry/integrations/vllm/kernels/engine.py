@@ -1,0 +1,287 @@
+"""The kernels of a vLLM engine's own layers, and the check of them when an engine starts."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvferry.errors import LayoutError, Reason
+from kvferry.integrations.vllm.kernels.check import (
+    BLOCK_IDS,
+    NUM_BLOCKS,
+    Kernel,
+    Step,
+    compare_layouts,
+    random_tensor,
+)
+from kvferry.integrations.vllm.kernels.verdicts import (
+    KernelCase,
+    Outcome,
+    Verdict,
+    keep_verdicts,
+    machine_description,
+)
+from kvferry.integrations.vllm.translate.attention import forget_scales
+from kvferry.integrations.vllm.translate.specs import spec_of
+from kvferry.layout.named_layouts import NamedLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+class AttentionKernel:
+    """The cache write and the attention of an engine's ``Attention`` layers."""
+
+    def __init__(self, layers: Sequence[Any], builder: Any, like: torch.Tensor) -> None:
+        self._layers = layers
+        self._builder = builder
+        self._like = like  # a tensor of the activations' type, on their device
+        self._write_is_part_of_attention = layers[0].get_attn_backend().forward_includes_kv_cache_update
+        self._made: dict[tuple[int, Step], tuple[torch.Tensor, ...]] = {}
+        self._met: dict[int, tuple[object, ...]] = {}
+
+    def write(self, layer: int, cache: torch.Tensor, step: Step) -> None:
+        self._meet(layer, cache)
+        if self._write_is_part_of_attention:
+            self.attend(layer, cache, step)
+            return
+        module = self._layers[layer]
+        _, key, value = self._inputs(layer, step)
+        slots = torch.tensor(step.slots(), dtype=torch.int64, device=cache.device)
+        module.impl.do_kv_cache_update(module, key, value, cache, slots)
+
+    def attend(self, layer: int, cache: torch.Tensor, step: Step) -> torch.Tensor:
+        self._meet(layer, cache)
+        module = self._layers[layer]
+        query, key, value = self._inputs(layer, step)
+        output = query.new_zeros(step.num_tokens, module.num_heads, module.head_size_v)
+        metadata = self._builder.build(0, common_metadata(step, cache.device))
+        module.impl.forward(module, query, key, value, cache, metadata, output)
+        return output
+
+    def _meet(self, layer: int, cache: torch.Tensor) -> None:
+        """A kernel with scales in the slots keeps views of them: let it make new ones for each new cache."""
+        if self._met.get(layer) != (place := (cache.data_ptr(), cache.stride())):
+            self._met[layer] = place
+            forget_scales(self._layers[layer])
+
+    def _inputs(self, layer: int, step: Step) -> tuple[torch.Tensor, ...]:
+        """Return query, key and value, made once: random numbers cost more than the kernels."""
+        module = self._layers[layer]
+        shapes = (
+            (step.num_tokens, module.num_heads, module.head_size),
+            (step.num_tokens, module.num_kv_heads, module.head_size),
+            (step.num_tokens, module.num_kv_heads, module.head_size_v),
+        )
+        if (layer, step) not in self._made:
+            self._made[layer, step] = _inputs_of(layer, step, shapes, self._like)
+        return self._made[layer, step]
+
+
+class MLAKernel:
+    """The cache write and the decode of an engine's ``MLAAttention`` layers; a prompt is attended without its cache."""
+
+    def __init__(self, layers: Sequence[Any], builder: Any, like: torch.Tensor) -> None:
+        self._layers = layers
+        self._builder = builder
+        self._like = like
+
+    def write(self, layer: int, cache: torch.Tensor, step: Step) -> None:
+        module = self._layers[layer]
+        shapes = ((step.num_tokens, module.kv_lora_rank), (step.num_tokens, 1, module.qk_rope_head_dim))
+        content, key = _inputs_of(layer, step, shapes, self._like)
+        slots = torch.tensor(step.slots(), dtype=torch.int64, device=cache.device)
+        module.impl.do_kv_cache_update(content, key, cache.squeeze(1), slots, module.kv_cache_dtype, module._k_scale)
+
+    def attend(self, layer: int, cache: torch.Tensor, step: Step) -> torch.Tensor | None:
+        if step.num_tokens > 1:
+            return None
+        module = self._layers[layer]
+        shapes = (
+            (step.num_tokens, module.num_heads, module.kv_lora_rank),
+            (step.num_tokens, module.num_heads, module.qk_rope_head_dim),
+        )
+        query = _inputs_of(layer, step, shapes, self._like)
+        metadata = self._builder.build(0, common_metadata(step, cache.device))
+        answer: torch.Tensor = module.impl.forward_mqa(query, cache.squeeze(1), metadata, module)[0]
+        return answer
+
+
+def make_kernel(vllm_config: "VllmConfig", layer_names: Sequence[str], spec: Any, device: torch.device) -> Kernel:
+    """Return the kernel of layers of one back end that the configuration's forward context holds."""
+    from vllm.config import set_current_vllm_config
+
+    layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
+    backend = layers[0].get_attn_backend()
+    with set_current_vllm_config(vllm_config):
+        builder = backend.get_builder_cls()(spec, list(layer_names), vllm_config, device)
+    dtype: Any = vllm_config.model_config.dtype
+    like = torch.empty(0, dtype=dtype, device=device)
+    return MLAKernel(layers, builder, like) if backend.is_mla() else AttentionKernel(layers, builder, like)
+
+
+def allocate_layers(
+    spec: Any, layer_names: Sequence[str], device: torch.device, layout: NamedLayout
+) -> list[torch.Tensor]:
+    """Return vLLM's own views of ``NUM_BLOCKS`` blocks of layers that have a buffer to themselves."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, compute_layout_strides
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    order = KVCacheLayout[layout.name]
+    names = list(layer_names)
+    layer_stride, block_stride, *_ = compute_layout_strides(spec, NUM_BLOCKS, len(names), order)
+    size = spec.page_size_bytes * NUM_BLOCKS * len(names)
+    tensors = [KVCacheTensor(size=size, layers=names, layer_stride=layer_stride, block_stride=block_stride)]
+    views = allocate_kv_cache(KVCacheConfig(NUM_BLOCKS, tensors, [KVCacheGroupSpec(names, spec)]), device, order)
+    return [views[name] for name in names]
+
+
+def case_of(vllm_config: "VllmConfig", layer_name: str, spec: Any) -> KernelCase:
+    """Return what a verdict about that layer's kernel is filed under."""
+    backend = vllm_config.compilation_config.static_forward_context[layer_name].get_attn_backend()
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return KernelCase(backend.get_name(), dtype, spec.head_size, spec.block_size)
+
+
+def check_engine_kernels(
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    kv_caches: Mapping[str, torch.Tensor],
+    layout: NamedLayout,
+) -> None:
+    """Run the engine's kernels on a few blocks in its cross-layer layout before it computes anything in it.
+
+    A failure is kept, so that the next start asks for another layout. Raises :class:`LayoutError`
+    (kernel-cannot-read-layout).
+    """
+    if not layout.is_cross_layer:
+        return
+    began_at = time.perf_counter()
+    for verdict in _engine_verdicts(vllm_config, kv_cache_config, kv_caches, layout):
+        if verdict.outcome is Outcome.NOT_CHECKED:
+            logger.warning("kvferry: the engine's kernel could not be checked. %s", verdict)
+        elif verdict.fails:
+            _keep(verdict)
+            raise LayoutError(
+                Reason.KERNEL_CANNOT_READ_LAYOUT,
+                f"{verdict}; the largest difference is {verdict.difference:.3g}.",
+                "Start the engine again: another layout will be asked for. Where VLLM_KV_CACHE_LAYOUT or the setting "
+                "'layout' names this one, remove it.",
+            )
+    logger.info("kvferry: kernels checked on layout %s in %.3f s", layout, time.perf_counter() - began_at)
+
+
+def _engine_verdicts(
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    kv_caches: Mapping[str, torch.Tensor],
+    layout: NamedLayout,
+) -> Iterator[Verdict]:
+    """Yield a verdict for each kind of layer of each group, from its first and its last layer."""
+    for group in kv_cache_config.kv_cache_groups:
+        kinds: dict[KernelCase, list[str]] = {}
+        for name in group.layer_names:
+            if _is_checkable(spec_of(group, name), kv_caches[name]):
+                kinds.setdefault(case_of(vllm_config, name, spec_of(group, name)), []).append(name)
+        for case, members in kinds.items():
+            names = list(dict.fromkeys((members[0], members[-1])))
+            spec = spec_of(group, names[0])
+            device = kv_caches[names[0]].device
+            allocate = partial(_allocate_as_engine, kv_cache_config, spec, names, device, layout)
+            try:
+                kernel = make_kernel(vllm_config, names, spec, device)
+            except Exception as error:
+                yield Verdict(case, layout, Outcome.NOT_CHECKED, 0.0, f"cannot be run by itself: {error}")
+                continue
+            try:
+                yield from compare_layouts(kernel, case, allocate, (layout,), per_layer(layout))
+            finally:
+                # They are to meet the engine's own cache as their first.
+                for name in names:
+                    forget_scales(vllm_config.compilation_config.static_forward_context[name])
+
+
+def _allocate_as_engine(
+    kv_cache_config: "KVCacheConfig",
+    spec: Any,
+    layer_names: Sequence[str],
+    device: torch.device,
+    engine_layout: NamedLayout,
+    layout: NamedLayout,
+) -> list[torch.Tensor]:
+    """Return views with the engine's own strides and offsets in its own layout, dense ones in any other.
+
+    Where blocks are outermost nothing but the buffer's size depends on the number of blocks.
+    """
+    if layout is not engine_layout:
+        return allocate_layers(spec, layer_names, device, layout)
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    tensors = [
+        replace(tensor, size=NUM_BLOCKS * tensor.block_stride)
+        for tensor in kv_cache_config.kv_cache_tensors
+        if not tensor.host_resident
+    ]
+    few = replace(kv_cache_config, num_blocks=NUM_BLOCKS, kv_cache_tensors=tensors)
+    views = allocate_kv_cache(few, device, KVCacheLayout[layout.name])
+    return [views[name] for name in layer_names]
+
+
+def per_layer(layout: NamedLayout) -> NamedLayout:
+    """Return the per-layer layout with the same order of the other axes, which kernels tell from the name.
+
+    >>> per_layer(NamedLayout.BHLNC).value, per_layer(NamedLayout.BLNHC).value
+    ('LBHNC', 'LBNHC')
+    """
+    return NamedLayout.parse("L" + layout.value.replace("L", ""))
+
+
+def _is_checkable(spec: Any, cache: torch.Tensor) -> bool:
+    """Tell whether the cache holds keys and values of tokens: state of Mamba layers has no layout to read wrongly."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    return isinstance(spec, AttentionSpec) and spec.tokens_per_state == 1 and cache.dim() == 4
+
+
+def _keep(verdict: Verdict) -> None:
+    try:
+        keep_verdicts(machine_description(), [verdict])
+    except OSError as error:
+        logger.warning("kvferry: the verdict could not be kept, set the setting 'layout' yourself: %s", error)
+
+
+def _inputs_of(layer: int, step: Step, shapes: Sequence[Sequence[int]], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return a step's inputs, the same for every layout and others for every layer, step and argument."""
+    seed = (layer + 1) * 1_000_000 + step.first * 10
+    return tuple(random_tensor(seed + argument, shape, like) for argument, shape in enumerate(shapes))
+
+
+def common_metadata(step: Step, device: torch.device) -> Any:
+    """Return vLLM's description of a batch of one request."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    starts = torch.tensor([0, step.num_tokens], dtype=torch.int32)
+    lengths = torch.tensor([step.end], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=lengths.to(device),
+        seq_lens_cpu_upper_bound=lengths,
+        num_reqs=1,
+        num_actual_tokens=step.num_tokens,
+        max_query_len=step.num_tokens,
+        max_seq_len=step.end,
+        block_table_tensor=torch.tensor([BLOCK_IDS], dtype=torch.int32, device=device),
+        slot_mapping=torch.tensor(step.slots(), dtype=torch.int64, device=device),
+        positions=torch.arange(step.first, step.end, device=device),
+        is_prefilling=torch.tensor([step.first == 0]),
+    )

@@ -1,0 +1,264 @@
+"""Which blocks of each cache group a load moves, from the lists of block ids of both engines.
+
+vLLM lists a request's blocks by position. A sliding window's list has the null block wherever a block has left the
+window, on the prefill side as the prompt ran, on the decode side from the start. A state's list has one block.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.push.part import BlockList
+from kvferry.layout.group import CacheKind
+from kvferry.plan.request import GroupBlocks
+from kvferry.plan.window import first_token_to_move
+
+NULL_BLOCK_ID = 0
+"""vLLM's stand-in for a block that a request does not have: the first of its pool, never given away."""
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """What decides which of a group's blocks are moved; sizes in tokens."""
+
+    kind: CacheKind
+    block_size: int
+    window: int = 0
+
+
+def num_recomputed(groups: Iterable[GroupShape]) -> int:
+    """Return how many of a prompt's last tokens the decode engine computes itself, beyond what it was given.
+
+    It always runs the last token, whose logits it needs. A state would then advance twice by it, and a window laid out
+    for the token behind the prompt may have lost the first one that the last token attends to, on either side: so the
+    prefill engine must not compute it. Whole attention is not harmed: there the token is loaded and computed once more.
+
+    >>> num_recomputed([GroupShape(CacheKind.ATTENTION, 16)])
+    0
+    >>> num_recomputed([GroupShape(CacheKind.ATTENTION, 16), GroupShape(CacheKind.SLIDING_WINDOW, 16, 128)])
+    1
+    """
+    whole = (CacheKind.ATTENTION, CacheKind.MLA)
+    return 0 if all(group.kind in whole for group in groups) else 1
+
+
+def has_state(groups: Iterable[GroupShape]) -> bool:
+    """Return whether a request has a state, which holds all computed tokens and cannot be cut."""
+    return any(group.kind is CacheKind.STATE for group in groups)
+
+
+def groups_filled_whole(groups: Sequence[GroupShape], source_block_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the groups in whose blocks a load leaves no byte as it was: states, and pages that move whole.
+
+    Where block sizes differ tokens move, and what lies behind the last of them stays. In a hybrid a state may have been
+    there, whose bytes can be NaN as keys and values; a kernel that gives them weight 0 makes NaN of the whole sum.
+
+    >>> groups_filled_whole([GroupShape(CacheKind.ATTENTION, 544), GroupShape(CacheKind.STATE, 4096)], [288, 4096])
+    (1,)
+    """
+    if len(source_block_sizes) != len(groups):
+        return ()
+    return tuple(
+        index
+        for index, (group, source_size) in enumerate(zip(groups, source_block_sizes, strict=True))
+        if group.kind is CacheKind.STATE or group.block_size == source_size
+    )
+
+
+def check_cached_windows(
+    groups: Sequence[GroupShape], source_block_sizes: Sequence[int], caches_prefixes: bool
+) -> None:
+    """Refuse windows in blocks that do not divide the source's, for an engine that caches prefixes.
+
+    The source gives back what has left the window, by its own blocks. So a longer block here may be filled from the
+    middle on, and vLLM caches a block that lies before the prompt's end as a whole: a later prompt would read what
+    was never written. Raises :class:`HandoffError` (block-size-mismatch).
+
+    >>> check_cached_windows([GroupShape(CacheKind.SLIDING_WINDOW, 64, 128)], [128], caches_prefixes=True)
+    """
+    for index, (group, size) in enumerate(zip(groups, source_block_sizes, strict=False)):
+        if caches_prefixes and group.kind is CacheKind.SLIDING_WINDOW and size % group.block_size:
+            raise HandoffError(
+                Reason.BLOCK_SIZE_MISMATCH,
+                f"cache group {index} has sliding windows in blocks of {size} tokens on the prefill side and of "
+                f"{group.block_size} here, which a load fills in part and this engine caches as a whole.",
+                f"Run this engine with --block-size {size}, or with --no-enable-prefix-caching.",
+            )
+
+
+def blocks_to_load(
+    groups: Sequence[GroupShape],
+    source_block_sizes: Sequence[int],
+    tokens: tuple[int, int],
+    source_ids: Sequence[Sequence[int]],
+    destination_ids: Sequence[Sequence[int]],
+) -> tuple[GroupBlocks, ...]:
+    """Return what to load of each group so that the receiver has the prompt's tokens up to ``tokens[1]``.
+
+    It lacks those from ``tokens[0]`` on. The lists begin with the prompt's first block and may be longer than the
+    prompt. Raises :class:`HandoffError`: group-mismatch for unequal numbers of groups, invalid-request where a wanted
+    block is not there (it has left the window, or was never computed).
+
+    >>> window = GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)
+    >>> [blocks] = blocks_to_load([window], [16], (0, 64), [[0, 0, 7, 6]], [[0, 0, 2, 5, 9]])
+    >>> blocks.first_token, blocks.source_ids.tolist(), blocks.destination_ids.tolist()
+    (32, [7, 6], [2, 5])
+    """
+    if {len(source_block_sizes), len(source_ids), len(destination_ids)} != {len(groups)}:
+        raise HandoffError(
+            Reason.GROUP_MISMATCH,
+            f"the prefill engine names blocks of {len(source_ids)} cache groups, this engine has {len(groups)}.",
+            "Serve the same model with the same cache settings.",
+        )
+    sides = zip(groups, source_block_sizes, source_ids, destination_ids, strict=True)
+    return tuple(
+        _state(index, source, destination)
+        if group.kind is CacheKind.STATE
+        else _tokens(index, group, size, _first_token(group, size, tokens), tokens[1], (source, destination))
+        for index, (group, size, source, destination) in enumerate(sides)
+    )
+
+
+def blocks_to_fill(
+    groups: Sequence[GroupShape],
+    source_block_sizes: Sequence[int],
+    tokens: tuple[int, int],
+    destination_ids: Sequence[Sequence[int]],
+) -> tuple[GroupBlocks, ...]:
+    """Return what :func:`blocks_to_load` does, without the source's blocks, for a source that writes.
+
+    >>> window = GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)
+    >>> [blocks] = blocks_to_fill([window], [16], (0, 64), [[0, 0, 2, 5, 9]])
+    >>> blocks.first_token, blocks.source_ids.tolist(), blocks.destination_ids.tolist()
+    (32, [], [2, 5])
+    """
+    _check_groups(groups, source_block_sizes, destination_ids)
+    found = []
+    for index, (group, size, ids) in enumerate(zip(groups, source_block_sizes, destination_ids, strict=True)):
+        first, end, listed = _first_token(group, size, tokens), tokens[1], ids
+        if group.kind is CacheKind.STATE:
+            # The last block of the list holds the state, which is token 0 to 1.
+            first, end, listed = 0, 1, ids[-1:]
+        found.append(
+            GroupBlocks(
+                group=str(index),
+                first_token=first,
+                last_token=end,
+                source_block_ids=(),
+                destination_block_ids=_covering(index, "decode", listed, group.block_size, first, end),
+                destination_first_token=first // group.block_size * group.block_size,
+            )
+        )
+    return tuple(found)
+
+
+def held_blocks(groups: Sequence[GroupShape], ids: Sequence[Sequence[int]]) -> dict[str, BlockList]:
+    """Return the real blocks at the end of each group's list, by group: those before have left a sliding window.
+
+    >>> held_blocks([GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)], [[0, 0, 7, 6]])["0"]
+    BlockList(first_token=32, block_ids=[7, 6])
+    """
+    found = {}
+    for index, (group, listed) in enumerate(zip(groups, ids, strict=True)):
+        first = _num_before(group, listed)
+        begin = 0 if group.kind is CacheKind.STATE else first * group.block_size
+        found[str(index)] = BlockList(begin, list(listed[first:]))
+    return found
+
+
+def _num_before(group: GroupShape, listed: Sequence[int]) -> int:
+    """Return how many blocks lie before those that are held: a state has one, and a window leaves null blocks."""
+    if group.kind is CacheKind.STATE:
+        return max(len(listed) - 1, 0)
+    if group.kind is not CacheKind.SLIDING_WINDOW:
+        return 0
+    gone = np.flatnonzero(np.asarray(listed, dtype=np.int64) == NULL_BLOCK_ID)
+    return int(gone[-1]) + 1 if gone.size else 0
+
+
+def _check_groups(groups: Sequence[GroupShape], *lists: Sequence[object]) -> None:
+    if any(len(each) != len(groups) for each in lists):
+        raise HandoffError(
+            Reason.GROUP_MISMATCH,
+            f"the prefill engine has {len(lists[0])} cache groups, this engine has {len(groups)}.",
+            "Serve the same model with the same cache settings.",
+        )
+
+
+def _first_token(group: GroupShape, source_block_size: int, tokens: tuple[int, int]) -> int:
+    if group.kind is not CacheKind.SLIDING_WINDOW:
+        return tokens[0]
+    return first_token_to_move(
+        num_computed_tokens=tokens[1],
+        first_token=tokens[0],
+        window=group.window,
+        source_block_size=source_block_size,
+        destination_block_size=group.block_size,
+        # Whole pages need equal block sizes, and vLLM's first token then begins a block on both sides.
+        whole_pages=False,
+    )
+
+
+def _tokens(
+    index: int,
+    group: GroupShape,
+    source_block_size: int,
+    first_token: int,
+    end_token: int,
+    ids: tuple[Sequence[int], Sequence[int]],
+) -> GroupBlocks:
+    sizes = source_block_size, group.block_size
+    source, destination = (
+        _covering(index, side, listed, size, first_token, end_token)
+        for side, listed, size in zip(("prefill", "decode"), ids, sizes, strict=True)
+    )
+    return GroupBlocks(
+        group=str(index),
+        first_token=first_token,
+        last_token=end_token,
+        source_block_ids=source,
+        destination_block_ids=destination,
+        source_first_token=first_token // sizes[0] * sizes[0],
+        destination_first_token=first_token // sizes[1] * sizes[1],
+    )
+
+
+def _covering(
+    index: int, side: str, listed: Sequence[int], block_size: int, first_token: int, end_token: int
+) -> Integers:
+    """Return the ids of the blocks that hold the tokens; every one must be real."""
+    if first_token == end_token:
+        return np.empty(0, dtype=np.int64)
+    first, end = first_token // block_size, -(-end_token // block_size)
+    wanted = np.asarray(listed[first:end], dtype=np.int64)
+    if len(wanted) < end - first or (wanted == NULL_BLOCK_ID).any():
+        missing = first + (int((wanted == NULL_BLOCK_ID).argmax()) if (wanted == NULL_BLOCK_ID).any() else len(wanted))
+        raise _gone(index, side, f"block number {missing} of {len(listed)}, which tokens to {end_token} need")
+    return wanted
+
+
+def _state(index: int, source: Sequence[int], destination: Sequence[int]) -> GroupBlocks:
+    """Return the load of a state: the last block of each list holds it."""
+    for side, listed in (("prefill", source), ("decode", destination)):
+        if not listed or listed[-1] == NULL_BLOCK_ID:
+            raise _gone(index, side, "state")
+    return GroupBlocks(
+        group=str(index),
+        first_token=0,
+        last_token=1,
+        source_block_ids=source[-1:],
+        destination_block_ids=destination[-1:],
+    )
+
+
+def _gone(index: int, side: str, what: str) -> HandoffError:
+    return HandoffError(
+        Reason.INVALID_REQUEST,
+        f"cache group {index}: the {side} engine has no {what}.",
+        "Let the prefill engine generate one token only (max_tokens 1): what leaves a window is given back.",
+    )

@@ -1,0 +1,203 @@
+"""``kv_transfer_params``: what a prefill engine answers, a router copies and a decode engine reads.
+
+The outer fields are those of vLLM's NIXL connector, so that routers which speak it work
+unmodified; what is kvferry's own lies under ``kvferry``.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.holds import Hold
+from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Identifier, LeaseSeconds, Unsigned
+from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.integrations.vllm.scheduler.router_beacon import decode_place
+from kvferry.layout.group import MAX_BLOCK_SIZE
+from kvferry.layout.shard import MAX_GROUPS
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+MAX_BLOCKS = 1 << 20
+BlockSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
+BlockIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
+
+
+class Ferry(msgspec.Struct, frozen=True):
+    """kvferry's part: which hold, in which epoch, of how many tokens of which prompt, in blocks of which size."""
+
+    version: Unsigned
+    epoch: Unsigned
+    generation: Unsigned
+    slot: Unsigned
+    lease_seconds: LeaseSeconds
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    prompt_digest: Identifier
+    block_sizes: Annotated[tuple[BlockSize, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+
+
+class RemoteParams(msgspec.Struct, frozen=True):
+    """The fields of ``kv_transfer_params`` that the decode side uses; others are ignored."""
+
+    remote_engine_id: Identifier
+    remote_request_id: Identifier
+    remote_host: Identifier
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    remote_block_ids: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+    kvferry: Ferry
+
+    @property
+    def hold(self) -> RemoteHold:
+        """The hold that these parameters name."""
+        handle = Handle(self.remote_request_id, self.kvferry.generation)
+        return RemoteHold(self.remote_engine_id, self.kvferry.epoch, self.remote_host, self.remote_port, handle)
+
+
+class PushParams(msgspec.Struct, frozen=True):
+    """What a router that speaks Mooncake's protocol gives the decode side; other fields are ignored."""
+
+    transfer_id: Identifier
+    remote_engine_id: Identifier
+    remote_bootstrap_addr: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
+
+def parse_push_params(params: Mapping[str, Any], request_id: str) -> PushParams:
+    """Return the decode side's view of ``kv_transfer_params``, or of the request's id where the router puts it there.
+
+    Raises :class:`HandoffError` (malformed-message).
+    """
+    given = dict(params)
+    if given.get("remote_engine_id") is None and (place := decode_place(request_id)) is not None:
+        given["remote_bootstrap_addr"], given["remote_engine_id"] = place
+    try:
+        return msgspec.convert(given, PushParams)
+    except msgspec.ValidationError as error:
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE,
+            f"kv_transfer_params of {request_id} name no push: {error}.",
+            "Run vllm-router with --kv-connector mooncake and each prefill engine's bootstrap_port, or with "
+            "--kv-connector moriio and --vllm-discovery-address, which is each engine's router_address.",
+        ) from error
+
+
+def answer_params(
+    request: "Request", hold: Hold, block_ids: Sequence[Sequence[int]], engine: "PrefillEngine"
+) -> dict[str, Any]:
+    """Return what the prefill engine answers for an exported request."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(group) for group in block_ids],
+        "remote_engine_id": engine.engine_id,
+        "remote_request_id": request.request_id,
+        "remote_host": engine.host,
+        "remote_port": engine.port,
+        "tp_size": engine.tp_size,
+        "kvferry": {
+            "version": PROTOCOL_VERSION,
+            "epoch": engine.epoch,
+            "generation": hold.handle.generation,
+            "slot": hold.slot,
+            "lease_seconds": engine.lease_seconds,
+            "num_tokens": request.num_prompt_tokens,
+            "prompt_digest": prompt_digest(request, request.num_prompt_tokens),
+            "block_sizes": list(engine.block_sizes),
+        },
+    }
+
+
+class PrefillEngine(msgspec.Struct, frozen=True):
+    """What every answer of one prefill engine has in common."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+    epoch: int
+    lease_seconds: float
+    block_sizes: tuple[int, ...]
+
+
+def parse_params(params: Mapping[str, Any], request: "Request") -> RemoteParams:
+    """Return the decode side's view of ``kv_transfer_params``, checked against its own prompt.
+
+    Raises :class:`HandoffError`: malformed-message, protocol-mismatch, invalid-request.
+    """
+    try:
+        parsed = msgspec.convert(dict(params), RemoteParams)
+    except msgspec.ValidationError as error:
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE,
+            f"kv_transfer_params of {request.request_id} do not come from a kvferry prefill engine: {error}.",
+            "Check that the router copies the prefill engine's kv_transfer_params whole.",
+        ) from error
+    if parsed.kvferry.version != PROTOCOL_VERSION:
+        raise HandoffError(
+            Reason.PROTOCOL_MISMATCH,
+            f"the prefill engine speaks protocol version {parsed.kvferry.version}, this side {PROTOCOL_VERSION}.",
+            "Run the same kvferry version on both sides.",
+        )
+    return parsed
+
+
+def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> None:
+    """Refuse to load a cache other than that of the prompt's first ``num_tokens``.
+
+    Raises :class:`HandoffError` (invalid-request).
+    """
+    found = parsed.kvferry
+    if found.num_tokens != num_tokens or found.prompt_digest != prompt_digest(request, num_tokens):
+        raise HandoffError(
+            Reason.INVALID_REQUEST,
+            f"of the {request.num_prompt_tokens} prompt tokens of {request.request_id} the first {num_tokens} are not "
+            f"the {found.num_tokens} which {parsed.remote_request_id} prefilled.",
+            "Send one prompt per request, and the same prompt, template and adapter to both engines.",
+        )
+
+
+def leave_last_token(request: "Request") -> None:
+    """Let the prefill engine compute all of the prompt but its last token, which the decode engine computes.
+
+    Else that token would advance a Mamba state twice, or push a block that the decode engine needs out of a sliding
+    window. Applied once, to a request that is new. One of a single token,
+    and one that reads no cache (prompt log probabilities), for which the decode engine does not load either, stay
+    whole.
+    """
+    token_ids = token_ids_of(request)
+    if request.num_prompt_tokens < 2 or token_ids is None or request.skip_reading_prefix_cache:
+        return
+    # Parallel samples in one process share the list of the prompt.
+    request.prompt_token_ids = token_ids[:-1]
+    del request._all_token_ids[-1]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+
+
+def token_ids_of(request: "Request") -> list[int] | None:
+    """Return the tokens of a prompt that is all tokens; None for embeddings, alone or between tokens."""
+    return request.prompt_token_ids if request.prompt_embeds is None else None
+
+
+def prompt_digest(request: "Request", num_tokens: int) -> str:
+    """Return a digest of all that the cache of the prompt's first ``num_tokens`` depends on besides the model.
+
+    Raises :class:`HandoffError` (unsupported) for prompts with embeddings.
+    """
+    token_ids = token_ids_of(request)
+    if token_ids is None:
+        raise HandoffError(
+            Reason.UNSUPPORTED,
+            f"{request.request_id} gives its prompt as embeddings, which the two engines cannot compare.",
+            "Send tokens or text, or send the request to an engine that computes its prompt itself.",
+        )
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(np.asarray(token_ids[:num_tokens], dtype=np.int64).tobytes())
+    for feature in request.mm_features or ():
+        digest.update(f"|{feature.identifier}".encode())
+    if request.lora_request is not None:
+        digest.update(f"|{request.lora_request.lora_name}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,180 @@
+"""Pages of attention and MLA caches as components, from vLLM's ``[B, H, N, C]`` views."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvferry.integrations.vllm.translate.specs import refuse
+from kvferry.layout.component import Atom, Component, HeadRange
+from kvferry.layout.dense import heads_of_rank
+from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import Region
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Of CPU attention: those that keep a plane of keys, channel by channel, and then a plane of values, token by token. How
+# they arrange a quantised cache was not looked into: its pages move whole.
+PLAIN_INSTRUCTION_SETS = ("vec", "vec16")
+
+# A scale for each token and head: these keep it in the slot, behind the keys and the values that it belongs to.
+_SCALES_IN_SLOTS = ("TRITON_ATTN",)
+
+
+def attention_components(
+    vllm_config: "VllmConfig",
+    kind: CacheKind,
+    views: Mapping[str, torch.Tensor],
+    expected: tuple[int, int, int],
+    region: Region,
+    rank: tuple[int, int],
+) -> tuple[Component, ...]:
+    """Return the components of one group's layers; ``expected`` are blocks, heads and tokens, ``rank`` has its size.
+
+    Raises :class:`LayoutError` (unsupported) for views of another shape.
+    """
+    name, first = next(iter(views.items()))
+    if tuple(first.shape[:3]) != expected:
+        refuse(
+            f"the cache of {name} has shape {tuple(first.shape)}, expected [blocks, heads, tokens] of {expected}",
+            "Choose a block size that the attention kernel takes whole.",
+        )
+    total_heads, heads = _heads(vllm_config, kind, expected[1], rank)
+    offsets = [view.data_ptr() - region.base_address for view in views.values()]
+    place = {"layers": tuple(views), "heads": (heads,), "total_heads": total_heads}
+    packing = _packing(vllm_config, name, first)
+    if packing is None:
+        return (_content(first, offsets, place),)
+    if packing.split(":")[1] in PLAIN_INSTRUCTION_SETS and first.element_size() > 1:
+        return _planes(name, first, offsets, place)
+    return (_content(first, offsets, place | {"atom": Atom.PAGE, "packing": packing}),)
+
+
+def check_scales_in_slots(vllm_config: "VllmConfig", layer_names: Iterable[str]) -> None:
+    """Raise :class:`LayoutError` (unsupported) unless a token's scales are in its slots, so that they move with it."""
+    for name in layer_names:
+        backend = vllm_config.compilation_config.static_forward_context[name].get_attn_backend().get_name()
+        if backend not in _SCALES_IN_SLOTS:
+            refuse(
+                f"{name} has a scale for each token and head, kept where {backend} wants them",
+                f"Run with --attention-backend {_SCALES_IN_SLOTS[0]}, or --kv-cache-dtype auto.",
+            )
+
+
+def fill_scales_in_slots(vllm_config: "VllmConfig", layer_names: Iterable[str]) -> None:
+    """Let kernels with scales in the slots set all of them to 1, as each does once, before its first step.
+
+    That step may follow the first load, whose scales would be lost, and layers that read another's cache have kernels
+    of their own: name them too.
+    """
+    layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
+    for name in layer_names:
+        if (kernel := _kernel_with_scales(layers[name])) is not None:
+            kernel._ensure_scale_caches(layers[name].kv_cache)
+
+
+def forget_scales(layer: Any) -> None:
+    """Let a kernel with scales in the slots make its views of them anew, of the cache that it meets next."""
+    if (kernel := _kernel_with_scales(layer)) is not None:
+        kernel._k_scale_cache = kernel._v_scale_cache = None
+
+
+def _kernel_with_scales(layer: Any) -> Any | None:
+    """Return the kernel of a layer with scales in the slots; other layers, such as those of states, have none."""
+    kernel = getattr(layer, "impl", None)
+    return kernel if getattr(kernel, "_is_per_token_head_quant", False) else None
+
+
+def _content(view: torch.Tensor, offsets: Sequence[int], more: Mapping[str, Any]) -> Component:
+    block, head, token, channel = (stride * view.element_size() for stride in view.stride())
+    return Component(
+        name="kv",
+        layer_offsets=tuple(offsets),
+        num_channels=view.shape[3],
+        itemsize=view.element_size(),
+        block_stride=block,
+        head_stride=head,
+        token_stride=token,
+        channel_stride=channel,
+        **more,
+    )
+
+
+def _planes(name: str, view: torch.Tensor, offsets: Sequence[int], place: Mapping[str, Any]) -> tuple[Component, ...]:
+    """Return keys and values of pages that hold a ``[channel][token]`` plane of K and a ``[token][channel]`` one of V.
+
+    The kernel takes a page for dense and cuts it in halves, so that K and V have the same number of channels.
+    """
+    itemsize, num_tokens, num_channels = view.element_size(), view.shape[2], view.shape[3]
+    if view.stride()[2:] != (num_channels, 1):
+        refuse(f"a page of {name} has strides {view.stride()[2:]}", "Use a layout that ends in NC.")
+    head_size, block, head = num_channels // 2, view.stride(0) * itemsize, view.stride(1) * itemsize
+    strides = {"k": (itemsize, num_tokens * itemsize), "v": (head_size * itemsize, itemsize)}
+    first_bytes = {"k": 0, "v": num_tokens * head_size * itemsize}
+    return tuple(
+        Component(
+            name=part,
+            layer_offsets=tuple(offset + first_bytes[part] for offset in offsets),
+            num_channels=head_size,
+            itemsize=itemsize,
+            block_stride=block,
+            head_stride=head,
+            token_stride=token,
+            channel_stride=channel,
+            **place,
+        )
+        for part, (token, channel) in strides.items()
+    )
+
+
+def _packing(vllm_config: "VllmConfig", layer_name: str, view: torch.Tensor) -> str | None:
+    """Name how a kernel arranges the inside of a ``(block, head)`` page; None where tokens lie apart.
+
+    CPU attention keeps keys and values apart, arranged by instruction set, dtype and block size.
+    """
+    layer = vllm_config.compilation_config.static_forward_context[layer_name]
+    if layer.get_attn_backend().get_name() != "CPU_ATTN":
+        return None
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    block_size = view.shape[2]
+    dtype: Any = vllm_config.model_config.dtype
+    isa = _get_attn_isa(dtype, block_size, layer.head_size, vllm_config.cache_config.cache_dtype)
+    return f"cpu_attn:{isa}:{str(view.dtype).removeprefix('torch.')}:{block_size}"
+
+
+def _heads(vllm_config: "VllmConfig", kind: CacheKind, num_held: int, rank: tuple[int, int]) -> tuple[int, HeadRange]:
+    """Return the group's global number of heads and those of this rank.
+
+    Groups may differ in heads, and vLLM names the model's only. Where a rank holds several, nothing is replicated.
+    Where it holds one, the number tells whether others hold the same, so no group may have more.
+    """
+    tp_rank, tp_size = rank
+    if kind is CacheKind.MLA:
+        return 1, HeadRange(0, 1)
+    total = vllm_config.model_config.get_total_num_kv_heads()
+    if num_held > 1 or tp_size == 1:
+        total = num_held * tp_size
+    elif total > tp_size:
+        refuse(f"a rank of {tp_size} holds one KV head where the model has {total}")
+    elif more := {name: count for name, count in _other_head_counts(vllm_config).items() if count > total}:
+        refuse(
+            f"a rank of {tp_size} holds one KV head, of {total} or, in some layers, of others ({more})",
+            f"Run with --tensor-parallel-size {total // 2 or 1} or less, where every rank holds several.",
+        )
+    return total, heads_of_rank(total, tp_rank, tp_size)
+
+
+def _other_head_counts(vllm_config: "VllmConfig") -> dict[str, int]:
+    """Return the numbers of KV heads that the model names besides its own, and its drafter's."""
+    found: dict[str, int] = {}
+    text = getattr(vllm_config.model_config, "hf_text_config", None)
+    for name, value in vars(text).items() if text is not None else ():
+        counts = value if isinstance(value, list | tuple) else [value]
+        if name.endswith(("key_value_heads", "kv_heads")) and all(isinstance(count, int) for count in counts):
+            found[name] = max(counts, default=0)
+    drafter = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    if drafter is not None:
+        found["the drafter's"] = drafter.get_total_num_kv_heads()
+    return found

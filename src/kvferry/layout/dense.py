@@ -1,0 +1,186 @@
+"""Shards from shapes: what a rank holds when a cache of given sizes is laid out in a named order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvferry.errors import LayoutError, Reason
+from kvferry.layout.axes import Axis
+from kvferry.layout.component import Atom, Component, HeadRange, require
+from kvferry.layout.group import CacheGroup, CacheKind
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import Region, Shard
+from kvferry.layout.token_share import WHOLE, TokenShare
+
+
+class Content(StrEnum):
+    """How keys and values share the content axis."""
+
+    FUSED = "fused"
+    """One component ``kv``: K and V of a head and token side by side."""
+    INTERLEAVED = "interleaved"
+    """The same memory as FUSED, told as two components ``k`` and ``v``."""
+    PLANES = "planes"
+    """In each page a K plane ``[token][channel]``, then a V plane ``[token][channel]``."""
+    TRANSPOSED_KEYS = "transposed-keys"
+    """In each page a K plane ``[channel][token]``, then a V plane ``[token][channel]`` (vLLM's CPU attention)."""
+    APART = "apart"
+    """All of K in the first half of the memory and all of V in the second."""
+
+
+def heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> HeadRange:
+    """Return the global KV heads of a tensor-parallel rank by vLLM's rule.
+
+    Up to ``num_kv_heads`` ranks split the heads evenly; more ranks hold one head each, replicated.
+
+    >>> heads_of_rank(8, 1, 2), heads_of_rank(2, 5, 8), heads_of_rank(6, 2, 3)
+    (4:8, 1:2, 4:6)
+    >>> heads_of_rank(8, 0, 3)
+    Traceback (most recent call last):
+        ...
+    kvferry.errors.LayoutError: ... [indivisible-heads]
+    """
+    require(0 <= tp_rank < tp_size and num_kv_heads > 0, f"rank {tp_rank} of {tp_size} with {num_kv_heads} KV heads.")
+    larger, smaller = max(num_kv_heads, tp_size), min(num_kv_heads, tp_size)
+    if larger % smaller:
+        raise LayoutError(
+            Reason.INDIVISIBLE_HEADS,
+            f"{num_kv_heads} KV heads cannot be dealt to {tp_size} tensor-parallel ranks.",
+            f"Use a tensor-parallel size that divides {num_kv_heads} or is a multiple of it.",
+        )
+    if tp_size > num_kv_heads:
+        head = tp_rank // (tp_size // num_kv_heads)
+        return HeadRange(head, head + 1)
+    each = num_kv_heads // tp_size
+    return HeadRange(tp_rank * each, (tp_rank + 1) * each)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A component within the content bytes of a head and token: see :func:`_parts`."""
+
+    name: str
+    num_channels: int
+    first_byte: int
+    token_stride: int
+    channel_stride: int
+
+
+def shard_for(
+    *,
+    layers: Sequence[str],
+    num_kv_heads: int,
+    head_size: int,
+    itemsize: int,
+    block_size: int,
+    num_blocks: int,
+    layout: NamedLayout,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    pp_rank: int = 0,
+    pp_size: int = 1,
+    kind: CacheKind = CacheKind.ATTENTION,
+    content: Content = Content.FUSED,
+    value_head_size: int | None = None,
+    packing: str = "",
+    base_address: int = 0,
+    device: str = "cpu",
+    group_name: str = "full",
+    window: int = 0,
+    token_share: TokenShare = WHOLE,
+) -> Shard:
+    """Return what a rank holds of one dense cache group that starts at ``base_address``.
+
+    ``layers`` are those of this rank. A ``packing`` makes each page of a block and head an atom. For MLA the
+    ``head_size`` is the whole latent width and every rank holds it. ``value_head_size`` is that of K unless given.
+
+    >>> shard_for(layers=["0", "1"], num_kv_heads=8, head_size=64, itemsize=2, block_size=16, num_blocks=10,
+    ...     layout=NamedLayout.BHLNC, tp_rank=1, tp_size=2)
+    rank tp 1/2 [cpu 0x0 + 327680]
+    full (attention, 10 blocks of 16 tokens, heads 4:8 of 8)
+      kv BHLNC: base + b*32768 + h*8192 + l*4096 + n*256 + c*2
+    """
+    require(kind is not CacheKind.STATE, "states are not laid out by axes.", "Use kvferry.layout.states.")
+    num_kv_heads = 1 if kind is CacheKind.MLA else num_kv_heads
+    heads = HeadRange(0, 1) if kind is CacheKind.MLA else heads_of_rank(num_kv_heads, tp_rank, tp_size)
+    widths = _widths(kind, head_size, value_head_size)
+    components: list[Component] = []
+    length = 0
+    for group_of_widths in [[width] for width in widths] if content is Content.APART else [widths]:
+        content_bytes = sum(width for _, width in group_of_widths) * itemsize
+        sizes = {Axis.L: len(layers), Axis.B: num_blocks, Axis.H: len(heads), Axis.N: block_size, Axis.C: content_bytes}
+        strides = layout.strides(sizes)
+        for part in _parts(group_of_widths, content, layout, itemsize, block_size, strides[Axis.N]):
+            components.append(_component(part, layers, (heads, num_kv_heads), itemsize, strides, length, packing))
+        length += content_bytes * len(layers) * num_blocks * len(heads) * block_size
+    group = CacheGroup(
+        name=group_name,
+        kind=kind,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        components=tuple(components),
+        window=window,
+        token_share=token_share,
+    )
+    ranks = {"tp_rank": tp_rank, "tp_size": tp_size, "pp_rank": pp_rank, "pp_size": pp_size}
+    return Shard(regions=(Region(base_address, length, device),), groups=(group,), **ranks)
+
+
+def _widths(kind: CacheKind, head_size: int, value_head_size: int | None) -> list[tuple[str, int]]:
+    if kind is CacheKind.MLA:
+        return [("latent", head_size)]
+    return [("k", head_size), ("v", head_size if value_head_size is None else value_head_size)]
+
+
+def _parts(
+    widths: list[tuple[str, int]],
+    content: Content,
+    layout: NamedLayout,
+    itemsize: int,
+    block_size: int,
+    token_stride: int,
+) -> list[_Part]:
+    """Place K and V, each with its width in channels, within the content bytes of one page."""
+    if content is Content.FUSED or len(widths) == 1:
+        name = "kv" if len(widths) == 2 else widths[0][0]
+        return [_Part(name, sum(width for _, width in widths), 0, token_stride, itemsize)]
+    (key, key_width), (value, value_width) = widths
+    key_bytes, value_bytes = key_width * itemsize, value_width * itemsize
+    if content is Content.INTERLEAVED:
+        return [
+            _Part(key, key_width, 0, token_stride, itemsize),
+            _Part(value, value_width, key_bytes, token_stride, itemsize),
+        ]
+    require(layout.has_whole_pages, f"layout {layout} has no planes of K and V.", "Use a layout that ends in NC.")
+    transposed = content is Content.TRANSPOSED_KEYS
+    keys = (itemsize, block_size * itemsize) if transposed else (key_bytes, itemsize)
+    return [
+        _Part(key, key_width, 0, *keys),
+        _Part(value, value_width, block_size * key_bytes, value_bytes, itemsize),
+    ]
+
+
+def _component(
+    part: _Part,
+    layers: Sequence[str],
+    heads: tuple[HeadRange, int],
+    itemsize: int,
+    strides: dict[Axis, int],
+    origin: int,
+    packing: str,
+) -> Component:
+    return Component(
+        name=part.name,
+        layers=tuple(layers),
+        layer_offsets=tuple(origin + part.first_byte + index * strides[Axis.L] for index in range(len(layers))),
+        heads=heads[:1],
+        total_heads=heads[1],
+        num_channels=part.num_channels,
+        itemsize=itemsize,
+        block_stride=strides[Axis.B],
+        head_stride=strides[Axis.H],
+        token_stride=part.token_stride,
+        channel_stride=part.channel_stride,
+        atom=Atom.PAGE if packing else Atom.CONTENT,
+        packing=packing,
+    )

@@ -1,0 +1,318 @@
+"""Which destination bytes a request needs, and from which source byte each must come: plainly enumerated.
+
+For :mod:`kvferry.plan.proof.verify`, and so without the planner's code: tokens are listed one by one and located in
+both sides' blocks, layers found by name, heads by global index.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import Reason, VerificationError
+from kvferry.layout.component import Atom, Component, HeadRange
+from kvferry.layout.group import CacheGroup, CacheKind
+from kvferry.layout.shard import Shard
+from kvferry.plan.request import GroupBlocks
+
+Integers = npt.NDArray[np.int64]
+Heads = Mapping[tuple[str, str], Sequence[HeadRange]]
+"""Global heads by group and component."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """Needed intervals sorted by destination, and what each holds."""
+
+    source: Integers
+    destination: Integers
+    length: Integers
+    chunks: tuple["_Chunk", ...]
+    order: Integers
+
+    def name(self, index: int) -> str:
+        """Return the logical coordinates of a unit."""
+        position = int(self.order[index])
+        for chunk in self.chunks:
+            if position < chunk.size:
+                return chunk.name(position)
+            position -= chunk.size
+        raise IndexError(index)
+
+
+def needed_from(source: Shard, destination: Shard, requests: Sequence[GroupBlocks], heads: Heads) -> Units:
+    """Return what the destination needs of these heads, as far as the source holds it.
+
+    Raises :class:`VerificationError` (``invalid-request``) for a request that leaves out a group or a state, or that
+    does not fit its blocks, and where two needs share a byte.
+    """
+    _check_complete(requests, destination)
+    whole = []
+    for blocks in requests:
+        held, wanted = source.group(blocks.group), _group(destination, blocks.group)
+        if held is not None:
+            whole.append(replace(blocks, last_token=_end_of_need(blocks, held, wanted)))
+    return _units(source, destination, whole, heads, holders=[source])
+
+
+def needed_in(destination: Shard, sources: Sequence[Shard], requests: Sequence[GroupBlocks]) -> Units:
+    """Return all that the destination needs, whoever sends it; its own blocks stand in for the source's.
+
+    Raises as :func:`needed_from`.
+    """
+    _check_complete(requests, destination)
+    needs = []
+    for blocks in requests:
+        wanted = _group(destination, blocks.group)
+        ends = {_end_of_need(blocks, held, wanted) for source in sources if (held := source.group(blocks.group))}
+        if len(ends) > 1:
+            _invalid(f"group {blocks.group!r}: sources differ in block size.")
+        needs.append(
+            GroupBlocks(
+                group=blocks.group,
+                first_token=blocks.first_token,
+                last_token=ends.pop() if ends else blocks.last_token,
+                source_block_ids=blocks.destination_ids,
+                destination_block_ids=blocks.destination_ids,
+                source_first_token=blocks.destination_first_token,
+                destination_first_token=blocks.destination_first_token,
+            )
+        )
+    everything = {(group.name, part.name): part.heads for group in destination.groups for part in group.components}
+    return _units(destination, destination, needs, everything, holders=sources)
+
+
+def _layers(component: Component, group_name: str, holders: Sequence[Shard]) -> set[str]:
+    """Return the layers that move, of padding those of which a holder has as much, and the same rank's of as many."""
+    if not component.is_padding:
+        return set(component.layers)
+    mine = (component.name, component.num_channels, component.total_heads, component.heads)
+    groups = [held for holder in holders if (held := holder.group(group_name))]
+    return {
+        layer
+        for held in groups
+        for part in held.components
+        if part.is_padding and (part.name, part.num_channels, part.total_heads, part.heads) == mine
+        for layer in part.layers
+    }
+
+
+def _check_complete(requests: Sequence[GroupBlocks], destination: Shard) -> None:
+    for group in destination.groups:
+        asked = [blocks for blocks in requests if blocks.group == group.name]
+        if requests and not asked:
+            _invalid(f"cache group {group.name!r} of {destination.rank_name} is left out.")
+        tokens = any(blocks.last_token > blocks.first_token for blocks in requests)
+        stateless = all(blocks.last_token == blocks.first_token for blocks in asked)
+        if group.kind is CacheKind.STATE and tokens and stateless:
+            _invalid(f"tokens are asked for without the state of group {group.name!r}.")
+
+
+def _end_of_need(blocks: GroupBlocks, source: CacheGroup, destination: CacheGroup) -> int:
+    """Return where the needed tokens end: partly filled last blocks are needed whole where both sides agree on them."""
+    sizes = {
+        (group.block_size, group.token_share.size, group.token_share.interleave) for group in (source, destination)
+    }
+    covered = destination.block_size * destination.token_share.size
+    apart = (blocks.source_first_token - blocks.destination_first_token) % covered
+    if blocks.last_token == blocks.first_token or len(sizes) > 1 or apart:
+        return blocks.last_token
+    in_last_block = (blocks.last_token - blocks.destination_first_token) % covered
+    return blocks.last_token + (covered - in_last_block if in_last_block else 0)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Units of one request and component, in the order layer, token, head, channel."""
+
+    group: str
+    component: str
+    layers: tuple[str, ...]
+    tokens: Integers
+    heads: Integers
+    num_inner: int
+
+    @property
+    def size(self) -> int:
+        return len(self.layers) * len(self.tokens) * len(self.heads) * self.num_inner
+
+    def name(self, position: int) -> str:
+        shape = (len(self.layers), len(self.tokens), len(self.heads), self.num_inner)
+        layer, token, head, _ = np.unravel_index(position, shape)
+        where = f"layer {self.layers[layer]!r}, token {self.tokens[token]}, head {self.heads[head]}"
+        return f"group {self.group!r}, component {self.component!r}, {where}"
+
+
+class _Stretches(NamedTuple):
+    """Stretches of an axis: the first global index, how long, and where the first lies on both sides."""
+
+    first: Integers
+    length: Integers
+    source: Integers
+    destination: Integers
+
+
+def _units(
+    source: Shard, destination: Shard, requests: Sequence[GroupBlocks], heads: Heads, holders: Sequence[Shard]
+) -> Units:
+    arrays: list[tuple[Integers, Integers, Integers]] = []
+    chunks: list[_Chunk] = []
+    for blocks in requests:
+        wanted, held = _group(destination, blocks.group), source.group(blocks.group)
+        if held is None:
+            continue
+        # The same for most components of a group.
+        tokens = cache(partial(_tokens, blocks, held, wanted))
+        for component in wanted.components:
+            if (blocks.group, component.name) not in heads:
+                continue
+            named = _layers(component, blocks.group, holders) & held.layers
+            layers = tuple(layer for layer in component.layers if layer in named)
+            if not layers:
+                continue
+            sent = next(other for other in held.components if other.name == component.name)
+            bases = (source.regions[sent.region].base_address, destination.regions[component.region].base_address)
+            carried = heads[blocks.group, component.name]
+            chunk, *columns = _component_units(
+                blocks, (held, wanted), (sent, component), bases, layers, carried, tokens
+            )
+            chunks.append(chunk)
+            arrays.append((columns[0], columns[1], columns[2]))
+    empty = np.empty(0, dtype=np.int64)
+    joined = [np.concatenate([empty, *(array[column] for array in arrays)]) for column in range(3)]
+    order = np.argsort(joined[1], kind="stable")
+    units = Units(joined[0][order], joined[1][order], joined[2][order], tuple(chunks), order)
+    twice = np.flatnonzero(units.destination[1:] < (units.destination + units.length)[:-1])
+    if twice.size:
+        _invalid(
+            f"two needs share a destination byte: {units.name(int(twice[0]))} and {units.name(int(twice[0]) + 1)}."
+        )
+    return units
+
+
+def _component_units(
+    blocks: GroupBlocks,
+    groups: tuple[CacheGroup, CacheGroup],
+    components: tuple[Component, Component],
+    bases: tuple[int, int],
+    layers: tuple[str, ...],
+    heads: Sequence[HeadRange],
+    tokens_of: Callable[[bool], _Stretches],
+) -> tuple[_Chunk, Integers, Integers, Integers]:
+    """Return the units of one component: coordinates, then source, destination and length in bytes."""
+    sent, received = components
+    grain = _grain(groups[1].kind is CacheKind.STATE, components)
+    tokens = tokens_of(not grain.whole_tokens)
+    dealt = _heads(sent, received, heads, single=not grain.whole_heads)
+    columns = []
+    sides = (
+        (blocks.source_ids, tokens.source, dealt.source),
+        (blocks.destination_ids, tokens.destination, dealt.destination),
+    )
+    for component, group, base, (ids, token, head) in zip(components, groups, bases, sides, strict=True):
+        place = dict(zip(component.layers, component.layer_offsets, strict=True))
+        at_layer = np.array([place[layer] for layer in layers], dtype=np.int64)[:, None, None, None]
+        at_token = ids[token // group.block_size] * component.block_stride
+        at_token = at_token + token % group.block_size * component.token_stride
+        at_head = head * component.head_stride
+        columns.append(
+            base + at_layer + at_token[:, None, None] + at_head[:, None] + grain.channels * component.channel_stride
+        )
+    length = np.broadcast_to(tokens.length[:, None, None] * dealt.length[:, None] * grain.num_bytes, columns[0].shape)
+    chunk = _Chunk(blocks.group, received.name, layers, tokens.first, dealt.first, len(grain.channels))
+    return chunk, columns[0].ravel(), columns[1].ravel(), length.ravel()
+
+
+class _Grain(NamedTuple):
+    """What of a component is contiguous on both sides, and so one unit: ``num_bytes`` for each token and head."""
+
+    whole_tokens: bool
+    whole_heads: bool
+    channels: Integers
+    num_bytes: int
+
+
+def _grain(is_state: bool, components: tuple[Component, Component]) -> _Grain:
+    item, num_channels = components[1].itemsize, components[1].num_channels
+    content = num_channels * item
+    channels_dense = all(component.channel_stride == item for component in components)
+    # Tokens prolong a unit of attention; a state has one token, and its heads do.
+    strides = {component.head_stride if is_state else component.token_stride for component in components}
+    packed = components[1].atom is Atom.PAGE
+    together = packed or channels_dense
+    long = (packed and not is_state) or strides == {content if together else item}
+    one, each = np.zeros(1, dtype=np.int64), np.arange(num_channels, dtype=np.int64)
+    channels, num_bytes = (one, content) if together else (each, item)
+    return _Grain(long and not is_state, long and is_state, channels, num_bytes)
+
+
+def _heads(sent: Component, received: Component, wanted: Sequence[HeadRange], *, single: bool) -> _Stretches:
+    """Locate every head that both hold and that is wanted."""
+    named = _listed(sent.heads), _listed(received.heads)
+    both, at_source, at_destination = np.intersect1d(named[0], named[1], assume_unique=True, return_indices=True)
+    carried = np.isin(both, _listed(wanted))
+    return _stretches(both[carried], at_source[carried], at_destination[carried], single)
+
+
+def _listed(heads: Sequence[HeadRange]) -> Integers:
+    return np.concatenate([np.arange(held.start, held.end, dtype=np.int64) for held in heads])
+
+
+def _tokens(blocks: GroupBlocks, source: CacheGroup, destination: CacheGroup, single: bool) -> _Stretches:
+    """Locate every needed token that both hold: its slot, counted over all blocks of each side's list."""
+    token = np.arange(blocks.first_token, blocks.last_token, dtype=np.int64)
+    for group in (source, destination):
+        deal = group.token_share
+        token = token[(token // deal.interleave) % deal.size == deal.rank]
+    sides: list[Integers] = []
+    for group, ids, begin in (
+        (source, blocks.source_ids, blocks.source_first_token),
+        (destination, blocks.destination_ids, blocks.destination_first_token),
+    ):
+        if begin % (group.block_size * group.token_share.size) and group.token_share.size > 1:
+            _invalid(f"group {group.name!r}: the blocks begin at token {begin}, within those of a position.")
+        slot = _index_on_rank(token, group) - _index_on_rank(np.array([begin]), group)
+        if len(slot) and int(slot[-1]) // group.block_size >= len(ids):
+            _invalid(f"group {group.name!r}: {len(ids)} blocks were named for {int(slot[-1]) + 1} tokens.")
+        sides.append(slot)
+    breaks = sides[0] % source.block_size == 0, sides[1] % destination.block_size == 0
+    return _stretches(token, sides[0], sides[1], single, breaks[0] | breaks[1])
+
+
+def _index_on_rank(token: Integers, group: CacheGroup) -> Integers:
+    """Return how many tokens before this one its rank holds."""
+    deal = group.token_share
+    rounds = token // (deal.interleave * deal.size)
+    index: Integers = rounds * deal.interleave + token % deal.interleave
+    return index
+
+
+def _stretches(
+    index: Integers,
+    source: Integers,
+    destination: Integers,
+    single: bool,
+    breaks: npt.NDArray[np.bool_] | None = None,
+) -> _Stretches:
+    """Cut an axis where either side does not go on to its next place, where told, or everywhere."""
+    starts = np.full(len(index), single)
+    if not single:
+        starts[1:] = (np.diff(source) != 1) | (np.diff(destination) != 1)
+        starts |= False if breaks is None else breaks
+        starts[:1] = True
+    first = np.flatnonzero(starts)
+    return _Stretches(index[first], np.diff(first, append=len(index)), source[first], destination[first])
+
+
+def _group(destination: Shard, name: str) -> CacheGroup:
+    group = destination.group(name)
+    if group is None:
+        raise VerificationError(Reason.INVALID_REQUEST, f"{destination.rank_name} has no cache group {name!r}.")
+    return group
+
+
+def _invalid(what: str) -> None:
+    raise VerificationError(Reason.INVALID_REQUEST, what)
