@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import open_console
-from kvferry.integrations.vllm.kernels.verdicts import Outcome, Verdict
+from kvferry.integrations.vllm.kernels.check import Outcome, Verdict
 from kvferry.layout.named_layouts import NamedLayout
 
 MEASURING_SECONDS = 1800.0
@@ -97,7 +97,7 @@ def _print_table(measured: Measured) -> None:
     if measured.complaint:
         console.print(f"[red]The measurement did not end: {escape(measured.complaint)}[/]")
     if not measured.is_healthy:
-        console.print("The connector will ask for another layout where one marked * fails.")
+        console.print("Where a layout marked * fails, name another one in the setting 'layout'.")
 
 
 def _by_what_was_found(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], list[Verdict]]:

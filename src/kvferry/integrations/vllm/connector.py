@@ -15,7 +15,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.kernels.engine import check_engine_kernels
-from kvferry.integrations.vllm.layout_choice import asked_layout, check_layout, widen_cpu_attention
+from kvferry.integrations.vllm.layout_choice import check_layout, widen_cpu_attention, wished_layout
 from kvferry.integrations.vllm.plugin import log_as_vllm_does
 from kvferry.integrations.vllm.scheduler.push import PushSchedulerRole
 from kvferry.integrations.vllm.scheduler.role import SchedulerRole
@@ -91,7 +91,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         assert vllm_config.kv_transfer_config is not None
         settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        layout = asked_layout(vllm_config, settings)
+        layout = wished_layout(vllm_config, settings)
         return None if layout is None else layout.value
 
     @classmethod

@@ -4,7 +4,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvferry.errors import LayoutError, Reason
-from kvferry.integrations.vllm.kernels.verdicts import find_failure, load_verdicts, machine_description
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.layout.named_layouts import NamedLayout
 
@@ -45,23 +44,6 @@ def wished_layout(vllm_config: "VllmConfig", settings: Settings) -> NamedLayout 
     return NamedLayout.BLHNC if model.is_hybrid else NamedLayout.BHLNC
 
 
-def asked_layout(vllm_config: "VllmConfig", settings: Settings) -> NamedLayout | None:
-    """Return the wished layout, or the next best where a kernel was measured to fail on it on this machine.
-
-    A layout that the settings name is left alone: it is refused when the engine starts, not replaced.
-    """
-    wish = wished_layout(vllm_config, settings)
-    if wish is None or settings.layout:
-        return wish
-    verdicts = load_verdicts(machine_description())
-    for layout in dict.fromkeys((wish, NamedLayout.BLHNC)):
-        failure = find_failure(verdicts, layout, *_cache_of(vllm_config)) if verdicts else None
-        if failure is None:
-            return layout
-        logger.warning("kvferry does not ask for KV cache layout %s, a kernel failed on it: %s", layout, failure)
-    return None
-
-
 def check_layout(vllm_config: "VllmConfig", layout: NamedLayout, settings: Settings) -> None:
     """Refuse a layout that the engine's kernels read wrongly; explain a wish that was dropped."""
     if vllm_config.model_config.use_mla and _on_cpu() and layout.is_cross_layer:
@@ -76,20 +58,11 @@ def check_layout(vllm_config: "VllmConfig", layout: NamedLayout, settings: Setti
         logger.warning(
             "kvferry asked for KV cache layout %s and the engine uses %s: either VLLM_KV_CACHE_LAYOUT is set, or the "
             "attention back end (on a CPU without kvferry's plugin: see VLLM_PLUGINS) or the model's page shapes do "
-            "not allow it, or its kernel failed on it (the engine's log names the valid layouts and the failure). "
-            "Transfers stay correct but may need more descriptors.",
+            "not allow it (the engine's log names the valid layouts). Transfers stay correct but may need more "
+            "descriptors.",
             wish,
             layout,
         )
-
-
-def _cache_of(vllm_config: "VllmConfig") -> tuple[str, int, int]:
-    """Return element type, head size and block size of the cache, as verdicts are filed."""
-    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-
-    model = vllm_config.model_config
-    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
-    return str(dtype).removeprefix("torch."), model.get_head_size(), vllm_config.cache_config.block_size
 
 
 def _on_cpu() -> bool:

@@ -8,13 +8,14 @@ engine's views, and the attention it computes from a cache that is known to be r
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
+import msgspec
 import torch
 
-from kvferry.integrations.vllm.kernels.verdicts import KernelCase, Outcome, Verdict
 from kvferry.layout.named_layouts import NamedLayout
 
 NUM_BLOCKS = 5
@@ -23,6 +24,53 @@ BLOCK_IDS = (4, 1)  # of the one request: neither block 0 nor in ascending order
 TOLERANCES = MappingProxyType({"float32": 1e-4})
 TOLERANCE_OF_SHORT_TYPES = 2e-2
 EXACT = 0.0
+
+
+class Outcome(StrEnum):
+    """What became of a kernel on a layout; ``NOT_CHECKED``: it does not even run on its own per-layer layout."""
+
+    PASSES = "passes"
+    WRONG = "wrong"
+    REFUSED = "refused"
+    NOT_CHECKED = "not checked"
+
+
+class KernelCase(msgspec.Struct, frozen=True):
+    """The kernel a verdict is about: vLLM's name of the back end, the cache's element type, elements, tokens."""
+
+    backend: str
+    dtype: str
+    head_size: int
+    block_size: int
+
+    def __str__(self) -> str:
+        return f"{self.backend} ({self.dtype}, head size {self.head_size}, block size {self.block_size})"
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """How a kernel's answers on ``layout`` compare with its answers on the per-layer layout.
+
+    ``difference`` is the largest one found between two elements, ``found`` says where it was.
+
+    >>> case = KernelCase("CPU_ATTN", "float32", 64, 128)
+    >>> print(Verdict(case, NamedLayout.BHLNC, Outcome.WRONG, 2.5, "attention of a prompt differs by 2.5"))
+    CPU_ATTN (float32, head size 64, block size 128) on BHLNC: wrong, attention of a prompt differs by 2.5
+    """
+
+    case: KernelCase
+    layout: NamedLayout
+    outcome: Outcome
+    difference: float
+    found: str = ""
+
+    @property
+    def fails(self) -> bool:
+        """Whether the layout must not be used with this kernel."""
+        return self.outcome in (Outcome.WRONG, Outcome.REFUSED)
+
+    def __str__(self) -> str:
+        found = f", {self.found}" if self.found else ""
+        return f"{self.case} on {self.layout}: {self.outcome}{found}"
 
 
 @dataclass(frozen=True, slots=True)

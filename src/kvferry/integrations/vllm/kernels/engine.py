@@ -14,16 +14,12 @@ from kvferry.integrations.vllm.kernels.check import (
     BLOCK_IDS,
     NUM_BLOCKS,
     Kernel,
-    Step,
-    compare_layouts,
-    random_tensor,
-)
-from kvferry.integrations.vllm.kernels.verdicts import (
     KernelCase,
     Outcome,
+    Step,
     Verdict,
-    keep_verdicts,
-    machine_description,
+    compare_layouts,
+    random_tensor,
 )
 from kvferry.integrations.vllm.translate.attention import forget_scales
 from kvferry.integrations.vllm.translate.specs import spec_of
@@ -145,7 +141,7 @@ def allocate_layers(
 
 
 def case_of(vllm_config: "VllmConfig", layer_name: str, spec: Any) -> KernelCase:
-    """Return what a verdict about that layer's kernel is filed under."""
+    """Return what a verdict about that layer's kernel names."""
     backend = vllm_config.compilation_config.static_forward_context[layer_name].get_attn_backend()
     dtype = str(spec.dtype).removeprefix("torch.")
     return KernelCase(backend.get_name(), dtype, spec.head_size, spec.block_size)
@@ -159,8 +155,7 @@ def check_engine_kernels(
 ) -> None:
     """Run the engine's kernels on a few blocks in its cross-layer layout before it computes anything in it.
 
-    A failure is kept, so that the next start asks for another layout. Raises :class:`LayoutError`
-    (kernel-cannot-read-layout).
+    Raises :class:`LayoutError` (kernel-cannot-read-layout).
     """
     if not layout.is_cross_layer:
         return
@@ -169,12 +164,11 @@ def check_engine_kernels(
         if verdict.outcome is Outcome.NOT_CHECKED:
             logger.warning("kvferry: the engine's kernel could not be checked. %s", verdict)
         elif verdict.fails:
-            _keep(verdict)
             raise LayoutError(
                 Reason.KERNEL_CANNOT_READ_LAYOUT,
                 f"{verdict}; the largest difference is {verdict.difference:.3g}.",
-                "Start the engine again: another layout will be asked for. Where VLLM_KV_CACHE_LAYOUT or the setting "
-                "'layout' names this one, remove it.",
+                f"Set the setting 'layout' to {per_layer(layout)}; 'kvferry doctor --kernels' shows which layouts this "
+                "machine's kernels read. VLLM_KV_CACHE_LAYOUT wins over the setting.",
             )
     logger.info("kvferry: kernels checked on layout %s in %.3f s", layout, time.perf_counter() - began_at)
 
@@ -250,13 +244,6 @@ def _is_checkable(spec: Any, cache: torch.Tensor) -> bool:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     return isinstance(spec, AttentionSpec) and spec.tokens_per_state == 1 and cache.dim() == 4
-
-
-def _keep(verdict: Verdict) -> None:
-    try:
-        keep_verdicts(machine_description(), [verdict])
-    except OSError as error:
-        logger.warning("kvferry: the verdict could not be kept, set the setting 'layout' yourself: %s", error)
 
 
 def _inputs_of(layer: int, step: Step, shapes: Sequence[Sequence[int]], like: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from kvferry.integrations.vllm.kernels.check import compare_layouts
+from kvferry.integrations.vllm.kernels.check import Verdict, compare_layouts
 from kvferry.integrations.vllm.kernels.engine import allocate_layers, case_of, make_kernel
-from kvferry.integrations.vllm.kernels.verdicts import Verdict, keep_verdicts, machine_description
 from kvferry.layout.named_layouts import NamedLayout
 
 if TYPE_CHECKING:
@@ -79,16 +78,13 @@ def check_model(model: str) -> Iterator[Verdict]:
 
 
 def main() -> None:
-    """Write verdicts to the file named first, one JSON object a line, and keep them; a second argument is a model."""
+    """Write verdicts to the file named first, one JSON object a line; a second argument is a model."""
     torch.set_num_threads(1)
     path, *model = sys.argv[1:]
-    verdicts = []
     with Path(path).open("wb") as file:
         for verdict in check_samples(*model):
             file.write(msgspec.json.encode(verdict) + b"\n")
             file.flush()
-            verdicts.append(verdict)
-    keep_verdicts(machine_description(), verdicts)
 
 
 @contextmanager
