@@ -3,7 +3,9 @@
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -103,6 +105,89 @@ def test_what_speaks_no_http_is_told_of_as_such() -> None:
             query(f"http://{HOST}:{server.getsockname()[1]}")
     assert refused.value.reason is Reason.PEER_UNREACHABLE
     assert "bootstrap_port" in refused.value.remedy
+
+
+@pytest.fixture
+def web_server() -> Iterator[tuple[int, list[str]]]:
+    """A server beside the engines that redirects whatever it is asked, and lists the paths."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(HTTPStatus.FOUND)
+            self.send_header("Location", f"http://{HOST}:{self.server.server_address[1]}/latest/meta-data")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer((HOST, 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1], asked
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "http://{place}/admin/delete?all=1&x=",
+        "http://{place}/admin/delete",
+        "http://{place}?x=",
+        "http://{place}/?x=",
+        "http://{place}#x",
+        "http://user:password@{place}",
+        "http://user@{place}",
+        "http://{place}//",
+        "http://{place}\n",
+        "http://{place}/admin HTTP/1.1\r\nHost: x\r\n\r\n",
+        "http:/{place}",
+        "https://{place}",
+        "file://{place}",
+        "{place}",
+        "http://127.0.0.1",
+        "http://127.0.0.1:0",
+        "http://127.0.0.1:65536",
+        "http://127.0.0.1:-1",
+        "http://127.0.0.1:port",
+        "http://:8998",
+        "http://::1:8998",
+        f"http://{'a' * 256}:8998",
+        "",
+    ],
+)
+def test_an_address_that_names_more_than_host_and_port_is_refused_and_nothing_is_asked(
+    given: str, web_server: tuple[int, list[str]]
+) -> None:
+    port, asked = web_server
+    with pytest.raises(HandoffError) as refused:
+        query(given.format(place=f"{HOST}:{port}"))
+    assert refused.value.reason is Reason.MALFORMED_MESSAGE
+    assert "http://host:port" in refused.value.remedy
+    assert asked == []
+
+
+def test_a_redirect_is_not_followed(web_server: tuple[int, list[str]]) -> None:
+    port, asked = web_server
+    with pytest.raises(HandoffError) as refused:
+        query(f"http://{HOST}:{port}/")
+    assert refused.value.reason is Reason.MALFORMED_MESSAGE
+    assert "302" in refused.value.message
+    assert "bootstrap_port" in refused.value.remedy
+    assert asked == ["/query"]
+
+
+def test_an_answer_is_read_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Bootstrap(HOST, 0, offer())
+    try:
+        assert query(f"http://{HOST}:{served.port}/") == [Entry("p@7", offer())]
+        monkeypatch.setattr(bootstrap, "MAX_ANSWER_BYTES", 20)
+        with pytest.raises(HandoffError) as refused:
+            query(f"http://{HOST}:{served.port}")
+        assert refused.value.reason is Reason.MALFORMED_MESSAGE
+    finally:
+        served.close()
 
 
 def test_offers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,13 @@ engine's process too: a router that remembers a former one is found out.
 
 import errno
 import json
+import re
 import socket
 import threading
-import urllib.request
 from collections.abc import Callable
+from contextlib import closing
 from http import HTTPStatus
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Annotated, Any
 
@@ -33,6 +34,7 @@ ANSWER_SECONDS = 15.0
 MAX_OFFERS = 1024
 MAX_CONNECTIONS = 64
 """So many that ask are answered at a time."""
+_ADDRESS = re.compile(r"http://(\[[0-9A-Za-z:.%_-]{2,255}\]|[0-9A-Za-z._-]{1,255}):([0-9]{1,5})/?")
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -123,23 +125,47 @@ def _handler(body: bytes) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+def parse_address(address: str) -> tuple[str, int]:
+    """Return the host and the port of a bootstrap address.
+
+    Clients and routers can write the address: a path, a query or a user name in it would ask other servers for other
+    things than :func:`query` means to. Raises :class:`HandoffError` (malformed-message).
+
+    >>> parse_address("http://prefill-0:8998"), parse_address("http://[::1]:8998/")
+    (('prefill-0', 8998), ('[::1]', 8998))
+    """
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 1 <= int(found[2]) <= 65535:
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE,
+            f"{address[:100]!r} is no bootstrap address.",
+            "Give the router each prefill engine's address as http://host:port, where port is its bootstrap_port, "
+            "without a path.",
+        )
+    return found[1], int(found[2])
+
+
 def query(address: str) -> list[Entry]:
     """Ask a bootstrap address (``http://host:port``). Raises :class:`HandoffError`."""
-    if not address.startswith("http://"):
-        raise HandoffError(
-            Reason.MALFORMED_MESSAGE, f"{address!r} is no bootstrap address.", "It must begin with http://."
-        )
+    host, port = parse_address(address)
     try:
-        # Not through a proxy that the environment names: engines know each other.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{address}/query", timeout=QUERY_SECONDS) as response:
-            body = response.read(MAX_ANSWER_BYTES)
+        # Not through a proxy that the environment names, and no redirect is followed: engines know each other.
+        with closing(HTTPConnection(bare(host), port, timeout=QUERY_SECONDS)) as connection:
+            connection.request("GET", "/query")
+            response = connection.getresponse()
+            status, body = response.status, response.read(MAX_ANSWER_BYTES)
     except (OSError, ValueError, HTTPException) as error:
         raise HandoffError(
             Reason.PEER_UNREACHABLE,
             f"the bootstrap address {address} does not answer: {error}.",
             "Check that the prefill engine runs, and that its bootstrap_port is what the router was given.",
         ) from error
+    if status != HTTPStatus.OK:
+        raise HandoffError(
+            Reason.MALFORMED_MESSAGE,
+            f"{address} answers the bootstrap query with HTTP status {status}.",
+            "Give the router each prefill engine's bootstrap_port.",
+        )
     try:
         return list(msgspec.json.decode(body, type=dict[str, Entry]).values())
     except msgspec.MsgspecError as error:
