@@ -1,5 +1,7 @@
 """How a router that sends to both engines at once learns of them, and what comes back in request ids."""
 
+import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -9,6 +11,7 @@ import zmq
 pytest.importorskip("vllm")
 
 from kvferry.errors import HandoffError, Reason, SettingsError
+from kvferry.integrations.vllm.scheduler import router_beacon
 from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params
 from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_place
 from kvferry.integrations.vllm.settings import parse_settings
@@ -48,6 +51,39 @@ def test_request_ids_say_where_the_prompt_comes_from() -> None:
         parse_push_params(TO_DECODE, "cmpl-1")
     assert refused.value.reason is Reason.MALFORMED_MESSAGE
     assert "--vllm-discovery-address" in str(refused.value)
+
+
+@pytest.mark.parametrize("max_length", [router_beacon.MAX_REQUEST_ID, 1 << 30])
+@pytest.mark.parametrize("num_characters", [1 << 14, 1 << 20])
+@pytest.mark.parametrize(
+    "repeated",
+    [
+        "___prefill_addr_host:",
+        "___prefill_addr_host:h,handshake:1,notify:1,life:",
+        "___prefill_addr_host:h,handshake:1",
+        ",handshake:1",
+        ",handshake:1,notify:1,life:",
+        "1",
+    ],
+)
+def test_a_request_id_made_to_take_long_takes_no_time(
+    repeated: str, num_characters: int, max_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bound on its length, and without. A search for a pattern took 7.5 s for 16 KiB of such an id."""
+    monkeypatch.setattr(router_beacon, "MAX_REQUEST_ID", max_length)
+    request_id = ("___prefill_addr_host:" + repeated * (num_characters // len(repeated)))[:num_characters]
+    begin = time.process_time()
+    for end in ("", "___decode_addr_"):
+        with suppress(HandoffError):  # Some name a place of a very long life.
+            parse_push_params(TO_DECODE, request_id + end)
+    assert time.process_time() - begin < 0.2
+
+
+def test_a_request_id_is_looked_at_up_to_a_length() -> None:
+    ends = f"___prefill_addr_{PLACE}___decode_addr_"
+    longest = "x" * (router_beacon.MAX_REQUEST_ID - len(ends)) + ends
+    assert router_beacon.decode_place(longest) == ("http://127.0.0.1:8998", "p@7")
+    assert router_beacon.decode_place("x" + longest) is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.wire.addresses import in_url, is_ipv6
 
 BEAT_SECONDS = 1.0
-_PREFILL = re.compile(r"___prefill_addr_host:(.+?),handshake:(\d+),notify:\d+,life:(.+?)___decode_addr_")
+MAX_REQUEST_ID = 4096
+"""Characters of a request id that is looked at: two places of the longest host names and engine ids are shorter."""
+_PLACE = re.compile(r"host:([^,]+),handshake:([0-9]+),notify:[0-9]+,life:(.+)", re.DOTALL)
 
 
 def encode_place(host: str, bootstrap_port: int, control_port: int, life: str) -> str:
@@ -33,7 +35,12 @@ def encode_place(host: str, bootstrap_port: int, control_port: int, life: str) -
 
 def decode_place(request_id: str) -> tuple[str, str] | None:
     """Return the bootstrap address and the life of the prefill engine that a request id names; None for no such id."""
-    found = _PREFILL.search(request_id)
+    # Clients write request ids, and this runs on the scheduler's thread: each step below is linear.
+    if len(request_id) > MAX_REQUEST_ID:
+        return None
+    _, _, behind = request_id.partition("___prefill_addr_")
+    place, ends, _ = behind.partition("___decode_addr_")
+    found = _PLACE.fullmatch(place) if ends else None
     return None if found is None else (f"http://{in_url(found[1])}:{found[2]}", found[3])
 
 
