@@ -255,7 +255,7 @@ class Worker:
         config: Any = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=1), kv_transfer_config=SimpleNamespace(engine_id="d")
         )
-        settings = Settings(transport="memcpy", strategy=strategy, huge_pages=False, stage_bytes=1 << 16)  # type: ignore[arg-type]
+        settings = Settings(transport="memcpy", strategy=strategy, stage_bytes=1 << 16)  # type: ignore[arg-type]
         self.role = worker_role.WorkerRole(config, None, settings)  # type: ignore[arg-type]
         self.role.register_kv_caches({})
         self.orders = StepMetadata(loads=[LoadOrder("a", 30.0, self.prefill.hold(), SLOT, 8, tuple(blocks()))])

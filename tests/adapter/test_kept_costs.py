@@ -38,7 +38,7 @@ def test_a_worker_uses_and_keeps_them(is_given: bool, tmp_path: Path, monkeypatc
     monkeypatch.setattr(transfer_costs, "measure_costs", lambda *_: found)
     if is_given:
         path.write_text(report(given))
-    settings = {"transport": "memcpy", "strategy": "auto", "huge_pages": False, "costs_file": str(path)}
+    settings = {"transport": "memcpy", "strategy": "auto", "costs_file": str(path)}
     none: Any = None
     role = worker_role.WorkerRole(config, none, parse_settings(settings))
     role.register_kv_caches({})

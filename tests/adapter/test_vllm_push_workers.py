@@ -86,9 +86,7 @@ class Workers:
         scheduler = SimpleNamespace(max_num_batched_tokens=4096)
         config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, scheduler_config=scheduler)
         log = str(self.folder / engine_id)
-        settings = Settings(
-            mode="push", transport="cma", huge_pages=False, max_held_requests=4, transfer_log=log, **more
-        )
+        settings = Settings(mode="push", transport="cma", transfer_log=log, **more)
         caches: Any = SimpleNamespace(kv_cache_groups=[])
         role: Any = worker_role.WorkerRole(config, caches, settings)
         role.register_kv_caches({})

@@ -16,7 +16,12 @@ from kvferry.plan.staging.strategy import TYPICAL_COSTS, Strategy
 
 @pytest.mark.parametrize(
     ("wrong", "nearest"),
-    [("lease_second", "lease_seconds"), ("trasnport", "transport"), ("hugepages", "huge_pages"), ("Layout", "layout")],
+    [
+        ("lease_second", "lease_seconds"),
+        ("trasnport", "transport"),
+        ("stagebytes", "stage_bytes"),
+        ("Layout", "layout"),
+    ],
 )
 def test_an_unknown_setting_names_the_nearest(wrong: str, nearest: str) -> None:
     with pytest.raises(KVFerryError, match=f"unknown setting '{wrong}'.*'{nearest}'") as refusal:
@@ -32,11 +37,8 @@ def test_an_unknown_setting_names_the_nearest(wrong: str, nearest: str) -> None:
         {"lease_seconds": 0},
         {"lease_seconds": "long"},
         {"lease_seconds": 10, "load_timeout_seconds": 10},
-        {"load_timeout_seconds": 10, "handshake_timeout_seconds": 10.1},
-        {"load_timeout_seconds": 10},
         {"host": ""},
         {"mode": "fetch"},
-        {"huge_pages": "yes"},
         {"strategy": "fast"},
         {"stage_bytes": 100},
         {"transfer_cores": [-1]},
@@ -49,8 +51,9 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any]) -> None:
     assert refusal.value.reason is Reason.INVALID_SETTING
 
 
-def test_a_handshake_may_take_as_long_as_its_load() -> None:
-    assert parse_settings({"load_timeout_seconds": 10, "handshake_timeout_seconds": 10}).load_timeout_seconds == 10
+def test_a_handshake_ends_before_the_load_that_waits_for_it() -> None:
+    assert parse_settings({}).handshake_timeout_seconds == 15
+    assert parse_settings({"load_timeout_seconds": 10}).handshake_timeout_seconds == 5
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "[::]", "*"])

@@ -208,7 +208,7 @@ class CountedRank:
         monkeypatch.setattr(worker_role, "resolved_layout", lambda _: NamedLayout.BHLNC)
         config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
         none: Any = None
-        self.role: Any = worker_role.WorkerRole(config, none, Settings(transport="memcpy", max_held_requests=4))
+        self.role: Any = worker_role.WorkerRole(config, none, Settings(transport="memcpy"))
         self.role._executor = self.executor = Executor(Scratch(num_words=4))
         self.role._account = lambda result: None
 

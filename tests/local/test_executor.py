@@ -1,7 +1,6 @@
 """Loads and the thread that runs them: real bytes over memcpy, every ending over a transport that follows a script."""
 
 import ctypes
-import errno
 import os
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import ClassVar
 
@@ -18,7 +16,7 @@ import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, SettingsError, TransportError
 from kvferry.execution import executor as executor_module
-from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor, take_realtime_priority
+from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor
 from kvferry.execution.guard_words import GuardWords, word_bytes
 from kvferry.execution.read import GuardedRead, Load, LoadResult, Phase
 from kvferry.execution.scratch import WORD_BYTES, Scratch
@@ -679,37 +677,6 @@ def test_cores_that_do_not_exist_are_refused_at_the_start(core: int) -> None:
         Executor(Scratch(num_words=2), cores=[core])
     assert caught.value.reason is Reason.INVALID_SETTING
     assert str(core) in caught.value.message
-
-
-def test_realtime_priority_is_the_threads_own_and_not_inherited() -> None:
-    mine = os.sched_getscheduler(0)
-    executor = Executor(Scratch(num_words=2), realtime=True)
-    try:
-        policy = os.sched_getscheduler(executor._thread.native_id or 0)
-        assert policy == (os.SCHED_RR | os.SCHED_RESET_ON_FORK if may_be_realtime() else mine)
-        assert os.sched_getscheduler(0) == mine
-    finally:
-        executor.close()
-
-
-def test_without_leave_for_realtime_the_executor_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_arguments: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    executor = Executor(Scratch(num_words=2), realtime=True)
-    try:
-        executor.submit(load_of(lambda: None, load_id="cmpl-8"))
-        executor.cancel("cmpl-8", ABORTED)
-        assert error_of(collect(executor, 1)["cmpl-8"]).reason is Reason.ABORTED
-    finally:
-        executor.close()
-
-
-def may_be_realtime() -> bool:
-    """Try it in a thread that ends at once."""
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(take_realtime_priority).result()
 
 
 def test_a_load_that_is_given_up_ends_with_the_reason_for_that(executor: Executor) -> None:

@@ -23,7 +23,7 @@ from kvferry.harness.launch import (
 CONNECTOR = "KVFerryConnector"
 TRANSFER_LOG = "transfers.jsonl"
 MAX_MODEL_LEN = 4096
-PATIENCE = {"lease_seconds": 180.0, "load_timeout_seconds": 120.0, "handshake_timeout_seconds": 90.0}
+PATIENCE = {"lease_seconds": 180.0, "load_timeout_seconds": 120.0}
 """Long: with five processes that compute on two cores, one may get none for half a minute."""
 CACHE_BYTES = 768 << 20
 """Of one engine, over its ranks."""

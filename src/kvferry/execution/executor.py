@@ -62,24 +62,21 @@ class Executor:
     """Advances loads in the order of their arrival until each is done.
 
     The engine's thread submits and collects; neither call blocks. The transports of the loads are
-    used by the executor's thread only. ``realtime`` asks for real-time priority, which is done without where the
-    kernel refuses it. ``tell_unquiet`` is called on the executor's thread with the ids of all loads that were given up
-    :data:`QUIET_SECONDS` ago and are not quiet, whenever these change. Raises :class:`SettingsError` (invalid-setting)
-    when the thread cannot run on ``cores``.
+    used by the executor's thread only. ``tell_unquiet`` is called on that thread with the ids of all loads that were
+    given up :data:`QUIET_SECONDS` ago and are not quiet, whenever these change. Raises :class:`SettingsError`
+    (invalid-setting) when the thread cannot run on ``cores``.
     """
 
     def __init__(
         self,
         scratch: Scratch,
         cores: Iterable[int] = (),
-        realtime: bool = False,
         order: DeviceOrder = HOST,
         tell_unquiet: Callable[[frozenset[str]], None] = lambda _: None,
     ) -> None:
         self._scratch = scratch
         self._order = order
         self._cores = set(cores)
-        self._realtime = realtime
         # Jobs and what changes them in one queue, so that a cancellation never overtakes its job.
         self._orders: queue.SimpleQueue[Job | Change | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
@@ -150,8 +147,6 @@ class Executor:
         except Exception as error:
             self._started.set_exception(error)
             return
-        if self._realtime:
-            take_realtime_priority()
         self._started.set_result(None)
         while not self._stop.is_set():
             try:
@@ -288,23 +283,3 @@ def _result(load: Job) -> LoadResult:
 def _unexpected(error: Exception) -> HandoffError:
     what = f"the load failed unexpectedly: {type(error).__name__}: {error}."
     return HandoffError(Reason.TRANSFER_FAILED, what, "The log has the whole of it; please report it.")
-
-
-def take_realtime_priority() -> bool:
-    """Give the calling thread the lowest real-time priority, not to be inherited; return whether the kernel let it.
-
-    A thread that mostly sleeps has next to no share of a core on which another session spins, as vLLM's workers do
-    for a second after each message: a copy of 30 ms was seen to take a second.
-    """
-    try:
-        os.sched_setscheduler(
-            0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(os.sched_get_priority_min(os.SCHED_RR))
-        )
-    except OSError as error:
-        logger.info(
-            "kvferry: the transfer thread gets no real-time priority (%s): where engines outnumber cores, loads may "
-            "wait for threads that spin. CAP_SYS_NICE allows it.",
-            error.strerror,
-        )
-        return False
-    return True

@@ -50,7 +50,6 @@ MODEL_ARGUMENTS: dict[str, tuple[str, ...]] = {
 CONNECTOR_SETTINGS: dict[str, Any] = {
     "lease_seconds": 180.0,
     "load_timeout_seconds": 120.0,
-    "handshake_timeout_seconds": 90.0,
     "transport": "cma",
 }
 

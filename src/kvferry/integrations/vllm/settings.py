@@ -38,9 +38,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         data-parallel rank 0 and the other ranks take those behind it.
     advertised_host: the address or name that its answers give for ``host``; needed where that means every interface.
     lease_seconds: how long finished prompts are held for a reader that does not renew.
-    load_timeout_seconds: after this a load fails; at most the lease.
-    handshake_timeout_seconds: how long a prefill engine may take to answer a handshake; at most the time of a load.
-    max_held_requests: guard words a rank keeps; more requests than this are not exported.
+    load_timeout_seconds: after this a load fails; below the lease. A handshake may take half of it.
     strategy: ``auto`` chooses by predicted times between ``direct`` copies from cache to cache, ``scatter``, by way
         of a stage in the decode engine, and ``gather``, by way of one in the prefill engine. The decode engine's
         setting decides; a prefill engine packs for readers with ``gather`` and ``auto`` only. Of pushes the prefill
@@ -50,9 +48,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     costs_file: a JSON file with what moving costs, a report of ``kvferry bench transport --strategy --json``. Where it
         is there at start nothing is measured for the transports in it, and it stays as it is; where it is not, what
         this engine measures goes there; for pushes it must be there. Not with ``direct``, which chooses nothing.
-    huge_pages: put the cache into 2 MiB pages at start where the kernel allows.
     transfer_cores: cores for the transfer thread; empty means all but the compute cores.
-    realtime_transfers: give the transfer thread real-time priority where the kernel allows.
     transfer_log: a file that gets one JSON line per load and rank (``.rank<rank>`` is appended), and per push that a
         rank sends; lines of pushes have a timeline.
     model_id: what both sides must agree on in place of the digest of model and weights.
@@ -73,14 +69,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     lease_seconds: Seconds = 60.0
     load_timeout_seconds: Seconds = 30.0
-    handshake_timeout_seconds: Seconds = 15.0
-    max_held_requests: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 16384
     strategy: Literal["auto", "direct", "scatter", "gather"] = "direct"
     stage_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 36)] = DEFAULT_STAGE_BYTES
     costs_file: str = ""
-    huge_pages: bool = True
     transfer_cores: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
-    realtime_transfers: bool = False
     transfer_log: str = ""
     model_id: str = ""
     faults: FaultPlan | None = None
@@ -94,6 +86,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def wanted_grain(self) -> Grain | None:
         """The grain asked for; None leaves the choice to each push."""
         return None if self.push_grain == "auto" else Grain(self.push_grain)
+
+    @property
+    def handshake_timeout_seconds(self) -> float:
+        """How long a prefill engine may take to answer a handshake: the other half of the time is for the load."""
+        return self.load_timeout_seconds / 2
 
     @property
     def reachable_host(self) -> str:
@@ -155,14 +152,6 @@ def _check_times(settings: Settings) -> None:
             f"load_timeout_seconds ({load:g}) must be below lease_seconds ({lease:g}): a reader gives up before its "
             "holder does.",
             "Raise lease_seconds or lower load_timeout_seconds.",
-        )
-    handshake = settings.handshake_timeout_seconds
-    if handshake > load:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"handshake_timeout_seconds ({handshake:g}) is more than load_timeout_seconds ({load:g}), in which a load "
-            "that waits for the handshake has to end.",
-            f"Set handshake_timeout_seconds to {load:g} or less, or raise load_timeout_seconds.",
         )
 
 

@@ -11,6 +11,9 @@ from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.plan.request import GroupBlocks
 
+MAX_HELD_REQUESTS = 16384
+"""Guard words of each rank: more requests at a time are not exported."""
+
 
 @dataclass(frozen=True, slots=True)
 class PushedPrompt:

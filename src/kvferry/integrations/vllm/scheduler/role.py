@@ -50,7 +50,7 @@ from kvferry.integrations.vllm.scheduler.params import (
 )
 from kvferry.integrations.vllm.scheduler.set_aside import SetAside
 from kvferry.integrations.vllm.settings import Settings, control_port
-from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
+from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, LoadOrder, StepMetadata
 from kvferry.integrations.vllm.translate.shards import group_shapes, identity_of
 from kvferry.integrations.vllm.versions import find_engine_wake
 
@@ -87,7 +87,7 @@ class SchedulerRole:
         self._identity = identity_of(vllm_config, settings)
         self._caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
         self._epoch = secrets.randbits(EPOCH_BITS)
-        self._prefill_side = PrefillSide(self._epoch, settings.max_held_requests, settings.lease_seconds)
+        self._prefill_side = PrefillSide(self._epoch, MAX_HELD_REQUESTS, settings.lease_seconds)
         self._prefill_lock = threading.Lock()
         self._held_blocks = HeldBlocks()
         self._wake_engine = find_engine_wake()
@@ -262,10 +262,10 @@ class SchedulerRole:
             hold = self._prefill_side.begin(request.request_id)
         if hold is None:
             logger.warning(
-                "kvferry: %s will not be exported: all %d guard words are taken (raise max_held_requests), a request "
-                "of this id is still held, or the id is too long.",
+                "kvferry: %s will not be exported: all %d guard words are taken, a request of this id "
+                " is still held, or the id is too long.",
                 request.request_id,
-                self._settings.max_held_requests,
+                MAX_HELD_REQUESTS,
             )
             return
         self._step.written.append(self._held(hold))

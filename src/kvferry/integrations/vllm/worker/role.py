@@ -32,7 +32,7 @@ from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, MAX_REQUESTS_PER_MES
 from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.wire.client import Courier
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import LoadOrder, PushedPrompt, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, LoadOrder, PushedPrompt, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate.shards import group_shapes, identity_of, resolved_layout, shard_of
 from kvferry.integrations.vllm.worker.push import PushWorker
 from kvferry.integrations.vllm.worker.statistics import Statistics
@@ -63,7 +63,7 @@ class WorkerRole:
         self._tp_rank = get_tensor_model_parallel_rank()
         self._pp_rank = get_pp_group().rank_in_group
         self._rank = self._pp_rank * vllm_config.parallel_config.tensor_parallel_size + self._tp_rank
-        self._words = GuardWords(settings.max_held_requests)
+        self._words = GuardWords(MAX_HELD_REQUESTS)
         self._order: DeviceOrder = HOST
         self._step_words = StepWords(self._words, self._order)
         self._launched_before: Mark = OVER
@@ -88,7 +88,7 @@ class WorkerRole:
         """Make the engine's cache reachable and be ready to fill it."""
         shard = shard_of(self._vllm_config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank)
         for region in shard.regions:
-            self._use_huge_pages(region)
+            _use_huge_pages(region)
         self._order = device_order(region.device for region in shard.regions)
         self._step_words = StepWords(self._words, self._order)
         words = Region(self._words.address, self._words.array.nbytes)
@@ -103,9 +103,7 @@ class WorkerRole:
         costs, wish, pushes = self._kept_costs, self._settings.wanted_strategy, self._settings.mode == "push"
         strategist = Strategist(stage, None if pushes else wish, costs.given, costs.keep)
         self._remote_engines = RemoteEngines(shard, identity, self._transports, sender, timeout, strategist)
-        self._executor = Executor(
-            self._scratch, self._transfer_cores(), self._settings.realtime_transfers, self._order, self._tell_unquiet
-        )
+        self._executor = Executor(self._scratch, self._transfer_cores(), self._order, self._tell_unquiet)
         if pushes:
             parts = self._transports, self._executor, self._order
             hosts = self._settings.host, self._settings.reachable_host
@@ -121,7 +119,7 @@ class WorkerRole:
             shard=encode_shard(shard),
             end_points=end_points,
             words_address=self._words.address,
-            num_words=self._settings.max_held_requests,
+            num_words=MAX_HELD_REQUESTS,
             packer=None if self._packing is None else self._packing.packer,
             push_end_point=None if self._push is None else self._push.answers_at,
         )
@@ -240,7 +238,7 @@ class WorkerRole:
         self._courier.send(engine.host, engine.port, question, REPORT_SECONDS)
 
     def _stage(self) -> Stage:
-        return Stage(self._settings.stage_bytes, self._settings.huge_pages, self._order)
+        return Stage(self._settings.stage_bytes, order=self._order)
 
     def _open_packing(self, shard: Shard) -> list[Region]:
         """Start to pack for readers where a rank that is read from is to; return the memory that they read."""
@@ -315,16 +313,17 @@ class WorkerRole:
             if self._push is not None and order.hold is not None:
                 self._push.let_go(order.hold)
 
-    def _use_huge_pages(self, region: Region) -> None:
-        if self._settings.huge_pages and region.device == "cpu":
-            reason = collapse_to_huge_pages(region.base_address, region.length)
-            if reason is not None:
-                logger.info("kvferry: the cache stays in small pages: %s", reason)
-
     def _transfer_cores(self) -> set[int]:
         if self._settings.transfer_cores:
             return set(self._settings.transfer_cores)
         return cores_that_do_not_compute()
+
+
+def _use_huge_pages(region: Region) -> None:
+    if region.device == "cpu":
+        reason = collapse_to_huge_pages(region.base_address, region.length)
+        if reason is not None:
+            logger.info("kvferry: the cache stays in small pages: %s", reason)
 
 
 def layer_place(name: str) -> list[int]:
