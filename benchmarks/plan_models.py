@@ -17,8 +17,7 @@ import typer
 from rich.table import Table
 
 from kvferry.cli.console import open_console
-from kvferry.cli.engine_shape import EngineShape
-from kvferry.cli.plan_report import Blocks, make_report
+from kvferry.cli.plan_report import Blocks, EngineShape, make_report
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.models.shapes import caches_of
 from kvferry.units import format_bytes

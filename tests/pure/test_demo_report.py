@@ -13,11 +13,11 @@ from kvferry.cli.demo_report import (
     DemoReport,
     RequestLine,
     find_problems,
+    print_report,
     read_complaints,
     read_failures,
     read_transfer_log,
 )
-from kvferry.cli.demo_table import print_report
 from kvferry.harness.engine_metrics import PromptTokens
 from kvferry.layout.group import CacheKind
 from kvferry.models.shapes import ModelShapes

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli.engine_shape import EngineShape
-from kvferry.cli.plan_report import Blocks, PlanReport, make_report
+from kvferry.cli.plan_report import Blocks, EngineShape, PlanReport, make_report
 from kvferry.errors import LayoutError
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvferry.cli.bench_plan import bench_plan
-from kvferry.cli.plan_command import plan
+from kvferry.cli.plan import plan
 from kvferry.errors import KVFerryError, Reason
 from kvferry.models.config import MAX_CONFIG_BYTES
 from kvferry.plan.staging.strategy import TYPICAL_COSTS

@@ -5,9 +5,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvferry.cli.engine_shape import EngineShape
 from kvferry.cli.plan_drawing import BAR, CELL, MAX_BANDS, MAX_BARS, MAX_CELLS, draw_plan
-from kvferry.cli.plan_report import Blocks, PlanReport, make_report
+from kvferry.cli.plan_report import Blocks, EngineShape, PlanReport, make_report
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.models.shapes import ModelShapes

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.cli.engine_shape import RANK_SPACING, EngineShape, engine_of
-from kvferry.cli.plan_report import Blocks, block_ids
+from kvferry.cli.plan_report import RANK_SPACING, Blocks, EngineShape, block_ids, engine_of
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.models.shapes import ModelShapes

@@ -35,9 +35,9 @@ class Commands(ImportedCommands):
     """``kvferry COMMAND``."""
 
     functions: ClassVar[dict[str, str]] = {
-        "demo": "kvferry.cli.demo_command:demo",
-        "plan": "kvferry.cli.plan_command:plan",
-        "doctor": "kvferry.cli.doctor_command:doctor",
+        "demo": "kvferry.cli.demo:demo",
+        "plan": "kvferry.cli.plan:plan",
+        "doctor": "kvferry.cli.doctor:doctor",
     }
 
 

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvferry.cli.engine_shape import Engine
-from kvferry.cli.plan_report import PairReport, PlanReport
+from kvferry.cli.plan_report import Engine, PairReport, PlanReport
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Shard
 from kvferry.models.groups import LayerGroup

@@ -262,8 +262,8 @@ class SchedulerRole:
             hold = self._prefill_side.begin(request.request_id)
         if hold is None:
             logger.warning(
-                "kvferry: %s will not be exported: all %d guard words are taken, a request of this id "
-                " is still held, or the id is too long.",
+                "kvferry: %s will not be exported: all %d guard words are taken, a request of this id is "
+                "still held, or the id is too long.",
                 request.request_id,
                 MAX_HELD_REQUESTS,
             )

@@ -8,10 +8,9 @@ import typer
 from rich.table import Table
 
 from kvferry.cli.console import open_console
-from kvferry.cli.engine_shape import parse_engine
 from kvferry.cli.plan_drawing import draw_plan
 from kvferry.cli.plan_explanation import explain_plan
-from kvferry.cli.plan_report import Blocks, PlanReport, make_report
+from kvferry.cli.plan_report import Blocks, PlanReport, make_report, parse_engine
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.execution.kept_costs import read_costs
 from kvferry.models.config import ITEM_SIZES

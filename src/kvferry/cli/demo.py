@@ -1,4 +1,7 @@
-"""``kvferry demo``: prefill on one vLLM engine, decode on another, and compare with one engine alone."""
+"""``kvferry demo``: prefill on one vLLM engine, decode on another, and compare with one engine alone.
+
+An unmodified vllm-router stands before the two engines.
+"""
 
 import json
 import os
@@ -6,42 +9,140 @@ import shutil
 import signal
 import tempfile
 import time
+import urllib.error
+import urllib.request
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.status import Status
 
 from kvferry.cli.console import open_console
-from kvferry.cli.demo_engines import TRANSFER_LOG, DemoEngines, DemoSettings, running_engines
-from kvferry.cli.demo_prompts import Answer, make_prompts, send_prompts
 from kvferry.cli.demo_report import (
     CacheShape,
     DemoReport,
     MovedCache,
     RequestLine,
     find_problems,
+    print_report,
     read_complaints,
     read_failures,
     read_transfer_log,
 )
-from kvferry.cli.demo_table import print_report
 from kvferry.errors import Reason, SettingsError
 from kvferry.harness.child_process import LaunchError
-from kvferry.harness.engine_metrics import cache_block_size, prompt_tokens
+from kvferry.harness.engine_metrics import cache_block_size, cache_usage, prompt_tokens
+from kvferry.harness.launch import (
+    HOST,
+    EngineSettings,
+    Role,
+    Server,
+    free_port,
+    spread_over_cores,
+    start_engine,
+    start_router,
+    stop_servers,
+    wait_until_ready,
+)
 from kvferry.harness.tiny_models import make_tiny_model
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.models.shapes import ModelShapes, read_model_shapes
 from kvferry.transport.registry import check_setting
 
+CONNECTOR = "KVFerryConnector"
+TRANSFER_LOG = "transfers.jsonl"
+MAX_MODEL_LEN = 4096
+PATIENCE = {"lease_seconds": 180.0, "load_timeout_seconds": 120.0}
+"""Long: with five processes that compute on two cores, one may get none for half a minute."""
+CACHE_BYTES = 768 << 20
+"""Of one engine, over its ranks."""
+
+TELL_SECONDS = 3.0
+"""Within this an engine has told a new router of itself."""
+
 FREE_SECONDS = 2.0
 FEWEST_PROMPTS = 2
+SHORTEST_PROMPT, LONGEST_PROMPT = 10, 3000
+OUTPUT_TOKENS = 16
+CONCURRENT_REQUESTS = 4
+REQUEST_SECONDS = 180.0
+
+Announce = Callable[[str, str], None]
+"""Called with the name of a part and what it does now."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSettings:
+    """What the demo was asked to run. ``layout`` and ``block_size`` None leave the choice to connector and engine."""
+
+    prefill_tp: int = 2
+    decode_tp: int = 1
+    layout: str | None = None
+    transport: str = "auto"
+    mode: str = "pull"
+    num_prompts: int = 16
+    block_size: int | None = None
+
+    @property
+    def is_push(self) -> bool:
+        """Whether the prefill engine writes while it computes."""
+        return self.mode == "push"
+
+    def engine(self, role: Role, tp_size: int, model: Path, folder: Path, **more: str) -> EngineSettings:
+        """Return the settings of the engine with ``role``; ``more`` goes to its connector."""
+        settings: dict[str, str | float] = {"mode": self.mode, "transport": self.transport, **PATIENCE}
+        if self.layout is not None:
+            settings["layout"] = self.layout
+        if role == "kv_consumer":
+            settings["transfer_log"] = str(folder / TRANSFER_LOG)
+        settings |= more
+        return EngineSettings(
+            model,
+            role=role,
+            tensor_parallel_size=tp_size,
+            connector=CONNECTOR,
+            connector_settings=settings,
+            max_model_len=MAX_MODEL_LEN,
+            block_size=self.block_size,
+            kv_cache_bytes=CACHE_BYTES // tp_size,
+            cores=spread_over_cores(tp_size, from_last=role == "kv_consumer"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DemoEngines:
+    """The running processes."""
+
+    prefill: Server
+    decode: Server
+    router: Server
+
+    def cache_usages(self) -> dict[str, float]:
+        """Return the part of each engine's cache blocks that is in use now."""
+        return {
+            name: cache_usage(server.metrics()) for name, server in (("prefill", self.prefill), ("decode", self.decode))
+        }
+
+    def remaining_processes(self) -> int:
+        """Return how many of their processes live."""
+        return sum(len(server.process.process_ids()) for server in (self.prefill, self.decode, self.router))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server answered: the tokens, or the error that came in their place."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    error: str | None = None
 
 
 def demo(
@@ -198,3 +299,100 @@ def _line(prompt: Sequence[int], answer: Answer, alone: Answer, moved: dict[str,
         identical=bool(answer.token_ids) and answer.token_ids == alone.token_ids,
         error=answer.error or alone.error,
     )
+
+
+@contextmanager
+def running_engines(settings: DemoSettings, model: Path, folder: Path, announce: Announce) -> Iterator[DemoEngines]:
+    """Start both engines at the same time, then the router; end all of them on leaving, however that happens."""
+    servers: list[Server] = []
+
+    def announce_age(name: str, seconds: float) -> None:
+        announce(name, f"starting, {seconds:.0f} s")
+
+    try:
+        discovery = f"{HOST}:{free_port()}"
+        roles: tuple[tuple[str, Role, int], ...] = (
+            ("prefill", "kv_producer", settings.prefill_tp),
+            ("decode", "kv_consumer", settings.decode_tp),
+        )
+        for name, role, tp_size in roles:
+            announce(name, "starting")
+            port = free_port()
+            places = {"router_address": discovery, "http_address": f"{HOST}:{port}"} if settings.is_push else {}
+            servers.append(start_engine(name, settings.engine(role, tp_size, model, folder, **places), folder, port))
+        wait_until_ready(servers, on_progress=announce_age)
+        servers.append(_start_router(settings, servers, discovery, folder))
+        wait_until_ready(servers[2:], timeout_seconds=60.0, on_progress=announce_age)
+        if settings.is_push:
+            time.sleep(TELL_SECONDS)
+        announce("engines", "ready")
+        yield DemoEngines(*servers)
+    finally:
+        announce("engines", "stopping")
+        stop_servers(servers)
+
+
+def _start_router(settings: DemoSettings, servers: Sequence[Server], discovery: str, folder: Path) -> Server:
+    """Start the router; for pushes in the one mode in which it sends to both engines at once."""
+    if settings.is_push:
+        arguments = ("--kv-connector", "moriio", "--vllm-discovery-address", discovery)
+        return start_router([], [], folder, arguments=arguments)
+    return start_router([servers[0].url], [servers[1].url], folder)
+
+
+def make_prompts(num_prompts: int, vocabulary_size: int, seed: int = 0) -> list[list[int]]:
+    """Return prompts of random tokens, their lengths spread evenly by ratio from 10 to 3000.
+
+    >>> [len(prompt) for prompt in make_prompts(5, vocabulary_size=100)]
+    [10, 42, 173, 721, 3000]
+    """
+    generator = np.random.default_rng(seed)
+    lengths = np.rint(np.geomspace(SHORTEST_PROMPT, LONGEST_PROMPT, num_prompts)).astype(int)
+    return [generator.integers(0, vocabulary_size, length).tolist() for length in lengths]
+
+
+def send_prompts(
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    cache_salt: str | None = None,
+    on_answer: Callable[[int], None] | None = None,
+) -> list[Answer]:
+    """Send the prompts, four at a time, and return the answers in the same order.
+
+    ``on_answer`` is called with the number of prompts that have been answered. An interrupt does not wait for
+    requests under way: they end with the servers.
+    """
+    pool = ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="prompt")
+    try:
+        answers = []
+        for answer in pool.map(lambda prompt: _send(url, prompt, cache_salt), prompts):
+            answers.append(answer)
+            if on_answer is not None:
+                on_answer(len(answers))
+        return answers
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _send(url: str, prompt: Sequence[int], cache_salt: str | None) -> Answer:
+    body = {
+        "model": "model",
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
+            answer = json.load(response)
+        return Answer(answer["id"], tuple(answer["choices"][0]["token_ids"]))
+    except urllib.error.HTTPError as error:
+        return Answer("", (), f"HTTP {error.code}: {error.read(500).decode(errors='replace')}")
+    except (OSError, ValueError, KeyError) as error:
+        return Answer("", (), repr(error))

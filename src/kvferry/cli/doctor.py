@@ -21,7 +21,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import open_console
-from kvferry.cli.kernel_report import report_kernels
 from kvferry.errors import KVFerryError
 from kvferry.units import format_bytes
 
@@ -58,6 +57,8 @@ def doctor(
     if model is not None and not kernels:
         raise typer.BadParameter("--model needs --kernels.")
     if kernels:
+        from kvferry.cli.kernel_report import report_kernels  # imports torch, which may be missing
+
         raise typer.Exit(report_kernels(model, json_output))
     findings = [finding for check in CHECKS for finding in check()]
     if json_output:
