@@ -14,7 +14,7 @@ engine computes; both pairs are treated so. What a connector's idle threads cost
 
 vLLM's processes wait asleep (``KVFERRY_SLEEPING_WORKERS=1``) on both sides, or with ``--waits yield`` as vLLM has it.
 
-The stopwatch (``kvferry.testing.stopwatch``) is outside both connectors: it runs in the decode worker, from the
+The stopwatch (``vllm_stopwatch.py``) is outside both connectors: it runs in the decode worker, from the
 ``start_load_kv`` that brings a load to the ``get_transfer_results`` that reports it.
 """
 

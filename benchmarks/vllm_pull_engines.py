@@ -34,7 +34,7 @@ SETTLE_SECONDS = 0.5
 PROMPTS_IN_CACHE = 6
 FULL_USAGE = 0.6
 MAX_WARM_UP_FAILURES = 2
-EXTENSION = "kvferry.testing.stopwatch.StopwatchExtension"
+EXTENSION = "vllm_stopwatch.StopwatchExtension"
 CONNECTOR_SETTINGS: dict[str, dict[str, Any]] = {"KVFerryConnector": {"transport": "cma"}, "NixlConnector": {}}
 
 
@@ -275,7 +275,7 @@ def engine_settings(
     connector: str, case: Case, role: Role, tp_size: int, model: Path, thp: bool, variables: Mapping[str, str]
 ) -> EngineSettings:
     """Return one engine's settings, equal for both connectors but for the connector."""
-    variables = {"VLLM_SERVER_DEV_MODE": "1", **({"THP_MEM_ALLOC_ENABLE": "1"} if thp else {}), **variables}
+    variables = {**extension_variables(), **({"THP_MEM_ALLOC_ENABLE": "1"} if thp else {}), **variables}
     return EngineSettings(
         model,
         role=role,
@@ -289,6 +289,12 @@ def engine_settings(
         arguments=("--worker-extension-cls", EXTENSION),
         variables=variables,
     )
+
+
+def extension_variables() -> dict[str, str]:
+    """Return what lets an engine's workers import an extension of this folder and be asked to call it."""
+    folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(folders)}
 
 
 def engine_cores(role: Role, tp_size: int) -> tuple[str, ...] | None:

@@ -8,7 +8,7 @@ asked at once, as a router does that sends to both at once; of a pull one after 
 the other's processes are stopped.
 
 The *wait* is from the end of the last step of prefill to the step in which the decode engine is told that it has the
-cache, by the stopwatch (``kvferry.testing.stopwatch``), which is outside the connector and the same for both. For a
+cache, by the stopwatch (``vllm_stopwatch.py``), which is outside the connector and the same for both. For a
 pull it contains the prefill engine's answer, the decode engine's request and its scheduling, all of which a push has
 behind it by then.
 *Cores* is the processor time of the decode engine's processes from the request to its first token, per second.

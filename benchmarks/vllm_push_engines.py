@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm_pull_engines import BenchmarkError, Pair, call_workers, complete, engine_cores, post
+from vllm_pull_engines import BenchmarkError, Pair, call_workers, complete, engine_cores, extension_variables, post
 
 from kvferry.errors import Reason
 from kvferry.harness.engine_metrics import prompt_tokens
@@ -32,7 +32,7 @@ from kvferry.harness.tiny_models import VOCABULARY_SIZE, find_tiny_model, make_t
 MODEL = "kv-heavy"
 BLOCK_SIZE = 128
 PROMPTS_IN_CACHE = 2
-EXTENSION = "kvferry.testing.push_measurement.PushMeasurementExtension"
+EXTENSION = "vllm_push_measurement.PushMeasurementExtension"
 LOG_SECONDS = 5.0
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -265,5 +265,5 @@ def engine_settings(
         max_model_len=num_blocks * BLOCK_SIZE,
         kv_cache_bytes=(num_blocks + 1) * BLOCK_SIZE * find_tiny_model(MODEL).kv_bytes_per_token(),
         arguments=("--worker-extension-cls", EXTENSION, "--max-num-batched-tokens", str(chunk)),
-        variables={"VLLM_SERVER_DEV_MODE": "1"},
+        variables=extension_variables(),
     )

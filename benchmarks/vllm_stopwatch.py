@@ -2,9 +2,9 @@
 
 It times, in a worker, from the ``start_load_kv`` whose metadata brings a request's load to the return of the
 ``get_transfer_results`` that reports the request, and notes when the last step that ran layers had run them. Start the
-engine with ``--worker-extension-cls kvferry.testing.stopwatch.StopwatchExtension`` and ``VLLM_SERVER_DEV_MODE=1``; then
-POST to ``/collective_rpc`` ``{"method": "install_stopwatch"}`` once, and ``{"method": "read_stopwatch"}`` after each
-request.
+engine with ``--worker-extension-cls vllm_stopwatch.StopwatchExtension``, ``VLLM_SERVER_DEV_MODE=1`` and this folder on
+``PYTHONPATH``; then POST to ``/collective_rpc`` ``{"method": "install_stopwatch"}`` once, and ``{"method":
+"read_stopwatch"}`` after each request.
 """
 
 import time

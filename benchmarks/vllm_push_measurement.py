@@ -3,15 +3,16 @@
 import json
 from typing import TYPE_CHECKING
 
+from vllm_stopwatch import StopwatchExtension
+
 from kvferry.plan.push_grain import Grain
-from kvferry.testing.stopwatch import StopwatchExtension
 
 if TYPE_CHECKING:
     from kvferry.execution.pusher import Pusher
 
 
 class PushMeasurementExtension(StopwatchExtension):
-    """The worker extension of an engine with ``"push_grain": "auto"``; see :mod:`kvferry.testing.stopwatch`."""
+    """The worker extension of an engine with ``"push_grain": "auto"``; see :mod:`vllm_stopwatch`."""
 
     def force_grain(self, text: str) -> list[object]:
         """Push in this grain from now on: JSON of its name, ``null`` for the choice by measured times, and a length.
