@@ -5,6 +5,7 @@ reason, people read the message.
 """
 
 from enum import StrEnum
+from typing import Self
 
 
 class Reason(StrEnum):
@@ -72,6 +73,25 @@ class KVFerryError(Exception):
         self.message = message
         self.remedy = remedy
         super().__init__(reason, message, remedy)
+
+    def without_traceback(self) -> Self:
+        """Return an equal error to keep for later.
+
+        The traceback, the cause and the context of an error keep the variables of all frames that it passed: the
+        descriptors of a failed push, a whole request. Keep this, and raise this of what is kept.
+
+        >>> try:
+        ...     raise HandoffError(Reason.ABORTED, "x was aborted.") from ValueError()
+        ... except KVFerryError as error:
+        ...     kept = error.without_traceback()
+        >>> kept, kept.__traceback__, kept.__cause__
+        (HandoffError(<Reason.ABORTED: 'aborted'>, 'x was aborted.', ''), None, None)
+        """
+        kind = type(self)
+        kept = kind.__new__(kind)
+        # A subclass may be made of other arguments.
+        KVFerryError.__init__(kept, self.reason, self.message, self.remedy)
+        return kept
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.message, self.remedy, f"[{self.reason}]") if part)

@@ -1,6 +1,9 @@
 """The scheduler's role without an engine: what it answers, holds and orders, request by request."""
 
+import gc
+import logging
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,6 +208,24 @@ def test_a_hold_that_was_lost_during_a_step_ends_the_load_with_that_reason(make_
         assert time.monotonic() < deadline, "nothing was lost"
         time.sleep(0.01)
     assert lost == ["d"]
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_why_a_request_cannot_be_loaded_keeps_no_frame_alive(
+    mode: str, make_role: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is known until the request ends, which a client may delay."""
+    caplog.set_level(logging.CRITICAL, "kvferry")  # pytest would keep what is logged
+    reader, ours = make_role(FULL, mode=mode), request(PROMPT, {"do_remote_prefill": True}, "d")
+    alive = weakref.ref(ours)
+    reader.on_new_request(ours)
+    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
+    [order] = reader.build_connector_meta().loads
+    assert order.error.reason is Reason.MALFORMED_MESSAGE
+    assert order.error.remedy
+    del ours, order
+    gc.collect()
+    assert alive() is None
 
 
 def test_references_are_dropped_tail_first_and_the_null_block_has_none() -> None:

@@ -363,7 +363,7 @@ class Load:
 
     def _fail(self, error: KVFerryError) -> None:
         if self.error is None:
-            self.error, self.given_up_at = error, time.monotonic()
+            self.error, self.given_up_at = error.without_traceback(), time.monotonic()
         self.phase = Phase.STOPPING
 
     def _finish(self, scratch: Scratch) -> bool:

@@ -111,7 +111,7 @@ class Receipt:
         if self._receiving is not None:
             self._receiving.fail(error)
         elif self.phase is not Phase.DONE:
-            self.error = error
+            self.error = error.without_traceback()
             self._end()
 
     def result(self, finished_at: float) -> LoadResult:

@@ -60,7 +60,7 @@ class Connecting:
                 if error.reason is Reason.MALFORMED_MESSAGE:
                     raise
                 logger.info("%s does not reach the peer: %s", name, error)
-                self._refusals.append(error)
+                self._refusals.append(error.without_traceback())
                 self._untried.popleft()
                 self._transfer = None
                 continue
@@ -103,7 +103,7 @@ class Connecting:
                 "Set the same transport, or auto, on both sides.",
             )
         if len(refusals) == 1:
-            return refusals[0]
+            return refusals[0].without_traceback()
         message = " ".join(error.message for error in refusals)
         return TransportError(refusals[-1].reason, message, " ".join(error.remedy for error in refusals))
 

@@ -81,7 +81,7 @@ class Receiving:
     def fail(self, error: KVFerryError) -> None:
         """Give up, for the first reason there is; a push that has been committed is not harmed."""
         if self.error is None and not self.is_over:
-            self.error = error
+            self.error = error.without_traceback()
 
     def tick(self, now: float) -> None:
         """Give up once the deadline has passed."""

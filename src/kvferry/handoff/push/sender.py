@@ -45,7 +45,7 @@ class Wish(msgspec.Struct, frozen=True):
 
 
 class Over(msgspec.Struct, frozen=True):
-    """How a push ended; ``error`` is None where everything has landed."""
+    """How a push ended; ``error``, without a traceback, is None where everything has landed."""
 
     error: KVFerryError | None
 
@@ -124,7 +124,7 @@ class SendingSide:
         """The prompt's blocks are given back: whoever still waits for them waits in vain."""
         self._prompts.pop(transfer_id, None)
         self._running.pop(transfer_id, None)
-        self._ended.setdefault(transfer_id, error)
+        self._ended.setdefault(transfer_id, error.without_traceback())
         for key in self._keys_of(transfer_id):
             self._pushes[key].void()
             self._pushes[key].fail(error)
@@ -149,11 +149,10 @@ class SendingSide:
             return False
         if key in self._over:
             if (error := self._over[key].error) is not None:
-                # Raised again and again: without what it would gather each time.
-                raise error.with_traceback(None)
+                raise error.without_traceback()
             return False
         if (ended := self._ended.get(wish.transfer_id)) is not None:
-            raise ended.with_traceback(None)
+            raise ended.without_traceback()
         self._wishes[key] = wish
         self._wishes_of.setdefault(wish.transfer_id, set()).add(key)
         self._wanted_lanes |= wish.needs.keys()

@@ -115,7 +115,7 @@ class Sending:
         if self.stage is Stage.OVER:
             return
         if self.error is None:
-            self.error = error
+            self.error = error.without_traceback()
         self.stage = Stage.STOPPING
         self._settle()
 

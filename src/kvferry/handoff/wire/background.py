@@ -56,12 +56,14 @@ class Beside(Generic[Found]):
     def fail(self, error: KVFerryError) -> None:
         """Remember why it came to nothing, as what was found may turn out to be of no use."""
         if self._error is None:
-            self._error, self._ended_at = error, time.monotonic()
+            self._error, self._ended_at = error.without_traceback(), time.monotonic()
 
     def result(self) -> Found:
         """Return what was found or raise why not; it must have ended."""
-        if self._error is not None or self._found is None:
-            raise self._error or HandoffError(
+        if self._error is not None:
+            raise self._error.without_traceback()
+        if self._found is None:
+            raise HandoffError(
                 Reason.PEER_UNREACHABLE, f"the {self._name} ended without a result.", "Send the request again."
             )
         return self._found
@@ -70,7 +72,7 @@ class Beside(Generic[Found]):
         try:
             self._found = self._find()
         except KVFerryError as error:
-            self._error = error
+            self._error = error.without_traceback()
         except Exception as error:
             logger.exception("kvferry: a %s failed unexpectedly", self._name)
             self._error = unforeseen(self._name, error)

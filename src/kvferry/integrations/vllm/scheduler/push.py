@@ -217,7 +217,7 @@ class PushSchedulerRole(SchedulerRole):
             self._pushed[request_id] = PushedRequest(parse_push_params(params, request_id))
             self._find_offer(request_id)
         except KVFerryError as error:
-            self._pushed[request_id] = error
+            self._pushed[request_id] = error.without_traceback()
 
     def _is_expected(self, request_id: str) -> bool:
         return request_id in self._pushed
@@ -260,7 +260,7 @@ class PushSchedulerRole(SchedulerRole):
         pushed = self._pushed[request.request_id]
         try:
             if isinstance(pushed, KVFerryError):
-                raise pushed
+                raise pushed.without_traceback()
             with self._decode_lock:
                 self._decode_side.running_lease(request.request_id, time.monotonic())
             hold, offer = pushed.hold, pushed.offer
@@ -284,7 +284,7 @@ class PushSchedulerRole(SchedulerRole):
         try:
             offer = self._bootstraps.get(pushed.params.remote_bootstrap_addr, pushed.params.remote_engine_id)
         except KVFerryError as error:
-            self._pushed[request_id] = error
+            self._pushed[request_id] = error.without_traceback()
             return True
         if offer is None:
             return False

@@ -243,7 +243,7 @@ class SchedulerRole:
         try:
             parsed = self._remote[request_id] = parse_params(params, request)
         except KVFerryError as error:
-            self._remote[request_id] = error
+            self._remote[request_id] = error.without_traceback()
             return
         with self._decode_lock:
             self._decode_side.arrive(request_id, parsed.hold, parsed.kvferry.lease_seconds, time.monotonic())
@@ -300,7 +300,7 @@ class SchedulerRole:
         remote = self._remote[request.request_id]
         try:
             if isinstance(remote, KVFerryError):
-                raise remote
+                raise remote.without_traceback()
             num_loadable = self._num_loadable(request)
             check_prompt(remote, request, num_loadable)
             check_cached_windows(self._groups, remote.kvferry.block_sizes, self._caches_prefixes)

@@ -1,0 +1,205 @@
+"""An error that is kept for later keeps nothing alive of the frames that it passed, and says all that it said."""
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
+from kvferry.execution.read import Load, Phase
+from kvferry.execution.receipt import Receipt, Request
+from kvferry.execution.scratch import Scratch
+from kvferry.handoff.messages import PushKey
+from kvferry.handoff.push.receiver import Receiving
+from kvferry.handoff.push.sender import Prompt, SendingSide, Wish
+from kvferry.handoff.push.sending import END, Lane, Need
+from kvferry.handoff.wire.background import AllBeside, Beside
+from kvferry.transport.null import NullTransport
+from kvferry.transport.protocol import Transfer
+from kvferry.transport.registry import TransportSet
+
+from .engines_that_push import SECONDS, Pairs
+
+KEY, LANE = PushKey("d", 1, 1), Lane("full")
+SAID = Reason.TRANSFER_FAILED, "a write failed.", "Check the peer."
+
+
+class Frames:
+    """Raises errors in frames that hold an array, and tells whether any of these is alive."""
+
+    def __init__(self) -> None:
+        self._held: list[weakref.ref[np.ndarray]] = []
+
+    def fail(self, *_: object) -> NoReturn:
+        descriptors = np.zeros((1000, 3), np.uint64)
+        self._held.append(weakref.ref(descriptors))
+        try:
+            raise ValueError("bytes are missing.")
+        except ValueError as cause:
+            raise HandoffError(*SAID) from cause
+
+    def hold(self, call: Callable[[], Any]) -> None:
+        """Call from a frame that holds an array."""
+        descriptors = np.zeros((1000, 3), np.uint64)
+        self._held.append(weakref.ref(descriptors))
+        with pytest.raises(KVFerryError) as raised:
+            call()
+        assert said(raised.value) == SAID
+
+    def error(self, give: Callable[[KVFerryError], Any]) -> None:
+        """Give an error away that was raised and caught."""
+        try:
+            self.fail()
+        except KVFerryError as error:
+            give(error)
+
+    def are_alive(self) -> bool:
+        gc.collect()
+        assert self._held, "nothing was raised"
+        return any(each() is not None for each in self._held)
+
+
+def said(error: KVFerryError | None) -> tuple[Reason, str, str]:
+    assert error is not None
+    return error.reason, error.message, error.remedy
+
+
+@pytest.fixture
+def frames() -> Frames:
+    return Frames()
+
+
+@pytest.fixture
+def engines() -> Iterator[Pairs]:
+    pairs = Pairs()
+    yield pairs
+    pairs.close()
+
+
+def wish(key: PushKey = KEY) -> Wish:
+    return Wish(key, "x", 32, "p", {LANE: Need(0, 32, 16)}, deadline=30.0)
+
+
+@pytest.mark.parametrize("way", ["fail", "stopped", "end"])
+def test_a_push_that_is_over(way: str, frames: Frames) -> None:
+    side = SendingSide()
+    side.announce(wish())
+    side.compute("x", Prompt(32, "p", {}, END))
+    if way == "end":
+        frames.error(lambda error: side.end("x", error))
+    else:
+        frames.error(lambda error: getattr(side, way)(KEY, error))
+    assert not frames.are_alive()
+    over = side.outcome(KEY)
+    assert over is not None
+    assert said(over.error) == SAID
+    frames.hold(lambda: side.announce(wish()))
+    if way == "end":
+        frames.hold(lambda: side.announce(wish(PushKey("d", 1, 2))))
+    assert not frames.are_alive()
+
+
+def test_a_push_that_cannot_be_stopped_yet(frames: Frames) -> None:
+    side = SendingSide()
+    side.announce(wish())
+    side.compute("x", Prompt(32, "p", {}, END))
+    assert side.take(KEY)
+    frames.error(lambda error: side.fail(KEY, error))
+    assert side.is_stopping(KEY)
+    assert not frames.are_alive()
+
+
+def test_a_push_whose_sources_are_not_quiet(frames: Frames) -> None:
+    receiving = Receiving("r", {0: "a"}, deadline=30.0)
+    receiving.telling(0)
+    frames.error(receiving.fail)
+    assert not receiving.is_over
+    assert not frames.are_alive()
+    assert said(receiving.error) == SAID
+
+
+def test_a_push_without_sources(frames: Frames) -> None:
+    receipt = Receipt(Request("r", "x", 32, "p", time.monotonic() + SECONDS), KEY, frames.fail, Forgetting())  # type: ignore[arg-type]
+    receipt.advance(Scratch(num_words=4), time.monotonic())
+    assert receipt.phase is Phase.DONE
+    assert not frames.are_alive()
+    assert said(receipt.error) == SAID
+
+
+class Forgetting:
+    """What a receipt asks of its receiver where it has no source."""
+
+    def collect(self) -> None:
+        pass
+
+    def forget(self, number: int) -> None:
+        pass
+
+
+def test_a_load(frames: Frames) -> None:
+    load = Load("r", frames.fail, time.monotonic() + SECONDS)
+    load.advance(Scratch(num_words=4), time.monotonic())
+    assert load.phase is Phase.STOPPING
+    assert not frames.are_alive()
+    assert said(load.error) == SAID
+
+
+def test_a_call_on_a_thread_of_its_own(frames: Frames) -> None:
+    calls: AllBeside[str, int] = AllBeside("handshake")
+    while (call := calls.get("a", frames.fail)) is None:
+        time.sleep(0.001)
+    assert not frames.are_alive()
+    for _ in range(2):
+        frames.hold(call.result)
+    assert not frames.are_alive()
+
+
+def test_a_call_whose_result_is_of_no_use(frames: Frames) -> None:
+    call = Beside("handshake", lambda: 7)
+    while call.is_running:
+        time.sleep(0.001)
+    frames.error(call.fail)
+    assert not frames.are_alive()
+    frames.hold(call.result)
+    assert not frames.are_alive()
+
+
+def test_a_transport_that_does_not_reach_a_peer(frames: Frames, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: NullTransport, end_point: bytes) -> Transfer:
+        try:
+            frames.fail()
+        except HandoffError as error:
+            raise TransportError(*SAID) from error
+
+    end_points = TransportSet({"null": NullTransport()}).register([])
+    monkeypatch.setattr(NullTransport, "connect", refuse)
+    connecting = TransportSet({"null": NullTransport()}).connect(end_points)
+    for _ in range(2):
+        frames.hold(connecting.poll)
+    assert not frames.are_alive()
+
+
+def test_a_write_that_failed_keeps_no_descriptors(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """23040 of them were 551 KiB for each of up to 65536 pushes that are remembered."""
+    sender, [receiver] = engines.open()
+    [source] = sender.ranks
+    held: list[weakref.ref[np.ndarray]] = []
+
+    def refuse(peer: object, direction: object, descriptors: np.ndarray) -> NoReturn:
+        held.append(weakref.ref(descriptors))
+        raise TransportError(*SAID)
+
+    [transport] = source.transports.transports.values()
+    monkeypatch.setattr(transport, "submit", refuse)
+    sender.compute(END, [5, 1])
+    receiver.receive(sender.hold(), [0, 3])
+    assert said(receiver.result().error) == SAID
+    [result] = sender.pushed(1)
+    assert said(result.error) == SAID
+    gc.collect()
+    assert held
+    assert all(each() is None for each in held)
