@@ -17,7 +17,6 @@ from kvferry.transport.null import NullTransport
 from kvferry.transport.probe import probe
 from kvferry.transport.protocol import Descriptors, Direction, Peer, Region, Status, Transfer, Transport, reach
 from kvferry.transport.registry import AUTO, TransportSet, open_transports, probe_all
-from kvferry.transport.tracing import TracingTransport
 
 BYTES = 1 << 16
 
@@ -235,21 +234,6 @@ def test_faults_that_fail_hang_and_delay(holder: tuple[Transport, np.ndarray, by
     delayed, _, _ = read_with(FaultPlan(delay_seconds=0.1), end_point, source)
     assert delayed.status is Status.DONE
     assert time.monotonic() - started >= 0.1
-
-
-def test_traces_keep_the_last_transfers(holder: tuple[Transport, np.ndarray, bytes]) -> None:
-    _, source, end_point = holder
-    transport, (local, region) = TracingTransport(MemcpyTransport(), max_records=2), memory()
-    transport.register([region])
-    peer = reach(transport, end_point)
-    for size in (10, 20, 30):
-        piece = np.array([[source.ctypes.data, local.ctypes.data, size]], np.uint64)
-        assert transport.poll(transport.submit(peer, Direction.READ, piece)) is Status.DONE
-    assert [(record.num_bytes, record.num_descriptors, record.status) for record in transport.records] == [
-        (20, 1, Status.DONE),
-        (30, 1, Status.DONE),
-    ]
-    assert all(record.seconds > 0 for record in transport.records)
 
 
 OUTSIDE = [1 << 40, 0, 9]

@@ -14,7 +14,7 @@ from kvferry.plan.block_pairs import TokenRun
 from kvferry.plan.planner import MAX_CACHED_PHASES, Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.strided_copy import StridedCopy, StridedView, coalesce, merge_rows, place
+from kvferry.plan.strided_copy import StridedCopy, coalesce, merge_rows, place
 from kvferry.testing.oracle import Arena, OracleMismatch, check_moved, strided_memory
 
 LOOPS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 40), st.integers(1, 40)), max_size=4).map(tuple)
@@ -57,37 +57,6 @@ def test_a_stretch_of_layers_is_one_loop() -> None:
     places = np.array([[0, 0], [10, 20], [20, 40], [30, 60], [35, 80], [40, 100]])
     copies = place(4, (), places)
     assert [(copy.destination_offset, copy.loops) for copy in copies] == [(0, ((4, 10, 20),)), (80, ((2, 5, 20),))]
-
-
-def test_template_reads_as_strided_views() -> None:
-    """The same template that makes descriptors makes the views of a strided copy, for staging."""
-    shape = {
-        "layers": ["0", "1", "2"],
-        "num_kv_heads": 4,
-        "head_size": 2,
-        "itemsize": 2,
-        "block_size": 4,
-        "num_blocks": 5,
-    }
-    source = shard_for(layout=NamedLayout.LBNHC, **shape)
-    destination = shard_for(layout=NamedLayout.BHLNC, tp_rank=1, tp_size=2, base_address=4096, **shape)
-    (plan,) = Planner([source], destination).plans(0)
-    (phase,) = plan.groups["full"].first_phases()
-    (template,) = plan.groups["full"].templates(phase)
-    (copy,) = template.copies
-    assert copy.source_view() == StridedView(16, (2, 3, 4, 8), (8, 640, 32, 1))
-    assert copy.destination_view() == StridedView(4096, (2, 3, 4, 8), (96, 32, 8, 1))
-    assert (template.source_block_stride, template.destination_block_stride) == (128, 192)
-    sent = np.random.default_rng(0).integers(0, 256, source.regions[0].length, dtype=np.uint8)
-    strided, listed = (np.zeros(4096 + destination.regions[0].length, dtype=np.uint8) for _ in range(2))
-    views = copy.source_view(), copy.destination_view()
-    received = np.lib.stride_tricks.as_strided(strided[views[1].offset + 3 * 192 :], views[1].shape, views[1].strides)
-    received[...] = np.lib.stride_tricks.as_strided(sent[views[0].offset + 2 * 128 :], views[0].shape, views[0].strides)
-    blocks = GroupBlocks(group="full", first_token=0, last_token=4, source_block_ids=[2], destination_block_ids=[3])
-    for begin, to, length in plan.lower([blocks]).tolist():
-        listed[to : to + length] = sent[begin : begin + length]
-    assert np.array_equal(strided, listed)
-    assert strided.any()
 
 
 def padded(group: CacheGroup, block_stride: int) -> CacheGroup:

@@ -340,13 +340,13 @@ def _start_router(settings: DemoSettings, servers: Sequence[Server], discovery: 
     return start_router([servers[0].url], [servers[1].url], folder)
 
 
-def make_prompts(num_prompts: int, vocabulary_size: int, seed: int = 0) -> list[list[int]]:
+def make_prompts(num_prompts: int, vocabulary_size: int) -> list[list[int]]:
     """Return prompts of random tokens, their lengths spread evenly by ratio from 10 to 3000.
 
     >>> [len(prompt) for prompt in make_prompts(5, vocabulary_size=100)]
     [10, 42, 173, 721, 3000]
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     lengths = np.rint(np.geomspace(SHORTEST_PROMPT, LONGEST_PROMPT, num_prompts)).astype(int)
     return [generator.integers(0, vocabulary_size, length).tolist() for length in lengths]
 
@@ -354,8 +354,8 @@ def make_prompts(num_prompts: int, vocabulary_size: int, seed: int = 0) -> list[
 def send_prompts(
     url: str,
     prompts: Sequence[Sequence[int]],
+    on_answer: Callable[[int], None],
     cache_salt: str | None = None,
-    on_answer: Callable[[int], None] | None = None,
 ) -> list[Answer]:
     """Send the prompts, four at a time, and return the answers in the same order.
 
@@ -367,8 +367,7 @@ def send_prompts(
         answers = []
         for answer in pool.map(lambda prompt: _send(url, prompt, cache_salt), prompts):
             answers.append(answer)
-            if on_answer is not None:
-                on_answer(len(answers))
+            on_answer(len(answers))
         return answers
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -142,7 +142,11 @@ def check_vllm() -> Iterator[Finding]:
 def check_router() -> Iterator[Finding]:
     """Look for vllm-router, which the demo starts."""
     if Path(sys.executable).with_name("vllm-router").exists() or shutil.which("vllm-router"):
-        yield Finding("vllm-router", Health.OK, _version_of("vllm-router"))
+        try:
+            found = version("vllm-router")
+        except PackageNotFoundError:
+            found = "found"
+        yield Finding("vllm-router", Health.OK, found)
     else:
         yield Finding("vllm-router", Health.WARNING, "not found", "The demo needs it: pip install vllm-router orjson.")
 
@@ -239,13 +243,6 @@ def _error_of(statements: str) -> str | None:
     if trial.returncode == 0:
         return None
     return (trial.stderr.strip().splitlines() or [f"exit status {trial.returncode}"])[-1]
-
-
-def _version_of(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "found"
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

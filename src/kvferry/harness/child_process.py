@@ -19,6 +19,7 @@ from kvferry.harness.supervisor import living_descendants, mapped_segments, remo
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 GRACE_SECONDS = 5.0
 KILL_SECONDS = 5.0
+TAIL_LINES = 20
 
 
 class LaunchError(KVFerryError):
@@ -83,9 +84,9 @@ class ChildProcess:
         below = living_descendants(own) if self.supervisor.poll() is None else []
         return tuple(sorted({*group_processes(own), *below} - {own}))
 
-    def log_tail(self, num_lines: int = 20) -> str:
+    def log_tail(self) -> str:
         """Return the last lines of the log."""
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-num_lines:])
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
     def request_stop(self) -> None:
         """Ask the command to end, without waiting: several children can so end at the same time."""

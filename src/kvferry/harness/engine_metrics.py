@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DROPPED_LABELS = frozenset({"model_name", "engine", "le", "created"})
+ANSWER_SECONDS = 10.0
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 
 
@@ -28,13 +29,13 @@ class PromptTokens:
         )
 
 
-def scrape_metrics(url: str, timeout_seconds: float = 10.0) -> dict[str, float]:
+def scrape_metrics(url: str) -> dict[str, float]:
     """Return the samples at ``url``/metrics, by name and distinguishing labels.
 
     The model's name and the engine's index are left out of the keys and values that so fall together are added;
     buckets of histograms are left out. Needs ``prometheus_client``, which vLLM brings.
     """
-    with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_seconds) as response:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_SECONDS) as response:
         return parse_metrics(response.read().decode())
 
 
@@ -74,11 +75,11 @@ def cache_usage(metrics: Mapping[str, float]) -> float:
     return metrics["vllm:kv_cache_usage_perc"]
 
 
-def cache_block_size(url: str, timeout_seconds: float = 10.0) -> int:
+def cache_block_size(url: str) -> int:
     """Return the tokens in a block of the engine at ``url``; the engine may have chosen it."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_seconds) as response:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_SECONDS) as response:
         families = text_string_to_metric_families(response.read().decode())
         labels = next(
             sample.labels for family in families for sample in family.samples if "cache_config_info" in sample.name

@@ -1,6 +1,6 @@
 """Tiny random models, made on the spot, for the demo, tests and benchmarks.
 
-Nothing is downloaded. The weights are random but deterministic: the same name, seed and
+Nothing is downloaded. The weights are random but deterministic: the same name and
 library version give the same folder, so it can be made once and kept.
 """
 
@@ -44,21 +44,21 @@ class TinyModel:
     content_size: int
     settings: Mapping[str, Any]
 
-    def kv_bytes_per_token(self, itemsize: int | None = None) -> int:
+    def kv_bytes_per_token(self) -> int:
         """Return the bytes that one token adds to the cache over all layers that keep the whole prompt."""
-        width = itemsize if itemsize is not None else {"float32": 4, "bfloat16": 2}[self.dtype]
-        return self.num_layers * self.num_kv_heads * self.content_size * width
+        itemsize = {"float32": 4, "bfloat16": 2}[self.dtype]
+        return self.num_layers * self.num_kv_heads * self.content_size * itemsize
 
 
 def _qwen3(
-    name: str, dtype: Literal["float32", "bfloat16"], layers: int, hidden: int, heads: int, kv_heads: int, head: int
+    name: str, dtype: Literal["float32", "bfloat16"], layers: int, hidden: int, kv_heads: int, head: int
 ) -> TinyModel:
     settings = {
         "vocab_size": VOCABULARY_SIZE,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        "num_attention_heads": 8,
         "num_key_value_heads": kv_heads,
         "head_dim": head,
         "max_position_embeddings": MAX_POSITIONS,
@@ -142,31 +142,31 @@ TINY_MODELS: Mapping[str, TinyModel] = MappingProxyType(
     {
         model.name: model
         for model in (
-            _qwen3("qwen3-tiny", "float32", layers=8, hidden=256, heads=8, kv_heads=4, head=64),
+            _qwen3("qwen3-tiny", "float32", layers=8, hidden=256, kv_heads=4, head=64),
             _deepseek_mla("deepseek-mla-tiny", layers=4),
             # Two kinds of layers in numbers that make three groups, one of them short.
             _gemma3("gemma3-tiny", ["sliding", "sliding", "full", "sliding", "full"], window=128),
             _granite_hybrid("granite-tiny", ["mamba", "mamba", "attention", "mamba", "attention"]),
-            _qwen3("kv-heavy", "bfloat16", layers=36, hidden=64, heads=8, kv_heads=8, head=128),
-            _qwen3("kv-heavy-one-head", "bfloat16", layers=36, hidden=64, heads=8, kv_heads=1, head=128),
+            _qwen3("kv-heavy", "bfloat16", layers=36, hidden=64, kv_heads=8, head=128),
+            _qwen3("kv-heavy-one-head", "bfloat16", layers=36, hidden=64, kv_heads=1, head=128),
         )
     }
 )
 """Every tiny model by name. ``kv-heavy`` has the cache of an 8B model and almost no compute."""
 
 
-def make_tiny_model(name: str, folder: Path, *, seed: int = 0) -> Path:
+def make_tiny_model(name: str, folder: Path) -> Path:
     """Make the model ``name`` below ``folder``, unless it is there, and return its path.
 
-    The path carries a digest of the recipe and the seed. Several processes may call this at once.
+    The path carries a digest of the recipe. Several processes may call this at once.
     Raises :class:`SettingsError` for an unknown name. Needs ``transformers``.
     """
     model = find_tiny_model(name)
-    recipe = json.dumps([model.name, model.family, model.dtype, dict(model.settings), seed], sort_keys=True)
+    recipe = json.dumps([model.name, model.family, model.dtype, dict(model.settings)], sort_keys=True)
     path = folder / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _write_atomically(path, lambda draft: _save(model, draft, seed))
+        _write_atomically(path, lambda draft: _save(model, draft))
     return path
 
 
@@ -198,7 +198,7 @@ def _write_atomically(path: Path, save: Callable[[Path], None]) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _save(model: TinyModel, path: Path, seed: int) -> None:
+def _save(model: TinyModel, path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -207,7 +207,7 @@ def _save(model: TinyModel, path: Path, seed: int) -> None:
     make_network: Any = AutoModelForCausalLM.from_config
     hide_progress()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         network = make_network(_transformers_config(model), dtype=getattr(torch, model.dtype))
         _spread_weights(network)
     network.save_pretrained(path)

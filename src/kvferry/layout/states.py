@@ -116,11 +116,10 @@ def conv_components(
     state_len: int,
     order: ConvOrder,
     itemsize: int,
-    page_offset: int = 0,
 ) -> tuple[Component, ...]:
     """Return one component ``conv.NAME`` for each segment of a convolution.
 
-    It begins ``page_offset`` bytes into a page. ``state_len`` is the number of taps, in vLLM the kernel's size less one
+    It begins with the page. ``state_len`` is the number of taps, in vLLM the kernel's size less one
     and the speculative tokens more.
 
     >>> pages = StatePages(layers=["0"], layer_offsets=[0], block_stride=4096)
@@ -142,7 +141,7 @@ def conv_components(
                 itemsize=itemsize,
                 head_stride=channel,
                 channel_stride=tap,
-                page_offset=page_offset + first * channel,
+                page_offset=first * channel,
             )
         )
         first += len(segment.held)
@@ -157,7 +156,6 @@ def recurrent_component(
     num_channels: int,
     itemsize: int,
     page_offset: int,
-    name: str = "ssm",
 ) -> Component:
     """Return a dense state ``[heads, num_channels]`` that begins ``page_offset`` bytes into a page.
 
@@ -170,7 +168,7 @@ def recurrent_component(
     """
     return _component(
         pages,
-        name=name,
+        name="ssm",
         heads=(held,),
         total_heads=total_heads,
         num_channels=num_channels,

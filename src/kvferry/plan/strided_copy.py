@@ -24,15 +24,6 @@ Loop = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class StridedView:
-    """One side of a copy: a byte array of this shape and these strides, ``offset`` bytes from address zero."""
-
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class StridedCopy:
     """Runs of ``run_bytes`` from source to destination, repeated over loops, innermost loop first.
 
@@ -55,23 +46,6 @@ class StridedCopy:
     def num_bytes(self) -> int:
         """Bytes copied."""
         return self.num_runs * self.run_bytes
-
-    def source_view(self) -> StridedView:
-        """Return the source as shape, byte strides and offset, outermost loop first, the run last.
-
-        >>> StridedCopy(64, 0, 256, ((8, 8192, 4096),)).source_view()
-        StridedView(offset=64, shape=(8, 256), strides=(8192, 1))
-        """
-        strides = (*(source for _, source, _ in reversed(self.loops)), 1)
-        return StridedView(self.source_offset, self._shape(), strides)
-
-    def destination_view(self) -> StridedView:
-        """Return the destination in the same shape as :meth:`source_view`."""
-        strides = (*(destination for _, _, destination in reversed(self.loops)), 1)
-        return StridedView(self.destination_offset, self._shape(), strides)
-
-    def _shape(self) -> tuple[int, ...]:
-        return (*(count for count, _, _ in reversed(self.loops)), self.run_bytes)
 
     def expand(self) -> Offsets:
         """Return the runs as rows of source offset, destination offset, length.

@@ -157,7 +157,7 @@ class CmaTransport:
         """Check both sides and queue; the copying happens in ``poll``."""
         self._check_open()
         assert isinstance(peer, CmaPeer)
-        sides = check_submission(descriptors, direction, self._local, peer.regions, self.capabilities)
+        sides = check_submission(descriptors, direction, self._local, peer.regions)
         sides = _in_remote_order(sides)
         transfer = CmaTransfer(
             peer=peer,

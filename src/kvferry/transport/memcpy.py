@@ -95,7 +95,7 @@ class MemcpyTransport:
         """Check both sides and queue; the copying happens in ``poll``."""
         self._check_open()
         assert isinstance(peer, MemcpyPeer)
-        sides = check_submission(descriptors, direction, self._local, peer.regions, self.capabilities)
+        sides = check_submission(descriptors, direction, self._local, peer.regions)
         transfer = MemcpyTransfer(
             peer=peer,
             direction=direction,

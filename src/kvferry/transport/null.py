@@ -68,7 +68,7 @@ class NullTransport:
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
         """Check both sides and count."""
         self._check_open()
-        sides = check_submission(descriptors, direction, self._local, peer.regions, self.capabilities)
+        sides = check_submission(descriptors, direction, self._local, peer.regions)
         transfer = Transfer(peer, direction, len(descriptors), int(sides.lengths.sum()))
         self.num_submissions += 1
         self.num_descriptors += transfer.num_descriptors

@@ -64,8 +64,6 @@ class Capabilities:
     """
 
     name: str
-    directions: frozenset[Direction] = frozenset(Direction)
-    max_descriptors_per_submit: int = 1 << 22
     same_host_only: bool = False
     same_process_only: bool = False
     needs_target_progress: bool = False

@@ -101,7 +101,7 @@ class SlicedTransport(ABC, Generic[AnyTransfer, AnyConnection]):
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
         """Check both sides and queue; slices are posted in ``poll``."""
         self._check_open()
-        check_submission(descriptors, direction, self._local, peer.regions, self.capabilities)
+        check_submission(descriptors, direction, self._local, peer.regions)
         return self._queue(peer, direction, descriptors)
 
     def poll(self, transfer: Transfer) -> Status:

@@ -5,8 +5,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.errors import Reason, TransportError
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction
+from kvferry.transport.protocol import Descriptors, Direction
 from kvferry.transport.regions import RegionTable, UInt64Array
+
+MAX_DESCRIPTORS = 1 << 22
 
 
 class Sides(NamedTuple):
@@ -17,18 +19,12 @@ class Sides(NamedTuple):
     lengths: UInt64Array
 
 
-def check_submission(
-    descriptors: Descriptors, direction: Direction, local: RegionTable, remote: RegionTable, limits: Capabilities
-) -> Sides:
+def check_submission(descriptors: Descriptors, direction: Direction, local: RegionTable, remote: RegionTable) -> Sides:
     """Return the two sides of descriptors that are well formed and inside both sides' registered memory.
 
-    Raises ``TransportError``: ``UNSUPPORTED`` direction, ``INVALID_REQUEST``, ``UNREGISTERED_RANGE``.
+    Raises ``TransportError``: ``INVALID_REQUEST``, ``UNREGISTERED_RANGE``.
     """
-    if direction not in limits.directions:
-        raise TransportError(
-            Reason.UNSUPPORTED, f"the {limits.name} transport has no {direction}.", "Use a transport that has."
-        )
-    _check_shape(descriptors, limits.max_descriptors_per_submit)
+    _check_shape(descriptors)
     sources, destinations, lengths = descriptors.T
     sides = Sides(destinations, sources, lengths) if direction is Direction.READ else Sides(*descriptors.T)
     _check_inside("local", local, sides.local, lengths)
@@ -36,7 +32,7 @@ def check_submission(
     return sides
 
 
-def _check_shape(descriptors: UInt64Array, max_descriptors: int) -> None:
+def _check_shape(descriptors: UInt64Array) -> None:
     """Refuse arrays that are not descriptors at all (``INVALID_REQUEST``)."""
     if descriptors.ndim != 2 or descriptors.shape[1] != 3 or descriptors.dtype != np.uint64:
         raise TransportError(
@@ -44,10 +40,10 @@ def _check_shape(descriptors: UInt64Array, max_descriptors: int) -> None:
             f"descriptors must be a uint64 array of shape (n, 3), not {descriptors.dtype} {descriptors.shape}.",
             "Take them from a plan's lower().",
         )
-    if len(descriptors) > max_descriptors:
+    if len(descriptors) > MAX_DESCRIPTORS:
         raise TransportError(
             Reason.INVALID_REQUEST,
-            f"{len(descriptors)} descriptors in one submission; the transport takes {max_descriptors}.",
+            f"{len(descriptors)} descriptors in one submission; a transport takes {MAX_DESCRIPTORS}.",
             "Split the list.",
         )
     if len(descriptors) and not descriptors[:, 2].all():

@@ -56,25 +56,23 @@ def check_samples(model: str | None = None) -> Iterator[Verdict]:
         yield from check_model(model)
 
 
-def check_attention(
-    dtype: str, head_size: int, block_size: int, layouts: tuple[NamedLayout, ...] = tuple(NamedLayout)
-) -> Iterator[Verdict]:
+def check_attention(dtype: str, head_size: int, block_size: int) -> Iterator[Verdict]:
     """Yield verdicts on grouped-query attention; ``block_size`` in tokens."""
     recipe = {"num_key_value_heads": NUM_KV_HEADS, "head_dim": head_size}
     with _small_model("Qwen3ForCausalLM", "qwen3", recipe) as path:
-        yield from _check(_engine_config(path, dtype=dtype, block_size=block_size), layouts)
+        yield from _check(_engine_config(path, dtype=dtype, block_size=block_size))
 
 
-def check_mla(dtype: str, layouts: tuple[NamedLayout, ...] = tuple(NamedLayout)) -> Iterator[Verdict]:
+def check_mla(dtype: str) -> Iterator[Verdict]:
     """Yield verdicts on multi-head latent attention, with the block size that the back end wants."""
     recipe = {"num_key_value_heads": NUM_HEADS, **MLA_SIZES, **_EXPERTS}
     with _small_model("DeepseekV2ForCausalLM", "deepseek_v2", recipe) as path:
-        yield from _check(_engine_config(path, dtype=dtype), layouts)
+        yield from _check(_engine_config(path, dtype=dtype))
 
 
 def check_model(model: str) -> Iterator[Verdict]:
     """Yield verdicts on the attention of a model, with the sizes, element type and block size of an engine for it."""
-    yield from _check(_engine_config(model), tuple(NamedLayout))
+    yield from _check(_engine_config(model))
 
 
 def main() -> None:
@@ -104,13 +102,13 @@ def _engine_config(model: str, **arguments: Any) -> "VllmConfig":
     return made
 
 
-def _check(vllm_config: "VllmConfig", layouts: tuple[NamedLayout, ...]) -> Iterator[Verdict]:
+def _check(vllm_config: "VllmConfig") -> Iterator[Verdict]:
     device = torch.device(vllm_config.device_config.device or "cpu")
     layers = _make_layers(vllm_config)
     spec = layers[0].get_kv_cache_spec(vllm_config)
     kernel = make_kernel(vllm_config, LAYER_NAMES, spec, device)
     allocate = partial(allocate_layers, spec, LAYER_NAMES, device)
-    yield from compare_layouts(kernel, case_of(vllm_config, LAYER_NAMES[0], spec), allocate, layouts)
+    yield from compare_layouts(kernel, case_of(vllm_config, LAYER_NAMES[0], spec), allocate, tuple(NamedLayout))
 
 
 def _make_layers(vllm_config: "VllmConfig") -> list[Any]:
