@@ -2,10 +2,9 @@
 
     python benchmarks/vllm_push.py --json push.json
 
-A pair of engines for each mode, equal but for the mode, is measured in turns: in every round one fresh prompt by pull,
-and one by push in the grain that the sender chooses, and in each forced one. The sender of a push and its receiver are
-asked at once, as a router does that sends to both at once; of a pull one after the other. While one pair has its turn
-the other's processes are stopped.
+A pair of engines for each mode, equal but for the mode, is measured in turns: in every round one fresh prompt by pull
+and one by push. The sender of a push and its receiver are asked at once, as a router does that sends to both at once;
+of a pull one after the other. While one pair has its turn the other's processes are stopped.
 
 The *wait* is from the end of the last step of prefill to the step in which the decode engine is told that it has the
 cache, by the stopwatch (``vllm_stopwatch.py``), which is outside the connector and the same for both. For a
@@ -31,7 +30,7 @@ import typer
 from rich.console import Console
 from vllm_pull import installed
 from vllm_pull_engines import SETTLE_SECONDS, BenchmarkError
-from vllm_push_engines import CASES, CHOSEN, FORCED, PULL, Case, MeasuredPair, running_pair
+from vllm_push_engines import CASES, MODES, Case, MeasuredPair, running_pair
 from vllm_push_report import Result, print_results
 
 WIDTH = 200
@@ -39,15 +38,13 @@ WIDTH = 200
 
 def main(
     cases: Annotated[str, typer.Option(help=f"Cases to run, with commas: {', '.join(CASES)}.")] = ",".join(CASES),
-    pairs: Annotated[int, typer.Option(min=1, help="Rounds: a pull and a push of every variant in each.")] = 50,
-    forced: Annotated[bool, typer.Option(help="Measure forced grains beside the chosen one.")] = True,
+    pairs: Annotated[int, typer.Option(min=1, help="Rounds: a pull and a push in each.")] = 50,
     seconds: Annotated[float, typer.Option(help="End a case's rounds after so long.")] = 1800.0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured here.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep the engines' logs and the model in this folder.")] = None,
 ) -> None:
     """Run the cases and print the comparison."""
     chosen = [find_case(name) for name in cases.split(",")]
-    variants = (PULL, CHOSEN, *(FORCED if forced else ()))
     signal.signal(signal.SIGTERM, interrupt)
     progress, output = Console(stderr=True), Console()
     if not output.is_terminal:
@@ -58,7 +55,7 @@ def main(
         folder.mkdir(parents=True, exist_ok=True)
         stack.callback(lambda: finish(results, output, json_path))
         for engines in dict.fromkeys(case.engines for case in chosen):
-            found = [Result(case, {each: [] for each in variants}) for case in chosen if case.engines == engines]
+            found = [Result(case, {mode: [] for mode in MODES}) for case in chosen if case.engines == engines]
             results += found
             run_engines(engines, found, (pairs, seconds), folder, progress)
 
@@ -74,7 +71,7 @@ def run_engines(
             status.update(f"{engines}: {text}")
 
         running: list[MeasuredPair] = []
-        for mode in ("pull", "push"):
+        for mode in MODES:
             running.append(stack.enter_context(running_pair(mode, engines, cases, folder, announce)))
             progress.print(f"{engines}: the engines of the {mode} are warm")
             running[-1].pause()
@@ -90,15 +87,12 @@ def run_engines(
 
 
 def take_turn(pair: MeasuredPair, results: Sequence[Result], number: int) -> None:
-    """Measure every case and variant of one mode once, in an order that changes, while the other pair is stopped."""
+    """Measure every case of one mode once, in an order that changes, while the other pair is stopped."""
     pair.resume()
     time.sleep(SETTLE_SECONDS)
-    turns = [(result, variant) for result in results for variant in result.samples if variant.mode == pair.mode]
-    for index in np.random.default_rng(number).permutation(len(turns)):
-        result, variant = turns[index]
-        if pair.mode == "push":
-            pair.choose(variant)
-        result.samples[variant].append(pair.measure_case(result.case))
+    for index in np.random.default_rng(number).permutation(len(results)):
+        result = results[index]
+        result.samples[pair.mode].append(pair.measure_case(result.case))
     pair.pause()
 
 
@@ -106,7 +100,7 @@ def waits(results: Sequence[Result]) -> str:
     """Return the latest waits in milliseconds."""
     return "; ".join(
         f"{result.case.name} "
-        + ", ".join(f"{variant.name} {1e3 * taken[-1].wait_seconds:.1f}" for variant, taken in result.samples.items())
+        + ", ".join(f"{mode} {1e3 * taken[-1].wait_seconds:.1f}" for mode, taken in result.samples.items())
         for result in results
     )
 

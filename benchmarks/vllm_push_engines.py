@@ -8,12 +8,12 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm_pull_engines import BenchmarkError, Pair, call_workers, complete, engine_cores, extension_variables, post
+from vllm_pull_engines import BenchmarkError, Pair, call_workers, complete, engine_cores, extension_variables
 
 from kvferry.errors import Reason
 from kvferry.harness.engine_metrics import prompt_tokens
@@ -32,7 +32,7 @@ from kvferry.harness.tiny_models import VOCABULARY_SIZE, find_tiny_model, make_t
 MODEL = "kv-heavy"
 BLOCK_SIZE = 128
 PROMPTS_IN_CACHE = 2
-EXTENSION = "vllm_push_measurement.PushMeasurementExtension"
+EXTENSION = "vllm_stopwatch.StopwatchExtension"
 LOG_SECONDS = 5.0
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -54,26 +54,8 @@ CASES = {
     "one-chunk": Case("one-chunk", "one chunk", 2048, "unchunked", "wait_seconds", 0.3),
     "short": Case("short", "one chunk", 64, "unchunked", "first_token_seconds", 1.1),
 }
+MODES = ("pull", "push")
 MAX_BATCHED_TOKENS = {"chunked": 256, "unchunked": 4096}
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """How a prompt moves. ``grain`` None lets the sender choose; it is for pushes only."""
-
-    name: str
-    mode: str
-    grain: str | None = None
-    layers_per_span: int = 0
-
-
-PULL = Variant("pull", "pull")
-CHOSEN = Variant("push, chosen", "push")
-FORCED = (
-    Variant("push, every layer", "push", "layers", 1),
-    Variant("push, chunks", "push", "chunks"),
-    Variant("push, whole", "push", "whole"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +63,7 @@ class Sample:
     """One request: ``wait_seconds`` from the end of its last step of prefill to the decode engine's commit.
 
     ``decode_cores`` is the processor time of the decode engine from the request to its first token, per second.
-    ``predicted_seconds``, by candidate, and ``grain`` are the sender's, of pushes.
+    ``num_batches`` is the sender's, of pushes.
     """
 
     wait_seconds: float
@@ -91,9 +73,7 @@ class Sample:
     num_bytes: int
     num_descriptors: int
     same_token: bool
-    grain: str = ""
     num_batches: int = 0
-    predicted_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -111,11 +91,6 @@ class MeasuredPair(Pair):
             on_prompt(index)
             for case in cases:
                 self.measure_case(case)
-
-    def choose(self, variant: Variant) -> None:
-        """Let the pushes from now on be of this variant."""
-        body = {"method": "force_grain", "args": [json.dumps([variant.grain, variant.layers_per_span])]}
-        post(f"{self.prefill.url}/collective_rpc", body)
 
     def measure_case(self, case: Case) -> Sample:
         """Send one fresh prompt as a router does: to both engines at once, or to one after the other.
@@ -144,7 +119,7 @@ class MeasuredPair(Pair):
             num_bytes=int(sum(sum(entry["bytes"]) for entry in own)),
             num_descriptors=int(sum(sum(entry["descriptors"]) for entry in own)),
             same_token=answer["choices"][0]["token_ids"] == prefilled["choices"][0]["token_ids"],
-            **(self._pushed(transfer_id) if self.mode == "push" else {}),
+            num_batches=self._num_batches(transfer_id) if self.mode == "push" else 0,
         )
 
     def _pull(self, prompt: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -175,8 +150,8 @@ class MeasuredPair(Pair):
             raise BenchmarkError(Reason.TRANSFER_FAILED, "push: the prefill engine answered nothing.")
         return found[0], answer
 
-    def _pushed(self, transfer_id: str) -> dict[str, Any]:
-        """Return what the sender logs of a push, in the step after it has ended: one is asked for where none comes."""
+    def _num_batches(self, transfer_id: str) -> int:
+        """Return a push's batches by the sender's log, to which it goes in the step after it: one is asked for here."""
         end = time.monotonic() + LOG_SECONDS
         while (timeline := self._logged(transfer_id)) is None:
             if time.monotonic() > end:
@@ -184,12 +159,7 @@ class MeasuredPair(Pair):
             time.sleep(0.2)
             if self._logged(transfer_id) is None:
                 complete(self.prefill, [0], {})
-        size = timeline["layers_per_span"]
-        return {
-            "grain": f"{timeline['grain']}({size})" if size else timeline["grain"],
-            "num_batches": len(timeline["batches"]),
-            "predicted_seconds": timeline["predicted_seconds"] or {},
-        }
+        return len(timeline["batches"])
 
     def _logged(self, transfer_id: str) -> dict[str, Any] | None:
         lines = self.log.read_text().splitlines()
@@ -227,7 +197,7 @@ def running_pair(
         for role in roles:
             connector: dict[str, Any] = {"transport": "cma", "mode": mode}
             if mode == "push" and role == "kv_producer":
-                connector |= {"push_grain": "auto", "bootstrap_port": port, "transfer_log": str(log)}
+                connector |= {"bootstrap_port": port, "transfer_log": str(log)}
             settings = engine_settings(role, connector, model, cases, MAX_BATCHED_TOKENS[engines])
             servers.append(start_engine(f"{mode}-{engines}-{role}", settings, folder))
         wait_until_ready(servers, on_progress=lambda name, age: announce(f"{name}: starting, {age:.0f} s"))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from vllm_push_engines import CHOSEN, PULL, Case, Sample, Variant
+from vllm_push_engines import Case, Sample
 
 RESAMPLES = 4000
 CONFIDENCE = 0.95
@@ -61,41 +61,27 @@ def _estimate(value: float, resampled: np.ndarray) -> Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case: the samples of each variant, round by round."""
+    """One case: the samples of each mode, round by round."""
 
     case: Case
-    samples: Mapping[Variant, Sequence[Sample]]
+    samples: Mapping[str, Sequence[Sample]]
 
     @property
     def num_rounds(self) -> int:
-        """Rounds in which every variant was measured."""
+        """Rounds in which both modes were measured."""
         return min(map(len, self.samples.values()))
 
-    def values(self, variant: Variant, name: str) -> list[float]:
-        """Return one figure of one variant, round by round."""
-        return [getattr(sample, name) for sample in self.samples[variant][: self.num_rounds]]
+    def values(self, mode: str, name: str) -> list[float]:
+        """Return one figure of one mode, round by round."""
+        return [getattr(sample, name) for sample in self.samples[mode][: self.num_rounds]]
 
-    def ratio(self, variant: Variant, name: str) -> Estimate:
-        """Return the ratio of one figure's medians to the pull's."""
-        return medians_ratio(self.values(variant, name), self.values(PULL, name))
-
-    def predicted(self, variant: Variant) -> float | None:
-        """Return what the model predicted of a variant while it chose, the median; None where it did not."""
-        found = [
-            sample.predicted_seconds[name]
-            for sample in self.samples[CHOSEN]
-            if (name := sample.grain if variant is CHOSEN else _candidate(variant)) in sample.predicted_seconds
-        ]
-        return float(np.median(found)) if found else None
-
-    def grains(self, variant: Variant) -> str:
-        """Return the grains of a variant's pushes and how many there were of each."""
-        names = [sample.grain for sample in self.samples[variant]]
-        return ", ".join(f"{name} x{names.count(name)}" for name in dict.fromkeys(names) if name)
+    def ratio(self, name: str) -> Estimate:
+        """Return the ratio of one figure's medians, the push's to the pull's."""
+        return medians_ratio(self.values("push", name), self.values("pull", name))
 
     def check(self) -> dict[str, Any]:
-        """Return the target of the chosen grain with what was found."""
-        ratio = self.ratio(CHOSEN, self.case.figure)
+        """Return the target of the push with what was found."""
+        ratio = self.ratio(self.case.figure)
         return {"figure": self.case.figure, "ratio": asdict(ratio), "target": self.case.target, **self._met(ratio)}
 
     def _met(self, ratio: Estimate) -> dict[str, bool]:
@@ -107,65 +93,57 @@ class Result:
             "case": asdict(self.case),
             "rounds": self.num_rounds,
             "check": self.check(),
-            "variants": {variant.name: self._variant(variant) for variant in self.samples},
+            "push_to_pull": {name: asdict(self.ratio(name)) for name in TIMES},
+            "modes": {mode: self._mode(mode) for mode in self.samples},
         }
 
-    def _variant(self, variant: Variant) -> dict[str, Any]:
+    def _mode(self, mode: str) -> dict[str, Any]:
         return {
-            "medians": {name: asdict(median(self.values(variant, name))) for name in TIMES},
-            "ratios_to_pull": {name: asdict(self.ratio(variant, name)) for name in TIMES},
-            "decode_cores": float(np.median(self.values(variant, "decode_cores"))),
-            "grains": self.grains(variant),
-            "predicted_seconds": self.predicted(variant) if variant is not PULL else None,
-            "same_first_tokens": sum(sample.same_token for sample in self.samples[variant]),
-            "samples": [asdict(sample) for sample in self.samples[variant]],
+            "medians": {name: asdict(median(self.values(mode, name))) for name in TIMES},
+            "decode_cores": float(np.median(self.values(mode, "decode_cores"))),
+            "same_first_tokens": sum(sample.same_token for sample in self.samples[mode]),
+            "samples": [asdict(sample) for sample in self.samples[mode]],
         }
 
 
 COUNTS = ("MB", "desc.", "batches")
-COLUMNS = ("case", "by", "grain", *COUNTS, "wait", "ratio", "predicted", "first token", "ratio", "cores")
+COLUMNS = ("case", "by", *COUNTS, "wait", "ratio", "first token", "ratio", "cores")
 
 
 def print_results(results: Sequence[Result], console: Console) -> None:
-    """Print a row per case and variant, and whether the targets are met."""
+    """Print a row per case and mode, and whether the targets are met."""
     table = Table(title="push and pull on real vLLM engines; medians with 95 % intervals, times in ms")
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("case", "by", "grain") else "right")
+        table.add_column(column, justify="left" if column in ("case", "by") else "right")
     for result in results:
         title = f"{result.case.tokens} tokens, {result.case.title}, {result.num_rounds} rounds"
-        for variant in result.samples:
-            table.add_row(title if variant is PULL else "", *_cells(result, variant))
+        for mode in result.samples:
+            table.add_row(title if mode == "pull" else "", *_cells(result, mode))
         table.add_section()
     console.print(table)
     for result in results:
         check = result.check()
         console.print(
-            f"{result.case.name}: {check['figure']} of the chosen grain {check['ratio']['value']:.3f} "
+            f"{result.case.name}: {check['figure']} of the push {check['ratio']['value']:.3f} "
             f"[{check['ratio']['low']:.3f}, {check['ratio']['high']:.3f}] of pull's, target at most "
             f"{check['target']:g}: {'met' if check['met'] else 'MISSED'}",
             highlight=False,
         )
 
 
-def _candidate(variant: Variant) -> str:
-    return f"{variant.grain}({variant.layers_per_span})" if variant.layers_per_span else str(variant.grain)
-
-
-def _cells(result: Result, variant: Variant) -> list[str]:
-    counts = [result.values(variant, name) for name in ("num_bytes", "num_descriptors", "num_batches", "decode_cores")]
+def _cells(result: Result, mode: str) -> list[str]:
+    counts = [result.values(mode, name) for name in ("num_bytes", "num_descriptors", "num_batches", "decode_cores")]
     num_bytes, num_descriptors, num_batches, cores = (float(np.median(each)) for each in counts)
-    waits, firsts = (median(result.values(variant, name)) for name in TIMES[:2])
-    is_push, predicted = variant is not PULL, result.predicted(variant)
+    waits, firsts = (median(result.values(mode, name)) for name in TIMES[:2])
+    is_push = mode == "push"
     return [
-        variant.name,
-        result.grains(variant),
+        mode,
         f"{num_bytes / 1e6:.0f}",
         f"{num_descriptors:.0f}",
         f"{num_batches:.0f}" if is_push else "",
         waits.text(1e3, 1),
-        result.ratio(variant, "wait_seconds").text(1, 2) if is_push else "",
-        "" if predicted is None or not is_push else f"{1e3 * predicted:.1f}",
+        result.ratio("wait_seconds").text(1, 2) if is_push else "",
         firsts.text(1e3, 0),
-        result.ratio(variant, "first_token_seconds").text(1, 2) if is_push else "",
+        result.ratio("first_token_seconds").text(1, 2) if is_push else "",
         f"{cores:.2f}",
     ]

@@ -42,7 +42,7 @@ PUSH_CHECKS = {
     "test_tokens_depend_on_what_is_pushed": "a lost write seen",
 }
 """The same of every pair of which one engine pushes."""
-PUSH_COLUMNS = ("pair", "model", "prefill", "decode", "transport", "goes as", "strategy", "shown besides", "result")
+PUSH_COLUMNS = ("pair", "model", "prefill", "decode", "transport", "strategy", "shown besides", "result")
 REFUSAL_COLUMNS = ("combination", "refused by", "code that must come", "code that came", "result")
 
 
@@ -148,8 +148,6 @@ def pair_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
 def push_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a pair of which one engine pushes."""
     settings = ENGINES[pair.prefill][1]
-    grain = settings.get("push_grain", "chosen")
-    span = f" ({settings['layers_per_span']} at a time)" if grain == "layers" else ""
     passed = [name for name, check in found.get("checks", {}).items() if check["outcome"] == "passed"]
     besides = {
         name.removeprefix("test_").partition("[")[0].replace("_", " ") for name in passed if name not in PUSH_CHECKS
@@ -160,7 +158,6 @@ def push_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
         shape_of(pair.prefill),
         shape_of(pair.decode),
         pair.transport,
-        grain + span,
         settings.get("strategy", "direct"),
         "; ".join(sorted(besides)),
         result_of(found, PUSH_CHECKS),

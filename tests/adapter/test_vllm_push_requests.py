@@ -26,7 +26,7 @@ from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler import push as push_scheduler_role
 from kvferry.integrations.vllm.scheduler.params import prompt_digest
 from kvferry.integrations.vllm.scheduler.pushable import check_pushable
-from kvferry.integrations.vllm.settings import Settings, parse_settings
+from kvferry.integrations.vllm.settings import parse_settings
 from kvferry.plan.staging.strategy import typical_costs
 
 from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, allocated, prefill, request
@@ -361,31 +361,29 @@ def test_parameters_that_name_no_push_are_an_error(make_role: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "grain", "named"),
+    ("changed", "named"),
     [
-        ({"data_parallel_size": 2}, "chunks", "data-parallel"),
-        ({"engine_id": "a_dp0"}, "chunks", "data-parallel"),
-        ({"engine_id": "a_dp1", "data_parallel_index": 1}, "chunks", "data-parallel"),
-        ({"engine_id": "a_dp1"}, "chunks", ""),
-        ({"use_v2_model_runner": True}, "chunks", "second model runner"),
-        ({"use_ubatching": True}, "layers", "micro-batches"),
-        ({"pipeline_parallel_size": 2, "speculative_config": "of a drafter"}, "chunks", "draft tokens"),
-        ({"pipeline_parallel_size": 2}, "chunks", ""),
-        ({"speculative_config": "of a drafter"}, "chunks", ""),
-        ({"use_ubatching": True}, "chunks", ""),
+        ({"data_parallel_size": 2}, "data-parallel"),
+        ({"engine_id": "a_dp0"}, "data-parallel"),
+        ({"engine_id": "a_dp1", "data_parallel_index": 1}, "data-parallel"),
+        ({"engine_id": "a_dp1"}, ""),
+        ({"use_v2_model_runner": True}, "second model runner"),
+        ({"pipeline_parallel_size": 2, "speculative_config": "of a drafter"}, "draft tokens"),
+        ({"pipeline_parallel_size": 2}, ""),
+        ({"speculative_config": "of a drafter"}, ""),
+        ({"use_ubatching": True}, ""),
     ],
 )
-def test_engines_that_cannot_push_are_refused_at_start(changed: dict[str, Any], grain: Any, named: str) -> None:
-    settings = Settings(mode="push", push_grain=grain)
+def test_engines_that_cannot_push_are_refused_at_start(changed: dict[str, Any], named: str) -> None:
     plain = {"data_parallel_size": 1, "data_parallel_index": 0, "engine_id": "a"}
     plain |= {"use_v2_model_runner": False, "use_ubatching": False, "pipeline_parallel_size": 1}
     flat = SimpleNamespace(**(plain | {"speculative_config": None} | changed))
     config: Any = SimpleNamespace(**vars(flat), parallel_config=flat, kv_transfer_config=flat)
     if not named:
-        check_pushable(config, settings)
+        check_pushable(config)
         return
     with pytest.raises(KVFerryError) as refused:
-        check_pushable(config, settings)
+        check_pushable(config)
     assert refused.value.reason is Reason.UNSUPPORTED
     assert named in refused.value.message
     assert refused.value.remedy
@@ -393,7 +391,7 @@ def test_engines_that_cannot_push_are_refused_at_start(changed: dict[str, Any], 
 
 @pytest.mark.parametrize(
     "given",
-    [{"push_grain": "layers"}, {"layers_per_span": 2}, {"bootstrap_port": 8998}, {"push_timeout_seconds": 9}],
+    [{"bootstrap_port": 8998}, {"push_timeout_seconds": 9}],
     ids=str,
 )
 def test_settings_for_pushes_are_refused_where_caches_are_pulled(given: dict[str, Any]) -> None:
@@ -404,9 +402,8 @@ def test_settings_for_pushes_are_refused_where_caches_are_pulled(given: dict[str
 
 
 def test_trap_17_hooks_need_graphs_in_pieces() -> None:
-    layers, chunks = {"mode": "push", "push_grain": "layers"}, {"mode": "push"}
-    needs = [KVFerryConnector.requires_piecewise_for_cudagraph(each) for each in (layers, chunks, {})]
-    assert needs == [True, False, False]
+    needs = [KVFerryConnector.requires_piecewise_for_cudagraph(each) for each in ({"mode": "push"}, {})]
+    assert needs == [True, False]
 
 
 def test_a_stage_is_refused_where_nothing_is_read() -> None:

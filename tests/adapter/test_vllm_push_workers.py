@@ -83,8 +83,7 @@ class Workers:
             patch.setattr(worker_role, name, lambda *_, value=value: value)
         parallel = SimpleNamespace(tensor_parallel_size=rank.shard.tp_size, use_ubatching=False)
         transfer = SimpleNamespace(engine_id=engine_id)
-        scheduler = SimpleNamespace(max_num_batched_tokens=4096)
-        config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, scheduler_config=scheduler)
+        config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
         log = str(self.folder / engine_id)
         settings = Settings(mode="push", transport="cma", transfer_log=log, **more)
         caches: Any = SimpleNamespace(kv_cache_groups=[])
@@ -219,9 +218,8 @@ def test_layers_of_states_and_of_micro_batches_do_not_tell(
     monkeypatch.setattr(worker_role, "group_shapes", lambda _: kinds)
     role._kv_cache_config.kv_cache_groups = [SimpleNamespace(layer_names=each) for each in names]
     role._vllm_config.parallel_config.use_ubatching = use_ubatching
-    layers = role._model_layers()
-    assert layers.told == ({} if use_ubatching else {"0": ["m.layers.9.attn", "m.layers.10.attn"]})
-    assert layers.order == ["m.layers.1", "m.layers.9.attn", "m.layers.10.attn"]
+    layers = role._layers_that_tell()
+    assert layers == ({} if use_ubatching else {"0": ["m.layers.9.attn", "m.layers.10.attn"]})
 
 
 def test_an_announcement_after_the_prompt_catches_up(workers: Workers) -> None:

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from enum import Enum
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from kvferry.execution.receiver import Receiver
 from kvferry.execution.route import RemoteEngines
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.stage import Stage
-from kvferry.handoff.grains import Grains, ModelLayers
 from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Handle, RankEntry
 from kvferry.handoff.push.part import BlockList
 from kvferry.handoff.push.sender import Prompt
@@ -25,7 +25,7 @@ from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.client import Courier
 from kvferry.handoff.wire.server import Listener
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.plan.push_grain import Grain
+from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans
 from kvferry.plan.staging.strategy import Costs, Strategy
 from kvferry.plan.wire import encode_shard
 from kvferry.transport.faults import FaultPlan
@@ -34,6 +34,14 @@ from kvferry.transport.registry import open_transports
 from .engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, LAYERS, Rank, filled_ranks, whole_blocks
 
 SECONDS = 20.0
+
+
+class Goes(Enum):
+    """What of a prompt goes together."""
+
+    WHOLE = "a short prompt"
+    CHUNKS = "layers that do not tell when they have run"
+    SPANS = "each layer"
 
 
 class Parts:
@@ -66,7 +74,7 @@ class SendingRank(Parts):
         self,
         rank: Rank,
         faults: FaultPlan | None,
-        grain: Grain | None,
+        goes: Goes,
         stage: Stage | None,
         wish: Strategy | None,
         given: Mapping[str, Costs] | None,
@@ -74,10 +82,11 @@ class SendingRank(Parts):
         super().__init__(rank, faults, stage)
         shard = encode_shard(rank.shard)
         parts = self.transports, self.executor, self.courier, NO_DEVICE
-        grains = Grains(grain, ModelLayers({"full": LAYERS}, LAYERS), layers_per_span=1)
+        spans = LayerSpans({} if goes is Goes.CHUNKS else {"full": LAYERS}, layers_per_span=1)
+        short_tokens = SHORT_TOKENS if goes is Goes.WHOLE else 0
         ways = PushWays(stage, wish, given)
         self.stage = stage
-        self.answerer = self.pusher = Pusher(shard, self.epoch, IDENTITY, *parts, grains, ways, keeps_times=True)
+        self.answerer = self.pusher = Pusher(shard, self.epoch, IDENTITY, *parts, spans, ways, True, short_tokens)
         self.entry = RankEntry(rank.shard.tp_rank, 0, shard, self.end_points, 0, 0, push_end_point=self.answers_at)
 
 
@@ -86,7 +95,7 @@ class SendingEngine:
         self,
         tp_size: int,
         faults: FaultPlan | None,
-        grain: Grain | None,
+        goes: Goes,
         layout: NamedLayout = NamedLayout.BHLNC,
         stage_bytes: int = 0,
         wish: Strategy | None = None,
@@ -94,7 +103,7 @@ class SendingEngine:
     ) -> None:
         """With ``stage_bytes`` each rank may pack what it pushes, as ``wish`` says or by costs."""
         self.ranks = [
-            SendingRank(rank, faults, grain, Stage(stage_bytes, huge_pages=False) if stage_bytes else None, wish, given)
+            SendingRank(rank, faults, goes, Stage(stage_bytes, huge_pages=False) if stage_bytes else None, wish, given)
             for rank in filled_ranks(tp_size, layout)
         ]
         entries = tuple(rank.entry for rank in self.ranks)
@@ -170,13 +179,13 @@ class Pairs:
         source_tp: int = 1,
         target_tp: int = 1,
         faults: FaultPlan | None = None,
-        grain: Grain | None = Grain.CHUNKS,
+        goes: Goes = Goes.CHUNKS,
         layout: NamedLayout = NamedLayout.BHLNC,
         stage_bytes: int = 0,
         wish: Strategy | None = None,
         given: Mapping[str, Costs] | None = None,
     ) -> tuple[SendingEngine, list[ReceivingRank]]:
-        self.senders.append(SendingEngine(source_tp, faults, grain, layout, stage_bytes, wish, given))
+        self.senders.append(SendingEngine(source_tp, faults, goes, layout, stage_bytes, wish, given))
         ranks = [Rank(tp_rank, target_tp, layout=layout) for tp_rank in range(target_tp)]
         self.receivers = [ReceivingRank(rank) for rank in ranks]
         return self.senders[-1], self.receivers

@@ -15,16 +15,17 @@ from kvferry.execution.receipt import Receipt, Request
 from kvferry.execution.scratch import Scratch
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.receiver import Receiving
-from kvferry.handoff.push.sender import Prompt, SendingSide, Wish
-from kvferry.handoff.push.sending import END, Lane, Need
+from kvferry.handoff.push.sender import Prompt, PushRequest, SendingSide
+from kvferry.handoff.push.sending import END, Need
 from kvferry.handoff.wire.background import AllBeside, Beside
+from kvferry.plan.layer_spans import Span
 from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Transfer
 from kvferry.transport.registry import TransportSet
 
 from .engines_that_push import SECONDS, Pairs
 
-KEY, LANE = PushKey("d", 1, 1), Lane("full")
+KEY, SPAN = PushKey("d", 1, 1), Span("full")
 SAID = Reason.TRANSFER_FAILED, "a write failed.", "Check the peer."
 
 
@@ -80,14 +81,14 @@ def engines() -> Iterator[Pairs]:
     pairs.close()
 
 
-def wish(key: PushKey = KEY) -> Wish:
-    return Wish(key, "x", 32, "p", {LANE: Need(0, 32, 16)}, deadline=30.0)
+def push_request(key: PushKey = KEY) -> PushRequest:
+    return PushRequest(key, "x", 32, "p", {SPAN: Need(0, 32, 16)}, deadline=30.0)
 
 
 @pytest.mark.parametrize("way", ["fail", "stopped", "end"])
 def test_a_push_that_is_over(way: str, frames: Frames) -> None:
     side = SendingSide()
-    side.announce(wish())
+    side.announce(push_request())
     side.compute("x", Prompt(32, "p", {}, END))
     if way == "end":
         frames.error(lambda error: side.end("x", error))
@@ -97,15 +98,15 @@ def test_a_push_that_is_over(way: str, frames: Frames) -> None:
     over = side.outcome(KEY)
     assert over is not None
     assert said(over.error) == SAID
-    frames.hold(lambda: side.announce(wish()))
+    frames.hold(lambda: side.announce(push_request()))
     if way == "end":
-        frames.hold(lambda: side.announce(wish(PushKey("d", 1, 2))))
+        frames.hold(lambda: side.announce(push_request(PushKey("d", 1, 2))))
     assert not frames.are_alive()
 
 
 def test_a_push_that_cannot_be_stopped_yet(frames: Frames) -> None:
     side = SendingSide()
-    side.announce(wish())
+    side.announce(push_request())
     side.compute("x", Prompt(32, "p", {}, END))
     assert side.take(KEY)
     frames.error(lambda error: side.fail(KEY, error))

@@ -25,11 +25,10 @@ from kvferry.handoff.push.sending import END
 from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.client import Parcel
 from kvferry.handoff.wire.server import Listener
-from kvferry.plan.push_grain import Grain, Wire
 from kvferry.transport.faults import FaultPlan
 
 from .engines_in_process import BLOCK_SIZE, HEADS, HOST, IDENTITY, LAYERS, Rank
-from .engines_that_push import SECONDS, Pairs, ReceivingRank, SendingRank, check_arrived
+from .engines_that_push import SECONDS, Goes, Pairs, ReceivingRank, SendingRank, check_arrived
 
 
 @pytest.fixture
@@ -416,7 +415,7 @@ def layer_bytes(rank: Rank, block: int, layer: int) -> np.ndarray:
 
 
 def test_a_layer_arrives_before_the_next_has_run(engines: Pairs) -> None:
-    sender, [receiver] = engines.open(grain=Grain.LAYERS)
+    sender, [receiver] = engines.open(goes=Goes.SPANS)
     receiver.receive(sender.hold(), [0, 3])
     [source] = sender.ranks
     prompt = Prompt(2 * BLOCK_SIZE, "prompt", {"full": BlockList(0, [5, 1])}, END)
@@ -439,7 +438,7 @@ def test_a_layer_arrives_before_the_next_has_run(engines: Pairs) -> None:
 
 def test_layers_of_a_later_step_do_not_vouch_for_what_it_has_not_run(engines: Pairs) -> None:
     """A step forgets which layers the one before had run."""
-    sender, [receiver] = engines.open(grain=Grain.LAYERS)
+    sender, [receiver] = engines.open(goes=Goes.SPANS)
     receiver.receive(sender.hold(), [0, 3])
     [source] = sender.ranks
     first = Prompt(2 * BLOCK_SIZE, "prompt", {"full": BlockList(0, [5, 1])}, BLOCK_SIZE)
@@ -457,7 +456,7 @@ def test_layers_of_a_later_step_do_not_vouch_for_what_it_has_not_run(engines: Pa
 
 
 def test_a_whole_prompt_goes_when_it_has_been_computed(engines: Pairs) -> None:
-    sender, [receiver] = engines.open(grain=Grain.WHOLE)
+    sender, [receiver] = engines.open(goes=Goes.WHOLE)
     receiver.receive(sender.hold(), [0, 3])
     sender.compute(BLOCK_SIZE, [5, 1])
     assert receiver.is_waiting()
@@ -481,7 +480,7 @@ def step(source: SendingRank, transfer_id: str, ids: Sequence[int], seconds_per_
 
 
 def test_a_timeline_shows_each_span_pushed_while_the_next_is_computed(engines: Pairs) -> None:
-    sender, [receiver] = engines.open(grain=Grain.LAYERS)
+    sender, [receiver] = engines.open(goes=Goes.SPANS)
     [source] = sender.ranks
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.is_waiting()
@@ -516,33 +515,17 @@ def test_a_timeline_shows_each_span_pushed_while_the_next_is_computed(engines: P
     assert not set(sent["batches"][0]) & {"error"}
 
 
-def test_the_grain_is_chosen_by_what_was_measured(engines: Pairs) -> None:
-    """First chunks, then spans of layers, since a layer takes long; a prompt that has been computed goes whole."""
-    sender, [receiver] = engines.open(grain=None)
-    [source] = sender.ranks
-    chosen = []
-    for transfer_id, is_late in (("x", False), ("y", False), ("z", True)):
-        if not is_late:
-            receiver.receive(sender.hold(), [0, 3], transfer_id, transfer_id)
-            assert receiver.is_waiting(0.05)
-        step(source, transfer_id, [5, 1], seconds_per_layer=0.05)
-        if is_late:
-            receiver.receive(sender.hold(), [0, 3], transfer_id, transfer_id)
+def test_a_prompt_that_was_computed_before_its_blocks_were_announced_goes_whole(engines: Pairs) -> None:
+    sender, [receiver] = engines.open(goes=Goes.SPANS)
+    for transfer_id, num_batches in (("x", len(LAYERS)), ("y", 1)):
+        if transfer_id == "x":
+            receiver.receive(sender.hold(), [0, 3], transfer_id)
+            assert receiver.is_waiting()
+        step(sender.ranks[0], transfer_id, [5, 1], seconds_per_layer=0.1)
+        if transfer_id == "y":
+            receiver.receive(sender.hold(), [0, 3], transfer_id)
         assert receiver.result().error is None
-        wait_until(lambda: not source.executor._active)
-        [result] = source.executor.collect()
-        chosen.append((result.timeline()["grain"], result.timeline()["layers_per_span"]))
         check_arrived(sender, [receiver], [5, 1], [0, 3])
+        [result] = sender.pushed(1)
+        assert [len(batch["spans"]) for batch in result.timeline()["batches"]] == [1] * num_batches
         receiver.rank.cache[:] = 0
-    # Bytes are so few here that the whole transfer is as quick, within the time of a batch.
-    assert chosen == [("chunks", 0), ("whole", 0), ("whole", 0)]
-    source.pusher.grains.measures.wire = lambda _: Wire(0.0, 1e-6, 1e-6)
-    receiver.receive(sender.hold(), [0, 3], "w", "w")
-    assert receiver.is_waiting(0.05)
-    step(source, "w", [5, 1], seconds_per_layer=0.05)
-    assert receiver.result().error is None
-    check_arrived(sender, [receiver], [5, 1], [0, 3])
-    wait_until(lambda: not source.executor._active)
-    [result] = source.executor.collect()
-    assert (result.timeline()["grain"], len(result.timeline()["batches"])) == ("layers", 2)
-    assert result.timeline()["predicted_seconds"]["layers(1)"] < result.timeline()["predicted_seconds"]["whole"]

@@ -20,29 +20,19 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 def result(modules: tuple[Any, Any], pushed: list[float]) -> Any:
     engines, report = modules
 
-    def sample(wait: float, grain: str = "") -> Any:
-        predictions = {"whole": 0.02, "layers(1)": 0.001, "layers(2)": 0.002} if grain else {}
-        return engines.Sample(wait, 1.0, 0.9, 0.5, 10**6, 3, True, grain, 2, predictions)
+    def sample(wait: float, num_batches: int = 0) -> Any:
+        return engines.Sample(wait, 1.0, 0.9, 0.5, 10**6, 3, True, num_batches)
 
-    every_layer, *_, whole = engines.FORCED
-    samples = {
-        engines.PULL: [sample(wait) for wait in (0.1, 0.2, 0.3)],
-        engines.CHOSEN: [sample(wait, "layers(2)") for wait in pushed],
-        every_layer: [sample(0.1, "layers(1)") for _ in range(3)],
-        whole: [sample(0.4, "whole") for _ in range(3)],
-    }
+    samples = {"pull": [sample(wait) for wait in (0.1, 0.2, 0.3)], "push": [sample(wait, 2) for wait in pushed]}
     return report.Result(engines.CASES["one-chunk"], samples)
 
 
-def test_ratios_predictions_and_targets(modules: tuple[Any, Any]) -> None:
-    engines, report = modules
+def test_ratios_and_targets(modules: tuple[Any, Any]) -> None:
+    _, report = modules
     met = result(modules, [0.02, 0.04, 0.06])
     assert met.check()["ratio"]["value"] == pytest.approx(0.2)
     assert met.check()["met"]
     assert not result(modules, [0.1, 0.1, 0.1]).check()["met"]
-    every_layer, *_, whole = engines.FORCED
-    assert [met.predicted(each) for each in (engines.CHOSEN, every_layer, whole)] == [0.002, 0.001, 0.02]
-    assert met.grains(engines.CHOSEN) == "layers(2) x3"
     assert report.median([3.0, 1.0, 2.0]).low >= 1.0
 
 
@@ -57,9 +47,9 @@ def test_what_is_printed_and_written(modules: tuple[Any, Any]) -> None:
     console = Console(record=True, width=220, quiet=False)
     report.print_results([result(modules, [0.02, 0.04, 0.06])], console)
     text = console.export_text()
-    assert "push, every layer" in text
-    assert "one-chunk: wait_seconds of the chosen grain 0.200" in text
+    assert "one-chunk: wait_seconds of the push 0.200" in text
     assert "met" in text
     found = json.loads(json.dumps(result(modules, [0.02, 0.04, 0.06]).as_json()))
-    assert found["variants"]["push, chosen"]["predicted_seconds"] == 0.002
+    assert found["push_to_pull"]["wait_seconds"]["value"] == pytest.approx(0.2)
+    assert [found["modes"]["push"]["samples"][0][name] for name in ("wait_seconds", "num_batches")] == [0.02, 2]
     assert found["rounds"] == 3

@@ -14,12 +14,11 @@ from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.push.sending import END
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.planner import Planner
-from kvferry.plan.push_grain import Grain
 from kvferry.plan.staging.strategy import Strategy, typical_costs
 from kvferry.transport.faults import FaultPlan
 
 from .engines_in_process import BLOCK_SIZE, HEADS, LAYERS, NUM_BLOCKS, Rank
-from .engines_that_push import Pairs, ReceivingRank, SendingEngine
+from .engines_that_push import Goes, Pairs, ReceivingRank, SendingEngine
 
 LBNHC, BHLNC = NamedLayout.LBNHC, NamedLayout.BHLNC
 
@@ -56,9 +55,9 @@ def compute(sender: SendingEngine, ids: Sequence[int], *num_final: int) -> None:
         source.pusher.compute([("x", prompt)])
 
 
-@pytest.mark.parametrize("grain", list(Grain))
-def test_what_is_packed_arrives_in_every_grain(grain: Grain, engines: Pairs) -> None:
-    sender, receivers = engines.open(1, 2, grain=grain, layout=LBNHC, stage_bytes=1 << 16, wish=Strategy.GATHER)
+@pytest.mark.parametrize("goes", Goes)
+def test_what_is_packed_arrives_whole_in_chunks_and_in_spans(goes: Goes, engines: Pairs) -> None:
+    sender, receivers = engines.open(1, 2, goes=goes, layout=LBNHC, stage_bytes=1 << 16, wish=Strategy.GATHER)
     for receiver in receivers:
         receiver.receive(sender.hold(), [0, 3, 2])
     assert all(receiver.is_waiting() for receiver in receivers)

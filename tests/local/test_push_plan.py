@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.push.part import BlockList, Part, announced_blocks
-from kvferry.handoff.push.sending import END, Lane, Sending, Stage
-from kvferry.plan.layer_spans import cut_layers, plan_spans
+from kvferry.handoff.push.sending import END, PushState, Sending
+from kvferry.plan.layer_spans import Span, cut_layers, plan_spans
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.request import GroupBlocks
 
@@ -29,7 +29,7 @@ def pushed(plan: PairPlan, requests: Sequence[GroupBlocks], steps: Iterable[int]
         if batch:
             rows += part.lower(batch, held).tolist()
             push.landed()
-    assert (push.stage, push.error) == (Stage.OVER, None)
+    assert (push.state, push.error) == (PushState.OVER, None)
     return rows
 
 
@@ -53,18 +53,18 @@ def test_spans_of_layers_write_what_one_transfer_does(layers_per_span: int, sour
         for plan in Planner(sources, target).plans(0):
             plans = plan_spans(plan, "full", cut_layers(LAYERS, layers_per_span))
             part = Part(plan, announced_blocks(plan, requests), {"full": plans})
-            lanes = [Lane("full", span) for span in plans]
+            spans = [Span("full", span) for span in plans]
             push, rows = Sending("x", part.needs, deadline=1.0), []
-            steps = [{lane: 4} for lane in lanes] + [
-                dict.fromkeys(lanes, 8),
-                {lanes[-1]: END},
-                dict.fromkeys(lanes, END),
+            steps = [{span: 4} for span in spans] + [
+                dict.fromkeys(spans, 8),
+                {spans[-1]: END},
+                dict.fromkeys(spans, END),
             ]
             for final in steps:
                 if batch := push.take(final):
                     rows += part.lower(batch, {"full": BlockList(0, [5, 1, 4])}).tolist()
                     push.landed()
-            assert push.stage is Stage.OVER
+            assert push.state is PushState.OVER
             assert _bytes(rows) == _bytes(plan.lower(requests).tolist())
 
 
@@ -73,12 +73,12 @@ def test_a_span_that_a_stage_of_a_pipeline_does_not_hold_is_not_awaited() -> Non
     target.shard = msgspec.structs.replace(target.shard, pp_rank=1, pp_size=2)
     [plan] = Planner([source.shard], target.shard).plans(0)
     requests = [whole_blocks("full", [1], [3])]
-    part = Part(plan, announced_blocks(plan, requests), {"full": plan_spans(plan, "full", (("0",), ("1",)))})
-    assert list(part.needs) == [Lane("full", 1)]
+    part = Part(plan, announced_blocks(plan, requests), {"full": plan_spans(plan, "full", {1: ("0",), 2: ("1",)})})
+    assert list(part.needs) == [Span("full", 2)]
     push = Sending("x", part.needs, 1.0)
-    rows = part.lower(push.take({Lane("full", 1): END}), {"full": BlockList(0, [1])})
+    rows = part.lower(push.take({Span("full", 2): END}), {"full": BlockList(0, [1])})
     push.landed()
-    assert (push.stage, rows.tolist()) == (Stage.OVER, plan.lower(requests).tolist())
+    assert (push.state, rows.tolist()) == (PushState.OVER, plan.lower(requests).tolist())
 
 
 def test_all_spans_together_go_in_as_few_pieces_as_the_whole() -> None:
@@ -108,7 +108,7 @@ def test_blocks_that_the_sender_no_longer_has_are_an_error() -> None:
     [plan] = Planner([Rank(0, 1).shard], Rank(0, 1).shard).plans(0)
     part = Part(plan, announced_blocks(plan, [whole_blocks("full", [0, 0], [1, 2])]))
     push = Sending("x", part.needs, deadline=1.0)
-    batch = push.take({Lane("full"): END})
+    batch = push.take({Span("full"): END})
     with pytest.raises(HandoffError) as refused:
         part.lower(batch, {"full": BlockList(BLOCK_SIZE, [4])})
     assert refused.value.reason is Reason.INVALID_REQUEST

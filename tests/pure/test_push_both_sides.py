@@ -15,10 +15,11 @@ import pytest
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.receiver import Receiving
-from kvferry.handoff.push.sender import Prompt, SendingSide, Wish
-from kvferry.handoff.push.sending import END, Cut, Lane, Need
+from kvferry.handoff.push.sender import Prompt, PushRequest, SendingSide
+from kvferry.handoff.push.sending import END, Cut, Need
+from kvferry.plan.layer_spans import Span
 
-LANES = {Lane("full"): Need(1, 7, 2), Lane("window"): Need(4, 7, 2), Lane("state"): Need(0, 1, 9)}
+SPANS = {Span("full"): Need(1, 7, 2), Span("window"): Need(4, 7, 2), Span("state"): Need(0, 1, 9)}
 NUM_TOKENS, NUM_SOURCES, SECONDS, NUM_STEPS = 7, 2, 40.0, 500
 OVERWRITTEN = ("overwritten", 0)
 
@@ -28,7 +29,7 @@ class Write(msgspec.Struct):
 
     key: PushKey
     transfer_id: str
-    tokens: list[tuple[Lane, int]]
+    tokens: list[tuple[Span, int]]
 
 
 class Source:
@@ -37,7 +38,7 @@ class Source:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.side = SendingSide()
-        self.memory: dict[str, dict[tuple[Lane, int], tuple[str, int]]] = {}
+        self.memory: dict[str, dict[tuple[Span, int], tuple[str, int]]] = {}
         self.writes: list[Write] = []
         self.keys: dict[PushKey, str] = {}
 
@@ -50,7 +51,7 @@ class Target(msgspec.Struct):
     key: PushKey
     told_epoch: list[int]
     unanswered: set[int]
-    blocks: dict[int, dict[tuple[Lane, int], tuple[str, int]]]
+    blocks: dict[int, dict[tuple[Span, int], tuple[str, int]]]
     is_given_back: bool = False
 
 
@@ -99,7 +100,9 @@ class BothSides:
                 self.deliver(may_double=False)
         assert all(target.receiving.is_over for target in self.targets.values()), "a push never ends"
         assert all(source.side.num_open == 0 for source in self.sources), "a sender never ends a push"
-        assert not any(source.side._wishes or source.side._wishes_of for source in self.sources), "something is kept"
+        assert not any(source.side._requests or source.side._requests_of for source in self.sources), (
+            "something is kept"
+        )
 
     # The sender's engine: both ranks in step.
 
@@ -117,11 +120,11 @@ class BothSides:
         final = min(NUM_TOKENS, self.final[transfer_id] + self.random.randint(1, 4))
         self.final[transfer_id] = final
         for rank, source in enumerate(self.sources):
-            tokens = [(lane, token) for lane in LANES for token in range(final)]
+            tokens = [(span, token) for span in SPANS for token in range(final)]
             source.memory[transfer_id] = dict.fromkeys(tokens, (transfer_id, rank))
             if final < NUM_TOKENS:
                 # A state moves on with every token.
-                source.memory[transfer_id][Lane("state"), 0] = OVERWRITTEN
+                source.memory[transfer_id][Span("state"), 0] = OVERWRITTEN
             done = END if final == NUM_TOKENS else final
             source.side.compute(transfer_id, Prompt(NUM_TOKENS, "p", {}, done))
 
@@ -196,7 +199,7 @@ class BothSides:
         self.num_pushes += 1
         key = PushKey("d", self.receiver_epoch, self.num_pushes)
         receiving = Receiving("r", dict.fromkeys(range(NUM_SOURCES), "digest"), self.now + SECONDS)
-        blocks: dict[int, dict[tuple[Lane, int], tuple[str, int]]] = {rank: {} for rank in range(NUM_SOURCES)}
+        blocks: dict[int, dict[tuple[Span, int], tuple[str, int]]] = {rank: {} for rank in range(NUM_SOURCES)}
         epochs = [source.epoch for source in self.sources]
         self.targets[key] = Target(receiving, transfer_id, key, epochs, set(range(NUM_SOURCES)), blocks)
         for rank in range(NUM_SOURCES):
@@ -229,7 +232,7 @@ class BothSides:
             return
         self.num_commits += 1
         for rank in range(NUM_SOURCES):
-            wanted = _tokens(tuple(Cut(lane, need.first_token, need.end_token) for lane, need in LANES.items()))
+            wanted = _tokens(tuple(Cut(span, need.first_token, need.end_token) for span, need in SPANS.items()))
             assert target.blocks[rank] == dict.fromkeys(wanted, (target.transfer_id, rank))
 
     def abort(self) -> None:
@@ -269,9 +272,9 @@ class BothSides:
         if self.is_gone(target, rank):
             return
         source = self.sources[rank]
-        wish = Wish(target.key, target.transfer_id, NUM_TOKENS, "p", LANES, self.now + SECONDS)
+        push_request = PushRequest(target.key, target.transfer_id, NUM_TOKENS, "p", SPANS, self.now + SECONDS)
         try:
-            source.side.announce(wish)
+            source.side.announce(push_request)
         except KVFerryError as error:
             self.network.append(partial(self.arrive_refusal, target, rank, error))
             return
@@ -295,8 +298,8 @@ class BothSides:
             target.receiving.refused(rank, error)
 
 
-def _tokens(batch: tuple[Cut, ...]) -> list[tuple[Lane, int]]:
-    return [(cut.lane, token) for cut in batch for token in range(cut.first_token, cut.end_token)]
+def _tokens(batch: tuple[Cut, ...]) -> list[tuple[Span, int]]:
+    return [(cut.span, token) for cut in batch for token in range(cut.first_token, cut.end_token)]
 
 
 @pytest.mark.parametrize("part", range(8))

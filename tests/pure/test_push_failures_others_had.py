@@ -9,10 +9,10 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.part import BlockList, Part, announced_blocks, selector_of
 from kvferry.handoff.push.receiver import Receiving
-from kvferry.handoff.push.sender import Prompt, SendingSide, Wish
-from kvferry.handoff.push.sending import END, Lane, Sending, Stage
+from kvferry.handoff.push.sender import Prompt, PushRequest, SendingSide
+from kvferry.handoff.push.sending import END, PushState, Sending
 from kvferry.layout.token_share import TokenShare
-from kvferry.plan.layer_spans import cut_layers, plan_spans
+from kvferry.plan.layer_spans import Span, cut_layers, plan_spans
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination
 from kvferry.plan.request import GroupBlocks
@@ -30,17 +30,17 @@ def part_of(plan: PairPlan, requests: Sequence[GroupBlocks], layers_per_span: in
 
 
 def pushed(part: Part, requests: Sequence[GroupBlocks], steps: Sequence[int]) -> np.ndarray:
-    """Return the rows of a push whose prompt becomes final in these steps, each lane after the other in each."""
+    """Return the rows of a push whose prompt becomes final in these steps, each span after the other in each."""
     held = {blocks.group: BlockList(blocks.source_first_token, blocks.source_ids.tolist()) for blocks in requests}
     push = Sending("x", part.needs, deadline=1.0)
     final, rows = dict.fromkeys(part.needs, 0), [np.empty((0, 3), dtype=np.uint64)]
     for step in steps:
-        for lane in sorted(part.needs):
-            final[lane] = step
+        for span in sorted(part.needs):
+            final[span] = step
             if batch := push.take(final):
                 rows.append(part.lower(batch, held))
                 push.landed()
-    assert (push.stage, push.error) == (Stage.OVER, None)
+    assert (push.state, push.error) == (PushState.OVER, None)
     return np.concatenate(rows)
 
 
@@ -49,7 +49,7 @@ def test_a_failure_is_terminal_and_the_receiver_does_not_wait_for_ever() -> None
     for source in (0, 1):
         receiving.telling(source)
     part = part_of(Planner([attention(0, 1, ["0"])], attention(0, 1, ["0"])).plans(0)[0], [FULL])
-    side.announce(Wish(KEY, "x", 10, "p", part.needs, deadline=1e9))
+    side.announce(PushRequest(KEY, "x", 10, "p", part.needs, deadline=1e9))
     side.compute("x", Prompt(10, "p", {}, num_final=END))
     assert side.take(KEY)
     side.stopped(KEY, HandoffError(Reason.TRANSFER_FAILED, "one write failed"))
@@ -92,7 +92,7 @@ def test_blocks_that_are_freed_while_they_are_sent_do_not_count() -> None:
     """The engine holds references until the transfer ends; where they end early, what was read then is void."""
     side = SendingSide()
     part = part_of(Planner([attention(0, 1, ["0"])], attention(0, 1, ["0"])).plans(0)[0], [FULL])
-    side.announce(Wish(KEY, "x", 10, "p", part.needs, deadline=1e9))
+    side.announce(PushRequest(KEY, "x", 10, "p", part.needs, deadline=1e9))
     side.compute("x", Prompt(10, "p", {}, num_final=END))
     assert side.take(KEY)
     side.end("x", HandoffError(Reason.LEASE_EXPIRED, "nobody took it"))
@@ -134,8 +134,8 @@ def test_states_of_all_ranks_are_awaited(source_tp: int, target_tp: int, layers_
             push = Sending("x", part.needs, deadline=1.0)
             push.take(dict.fromkeys(part.needs, 10))
             push.landed()
-            assert (push.stage is Stage.OPEN) == (Lane("state") in part.needs)
-        assert any(Lane("state") in part.needs for part in parts)
+            assert (push.state is PushState.OPEN) == (Span("state") in part.needs)
+        assert any(Span("state") in part.needs for part in parts)
 
 
 def test_sglang_23515_a_short_prompt_goes_in_as_few_pieces_as_one_transfer() -> None:

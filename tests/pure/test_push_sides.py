@@ -5,20 +5,21 @@ import pytest
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.receiver import Receiving
-from kvferry.handoff.push.sender import Prompt, SendingSide, Wish
-from kvferry.handoff.push.sending import END, Cut, Lane, Need, Sending, Stage
+from kvferry.handoff.push.sender import Prompt, PushRequest, SendingSide
+from kvferry.handoff.push.sending import END, Cut, Need, PushState, Sending
+from kvferry.plan.layer_spans import Span
 
-FULL, STATE = Lane("full"), Lane("state")
+FULL, STATE = Span("full"), Span("state")
 KEY = PushKey("d", 1, 1)
 GAVE_UP = HandoffError(Reason.TRANSFER_FAILED, "a write failed.")
 
 
 def sending(**needs: Need) -> Sending:
-    return Sending("x", {Lane(group): need for group, need in needs.items()}, deadline=30.0)
+    return Sending("x", {Span(group): need for group, need in needs.items()}, deadline=30.0)
 
 
-def wish(key: PushKey = KEY, transfer_id: str = "x", digest: str = "p") -> Wish:
-    return Wish(key, transfer_id, 40, digest, {FULL: Need(0, 40, 16)}, deadline=30.0)
+def asked(key: PushKey = KEY, transfer_id: str = "x", digest: str = "p") -> PushRequest:
+    return PushRequest(key, transfer_id, 40, digest, {FULL: Need(0, 40, 16)}, deadline=30.0)
 
 
 def prompt(num_final: int, digest: str = "p") -> Prompt:
@@ -48,10 +49,10 @@ def test_a_state_goes_only_when_the_prompt_has_ended() -> None:
     push = sending(full=Need(0, 16, 16), state=Need(0, 1, 1 << 40))
     assert push.take({FULL: 16, STATE: 16}) == (Cut(FULL, 0, 16),)
     push.landed()
-    assert push.stage is Stage.OPEN
+    assert push.state is PushState.OPEN
     assert push.take({FULL: END, STATE: END}) == (Cut(STATE, 0, 1),)
     push.landed()
-    assert (push.stage, push.error) == (Stage.OVER, None)
+    assert (push.state, push.error) == (PushState.OVER, None)
 
 
 def test_what_was_on_its_way_at_a_preemption_goes_again() -> None:
@@ -66,9 +67,9 @@ def test_a_failed_push_is_over_only_when_nothing_is_on_its_way() -> None:
     push = sending(full=Need(0, 32, 16))
     push.take({FULL: 16})
     push.fail(GAVE_UP)
-    assert (push.stage, push.is_quiet) == (Stage.STOPPING, False)
+    assert (push.state, push.is_quiet) == (PushState.STOPPING, False)
     push.stopped(None)
-    assert (push.stage, str(push.error)) == (Stage.OVER, str(GAVE_UP))
+    assert (push.state, str(push.error)) == (PushState.OVER, str(GAVE_UP))
 
 
 def test_failure_after_completion_changes_nothing() -> None:
@@ -76,11 +77,11 @@ def test_failure_after_completion_changes_nothing() -> None:
     push.take({FULL: END})
     push.landed()
     push.fail(GAVE_UP)
-    assert (push.stage, push.error) == (Stage.OVER, None)
+    assert (push.state, push.error) == (PushState.OVER, None)
 
 
 def test_nothing_wanted_is_complete_at_once() -> None:
-    assert sending(full=Need(48, 48, 16)).stage is Stage.OVER
+    assert sending(full=Need(48, 48, 16)).state is PushState.OVER
 
 
 def test_an_announcement_after_the_prompt_has_ended_is_refused_with_the_reason() -> None:
@@ -88,7 +89,7 @@ def test_an_announcement_after_the_prompt_has_ended_is_refused_with_the_reason()
     side.compute("x", prompt(END))
     side.end("x", GAVE_UP)
     with pytest.raises(HandoffError) as refused:
-        side.announce(wish())
+        side.announce(asked())
     assert refused.value.reason is Reason.TRANSFER_FAILED
     side.compute("x", prompt(END))
     assert side.prompt_of(KEY) is None
@@ -99,14 +100,14 @@ def test_an_announcement_that_comes_after_its_revocation_writes_nothing() -> Non
     side.compute("x", prompt(END))
     assert side.revoke(KEY)
     with pytest.raises(HandoffError) as refused:
-        side.announce(wish())
+        side.announce(asked())
     assert (refused.value.reason, side.take(KEY)) == (Reason.ABORTED, ())
 
 
 def test_a_revoked_push_is_not_quiet_before_its_writes_are() -> None:
     side = SendingSide()
     side.compute("x", prompt(16))
-    side.announce(wish())
+    side.announce(asked())
     assert side.take(KEY)
     assert not side.revoke(KEY)
     assert side.is_stopping(KEY)
@@ -117,7 +118,10 @@ def test_a_revoked_push_is_not_quiet_before_its_writes_are() -> None:
 def test_another_prompt_fails_the_push_in_either_order() -> None:
     for announced_first in (True, False):
         side = SendingSide()
-        steps = [lambda side=side: side.announce(wish(digest="q")), lambda side=side: side.compute("x", prompt(16))]
+        steps = [
+            lambda side=side: side.announce(asked(digest="q")),
+            lambda side=side: side.compute("x", prompt(16)),
+        ]
         for step in steps if announced_first else reversed(steps):
             step()
         over = side.outcome(KEY)
@@ -129,8 +133,8 @@ def test_another_prompt_fails_the_push_in_either_order() -> None:
 def test_a_restarted_receiver_ends_the_pushes_to_its_former_self_alone() -> None:
     side = SendingSide()
     other = PushKey("e", 1, 1)
-    side.announce(wish())
-    side.announce(wish(other))
+    side.announce(asked())
+    side.announce(asked(other))
     side.introduce("d", 2)
     assert side.outcome(KEY) is not None
     assert side.outcome(other) is None
@@ -141,7 +145,7 @@ def test_several_receivers_are_served_from_one_prompt() -> None:
     """Parallel samples (``n``) carry one transfer id, and so do the ranks of a receiver."""
     side, keys = SendingSide(), [PushKey("d", 1, number) for number in range(3)]
     for key in keys:
-        side.announce(wish(key))
+        side.announce(asked(key))
     side.compute("x", prompt(END))
     for key in keys:
         assert side.take(key) == (Cut(FULL, 0, 40),)
@@ -151,7 +155,7 @@ def test_several_receivers_are_served_from_one_prompt() -> None:
 
 def test_what_is_late_is_given_up() -> None:
     side = SendingSide()
-    side.announce(wish())
+    side.announce(asked())
     side.tick(KEY, 29.9)
     assert side.num_open == 1
     side.tick(KEY, 30.0)
@@ -164,7 +168,7 @@ def test_what_is_late_is_given_up() -> None:
 def test_a_step_that_begins_vouches_only_for_what_was_computed_here_before() -> None:
     """Not for its prefix hits: the engine names blocks in its cache that another prompt of the same step computes."""
     side = SendingSide()
-    side.announce(wish())
+    side.announce(asked())
     side.begin_step({"x": prompt(32)})
     assert side.take(KEY) == ()
     side.compute("x", prompt(32))
@@ -242,9 +246,9 @@ def test_a_done_of_a_source_that_was_never_told_is_nothing() -> None:
 
 
 def test_a_span_that_has_run_wakes_nobody_who_does_not_want_it() -> None:
-    side, wanted, other = SendingSide(), Lane("0", 1), Lane("0", 2)
+    side, wanted, other = SendingSide(), Span("0", 1), Span("0", 2)
     running = {"x": Prompt(32, "p", {}, num_final=END)}
-    early = Wish(KEY, "x", 32, "p", {wanted: Need(0, 32, 16)}, deadline=9.0)
+    early = PushRequest(KEY, "x", 32, "p", {wanted: Need(0, 32, 16)}, deadline=9.0)
     side.begin_step(running)
     assert not side.reach(wanted)
     side.announce(early)

@@ -12,15 +12,14 @@ import pytest
 from kvferry.execution.device import HOST, Mark
 from kvferry.execution.push_ways import PushWays
 from kvferry.execution.pusher import Pusher
-from kvferry.handoff.grains import Grains, ModelLayers
 from kvferry.handoff.messages import Identity, PushKey
-from kvferry.handoff.push.sender import Prompt, Wish
-from kvferry.handoff.push.sending import END, Lane, Need
-from kvferry.plan.push_grain import Grain
+from kvferry.handoff.push.sender import Prompt, PushRequest
+from kvferry.handoff.push.sending import END, Need
+from kvferry.plan.layer_spans import LayerSpans, Span
 
 IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
 LAYERS = ["0", "1", "2", "3"]
-FIRST, SECOND = Lane("full", 1), Lane("full", 2)
+FIRST, SECOND = Span("full", 1), Span("full", 2)
 KEY = PushKey("d", 1, 1)
 SECONDS = 5.0
 
@@ -57,10 +56,10 @@ def prompt(num_final: int) -> Prompt:
 
 
 def made(order: Any) -> Pusher:
-    grains = Grains(Grain.LAYERS, ModelLayers({"full": LAYERS}, LAYERS), layers_per_span=2)
-    pusher = Pusher(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, grains, PushWays())
-    needs = {lane: Need(0, 40, 16) for lane in (FIRST, SECOND)}
-    pusher._side.announce(Wish(KEY, "x", 40, "p", needs, deadline=1e12))
+    spans = LayerSpans({"full": LAYERS}, layers_per_span=2)
+    pusher = Pusher(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, spans, PushWays())
+    needs = {span: Need(0, 40, 16) for span in (FIRST, SECOND)}
+    pusher._side.announce(PushRequest(KEY, "x", 40, "p", needs, deadline=1e12))
     return pusher
 
 
@@ -68,7 +67,7 @@ def taken(pusher: Pusher) -> dict[int, int]:
     """Take and land what goes now; return up to which token, by span."""
     batch = pusher._side.take(KEY)
     pusher._side.landed(KEY)
-    return {cut.lane.span: cut.end_token for cut in batch}
+    return {cut.span.number: cut.end_token for cut in batch}
 
 
 @pytest.fixture
@@ -92,6 +91,15 @@ def test_a_span_is_final_when_all_of_its_layers_have_run_in_whatever_order() -> 
     assert taken(pusher) == {}, "layers of the step before do not count"
 
 
+def test_where_no_layer_tells_all_spans_are_final_together_when_a_step_ends() -> None:
+    """As in a step that a graph replays: then chunks go, each by the plan of all layers."""
+    pusher = made(HOST)
+    pusher.begin_step([("x", prompt(16))])
+    assert taken(pusher) == {}
+    pusher.compute([("x", prompt(16))])
+    assert taken(pusher) == {1: 16, 2: 16}
+
+
 def test_a_layer_outside_of_a_step_vouches_for_nothing() -> None:
     """As one of a dummy run between two steps."""
     pusher = made(HOST)
@@ -100,7 +108,7 @@ def test_a_layer_outside_of_a_step_vouches_for_nothing() -> None:
     assert taken(pusher) == {1: 16, 2: 16}
     for layer in ("0", "1"):
         pusher.reach(layer)
-    assert pusher._side._done_lanes == set()
+    assert pusher._side._done_spans == set()
 
 
 def test_what_the_device_has_not_done_is_not_pushed_though_the_next_step_is_launched(device: Device) -> None:

@@ -5,18 +5,16 @@ from typing import Any
 import pytest
 
 from kvferry.handoff import push_times
-from kvferry.handoff.grains import ChosenGrain
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.part import NEVER
-from kvferry.handoff.push.sender import Prompt, Wish
-from kvferry.handoff.push.sending import END, Cut, Lane, Need
+from kvferry.handoff.push.sender import Prompt, PushRequest
+from kvferry.handoff.push.sending import END, Cut, Need
 from kvferry.handoff.push_times import PromptTimes, PushTimes, Step
-from kvferry.plan.push_grain import Grain
+from kvferry.plan.layer_spans import Span
 
-WHOLE, SPAN, STATE = Lane("0"), Lane("0", 2), Lane("1")
+WHOLE, SPAN, STATE = Span("0"), Span("0", 2), Span("1")
 LAYERS = {SPAN: ("b", "c")}
 NEEDS = {WHOLE: Need(0, 40, 16), SPAN: Need(0, 40, 16), STATE: Need(0, 1, NEVER)}
-CHOSEN = ChosenGrain(Grain.CHUNKS, "as push_grain says")
 KEY = PushKey("d/0", 7, 1)
 
 
@@ -28,8 +26,8 @@ def made(*steps: tuple[Step, Prompt]) -> tuple[PromptTimes, PushTimes]:
     prompts = PromptTimes()
     for step, computed in steps:
         prompts.begin_step(step, [("x", computed)])
-    wish = Wish(KEY, "x", 40, "p", NEEDS, deadline=1e9)
-    return prompts, PushTimes(wish, CHOSEN, prompts.of("x"), LAYERS)
+    push_request = PushRequest(KEY, "x", 40, "p", NEEDS, deadline=1e9)
+    return prompts, PushTimes(push_request, prompts.of("x"), LAYERS)
 
 
 def interval(times: PushTimes, cut: Cut, posted_at: float) -> tuple[Any, Any]:

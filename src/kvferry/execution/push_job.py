@@ -13,16 +13,12 @@ from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.part import BlockList, Part
 from kvferry.handoff.push.sender import SendingSide
 from kvferry.handoff.push.sending import Batch
-from kvferry.handoff.push_measures import PACKED
 from kvferry.handoff.push_times import PushTimes
-from kvferry.plan.push_grain import Amount
 from kvferry.plan.staging.scatter import NOTHING
 from kvferry.transport.protocol import Status
 from kvferry.transport.registry import Connecting, Link
 
 Report = Callable[[LoadResult], None]
-Measured = Callable[[str, Amount, float], None]
-"""Called with the way that a batch took, what it had and the seconds that it took."""
 
 
 class PushJob:
@@ -40,7 +36,6 @@ class PushJob:
         part: Part,
         connect: Callable[[], Connecting],
         report: Report,
-        measured: Measured,
         times: PushTimes | None = None,
         way: PackedWay | None = None,
     ) -> None:
@@ -50,7 +45,7 @@ class PushJob:
         self.given_up_at: float | None = None
         self._side, self._lock, self._key, self._part = side, lock, key, part
         self._connect, self._report = connect, report
-        self._measured, self._times, self._way = measured, times, way
+        self._times, self._way = times, way
         self._connecting: Connecting | None = None
         self._link: Link | None = None
         self._writing: Writing | None = None
@@ -143,20 +138,14 @@ class PushJob:
         now = time.monotonic()
         self._transfer_seconds += now - self._submitted_at
         if status is Status.DONE:
-            self._note_landed(writing, now)
+            self._num_bytes += writing.num_bytes
+            if self._times is not None:
+                self._times.landed(now)
             with self._lock:
                 self._side.landed(self._key)
         else:
             self._stopped(writing.error if status is Status.FAILED else None)
         return True
-
-    def _note_landed(self, writing: Writing, now: float) -> None:
-        assert self._link is not None
-        self._num_bytes += writing.num_bytes
-        way = self._link.name + ("" if self._way is None else PACKED)
-        self._measured(way, Amount(writing.num_descriptors, writing.num_bytes), now - self._submitted_at)
-        if self._times is not None:
-            self._times.landed(now)
 
     def _stopped(self, error: KVFerryError | None) -> None:
         with self._lock:

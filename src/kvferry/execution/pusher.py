@@ -15,7 +15,6 @@ from kvferry.execution.push_ways import PackedWay, PushWays
 from kvferry.execution.read import LoadResult
 from kvferry.handoff.bounded import Bounded
 from kvferry.handoff.epochs import check_epoch
-from kvferry.handoff.grains import ChosenGrain, Grains
 from kvferry.handoff.handshake import check_version, compare_identities
 from kvferry.handoff.messages import (
     MAX_TEXT_LENGTH,
@@ -35,12 +34,11 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.push.holds import handle_of
 from kvferry.handoff.push.part import Part, selector_of
-from kvferry.handoff.push.sender import Prompt, SendingSide, Wish
-from kvferry.handoff.push.sending import Lane
+from kvferry.handoff.push.sender import Prompt, PushRequest, SendingSide
 from kvferry.handoff.push_times import PromptTimes, PushTimes, Step
 from kvferry.handoff.wire.client import Courier
+from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
 from kvferry.plan.planner import PairPlan, Planner
-from kvferry.plan.push_grain import Grain
 from kvferry.plan.wire import decode_shard
 from kvferry.transport.registry import Connecting, TransportSet
 
@@ -64,7 +62,6 @@ class Receiver:
     planner: Planner
     source_index: int
     connecting: Connecting | None = None
-    latest_grain: tuple[Grain, int] | None = None
     ways: dict[PairPlan, PackedWay | None] = field(default_factory=dict)
 
     def plan(self, transfer_id: str) -> PairPlan:
@@ -82,8 +79,9 @@ class Receiver:
 class Pusher:
     """All pushes of one rank, whose encoded shard is ``shard``.
 
-    ``grains`` says what of a prompt goes together, ``ways`` whether it is packed first. With ``keeps_times`` the result
-    of each push has a timeline. ``engine`` is where this rank's own engine answers, once that is known.
+    ``spans`` are layers that go together as soon as they have run, of prompts of more than ``short_tokens``; ``ways``
+    says whether they are packed first. With ``keeps_times`` the result of each push has a timeline. ``engine`` is where
+    this rank's own engine answers, once that is known.
 
     :meth:`answer` is for the listener's thread; the others are for the engine's, and none of them waits for a transfer.
     """
@@ -97,9 +95,10 @@ class Pusher:
         executor: Executor,
         courier: Courier,
         order: DeviceOrder,
-        grains: Grains,
+        spans: LayerSpans,
         ways: PushWays,
         keeps_times: bool = False,
+        short_tokens: int = SHORT_TOKENS,
     ) -> None:
         self._shard, self.epoch, self._identity = shard, epoch, identity
         self._transports, self._executor, self._courier = transports, executor, courier
@@ -109,19 +108,18 @@ class Pusher:
         self._lock = threading.Lock()
         self._receivers: Bounded[tuple[str, int], Receiver] = Bounded(MAX_RECEIVERS)
         self._lives: dict[str, int] = {}
-        self.grains, self._ways = grains, ways
+        self.spans, self._ways, self._short_tokens = spans, ways, short_tokens
         self.engine: EndPoint | None = None
-        self._to_run: dict[Lane, set[str]] = {}
+        self._to_run: dict[Span, set[str]] = {}
         self._times = PromptTimes() if keeps_times else None
         self._step = Step(0.0)
-        self._step_ended_at = 0.0
 
     # The engine's thread.
 
     def begin_step(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
         """A step that computes these prompts is about to run, layer by layer."""
-        self._to_run = {lane: set(layers) for lane, layers in self.grains.layers_of.items()} if prompts else {}
-        self._step = Step(time.monotonic(), sum(prompt.num_scheduled for _, prompt in prompts))
+        self._to_run = {span: set(layers) for span, layers in self.spans.layers_of.items()} if prompts else {}
+        self._step = Step(time.monotonic())
         if self._times is not None:
             with self._lock:
                 self._times.begin_step(self._step, prompts)
@@ -130,18 +128,13 @@ class Pusher:
 
     def reach(self, layer: str) -> None:
         """The step has launched this layer."""
-        if done := [lane for lane in self.grains.lanes_of.get(layer, ()) if self._has_run(lane, layer)]:
-            self._once_launched(partial(self._reached, layer, done, self._step))
-
-    def _has_run(self, lane: Lane, layer: str) -> bool:
-        """Note that this layer of a lane has run; return whether that was the last of them in this step."""
-        to_run = self._to_run.get(lane)
-        if to_run is None:
-            return False
-        to_run.discard(layer)
-        if not to_run:
-            del self._to_run[lane]
-        return not to_run
+        span = self.spans.span_of.get(layer)
+        if span is None or span not in self._to_run:
+            return
+        self._to_run[span].discard(layer)
+        if not self._to_run[span]:
+            del self._to_run[span]
+            self._once_launched(partial(self._reached, layer, span, self._step))
 
     def compute(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
         """What a step has launched is final for these transfers, once the device has done it."""
@@ -171,27 +164,19 @@ class Pusher:
         with self._lock:
             self._side.begin_step(self._still_living(prompts, lives))
 
-    def _reached(self, layer: str, lanes: Sequence[Lane], step: Step) -> None:
+    def _reached(self, layer: str, span: Span, step: Step) -> None:
         step.layers_at[layer] = time.monotonic()
         with self._lock:
-            wanted = [self._side.reach(lane) for lane in lanes]
-        if any(wanted):
+            is_wanted = self._side.reach(span)
+        if is_wanted:
             self._executor.wake()
 
     def _publish(self, prompts: Sequence[tuple[str, Prompt]], lives: dict[str, int], step: Step) -> None:
-        self._end_step(step)
+        step.ended_at = time.monotonic()
         with self._lock:
             for transfer_id, prompt in self._still_living(prompts, lives).items():
                 self._side.compute(transfer_id, prompt)
         self._executor.wake()
-
-    def _end_step(self, step: Step) -> None:
-        """Measure a step. On a GPU it may have been launched before the one ahead of it was done."""
-        now = step.ended_at = time.monotonic()
-        if step.num_tokens:
-            seconds = now - max(step.began_at, self._step_ended_at)
-            self.grains.note_step(step.num_tokens, seconds, len(step.layers_at))
-        self._step_ended_at = now
 
     def preempt(self, transfer_ids: Sequence[str]) -> None:
         """The engine may overwrite these prompts' blocks from now on, and will compute them again."""
@@ -282,10 +267,14 @@ class Pusher:
                 "Run the same kvferry version on both sides.",
             )
         way = self._way(receiver, plan)
-        chosen = self._choose(receiver, plan, part, question, way)
-        part = part.in_grain(self.grains.span_plans(plan, chosen.layers_per_span), chosen.grain is Grain.WHOLE)
+        with self._lock:
+            is_computed = self._side.is_computed(question.transfer_id)
+        is_whole = goes_whole(question.num_tokens, is_computed=is_computed, short_tokens=self._short_tokens)
+        part = part.as_whole() if is_whole else part.in_spans(self.spans.plans(plan))
         deadline = time.monotonic() + min(question.seconds, MAX_SECONDS)
-        wish = Wish(key, question.transfer_id, question.num_tokens, question.prompt_digest, part.needs, deadline)
+        request = PushRequest(
+            key, question.transfer_id, question.num_tokens, question.prompt_digest, part.needs, deadline
+        )
         with self._lock:
             if self._side.num_open >= MAX_OPEN:
                 raise HandoffError(
@@ -293,10 +282,10 @@ class Pusher:
                     f"{MAX_OPEN} pushes are asked for of this rank already.",
                     "Let only decode engines reach it, and let them ask for what their requests need.",
                 )
-            if not self._side.announce(wish):
+            if not self._side.announce(request):
                 return
-            times = None if self._times is None else self._timeline(wish, chosen)
-        self._executor.submit(self._job(wish, part, receiver, times, way))
+            times = None if self._times is None else self._timeline(request)
+        self._executor.submit(self._job(request, part, receiver, times, way))
 
     def _way(self, receiver: Receiver, plan: PairPlan) -> PackedWay | None:
         if plan not in receiver.ways:
@@ -307,39 +296,20 @@ class Pusher:
         """Return the name of the transport that reaches a receiver unless it fails."""
         return next((name for name in self._transports.transports if name in receiver.end_points), "")
 
-    def _choose(
-        self, receiver: Receiver, plan: PairPlan, part: Part, question: Announce, way: PackedWay | None
-    ) -> ChosenGrain:
-        with self._lock:
-            is_computed = self._side.is_computed(question.transfer_id)
-        chosen = self.grains.choose(
-            plan,
-            part.announced,
-            question.num_tokens,
-            self._transport(receiver),
-            is_computed=is_computed,
-            way=None if way is None else way.plan,
-        )
-        if receiver.latest_grain != (grain := (chosen.grain, chosen.layers_per_span)):
-            receiver.latest_grain = grain
-            logger.info("kvferry: pushes to %s go as %s: %s", question.key.receiver, chosen.name, chosen.reason)
-        return chosen
-
-    def _timeline(self, wish: Wish, chosen: ChosenGrain) -> PushTimes:
+    def _timeline(self, request: PushRequest) -> PushTimes:
         assert self._times is not None
-        return PushTimes(wish, chosen, self._times.of(wish.transfer_id), self.grains.layers_of)
+        return PushTimes(request, self._times.of(request.transfer_id), self.spans.layers_of)
 
     def _job(
-        self, wish: Wish, part: Part, receiver: Receiver, times: PushTimes | None, way: PackedWay | None
+        self, request: PushRequest, part: Part, receiver: Receiver, times: PushTimes | None, way: PackedWay | None
     ) -> PushJob:
         return PushJob(
             self._side,
             self._lock,
-            wish.key,
+            request.key,
             part,
             connect=lambda: self._connect(receiver),
-            report=lambda result: self._report(wish, part, receiver, result),
-            measured=self.grains.measures.note_batch,
+            report=lambda result: self._report(request, part, receiver, result),
             times=times,
             way=way,
         )
@@ -351,12 +321,12 @@ class Pusher:
             receiver.connecting = self._transports.connect(receiver.end_points)
         return receiver.connecting
 
-    def _report(self, wish: Wish, part: Part, receiver: Receiver, result: LoadResult) -> None:
-        key, error = wish.key, result.error
+    def _report(self, request: PushRequest, part: Part, receiver: Receiver, result: LoadResult) -> None:
+        key, error = request.key, result.error
         if isinstance(error, TransportError):
             # A connection that failed once is made anew.
             receiver.connecting = None
-            self._give_up(wish.transfer_id)
+            self._give_up(request.transfer_id)
         if error is not None:
             logger.warning("kvferry: push %d to %s failed: %s", key.number, key.receiver, error)
         index, where = receiver.source_index, receiver.answers_at

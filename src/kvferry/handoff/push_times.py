@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.handoff.bounded import Bounded
-from kvferry.handoff.grains import ChosenGrain
 from kvferry.handoff.push.part import NEVER
-from kvferry.handoff.push.sender import Prompt, Wish
-from kvferry.handoff.push.sending import Batch, Cut, Lane
+from kvferry.handoff.push.sender import Prompt, PushRequest
+from kvferry.handoff.push.sending import Batch, Cut
+from kvferry.plan.layer_spans import Span
 
 MAX_STEPS = 1024
 """Of one prompt, the latest ones."""
@@ -28,7 +28,6 @@ class Step:
     """One step of an engine: ``layers_at`` says when layers had run, of those that tell."""
 
     began_at: float
-    num_tokens: int = 0
     layers_at: dict[str, float] = field(default_factory=dict)
     ended_at: float | None = None
 
@@ -76,12 +75,10 @@ class _PostedBatch:
 
 
 class PushTimes:
-    """One push: ``layers_of`` names the layers of a lane that is not all layers of its group."""
+    """One push: ``layers_of`` names the layers of a span that is not all layers of its group."""
 
-    def __init__(
-        self, wish: Wish, chosen: ChosenGrain, computed: Computed, layers_of: Mapping[Lane, Sequence[str]]
-    ) -> None:
-        self._wish, self._chosen, self._computed, self._layers_of = wish, chosen, computed, layers_of
+    def __init__(self, request: PushRequest, computed: Computed, layers_of: Mapping[Span, Sequence[str]]) -> None:
+        self._request, self._computed, self._layers_of = request, computed, layers_of
         self._announced_at = time.monotonic()
         self._batches: list[_PostedBatch] = []
         self._num_cuts = self._num_left_out = 0
@@ -105,15 +102,10 @@ class PushTimes:
         """Return the timeline, ready for JSON; the step that ended the prompt may end after the push."""
         steps = list(self._computed)
         ended_at = steps[-1].step.ended_at if steps else None
-        choice = self._chosen.choice
         return {
-            "transfer_id": self._wish.transfer_id,
-            "receiver": self._wish.key.receiver,
-            "num_tokens": self._wish.num_tokens,
-            "grain": self._chosen.grain.value,
-            "layers_per_span": self._chosen.layers_per_span,
-            "reason": self._chosen.reason,
-            "predicted_seconds": None if choice is None else choice.predictions,
+            "transfer_id": self._request.transfer_id,
+            "receiver": self._request.key.receiver,
+            "num_tokens": self._request.num_tokens,
             "clock": clock(),
             "announced_at": self._announced_at,
             "prompt_began_at": steps[0].step.began_at if steps else None,
@@ -133,10 +125,10 @@ class PushTimes:
         }
 
     def _span(self, cut: Cut, steps: Sequence[ComputedTokens]) -> dict[str, Any]:
-        layers = self._layers_of.get(cut.lane, ())
+        layers = self._layers_of.get(cut.span, ())
         began_at, ended_at = self._interval(cut, layers, steps)
         return {
-            "group": cut.lane.group,
+            "group": cut.span.group,
             "layers": [layers[0], layers[-1]] if layers else None,
             "tokens": [cut.first_token, cut.end_token],
             "compute_began_at": began_at,
@@ -147,7 +139,7 @@ class PushTimes:
         self, cut: Cut, layers: Sequence[str], steps: Sequence[ComputedTokens]
     ) -> tuple[float | None, float | None]:
         """Return from when to when the layers of a cut ran for its tokens; after a preemption, the last time."""
-        if self._wish.needs[cut.lane].grain == NEVER:
+        if self._request.needs[cut.span].multiple_of == NEVER:
             first, last = (steps[0], steps[-1]) if steps else (None, None)
         else:
             first, last = (_latest_with(token, steps) for token in (cut.first_token, cut.end_token - 1))

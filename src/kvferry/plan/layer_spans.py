@@ -1,39 +1,90 @@
-"""Plans of some layers of a group, for a source that sends them before it has computed the rest."""
+"""Spans of layers, which a source pushes before it has computed the rest of the model, and the plan of each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 
-from kvferry.errors import PlanError, Reason
 from kvferry.layout.group import CacheGroup
 from kvferry.layout.shard import Shard
 from kvferry.plan.match import Assignment
 from kvferry.plan.planner import GroupPlan, PairPlan, plan_pair
 
-Spans = tuple[tuple[str, ...], ...]
+LAYERS_PER_SPAN = 8
+"""Single layers took up to 1.4 times as long to a first token: each batch wakes threads (docs/decisions/push.md)."""
+SHORT_TOKENS = 256
+"""Up to so many tokens a prompt goes whole: spans save some 0.02 ms a token, which no first token has shown there.
+
+Measured were 64 tokens, where spans were slower, and 2048, where they save 45 ms (docs/decisions/push.md).
+"""
 
 
-def cut_layers(layers: Sequence[str], layers_per_span: int) -> Spans:
-    """Cut layers, in the order in which they are computed, into spans of so many; the last may be shorter.
+class Span(NamedTuple):
+    """Layers of one cache group that a push sends together: all of them, or span ``number``, counted from 1."""
+
+    group: str
+    number: int = 0
+
+
+SpanPlans = Mapping[str, Mapping[int, GroupPlan]]
+"""The plan of each span by its number, by cache group."""
+
+
+class LayerSpans:
+    """The layers of one rank, by cache group, of which its engine tells when they have run, in that order.
+
+    ``layers_of`` has the layers of each span, ``span_of`` the span of each layer.
+
+    >>> spans = LayerSpans({"full": ["a", "b", "c"]}, layers_per_span=2)
+    >>> spans.layers_of[Span("full", 1)], spans.span_of["c"]
+    (('a', 'b'), Span(group='full', number=2))
+    """
+
+    def __init__(self, layers: Mapping[str, Sequence[str]], layers_per_span: int = LAYERS_PER_SPAN) -> None:
+        self._spans = {group: cut_layers(of_group, layers_per_span) for group, of_group in layers.items()}
+        self.layers_of = {Span(group, number): cut[number] for group, cut in self._spans.items() for number in cut}
+        self.span_of = {layer: span for span, of_span in self.layers_of.items() for layer in of_span}
+        self._plans: WeakKeyDictionary[PairPlan, SpanPlans] = WeakKeyDictionary()
+
+    def plans(self, plan: PairPlan) -> SpanPlans:
+        """Return the plans of all spans of a pair, made once."""
+        if plan not in self._plans:
+            self._plans[plan] = {
+                group: plan_spans(plan, group, cut) for group, cut in self._spans.items() if group in plan.groups
+            }
+        return self._plans[plan]
+
+
+def goes_whole(num_tokens: int, *, is_computed: bool, short_tokens: int = SHORT_TOKENS) -> bool:
+    """Return whether a prompt is pushed whole when it has been computed, rather than span by span while it is.
+
+    An engine that does not tell which layers have run sends all spans when a step ends, that is, a chunk.
+
+    >>> [goes_whole(num_tokens, is_computed=False) for num_tokens in (256, 257)], goes_whole(4096, is_computed=True)
+    ([True, False], True)
+    """
+    return is_computed or num_tokens <= short_tokens
+
+
+def cut_layers(layers: Sequence[str], layers_per_span: int) -> dict[int, tuple[str, ...]]:
+    """Cut layers, in the order in which they are computed, into spans by number; the last may be shorter.
 
     >>> cut_layers(["0", "1", "2", "3", "4"], 2)
-    (('0', '1'), ('2', '3'), ('4',))
+    {1: ('0', '1'), 2: ('2', '3'), 3: ('4',)}
     """
-    if layers_per_span < 1:
-        raise PlanError(Reason.INVALID_REQUEST, f"spans of {layers_per_span} layers were asked for.", "Ask for 1.")
-    return tuple(tuple(layers[start : start + layers_per_span]) for start in range(0, len(layers), layers_per_span))
+    starts = range(0, len(layers), layers_per_span)
+    return {number: tuple(layers[start : start + layers_per_span]) for number, start in enumerate(starts, 1)}
 
 
-def plan_spans(plan: PairPlan, group: str, spans: Spans) -> dict[int, GroupPlan]:
+def plan_spans(plan: PairPlan, group: str, spans: Mapping[int, Sequence[str]]) -> dict[int, GroupPlan]:
     """Return the plan of each span of a group's layers, by number; together they write what the whole plan does.
 
     Layers that only one side holds are left out, as between stages of two pipelines, and spans of which none is left.
     """
     both = plan.groups[group].source_group.layers & plan.groups[group].destination_group.layers
     return {
-        number: _plan_layers(plan, group, both & set(layers))
-        for number, layers in enumerate(spans)
-        if both & set(layers)
+        number: _plan_layers(plan, group, both & set(layers)) for number, layers in spans.items() if both & set(layers)
     }
 
 

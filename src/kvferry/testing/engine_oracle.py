@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.plan.layer_spans import LayerSpans
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 
 if TYPE_CHECKING:
@@ -178,6 +179,13 @@ class EngineOracle:
             for receiver in role._push.pusher._receivers.values():
                 receiver.connecting = None
         return {"transports": sorted(transports)}
+
+    def oracle_spans(self, text: str) -> dict[str, Any]:
+        """Push spans of so many layers from the next step on, which small models have several of."""
+        role = _worker_role()
+        assert role._push is not None
+        spans = role._push.pusher.spans = LayerSpans(role._layers_that_tell(), json.loads(text))
+        return {"spans": len(spans.layers_of)}
 
     def _oracle_layers(self) -> list["Layer"]:
         """Return each layer with its cache as int32, its heads' global indices and what its group keeps."""

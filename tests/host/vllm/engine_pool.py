@@ -63,8 +63,9 @@ COMPILED: dict[str, Any] = {
     "variables": {"TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_CI_ENV": "0"},
 }
 
-# Name -> model and what differs from the defaults. Peers of one rank compute on different cores. A prefill engine on
-# "auto" offers cma and nixl, and a decode engine takes cma unless it is told to use nixl.
+# Name -> model and what differs from the defaults; the oracle sets ``layers_per_span`` in an engine that runs.
+# Peers of one rank compute on different cores. A prefill engine on "auto" offers cma and nixl, and a decode engine
+# takes cma unless it is told to use nixl.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-reference": ("gqa", {"role": None, "cores": BOTH_CORES}),
     "gqa-tp1": ("gqa", {}),
@@ -97,13 +98,12 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-push-tp1-mooncake": ("gqa", {"mode": "push", "transport": "mooncake"}),
     "gqa-push-tp1-nixl": ("gqa", {"mode": "push", "transport": "nixl"}),
     # Prompts are computed in chunks, several requests sharing a step.
-    "gqa-push-chunked": ("gqa", {"mode": "push", "push_grain": "chunks", "cores": LAST_CORE, "arguments": CHUNKED}),
+    "gqa-push-chunked": ("gqa", {"mode": "push", "cores": LAST_CORE, "arguments": CHUNKED}),
     # Has 35 blocks, and begins a prompt although there are not enough for all of it.
     "gqa-push-small": (
         "gqa",
         {
             "mode": "push",
-            "push_grain": "chunks",
             "kv_cache_bytes": 72 << 20,
             "cores": LAST_CORE,
             "arguments": (*CHUNKED, "--no-scheduler-reserve-full-isl"),
@@ -112,13 +112,10 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     # Packs what it pushes: its cache has layers and heads in another order than those of the others.
     "gqa-push-gather": ("gqa", {"mode": "push", "strategy": "gather", "layout": "LBHNC", "cores": LAST_CORE}),
     # As vLLM runs unless it is told otherwise: layers are parts of a compiled graph.
-    "gqa-push-compiled": (
-        "gqa",
-        {"mode": "push", "push_grain": "layers", "layers_per_span": 3, "cores": LAST_CORE} | COMPILED,
-    ),
+    "gqa-push-compiled": ("gqa", {"mode": "push", "layers_per_span": 3, "cores": LAST_CORE} | COMPILED),
     # Waits for a prompt, and for whoever writes, no longer than for this.
     "gqa-push-hasty": ("gqa", {"mode": "push", "push_timeout_seconds": 15.0, "cores": LAST_CORE}),
-    "gqa-push-layers": ("gqa", {"mode": "push", "push_grain": "layers", "layers_per_span": 3, "cores": LAST_CORE}),
+    "gqa-push-layers": ("gqa", {"mode": "push", "layers_per_span": 3, "cores": LAST_CORE}),
     "mla-reference": ("mla", {"role": None, "cores": BOTH_CORES}),
     "mla-tp1": ("mla", {}),
     "mla-tp1-other": ("mla", {"load_failure_policy": "recompute", "cores": LAST_CORE}),
@@ -138,10 +135,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-block64": ("gqa", {"block_size": 64, "cores": LAST_CORE, "connector_module": CONNECTOR_MODULE}),
     "gemma-push-tp1": ("gemma", {"mode": "push"}),
     "gemma-push-tp2": ("gemma", {"mode": "push", "tensor_parallel_size": 2, "arguments": CHUNKED}),
-    "gemma-push-layers": (
-        "gemma",
-        {"mode": "push", "push_grain": "layers", "layers_per_span": 2, "cores": LAST_CORE},
-    ),
+    "gemma-push-layers": ("gemma", {"mode": "push", "layers_per_span": 2, "cores": LAST_CORE}),
     "granite-push-tp1": ("granite", {"mode": "push", "prefix_caching": False}),
     "granite-push-tp2": ("granite", {"mode": "push", "prefix_caching": False, "tensor_parallel_size": 2}),
     "mla-push-tp1": ("mla", {"mode": "push"}),
@@ -157,7 +151,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-tp1-other": ("granite", {"prefix_caching": False, "cores": LAST_CORE}),
     "granite-tp2": ("granite", {"tensor_parallel_size": 2, "prefix_caching": False}),
 }
-PASSED_ON = {"transport", "strategy", "mode", "push_grain", "layers_per_span", "push_timeout_seconds"}
+PASSED_ON = {"transport", "strategy", "mode", "push_timeout_seconds"}
 """What differs in the connector's settings, not in the engine's."""
 # What runs together; memory for all at once is not asked for. Those of two stages that follow one another stay.
 STAGES: tuple[tuple[str, ...], ...] = (
@@ -340,7 +334,7 @@ class EnginePool:
 
     def settings(self, name: str) -> EngineSettings:
         model, differences = ENGINES[name]
-        differences = dict(differences)
+        differences = {key: value for key, value in differences.items() if key != "layers_per_span"}
         tp, pp = (differences.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
         connector_settings = dict(CONNECTOR_SETTINGS)
         for setting in PASSED_ON & differences.keys():
@@ -368,7 +362,10 @@ class EnginePool:
             stop_servers(list(started.values()))
             raise
         for name, server in started.items():
-            self.running[name] = Engine(name, ENGINES[name][0], server, self.settings(name))
+            model, differences = ENGINES[name]
+            self.running[name] = engine = Engine(name, model, server, self.settings(name))
+            if "layers_per_span" in differences:
+                engine.call("oracle_spans", differences["layers_per_span"])
         if missing:
             self.seconds[", ".join(missing)] = time.monotonic() - started_at
 

@@ -10,15 +10,16 @@ import numpy as np
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import AnnouncedBlocks
-from kvferry.handoff.push.sending import Batch, Cut, Lane, Need
+from kvferry.handoff.push.sending import Batch, Cut, Need
 from kvferry.layout.group import CacheKind
+from kvferry.plan.layer_spans import Span, SpanPlans
 from kvferry.plan.planner import Descriptors, GroupPlan, PairPlan
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staging.scatter import NOTHING, StagedPart
 from kvferry.plan.staging.staged_plan import GatherPlan
 
 NEVER = 1 << 61
-"""The grain of a state, which is final only with its prompt, and of what is to go whole."""
+"""No token is a multiple of it: for a state, which is final only with its prompt, and for what goes whole."""
 
 
 class BlockList(msgspec.Struct, frozen=True):
@@ -39,7 +40,7 @@ class Part:
         self,
         plan: PairPlan,
         announced: Sequence[AnnouncedBlocks],
-        spans: Mapping[str, Mapping[int, GroupPlan]] | None = None,
+        spans: SpanPlans | None = None,
     ) -> None:
         self._plan = plan
         self._spans = spans or {}
@@ -56,19 +57,25 @@ class Part:
         encoded = msgspec.msgpack.encode((plan.digest, self.announced))
         self.digest = hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
-    def in_grain(self, spans: Mapping[str, Mapping[int, GroupPlan]], is_whole: bool) -> "Part":
-        """Return the same part to be sent in these spans of layers, or as a whole when the prompt has ended."""
+    def in_spans(self, spans: SpanPlans) -> "Part":
+        """Return the same part, to be sent in these spans of layers."""
         part = copy.copy(self)
-        part._spans, part._is_whole = spans, is_whole
+        part._spans = spans
+        return part
+
+    def as_whole(self) -> "Part":
+        """Return the same part, to be sent at once when the prompt has been computed."""
+        part = copy.copy(self)
+        part._is_whole = True
         return part
 
     @property
-    def needs(self) -> dict[Lane, Need]:
-        """What is wanted, lane by lane: of each group all layers at once, or each span of them."""
+    def needs(self) -> dict[Span, Need]:
+        """What is wanted, span by span: of each group all layers at once, or each span of them."""
         return {
-            Lane(blocks.group, span): self._need(blocks)
+            Span(blocks.group, number): self._need(blocks)
             for blocks in self.announced
-            for span in self._spans.get(blocks.group) or (0,)
+            for number in self._spans.get(blocks.group) or (0,)
         }
 
     def lower(self, batch: Batch, held: Mapping[str, BlockList]) -> Descriptors:
@@ -88,30 +95,30 @@ class Part:
         """Return the plans of a batch, of whole groups or of spans of layers, each with what is asked of it."""
         announced = {blocks.group: blocks for blocks in self.announced}
         found: list[tuple[GroupPlan, list[GroupBlocks]]] = []
-        for (group, first_token, end_token), spans in _together(batch).items():
-            asked = self._asked(Cut(Lane(group), first_token, end_token), announced[group], held[group])
-            found += [(plan, [asked]) for plan in self._plans(group, spans)]
+        for (group, first_token, end_token), numbers in _together(batch).items():
+            asked = self._asked(Cut(Span(group), first_token, end_token), announced[group], held[group])
+            found += [(plan, [asked]) for plan in self._plans(group, numbers)]
         return found
 
-    def _plans(self, group: str, spans: Sequence[int]) -> list[GroupPlan]:
+    def _plans(self, group: str, numbers: Sequence[int]) -> list[GroupPlan]:
         """Return the plans of these spans; of all, that of the whole group, whose runs are longer."""
         known = self._spans.get(group, {})
-        if len(spans) >= len(known):
+        if len(numbers) >= len(known):
             return [self._plan.groups[group]]
-        return [known[span] for span in spans]
+        return [known[number] for number in numbers]
 
     def _need(self, blocks: AnnouncedBlocks) -> Need:
         source = self._plan.groups[blocks.group].source_group
         goes_at_end = self._is_whole or source.kind is CacheKind.STATE
-        grain = NEVER if goes_at_end else source.tokens_per_position
-        return Need(blocks.first_token, blocks.end_token, grain)
+        multiple_of = NEVER if goes_at_end else source.tokens_per_position
+        return Need(blocks.first_token, blocks.end_token, multiple_of)
 
     def _asked(self, cut: Cut, announced: AnnouncedBlocks, held: BlockList) -> GroupBlocks:
-        plan = self._plan.groups[cut.lane.group]
+        plan = self._plan.groups[cut.span.group]
         source = _covering(held.first_token, held.block_ids, plan.source_group.tokens_per_position, cut)
         target = _covering(announced.block_token, announced.block_ids, plan.destination_group.tokens_per_position, cut)
         return GroupBlocks(
-            group=cut.lane.group,
+            group=cut.span.group,
             first_token=cut.first_token,
             last_token=cut.end_token,
             source_block_ids=source.block_ids,
@@ -122,10 +129,10 @@ class Part:
 
 
 def _together(batch: Batch) -> dict[tuple[str, int, int], list[int]]:
-    """Return the spans of the cuts that are of the same group and tokens."""
+    """Return the numbers of the spans whose cuts are of the same group and tokens."""
     found: dict[tuple[str, int, int], list[int]] = {}
     for cut in batch:
-        found.setdefault((cut.lane.group, cut.first_token, cut.end_token), []).append(cut.lane.span)
+        found.setdefault((cut.span.group, cut.first_token, cut.end_token), []).append(cut.span.number)
     return found
 
 
@@ -155,7 +162,7 @@ def _covering(first_token: int, block_ids: Sequence[int], covers: int, cut: Cut)
     if first < 0 or end > len(block_ids):
         raise HandoffError(
             Reason.INVALID_REQUEST,
-            f"cache group {cut.lane.group!r}: tokens {cut.first_token} to {cut.end_token} are wanted of "
+            f"cache group {cut.span.group!r}: tokens {cut.first_token} to {cut.end_token} are wanted of "
             f"{len(block_ids)} blocks of {covers} tokens from token {first_token} on.",
             "Let the prefill engine generate one token only (max_tokens 1): what leaves a window is given back.",
         )

@@ -13,7 +13,8 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.bounded import Bounded
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.part import BlockList
-from kvferry.handoff.push.sending import END, Batch, Lane, Need, Sending, Stage
+from kvferry.handoff.push.sending import END, Batch, Need, PushState, Sending
+from kvferry.plan.layer_spans import Span
 
 MAX_REMEMBERED = 1 << 16
 """Ended transfers and pushes that are remembered, so that a late message cannot begin them again."""
@@ -33,14 +34,14 @@ class Prompt(msgspec.Struct, frozen=True):
     num_scheduled: int = 0
 
 
-class Wish(msgspec.Struct, frozen=True):
-    """What one rank of a receiver wants of this rank. ``deadline`` is on the sender's clock."""
+class PushRequest(msgspec.Struct, frozen=True):
+    """What one rank of a receiver has announced to this rank. ``deadline`` is on the sender's clock."""
 
     key: PushKey
     transfer_id: str
     num_tokens: int
     prompt_digest: str
-    needs: Mapping[Lane, Need]
+    needs: Mapping[Span, Need]
     deadline: float
 
 
@@ -53,8 +54,8 @@ class Over(msgspec.Struct, frozen=True):
 class SendingSide:
     """All pushes of one rank.
 
-    >>> side, key, lane = SendingSide(), PushKey("d/0", 7, 1), Lane("0")
-    >>> side.announce(Wish(key, "x", 32, "p", {lane: Need(0, 32, 16)}, deadline=9.0))
+    >>> side, key, span = SendingSide(), PushKey("d/0", 7, 1), Span("0")
+    >>> side.announce(PushRequest(key, "x", 32, "p", {span: Need(0, 32, 16)}, deadline=9.0))
     True
     >>> side.take(key), side.compute("x", Prompt(32, "p", {}, num_final=16))
     ((), None)
@@ -67,11 +68,11 @@ class SendingSide:
     def __init__(self) -> None:
         self._prompts: dict[str, Prompt] = {}
         self._running: dict[str, Prompt] = {}
-        self._done_lanes: set[Lane] = set()
-        self._wanted_lanes: set[Lane] = set()
+        self._done_spans: set[Span] = set()
+        self._wanted_spans: set[Span] = set()
         self._pushes: dict[PushKey, Sending] = {}
-        self._wishes: dict[PushKey, Wish] = {}
-        self._wishes_of: dict[str, set[PushKey]] = {}
+        self._requests: dict[PushKey, PushRequest] = {}
+        self._requests_of: dict[str, set[PushKey]] = {}
         self._ended: Bounded[str, KVFerryError] = Bounded(MAX_REMEMBERED)
         self._over: Bounded[PushKey, Over] = Bounded(MAX_REMEMBERED)
 
@@ -88,21 +89,21 @@ class SendingSide:
         Final so far is what former steps have computed here. Not what the engine took from its prefix cache: it names
         blocks there that another prompt of this very step computes.
         """
-        self._done_lanes.clear()
-        self._wanted_lanes.clear()
+        self._done_spans.clear()
+        self._wanted_spans.clear()
         self._running = {tid: prompt for tid, prompt in prompts.items() if tid not in self._ended}
         for transfer_id, prompt in self._running.items():
             known = self._prompts.get(transfer_id)
             num_final = 0 if known is None else known.num_final
             self._prompts[transfer_id] = msgspec.structs.replace(prompt, num_final=num_final)
             for key in self._keys_of(transfer_id):
-                self._wanted_lanes |= self._wishes[key].needs.keys()
+                self._wanted_spans |= self._requests[key].needs.keys()
                 self._check_prompt(key)
 
-    def reach(self, lane: Lane) -> bool:
-        """The layers of a lane have run in this step, for every prompt in it; return whether somebody wants them."""
-        self._done_lanes.add(lane)
-        return lane in self._wanted_lanes
+    def reach(self, span: Span) -> bool:
+        """The layers of a span have run in this step, for every prompt in it; return whether somebody wants them."""
+        self._done_spans.add(span)
+        return span in self._wanted_spans
 
     def compute(self, transfer_id: str, prompt: Prompt) -> None:
         """The engine has computed so much of a prompt, in every layer."""
@@ -139,24 +140,24 @@ class SendingSide:
             self._pushes[key].fail(error)
             self._sort_out(key)
 
-    def announce(self, wish: Wish) -> bool:
+    def announce(self, request: PushRequest) -> bool:
         """Blocks are ready: return whether that is new. Announcing them again changes nothing.
 
         Raises why the push, revoked before perhaps, or the prompt has ended.
         """
-        key = wish.key
+        key = request.key
         if key in self._pushes:
             return False
         if key in self._over:
             if (error := self._over[key].error) is not None:
                 raise error.without_traceback()
             return False
-        if (ended := self._ended.get(wish.transfer_id)) is not None:
+        if (ended := self._ended.get(request.transfer_id)) is not None:
             raise ended.without_traceback()
-        self._wishes[key] = wish
-        self._wishes_of.setdefault(wish.transfer_id, set()).add(key)
-        self._wanted_lanes |= wish.needs.keys()
-        self._pushes[key] = Sending(wish.transfer_id, wish.needs, wish.deadline)
+        self._requests[key] = request
+        self._requests_of.setdefault(request.transfer_id, set()).add(key)
+        self._wanted_spans |= request.needs.keys()
+        self._pushes[key] = Sending(request.transfer_id, request.needs, request.deadline)
         self._check_prompt(key)
         self._sort_out(key)
         return True
@@ -178,13 +179,13 @@ class SendingSide:
 
     def take(self, key: PushKey) -> Batch:
         """Return what goes now of this push."""
-        push, wish = self._pushes.get(key), self._wishes.get(key)
-        prompt = None if wish is None else self._prompts.get(wish.transfer_id)
-        if push is None or prompt is None or wish is None:
+        push, request = self._pushes.get(key), self._requests.get(key)
+        prompt = None if request is None else self._prompts.get(request.transfer_id)
+        if push is None or prompt is None or request is None:
             return ()
-        final = dict.fromkeys(wish.needs, prompt.num_final)
-        if (running := self._running.get(wish.transfer_id)) is not None:
-            final |= dict.fromkeys(self._done_lanes & final.keys(), running.num_final)
+        final = dict.fromkeys(request.needs, prompt.num_final)
+        if (running := self._running.get(request.transfer_id)) is not None:
+            final |= dict.fromkeys(self._done_spans & final.keys(), running.num_final)
         return push.take(final)
 
     def is_computed(self, transfer_id: str) -> bool:
@@ -194,8 +195,8 @@ class SendingSide:
 
     def prompt_of(self, key: PushKey) -> Prompt | None:
         """Return what has been computed of the prompt that the push is of."""
-        wish = self._wishes.get(key)
-        return None if wish is None else self._prompts.get(wish.transfer_id)
+        request = self._requests.get(key)
+        return None if request is None else self._prompts.get(request.transfer_id)
 
     def landed(self, key: PushKey) -> None:
         """What was on its way has landed."""
@@ -224,25 +225,25 @@ class SendingSide:
     def is_stopping(self, key: PushKey) -> bool:
         """Return whether what is on its way is to be cancelled."""
         push = self._pushes.get(key)
-        return push is not None and push.stage is Stage.STOPPING
+        return push is not None and push.state is PushState.STOPPING
 
     def outcome(self, key: PushKey) -> Over | None:
         """Return how the push ended, once it is over."""
         return self._over.get(key)
 
     def _keys_of(self, transfer_id: str) -> list[PushKey]:
-        return list(self._wishes_of.get(transfer_id, ()))
+        return list(self._requests_of.get(transfer_id, ()))
 
     def _check_prompt(self, key: PushKey) -> None:
-        wish = self._wishes[key]
-        prompt = self._prompts.get(wish.transfer_id)
-        if prompt is None or (prompt.num_tokens, prompt.digest) == (wish.num_tokens, wish.prompt_digest):
+        request = self._requests[key]
+        prompt = self._prompts.get(request.transfer_id)
+        if prompt is None or (prompt.num_tokens, prompt.digest) == (request.num_tokens, request.prompt_digest):
             return
         self._pushes[key].fail(
             HandoffError(
                 Reason.INVALID_REQUEST,
-                f"{key.receiver} wants {wish.num_tokens} tokens of {wish.transfer_id}, which is another prompt of "
-                f"{prompt.num_tokens} here.",
+                f"{key.receiver} wants {request.num_tokens} tokens of {request.transfer_id}, which is another prompt "
+                f"of {prompt.num_tokens} here.",
                 "Send the same prompt, template and adapter to both engines.",
             )
         )
@@ -250,13 +251,13 @@ class SendingSide:
 
     def _sort_out(self, key: PushKey) -> None:
         push = self._pushes.get(key)
-        if push is not None and push.stage is Stage.OVER:
+        if push is not None and push.state is PushState.OVER:
             del self._pushes[key]
-            self._forget_wish(self._wishes.pop(key))
+            self._forget_request(self._requests.pop(key))
             self._over.setdefault(key, Over(push.error))
 
-    def _forget_wish(self, wish: Wish) -> None:
-        keys = self._wishes_of[wish.transfer_id]
-        keys.discard(wish.key)
+    def _forget_request(self, request: PushRequest) -> None:
+        keys = self._requests_of[request.transfer_id]
+        keys.discard(request.key)
         if not keys:
-            del self._wishes_of[wish.transfer_id]
+            del self._requests_of[request.transfer_id]

@@ -96,8 +96,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        settings = parse_settings(extra_config)
-        return settings.mode == "push" and settings.push_grain == "layers"
+        # A graph that replays a whole step does not tell which layers have run.
+        return parse_settings(extra_config).mode == "push"
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats | None":

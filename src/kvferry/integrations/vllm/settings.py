@@ -10,15 +10,12 @@ import msgspec
 from kvferry.errors import Reason, SettingsError
 from kvferry.execution.kept_costs import KeptCosts, read_costs
 from kvferry.handoff.wire.addresses import is_wildcard
-from kvferry.plan.push_grain import Grain
 from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES, Strategy
 from kvferry.transport.faults import FaultPlan
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 LAST_PORT = 65535
-_FOR_PUSHES = frozenset(
-    ("bootstrap_port", "router_address", "http_address", "push_grain", "layers_per_span", "push_timeout_seconds")
-)
+_FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address", "push_timeout_seconds"))
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,9 +25,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bootstrap_port: with ``push``, where a prefill engine answers the router's bootstrap query; port 0 takes a free one.
     router_address, http_address: with ``push``, the host:port of vllm-router's ``--vllm-discovery-address`` and that of
         this engine's API server; the router then sends to both engines at once.
-    push_grain: with ``push``, ``whole`` sends a prompt when it has been computed, ``chunks`` whole rows of blocks when
-        a step has computed them, ``layers`` besides spans of ``layers_per_span`` attention layers as soon as they have
-        run. ``auto`` chooses for each push, spans' length included, by times that it measures.
     push_timeout_seconds: with ``push``, how long a decode engine waits for a prompt to be computed and pushed.
     transport: ``auto``, or the name of one transport.
     layout: the KV cache layout to ask the engine for; empty lets the connector choose.
@@ -59,8 +53,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bootstrap_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     router_address: str = ""
     http_address: str = ""
-    push_grain: Literal["auto", "whole", "chunks", "layers"] = "auto"
-    layers_per_span: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 8
     push_timeout_seconds: Seconds = 120.0
     transport: str = "auto"
     layout: str = ""
@@ -81,11 +73,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def wanted_strategy(self) -> Strategy | None:
         """The strategy asked for; None leaves the choice to each pair of ranks."""
         return None if self.strategy == "auto" else Strategy(self.strategy)
-
-    @property
-    def wanted_grain(self) -> Grain | None:
-        """The grain asked for; None leaves the choice to each push."""
-        return None if self.push_grain == "auto" else Grain(self.push_grain)
 
     @property
     def handshake_timeout_seconds(self) -> float:

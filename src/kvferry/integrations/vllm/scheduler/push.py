@@ -71,7 +71,7 @@ class PushSchedulerRole(SchedulerRole):
     def __init__(
         self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", engine_id: str, settings: Settings
     ) -> None:
-        check_pushable(vllm_config, settings)
+        check_pushable(vllm_config)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._is_sender = transfer.is_kv_producer

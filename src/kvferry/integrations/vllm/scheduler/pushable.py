@@ -3,13 +3,12 @@
 from typing import TYPE_CHECKING
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.integrations.vllm.settings import Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def check_pushable(vllm_config: "VllmConfig", settings: Settings) -> None:
+def check_pushable(vllm_config: "VllmConfig") -> None:
     """Refuse engines in which a push would not know what its source holds. Raises :class:`KVFerryError`."""
     parallel = vllm_config.parallel_config
     # A rank of a dense model is told that it is alone; its engine's id tells that it is not.
@@ -32,10 +31,4 @@ def check_pushable(vllm_config: "VllmConfig", settings: Settings) -> None:
             Reason.UNSUPPORTED,
             "mode 'push' with pipeline stages and draft tokens: vLLM tells the last stage only when a step has ended.",
             'Run without speculative decoding or with one stage, or set "mode" to "pull".',
-        )
-    if settings.push_grain == "layers" and parallel.use_ubatching:
-        raise KVFerryError(
-            Reason.UNSUPPORTED,
-            "push_grain 'layers' where a step is cut into micro-batches, of which each runs a layer by itself.",
-            'Set "push_grain" to "chunks".',
         )

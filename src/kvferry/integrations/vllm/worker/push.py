@@ -8,12 +8,12 @@ from kvferry.execution.executor import Executor
 from kvferry.execution.push_ways import PushWays
 from kvferry.execution.pusher import Pusher
 from kvferry.execution.receiver import Receiver
-from kvferry.handoff.grains import Grains
 from kvferry.handoff.messages import Answer, EndPoint, Identity, Pushed, PushFailed, Question, Release
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.client import Courier
 from kvferry.handoff.wire.server import Listener
 from kvferry.integrations.vllm.step import StepMetadata
+from kvferry.plan.layer_spans import LayerSpans
 from kvferry.transport.registry import TransportSet
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class PushWorker:
         end_points: dict[str, bytes],
         parts: tuple[TransportSet, Executor, DeviceOrder],
         hosts: tuple[str, str],
-        grains: Grains,
+        spans: LayerSpans,
         ways: PushWays,
         answer_seconds: float,
         keeps_times: bool,
@@ -48,9 +48,7 @@ class PushWorker:
         # One each: whoever collects answers takes all that have come.
         self._couriers = Courier(), Courier()
         sends, receives = self._couriers
-        self.pusher = Pusher(
-            shard, self._epoch, identity, transports, executor, sends, order, grains, ways, keeps_times
-        )
+        self.pusher = Pusher(shard, self._epoch, identity, transports, executor, sends, order, spans, ways, keeps_times)
         self._receiver: Receiver | None = None
         self._listener = Listener(host, 0, self._answer)
         self.answers_at = EndPoint(reachable_host, self._listener.port, self._epoch)

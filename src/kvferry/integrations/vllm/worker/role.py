@@ -26,7 +26,6 @@ from kvferry.execution.route import RemoteEngines
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.stage import Stage
 from kvferry.execution.transfer_costs import Strategist
-from kvferry.handoff.grains import Grains, ModelLayers
 from kvferry.handoff.lease import lease_lost
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, MAX_REQUESTS_PER_MESSAGE, EndPoint, RankEntry, Unquiet
 from kvferry.handoff.push.sender import Prompt
@@ -39,6 +38,7 @@ from kvferry.integrations.vllm.worker.statistics import Statistics
 from kvferry.integrations.vllm.worker.transfer_log import TransferLog
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Region, Shard
+from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.wire import encode_shard
 from kvferry.transport.registry import open_transports
 
@@ -107,11 +107,11 @@ class WorkerRole:
         if pushes:
             parts = self._transports, self._executor, self._order
             hosts = self._settings.host, self._settings.reachable_host
-            grains = Grains(self._settings.wanted_grain, self._model_layers(), self._settings.layers_per_span)
+            spans = LayerSpans(self._layers_that_tell())
             ways = PushWays(push_stage, wish, costs.given)
             keeps_times = bool(self._settings.transfer_log)
             self._push = PushWorker(
-                sender, identity, encode_shard(shard), end_points, parts, hosts, grains, ways, timeout, keeps_times
+                sender, identity, encode_shard(shard), end_points, parts, hosts, spans, ways, timeout, keeps_times
             )
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
@@ -255,22 +255,20 @@ class WorkerRole:
         os.sched_setaffinity(0, self._transfer_cores())
         self._order.enter_thread()
 
-    def _model_layers(self) -> ModelLayers:
-        """Return the layers with a cache, as they are computed.
+    def _layers_that_tell(self) -> dict[str, list[str]]:
+        """Return the layers that tell when they have run, by cache group, as they are computed.
 
-        Those of states do not tell when they have run, and none does in micro-batches, each of which runs all layers.
+        Those of states do not, and none does in micro-batches, each of which runs all layers.
         """
+        if self._vllm_config.parallel_config.use_ubatching:
+            return {}
         groups = self._kv_cache_config.kv_cache_groups
         kinds = group_shapes(self._kv_cache_config)
-        told = {
+        return {
             str(index): sorted(group.layer_names, key=layer_place)
             for index, group in enumerate(groups)
             if kinds[index].kind is not CacheKind.STATE and group.layer_names
         }
-        if self._vllm_config.parallel_config.use_ubatching:
-            told = {}
-        order = sorted((name for group in groups for name in group.layer_names), key=layer_place)
-        return ModelLayers(told, order, self._vllm_config.scheduler_config.max_num_batched_tokens)
 
     def _receive(self, order: LoadOrder, pushed: PushedPrompt) -> None:
         assert self._push is not None

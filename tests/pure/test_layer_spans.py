@@ -1,0 +1,51 @@
+"""Spans of layers: each layer lies in one of them, and together they write what the whole plan does."""
+
+import numpy as np
+import pytest
+
+from kvferry.layout.dense import shard_for
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.plan.layer_spans import LAYERS_PER_SPAN, LayerSpans, Span, goes_whole
+from kvferry.plan.planner import GroupPlan, Planner
+from kvferry.plan.request import GroupBlocks
+
+LAYERS = [f"{index:02}" for index in range(20)]
+BLOCKS = GroupBlocks(
+    group="full", first_token=0, last_token=48, source_block_ids=[5, 1, 4], destination_block_ids=[0, 3, 2]
+)
+
+
+def test_layers_are_cut_into_spans_of_eight_and_a_rest() -> None:
+    assert LAYERS_PER_SPAN == 8
+    spans = LayerSpans({"full": LAYERS, "window": ["w"]})
+    assert spans.layers_of == {
+        Span("full", 1): tuple(LAYERS[:8]),
+        Span("full", 2): tuple(LAYERS[8:16]),
+        Span("full", 3): tuple(LAYERS[16:]),
+        Span("window", 1): ("w",),
+    }
+    assert spans.span_of == {layer: span for span, layers in spans.layers_of.items() for layer in layers}
+
+
+def copied(plans: list[GroupPlan]) -> list[tuple[int, int]]:
+    """Return every destination byte, as often as it is written, with the source byte that it comes from."""
+    rows = np.concatenate([rows for plan in plans for rows in plan.lower([BLOCKS])]).tolist()
+    return sorted((row[1] + offset, row[0] + offset) for row in rows for offset in range(row[2]))
+
+
+@pytest.mark.parametrize("layout", [NamedLayout.BHLNC, NamedLayout.BLHNC, NamedLayout.LBHNC])
+def test_every_byte_of_the_whole_plan_goes_with_one_span(layout: NamedLayout) -> None:
+    sizes = {"num_kv_heads": 2, "head_size": 4, "itemsize": 2, "block_size": 16, "num_blocks": 6}
+    source, target = (shard_for(layers=LAYERS, layout=layout, base_address=base << 40, **sizes) for base in (1, 2))
+    [plan] = Planner([source], target).plans(0)
+    spans = LayerSpans({"full": LAYERS, "of another model": ["0"]})
+    plans = spans.plans(plan)
+    assert {group: list(of_group) for group, of_group in plans.items()} == {"full": [1, 2, 3]}
+    assert copied(list(plans["full"].values())) == copied([plan.groups["full"]])
+    assert spans.plans(plan) is plans
+
+
+def test_a_short_prompt_and_one_that_has_been_computed_go_whole() -> None:
+    lengths = [1, 256, 257, 4096]
+    assert [goes_whole(length, is_computed=False) for length in lengths] == [True, True, False, False]
+    assert [goes_whole(length, is_computed=True) for length in lengths] == [True] * 4
