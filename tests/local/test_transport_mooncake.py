@@ -200,7 +200,6 @@ def test_only_loopback_reaches_the_engine_and_other_listeners_are_left_alone() -
         devices = [device_of(found) for identity, found in mooncake_engine._listeners() if identity not in before]
         assert devices == [b"lo\0", b"lo\0"]
         assert device_of(foreign) == b""
-        assert transport.capabilities.same_host_only
         transport.close()
 
 
@@ -220,7 +219,6 @@ def test_an_address_for_other_hosts_is_a_wish_and_a_warning(
     monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "kvferry.invalid")
     transport = MooncakeTransport()
     assert msgspec.msgpack.decode(transport.register([]), type=MooncakeEndPoint).host == "kvferry.invalid"
-    assert not transport.capabilities.same_host_only
     transport.close()
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
     assert "can read and write registered memory" in caplog.text

@@ -59,7 +59,7 @@ class Pair:
         )
 
     def link(self, transport: Transport | None = None) -> Link:
-        return Link("memcpy", transport or self.writer, self.peer, "for a test")
+        return Link("memcpy", transport or self.writer, self.peer)
 
     def parts(self, plan: PairPlan) -> list[StagedPart]:
         return GatherPlan(plan).parts([self.request])

@@ -106,7 +106,7 @@ class CmaTransport:
     70 MB, keeps one core from using the memory's whole rate.
     """
 
-    capabilities = Capabilities(name="cma", same_host_only=True)
+    capabilities = Capabilities(name="cma")
 
     def __init__(self) -> None:
         self._calls = {Direction.READ: _bind("process_vm_readv"), Direction.WRITE: _bind("process_vm_writev")}

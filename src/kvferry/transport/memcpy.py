@@ -52,7 +52,7 @@ class MemcpyTransfer(Transfer):
 class MemcpyTransport:
     """Moves bytes between transports of one process."""
 
-    capabilities = Capabilities(name="memcpy", same_host_only=True, same_process_only=True)
+    capabilities = Capabilities(name="memcpy", same_process_only=True)
 
     def __init__(self) -> None:
         self._regions: list[Region] = []

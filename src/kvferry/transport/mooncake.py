@@ -31,7 +31,7 @@ from kvferry.transport.end_points import (
     pack_regions,
     unpack_regions,
 )
-from kvferry.transport.mooncake_engine import LOOPBACK, MAX_QUEUED_DESCRIPTORS, is_loopback, open_engine
+from kvferry.transport.mooncake_engine import LOOPBACK, MAX_QUEUED_DESCRIPTORS, open_engine
 from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable, check_regions
 from kvferry.transport.sliced import Connection, SlicedTransfer, SlicedTransport
@@ -142,6 +142,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
 
     _transfer_type = MooncakeTransfer
     _connection_type = MooncakeConnection
+    capabilities = Capabilities(name="mooncake", cancel_is_immediate=False)
     _slice_descriptors = MAX_DESCRIPTORS_PER_SLICE
     _slice_bytes = MAX_BYTES_PER_SLICE
 
@@ -149,12 +150,6 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         super().__init__()
         self._host = os.environ.get("MC_TCP_BIND_ADDRESS", LOOPBACK)
         _check_host(self._host)
-        self.capabilities = Capabilities(
-            name="mooncake",
-            same_host_only=is_loopback(self._host),
-            needs_target_progress=True,
-            cancel_is_immediate=False,
-        )
         self._slices: set[Slice] = set()
         self._num_queued: Counter[str] = Counter()  # descriptors and fences, by peer
         self._nonce = Nonce()

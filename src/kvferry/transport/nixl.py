@@ -62,7 +62,7 @@ class NixlConnection(Connection):
 class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
     """One NIXL agent with the UCX back end."""
 
-    capabilities = Capabilities(name="nixl", needs_target_progress=True, cancel_is_immediate=False)
+    capabilities = Capabilities(name="nixl", cancel_is_immediate=False)
     _transfer_type = NixlTransfer
     _connection_type = NixlConnection
     _slice_descriptors = MAX_DESCRIPTORS_PER_SLICE

@@ -57,16 +57,13 @@ class Status(StrEnum):
 class Capabilities:
     """What a transport can do, as plain data.
 
-    ``same_host_only`` and ``same_process_only`` bound where a peer may be. ``needs_target_progress`` says that the
-    target's process must be running (not stopped) for bytes to move. ``cancel_is_immediate`` says that ``cancel``
-    returns ``CANCELLED`` at once; otherwise a cancelled transfer stays ``PENDING`` until the wire is quiet.
-    ``moves_bytes`` is false only for the null transport.
+    ``same_process_only`` bounds where a peer may be. ``cancel_is_immediate`` says that ``cancel`` returns ``CANCELLED``
+    at once; otherwise a cancelled transfer stays ``PENDING`` until the wire is quiet. ``moves_bytes`` is false only for
+    the null transport.
     """
 
     name: str
-    same_host_only: bool = False
     same_process_only: bool = False
-    needs_target_progress: bool = False
     cancel_is_immediate: bool = True
     moves_bytes: bool = True
 

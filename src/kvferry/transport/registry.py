@@ -29,12 +29,11 @@ AUTO = ("cma", "nixl")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A reachable peer, the transport that reaches it, and why that one."""
+    """A reachable peer and the transport that reaches it."""
 
     name: str
     transport: Transport
     peer: Peer
-    why: str
 
 
 class Connecting:
@@ -89,9 +88,8 @@ class Connecting:
 
     def _link(self, name: str, peer: Peer) -> Link:
         others = "; ".join(f"not another, since {error.message}" for error in self._refusals)
-        why = others or "first choice, and it works"
-        logger.info("using the %s transport for %s: %s", name, peer.name, why)
-        return Link(name, self._transports[name], peer, why)
+        logger.info("using the %s transport for %s: %s", name, peer.name, others or "first choice, and it works")
+        return Link(name, self._transports[name], peer)
 
     def _unreachable(self) -> TransportError:
         refusals = self._refusals
