@@ -11,7 +11,6 @@ from vllm.v1.request import Request
 from kvferry.handoff.messages import Identity
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
-from kvferry.integrations.vllm.scheduler.push import PushSchedulerRole
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.layout.group import CacheKind
 
@@ -52,8 +51,8 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         )
         monkeypatch.setattr(scheduler_role, "identity_of", lambda *_: identity)
         monkeypatch.setattr(scheduler_role, "group_shapes", lambda *_: groups)
-        kind = PushSchedulerRole if mode == "push" else scheduler_role.SchedulerRole
-        role: Any = kind(config, None, f"engine-{len(roles)}", Settings(mode=mode, **settings))  # type: ignore[arg-type]
+        engine_id, given = f"engine-{len(roles)}", Settings(mode=mode, **settings)
+        role: Any = scheduler_role.SchedulerRole(config, None, engine_id, given)  # type: ignore[arg-type]
         role.bind_block_pool(BlockPool())
         roles.append(role)
         return role
@@ -96,3 +95,21 @@ def prefill(role: Any, prompt: list[int], *groups: list[int], **sampling: Any) -
     held, answer = role.request_finished(ours, groups, is_complete=True)
     assert held is False
     return answer  # type: ignore[no-any-return]
+
+
+def scheduled(
+    num_tokens: dict[str, int], block_ids: dict[str, tuple[list[int], ...]] | None = None, preempted: Any = ()
+) -> Any:
+    """Return what vLLM's scheduler says of a step that computes so many tokens of each request."""
+    state = SimpleNamespace(get_block_ids=(block_ids or {}).get)
+    return SimpleNamespace(num_scheduled_tokens=num_tokens, preempted_req_ids=preempted, kv_connector_block_state=state)
+
+
+def next_step(role: Any, *request_ids: str) -> Any:
+    """Return the orders of a step that computes these requests."""
+    return role.build_connector_meta(scheduled(dict.fromkeys(request_ids, 1)))
+
+
+def kept(role: Any) -> list[int]:
+    """Return the blocks of which the role keeps references."""
+    return role._state.kept_blocks._pool.held  # type: ignore[no-any-return]

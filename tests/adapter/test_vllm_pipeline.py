@@ -16,7 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
-from kvferry.integrations.vllm.scheduler.kept_blocks import HeldBlocks
+from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.step import LoadOrder, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.worker.role import WorkerRole
 from kvferry.integrations.vllm.worker.statistics import Statistics
@@ -68,11 +68,11 @@ def test_a_load_is_over_when_every_rank_of_every_stage_has_said_so_once() -> Non
 def test_blocks_of_a_step_in_flight_stay_with_both_owners(is_ended_first: bool) -> None:
     """Trap 12: with batches in flight vLLM drops a finished request's references later, perhaps after its reader."""
     pool = BlockPool(num_gpu_blocks=8, enable_caching=False, hash_block_size=16)
-    held = HeldBlocks()
+    held = KeptBlocks()
     held.bind(pool)
     blocks = pool.get_new_blocks(3)
     num_free = pool.get_num_free_blocks()
-    held.hold("r", [[block.block_id for block in blocks]])
+    held.keep("r", [[block.block_id for block in blocks]])
     drops = [lambda: held.free("r"), lambda: pool.free_blocks(reversed(blocks))]
     for drop, expected in zip(drops if is_ended_first else drops[::-1], (num_free, num_free + 3), strict=True):
         drop()

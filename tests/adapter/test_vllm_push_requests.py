@@ -16,8 +16,8 @@ import torch
 from vllm.v1.request import Request
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
+from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import RankEntry, Release, Renew
-from kvferry.handoff.push.holds import handle_of
 from kvferry.handoff.push.part import BlockList
 from kvferry.handoff.push.sending import END
 from kvferry.handoff.wire.bootstrap import life_of
@@ -25,20 +25,15 @@ from kvferry.handoff.wire.client import ask
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler import push as push_scheduler_role
 from kvferry.integrations.vllm.scheduler.params import prompt_digest
-from kvferry.integrations.vllm.scheduler.pushable import check_pushable
+from kvferry.integrations.vllm.scheduler.push import check_pushable
 from kvferry.integrations.vllm.settings import parse_settings
 from kvferry.plan.staging.strategy import typical_costs
 
-from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, allocated, prefill, request
+from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, allocated, kept, next_step, prefill, request, scheduled
 
 TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
 A_RANK = RankEntry(0, 0, b"", {}, 0, 0)
 SECONDS = 10.0
-
-
-def scheduled(num_tokens: dict[str, int], block_ids: dict[str, tuple[list[int], ...]], preempted: Any = ()) -> Any:
-    state = SimpleNamespace(get_block_ids=block_ids.get)
-    return SimpleNamespace(num_scheduled_tokens=num_tokens, preempted_req_ids=preempted, kv_connector_block_state=state)
 
 
 def begin(role: Any, prompt: list[int] = PROMPT, request_id: str = "r", **params: Any) -> Request:
@@ -49,8 +44,7 @@ def begin(role: Any, prompt: list[int] = PROMPT, request_id: str = "r", **params
 
 
 def step(role: Any, ours: Request, num_tokens: int, *groups: list[int]) -> Any:
-    role.note_schedule(scheduled({ours.request_id: num_tokens}, {ours.request_id: groups}))
-    orders = role.build_connector_meta([ours.request_id])
+    orders = role.build_connector_meta(scheduled({ours.request_id: num_tokens}, {ours.request_id: groups}))
     ours.num_computed_tokens += num_tokens
     return orders
 
@@ -64,8 +58,8 @@ def pushed_to(role: Any, sender: Any, prompt: list[int] = PROMPT, **changed: Any
 
 def to_decode(sender: Any) -> dict[str, Any]:
     """Return what a router tells the decode engine."""
-    address = f"http://127.0.0.1:{sender._bootstrap.port}"
-    life = life_of(sender._engine_id, sender._epoch)
+    address = f"http://127.0.0.1:{sender._source.bootstrap.port}"
+    life = life_of(sender._state.engine_id, sender._state.epoch)
     return {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": life, "remote_bootstrap_addr": address}
 
 
@@ -82,10 +76,10 @@ def test_workers_learn_where_their_own_engine_ends_a_hold(make_role: Any) -> Non
     """A rank whose write failed asks it to, as the receiver would."""
     role = make_role(FULL, mode="push")
     ours = begin(role)
-    engine = step(role, ours, 80, [5, 4, 3, 2, 1]).answers_at
+    engine = step(role, ours, 80, [5, 4, 3, 2, 1]).engine.where
     role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True)
-    ask(engine.host, engine.port, Release(engine.epoch, (handle_of("x"),)), SECONDS)
-    assert role.build_connector_meta().ended_transfers == ["x"]
+    ask(engine.host, engine.port, Release(engine.epoch, (handle_of_transfer("x"),)), SECONDS)
+    assert next_step(role).ended_transfers == ["x"]
 
 
 def test_each_chunk_tells_the_workers_how_far_the_prompt_is_final(make_role: Any) -> None:
@@ -103,13 +97,13 @@ def test_a_finished_prompt_is_held_until_it_is_released_and_the_workers_know_fir
     ours = begin(role)
     step(role, ours, 80, [5, 4, 3, 2, 1])
     assert role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True) == (False, None)
-    assert sorted(role._held_blocks._pool.held) == [1, 2, 3, 4, 5]
-    assert role._answer(Renew(role._epoch, (handle_of("x"), handle_of("to come")))).lost == ()
-    role._answer(Release(role._epoch, (handle_of("x"),)))
+    assert sorted(kept(role)) == [1, 2, 3, 4, 5]
+    assert role._answer(Renew(role._state.epoch, (handle_of_transfer("x"), handle_of_transfer("to come")))).lost == ()
+    role._answer(Release(role._state.epoch, (handle_of_transfer("x"),)))
     assert role.has_pending_work()
-    assert role.build_connector_meta().ended_transfers == ["x"]
-    assert role._held_blocks._pool.held == []
-    assert role._answer(Renew(role._epoch, (handle_of("x"),))).lost == (handle_of("x"),)
+    assert next_step(role).ended_transfers == ["x"]
+    assert kept(role) == []
+    assert role._answer(Renew(role._state.epoch, (handle_of_transfer("x"),))).lost == (handle_of_transfer("x"),)
 
 
 def test_two_prompts_of_one_request_id_are_held_one_by_one(make_role: Any) -> None:
@@ -119,11 +113,11 @@ def test_two_prompts_of_one_request_id_are_held_one_by_one(make_role: Any) -> No
         ours = begin(role, transfer_id=transfer_id)
         step(role, ours, 80, [block])
         role.request_finished(ours, ([block],), is_complete=True)
-    assert sorted(role._held_blocks._pool.held) == [4, 5]
+    assert sorted(kept(role)) == [4, 5]
     for transfer_id, held in (("y", [5]), ("x", [])):
-        role._answer(Release(role._epoch, (handle_of(transfer_id),)))
-        role.build_connector_meta()
-        assert role._held_blocks._pool.held == held
+        role._answer(Release(role._state.epoch, (handle_of_transfer(transfer_id),)))
+        next_step(role)
+        assert kept(role) == held
 
 
 def test_a_transfer_id_that_no_message_holds_is_not_pushed(make_role: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,7 +125,7 @@ def test_a_transfer_id_that_no_message_holds_is_not_pushed(make_role: Any, caplo
     ours = begin(role, transfer_id="x" * 513)
     assert step(role, ours, 80, [5, 4, 3, 2, 1]).prompts == []
     assert "transfer_id" in caplog.text
-    assert role._holds.num_held == 0
+    assert role._state.holds.num_holds == 0
 
 
 def test_a_prompt_is_read_once_however_many_chunks_it_takes(make_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +143,8 @@ def test_an_aborted_prompt_ends_in_the_next_step(make_role: Any) -> None:
     ours = begin(role)
     step(role, ours, 32, [5, 4])
     role.request_finished(ours, ([5, 4],), is_complete=False)
-    orders = role.build_connector_meta()
-    assert (orders.ended_transfers, role._held_blocks._pool.held) == (["x"], [])
+    orders = next_step(role)
+    assert (orders.ended_transfers, kept(role)) == (["x"], [])
 
 
 def test_a_prompt_that_ends_before_it_has_begun_is_told_to_those_who_wait_for_it(make_role: Any) -> None:
@@ -160,8 +154,8 @@ def test_a_prompt_that_ends_before_it_has_begun_is_told_to_those_who_wait_for_it
     role.on_new_request(ours)
     role.request_finished(ours, ([],), is_complete=False)
     assert role.has_pending_work()
-    assert role.build_connector_meta().ended_transfers == ["x"]
-    assert role._answer(Renew(role._epoch, (handle_of("x"),))).lost == (handle_of("x"),)
+    assert next_step(role).ended_transfers == ["x"]
+    assert role._answer(Renew(role._state.epoch, (handle_of_transfer("x"),))).lost == (handle_of_transfer("x"),)
 
 
 def test_a_sample_that_ends_before_it_has_begun_ends_no_push_of_another(make_role: Any) -> None:
@@ -178,30 +172,28 @@ def test_trap_14_a_preempted_prompt_is_named_before_its_blocks_are_reused(make_r
     role = make_role(FULL, mode="push")
     ours = begin(role)
     step(role, ours, 32, [5, 4])
-    role.note_schedule(scheduled({}, {}, preempted={"r", "another"}))
-    assert role.build_connector_meta().preempted == ["x"]
+    assert role.build_connector_meta(scheduled({}, preempted={"r", "another"})).preempted == ["x"]
 
 
 def test_a_transfer_released_before_its_prompt_came_is_not_held(make_role: Any) -> None:
     """As where the decode engine rejects a request before admission, or has the whole prompt."""
     role = make_role(FULL, mode="push")
-    role._answer(Release(role._epoch, (handle_of("x"),)))
+    role._answer(Release(role._state.epoch, (handle_of_transfer("x"),)))
     assert role.has_pending_work()
-    assert role.build_connector_meta().ended_transfers == ["x"], "ranks may know of blocks for it already"
-    role._answer(Release(role._epoch, (handle_of("x"),)))
-    assert role.build_connector_meta().ended_transfers == []
+    assert next_step(role).ended_transfers == ["x"], "ranks may know of blocks for it already"
+    role._answer(Release(role._state.epoch, (handle_of_transfer("x"),)))
+    assert next_step(role).ended_transfers == []
     ours = begin(role)
     orders = step(role, ours, 80, [5, 4, 3, 2, 1])
     role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True)
-    assert (orders.prompts, role._held_blocks._pool.held) == ([], [])
+    assert (orders.prompts, kept(role)) == ([], [])
 
 
 def test_one_of_several_samples_is_pushed(make_role: Any) -> None:
     role = make_role(FULL, mode="push")
     samples = [begin(role, request_id=f"{number}_r") for number in range(2)]
     blocks = {sample.request_id: ([5, 4, 3, 2, 1],) for sample in samples}
-    role.note_schedule(scheduled(dict.fromkeys(blocks, 80), blocks))
-    assert len(role.build_connector_meta().prompts) == 1
+    assert len(role.build_connector_meta(scheduled(dict.fromkeys(blocks, 80), blocks)).prompts) == 1
 
 
 def test_trap_14_blocks_that_left_the_window_are_not_named(make_role: Any) -> None:
@@ -219,7 +211,7 @@ def test_the_last_token_of_a_model_with_windows_is_left_to_the_decode_engine(mak
     [(_, sent)] = step(sender, prefilled, 79, [5, 4, 3, 2, 1], [0, 0, 8, 7, 6]).prompts
     ours, _ = pushed_to(reader, sender)
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), 79)
-    [order] = reader.build_connector_meta().loads
+    [order] = next_step(reader).loads
     assert (sent.num_tokens, sent.num_final, sent.digest) == (79, END, order.pushed.digest)
     assert order.pushed.num_tokens == 79
 
@@ -240,10 +232,10 @@ def test_the_decode_side_orders_what_it_lacks(make_role: Any) -> None:
     ours, found = pushed_to(reader, sender)
     assert found == (79, True)
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), 79 - 16)
-    [order] = reader.build_connector_meta().loads
+    [order] = next_step(reader).loads
     assert order.error is None
     assert (order.pushed.transfer_id, order.pushed.num_tokens) == ("x", 79)
-    assert (order.hold.port, order.hold.epoch) == (sender._listener.port, sender._epoch)
+    assert (order.hold.port, order.hold.epoch) == (sender._listener.port, sender._state.epoch)
     lists = [(blocks.first_token, blocks.last_token, blocks.destination_ids.tolist()) for blocks in order.blocks]
     assert lists == [(16, 79, [12, 13, 14, 15]), (32, 79, [16, 17, 18])]
 
@@ -252,9 +244,9 @@ def test_trap_13_a_router_that_remembers_a_former_engine_is_an_error(make_role: 
     """It asks once, at its start. The decode engine does not compute the prompt in silence."""
     sender, reader = make_role(FULL, mode="push"), make_role(FULL, mode="push")
     sender.publish([A_RANK])
-    ours, _ = pushed_to(reader, sender, remote_engine_id=life_of(sender._engine_id, 1))
+    ours, _ = pushed_to(reader, sender, remote_engine_id=life_of(sender._state.engine_id, 1))
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
-    [order] = reader.build_connector_meta().loads
+    [order] = next_step(reader).loads
     assert order.error.reason is Reason.PEER_CHANGED
     assert "restart the router" in str(order.error)
 
@@ -265,10 +257,10 @@ def test_an_engine_from_which_nothing_came_is_asked_anew_which_one_it_is(make_ro
     sender.publish([A_RANK])
     ours, _ = pushed_to(reader, sender)
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
-    reader.build_connector_meta()
-    assert len(reader._bootstraps._offers) == 1
+    next_step(reader)
+    assert len(reader._destination._bootstraps._offers) == 1
     reader.update_connector_output(SimpleNamespace(finished_recving={"d"}, failed_recving={"d"}))
-    assert len(reader._bootstraps._offers) == 0
+    assert len(reader._destination._bootstraps._offers) == 0
 
 
 def embedded(params: dict[str, Any], num_tokens: int = 3, *, mixed: bool = False) -> Request:
@@ -293,7 +285,7 @@ def test_a_prompt_of_embeddings_is_not_taken_for_another_one(mode: str, mixed: b
     sender.on_new_request(ours)
     sender.update_state_after_alloc(ours, allocated([5]), 0)
     assert sender.request_finished(ours, ([5],), is_complete=True) == (False, None)
-    assert sender._held_blocks._pool.held == []
+    assert kept(sender) == []
     with pytest.raises(KVFerryError) as refused:
         prompt_digest(ours, 3)
     assert refused.value.reason is Reason.UNSUPPORTED
@@ -304,7 +296,7 @@ def test_a_prompt_of_embeddings_is_not_taken_for_another_one(mode: str, mixed: b
     reader.on_new_request(theirs)
     assert awaited(reader, theirs) == (3, True)
     reader.update_state_after_alloc(theirs, allocated([5]), 3)
-    [order] = reader.build_connector_meta().loads
+    [order] = next_step(reader).loads
     assert order.error.reason is Reason.UNSUPPORTED
 
 
@@ -323,9 +315,9 @@ def test_a_request_that_waits_for_its_turn_is_renewed_as_soon_as_its_source_is_k
     reader.on_new_request(request(list(PROMPT), to_decode(sender), "d"))
 
     end = time.monotonic() + SECONDS
-    while reader._decode_side.lease_of("d") is None:
+    while reader._state.leases._holds.lease_of("d") is None:
         assert time.monotonic() < end
-        reader.build_connector_meta()
+        next_step(reader)
         time.sleep(0.01)
 
 
@@ -335,17 +327,17 @@ def test_a_rejected_request_lets_the_sender_go(make_role: Any) -> None:
     prefilled = begin(sender)
     step(sender, prefilled, 80, [5, 4, 3, 2, 1])
     sender.request_finished(prefilled, ([5, 4, 3, 2, 1],), is_complete=True)
-    address = f"http://127.0.0.1:{sender._bootstrap.port}"
-    life = life_of(sender._engine_id, sender._epoch)
+    address = f"http://127.0.0.1:{sender._source.bootstrap.port}"
+    life = life_of(sender._state.engine_id, sender._state.epoch)
     params = {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": life, "remote_bootstrap_addr": address}
     ours = request([0], params, "d")
     reader.on_new_request(ours)
     reader.request_finished(ours, ([],), is_complete=False)
     end = time.monotonic() + SECONDS
-    while sender._held_blocks._pool.held:
+    while kept(sender):
         assert time.monotonic() < end
-        reader.build_connector_meta()
-        sender.build_connector_meta()
+        next_step(reader)
+        next_step(sender)
         time.sleep(0.01)
     assert not reader.has_pending_work()
 
@@ -356,7 +348,7 @@ def test_parameters_that_name_no_push_are_an_error(make_role: Any) -> None:
     reader.on_new_request(ours)
     assert reader.get_num_new_matched_tokens(ours, 0) == (80, True)
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
-    [order] = reader.build_connector_meta().loads
+    [order] = next_step(reader).loads
     assert order.error.reason is Reason.MALFORMED_MESSAGE
 
 
@@ -439,5 +431,5 @@ def test_peers_are_told_the_advertised_host(make_role: Any) -> None:
     sender.publish([A_RANK])
     ours, _ = pushed_to(reader, sender)
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
-    [order] = reader.build_connector_meta().loads
+    [order] = next_step(reader).loads
     assert (order.hold.host, order.hold.port) == ("localhost", sender._listener.port)

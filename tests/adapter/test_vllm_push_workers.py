@@ -29,7 +29,7 @@ from kvferry.handoff.messages import (
     Question,
     Release,
     Released,
-    Unquiet,
+    StillWriting,
 )
 from kvferry.handoff.push.part import BlockList
 from kvferry.handoff.push.sender import Prompt
@@ -38,7 +38,7 @@ from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.server import Listener
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import LoadOrder, PushedPrompt, StepMetadata
+from kvferry.integrations.vllm.step import EngineEndPoint, LoadOrder, PushedPrompt, StepMetadata
 from kvferry.integrations.vllm.translate.shards import decode_rank_entry
 from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.integrations.vllm.worker.idle_steps import FIRST_SECONDS, IdleSteps
@@ -264,15 +264,15 @@ def test_a_source_that_says_nothing_more_does_not_keep_the_request(
     """Its host may be gone, or it stopped: the engine keeps the blocks, and the request fails without them."""
     monkeypatch.setattr(executor, "QUIET_SECONDS", 0.1)
     monkeypatch.setattr(receiver, "nothing_listens", lambda *_: is_gone)
-    is_gone, told = False, list[Unquiet]()
+    is_gone, told = False, list[StillWriting]()
 
     def answer(question: Question) -> Answer:
-        assert isinstance(question, Unquiet)
+        assert isinstance(question, StillWriting)
         told.append(question)
         return Noted(EPOCH)
 
     engine = Listener(HOST, 0, answer)
-    orders = {"answers_at": EndPoint(HOST, engine.port, EPOCH)}
+    orders = {"engine": EngineEndPoint(EndPoint(HOST, engine.port, EPOCH), b"secret")}
     try:
         workers.announce(seconds=0.5)
         wait_until(lambda: any(role._push.pusher._receivers for role in workers.senders))
@@ -282,9 +282,9 @@ def test_a_source_that_says_nothing_more_does_not_keep_the_request(
         workers.step([workers.receiver], StepMetadata(**orders))
         wait_until(lambda: bool(told))
         assert (told[0].rank, told[0].number, told[0].request_ids) == (0, 1, ("r",))
-        workers.step([workers.receiver], StepMetadata(**orders, set_aside=[(1, "r")]))
+        workers.step([workers.receiver], StepMetadata(**orders, quarantined=[(1, "r")]))
         assert workers.receiver.take_finished(0.1) == (set(), set()), "another rank's"
-        workers.step([workers.receiver], StepMetadata(**orders, set_aside=[(0, "r")]))
+        workers.step([workers.receiver], StepMetadata(**orders, quarantined=[(0, "r")]))
         assert workers.finished() == ({"r"}, {"r"})
         is_gone = True
         wait_until(lambda: len(told) == 2)

@@ -18,14 +18,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.messages import RankEntry
+from kvferry.handoff.wire import hold_messages
 from kvferry.handoff.wire.bootstrap import life_of
 from kvferry.integrations.vllm.connector import KVFerryConnector
-from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
-from kvferry.integrations.vllm.scheduler.kept_blocks import HeldBlocks
+from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.layout.group import CacheKind
 
-from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, BlockPool, allocated, prefill, request
+from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, BlockPool, allocated, kept, next_step, prefill, request
 
 
 def test_blocks_that_a_load_fills_in_part_are_left_for_the_engine_to_clear(make_role: Any) -> None:
@@ -81,7 +81,7 @@ def test_a_state_that_went_past_the_prompt_is_not_exported(make_role: Any) -> No
     role.update_state_after_alloc(ours, allocated([1], [2]), 0)
     ours.num_computed_tokens = ours.num_prompt_tokens + 1
     assert role.request_finished(ours, ([1], [2]), is_complete=True) == (False, None)
-    assert role._prefill_side.num_held == 0
+    assert role._state.holds.num_holds == 0
 
 
 def test_a_state_of_the_whole_prompt_is_refused_by_the_reader(make_role: Any) -> None:
@@ -92,7 +92,7 @@ def test_a_state_of_the_whole_prompt_is_refused_by_the_reader(make_role: Any) ->
     ours = request(PROMPT, params, "d")
     reader.on_new_request(ours)
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [16]), len(PROMPT) - 1)
-    [order] = reader.build_connector_meta().loads
+    [order] = next_step(reader).loads
     assert order.error is not None
     assert order.error.reason is Reason.INVALID_REQUEST
 
@@ -101,12 +101,12 @@ def test_blocks_that_left_the_window_are_neither_held_nor_loaded(make_role: Any)
     sender, reader = make_role(FULL, WINDOW), make_role(FULL, WINDOW)
     params = prefill(sender, PROMPT, [5, 4, 3, 2, 1], [0, 0, 8, 7, 6])
     assert params is not None
-    assert sorted(sender._held_blocks._pool.held) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(kept(sender)) == [1, 2, 3, 4, 5, 6, 7, 8]
     ours = request(PROMPT, params, "d")
     reader.on_new_request(ours)
     assert reader.get_num_new_matched_tokens(ours, 0) == (len(PROMPT) - 1, True)
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), len(PROMPT) - 1)
-    [order] = reader.build_connector_meta().loads
+    [order] = next_step(reader).loads
     assert [blocks.source_ids.tolist() for blocks in order.blocks] == [[5, 4, 3, 2, 1], [8, 7, 6]]
     assert [blocks.first_token for blocks in order.blocks] == [0, 32]
 
@@ -127,7 +127,10 @@ def test_a_window_block_that_a_load_would_fill_in_part_is_not_cached_as_a_whole(
     reader = make_role(GroupShape(CacheKind.SLIDING_WINDOW, block_size, 40), prefix_caching=prefix_caching, mode=mode)
     if mode == "push":
         sender.publish([RankEntry(0, 0, b"", {}, 0, 0)])
-        life, address = life_of(sender._engine_id, sender._epoch), f"http://127.0.0.1:{sender._bootstrap.port}"
+        life, address = (
+            life_of(sender._state.engine_id, sender._state.epoch),
+            f"http://127.0.0.1:{sender._source.bootstrap.port}",
+        )
         params = {"transfer_id": "x", "do_remote_prefill": True}
         params |= {"remote_engine_id": life, "remote_bootstrap_addr": address}
     else:
@@ -138,7 +141,7 @@ def test_a_window_block_that_a_load_would_fill_in_part_is_not_cached_as_a_whole(
         time.sleep(0.01)
     num_blocks = -(-79 // block_size)
     reader.update_state_after_alloc(ours, allocated([*range(11, 11 + num_blocks)]), 79)
-    [order] = reader.build_connector_meta().loads
+    [order] = next_step(reader).loads
     if not is_refused:
         assert order.error is None
         return
@@ -153,7 +156,7 @@ def test_a_window_that_the_prefill_engine_has_lost_is_refused_with_a_reason(make
     ours = request(PROMPT, params, "d")
     reader.on_new_request(ours)
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), len(PROMPT) - 1)
-    [order] = reader.build_connector_meta().loads
+    [order] = next_step(reader).loads
     assert order.error is not None
     assert "prefill engine has no block number 2 of 5" in str(order.error)
 
@@ -175,21 +178,21 @@ def test_no_prompt_loses_what_its_last_token_attends_to(num_tokens: int, make_ro
     reader.on_new_request(ours)
     num_loaded, _ = reader.get_num_new_matched_tokens(ours, 0)
     reader.update_state_after_alloc(ours, allocated(listed(30, num_loaded)), num_loaded)
-    assert [order.error for order in reader.build_connector_meta().loads] == [None] * (num_loaded > 0)
+    assert [order.error for order in next_step(reader).loads] == [None] * (num_loaded > 0)
 
 
 def test_renewals_are_taken_in_while_a_step_takes_long(make_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the listener's thread runs on the reader's side; each renewal follows from the answer to the last."""
-    monkeypatch.setattr(scheduler_role, "RENEW_SHARE", 0.001)
+    monkeypatch.setattr(hold_messages, "RENEW_SHARE", 0.001)
     sender, reader = make_role(FULL), make_role(FULL)
     params = prefill(sender, PROMPT, [5, 4, 3, 2, 1])
     reader.on_new_request(request(PROMPT, params or {}, "d"))
-    ends = {reader._decode_side.lease_of("d").end}
+    ends = {reader._state.leases._holds.lease_of("d").end}
     deadline = time.monotonic() + 20
     while len(ends) < 4:
         assert time.monotonic() < deadline, f"the lease was renewed {len(ends) - 1} times"
         time.sleep(0.01)
-        ends.add(reader._decode_side.lease_of("d").end)
+        ends.add(reader._state.leases._holds.lease_of("d").end)
 
 
 def test_a_hold_that_was_lost_during_a_step_ends_the_load_with_that_reason(make_role: Any) -> None:
@@ -198,13 +201,13 @@ def test_a_hold_that_was_lost_during_a_step_ends_the_load_with_that_reason(make_
     ours = request(PROMPT, params or {}, "d")
     reader.on_new_request(ours)
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
-    reader.build_connector_meta()
-    with sender._prefill_lock:
-        sender._prefill_side.expire(time.monotonic() + 1e6)
-    with reader._decode_lock:
-        reader._decode_side._renew_at = dict.fromkeys(reader._decode_side._renew_at, 0.0)
+    next_step(reader)
+    with sender._state.holds_lock:
+        sender._state.holds.expire(time.monotonic() + 1e6)
+    with reader._state.leases._lock:
+        reader._state.leases._holds._renew_at = dict.fromkeys(reader._state.leases._holds._renew_at, 0.0)
     deadline = time.monotonic() + 20
-    while not (lost := reader.build_connector_meta().lost):
+    while not (lost := next_step(reader).lost):
         assert time.monotonic() < deadline, "nothing was lost"
         time.sleep(0.01)
     assert lost == ["d"]
@@ -229,9 +232,9 @@ def test_why_a_request_cannot_be_loaded_keeps_no_frame_alive(
 
 
 def test_references_are_dropped_tail_first_and_the_null_block_has_none() -> None:
-    pool, held = BlockPool(), HeldBlocks()
+    pool, held = BlockPool(), KeptBlocks()
     held.bind(pool)  # type: ignore[arg-type]
-    held.hold("r", ([0, 0, 3], [4, 5]))
+    held.keep("r", ([0, 0, 3], [4, 5]))
     assert pool.held == [3, 4, 5]
     held.free("r")
     assert pool.held == []
@@ -247,22 +250,24 @@ def test_every_step_that_computes_a_held_request_names_it_until_it_is_exported(m
     role, ours = make_role(FULL), request(PROMPT, {"do_remote_decode": True})
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
-    orders = role.build_connector_meta(["r", "of another kind"])
+    orders = next_step(role, "r", "of another kind")
     first = orders.written
     assert orders.computes
     assert len(first) == 1
-    assert role.build_connector_meta(["r"]).written == first, "the prompt's next chunk"
-    orders = role.build_connector_meta([])
+    assert next_step(role, "r").written == first, "the prompt's next chunk"
+    orders = next_step(role)
     assert orders.written == []
     assert not orders.computes
     ours.num_computed_tokens = ours.num_prompt_tokens
     role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)
-    assert role.build_connector_meta(["r"]).written == [], "a request of the same id that is not held"
+    assert next_step(role, "r").written == [], "a request of the same id that is not held"
 
 
 def test_the_connector_tells_the_roles_which_requests_a_step_computes_and_when_it_is_launched() -> None:
     connector, told = object.__new__(KVFerryConnector), []
-    connector._scheduler_role = SimpleNamespace(build_connector_meta=told.append, note_schedule=lambda _: None)  # type: ignore[assignment]
+    connector._scheduler_role = SimpleNamespace(
+        build_connector_meta=lambda output: told.append(output.num_scheduled_tokens)
+    )  # type: ignore[assignment]
     connector._worker_role = SimpleNamespace(finish_step=lambda: told.append("finished"))  # type: ignore[assignment]
     connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"a": 4}))  # type: ignore[arg-type]
     connector.wait_for_save()

@@ -21,7 +21,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.execution.executor import Executor
 from kvferry.execution.read import Load
 from kvferry.execution.scratch import Scratch
-from kvferry.handoff.lease import lease_lost
+from kvferry.handoff.holds import lease_lost
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
 from kvferry.integrations.vllm.translate.shards import group_shapes
@@ -29,7 +29,7 @@ from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.request import GroupBlocks
 
-from .scheduler_requests import FULL, PROMPT, STATE, allocated, prefill, request
+from .scheduler_requests import FULL, PROMPT, STATE, allocated, next_step, prefill, request
 from .test_vllm_states import DESTINATION_BLOCK, KINDS, SOURCE_BLOCK, Rank, carry_out
 from .vllm_caches import CacheRank, full, move, window
 
@@ -44,7 +44,7 @@ def test_trap_1_the_last_prompt_token_does_not_advance_a_mamba_state_twice(make_
     reader.on_new_request(ours)
     assert reader.get_num_new_matched_tokens(ours, 0) == (len(PROMPT) - 1, True)
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [16]), len(PROMPT) - 1)
-    [order] = reader.build_connector_meta().loads
+    [order] = next_step(reader).loads
     assert order.error is None
     assert [blocks.last_token for blocks in order.blocks] == [len(PROMPT) - 1, 1]
     assert [blocks.source_ids.tolist() for blocks in order.blocks] == [[5, 4, 3, 2, 1], [9]]
@@ -145,7 +145,7 @@ def test_trap_7_block_sizes_differ_without_anybody_asking(sizes: tuple[int, int]
     reader.on_new_request(ours)
     num_tokens, _ = reader.get_num_new_matched_tokens(ours, 0)
     reader.update_state_after_alloc(ours, allocated(blocks[1]), num_tokens)
-    [order] = reader.build_connector_meta().loads
+    [order] = next_step(reader).loads
     assert order.error is None
     source.label(order.blocks)
     move([source], destination, order.blocks)
@@ -158,12 +158,12 @@ def test_trap_8_asking_again_has_no_effect_and_the_load_is_ordered_once(make_rol
     ours = request(PROMPT, prefill(sender, PROMPT, [5, 4, 3, 2, 1]) or {}, "d")
     reader.on_new_request(ours)
     assert {reader.get_num_new_matched_tokens(ours, 16) for _ in range(3)} == {(64, True)}
-    assert reader.build_connector_meta().loads == [], "ordered by a question"
+    assert next_step(reader).loads == [], "ordered by a question"
     reader.update_state_after_alloc(ours, allocated([10, 11, 12, 13, 14]), 64)
-    assert len(reader.build_connector_meta().loads) == 1
+    assert len(next_step(reader).loads) == 1
     assert reader.get_num_new_matched_tokens(ours, 0) == (0, False)
     reader.update_state_after_alloc(ours, allocated([10, 11, 12, 13, 14]), 0)
-    assert reader.build_connector_meta().loads == []
+    assert next_step(reader).loads == []
 
 
 def test_trap_8_an_answer_that_was_dropped_lets_the_remote_hold_go(make_role: Any) -> None:
@@ -172,10 +172,10 @@ def test_trap_8_an_answer_that_was_dropped_lets_the_remote_hold_go(make_role: An
     ours = request(PROMPT, prefill(sender, PROMPT, [5, 4, 3, 2, 1]) or {}, "d")
     reader.on_new_request(ours)
     reader.get_num_new_matched_tokens(ours, 0)
-    assert reader._decode_side.num_reading == 1
+    assert reader._state.leases._holds.num_used == 1
     reader.update_state_after_alloc(ours, allocated([10, 11, 12, 13, 14]), 0)
-    assert reader._decode_side.num_reading == 0
-    assert reader.build_connector_meta().loads == []
+    assert reader._state.leases._holds.num_used == 0
+    assert next_step(reader).loads == []
 
 
 def test_trap_10_a_rejection_before_admission_lets_the_remote_hold_go(make_role: Any) -> None:
@@ -193,10 +193,10 @@ def test_trap_10_a_rejection_before_admission_lets_the_remote_hold_go(make_role:
     assert (rejected.prompt_token_ids, rejected.abort_immediately) == ([0], True)
     ours = Request.from_engine_core_request(rejected, None)
     reader.on_new_request(ours)
-    assert reader._decode_side.num_reading == 1
+    assert reader._state.leases._holds.num_used == 1
     assert reader.request_finished(ours, ([],), is_complete=False) == (False, None)
-    assert reader._decode_side.num_reading == 0
-    assert reader.build_connector_meta().loads == []
+    assert reader._state.leases._holds.num_used == 0
+    assert next_step(reader).loads == []
 
 
 class CountedRank:

@@ -20,7 +20,7 @@ from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor
 from kvferry.execution.guard_words import GuardWords, word_bytes
 from kvferry.execution.read import GuardedRead, Load, LoadResult, Phase
 from kvferry.execution.scratch import WORD_BYTES, Scratch
-from kvferry.handoff.lease import lease_lost
+from kvferry.handoff.holds import lease_lost
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import (
     Capabilities,

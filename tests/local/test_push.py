@@ -17,8 +17,8 @@ from kvferry.execution import receipt
 from kvferry.execution import receiver as receiver_module
 from kvferry.execution.read import LoadResult
 from kvferry.execution.receiver import Receiver
+from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import EndPoint, Introduced, Question, Release, Released
-from kvferry.handoff.push.holds import handle_of
 from kvferry.handoff.push.part import BlockList
 from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.push.sending import END
@@ -161,7 +161,7 @@ def test_an_engine_is_told_of_a_hold_that_a_dead_receiver_could_not_release(fail
             wait_until(lambda: bool(asked))
     finally:
         engine.close()
-    assert asked == ([Release(7, (handle_of("x"),))] if fails else [])
+    assert asked == ([Release(7, (handle_of_transfer("x"),))] if fails else [])
 
 
 def test_a_receiver_out_of_reach_is_reported_and_the_next_push_connects_anew(

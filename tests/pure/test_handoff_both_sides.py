@@ -14,9 +14,9 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.guard_words import GuardWords, word_bytes
-from kvferry.handoff.holds import Ending, Hold, PrefillSide
+from kvferry.handoff.holds import Ending, Hold, Holds
 from kvferry.handoff.messages import Handle
-from kvferry.handoff.remote_holds import DecodeSide, RemoteHold
+from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
 
 NUM_SLOTS, LEASE, LINGER, SHARE = 2, 60.0, 0.5, 0.25
 CLOCK_OFFSET = 12345.0
@@ -53,7 +53,7 @@ class TwoSides:
         self.prompt_of: dict[Handle, int] = {}
         self.epoch = 0
         self.restart()
-        self.decode = DecodeSide(LINGER, SHARE)
+        self.decode = RemoteHolds(LINGER, SHARE)
         self.offers: list[Offer] = []
         self.network: list[Callable[[], None]] = []
         self.waiting: dict[str, Offer] = {}
@@ -92,7 +92,7 @@ class TwoSides:
     def restart(self) -> None:
         """Everything the former life held is gone and overwritten."""
         self.epoch += 1
-        self.prefill = PrefillSide(self.epoch, NUM_SLOTS, LEASE)
+        self.prefill = Holds(self.epoch, NUM_SLOTS, LEASE)
         self.words.array[:] = 0
         self.blocks = dict.fromkeys(self.blocks, OVERWRITTEN)
         self.prompt_of = {}
@@ -101,13 +101,13 @@ class TwoSides:
         """A prompt is prefilled into fresh blocks and its hold is offered."""
         name = self.random.choice(["a", "0_c", "1_c"])
         hold = self.prefill.begin(name)
-        if hold is None or hold.is_exported:
+        if hold is None or hold.is_held:
             return
         prompt = len(self.blocks)
         self.blocks[prompt] = prompt
         self.prompt_of[hold.handle] = prompt
         self.words.set(hold.slot, self.epoch, hold.handle.generation)
-        self.prefill.export(name, self.now)
+        self.prefill.hold(name, self.now)
         self.offers.append(Offer(RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle), hold.slot, prompt))
 
     def step_prefill(self) -> None:
@@ -251,9 +251,9 @@ class TwoSides:
             self.abort()
         self.now += LEASE
         self.step_decode()
-        assert self.decode.num_reading == 0
+        assert self.decode.num_used == 0
         self.step_prefill()
-        assert self.prefill.num_held == 0
+        assert self.prefill.num_holds == 0
         assert not self.words.array.any()
 
 

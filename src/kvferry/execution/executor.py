@@ -38,6 +38,10 @@ class Job(Protocol):
         """``PREPARING`` while it waits for something else than a transfer, ``STOPPING`` once given up, ``DONE``."""
 
     @property
+    def fills_blocks(self) -> bool:
+        """Whether it fills blocks of this engine, which must be kept until its transfers have ended."""
+
+    @property
     def error(self) -> KVFerryError | None:
         """Why it was given up."""
 
@@ -234,11 +238,11 @@ class Executor:
         seconds = 0.0 if load.given_up_at is None else now - load.given_up_at
         if load.phase is Phase.DONE and load.load_id in self._unquiet:
             self._unquiet.remove(load.load_id)
-            self._tell_unquiet(frozenset(self._unquiet))
+            self._tell_of_blocks(load)
             logger.warning("kvferry: the transfers of %s ended %.0f s after it was given up.", load.load_id, seconds)
         elif load.phase is Phase.STOPPING and seconds > QUIET_SECONDS and load.load_id not in self._unquiet:
             self._unquiet.add(load.load_id)
-            self._tell_unquiet(frozenset(self._unquiet))
+            self._tell_of_blocks(load)
             logger.warning(
                 "kvferry: %s was given up %.0f s ago (%s), but its transfers cannot be revoked and have not ended: its "
                 "blocks are kept until they have. Is the other engine's process stopped? If it ends, so do they.",
@@ -246,6 +250,11 @@ class Executor:
                 seconds,
                 load.error,
             )
+
+    def _tell_of_blocks(self, changed: Job) -> None:
+        if changed.fills_blocks:
+            names = {load.load_id for load in self._active if load.fills_blocks}
+            self._tell_unquiet(frozenset(self._unquiet & names))
 
     def _advance_one(self, load: Job) -> bool:
         was_stopping = load.phase is Phase.STOPPING

@@ -16,7 +16,7 @@ from kvferry.execution.guard_words import GuardWords, word_bytes
 from kvferry.execution.pack_copies import from_message
 from kvferry.execution.scratch import BEING_WRITTEN, WORD_BYTES
 from kvferry.execution.stage import Stage
-from kvferry.handoff.lease import Lease
+from kvferry.handoff.holds import Lease
 from kvferry.handoff.messages import Answer, Busy, Pack, Packed, Question, Unpack, Unpacked
 from kvferry.layout.shard import Region
 from kvferry.plan.staging.scatter import Merge

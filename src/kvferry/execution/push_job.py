@@ -28,6 +28,8 @@ class PushJob:
     is packed there before it is written.
     """
 
+    fills_blocks = False
+
     def __init__(
         self,
         side: SendingSide,

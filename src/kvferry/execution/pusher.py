@@ -14,8 +14,8 @@ from kvferry.execution.push_job import PushJob
 from kvferry.execution.push_ways import PackedWay, PushWays
 from kvferry.execution.read import LoadResult
 from kvferry.handoff.bounded import Bounded
-from kvferry.handoff.epochs import check_epoch
 from kvferry.handoff.handshake import check_version, compare_identities
+from kvferry.handoff.holds import check_epoch, handle_of_transfer
 from kvferry.handoff.messages import (
     MAX_TEXT_LENGTH,
     Announce,
@@ -32,7 +32,6 @@ from kvferry.handoff.messages import (
     Revoke,
     Revoked,
 )
-from kvferry.handoff.push.holds import handle_of
 from kvferry.handoff.push.part import Part, selector_of
 from kvferry.handoff.push.sender import Prompt, PushRequest, SendingSide
 from kvferry.handoff.push_times import PromptTimes, PushTimes, Step
@@ -353,7 +352,7 @@ class Pusher:
     def _give_up(self, transfer_id: str) -> None:
         """Let this rank's engine end the hold, as the receiver would: it may be dead, and a lease is long."""
         if (engine := self.engine) is not None:
-            question = Release(engine.epoch, (handle_of(transfer_id),))
+            question = Release(engine.epoch, (handle_of_transfer(transfer_id),))
             self._courier.send(engine.host, engine.port, question, REPORT_SECONDS)
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -118,6 +118,7 @@ Prepare = Callable[[], Sequence[GuardedRead] | None]
 class Load:
     """A load in progress. ``deadline`` is on the monotonic clock."""
 
+    fills_blocks: ClassVar[bool] = True
     load_id: str
     prepare: Prepare
     deadline: float

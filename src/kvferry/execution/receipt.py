@@ -66,6 +66,8 @@ Event = Pushed | PushFailed | tuple[int, Announce | Revoke, Answer | None]
 class Receipt:
     """Advances one push as its receiver sees it; done once the engine may have the blocks."""
 
+    fills_blocks = True
+
     def __init__(self, request: Request, key: PushKey, find_sources: FindSources, receiver: "Receiver") -> None:
         self.load_id = request.load_id
         self.phase = Phase.PREPARING

@@ -1,22 +1,30 @@
-"""The holder's side of a pull: which requests' blocks are held, for whom, until when.
+"""Holds: the prompts whose blocks a prefill engine keeps for a decode engine, for a pull and for a push.
 
-Pure: messages and the time are inputs. A request *begins* when its prefill starts (it gets a
-guard slot and a generation), is *exported* when it finishes (a lease starts), and *ends* on
-release, on expiry or when it will not be exported. An ended exported request is named once in
-:meth:`PrefillSide.take_ended`; only then may the engine free its blocks, and only after every rank has
-cleared the guard word.
+Pure: messages and the time are inputs. A hold is *open* from the first block of its prompt, *held* under a lease from
+the prompt's end, and *ended* by a release, by the end of its lease, or because the prompt is dropped. Each ended hold
+is returned once by :meth:`Holds.take_ended`. Only then may the engine free the blocks, and only after every rank has
+cleared the hold's guard word.
+
+A pull's hold is named by its request and a generation of its own, which the decode engine learns from the answer. A
+push's hold is named by the router's transfer id, which decode engines know before the prompt has come: an unknown
+transfer may still begin, an ended one is remembered.
 """
 
 import re
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
-from kvferry.handoff.epochs import check_epoch
-from kvferry.handoff.lease import Lease
+from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.bounded import Bounded
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Handle
 
+MAX_REMEMBERED = 1 << 16
+"""Ended transfers that are remembered."""
+TRANSFER_GENERATION = 0
+"""The generation in every handle of a push: a router makes each transfer id once."""
 _SAMPLE_PREFIX = re.compile(r"^\d+_")
 
 
@@ -29,60 +37,128 @@ def sampling_family(request_id: str) -> str:
     return _SAMPLE_PREFIX.sub("", request_id)
 
 
+def handle_of_transfer(transfer_id: str) -> Handle:
+    """Return the handle by which decode engines name a transfer."""
+    return Handle(transfer_id, TRANSFER_GENERATION)
+
+
+def check_epoch(epoch: int, own: int, who: str = "engine") -> None:
+    """Raise :class:`HandoffError` (peer-changed) for a message to an earlier process of this prefill engine or rank.
+
+    >>> check_epoch(7, own=7)
+    >>> check_epoch(6, own=7, who="rank")
+    Traceback (most recent call last):
+    kvferry.errors.HandoffError: the message is for epoch 6 of this rank, which is in epoch 7. ...
+    """
+    if epoch != own:
+        raise HandoffError(
+            Reason.PEER_CHANGED,
+            f"the message is for epoch {epoch} of this {who}, which is in epoch {own}.",
+            "The prefill engine was restarted: send the prompt again.",
+        )
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """A promise to hold until ``end``, in seconds of the monotonic clock of the process that keeps the lease.
+
+    A decode engine computes ``end`` from the moment at which it *sent* a granted renewal, so its view ends before the
+    prefill engine's. The first lease starts with the prefill engine's answer, which travels through a router: counted
+    from the request's arrival, it may end late until the first renewal corrects it. Leases serve liveness only; guard
+    words prove that bytes are right.
+
+    >>> lease = Lease.granted(sent_at=10.0, seconds=60.0)
+    >>> lease.end, lease.is_over(69.0), lease.is_over(70.0)
+    (70.0, False, True)
+    """
+
+    end: float
+
+    @classmethod
+    def granted(cls, sent_at: float, seconds: float) -> "Lease":
+        """Return the lease that a grant of ``seconds``, asked for at ``sent_at``, gives."""
+        return cls(sent_at + seconds)
+
+    def is_over(self, now: float) -> bool:
+        """Return whether the promise has ended."""
+        return now >= self.end
+
+    def remaining(self, now: float) -> float:
+        """Return the seconds left, at least zero."""
+        return max(0.0, self.end - now)
+
+
 class Ending(StrEnum):
     """Why a hold ended."""
 
     RELEASED = "released"
     EXPIRED = "expired"
-    NOT_EXPORTED = "not-exported"
+    DROPPED = "dropped"
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """A request whose blocks a reader may read while its guard word says ``generation``."""
+    """The blocks of one request. ``slot`` is the place of a pull's guard word; a push has none."""
 
     handle: Handle
-    slot: int
+    request_id: str
+    slot: int | None = None
     lease: Lease | None = None
 
     @property
-    def is_exported(self) -> bool:
-        """Whether the engine waits for this hold's end before it frees the blocks."""
+    def is_held(self) -> bool:
+        """Whether the request has finished and its blocks are kept for a decode engine."""
         return self.lease is not None
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether the router's transfer id names the hold."""
+        return self.handle.generation == TRANSFER_GENERATION
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """A hold that is over. ``hold.is_exported`` tells whether the engine waits for a report."""
+    """A hold that has ended. ``hold`` is None for a transfer that ended before its prompt began."""
 
-    hold: Hold
+    handle: Handle
     ending: Ending
+    hold: Hold | None
+
+    @property
+    def was_held(self) -> bool:
+        """Whether the engine keeps references to the blocks, which can go now."""
+        return self.hold is not None and self.hold.is_held
 
 
-class PrefillSide:
+class Holds:
     """All holds of one prefill engine.
 
-    ``epoch`` identifies this process's life; a message with another epoch is refused, so that a
-    restarted engine is never mistaken for its former self.
+    ``epoch`` names this process; messages for an earlier process are refused.
 
-    >>> side = PrefillSide(epoch=7, num_slots=2, lease_seconds=60)
-    >>> hold = side.begin("a")
-    >>> side.export("a", now=0.0).lease.end
+    >>> holds = Holds(epoch=7, num_slots=2, lease_seconds=60)
+    >>> hold = holds.begin("a")
+    >>> holds.hold("a", now=0.0).lease.end
     60.0
-    >>> side.release(7, [hold.handle]), [e.ending.value for e in side.take_ended()]
+    >>> holds.release(7, [hold.handle]), [ended.ending.value for ended in holds.take_ended()]
     (None, ['released'])
+    >>> transfer = holds.begin_transfer("x", "b").handle
+    >>> holds.renew(7, [transfer, handle_of_transfer("to come")], now=50.0), holds.release(7, [transfer])
+    ([], None)
+    >>> holds.renew(7, [transfer], now=50.0) == [transfer], holds.begin_transfer("x", "b")
+    (True, None)
     """
 
     def __init__(self, epoch: int, num_slots: int, lease_seconds: float) -> None:
         self.epoch = epoch
         self.lease_seconds = lease_seconds
         self._holds: dict[str, Hold] = {}
+        self._name_of: dict[str, str] = {}
         self._families: dict[str, set[str]] = {}
         self._free_slots = list(range(num_slots))[::-1]
-        self._next_generation = 1
+        self._next_generation = TRANSFER_GENERATION + 1
+        self._ended_transfers: Bounded[str, None] = Bounded(MAX_REMEMBERED)
         self._ended: list[Ended] = []
 
     @property
-    def num_held(self) -> int:
-        """Requests that have begun and not ended."""
+    def num_holds(self) -> int:
+        """Holds that have begun and not ended."""
         return len(self._holds)
 
     @property
@@ -90,96 +166,160 @@ class PrefillSide:
         """Whether :meth:`take_ended` has something to return."""
         return bool(self._ended)
 
-    def begin(self, request_id: str) -> Hold | None:
-        """Give the request a slot and a generation; again for a preempted request gives the same.
+    # The engine's requests.
 
-        None means that the request cannot be exported: all slots are taken, a finished request of
-        the same id is still held, or no message could carry the id.
+    def begin(self, request_id: str) -> Hold | None:
+        """Open a pull's hold and give it a slot; a preempted request that begins again keeps its hold.
+
+        None means that the request cannot be held: all slots are taken, a finished request of the same id is still
+        held, or no message could carry the id.
         """
         hold = self._holds.get(request_id)
         if hold is not None:
-            return None if hold.is_exported else hold
+            return None if hold.is_held or hold.is_transfer else hold
         if not self._free_slots or len(request_id) > MAX_IDENTIFIER_LENGTH:
             return None
-        hold = Hold(Handle(request_id, self._next_generation), self._free_slots.pop())
+        hold = Hold(Handle(request_id, self._next_generation), request_id, self._free_slots.pop())
         self._next_generation += 1
-        self._holds[request_id] = hold
         self._families.setdefault(sampling_family(request_id), set()).add(request_id)
-        return hold
+        return self._open(hold)
 
-    def unfinished(self, request_ids: Iterable[str]) -> list[Hold]:
-        """Return the holds of those of these requests that have begun and are not exported: they are being written."""
-        holds = (self._holds.get(request_id) for request_id in request_ids)
-        return [hold for hold in holds if hold is not None and not hold.is_exported]
+    def begin_transfer(self, transfer_id: str, request_id: str) -> Hold | None:
+        """Open a push's hold for this request; a preempted request that begins again keeps its hold.
 
-    def export(self, request_id: str, now: float) -> Hold | None:
-        """Start the lease of a finished request; None if it never began.
-
-        An exported hold is a former request's: one of the same id that did not begin leaves it alone.
+        None where the transfer has ended already, or where another request, such as a parallel sample, serves it.
         """
-        hold = self._holds.get(request_id)
-        return None if hold is None or hold.is_exported else self._extend(hold, now)
+        if transfer_id in self._ended_transfers:
+            return None
+        hold = self._holds.get(transfer_id)
+        if hold is None:
+            return self._open(Hold(handle_of_transfer(transfer_id), request_id))
+        is_same = hold.is_transfer and hold.request_id == request_id
+        return hold if is_same and not hold.is_held else None
+
+    def open_hold(self, request_id: str) -> Hold | None:
+        """Return the hold of a request that has begun and not finished."""
+        name = self._name_of.get(request_id)
+        return None if name is None else self._holds[name]
+
+    def hold(self, request_id: str, now: float) -> Hold | None:
+        """Start the lease of a finished request; None if it has no open hold."""
+        hold = self.open_hold(request_id)
+        if hold is None:
+            return None
+        del self._name_of[request_id]
+        return self._extend(hold, now)
 
     def drop(self, request_id: str) -> None:
-        """End a request that will not be exported (aborted, or nothing to send)."""
-        hold = self._holds.get(request_id)
-        if hold is not None and not hold.is_exported:
-            self._end(request_id, Ending.NOT_EXPORTED)
+        """End the open hold of a request that is not held after its end: it was aborted, or has nothing to send."""
+        hold = self.open_hold(request_id)
+        if hold is not None:
+            self._end(hold, Ending.DROPPED)
+
+    def drop_transfer(self, transfer_id: str) -> None:
+        """End a transfer whose request ended before it began, unless another request serves it."""
+        if transfer_id not in self._holds:
+            self._end_unbegun(handle_of_transfer(transfer_id), Ending.DROPPED)
+
+    # Messages and time.
 
     def renew(self, epoch: int, handles: Iterable[Handle], now: float) -> list[Handle]:
-        """Extend leases; return the handles that are not held. Raises on a foreign epoch."""
+        """Extend leases; return the handles that are held no longer. Raises on another epoch."""
         check_epoch(epoch, self.epoch)
         lost = []
         for handle in handles:
-            hold = self._holds.get(handle.request_id)
-            if hold is None or hold.handle != handle:
+            if (hold := self._named(handle)) is not None:
+                for member in self._family(hold):
+                    if member.is_held:
+                        self._extend(member, now)
+            elif handle.generation != TRANSFER_GENERATION or handle.request_id in self._ended_transfers:
                 lost.append(handle)
-            else:
-                self._extend_family(handle.request_id, now)
         return lost
 
     def release(self, epoch: int, handles: Iterable[Handle]) -> None:
-        """End exported holds; those already ended are ignored. Raises on a foreign epoch.
+        """End holds that no decode engine wants any more; ended ones are ignored. Raises on another epoch.
 
-        Parallel samples of one prompt are held apart, but only one of them is named to the
-        reader: releasing one releases its whole family.
+        Parallel samples of one prompt are held apart, but the decode engine knows one of them: a release ends those of
+        the family that are held. A transfer ends whether it is held, open or still to come.
         """
         check_epoch(epoch, self.epoch)
         for handle in handles:
-            hold = self._holds.get(handle.request_id)
-            if hold is None or hold.handle != handle:
+            hold = self._named(handle)
+            if hold is None:
+                if handle.generation == TRANSFER_GENERATION:
+                    self._end_unbegun(handle, Ending.RELEASED)
                 continue
-            for member in sorted(self._families[sampling_family(handle.request_id)]):
-                if self._holds[member].is_exported:
+            for member in self._family(hold):
+                if member.is_held or member.is_transfer:
                     self._end(member, Ending.RELEASED)
 
     def expire(self, now: float) -> None:
         """End the holds whose lease is over."""
-        over = [rid for rid, hold in self._holds.items() if hold.lease is not None and hold.lease.is_over(now)]
-        for request_id in over:
-            self._end(request_id, Ending.EXPIRED)
+        for hold in [hold for hold in self._holds.values() if hold.lease is not None and hold.lease.is_over(now)]:
+            self._end(hold, Ending.EXPIRED)
 
     def take_ended(self) -> list[Ended]:
-        """Return the holds that ended since the last call, each exactly once."""
+        """Return the holds that ended since the last call, each once."""
         ended, self._ended = self._ended, []
         return ended
 
-    def _extend_family(self, request_id: str, now: float) -> None:
-        """Extend all samples of the prompt: only one of them was named to the reader."""
-        for member in self._families[sampling_family(request_id)]:
-            if self._holds[member].is_exported:
-                self._extend(self._holds[member], now)
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """Return the state as plain data: holds with their lease's remaining seconds, and the ended ones not taken."""
+        return {
+            "holds": {
+                name: (hold.request_id, hold.slot, None if hold.lease is None else hold.lease.remaining(now))
+                for name, hold in sorted(self._holds.items())
+            },
+            "num_free_slots": len(self._free_slots),
+            "ended": [(ended.handle.request_id, ended.ending.value) for ended in self._ended],
+        }
+
+    def _named(self, handle: Handle) -> Hold | None:
+        hold = self._holds.get(handle.request_id)
+        return hold if hold is not None and hold.handle == handle else None
+
+    def _family(self, hold: Hold) -> list[Hold]:
+        """Return the holds of all parallel samples of a prompt; of a transfer only its own."""
+        if hold.is_transfer:
+            return [hold]
+        return [self._holds[name] for name in sorted(self._families[sampling_family(hold.request_id)])]
+
+    def _open(self, hold: Hold) -> Hold:
+        self._holds[hold.handle.request_id] = hold
+        self._name_of[hold.request_id] = hold.handle.request_id
+        return hold
 
     def _extend(self, hold: Hold, now: float) -> Hold:
-        exported = msgspec.structs.replace(hold, lease=Lease.granted(now, self.lease_seconds))
-        self._holds[hold.handle.request_id] = exported
-        return exported
+        held = msgspec.structs.replace(hold, lease=Lease.granted(now, self.lease_seconds))
+        self._holds[hold.handle.request_id] = held
+        return held
 
-    def _end(self, request_id: str, ending: Ending) -> None:
-        hold = self._holds.pop(request_id)
-        family = self._families[sampling_family(request_id)]
-        family.discard(request_id)
-        if not family:
-            del self._families[sampling_family(request_id)]
-        self._free_slots.append(hold.slot)
-        self._ended.append(Ended(hold, ending))
+    def _end(self, hold: Hold, ending: Ending) -> None:
+        del self._holds[hold.handle.request_id]
+        if not hold.is_held:
+            del self._name_of[hold.request_id]
+        if hold.slot is not None:
+            self._free_slots.append(hold.slot)
+        if hold.is_transfer:
+            self._ended_transfers[hold.handle.request_id] = None
+        else:
+            family = self._families[sampling_family(hold.request_id)]
+            family.discard(hold.request_id)
+            if not family:
+                del self._families[sampling_family(hold.request_id)]
+        self._ended.append(Ended(hold.handle, ending, hold))
+
+    def _end_unbegun(self, handle: Handle, ending: Ending) -> None:
+        """End a transfer that has not begun: ranks may have been told of blocks for it already."""
+        if handle.request_id not in self._ended_transfers:
+            self._ended_transfers[handle.request_id] = None
+            self._ended.append(Ended(handle, ending, None))
+
+
+def lease_lost(request_id: str) -> HandoffError:
+    """Return the error of a load whose hold has ended."""
+    return HandoffError(
+        Reason.LEASE_EXPIRED,
+        f"the prefill engine no longer holds the blocks of {request_id}.",
+        "Send the prompt again; if this repeats, raise lease_seconds on the prefill side.",
+    )

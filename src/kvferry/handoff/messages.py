@@ -144,13 +144,14 @@ class Released(msgspec.Struct, frozen=True, tag="released", tag_field="type"):
     epoch: Unsigned
 
 
-class Unquiet(msgspec.Struct, frozen=True, tag="unquiet", tag_field="type"):
-    """A rank tells its own engine of all requests that it gave up and into whose blocks somebody may still write.
+class StillWriting(msgspec.Struct, frozen=True, tag="still-writing", tag_field="type"):
+    """A rank tells its own engine all requests that it gave up and into whose blocks a peer may still write.
 
-    Of a rank's reports the one with the largest ``number`` counts.
+    Of a rank's reports the one with the largest ``number`` counts. ``secret`` never leaves the engine.
     """
 
     epoch: Unsigned
+    secret: Annotated[bytes, msgspec.Meta(max_length=64)]
     rank: Unsigned
     number: Unsigned
     request_ids: Annotated[tuple[Identifier, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
@@ -332,7 +333,17 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal", tag_field="type"):
 
 
 Question = (
-    DirectoryRequest | Renew | Release | Unquiet | Pack | Unpack | Introduce | Announce | Revoke | Pushed | PushFailed
+    DirectoryRequest
+    | Renew
+    | Release
+    | StillWriting
+    | Pack
+    | Unpack
+    | Introduce
+    | Announce
+    | Revoke
+    | Pushed
+    | PushFailed
 )
 Answer = Directory | Renewed | Released | Packed | Busy | Unpacked | Introduced | Announced | Revoked | Noted | Refusal
 

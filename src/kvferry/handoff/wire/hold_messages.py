@@ -1,21 +1,27 @@
-"""The receiver's messages to holders: releases and renewals, batched per destination, sent by a courier."""
+"""Messages of a decode engine about remote holds: releases and renewals, batched for each prefill engine."""
 
 import logging
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from kvferry.errors import Reason
+from kvferry.handoff.holds import Lease
 from kvferry.handoff.messages import MAX_REQUESTS_PER_MESSAGE, Handle, Refusal, Release, Renew, Renewed
-from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
 from kvferry.handoff.wire.client import Courier, Parcel
 
 logger = logging.getLogger(__name__)
 
+SIBLING_LINGER_SECONDS = 0.5
+RENEW_SHARE = 0.25
+
 
 class RenewalOutcome(msgspec.Struct, frozen=True):
-    """What a holder said: which holds it still has, under which lease, and which are lost."""
+    """A prefill engine's answer to a renewal: the holds that it keeps, under which lease, and the lost ones."""
 
     held: tuple[RemoteHold, ...]
     lost: tuple[RemoteHold, ...]
@@ -23,20 +29,20 @@ class RenewalOutcome(msgspec.Struct, frozen=True):
     lease_seconds: float
 
 
-class Errands:
-    """Sends releases and renewals and collects what renewals came to."""
+class HoldMessages:
+    """Sends releases and renewals; collects the answers to renewals."""
 
     def __init__(self) -> None:
         self._courier = Courier()
         self._holds_of: dict[tuple[str, int, int, Handle], RemoteHold] = {}
 
     def release(self, holds: Iterable[RemoteHold], timeout_seconds: float) -> None:
-        """Tell the holders that nobody here reads these any more; sent again until acknowledged."""
+        """Tell the prefill engines that no request here uses these any more; sent again until acknowledged."""
         for (host, port, epoch), handles in _batches(holds):
             self._courier.send(host, port, Release(epoch, handles), timeout_seconds)
 
     def renew(self, holds: Iterable[RemoteHold], timeout_seconds: float) -> None:
-        """Ask the holders to hold on; holds whose last renewal is still on its way are left out."""
+        """Ask the prefill engines to keep these; a hold whose last renewal has no answer yet is left out."""
         holds = [hold for hold in holds if (*hold.destination, hold.handle) not in self._holds_of]
         for hold in holds:
             self._holds_of[(*hold.destination, hold.handle)] = hold
@@ -75,6 +81,57 @@ class Errands:
             sent_at=parcel.sent_at,
             lease_seconds=lease_seconds,
         )
+
+
+class LeaseKeeper:
+    """Renews and releases the remote holds of a decode engine's requests, for several threads of that engine.
+
+    Messages are sent again until they are acknowledged or ``lease_seconds`` are over.
+    """
+
+    def __init__(self, lease_seconds: float) -> None:
+        self._lease_seconds = lease_seconds
+        self._holds = RemoteHolds(SIBLING_LINGER_SECONDS, RENEW_SHARE)
+        self._messages = HoldMessages()
+        self._lock = threading.Lock()
+        self._lost: list[str] = []
+
+    def arrive(self, request_id: str, hold: RemoteHold, lease_seconds: float) -> None:
+        """A request that may use this hold has arrived: keep the hold's lease from now on."""
+        with self._lock:
+            self._holds.arrive(request_id, hold, lease_seconds, time.monotonic())
+
+    def finish(self, request_id: str) -> None:
+        """The request is done with its hold: release the hold once no request uses it."""
+        now = time.monotonic()
+        with self._lock:
+            self._holds.finish(request_id, now)
+            self._messages.release(self._holds.take_releases(now), self._lease_seconds)
+
+    def running_lease(self, request_id: str) -> Lease:
+        """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-lost)."""
+        with self._lock:
+            return self._holds.running_lease(request_id, time.monotonic())
+
+    def keep(self) -> None:
+        """Send the messages that are due and note the answers."""
+        now = time.monotonic()
+        with self._lock:
+            self._messages.release(self._holds.take_releases(now), self._lease_seconds)
+            for outcome in self._messages.collect():
+                self._holds.renewed(outcome.held, outcome.sent_at, outcome.lease_seconds)
+                self._lost += self._holds.lost(outcome.lost)
+            self._messages.renew(self._holds.take_renewals(now), self._lease_seconds)
+
+    def take_lost(self) -> list[str]:
+        """Return the requests whose holds were lost since the last call."""
+        with self._lock:
+            lost, self._lost = self._lost, []
+        return lost
+
+    def close(self) -> None:
+        """Stop sending; twice is fine."""
+        self._messages.close()
 
 
 def _batches(holds: Iterable[RemoteHold]) -> Iterator[tuple[tuple[str, int, int], tuple[Handle, ...]]]:

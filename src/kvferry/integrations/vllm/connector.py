@@ -17,7 +17,6 @@ from vllm.v1.request import RequestStatus
 from kvferry.integrations.vllm.kernels.engine import check_engine_kernels
 from kvferry.integrations.vllm.layout_choice import check_layout, widen_cpu_attention, wished_layout
 from kvferry.integrations.vllm.plugin import log_as_vllm_does
-from kvferry.integrations.vllm.scheduler.push import PushSchedulerRole
 from kvferry.integrations.vllm.scheduler.role import SchedulerRole
 from kvferry.integrations.vllm.settings import parse_settings
 from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
@@ -66,8 +65,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_role: WorkerRole | None = None
         self._idle_steps = IdleSteps()
         if role is KVConnectorRole.SCHEDULER:
-            scheduler_role = PushSchedulerRole if settings.mode == "push" else SchedulerRole
-            self._scheduler_role = scheduler_role(vllm_config, kv_cache_config, engine_id, settings)
+            self._scheduler_role = SchedulerRole(vllm_config, kv_cache_config, engine_id, settings)
         else:
             self._worker_role = WorkerRole(vllm_config, kv_cache_config, settings)
 
@@ -129,8 +127,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        self._scheduler.note_schedule(scheduler_output)
-        return self._scheduler.build_connector_meta(scheduler_output.num_scheduled_tokens)
+        return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         self._scheduler.update_connector_output(connector_output)

@@ -28,8 +28,8 @@ class PushedPrompt:
 class LoadOrder:
     """One request's ``num_tokens`` prompt tokens to load, as blocks of every cache group.
 
-    ``error`` set means that it is to be reported as failed at once. With ``pushed`` nothing is read: the blocks, of
-    which only the receiver's side counts, are announced.
+    An order with an ``error`` is to be reported as failed at once. An order with ``pushed`` announces its blocks, of
+    which only the destination's side counts; any other one is read, under the guard word in ``slot``.
     """
 
     request_id: str
@@ -42,28 +42,36 @@ class LoadOrder:
     pushed: PushedPrompt | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EngineEndPoint:
+    """Where the scheduler of this engine answers its workers, and the ``secret`` that their reports carry."""
+
+    where: EndPoint
+    secret: bytes
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Orders of one step: ``written`` holds the words of held requests that it writes, ``ended`` slots.
+    """Orders of one step.
 
-    One that ``computes`` nothing was begun only because something is pending.
-    ``aborted`` loads are wanted no more, of ``lost`` ones the remote hold has ended. Of pushes: the ``prompts`` that it
-    computes, by transfer id, and the transfers whose blocks it may overwrite, since they are ``preempted`` or
-    ``ended_transfers``. ``set_aside`` are, with the rank that reported them, requests whose blocks are kept for as long
-    as they are not quiet. The engine that gives the orders ``answers_at``.
+    ``computes`` is false for a step that the engine runs only because something is pending. Guard words: ``written``
+    are those of held requests that the step writes, ``ended_slots`` those to clear. ``aborted`` loads have lost their
+    request, ``lost`` ones their remote hold. Of pushes: the ``prompts`` that the step computes, by transfer id, and the
+    transfers whose blocks it may overwrite, since they are ``preempted`` or ``ended_transfers``. ``quarantined`` are,
+    with the rank that reported them, requests whose blocks are kept while a peer may still write into them.
     """
 
     computes: bool = True
     written: list[Held] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
+    ended_slots: list[int] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     prompts: list[tuple[str, Prompt]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     ended_transfers: list[str] = field(default_factory=list)
-    set_aside: list[tuple[int, str]] = field(default_factory=list)
-    answers_at: EndPoint | None = None
+    quarantined: list[tuple[int, str]] = field(default_factory=list)
+    engine: EngineEndPoint | None = None
 
 
 @dataclass

@@ -1,22 +1,34 @@
-"""References to the blocks of finished requests, so that the engine may forget the requests.
+"""References to blocks that the engine's own requests no longer keep.
 
 vLLM offers to delay a request's end until every worker reports it; the engine then steps a
 thousand times a second while anything is held, and its workers spin on the cores that compute.
 A reference in the block pool holds the blocks as well and lets the engine sleep.
+
+:class:`Quarantine` keeps the blocks of failed requests while a peer may still write into them. A peer that vanished
+without a word, or is stopped, cannot say that it writes no more. Its request need not wait for that: the request fails,
+and only its blocks wait. See docs/decisions/blocks-set-aside.md.
 """
 
-from collections.abc import Sequence
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvferry.errors import HandoffError, Reason
 from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+logger = logging.getLogger(__name__)
 
-class HeldBlocks:
-    """One reference per hold and block, under a name of its own; used on the scheduler's thread only."""
+BlockIds = Sequence[Sequence[int]]
+
+
+class KeptBlocks:
+    """One reference per name and block; used on the scheduler's thread only."""
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
@@ -26,18 +38,94 @@ class HeldBlocks:
         """Take references in this pool from now on."""
         self._pool = pool
 
-    def hold(self, name: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """Add a reference to each block of the request, which still has its own.
+    def keep(self, name: str, block_ids: BlockIds) -> None:
+        """Add a reference to each block of a request, which still has its own.
 
         Where a block has left a sliding window, the null block stands, which nobody owns.
         """
         assert self._pool is not None
-        held = (block_id for group in block_ids for block_id in group if block_id != NULL_BLOCK_ID)
-        blocks = [self._pool.blocks[block_id] for block_id in held]
+        kept = (block_id for group in block_ids for block_id in group if block_id != NULL_BLOCK_ID)
+        blocks = [self._pool.blocks[block_id] for block_id in kept]
         self._pool.touch(blocks)
         self._blocks[name] = blocks
 
     def free(self, name: str) -> None:
-        """Drop the hold's references, the tail first, as vLLM does: a prefix stays cached longest."""
+        """Drop the references under this name, the tail first, as vLLM does: a prefix stays cached longest."""
         assert self._pool is not None
         self._pool.free_blocks(reversed(self._blocks.pop(name)))
+
+
+class Quarantine:
+    """The requests into whose blocks a peer may still write, as each rank of the engine reports them.
+
+    :meth:`note` is for the server's thread, the rest for the scheduler's.
+    """
+
+    def __init__(self, kept_blocks: KeptBlocks, num_ranks: int) -> None:
+        self._kept_blocks = kept_blocks
+        self._num_ranks = num_ranks
+        self._lock = threading.Lock()
+        self._reports: dict[int, tuple[int, frozenset[str]]] = {}
+        self._has_news = False
+        self._agreed: set[tuple[int, str]] = set()
+        self._kept_since: dict[str, float] = {}
+
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`turn` has something to do."""
+        return self._has_news
+
+    def note(self, rank: int, number: int, request_ids: Iterable[str]) -> None:
+        """A rank reports all of its requests into whose blocks a peer may still write; its latest report counts.
+
+        Raises :class:`HandoffError` (invalid-request) for a rank that the engine does not have.
+        """
+        if rank >= self._num_ranks:
+            raise HandoffError(
+                Reason.INVALID_REQUEST,
+                f"a report names rank {rank}; this engine has {self._num_ranks} ranks.",
+                "Only this engine's ranks may report.",
+            )
+        with self._lock:
+            if number > self._reports.get(rank, (0, frozenset()))[0]:
+                self._reports[rank] = number, frozenset(request_ids)
+                self._has_news = True
+
+    def turn(self, loading: Mapping[str, BlockIds]) -> list[tuple[int, str]]:
+        """Keep the blocks of the reported requests, free those of requests that no rank reports any more.
+
+        Return by rank the requests whose blocks are kept from now on, so that the rank may let the engine fail them.
+        ``loading`` are the blocks of the requests that the engine waits for; a report of any other request is ignored.
+        """
+        if not self._has_news:
+            return []
+        with self._lock:
+            self._has_news = False
+            reported = {(rank, request_id) for rank, (_, ids) in self._reports.items() for request_id in ids}
+        for request_id in {request_id for _, request_id in reported} - self._kept_since.keys():
+            if request_id in loading:
+                self._kept_blocks.keep(_name(request_id), loading[request_id])
+                self._kept_since[request_id] = time.monotonic()
+        agreed = {(rank, request_id) for rank, request_id in reported if request_id in self._kept_since}
+        for request_id in self._kept_since.keys() - {request_id for _, request_id in agreed}:
+            seconds = time.monotonic() - self._kept_since.pop(request_id)
+            self._kept_blocks.free(_name(request_id))
+            logger.warning(
+                "kvferry: no peer writes into the blocks of %s any more: they are free after %.0f s.",
+                request_id,
+                seconds,
+            )
+        told, self._agreed = agreed - self._agreed, agreed
+        return sorted(told)
+
+    def num_others(self, loading: Mapping[str, BlockIds]) -> int:
+        """Return how many quarantined requests the engine no longer waits for."""
+        return len(self._kept_since.keys() - loading.keys())
+
+    def snapshot(self, now: float) -> dict[str, float]:
+        """Return the quarantined requests and for how many seconds their blocks have been kept."""
+        return {request_id: now - since for request_id, since in sorted(self._kept_since.items())}
+
+
+def _name(request_id: str) -> str:
+    return f"quarantine/{request_id}"

@@ -1,228 +1,70 @@
-"""The connector inside vLLM's scheduler where caches are pushed: what differs from a pull."""
+"""The scheduler's parts for pushes: a prefill engine writes a prompt's blocks, a decode engine announces its own."""
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
-from kvferry.handoff.messages import (
-    MAX_IDENTIFIER_LENGTH,
-    PROTOCOL_VERSION,
-    RankEntry,
-)
-from kvferry.handoff.push.holds import EndedPrompt, PushHolds, handle_of
+from kvferry.handoff.holds import handle_of_transfer
+from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, PROTOCOL_VERSION
 from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.push.sending import END
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.bootstrap import Bootstrap, Bootstraps, Offer, life_of
-from kvferry.integrations.vllm.scheduler.blocks import (
-    blocks_to_fill,
-    check_cached_windows,
-    groups_filled_whole,
-    held_blocks,
-)
+from kvferry.integrations.vllm.scheduler.blocks import blocks_to_fill, check_cached_windows, held_blocks
 from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params, prompt_digest, token_ids_of
-from kvferry.integrations.vllm.scheduler.pushable import check_pushable
-from kvferry.integrations.vllm.scheduler.role import SchedulerRole
+from kvferry.integrations.vllm.scheduler.parts import EngineState
 from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_place
-from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import LoadOrder, PushedPrompt, StepMetadata
+from kvferry.integrations.vllm.step import LoadOrder, PushedPrompt
 from kvferry.layout.group import CacheKind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
-
-class PushedRequest(msgspec.Struct, frozen=True):
-    """A request that is to be pushed here, and the engine that pushes it once that is known."""
-
-    params: PushParams
-    offer: Offer | None = None
-
-    @property
-    def hold(self) -> RemoteHold | None:
-        """What the decode side renews and releases."""
-        if self.offer is None:
-            return None
-        control = self.offer.control
-        handle = handle_of(self.params.transfer_id)
-        return RemoteHold(self.offer.engine_id, control.epoch, control.host, control.port, handle)
+WHOLE = (CacheKind.ATTENTION, CacheKind.MLA)
+"""Kinds of which nothing changes or leaves when the engine goes past the prompt."""
 
 
-class SourceRequest(msgspec.Struct, frozen=True):
-    """A running request whose blocks are to be pushed, and the digest of its prompt, which is read once."""
+class _Running(msgspec.Struct, frozen=True):
+    """A running request whose blocks are pushed, and the digest of its prompt, which is computed once."""
 
     request: "Request"
     digest: str
 
 
-class PushSchedulerRole(SchedulerRole):
-    """Both sides of a push as the scheduler sees them."""
+class PushSource:
+    """Tells the workers how far each prompt is computed, and routers and decode engines where this engine is."""
 
-    def __init__(
-        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", engine_id: str, settings: Settings
-    ) -> None:
-        check_pushable(vllm_config)
+    def __init__(self, state: EngineState, vllm_config: "VllmConfig") -> None:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
-        self._is_sender = transfer.is_kv_producer
-        if settings.router_address and self._is_sender == transfer.is_kv_consumer:
+        self._state = state
+        self._is_producer = transfer.is_kv_producer
+        if state.settings.router_address and self._is_producer == transfer.is_kv_consumer:
             raise SettingsError(
                 Reason.INVALID_SETTING,
-                "router_address tells a router of a prefill or of a decode engine, and this is to be both.",
+                "router_address tells a router of a prefill or of a decode engine, and this engine is both.",
                 'Set "kv_role" to "kv_producer" or "kv_consumer".',
             )
-        if settings.packs_pushes and not self._is_sender:
+        if state.settings.packs_pushes and not self._is_producer:
             raise SettingsError(
                 Reason.INVALID_SETTING,
-                f"strategy {settings.strategy!r} is for the engine that pushes, and this one is pushed to.",
+                f"strategy {state.settings.strategy!r} is for the engine that pushes, and this one is pushed to.",
                 'Set "strategy" on the prefill engine only.',
             )
-        super().__init__(vllm_config, kv_cache_config, engine_id, settings)
-
-    def _before_listening(self) -> None:
-        self._holds = PushHolds(self._epoch, self._settings.lease_seconds)
-        self._pushed: dict[str, PushedRequest | KVFerryError] = {}
-        self._sources: dict[str, SourceRequest] = {}
-        self._bootstraps = Bootstraps()
-        self._bootstrap: Bootstrap | None = None
+        self._running: dict[str, _Running] = {}
+        self.bootstrap: Bootstrap | None = None
         self._beacon: RouterBeacon | None = None
-        self._to_release: dict[str, PushedRequest] = {}
 
-    # The engine's requests.
-
-    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many prompt tokens are pushed; None while it is being asked where from."""
-        params = request.kv_transfer_params
-        is_pushed = params and params.get("do_remote_prefill") and self._is_expected(request.request_id)
-        if is_pushed and not self._find_offer(request.request_id):
-            return None, False
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
-
-    def groups_filled_whole(self, request: "Request") -> tuple[int, ...]:
-        """Return the cache groups of whose blocks a push leaves nothing for the engine to clear."""
-        pushed = self._pushed.get(request.request_id)
-        offer = pushed.offer if isinstance(pushed, PushedRequest) else None
-        return groups_filled_whole(self._groups, () if offer is None else offer.block_sizes)
-
-    # Once per engine step.
-
-    def note_schedule(self, output: "SchedulerOutput") -> None:
-        """Tell the workers how far each prompt is computed when the step has run, and which blocks it may overwrite."""
-        for request_id in output.preempted_req_ids or ():
-            if (transfer_id := self._holds.transfer_of(request_id)) is not None:
-                self._step.preempted.append(transfer_id)
-        for request_id, num_scheduled in output.num_scheduled_tokens.items():
-            if (source := self._sources.get(request_id)) is not None:
-                self._note_progress(source, num_scheduled, output)
-
-    def build_connector_meta(self, scheduled: Iterable[str] = ()) -> StepMetadata:
-        """Return this step's orders to the workers."""
-        with self._prefill_lock:
-            self._holds.expire(time.monotonic())
-            ended = self._holds.take_ended()
-        for end in ended:
-            self._end_transfer(end)
-        for request_id, pushed in list(self._to_release.items()):
-            self._release_unread(request_id, pushed)
-        for request_id in [each for each, pushed in self._pushed.items() if _is_sought(pushed)]:
-            # Its lease is to be renewed while it waits for its turn, in which it would ask again.
-            self._find_offer(request_id)
-        return super().build_connector_meta(scheduled)
-
-    def update_connector_output(self, output: "KVConnectorOutput") -> None:
-        """All ranks have reported; of an engine from which nothing came it is asked anew which one it is."""
-        for request_id in output.failed_recving or ():
-            if isinstance(pushed := self._pushed.get(request_id), PushedRequest):
-                self._bootstraps.forget(pushed.params.remote_bootstrap_addr)
-        super().update_connector_output(output)
-
-    def has_pending_work(self) -> bool:
-        """Whether the engine must step although it has no request: to end what is over."""
-        return bool(self._to_release) or super().has_pending_work()
-
-    # The engine's place among others.
-
-    def publish(self, ranks: Sequence[RankEntry]) -> None:
-        """Serve handshakes with these ranks from now on, and the router's query."""
-        super().publish(ranks)
-        if self._bootstrap is None:
-            self._open_bootstrap()
-        if self._settings.router_address and self._beacon is None:
-            self._tell_router()
-
-    def _open_bootstrap(self) -> None:
-        if not self._is_sender:
-            return
-        host = self._settings.host
-        sizes = tuple(group.block_size for group in self._groups)
-        offer = Offer(PROTOCOL_VERSION, self._life, self._answers_at, sizes)
-        self._bootstrap = Bootstrap(host, self._settings.bootstrap_port, offer)
-        logger.info("kvferry: bootstrap queries are answered on http://%s:%d", host, self._bootstrap.port)
-
-    def _tell_router(self) -> None:
-        bootstrap_port = self._listener.port if self._bootstrap is None else self._bootstrap.port
-        place = encode_place(self._settings.reachable_host, bootstrap_port, self._listener.port, self._life)
-        kind = "P" if self._is_sender else "D"
-        router, http = self._settings.router_address, self._settings.http_address
-        self._beacon = RouterBeacon(router, kind, http, place, self._tp_size)
-
-    def shutdown(self) -> None:
-        """Close the control end points; twice is fine."""
-        for each in (self._beacon, self._bootstrap):
-            if each is not None:
-                each.close()
-        super().shutdown()
-
-    @property
-    def _life(self) -> str:
-        return life_of(self._engine_id, self._epoch)
-
-    def _note_progress(self, source: SourceRequest, num_scheduled: int, output: "SchedulerOutput") -> None:
-        request, state = source.request, output.kv_connector_block_state
-        ids = None if state is None else state.get_block_ids(request.request_id)
-        transfer_id = self._holds.transfer_of(request.request_id)
-        if ids is None or transfer_id is None:
-            return
-        num_tokens: int = request.num_prompt_tokens
-        num_final = request.num_computed_tokens + num_scheduled
-        if num_final > num_tokens and not all(group.kind in WHOLE for group in self._groups):
-            # A state goes past the prompt, and what leaves a window is given back.
-            logger.warning("kvferry: %s is not pushed: its prompt is computed with more than one token.", transfer_id)
-            with self._prefill_lock:
-                self._holds.drop(request.request_id)
-            return
-        progress = END if num_final >= num_tokens else num_final
-        held = held_blocks(self._groups, ids)
-        of_prompt = max(0, min(num_final, num_tokens) - request.num_computed_tokens)
-        self._step.prompts.append((transfer_id, Prompt(num_tokens, source.digest, held, progress, of_prompt)))
-
-    @property
-    def _holding(self) -> PushHolds:
-        return self._holds
-
-    def _expect(self, request: "Request", params: Mapping[str, Any]) -> None:
-        """Ask where the prompt comes from, so that this is known when the request gets its turn."""
-        request_id = request.request_id
-        try:
-            self._pushed[request_id] = PushedRequest(parse_push_params(params, request_id))
-            self._find_offer(request_id)
-        except KVFerryError as error:
-            self._pushed[request_id] = error.without_traceback()
-
-    def _is_expected(self, request_id: str) -> bool:
-        return request_id in self._pushed
-
-    def _begin_hold(self, request: "Request") -> None:
+    def begin(self, request: "Request") -> None:
+        """Open a hold under the router's transfer id."""
         transfer_id = _transfer_of(request)
         if token_ids_of(request) is None:
             logger.warning("kvferry: %s is not pushed: its prompt is given as embeddings.", request.request_id)
@@ -234,108 +76,233 @@ class PushSchedulerRole(SchedulerRole):
                 MAX_IDENTIFIER_LENGTH,
             )
             return
-        with self._prefill_lock:
-            begins = self._holds.begin(transfer_id, request.request_id)
-        if begins and request.request_id not in self._sources:
+        with self._state.holds_lock:
+            hold = self._state.holds.begin_transfer(transfer_id, request.request_id)
+        if hold is not None and request.request_id not in self._running:
             digest = prompt_digest(request, request.num_prompt_tokens)
-            self._sources[request.request_id] = SourceRequest(request, digest)
+            self._running[request.request_id] = _Running(request, digest)
 
-    def _finish_source(self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool) -> None:
-        """A request has finished whose blocks are pushed; the receiver needs no answer."""
-        self._sources.pop(request.request_id, None)
-        with self._prefill_lock:
-            is_whole = is_complete and any(block_ids)
-            transfer_id = self._holds.hold(request.request_id, time.monotonic()) if is_whole else None
-            if transfer_id is not None:
-                self._held_blocks.hold(transfer_id, block_ids)
-                return
-            self._holds.drop(request.request_id)
-            if (named := _transfer_of(request)) is not None:
-                self._holds.abandon(named)
+    def finish(self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool) -> None:
+        """Hold the blocks of a complete prompt until the push has ended; the decode engine needs no answer."""
+        request_id, holds = request.request_id, self._state.holds
+        self._running.pop(request_id, None)
+        with self._state.holds_lock:
+            hold = holds.hold(request_id, time.monotonic()) if is_complete and any(block_ids) else None
+            if hold is None:
+                holds.drop(request_id)
+                if (transfer_id := _transfer_of(request)) is not None:
+                    holds.drop_transfer(transfer_id)
+        if hold is not None:
+            self._state.kept_blocks.keep(hold.handle.request_id, block_ids)
 
-    def _load_order(
-        self, request: "Request", block_ids: Sequence[Sequence[int]], num_external_tokens: int
-    ) -> LoadOrder:
-        timeout = self._settings.push_timeout_seconds
-        pushed = self._pushed[request.request_id]
+    def note_schedule(self, output: "SchedulerOutput") -> None:
+        """Tell the workers how far each prompt is computed when the step has run, and which blocks it may overwrite."""
+        for request_id in output.preempted_req_ids or ():
+            if (transfer_id := self._transfer_served_by(request_id)) is not None:
+                self._state.step.preempted.append(transfer_id)
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            if (running := self._running.get(request_id)) is not None:
+                self._note_progress(running, num_scheduled, output)
+
+    def forget(self, request_id: str) -> None:
+        """The transfer of a request has ended."""
+        self._running.pop(request_id, None)
+
+    def publish(self) -> None:
+        """Answer bootstrap queries, and tell the router of this engine where it wants to be told."""
+        state, settings = self._state, self._state.settings
+        life = life_of(state.engine_id, state.epoch)
+        if self.bootstrap is None and self._is_producer:
+            sizes = tuple(group.block_size for group in state.groups)
+            offer = Offer(PROTOCOL_VERSION, life, state.answers_at, sizes)
+            self.bootstrap = Bootstrap(settings.host, settings.bootstrap_port, offer)
+            logger.info("kvferry: bootstrap queries are answered on http://%s:%d", settings.host, self.bootstrap.port)
+        if self._beacon is None and settings.router_address:
+            control_port = state.answers_at.port
+            bootstrap_port = control_port if self.bootstrap is None else self.bootstrap.port
+            place = encode_place(settings.reachable_host, bootstrap_port, control_port, life)
+            kind = "P" if self._is_producer else "D"
+            self._beacon = RouterBeacon(settings.router_address, kind, settings.http_address, place, state.tp_size)
+
+    def close(self) -> None:
+        """Stop answering bootstrap queries and telling the router."""
+        for each in (self._beacon, self.bootstrap):
+            if each is not None:
+                each.close()
+
+    def _transfer_served_by(self, request_id: str) -> str | None:
+        with self._state.holds_lock:
+            hold = self._state.holds.open_hold(request_id)
+        return None if hold is None else hold.handle.request_id
+
+    def _note_progress(self, running: _Running, num_scheduled: int, output: "SchedulerOutput") -> None:
+        request, blocks, groups = running.request, output.kv_connector_block_state, self._state.groups
+        ids = None if blocks is None else blocks.get_block_ids(request.request_id)
+        transfer_id = self._transfer_served_by(request.request_id)
+        if ids is None or transfer_id is None:
+            return
+        num_tokens: int = request.num_prompt_tokens
+        num_final = request.num_computed_tokens + num_scheduled
+        if num_final > num_tokens and not all(group.kind in WHOLE for group in groups):
+            # A state goes past the prompt, and blocks that leave a window are given back.
+            logger.warning("kvferry: %s is not pushed: its prompt is computed with more than one token.", transfer_id)
+            with self._state.holds_lock:
+                self._state.holds.drop(request.request_id)
+            return
+        progress = END if num_final >= num_tokens else num_final
+        held = held_blocks(groups, ids)
+        of_prompt = max(0, min(num_final, num_tokens) - request.num_computed_tokens)
+        prompt = Prompt(num_tokens, running.digest, held, progress, of_prompt)
+        self._state.step.prompts.append((transfer_id, prompt))
+
+
+class _Expected(msgspec.Struct, frozen=True):
+    """A request whose prompt is pushed here, and the offer of the engine that pushes it once that is known."""
+
+    params: PushParams
+    offer: Offer | None = None
+
+    @property
+    def hold(self) -> RemoteHold | None:
+        """The hold that this engine renews and releases."""
+        if self.offer is None:
+            return None
+        control = self.offer.control
+        handle = handle_of_transfer(self.params.transfer_id)
+        return RemoteHold(self.offer.engine_id, control.epoch, control.host, control.port, handle)
+
+
+class PushDestination:
+    """Asks bootstrap servers which engine pushes a request's prompt."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self.timeout_seconds = state.settings.push_timeout_seconds
+        self._expected: dict[str, _Expected | KVFerryError] = {}
+        self._to_release: dict[str, _Expected] = {}
+        self._bootstraps = Bootstraps()
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether a transfer is to be released whose engine is not known yet."""
+        return bool(self._to_release)
+
+    def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
+        """Ask for the prefill engine now, so that it is known when the request gets its turn."""
+        request_id = request.request_id
         try:
-            if isinstance(pushed, KVFerryError):
-                raise pushed.without_traceback()
-            with self._decode_lock:
-                self._decode_side.running_lease(request.request_id, time.monotonic())
-            hold, offer = pushed.hold, pushed.offer
-            assert offer is not None, "its lease begins with the offer"
-            num_loadable = self._num_loadable(request)
-            tokens = num_loadable - num_external_tokens, num_loadable
-            check_cached_windows(self._groups, offer.block_sizes, self._caches_prefixes)
-            blocks = blocks_to_fill(self._groups, offer.block_sizes, tokens, block_ids)
-            prompt = PushedPrompt(pushed.params.transfer_id, num_loadable, prompt_digest(request, num_loadable))
+            self._expected[request_id] = _Expected(parse_push_params(params, request_id))
         except KVFerryError as error:
-            logger.error("kvferry: %s cannot be pushed here: %s", request.request_id, error)
-            hold = pushed.hold if isinstance(pushed, PushedRequest) else None
-            return LoadOrder(request.request_id, timeout, hold, error=error)
-        return LoadOrder(request.request_id, timeout, hold, 0, num_external_tokens, blocks, pushed=prompt)
-
-    def _find_offer(self, request_id: str) -> bool:
-        """Return whether it is known where the request comes from, or that this cannot be known."""
-        pushed = self._pushed[request_id]
-        if isinstance(pushed, KVFerryError) or pushed.offer is not None:
-            return True
-        try:
-            offer = self._bootstraps.get(pushed.params.remote_bootstrap_addr, pushed.params.remote_engine_id)
-        except KVFerryError as error:
-            self._pushed[request_id] = error.without_traceback()
-            return True
-        if offer is None:
-            return False
-        found = self._pushed[request_id] = msgspec.structs.replace(pushed, offer=offer)
-        assert found.hold is not None
-        with self._decode_lock:
-            self._decode_side.arrive(request_id, found.hold, self._settings.lease_seconds, time.monotonic())
-        return True
-
-    def _finish_reading(self, request_id: str) -> None:
-        pushed = self._pushed.pop(request_id, None)
-        if isinstance(pushed, PushedRequest) and pushed.offer is None:
-            self._to_release[request_id] = pushed
-        elif isinstance(pushed, PushedRequest):
-            self._leave(request_id)
-
-    def _release_unread(self, request_id: str, pushed: PushedRequest) -> None:
-        """Let a transfer go whose request ended before it was known where it comes from."""
-        self._pushed[request_id] = pushed
-        if self._find_offer(request_id):
-            del self._to_release[request_id]
-            self._finish_reading(request_id)
+            self._expected[request_id] = error.without_traceback()
         else:
-            del self._pushed[request_id]
+            self.is_ready(request_id)
 
-    def _end_transfer(self, ended: EndedPrompt) -> None:
-        """Tell the workers and let the blocks go: they can be given away in the next step at the earliest."""
-        self._sources.pop(ended.request_id, None)
-        self._step.ended_transfers.append(ended.transfer_id)
-        if ended.was_held:
-            self._held_blocks.free(ended.transfer_id)
-        if ended.has_expired:
-            logger.warning(
-                "kvferry: nobody took or renewed %s within %g s: its blocks are freed.",
-                ended.transfer_id,
-                self._settings.lease_seconds,
-            )
+    def is_expected(self, request_id: str) -> bool:
+        """Return whether the request names a transfer."""
+        return request_id in self._expected
+
+    def is_ready(self, request_id: str) -> bool:
+        """Return whether the engine that pushes is known, or why it cannot be."""
+        expected = self._expected[request_id]
+        if isinstance(expected, _Expected) and expected.offer is None:
+            expected = self._expected[request_id] = self._found(request_id, expected)
+        return isinstance(expected, KVFerryError) or expected.offer is not None
+
+    def block_sizes(self, request_id: str) -> Sequence[int]:
+        """Return the prefill engine's block sizes, as its bootstrap server gave them."""
+        expected = self._expected.get(request_id)
+        offer = expected.offer if isinstance(expected, _Expected) else None
+        return () if offer is None else offer.block_sizes
+
+    def hold_of(self, request_id: str) -> RemoteHold | None:
+        """Return the hold of the request's transfer once its engine is known."""
+        expected = self._expected.get(request_id)
+        return expected.hold if isinstance(expected, _Expected) else None
+
+    def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> LoadOrder:
+        """Return the order to announce the blocks of these tokens."""
+        state, request_id = self._state, request.request_id
+        expected = self._expected[request_id]
+        if isinstance(expected, KVFerryError):
+            raise expected.without_traceback()
+        assert expected.offer is not None, "the engine gives blocks to a request that is ready"
+        state.leases.running_lease(request_id)
+        first_token, end_token = tokens
+        sizes = expected.offer.block_sizes
+        check_cached_windows(state.groups, sizes, state.caches_prefixes)
+        blocks = blocks_to_fill(state.groups, sizes, tokens, block_ids)
+        prompt = PushedPrompt(expected.params.transfer_id, end_token, prompt_digest(request, end_token))
+        num_tokens = end_token - first_token
+        return LoadOrder(request_id, self.timeout_seconds, expected.hold, 0, num_tokens, blocks, pushed=prompt)
+
+    def finish(self, request_id: str) -> None:
+        """Release the transfer, now or once its engine is known."""
+        expected = self._expected.pop(request_id, None)
+        if isinstance(expected, _Expected) and expected.offer is None:
+            self._to_release[request_id] = expected
+        elif isinstance(expected, _Expected):
+            self._state.leases.finish(request_id)
+
+    def fail(self, request_id: str) -> None:
+        """Ask anew which engine answers at a bootstrap address from which nothing came."""
+        expected = self._expected.get(request_id)
+        if isinstance(expected, _Expected):
+            self._bootstraps.forget(expected.params.remote_bootstrap_addr)
+
+    def turn(self) -> None:
+        """Look for the engines of waiting requests, whose leases begin with the answer, and release ended ones."""
+        for request_id, expected in list(self._to_release.items()):
+            found = self._found(request_id, expected)
+            if isinstance(found, KVFerryError) or found.offer is not None:
+                del self._to_release[request_id]
+                self._state.leases.finish(request_id)
+        for request_id in list(self._expected):
+            self.is_ready(request_id)
+
+    def _found(self, request_id: str, expected: _Expected) -> _Expected | KVFerryError:
+        """Return what is known once the bootstrap server has answered; before that, ``expected`` as it is."""
+        params = expected.params
+        try:
+            offer = self._bootstraps.get(params.remote_bootstrap_addr, params.remote_engine_id)
+        except KVFerryError as error:
+            return error.without_traceback()
+        if offer is None:
+            return expected
+        found = msgspec.structs.replace(expected, offer=offer)
+        assert found.hold is not None
+        self._state.leases.arrive(request_id, found.hold, self._state.settings.lease_seconds)
+        return found
 
 
-def _is_sought(pushed: PushedRequest | KVFerryError) -> bool:
-    """Return whether it is still being asked where a request comes from."""
-    return isinstance(pushed, PushedRequest) and pushed.offer is None
+def check_pushable(vllm_config: "VllmConfig") -> None:
+    """Refuse engines in which a push would not know what its source holds. Raises :class:`KVFerryError`."""
+    parallel = vllm_config.parallel_config
+    # A rank of a dense model is told that it is alone; its engine's id tells that it is not.
+    engine_id = str(getattr(vllm_config.kv_transfer_config, "engine_id", None))
+    suffix = f"_dp{parallel.data_parallel_index}"
+    if parallel.data_parallel_size > 1 or engine_id.endswith(suffix):
+        raise KVFerryError(
+            Reason.UNSUPPORTED,
+            f"mode 'push' with data-parallel ranks (the engine's id is {engine_id!r}).",
+            f'Set "mode" to "pull", or run an engine for each rank, with an id that does not end in {suffix}.',
+        )
+    if vllm_config.use_v2_model_runner:
+        raise KVFerryError(
+            Reason.UNSUPPORTED,
+            "mode 'push' with vLLM's second model runner, which clears new blocks before it tells whose they were.",
+            'Set VLLM_USE_V2_MODEL_RUNNER=0, or "mode" to "pull".',
+        )
+    if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
+        raise KVFerryError(
+            Reason.UNSUPPORTED,
+            "mode 'push' with pipeline stages and draft tokens: vLLM tells the last stage only when a step has ended.",
+            'Run without speculative decoding or with one stage, or set "mode" to "pull".',
+        )
 
 
 def _transfer_of(request: "Request") -> str | None:
-    """Return what the router calls the request on both engines, None for what no message holds."""
+    """Return the router's transfer id, the same on both engines; None for one that no message could carry."""
     transfer_id = (request.kv_transfer_params or {}).get("transfer_id")
     if isinstance(transfer_id, str) and 0 < len(transfer_id) <= MAX_IDENTIFIER_LENGTH:
         return transfer_id
     return None
-
-
-WHOLE = (CacheKind.ATTENTION, CacheKind.MLA)
-"""Kinds of which nothing changes or leaves when the engine goes past the prompt."""

@@ -1,18 +1,20 @@
-"""The connector inside vLLM's scheduler: decides what is held and what is loaded, and speaks for its engine."""
+"""The connector inside vLLM's scheduler: decides which prompts are held and loaded, and speaks for its engine.
 
+What pulls and pushes share is here; what differs is in a source part and a destination part, chosen once.
+"""
+
+import hmac
 import logging
 import secrets
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution.guard_words import Held
-from kvferry.handoff.epochs import check_epoch
 from kvferry.handoff.handshake import check_complete, check_version
-from kvferry.handoff.holds import Ended, Ending, Hold, PrefillSide
+from kvferry.handoff.holds import Ended, Ending, Holds, check_epoch
 from kvferry.handoff.messages import (
+    MAX_REQUESTS_PER_MESSAGE,
     PROTOCOL_VERSION,
     Answer,
     Directory,
@@ -25,32 +27,18 @@ from kvferry.handoff.messages import (
     Released,
     Renew,
     Renewed,
-    Unquiet,
+    StillWriting,
 )
-from kvferry.handoff.push.holds import PushHolds
-from kvferry.handoff.remote_holds import DecodeSide
-from kvferry.handoff.wire.hold_messages import Errands
+from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.handoff.wire.server import Listener
-from kvferry.integrations.vllm.scheduler.blocks import (
-    blocks_to_load,
-    check_cached_windows,
-    groups_filled_whole,
-    has_state,
-    num_recomputed,
-)
-from kvferry.integrations.vllm.scheduler.kept_blocks import HeldBlocks
-from kvferry.integrations.vllm.scheduler.params import (
-    PrefillEngine,
-    RemoteParams,
-    answer_params,
-    check_prompt,
-    leave_last_token,
-    parse_params,
-    token_ids_of,
-)
-from kvferry.integrations.vllm.scheduler.set_aside import SetAside
+from kvferry.integrations.vllm.scheduler.blocks import groups_filled_whole, num_recomputed
+from kvferry.integrations.vllm.scheduler.kept_blocks import Quarantine
+from kvferry.integrations.vllm.scheduler.params import leave_last_token
+from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
+from kvferry.integrations.vllm.scheduler.pull import PullDestination, PullSource
+from kvferry.integrations.vllm.scheduler.push import PushDestination, PushSource, check_pushable
 from kvferry.integrations.vllm.settings import Settings, control_port
-from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, LoadOrder, StepMetadata
+from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, EngineEndPoint, LoadOrder, StepMetadata
 from kvferry.integrations.vllm.translate.shards import group_shapes, identity_of
 from kvferry.integrations.vllm.versions import find_engine_wake
 
@@ -65,80 +53,82 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SIBLING_LINGER_SECONDS = 0.5
-RENEW_SHARE = 0.25
 # JSON carries it through routers that know doubles only.
 EPOCH_BITS = 53
+SECRET_BYTES = 32
+MAX_LOADS = MAX_REQUESTS_PER_MESSAGE
+"""Loads at a time, quarantined ones included: a rank's report names as many as a message has."""
 
 
 class SchedulerRole:
-    """Both sides of a pull as the scheduler sees them; one instance may hold and read (``kv_both``)."""
+    """One engine among others, as its scheduler sees it; the engine may hold and load at once (``kv_both``)."""
 
     def __init__(
         self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", engine_id: str, settings: Settings
     ) -> None:
-        self._settings = settings
-        self._groups = group_shapes(kv_cache_config)
-        self._has_state = has_state(self._groups)
-        self._leaves_last_token = num_recomputed(self._groups) > 0
-        self._engine_id = engine_id
-        self._tp_size = vllm_config.parallel_config.tensor_parallel_size
-        self._num_ranks = self._tp_size * vllm_config.parallel_config.pipeline_parallel_size
+        parallel = vllm_config.parallel_config
+        epoch = secrets.randbits(EPOCH_BITS)
+        self._state = state = EngineState(
+            settings=settings,
+            engine_id=engine_id,
+            epoch=epoch,
+            tp_size=parallel.tensor_parallel_size,
+            groups=group_shapes(kv_cache_config),
+            caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
+            holds=Holds(epoch, MAX_HELD_REQUESTS, settings.lease_seconds),
+            leases=LeaseKeeper(settings.lease_seconds),
+        )
+        self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._num_recomputed = num_recomputed(state.groups)
         self._identity = identity_of(vllm_config, settings)
-        self._caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
-        self._epoch = secrets.randbits(EPOCH_BITS)
-        self._prefill_side = PrefillSide(self._epoch, MAX_HELD_REQUESTS, settings.lease_seconds)
-        self._prefill_lock = threading.Lock()
-        self._held_blocks = HeldBlocks()
+        self._source: Source
+        self._destination: Destination
+        if settings.mode == "push":
+            check_pushable(vllm_config)
+            self._source, self._destination = PushSource(state, vllm_config), PushDestination(state)
+        else:
+            self._source, self._destination = PullSource(state), PullDestination(state)
         self._wake_engine = find_engine_wake()
-        self._decode_side = DecodeSide(SIBLING_LINGER_SECONDS, RENEW_SHARE)
-        self._decode_lock = threading.Lock()
-        self._errands = Errands()
-        self._lost: list[str] = []
-        self._remote: dict[str, RemoteParams | KVFerryError] = {}
         self._loading: dict[str, Sequence[Sequence[int]]] = {}
-        self._set_aside = SetAside(self._held_blocks, self._num_ranks)
-        self._step = StepMetadata()
+        self._quarantine = Quarantine(state.kept_blocks, self._num_ranks)
         self._directory: Directory | None = None
-        port = control_port(settings.port, vllm_config.parallel_config.data_parallel_index)
-        self._before_listening()
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        port = control_port(settings.port, parallel.data_parallel_index)
         self._listener = Listener(settings.host, port, self._answer, self._keep_up)
+        state.answers_at = EndPoint(settings.reachable_host, self._listener.port, epoch)
         logger.info("kvferry: engine %s listens on %s:%d", engine_id, settings.host, self._listener.port)
-
-    def _before_listening(self) -> None:
-        """Prepare what the listener's thread uses."""
 
     # The engine's requests, as the scheduler meets them.
 
     def on_new_request(self, request: "Request") -> None:
-        """Take note of a request that names a remote hold, so that its lease is renewed while it waits.
+        """Note where the prompt of a new request comes from, so that its lease is kept while the request waits.
 
-        One that is to be held must end where the decode engine goes on.
+        The prompt of a request that another engine goes on with must end where that engine goes on.
         """
         params = request.kv_transfer_params
         if not params:
             return
-        if params.get("do_remote_decode") and self._leaves_last_token:
+        if params.get("do_remote_decode") and self._num_recomputed:
             leave_last_token(request)
         if params.get("do_remote_prefill"):
-            self._expect(request, params)
+            self._destination.expect(request, params)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many prompt tokens to load. Without effects: the engine may ask again or ignore the answer.
+        """Return how many prompt tokens to load; None asks the engine to ask again.
 
-        One token alone is not worth a load: the engine computes the next one anyway.
+        Without effects: the engine may ask again or ignore the answer. One token alone is not worth a load: the engine
+        computes the next one anyway.
         """
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill") or not self._is_expected(request.request_id):
+        if not self._comes_from_elsewhere(request):
             return 0, False
+        if not self._destination.is_ready(request.request_id) or self._num_loads >= MAX_LOADS:
+            return None, False
         num_missing = self._num_loadable(request) - num_computed_tokens
         return (num_missing, True) if num_missing > 1 else (0, False)
 
     def groups_filled_whole(self, request: "Request") -> tuple[int, ...]:
         """Return the cache groups of whose blocks this request's load leaves nothing for the engine to clear."""
-        remote = self._remote.get(request.request_id)
-        sizes = remote.kvferry.block_sizes if isinstance(remote, RemoteParams) else ()
-        return groups_filled_whole(self._groups, sizes)
+        return groups_filled_whole(self._state.groups, self._destination.block_sizes(request.request_id))
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """The engine has given the request blocks: order the load once, or let the remote hold go."""
@@ -146,15 +136,15 @@ class SchedulerRole:
         if not params:
             return
         if params.get("do_remote_decode"):
-            self._begin_hold(request)
-        if not params.get("do_remote_prefill") or not self._is_expected(request.request_id):
+            self._source.begin(request)
+        if not self._comes_from_elsewhere(request):
             return
         params["do_remote_prefill"] = False
         if num_external_tokens == 0:
-            self._finish_reading(request.request_id)
+            self._destination.finish(request.request_id)
             return
         block_ids = self._loading[request.request_id] = blocks.get_block_ids()
-        self._step.loads.append(self._load_order(request, block_ids, num_external_tokens))
+        self._state.step.loads.append(self._load_order(request, block_ids, num_external_tokens))
 
     def request_finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
@@ -167,234 +157,173 @@ class SchedulerRole:
         if not params:
             return False, None
         if request.request_id in self._loading:
-            self._step.aborted.append(request.request_id)
+            # The ranks may still write: the remote hold stays until they have stopped.
+            self._state.step.aborted.append(request.request_id)
         else:
-            self._finish_reading(request.request_id)
-        return False, self._finish_source(request, block_ids, is_complete) if params.get("do_remote_decode") else None
+            self._destination.finish(request.request_id)
+        return False, self._source.finish(request, block_ids, is_complete) if params.get("do_remote_decode") else None
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
-        """Hold blocks by references in this pool."""
-        self._held_blocks.bind(pool)
+        """Keep blocks by references in this pool."""
+        self._state.kept_blocks.bind(pool)
 
     # Once per engine step.
 
-    def note_schedule(self, output: "SchedulerOutput") -> None:
-        """Take note of what the next step computes; a pull needs to know no more than which requests those are."""
-
-    def build_connector_meta(self, scheduled: Iterable[str] = ()) -> StepMetadata:
-        """Return this step's orders to the workers; ``scheduled`` are the requests that it computes."""
-        now = time.monotonic()
-        with self._prefill_lock:
-            self._prefill_side.expire(now)
-            ended = self._prefill_side.take_ended()
-            unfinished = self._prefill_side.unfinished(scheduled)
-        for end in ended:
-            self._end_hold(end)
-        self._step.written = list(dict.fromkeys([*self._step.written, *map(self._held, unfinished)]))
-        with self._decode_lock:
-            self._run_errands(now)
-            lost, self._lost = self._lost, []
-        self._step.computes, self._step.answers_at = bool(scheduled), self._answers_at
-        self._step.set_aside = self._set_aside.turn(self._loading)
-        self._step.lost = [request_id for request_id in lost if request_id in self._loading]
-        step, self._step = self._step, StepMetadata()
+    def build_connector_meta(self, output: "SchedulerOutput") -> StepMetadata:
+        """Return the orders to the workers for the step that ``output`` schedules."""
+        state = self._state
+        self._source.note_schedule(output)
+        with state.holds_lock:
+            state.holds.expire(time.monotonic())
+            ended = state.holds.take_ended()
+        for each in ended:
+            self._end_hold(each)
+        self._destination.turn()
+        state.leases.keep()
+        step, state.step = state.step, StepMetadata()
+        step.computes = bool(output.num_scheduled_tokens)
+        step.engine = EngineEndPoint(state.answers_at, self._secret)
+        step.quarantined = self._quarantine.turn(self._loading)
+        step.lost = [request_id for request_id in state.leases.take_lost() if request_id in self._loading]
         return step
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
         """All ranks have reported these loads: their remote holds may end."""
+        for request_id in output.failed_recving or ():
+            self._destination.fail(request_id)
         for request_id in output.finished_recving or ():
             self._loading.pop(request_id, None)
-            self._finish_reading(request_id)
+            self._destination.finish(request_id)
 
     def has_pending_work(self) -> bool:
         """Whether the engine must step although it has no request: to end holds that are over.
 
         Where the engine cannot be woken, it has to keep stepping while anything is held.
         """
-        with self._prefill_lock:
-            has_news = self._set_aside.has_news or self._holding.has_ended
-            return has_news or (self._wake_engine is None and self._holding.num_held > 0)
+        holds = self._state.holds
+        with self._state.holds_lock:
+            has_news = self._quarantine.has_news or self._destination.has_pending_work or holds.has_ended
+            return has_news or (self._wake_engine is None and holds.num_holds > 0)
 
     # The engine's place among others.
 
     def publish(self, ranks: Sequence[RankEntry]) -> None:
         """Serve handshakes with these ranks from now on. Raises as :func:`check_complete`."""
-        directory = Directory(PROTOCOL_VERSION, self._engine_id, self._epoch, self._identity, tuple(ranks))
+        state = self._state
+        directory = Directory(PROTOCOL_VERSION, state.engine_id, state.epoch, self._identity, tuple(ranks))
         check_complete(directory, self._num_ranks)
         self._directory = directory
+        self._source.publish()
 
     def shutdown(self) -> None:
-        """Close the control end point; twice is fine."""
+        """Close the control end points; twice is fine."""
+        self._source.close()
         self._listener.close()
-        self._errands.close()
+        self._state.leases.close()
 
-    @property
-    def _answers_at(self) -> EndPoint:
-        return EndPoint(self._settings.reachable_host, self._listener.port, self._epoch)
-
-    @property
-    def _holding(self) -> PrefillSide | PushHolds:
-        """What is held here for others."""
-        return self._prefill_side
-
-    def _expect(self, request: "Request", params: Mapping[str, Any]) -> None:
-        """Take note of a new request whose prompt comes from another engine."""
-        request_id = request.request_id
-        try:
-            parsed = self._remote[request_id] = parse_params(params, request)
-        except KVFerryError as error:
-            self._remote[request_id] = error.without_traceback()
-            return
-        with self._decode_lock:
-            self._decode_side.arrive(request_id, parsed.hold, parsed.kvferry.lease_seconds, time.monotonic())
-
-    def _is_expected(self, request_id: str) -> bool:
-        """Return whether the request names where its prompt comes from."""
-        return request_id in self._remote
+    def _comes_from_elsewhere(self, request: "Request") -> bool:
+        """Return whether the request's prompt is still to be loaded."""
+        params = request.kv_transfer_params
+        return bool(params and params.get("do_remote_prefill")) and self._destination.is_expected(request.request_id)
 
     def _num_loadable(self, request: "Request") -> int:
         """Return how many of the prompt's tokens a load can bring; a prompt of one token is computed here."""
         num_tokens: int = request.num_prompt_tokens
-        return max(num_tokens - num_recomputed(self._groups), 1)
+        return max(num_tokens - self._num_recomputed, 1)
 
-    def _begin_hold(self, request: "Request") -> None:
-        with self._prefill_lock:
-            hold = self._prefill_side.begin(request.request_id)
-        if hold is None:
-            logger.warning(
-                "kvferry: %s will not be exported: all %d guard words are taken, a request of this id is "
-                "still held, or the id is too long.",
-                request.request_id,
-                MAX_HELD_REQUESTS,
-            )
-            return
-        self._step.written.append(self._held(hold))
-
-    def _finish_source(
-        self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
-    ) -> dict[str, Any] | None:
-        """A request that another engine goes on with has finished: hold its blocks, and return what to answer."""
-        with self._prefill_lock:
-            if not is_complete or token_ids_of(request) is None or not any(block_ids):
-                self._prefill_side.drop(request.request_id)
-                return None
-            if self._has_state and request.num_computed_tokens != request.num_prompt_tokens:
-                self._prefill_side.drop(request.request_id)
-                logger.warning("kvferry: %s is not exported: its state went past the prompt.", request.request_id)
-                return None
-            hold = self._prefill_side.export(request.request_id, time.monotonic())
-        if hold is None:
-            return None
-        self._held_blocks.hold(request.request_id, block_ids)
-        where, block_sizes = self._answers_at, tuple(group.block_size for group in self._groups)
-        ours = self._engine_id, where.host, where.port, self._tp_size, self._epoch
-        return answer_params(request, hold, block_ids, PrefillEngine(*ours, self._settings.lease_seconds, block_sizes))
-
-    def _held(self, hold: Hold) -> Held:
-        return hold.slot, self._epoch, hold.handle.generation
+    @property
+    def _num_loads(self) -> int:
+        return len(self._loading) + self._quarantine.num_others(self._loading)
 
     def _load_order(
         self, request: "Request", block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> LoadOrder:
-        timeout = self._settings.load_timeout_seconds
-        remote = self._remote[request.request_id]
+        end_token = self._num_loadable(request)
         try:
-            if isinstance(remote, KVFerryError):
-                raise remote.without_traceback()
-            num_loadable = self._num_loadable(request)
-            check_prompt(remote, request, num_loadable)
-            check_cached_windows(self._groups, remote.kvferry.block_sizes, self._caches_prefixes)
-            blocks = blocks_to_load(
-                self._groups,
-                remote.kvferry.block_sizes,
-                (num_loadable - num_external_tokens, num_loadable),
-                remote.remote_block_ids,
-                block_ids,
-            )
-            with self._decode_lock:
-                lease = self._decode_side.running_lease(request.request_id, time.monotonic())
+            return self._destination.order(request, (end_token - num_external_tokens, end_token), block_ids)
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error)
-            hold = remote.hold if isinstance(remote, RemoteParams) else None
-            return LoadOrder(request.request_id, timeout, hold, error=error)
-        timeout = min(timeout, lease.remaining(time.monotonic()))
-        hold, slot = remote.hold, remote.kvferry.slot
-        return LoadOrder(request.request_id, timeout, hold, slot, num_external_tokens, blocks)
+            hold = self._destination.hold_of(request.request_id)
+            return LoadOrder(request.request_id, self._destination.timeout_seconds, hold, error=error)
 
-    def _finish_reading(self, request_id: str) -> None:
-        if self._remote.pop(request_id, None) is not None:
-            self._leave(request_id)
+    def _end_hold(self, ended: Ended) -> None:
+        """Tell the workers, then let the blocks go.
 
-    def _leave(self, request_id: str) -> None:
-        """The request is done with its remote hold, which may end."""
-        now = time.monotonic()
-        with self._decode_lock:
-            self._decode_side.finish(request_id, now)
-            self._errands.release(self._decode_side.take_releases(now), self._settings.lease_seconds)
+        The engine gives the blocks to another request in the next step at the earliest, and every worker clears the
+        guard word, or stops the push, before it runs this step.
+        """
+        state, hold, name = self._state, ended.hold, ended.handle.request_id
+        if hold is None or hold.slot is None:
+            state.step.ended_transfers.append(name)
+        else:
+            state.step.ended_slots.append(hold.slot)
+        if hold is not None:
+            self._source.forget(hold.request_id)
+        if ended.was_held:
+            state.kept_blocks.free(name)
+        if ended.ending is Ending.EXPIRED:
+            logger.warning(
+                "kvferry: no decode engine took or renewed %s within %g s: its blocks are freed.",
+                name,
+                state.settings.lease_seconds,
+            )
 
-    def _run_errands(self, now: float) -> None:
-        """Send what is due and take in what was answered; the requests whose holds are lost are kept for a step."""
-        self._errands.release(self._decode_side.take_releases(now), self._settings.lease_seconds)
-        for outcome in self._errands.collect():
-            self._decode_side.renewed(outcome.held, outcome.sent_at, outcome.lease_seconds)
-            self._lost += self._decode_side.lost(outcome.lost)
-        self._errands.renew(self._decode_side.take_renewals(now), self._settings.lease_seconds)
+    # The server's thread.
 
     def _keep_up(self) -> None:
-        """What is due while the engine sleeps or takes a long step, on the listener's thread."""
-        now = time.monotonic()
-        with self._decode_lock:
-            self._run_errands(now)
-        with self._prefill_lock:
-            self._holding.expire(now)
+        """Do what is due while the engine sleeps or takes a long step."""
+        self._state.leases.keep()
+        with self._state.holds_lock:
+            self._state.holds.expire(time.monotonic())
         self._wake_for_ended()
 
     def _wake_for_ended(self) -> None:
-        with self._prefill_lock:
-            has_ended = self._holding.has_ended
-        if has_ended and self._wake_engine is not None:
+        with self._state.holds_lock:
+            has_ended = self._state.holds.has_ended
+        if has_ended:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._wake_engine is not None:
             self._wake_engine()
 
-    def _end_hold(self, ended: Ended) -> None:
-        """Order the guard word cleared and let the blocks go.
-
-        In this order: the blocks can be given away in the next step at the earliest, and every
-        worker clears the word before it runs this one.
-        """
-        hold = ended.hold
-        self._step.ended.append(hold.slot)
-        if hold.is_exported:
-            self._held_blocks.free(hold.handle.request_id)
-        if ended.ending is Ending.EXPIRED:
-            logger.warning(
-                "kvferry: nobody read or renewed %s within %g s: its blocks are freed.",
-                hold.handle.request_id,
-                self._settings.lease_seconds,
-            )
-
     def _answer(self, question: Question) -> Answer:
-        """Answer one question, on the listener's thread."""
-        if isinstance(question, DirectoryRequest):
-            check_version(question.version)
-            if self._directory is None:
-                raise HandoffError(Reason.PEER_UNREACHABLE, "this engine has not finished starting.", "Ask again.")
-            return self._directory
-        if isinstance(question, Unquiet):
-            check_epoch(question.epoch, self._epoch)
-            self._set_aside.note(question.rank, question.number, question.request_ids)
-            if self._wake_engine is not None:
-                self._wake_engine()
-            return Noted(self._epoch)
-        if not isinstance(question, Renew | Release):
+        """Answer one question. Raises :class:`HandoffError` for what is refused."""
+        match question:
+            case DirectoryRequest():
+                return self._answer_directory_request(question)
+            case StillWriting():
+                return self._answer_still_writing(question)
+            case Renew():
+                with self._state.holds_lock:
+                    lost = self._state.holds.renew(question.epoch, question.handles, time.monotonic())
+                return Renewed(self._state.epoch, self._state.settings.lease_seconds, tuple(lost))
+            case Release():
+                with self._state.holds_lock:
+                    self._state.holds.release(question.epoch, question.handles)
+                self._wake_for_ended()
+                return Released(self._state.epoch)
+            case _:
+                raise HandoffError(
+                    Reason.UNSUPPORTED,
+                    f"a scheduler does not answer a {type(question).__name__}.",
+                    "Ask the rank's own port.",
+                )
+
+    def _answer_directory_request(self, question: DirectoryRequest) -> Directory:
+        check_version(question.version)
+        if self._directory is None:
+            raise HandoffError(Reason.PEER_UNREACHABLE, "this engine has not finished starting.", "Ask again.")
+        return self._directory
+
+    def _answer_still_writing(self, question: StillWriting) -> Noted:
+        check_epoch(question.epoch, self._state.epoch)
+        if not hmac.compare_digest(question.secret, self._secret):
             raise HandoffError(
-                Reason.UNSUPPORTED,
-                f"a scheduler does not answer a {type(question).__name__}.",
-                "Ask the rank's own port.",
+                Reason.PERMISSION_DENIED,
+                "the report does not carry this engine's secret.",
+                "Only this engine's own ranks may report; nothing else needs to.",
             )
-        with self._prefill_lock:
-            if isinstance(question, Renew):
-                lost = self._holding.renew(question.epoch, question.handles, time.monotonic())
-                return Renewed(self._epoch, self._settings.lease_seconds, tuple(lost))
-            self._holding.release(question.epoch, question.handles)
-        self._wake_for_ended()
-        return Released(self._epoch)
+        self._quarantine.note(question.rank, question.number, question.request_ids)
+        self._wake()
+        return Noted(self._state.epoch)

@@ -64,7 +64,7 @@ class PushWorker:
 
     def take_back(self, orders: StepMetadata) -> None:
         """Void what is being read from blocks that the step may overwrite."""
-        self.pusher.engine = orders.answers_at
+        self.pusher.engine = None if orders.engine is None else orders.engine.where
         self.pusher.preempt(orders.preempted)
         self.pusher.end(orders.ended_transfers)
 

@@ -26,12 +26,12 @@ from kvferry.execution.route import RemoteEngines
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.stage import Stage
 from kvferry.execution.transfer_costs import Strategist
-from kvferry.handoff.lease import lease_lost
-from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, MAX_REQUESTS_PER_MESSAGE, EndPoint, RankEntry, Unquiet
+from kvferry.handoff.holds import lease_lost
+from kvferry.handoff.messages import RankEntry, StillWriting
 from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.wire.client import Courier
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, LoadOrder, PushedPrompt, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, EngineEndPoint, LoadOrder, PushedPrompt, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate.shards import group_shapes, identity_of, resolved_layout, shard_of
 from kvferry.integrations.vllm.worker.push import PushWorker
 from kvferry.integrations.vllm.worker.statistics import Statistics
@@ -80,7 +80,7 @@ class WorkerRole:
         self._failed: set[str] = set()
         self._push: PushWorker | None = None
         self._prompts: Sequence[tuple[str, Prompt]] = ()
-        self._engine: EndPoint | None = None
+        self._engine: EngineEndPoint | None = None
         self._courier: Courier | None = None
         self._num_reports = 0
 
@@ -136,11 +136,11 @@ class WorkerRole:
 
     def begin_step(self, orders: StepMetadata) -> None:
         """Change guard words, before the step can touch any block."""
-        self._engine = orders.answers_at
-        for rank, request_id in orders.set_aside:
+        self._engine = orders.engine
+        for rank, request_id in orders.quarantined:
             if rank == self._rank and self._executor is not None:
                 self._executor.set_aside(request_id)
-        self._step_words.begin(orders.ended, orders.written)
+        self._step_words.begin(orders.ended_slots, orders.written)
         self._prompts = orders.prompts
         if self._push is not None:
             self._push.pusher.begin_step(orders.prompts)
@@ -232,10 +232,12 @@ class WorkerRole:
             return
         self._courier = self._courier or Courier()
         self._num_reports += 1
-        # Pushes of this rank's own are among them, with longer names, and none of the engine's requests.
-        told = sorted(each for each in request_ids if len(each) <= MAX_IDENTIFIER_LENGTH)[:MAX_REQUESTS_PER_MESSAGE]
-        question = Unquiet(engine.epoch, self._rank, self._num_reports, tuple(told))
-        self._courier.send(engine.host, engine.port, question, REPORT_SECONDS)
+        # All of them, always: the engine frees the blocks of a request that a report leaves out. It admits no more loads
+        # than a report can name.
+        question = StillWriting(
+            engine.where.epoch, engine.secret, self._rank, self._num_reports, tuple(sorted(request_ids))
+        )
+        self._courier.send(engine.where.host, engine.where.port, question, REPORT_SECONDS)
 
     def _stage(self) -> Stage:
         return Stage(self._settings.stage_bytes, order=self._order)

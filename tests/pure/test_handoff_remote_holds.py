@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.handoff.holds import sampling_family
 from kvferry.handoff.messages import Handle
-from kvferry.handoff.remote_holds import MIN_RENEW_SECONDS, DecodeSide, RemoteHold
+from kvferry.handoff.remote_holds import MIN_RENEW_SECONDS, RemoteHold, RemoteHolds
 
 LINGER, SHARE, LEASE = 0.5, 0.25, 60.0
 HOLDS = [
@@ -32,12 +32,12 @@ class Model(msgspec.Struct):
     is_lost: bool = False
 
 
-class DecodeSideMachine(RuleBasedStateMachine):
+class RemoteHoldsMachine(RuleBasedStateMachine):
     """The model: who reads which hold, until when it lingers, whether it is lost."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.side = DecodeSide(LINGER, SHARE)
+        self.side = RemoteHolds(LINGER, SHARE)
         self.now = 0.0
         self.model: dict[RemoteHold, Model] = {}
         self.reads: dict[str, RemoteHold] = {}
@@ -122,7 +122,7 @@ class DecodeSideMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds_are_counted(self) -> None:
-        assert self.side.num_reading == len(self.model)
+        assert self.side.num_used == len(self.model)
         assert self.times_read - self.times_released == Counter(self.model.keys()), "one release per reading"
 
     @invariant()
@@ -142,16 +142,16 @@ class DecodeSideMachine(RuleBasedStateMachine):
             self.finish(request_id)
         self.now += LINGER
         self.take_releases()
-        assert self.side.num_reading == 0
+        assert self.side.num_used == 0
         assert self.side.take_renewals(self.now + LEASE) == []
 
 
-DecodeSideMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestDecodeSide = DecodeSideMachine.TestCase
+RemoteHoldsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRemoteHolds = RemoteHoldsMachine.TestCase
 
 
 def test_a_sample_finds_the_hold_of_the_sibling_that_finished_first() -> None:
-    side = DecodeSide(LINGER, SHARE)
+    side = RemoteHolds(LINGER, SHARE)
     side.arrive("0_z", HOLDS[0], LEASE, now=0.0)
     side.finish("0_z", now=1.0)
     assert side.take_releases(now=1.49) == []
@@ -163,7 +163,7 @@ def test_a_sample_finds_the_hold_of_the_sibling_that_finished_first() -> None:
 
 
 def test_a_request_alone_releases_at_once() -> None:
-    side = DecodeSide(LINGER, SHARE)
+    side = RemoteHolds(LINGER, SHARE)
     side.arrive("x", HOLDS[0], LEASE, now=0.0)
     side.finish("x", now=0.0)
     assert side.take_releases(now=0.0) == [HOLDS[0]]
@@ -171,7 +171,7 @@ def test_a_request_alone_releases_at_once() -> None:
 
 
 def test_a_silent_holder_is_asked_more_often_towards_the_end_but_not_without_bound() -> None:
-    side = DecodeSide(LINGER, SHARE)
+    side = RemoteHolds(LINGER, SHARE)
     side.arrive("x", HOLDS[0], LEASE, now=0.0)
     asked = [tick / 100 for tick in range(0, 7001) if side.take_renewals(tick / 100)]
     gaps = [after - before for before, after in pairwise(asked)]
@@ -187,7 +187,7 @@ def test_one_engine_in_two_epochs_is_two_destinations() -> None:
 
 
 def test_naming_another_hold_lets_the_former_go() -> None:
-    side = DecodeSide(LINGER, SHARE)
+    side = RemoteHolds(LINGER, SHARE)
     side.arrive("x", HOLDS[0], LEASE, now=0.0)
     side.arrive("x", HOLDS[1], LEASE, now=1.0)
     assert side.take_releases(now=1.0) == [HOLDS[0]]

@@ -8,23 +8,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.holds import Ending, Hold, PrefillSide, sampling_family
+from kvferry.handoff.holds import Ending, Hold, Holds, handle_of_transfer, sampling_family
 from kvferry.handoff.messages import Handle
 
 EPOCH, NUM_SLOTS, LEASE = 7, 4, 60.0
+TRANSFERS = ["x", "y", "z", "0_t", "1_t"]
+transfer_ids = st.sampled_from(TRANSFERS)
 request_ids = st.sampled_from(["a", "b", "0_c", "1_c", "2_c", "11_d", "d"])
 
 
-class PrefillSideMachine(RuleBasedStateMachine):
+class HoldsMachine(RuleBasedStateMachine):
     """The model: live holds by request, the end of their leases, and what has ended since it was last asked."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.side = PrefillSide(EPOCH, NUM_SLOTS, LEASE)
+        self.side = Holds(EPOCH, NUM_SLOTS, LEASE)
         self.now = 0.0
         self.live: dict[str, Hold] = {}
         self.lease_end: dict[str, float] = {}
         self.known: list[Handle] = []
+        self.transfers: dict[str, str] = {}
+        self.ended_transfers: set[str] = set()
         self.ended: Counter[tuple[Handle, Ending, bool]] = Counter()
         self.named: set[Handle] = set()
 
@@ -40,20 +44,20 @@ class PrefillSideMachine(RuleBasedStateMachine):
         elif request_id in self.live:
             assert hold is not None
             assert (hold.handle, hold.slot) == (self.live[request_id].handle, self.live[request_id].slot)
-        elif len(self.live) == NUM_SLOTS:
+        elif len(self.live.keys() - set(TRANSFERS)) == NUM_SLOTS:
             assert hold is None, "more holds than slots"
         else:
             assert hold is not None, "a free slot was not given"
             assert 0 <= hold.slot < NUM_SLOTS
             assert hold.handle.request_id == request_id
             assert hold.handle.generation not in {handle.generation for handle in self.known}
-            assert not hold.is_exported
+            assert not hold.is_held
             self.live[request_id] = hold
             self.known.append(hold.handle)
 
     @rule(request_id=request_ids)
-    def export(self, request_id: str) -> None:
-        hold = self.side.export(request_id, self.now)
+    def hold(self, request_id: str) -> None:
+        hold = self.side.hold(request_id, self.now)
         assert (hold is not None) == (request_id in self.live and request_id not in self.lease_end)
         if hold is not None:
             assert hold.lease is not None
@@ -65,7 +69,61 @@ class PrefillSideMachine(RuleBasedStateMachine):
     def drop(self, request_id: str) -> None:
         self.side.drop(request_id)
         if request_id in self.live and request_id not in self.lease_end:
-            self.end(request_id, Ending.NOT_EXPORTED)
+            self.end(request_id, Ending.DROPPED)
+
+    @rule(transfer_id=transfer_ids, request_id=st.sampled_from(["r", "s"]))
+    def begin_transfer(self, transfer_id: str, request_id: str) -> None:
+        if self.transfers.get(request_id, transfer_id) != transfer_id:
+            return  # a request has one transfer
+        hold = self.side.begin_transfer(transfer_id, request_id)
+        has_ended = transfer_id in self.ended_transfers
+        is_taken = transfer_id in self.live and request_id not in self.transfers
+        assert (hold is None) == (has_ended or is_taken)
+        if hold is not None:
+            assert (hold.handle, hold.slot) == (handle_of_transfer(transfer_id), None)
+            self.live[transfer_id] = hold
+            self.transfers[request_id] = transfer_id
+
+    @rule(request_id=st.sampled_from(["r", "s"]), ends_well=st.booleans())
+    def finish_transfer(self, request_id: str, ends_well: bool) -> None:
+        transfer_id = self.transfers.pop(request_id, None)
+        if ends_well:
+            hold = self.side.hold(request_id, self.now)
+            assert (hold is None) == (transfer_id is None)
+            if transfer_id is not None:
+                self.lease_end[transfer_id] = self.now + LEASE
+            return
+        self.side.drop(request_id)
+        if transfer_id is not None:
+            self.end_transfer(transfer_id, Ending.DROPPED)
+
+    @rule(transfer_id=transfer_ids)
+    def drop_transfer(self, transfer_id: str) -> None:
+        self.side.drop_transfer(transfer_id)
+        if transfer_id not in self.live:
+            self.end_transfer(transfer_id, Ending.DROPPED)
+
+    @rule(transfer_id=transfer_ids)
+    def release_transfer(self, transfer_id: str) -> None:
+        self.side.release(EPOCH, [handle_of_transfer(transfer_id)])
+        self.end_transfer(transfer_id, Ending.RELEASED)
+
+    @rule(transfer_id=transfer_ids)
+    def renew_transfer(self, transfer_id: str) -> None:
+        handle = handle_of_transfer(transfer_id)
+        lost = self.side.renew(EPOCH, [handle], self.now)
+        assert lost == ([handle] if transfer_id in self.ended_transfers else [])
+        if transfer_id in self.lease_end:
+            self.lease_end[transfer_id] = self.now + LEASE
+
+    def end_transfer(self, transfer_id: str, ending: Ending) -> None:
+        if transfer_id in self.ended_transfers:
+            return
+        self.ended_transfers.add(transfer_id)
+        self.transfers = {request: name for request, name in self.transfers.items() if name != transfer_id}
+        self.live.pop(transfer_id, None)
+        was_held = self.lease_end.pop(transfer_id, None) is not None
+        self.ended[handle_of_transfer(transfer_id), ending, was_held] += 1
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -74,7 +132,7 @@ class PrefillSideMachine(RuleBasedStateMachine):
         live = {hold.handle for hold in self.live.values()}
         assert self.side.renew(EPOCH, handles, self.now) == [handle for handle in handles if handle not in live]
         families = {sampling_family(handle.request_id) for handle in set(handles) & live}
-        for member in self.lease_end:
+        for member in self.lease_end.keys() - set(TRANSFERS):
             if sampling_family(member) in families:
                 self.lease_end[member] = self.now + LEASE
 
@@ -87,7 +145,7 @@ class PrefillSideMachine(RuleBasedStateMachine):
             if handle not in {hold.handle for hold in self.live.values()}:
                 continue
             family = sampling_family(handle.request_id)
-            for member in [member for member in self.lease_end if sampling_family(member) == family]:
+            for member in [m for m in self.lease_end if m not in TRANSFERS and sampling_family(m) == family]:
                 self.end(member, Ending.RELEASED)
 
     @rule(seconds=st.sampled_from([0.5, 20.0, 59.0, 61.0]))
@@ -98,14 +156,16 @@ class PrefillSideMachine(RuleBasedStateMachine):
     def expire(self) -> None:
         self.side.expire(self.now)
         for request_id in [request_id for request_id, end in self.lease_end.items() if end <= self.now]:
-            self.end(request_id, Ending.EXPIRED)
+            end = self.end_transfer if request_id in TRANSFERS else self.end
+            end(request_id, Ending.EXPIRED)
 
     @rule()
     def take_ended(self) -> None:
         ended = self.side.take_ended()
-        assert Counter((end.hold.handle, end.ending, end.hold.is_exported) for end in ended) == self.ended
+        assert Counter((end.handle, end.ending, end.was_held) for end in ended) == self.ended
         assert not self.side.has_ended
-        handles = {end.hold.handle for end in ended}
+        assert all(end.hold is None or end.hold.handle == end.handle for end in ended)
+        handles = {end.handle for end in ended}
         assert len(handles) == len(ended)
         assert not handles & self.named, "an ended hold was named twice"
         self.named |= handles
@@ -121,90 +181,122 @@ class PrefillSideMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds_are_counted(self) -> None:
-        assert self.side.num_held == len(self.live)
+        assert self.side.num_holds == len(self.live)
         assert self.side.has_ended == bool(self.ended)
 
     @invariant()
     def live_holds_share_no_slot(self) -> None:
-        assert len({hold.slot for hold in self.live.values()}) == len(self.live)
+        slots = [hold.slot for hold in self.live.values() if hold.slot is not None]
+        assert len(set(slots)) == len(slots)
 
     def teardown(self) -> None:
         """Nothing has leaked: after the last lease every slot can be given again."""
         self.take_ended()
-        for request_id in self.live:
-            self.side.export(request_id, self.now)
+        for hold in self.live.values():
+            self.side.hold(hold.request_id, self.now)
         self.side.expire(self.now + LEASE)
-        assert self.side.num_held == 0
-        assert {end.hold.handle for end in self.side.take_ended()} == {hold.handle for hold in self.live.values()}
+        assert self.side.num_holds == 0
+        assert {end.handle for end in self.side.take_ended()} == {hold.handle for hold in self.live.values()}
         holds = [self.side.begin(f"last-{number}") for number in range(NUM_SLOTS)]
         assert sorted(hold.slot for hold in holds if hold is not None) == list(range(NUM_SLOTS))
         assert self.side.begin("one too many") is None
 
 
-PrefillSideMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestPrefillSide = PrefillSideMachine.TestCase
+HoldsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHolds = HoldsMachine.TestCase
 
 
-def exported(side: PrefillSide, request_id: str, now: float = 0.0) -> Hold:
+def held(side: Holds, request_id: str, now: float = 0.0) -> Hold:
     side.begin(request_id)
-    hold = side.export(request_id, now)
+    hold = side.hold(request_id, now)
     assert hold is not None
     return hold
 
 
 def test_releasing_the_named_sample_releases_its_siblings_and_nobody_else() -> None:
-    side = PrefillSide(EPOCH, 8, LEASE)
-    first = exported(side, "0_cmpl")
-    exported(side, "1_cmpl")
-    exported(side, "0_cmplx")
+    side = Holds(EPOCH, 8, LEASE)
+    first = held(side, "0_cmpl")
+    held(side, "1_cmpl")
+    held(side, "0_cmplx")
     side.begin("2_cmpl")  # still computing: its blocks are the engine's own
     side.release(EPOCH, [first.handle])
     assert [end.hold.handle.request_id for end in side.take_ended()] == ["0_cmpl", "1_cmpl"]
-    assert side.num_held == 2
+    assert side.num_holds == 2
 
 
 def test_a_handle_of_a_former_generation_ends_nothing() -> None:
-    side = PrefillSide(EPOCH, 1, LEASE)
-    former = exported(side, "a")
+    side = Holds(EPOCH, 1, LEASE)
+    former = held(side, "a")
     side.release(EPOCH, [former.handle])
-    exported(side, "a", now=1.0)
+    held(side, "a", now=1.0)
     side.release(EPOCH, [former.handle])
-    assert side.num_held == 1
+    assert side.num_holds == 1
     assert side.renew(EPOCH, [former.handle], now=2.0) == [former.handle]
 
 
 def test_a_lease_ends_at_its_last_moment_and_not_before() -> None:
-    side = PrefillSide(EPOCH, 1, LEASE)
-    hold = exported(side, "a")
+    side = Holds(EPOCH, 1, LEASE)
+    hold = held(side, "a")
     side.expire(59.999)
-    assert side.num_held == 1
+    assert side.num_holds == 1
     side.renew(EPOCH, [hold.handle], now=59.999)
     side.expire(60.0)
-    assert side.num_held == 1
+    assert side.num_holds == 1
     side.expire(119.999)
     assert [end.ending for end in side.take_ended()] == [Ending.EXPIRED]
 
 
 def test_a_request_that_is_still_computing_never_expires() -> None:
-    side = PrefillSide(EPOCH, 1, LEASE)
+    side = Holds(EPOCH, 1, LEASE)
     side.begin("a")
     side.expire(1e9)
-    assert side.num_held == 1
+    assert side.num_holds == 1
 
 
 def test_a_second_request_of_an_id_that_is_still_held_touches_nothing() -> None:
-    side = PrefillSide(EPOCH, 2, LEASE)
-    former = exported(side, "a")
+    side = Holds(EPOCH, 2, LEASE)
+    former = held(side, "a")
     assert side.begin("a") is None
-    assert side.export("a", now=1.0) is None
+    assert side.hold("a", now=1.0) is None
     side.drop("a")
-    assert side.num_held == 1
+    assert side.num_holds == 1
     assert side.renew(EPOCH, [former.handle], now=2.0) == []
 
 
-def test_what_is_exported_or_unknown_is_not_unfinished() -> None:
-    side = PrefillSide(EPOCH, 4, LEASE)
-    exported(side, "a")
+def test_a_held_or_unknown_request_has_no_open_hold() -> None:
+    side = Holds(EPOCH, 4, LEASE)
+    held(side, "a")
     hold = side.begin("b")
     side.begin("c")
-    assert side.unfinished(["a", "b", "d"]) == [hold]
+    assert [side.open_hold(request_id) for request_id in ("a", "b", "d")] == [None, hold, None]
+
+
+def test_a_transfer_that_was_released_before_its_prompt_came_does_not_begin() -> None:
+    side = Holds(EPOCH, 1, LEASE)
+    handle = handle_of_transfer("x")
+    side.release(EPOCH, [handle, handle])
+    assert [(ended.handle, ended.hold) for ended in side.take_ended()] == [(handle, None)]
+    assert side.begin_transfer("x", "r") is None
+    assert side.renew(EPOCH, [handle], now=0.0) == [handle]
+
+
+def test_a_transfer_ends_with_the_one_sample_that_serves_it() -> None:
+    side = Holds(EPOCH, 1, LEASE)
+    assert side.begin_transfer("x", "0_r") is not None
+    assert side.begin_transfer("x", "1_r") is None
+    side.drop("1_r")
+    side.drop_transfer("x")
+    assert side.num_holds == 1, "another sample serves it"
+    side.drop("0_r")
+    assert [ended.ending for ended in side.take_ended()] == [Ending.DROPPED]
+
+
+def test_a_snapshot_is_plain_and_relative_to_now() -> None:
+    side = Holds(EPOCH, 2, LEASE)
+    held(side, "a", now=5.0)
+    side.begin_transfer("x", "b")
+    assert side.snapshot(now=15.0) == {
+        "holds": {"a": ("a", 0, 50.0), "x": ("b", None, None)},
+        "num_free_slots": 1,
+        "ended": [],
+    }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.handoff.holds import PrefillSide
+from kvferry.handoff.holds import Holds
 from kvferry.handoff.messages import (
     MAX_REQUESTS_PER_MESSAGE,
     Answer,
@@ -20,7 +20,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire import client as courier_module
-from kvferry.handoff.wire.hold_messages import Errands, RenewalOutcome
+from kvferry.handoff.wire.hold_messages import HoldMessages, RenewalOutcome
 from kvferry.handoff.wire.server import Listener
 
 HOST, EPOCH, LEASE = "127.0.0.1", 7, 60.0
@@ -30,12 +30,12 @@ class Holder:
     """A prefill engine's control side: a real listener before a real state machine."""
 
     def __init__(self, num_holds: int = 0) -> None:
-        self.side = PrefillSide(EPOCH, num_slots=max(1, num_holds), lease_seconds=LEASE)
+        self.side = Holds(EPOCH, num_slots=max(1, num_holds), lease_seconds=LEASE)
         self.handles = []
         for number in range(num_holds):
             hold = self.side.begin(f"r{number}")
             assert hold is not None
-            self.side.export(f"r{number}", time.monotonic())
+            self.side.hold(f"r{number}", time.monotonic())
             self.handles.append(hold.handle)
         self.questions: list[Question] = []
         self.may_answer = threading.Event()
@@ -71,124 +71,124 @@ def holder() -> Iterator[Holder]:
 
 
 @pytest.fixture
-def errands() -> Iterator[Errands]:
-    errands = Errands()
-    yield errands
-    errands.close()
+def messages() -> Iterator[HoldMessages]:
+    messages = HoldMessages()
+    yield messages
+    messages.close()
 
 
-def collect(errands: Errands, number: int = 1) -> list[RenewalOutcome]:
+def collect(messages: HoldMessages, number: int = 1) -> list[RenewalOutcome]:
     outcomes: list[RenewalOutcome] = []
     end = time.monotonic() + 20
     while len(outcomes) < number:
         assert time.monotonic() < end, f"only {len(outcomes)} outcomes"
-        outcomes += errands.collect()
+        outcomes += messages.collect()
         time.sleep(0.002)
     return outcomes
 
 
 def wait_for_end_of_all(holder: Holder) -> None:
     end = time.monotonic() + 20
-    while holder.side.num_held:
+    while holder.side.num_holds:
         assert time.monotonic() < end, "a hold was not released"
         time.sleep(0.002)
 
 
-def test_a_release_ends_the_holds_and_is_no_outcome(holder: Holder, errands: Errands) -> None:
-    errands.release(holder.remotes(), timeout_seconds=20)
+def test_a_release_ends_the_holds_and_is_no_outcome(holder: Holder, messages: HoldMessages) -> None:
+    messages.release(holder.remotes(), timeout_seconds=20)
     wait_for_end_of_all(holder)
     assert len(holder.questions) == 1, "one message to one destination"
     time.sleep(0.05)
-    assert errands.collect() == []
+    assert messages.collect() == []
 
 
-def test_a_renewal_tells_the_held_from_the_lost(holder: Holder, errands: Errands) -> None:
+def test_a_renewal_tells_the_held_from_the_lost(holder: Holder, messages: HoldMessages) -> None:
     gone = holder.remote(Handle("r0", 999))
     before = time.monotonic()
-    errands.renew([*holder.remotes(), gone], timeout_seconds=20)
-    (outcome,) = collect(errands)
+    messages.renew([*holder.remotes(), gone], timeout_seconds=20)
+    (outcome,) = collect(messages)
     assert outcome.held == tuple(holder.remotes())
     assert outcome.lost == (gone,)
     assert outcome.lease_seconds == LEASE
     assert before <= outcome.sent_at <= time.monotonic()
 
 
-def test_a_restarted_holder_has_lost_all(holder: Holder, errands: Errands) -> None:
+def test_a_restarted_holder_has_lost_all(holder: Holder, messages: HoldMessages) -> None:
     former = [holder.remote(handle, epoch=EPOCH - 1) for handle in holder.handles]
-    errands.renew([*former, holder.remote(holder.handles[0])], timeout_seconds=20)
-    outcomes = collect(errands, 2)
+    messages.renew([*former, holder.remote(holder.handles[0])], timeout_seconds=20)
+    outcomes = collect(messages, 2)
     assert {outcome.lost for outcome in outcomes} == {tuple(former), ()}
     assert {outcome.held for outcome in outcomes} == {(), (holder.remote(holder.handles[0]),)}
 
 
 @pytest.mark.parametrize("answer", [Refusal("unsupported", "a fault"), Released(EPOCH)])
 def test_another_refusal_loses_nothing_and_may_be_asked_again(
-    holder: Holder, errands: Errands, answer: Answer, monkeypatch: pytest.MonkeyPatch
+    holder: Holder, messages: HoldMessages, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing = Listener(HOST, 0, lambda question: answer)
     hold = RemoteHold("p", EPOCH, HOST, refusing.port, Handle("a", 1))
     try:
         for _ in range(2):
-            errands.renew([hold], timeout_seconds=20)
+            messages.renew([hold], timeout_seconds=20)
             end = time.monotonic() + 20
-            while errands._holds_of and time.monotonic() < end:
-                assert errands.collect() == []
+            while messages._holds_of and time.monotonic() < end:
+                assert messages.collect() == []
                 time.sleep(0.002)
-            assert not errands._holds_of, "its end was not noticed"
+            assert not messages._holds_of, "its end was not noticed"
     finally:
         refusing.close()
 
 
-def test_what_is_on_its_way_is_not_asked_twice(holder: Holder, errands: Errands) -> None:
+def test_what_is_on_its_way_is_not_asked_twice(holder: Holder, messages: HoldMessages) -> None:
     """A silent holder must not gather a message for each time that a lease was due."""
     holder.may_answer.clear()
     first, second = holder.remotes()[:2]
-    errands.renew([first], timeout_seconds=20)
+    messages.renew([first], timeout_seconds=20)
     for _ in range(10):
-        errands.renew([first, second], timeout_seconds=20)
+        messages.renew([first, second], timeout_seconds=20)
     holder.may_answer.set()
-    outcomes = collect(errands, 2)
+    outcomes = collect(messages, 2)
     assert [outcome.held for outcome in outcomes] == [(first,), (second,)]
-    errands.renew([first], timeout_seconds=20)
-    assert [outcome.held for outcome in collect(errands)] == [(first,)]
+    messages.renew([first], timeout_seconds=20)
+    assert [outcome.held for outcome in collect(messages)] == [(first,)]
 
 
 def test_the_answer_after_one_that_never_came_counts(
-    holder: Holder, errands: Errands, monkeypatch: pytest.MonkeyPatch
+    holder: Holder, messages: HoldMessages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(courier_module, "RESEND_SECONDS", 0.05)
     holder.may_answer.clear()
-    errands.renew(holder.remotes(), timeout_seconds=0.1)
+    messages.renew(holder.remotes(), timeout_seconds=0.1)
     end = time.monotonic() + 20
-    while errands._holds_of and time.monotonic() < end:
-        errands.collect()
+    while messages._holds_of and time.monotonic() < end:
+        messages.collect()
         time.sleep(0.002)
-    assert not errands._holds_of, "a renewal that timed out is still thought to be on its way"
+    assert not messages._holds_of, "a renewal that timed out is still thought to be on its way"
     holder.may_answer.set()
-    errands.renew(holder.remotes(), timeout_seconds=20)
-    assert [outcome.held for outcome in collect(errands)] == [tuple(holder.remotes())]
+    messages.renew(holder.remotes(), timeout_seconds=20)
+    assert [outcome.held for outcome in collect(messages)] == [tuple(holder.remotes())]
 
 
-def test_more_holds_than_a_message_takes_go_in_several(errands: Errands) -> None:
+def test_more_holds_than_a_message_takes_go_in_several(messages: HoldMessages) -> None:
     holder = Holder(num_holds=MAX_REQUESTS_PER_MESSAGE + 1)
     try:
-        errands.renew(holder.remotes(), timeout_seconds=20)
-        outcomes = collect(errands, 2)
+        messages.renew(holder.remotes(), timeout_seconds=20)
+        outcomes = collect(messages, 2)
         assert sorted(len(outcome.held) for outcome in outcomes) == [1, MAX_REQUESTS_PER_MESSAGE]
-        errands.release(holder.remotes(), timeout_seconds=20)
+        messages.release(holder.remotes(), timeout_seconds=20)
         wait_for_end_of_all(holder)
         assert len(holder.questions) == 4
     finally:
         holder.close()
 
 
-def test_a_hold_at_a_bad_address_harms_no_other(holder: Holder, errands: Errands) -> None:
+def test_a_hold_at_a_bad_address_harms_no_other(holder: Holder, messages: HoldMessages) -> None:
     bad = RemoteHold("p", EPOCH, "no such host", 5600, Handle("a", 1))
-    errands.release([bad], timeout_seconds=20)
-    errands.renew([bad, *holder.remotes()], timeout_seconds=20)
-    assert [outcome.held for outcome in collect(errands)] == [tuple(holder.remotes())]
+    messages.release([bad], timeout_seconds=20)
+    messages.renew([bad, *holder.remotes()], timeout_seconds=20)
+    assert [outcome.held for outcome in collect(messages)] == [tuple(holder.remotes())]
 
 
-def test_close_twice(errands: Errands) -> None:
-    errands.close()
-    errands.close()
+def test_close_twice(messages: HoldMessages) -> None:
+    messages.close()
+    messages.close()

@@ -7,9 +7,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.messages import Unquiet
+from kvferry.handoff.messages import StillWriting
+from kvferry.integrations.vllm.scheduler import role as scheduler_role
 
-from .scheduler_requests import FULL, PROMPT, allocated, prefill, request
+from .scheduler_requests import FULL, PROMPT, allocated, kept, next_step, prefill, request
 
 BLOCKS = [11, 12, 13, 14, 15]
 
@@ -23,62 +24,88 @@ def reader(make_role: Any) -> Any:
     )
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated(BLOCKS), 80)
-    assert len(role.build_connector_meta().loads) == 1
+    assert len(next_step(role).loads) == 1
     return role
 
 
 def report(role: Any, rank: int, number: int, *request_ids: str) -> list[tuple[int, str]]:
     """Let a rank report, and return what the workers are told in the next step."""
-    role._answer(Unquiet(role._epoch, rank, number, request_ids))
+    role._answer(StillWriting(role._state.epoch, role._secret, rank, number, request_ids))
     assert role.has_pending_work()
-    told = role.build_connector_meta().set_aside
+    told = next_step(role).quarantined
     assert not role.has_pending_work()
     return list(told)
-
-
-def held(role: Any) -> list[int]:
-    return sorted(role._held_blocks._pool.held)
 
 
 def test_blocks_are_kept_until_no_rank_reports_them(reader: Any) -> None:
     """Each rank learns that they are kept because of its own report: another's may end before its own is heard."""
     assert report(reader, 0, 1, "d") == [(0, "d")]
-    assert held(reader) == BLOCKS
+    assert sorted(kept(reader)) == BLOCKS
     assert report(reader, 1, 1, "d") == [(1, "d")]
     reader.update_connector_output(Reported({"d"}))
     assert report(reader, 0, 2) == []
-    assert held(reader) == BLOCKS
+    assert sorted(kept(reader)) == BLOCKS
     assert report(reader, 1, 2) == []
-    assert held(reader) == []
+    assert sorted(kept(reader)) == []
 
 
 def test_a_rank_that_reports_when_all_others_are_quiet_again_is_heard(reader: Any) -> None:
     assert report(reader, 0, 1, "d") == [(0, "d")]
     assert report(reader, 0, 2) == []
-    assert held(reader) == []
+    assert sorted(kept(reader)) == []
     assert report(reader, 1, 1, "d") == [(1, "d")]
-    assert held(reader) == BLOCKS
+    assert sorted(kept(reader)) == BLOCKS
 
 
 def test_late_reports_and_requests_that_are_not_loaded_change_nothing(reader: Any) -> None:
     assert report(reader, 0, 2) == []
     assert report(reader, 1, 1, "of a push of its own") == []
-    assert held(reader) == []
-    reader._answer(Unquiet(reader._epoch, 0, 1, ("d",)))
+    assert sorted(kept(reader)) == []
+    reader._answer(StillWriting(reader._state.epoch, reader._secret, 0, 1, ("d",)))
     assert not reader.has_pending_work()
-    assert reader.build_connector_meta().set_aside == []
+    assert next_step(reader).quarantined == []
 
 
 def test_a_report_to_a_former_engine_is_refused(reader: Any) -> None:
     with pytest.raises(HandoffError) as refused:
-        reader._answer(Unquiet(reader._epoch + 1, 0, 1, ("d",)))
+        reader._answer(StillWriting(reader._state.epoch + 1, reader._secret, 0, 1, ("d",)))
     assert refused.value.reason is Reason.PEER_CHANGED
+
+
+def test_a_report_without_the_engines_secret_is_refused_and_frees_nothing(reader: Any) -> None:
+    """The epoch is in every answer: whoever knows it could free blocks, and silence a rank by a large number."""
+    assert report(reader, 0, 1, "d") == [(0, "d")]
+    for secret in (b"", bytes(len(reader._secret))):
+        with pytest.raises(HandoffError) as refused:
+            reader._answer(StillWriting(reader._state.epoch, secret, 0, 1 << 60, ()))
+        assert refused.value.reason is Reason.PERMISSION_DENIED
+    assert next_step(reader).quarantined == []
+    assert sorted(kept(reader)) == BLOCKS
+    assert report(reader, 0, 2) == []
+    assert sorted(kept(reader)) == []
+
+
+def test_no_more_loads_are_admitted_than_a_report_has(
+    reader: Any, make_role: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a report would leave out requests, and the blocks of a request left out would be freed."""
+    params = prefill(make_role(FULL), PROMPT, [5, 4, 3, 2, 1])
+    waiting = request(PROMPT, params or {}, "e")
+    reader.on_new_request(waiting)
+    assert reader.get_num_new_matched_tokens(waiting, 0) == (80, True)
+    monkeypatch.setattr(scheduler_role, "MAX_LOADS", 1)
+    assert reader.get_num_new_matched_tokens(waiting, 0) == (None, False)
+    assert report(reader, 0, 1, "d") == [(0, "d")]
+    reader.update_connector_output(Reported({"d"}))
+    assert reader.get_num_new_matched_tokens(waiting, 0) == (None, False), "its blocks are quarantined"
+    assert report(reader, 0, 2) == []
+    assert reader.get_num_new_matched_tokens(waiting, 0) == (80, True)
 
 
 def test_a_report_of_a_rank_that_is_none_is_refused(reader: Any) -> None:
     """Whoever reaches the end point could have it remember any number of them."""
     with pytest.raises(HandoffError) as refused:
-        reader._answer(Unquiet(reader._epoch, 2, 1, ("d",)))
+        reader._answer(StillWriting(reader._state.epoch, reader._secret, 2, 1, ("d",)))
     assert refused.value.reason is Reason.INVALID_REQUEST
 
 
@@ -86,9 +113,9 @@ def test_of_an_aborted_request_the_blocks_are_known_too(reader: Any) -> None:
     """VLLM asks nobody when it gives them back."""
     ours = request(PROMPT, {"do_remote_prefill": False}, "d")
     reader.request_finished(ours, ([],), is_complete=False)
-    assert reader.build_connector_meta().aborted == ["d"]
+    assert next_step(reader).aborted == ["d"]
     assert report(reader, 0, 1, "d") == [(0, "d")]
-    assert held(reader) == BLOCKS
+    assert sorted(kept(reader)) == BLOCKS
 
 
 class Reported:

@@ -1,0 +1,163 @@
+"""The scheduler's parts for pulls: a prefill engine answers with a hold, and a decode engine reads the held blocks."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry.errors import KVFerryError
+from kvferry.execution.guard_words import Held
+from kvferry.handoff.holds import Hold
+from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cached_windows, has_state
+from kvferry.integrations.vllm.scheduler.params import (
+    PrefillEngine,
+    RemoteParams,
+    answer_params,
+    check_prompt,
+    parse_params,
+    token_ids_of,
+)
+from kvferry.integrations.vllm.scheduler.parts import EngineState
+from kvferry.integrations.vllm.step import LoadOrder
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class PullSource:
+    """Holds finished prompts under guard words, for decode engines that read them."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._has_state = has_state(state.groups)
+
+    def begin(self, request: "Request") -> None:
+        """Open a hold, whose guard word the next step sets."""
+        with self._state.holds_lock:
+            hold = self._state.holds.begin(request.request_id)
+        if hold is None:
+            logger.warning(
+                "kvferry: %s will not be held for a decode engine: all guard words are taken, a request of this id is "
+                "still held, or the id is too long.",
+                request.request_id,
+            )
+            return
+        self._state.step.written.append(self._word(hold))
+
+    def finish(
+        self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
+    ) -> dict[str, Any] | None:
+        """Hold the blocks of a complete prompt and return what names the hold to the decode engine."""
+        state = self._state
+        with state.holds_lock:
+            if not is_complete or token_ids_of(request) is None or not any(block_ids):
+                state.holds.drop(request.request_id)
+                return None
+            if self._has_state and request.num_computed_tokens != request.num_prompt_tokens:
+                state.holds.drop(request.request_id)
+                logger.warning("kvferry: %s is not held: its state went past the prompt.", request.request_id)
+                return None
+            hold = state.holds.hold(request.request_id, time.monotonic())
+        if hold is None:
+            return None
+        state.kept_blocks.keep(hold.handle.request_id, block_ids)
+        engine = PrefillEngine(
+            engine_id=state.engine_id,
+            host=state.answers_at.host,
+            port=state.answers_at.port,
+            tp_size=state.tp_size,
+            epoch=state.epoch,
+            lease_seconds=state.settings.lease_seconds,
+            block_sizes=tuple(group.block_size for group in state.groups),
+        )
+        return answer_params(request, hold, block_ids, engine)
+
+    def note_schedule(self, output: "SchedulerOutput") -> None:
+        """Name the guard words of the holds that the step writes."""
+        with self._state.holds_lock:
+            holds = [self._state.holds.open_hold(request_id) for request_id in output.num_scheduled_tokens]
+        words = [self._word(hold) for hold in holds if hold is not None]
+        self._state.step.written = list(dict.fromkeys([*self._state.step.written, *words]))
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is known of a request besides its hold."""
+
+    def publish(self) -> None:
+        """Decode engines learn from answers where this engine is."""
+
+    def close(self) -> None:
+        """The server is the role's."""
+
+    def _word(self, hold: Hold) -> Held:
+        assert hold.slot is not None, "a pull's hold has a guard word"
+        return hold.slot, self._state.epoch, hold.handle.generation
+
+
+class PullDestination:
+    """Knows from a request's parameters which remote hold to read."""
+
+    has_pending_work = False
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self.timeout_seconds = state.settings.load_timeout_seconds
+        self._expected: dict[str, RemoteParams | KVFerryError] = {}
+
+    def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
+        """Keep the lease of the request's remote hold while the request waits."""
+        request_id = request.request_id
+        try:
+            parsed = self._expected[request_id] = parse_params(params, request)
+        except KVFerryError as error:
+            self._expected[request_id] = error.without_traceback()
+            return
+        self._state.leases.arrive(request_id, parsed.hold, parsed.kvferry.lease_seconds)
+
+    def is_expected(self, request_id: str) -> bool:
+        """Return whether the request names a remote hold."""
+        return request_id in self._expected
+
+    def is_ready(self, request_id: str) -> bool:
+        """Return True: the parameters name all that a load needs."""
+        return True
+
+    def block_sizes(self, request_id: str) -> Sequence[int]:
+        """Return the prefill engine's block sizes, as its answer gave them."""
+        expected = self._expected.get(request_id)
+        return expected.kvferry.block_sizes if isinstance(expected, RemoteParams) else ()
+
+    def hold_of(self, request_id: str) -> RemoteHold | None:
+        """Return the remote hold that the parameters name."""
+        expected = self._expected.get(request_id)
+        return expected.hold if isinstance(expected, RemoteParams) else None
+
+    def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> LoadOrder:
+        """Return the order to read these tokens while the lease runs."""
+        state, request_id = self._state, request.request_id
+        expected = self._expected[request_id]
+        if isinstance(expected, KVFerryError):
+            raise expected.without_traceback()
+        first_token, end_token = tokens
+        check_prompt(expected, request, end_token)
+        sizes = expected.kvferry.block_sizes
+        check_cached_windows(state.groups, sizes, state.caches_prefixes)
+        blocks = blocks_to_load(state.groups, sizes, tokens, expected.remote_block_ids, block_ids)
+        lease = state.leases.running_lease(request_id)
+        # A read that outlives the lease would find the guard word changed: the prefill engine may reuse the blocks.
+        timeout = min(self.timeout_seconds, lease.remaining(time.monotonic()))
+        return LoadOrder(request_id, timeout, expected.hold, expected.kvferry.slot, end_token - first_token, blocks)
+
+    def finish(self, request_id: str) -> None:
+        """Let the remote hold go once no other sample of the request uses it."""
+        if self._expected.pop(request_id, None) is not None:
+            self._state.leases.finish(request_id)
+
+    def fail(self, request_id: str) -> None:
+        """The workers forget a prefill engine that they cannot read from."""
+
+    def turn(self) -> None:
+        """Nothing waits for an answer."""
