@@ -31,7 +31,14 @@ from kvferry.handoff.messages import RankEntry, StillWriting
 from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.wire.client import Courier
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, EngineEndPoint, LoadOrder, PushedPrompt, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.step import (
+    MAX_HELD_REQUESTS,
+    EngineEndPoint,
+    LoadOrder,
+    PushedPrompt,
+    RankMetadata,
+    StepMetadata,
+)
 from kvferry.integrations.vllm.translate.shards import group_shapes, identity_of, resolved_layout, shard_of
 from kvferry.integrations.vllm.worker.push import PushWorker
 from kvferry.integrations.vllm.worker.statistics import Statistics
@@ -232,8 +239,8 @@ class WorkerRole:
             return
         self._courier = self._courier or Courier()
         self._num_reports += 1
-        # All of them, always: the engine frees the blocks of a request that a report leaves out. It admits no more loads
-        # than a report can name.
+        # A report names all of them: the engine frees the blocks of a request that a report leaves out. It admits no
+        # more loads than a report can name.
         question = StillWriting(
             engine.where.epoch, engine.secret, self._rank, self._num_reports, tuple(sorted(request_ids))
         )
