@@ -223,7 +223,7 @@ def test_why_a_request_cannot_be_loaded_keeps_no_frame_alive(
     alive = weakref.ref(ours)
     reader.on_new_request(ours)
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
-    [order] = reader.build_connector_meta().loads
+    [order] = next_step(reader).loads
     assert order.error.reason is Reason.MALFORMED_MESSAGE
     assert order.error.remedy
     del ours, order
