@@ -339,6 +339,6 @@ def test_another_protocol_version_is_refused() -> None:
 def test_reasons_on_the_wire_are_stable() -> None:
     """Peers of other versions match on these strings; a change here is a change of the protocol."""
     assert set(string.ascii_lowercase + "-") >= set("".join(Reason))
-    assert protocol.PROTOCOL_VERSION == 5
+    assert protocol.PROTOCOL_VERSION == 6
     assert Reason.PEER_CHANGED.value == "peer-changed"
     assert Reason.PEER_UNREACHABLE.value == "peer-unreachable"

@@ -11,7 +11,7 @@ import msgspec
 from kvferry.errors import HandoffError, Reason
 
 WORD_BYTES = 16
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Of an answer: a directory of many ranks is long."""
 MAX_QUESTION_BYTES = 4 * 1024 * 1024

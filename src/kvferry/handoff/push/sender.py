@@ -244,7 +244,8 @@ class SendingSide:
                 Reason.INVALID_REQUEST,
                 f"{key.receiver} wants {request.num_tokens} tokens of {request.transfer_id}, which is another prompt "
                 f"of {prompt.num_tokens} here.",
-                "Send the same prompt, template and adapter to both engines.",
+                "Send the same prompt, template, images and cache_salt to both engines, which have each adapter under "
+                "one name and path.",
             )
         )
         self._sort_out(key)

@@ -155,7 +155,8 @@ def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> N
             Reason.INVALID_REQUEST,
             f"of the {request.num_prompt_tokens} prompt tokens of {request.request_id} the first {num_tokens} are not "
             f"the {found.num_tokens} which {parsed.remote_request_id} prefilled.",
-            "Send one prompt per request, and the same prompt, template and adapter to both engines.",
+            "Send one prompt per request, and the same prompt, template, images and cache_salt to both engines, which "
+            "have each adapter under one name and path.",
         )
 
 
@@ -185,6 +186,9 @@ def token_ids_of(request: "Request") -> list[int] | None:
 def prompt_digest(request: "Request", num_tokens: int) -> str:
     """Return a digest of all that the cache of the prompt's first ``num_tokens`` depends on besides the model.
 
+    These are what vLLM hashes for its prefix cache: the tokens, what stands for images, sound and video and where, the
+    adapter by name and path, and the cache salt.
+
     Raises :class:`HandoffError` (unsupported) for prompts with embeddings.
     """
     token_ids = token_ids_of(request)
@@ -194,10 +198,16 @@ def prompt_digest(request: "Request", num_tokens: int) -> str:
             f"{request.request_id} gives its prompt as embeddings, which the two engines cannot compare.",
             "Send tokens or text, or send the request to an engine that computes its prompt itself.",
         )
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(np.asarray(token_ids[:num_tokens], dtype=np.int64).tobytes())
-    for feature in request.mm_features or ():
-        digest.update(f"|{feature.identifier}".encode())
-    if request.lora_request is not None:
-        digest.update(f"|{request.lora_request.lora_name}".encode())
-    return digest.hexdigest()
+    lora = request.lora_request
+    parts = (
+        np.asarray(token_ids[:num_tokens], dtype=np.int64).tobytes(),
+        [
+            (each.modality, each.identifier, int(each.mm_position.offset), int(each.mm_position.length))
+            for each in request.mm_features or ()
+        ],
+        # Each engine numbers its adapters as it loads them.
+        None if lora is None else (lora.lora_name, lora.lora_path),
+        request.cache_salt,
+    )
+    # msgpack tells where each part ends.
+    return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).hexdigest()
