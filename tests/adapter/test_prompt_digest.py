@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 from kvferry.errors import Reason
 from kvferry.integrations.vllm.scheduler.params import prompt_digest
 
-from .scheduler_requests import FULL, PROMPT, allocated, request
+from .scheduler_requests import FULL, PROMPT, allocated, next_step, request
 
 TOKENS = [7, 8, 9, 9, 9, 9, 10]
 
@@ -95,7 +95,7 @@ def test_a_prompt_with_another_image_is_not_loaded(make_role: Any) -> None:
         ours.mm_features = [image(identifier)]
         reader.on_new_request(ours)
         reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
-        [order] = reader.build_connector_meta().loads
+        [order] = next_step(reader).loads
         errors.append(order.error)
     same, other = errors
     assert same is None
