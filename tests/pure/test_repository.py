@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPTS = [ROOT / "scripts/setup", ROOT / ".ci/run"]
 
 
@@ -49,3 +50,30 @@ def test_ci_runs_the_command_that_the_readme_names() -> None:
 def test_no_package_index_is_named() -> None:
     for path in (ROOT / "pyproject.toml", ROOT / "Makefile", *SCRIPTS):
         assert not re.search(r"index-url|find-links|https?://\S*(pypi|whl|simple)", path.read_text()), path
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what links to a heading of the page name, as GitHub derives it from the heading's text."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
+    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    return {slug if at == slugs.index(slug) else f"{slug}-{slugs[:at].count(slug)}" for at, slug in enumerate(slugs)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert dead == []
+
+
+def test_every_decision_is_listed() -> None:
+    decisions = ROOT / "docs/decisions"
+    listed = re.findall(r"\]\(([^)\s]+)\)", (decisions / "README.md").read_text())
+    assert sorted(listed) == sorted(page.name for page in decisions.glob("*.md") if page.name != "README.md")
