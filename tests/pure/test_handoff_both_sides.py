@@ -1,8 +1,8 @@
 """Both sides of a pull, a network that drops, doubles, delays and reorders, and memory that is reused at once.
 
-Time is logical and the two clocks are apart. The memory model has what a one-sided read meets: the
-holder's blocks are overwritten the moment its engine may reuse them, reads see one piece at a time.
-A simulation is told by its seed alone.
+Time is logical and the two clocks are apart. The holds, the guard words and what a step does to them are those of an
+engine; the memory model has what a one-sided read meets: the step that lets blocks go overwrites them, and reads see
+one piece at a time. A simulation is told by its seed alone.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.execution.guard_words import GuardWords, word_bytes
+from kvferry.execution.device import HOST
+from kvferry.execution.guard_words import GuardWords, Held, StepWords, word_bytes
 from kvferry.handoff.holds import Ending, Hold, Holds
 from kvferry.handoff.messages import Handle
 from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
@@ -48,7 +49,6 @@ class TwoSides:
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.now = 0.0
-        self.words = GuardWords(NUM_SLOTS)
         self.blocks: dict[int, int] = {}
         self.prompt_of: dict[Handle, int] = {}
         self.epoch = 0
@@ -67,8 +67,8 @@ class TwoSides:
     def run(self) -> None:
         """Let anything happen in any order, then nothing more arrive: everything must end."""
         events = {
-            self.finish_prefill: 10,
-            self.step_prefill: 10,
+            self.begin_prompt: 10,
+            self.step_prefill: 15,
             self.arrive: 10,
             self.start_read: 12,
             self.read_a_piece: 40,
@@ -93,31 +93,41 @@ class TwoSides:
         """Everything the former life held is gone and overwritten."""
         self.epoch += 1
         self.prefill = Holds(self.epoch, NUM_SLOTS, LEASE)
-        self.words.array[:] = 0
+        self.words = GuardWords(NUM_SLOTS)
+        self.step_words = StepWords(self.words, HOST)
         self.blocks = dict.fromkeys(self.blocks, OVERWRITTEN)
         self.prompt_of = {}
+        self.begun: list[Hold] = []
 
-    def finish_prefill(self) -> None:
-        """A prompt is prefilled into fresh blocks and its hold is offered."""
-        name = self.random.choice(["a", "0_c", "1_c"])
-        hold = self.prefill.begin(name)
-        if hold is None or hold.is_held:
+    def begin_prompt(self) -> None:
+        """A prompt gets fresh blocks, which the next step writes, and maybe the slot of a hold that has just ended."""
+        hold = self.prefill.begin(self.random.choice(["a", "0_c", "1_c"]))
+        if hold is None or hold in self.begun:
             return
-        prompt = len(self.blocks)
-        self.blocks[prompt] = prompt
-        self.prompt_of[hold.handle] = prompt
-        self.words.set(hold.slot, self.epoch, hold.handle.generation)
-        self.prefill.hold(name, self.now)
-        self.offers.append(Offer(RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle), hold.slot, prompt))
+        self.prompt_of[hold.handle] = len(self.blocks)
+        self.blocks[len(self.blocks)] = OVERWRITTEN
+        self.begun.append(hold)
 
     def step_prefill(self) -> None:
-        """The word changes before the blocks are reused; by then the slot may be another's."""
+        """The words change, then the step writes: the blocks of holds that ended are others' in this very step."""
         self.prefill.expire(self.now)
-        for ended in self.prefill.take_ended():
-            self.check_ending(ended.hold, ended.ending)
-            if self.word_is_right(self.epoch, ended.hold.handle, ended.hold.slot):
-                self.words.clear(ended.hold.slot)
-            self.blocks[self.prompt_of.pop(ended.hold.handle)] = OVERWRITTEN
+        ended = self.prefill.take_ended()
+        begun, self.begun = self.begun, []
+        self.step_words.begin([each.hold.slot for each in ended], [self.word_of(hold) for hold in begun])
+        for each in ended:
+            self.check_ending(each.hold, each.ending)
+            self.blocks[self.prompt_of.pop(each.handle)] = OVERWRITTEN
+            assert not self.word_is_right(self.epoch, each.handle, each.hold.slot), "a hold ended and its word stands"
+        for hold in begun:
+            prompt = self.blocks[self.prompt_of[hold.handle]] = self.prompt_of[hold.handle]
+            assert self.word_is_right(self.epoch, hold.handle, hold.slot), "a hold began without its word"
+            self.prefill.hold(hold.request_id, self.now)
+            self.offers.append(Offer(RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle), hold.slot, prompt))
+        self.step_words.finish()
+
+    def word_of(self, hold: Hold) -> Held:
+        assert hold.slot is not None
+        return hold.slot, self.epoch, hold.handle.generation
 
     def check_ending(self, hold: Hold, ending: Ending) -> None:
         remote = RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle)
@@ -252,6 +262,8 @@ class TwoSides:
         self.now += LEASE
         self.step_decode()
         assert self.decode.num_used == 0
+        self.step_prefill()  # what had begun ends as late as this
+        self.now += LEASE
         self.step_prefill()
         assert self.prefill.num_holds == 0
         assert not self.words.array.any()

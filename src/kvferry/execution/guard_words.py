@@ -68,7 +68,10 @@ class StepWords:
         self._being_written: list[tuple[int, Held]] = []
 
     def begin(self, ended: Iterable[int], written: Iterable[Held]) -> None:
-        """Clear the words of slots whose hold has ended; set those of the requests that this step writes."""
+        """Clear the words of slots whose hold has ended, then set those of the requests that this step writes.
+
+        In this order: a request may have been given the slot of a hold that ended since the last step.
+        """
         with self._lock:
             self._step += 1
             for slot in ended:
