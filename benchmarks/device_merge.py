@@ -30,8 +30,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import Planner
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staging.scatter import Merge, placed
-from kvferry.plan.staging.staged_plan import ScatterPlan
+from kvferry.plan.staging.scatter import Merge, ScatterPlan, placed
 from kvferry.plan.staging.strategy import TYPICAL_COSTS
 from kvferry.units import format_bytes
 
@@ -111,7 +110,6 @@ class Row:
     shortest_run: int
     prepare_ms: float
     merge_gb_s: float
-    split_gb_s: float
     large_copy_gb_s: float
     share: float
     checked: bool
@@ -133,22 +131,14 @@ class Bench:
         return copies
 
     def is_exact(self) -> bool:
-        """Return whether the kernel's merge and split move the bytes that the CPU's copies move."""
+        """Return whether the kernel moves the bytes that the CPU's copies move."""
         self.cache.zero_()
-        copies = self.prepared()
-        copies.merge()
+        self.prepared().merge()
         stage = self.stage.cpu().numpy()
         by_cpu = np.zeros(self.cache.numel(), dtype=np.uint8)
         shift = int(by_cpu.ctypes.data) - self.cache.data_ptr()
         for merge in self.merges:
             put_in_place(replace(merge, destination_address=merge.destination_address + shift), stage.ctypes.data)
-        if not np.array_equal(self.cache.cpu().numpy(), by_cpu):
-            return False
-        # Split into an empty stage, what was merged comes back, and merges to the same cache.
-        self.stage.zero_()
-        copies.split()
-        self.cache.zero_()
-        copies.merge()
         return np.array_equal(self.cache.cpu().numpy(), by_cpu)
 
 
@@ -202,8 +192,8 @@ def measure(case: Case, device: torch.device, large: Sequence[torch.Tensor], rep
     began_at = time.perf_counter()
     copies = bench.prepared()
     prepare_ms = (time.perf_counter() - began_at) * 1e3
-    merge, split, copy = medians([copies.merge, copies.split, lambda: large[0].copy_(large[1])], repeat)
-    rates = [bench.moved / merge / 1e9, bench.moved / split / 1e9, LARGE_BYTES / copy / 1e9]
+    merge, copy = medians([copies.merge, lambda: large[0].copy_(large[1])], repeat)
+    rates = [bench.moved / merge / 1e9, LARGE_BYTES / copy / 1e9]
     return Row(
         model=case.model,
         engines=f"TP {case.source_tp} to {case.destination_tp}",
@@ -213,9 +203,8 @@ def measure(case: Case, device: torch.device, large: Sequence[torch.Tensor], rep
         shortest_run=min(found.run_bytes for found in bench.merges),
         prepare_ms=prepare_ms,
         merge_gb_s=rates[0],
-        split_gb_s=rates[1],
-        large_copy_gb_s=rates[2],
-        share=rates[0] / rates[2],
+        large_copy_gb_s=rates[1],
+        share=rates[0] / rates[1],
         checked=checked,
     )
 
@@ -247,11 +236,11 @@ def print_rows(rows: Sequence[Row], device: str) -> None:
     table = Table(title=f"Stages taken apart on {device}, GB/s; large copy of {format_bytes(LARGE_BYTES)}")
     for column in ("model", "engines", "layout"):
         table.add_column(column)
-    for column in ("tokens", "bytes", "run", "prepare", "merge", "split", "copy", "share"):
+    for column in ("tokens", "bytes", "run", "prepare", "merge", "copy", "share"):
         table.add_column(column, justify="right")
     for row in rows:
         sizes = format_bytes(row.bytes), format_bytes(row.shortest_run), f"{row.prepare_ms:.2f} ms"
-        rates = (f"{rate:.0f}" for rate in (row.merge_gb_s, row.split_gb_s, row.large_copy_gb_s))
+        rates = (f"{rate:.0f}" for rate in (row.merge_gb_s, row.large_copy_gb_s))
         table.add_row(row.model, row.engines, row.layout, str(row.tokens), *sizes, *rates, f"{row.share:.2f}")
     open_console().print(table)
 

@@ -42,7 +42,7 @@ PUSH_CHECKS = {
     "test_tokens_depend_on_what_is_pushed": "a lost write seen",
 }
 """The same of every pair of which one engine pushes."""
-PUSH_COLUMNS = ("pair", "model", "prefill", "decode", "transport", "strategy", "shown besides", "result")
+PUSH_COLUMNS = ("pair", "model", "prefill", "decode", "transport", "shown besides", "result")
 REFUSAL_COLUMNS = ("combination", "refused by", "code that must come", "code that came", "result")
 
 
@@ -158,7 +158,6 @@ def push_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
         shape_of(pair.prefill),
         shape_of(pair.decode),
         pair.transport,
-        settings.get("strategy", "direct"),
         "; ".join(sorted(besides)),
         result_of(found, PUSH_CHECKS),
     )

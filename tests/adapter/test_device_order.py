@@ -16,8 +16,6 @@ from kvferry.execution.guard_words import BEING_WRITTEN, GuardWords, StepWords
 from kvferry.execution.read import Load, Phase
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.stage import Stage, put_in_place
-from kvferry.execution.transfer_costs import measure_costs
-from kvferry.layout.shard import Region
 from kvferry.plan.staging.scatter import Merge
 
 from ..local.engines_in_process import (
@@ -279,7 +277,7 @@ class Worker:
     def is_stage_free(self) -> bool:
         """Whether the whole stage can be taken at once."""
         assert self.role._remote_engines is not None
-        stage = self.role._remote_engines._strategist.stage
+        stage = self.role._remote_engines._stage
         assert stage is not None
         taken = stage.take("probe", stage.region.length)
         stage.give_back("probe")
@@ -415,15 +413,3 @@ def test_a_gpu_gets_an_order_of_its_own() -> None:
     assert isinstance(found, CudaOrder)
     assert found.device == "cuda:1"
     assert not found.is_immediate
-
-
-def test_costs_of_a_stage_on_a_gpu_are_typical_ones() -> None:
-    """What measures copies does so by the processor, on host memory."""
-    prefill, decode = PrefillEngine("memcpy", filled_ranks(1)), DecodeRank("memcpy", Rank(0, 1))
-    link = decode.transports.connect(prefill.end_points).poll()
-    assert link is not None
-    stage = Stage(1 << 20, huge_pages=False)
-    stage.region = Region(stage.region.base_address, stage.region.length, "cuda:0")
-    remote = Region(stage.region.base_address, stage.region.length)
-    assert measure_costs(link.transport, link.peer, [remote], stage) is None
-    prefill.close()

@@ -1,9 +1,6 @@
 """The scheduler's role where caches are pushed, without an engine: what it tells its workers, holds and orders."""
 
-import json
 import time
-from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -27,7 +24,6 @@ from kvferry.integrations.vllm.scheduler import push as push_scheduler_role
 from kvferry.integrations.vllm.scheduler.params import prompt_digest
 from kvferry.integrations.vllm.scheduler.push import check_pushable
 from kvferry.integrations.vllm.settings import parse_settings
-from kvferry.plan.staging.strategy import typical_costs
 
 from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, allocated, kept, next_step, prefill, request, scheduled
 
@@ -398,31 +394,13 @@ def test_trap_17_hooks_need_graphs_in_pieces() -> None:
     assert needs == [True, False]
 
 
-def test_a_stage_is_refused_where_nothing_is_read() -> None:
+@pytest.mark.parametrize("strategy", ["auto", "scatter"])
+def test_a_stage_is_refused_where_nothing_is_read(strategy: str) -> None:
+    assert parse_settings({"mode": "push", "strategy": "direct"}).strategy == "direct"
     with pytest.raises(SettingsError) as refused:
-        parse_settings({"mode": "push", "strategy": "scatter"})
+        parse_settings({"mode": "push", "strategy": strategy})
     assert refused.value.reason is Reason.UNSUPPORTED
     assert refused.value.remedy
-
-
-@pytest.mark.parametrize("strategy", ["auto", "gather"])
-def test_the_engine_that_pushes_packs_and_no_other_is_asked_to(strategy: str, make_role: Any) -> None:
-    settings = parse_settings({"mode": "push", "strategy": strategy})
-    assert (settings.packs_pushes, settings.packs, settings.scatters) == (True, False, False)
-    make_role(FULL, mode="push", strategy=strategy, kv_role="kv_producer")
-    with pytest.raises(SettingsError, match="pushed to") as refused:
-        make_role(FULL, mode="push", strategy=strategy, kv_role="kv_consumer")
-    assert refused.value.reason is Reason.INVALID_SETTING
-
-
-def test_costs_of_pushes_must_be_there_since_nothing_writes_them(tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    given = {"mode": "push", "strategy": "auto", "costs_file": str(path)}
-    with pytest.raises(SettingsError, match="does not exist") as refused:
-        parse_settings(given)
-    assert refused.value.reason is Reason.INVALID_SETTING
-    path.write_text(json.dumps({"rows": [{"costs": asdict(typical_costs("cma"))}]}))
-    assert parse_settings(given).costs_file == str(path)
 
 
 def test_peers_are_told_the_advertised_host(make_role: Any) -> None:

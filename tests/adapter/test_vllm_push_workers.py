@@ -142,24 +142,6 @@ def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Workers
     made.close()
 
 
-@pytest.mark.parametrize(("strategy", "is_packed"), [("gather", True), ("auto", False)])
-def test_a_prefill_rank_packs_what_it_pushes_where_it_is_told_to(
-    strategy: str, is_packed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Runs of these caches are long, so costs decide against a stage."""
-    workers = Workers(monkeypatch, tmp_path, strategy=strategy, stage_bytes=1 << 20)
-    try:
-        workers.announce()
-        workers.compute(END)
-        assert workers.finished() == ({"r"}, set())
-        assert arrived(workers)
-        wait_until(lambda: len(pushes_logged(workers)) == 2)
-        pushes = pushes_logged(workers)
-    finally:
-        workers.close()
-    assert [push["gathered_bytes"] for push in pushes] == [push["bytes"] * is_packed for push in pushes]
-
-
 def pushes_logged(workers: Workers) -> list[dict[str, Any]]:
     """Return what the prefill ranks have logged, each line in a step after the push has ended."""
     for role in workers.senders:

@@ -1,17 +1,14 @@
 """Settings of the vLLM connector and its choice of layout, without an engine."""
 
-import json
-from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvferry.errors import KVFerryError, Reason, SettingsError
+from kvferry.errors import KVFerryError, Reason
 from kvferry.integrations.vllm.settings import Settings, parse_settings
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.plan.staging.strategy import TYPICAL_COSTS, Strategy
+from kvferry.plan.staging.strategy import Strategy
 
 
 @pytest.mark.parametrize(
@@ -70,39 +67,11 @@ def test_a_strategy_is_chosen_or_named() -> None:
     assert parse_settings({}).wanted_strategy is Strategy.DIRECT
     assert parse_settings({"strategy": "auto"}).wanted_strategy is None
     assert parse_settings({"strategy": "scatter", "stage_bytes": 1 << 20}).wanted_strategy is Strategy.SCATTER
-    assert parse_settings({"strategy": "gather"}).wanted_strategy is Strategy.GATHER
 
 
-@pytest.mark.parametrize(
-    ("strategy", "scatters", "packs"),
-    [("direct", False, False), ("scatter", True, False), ("gather", False, True), ("auto", True, True)],
-)
-def test_a_rank_has_the_stages_that_its_strategy_needs(strategy: str, scatters: bool, packs: bool) -> None:
-    settings = parse_settings({"strategy": strategy})
-    assert (settings.scatters, settings.packs) == (scatters, packs)
-
-
-def test_a_costs_file_is_read_at_start(tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    settings = {"strategy": "auto", "costs_file": str(path)}
-    assert parse_settings({}).costs_file == ""
-    assert parse_settings(settings).costs_file == str(path), "it may be missing: what is measured goes there"
-    path.write_text(json.dumps({"rows": [{"costs": asdict(TYPICAL_COSTS["cma"])}]}))
-    assert parse_settings(settings).costs_file == str(path)
-    path.write_text("{}")
-    with pytest.raises(SettingsError, match=f"costs_file: {path}") as refusal:
-        parse_settings(settings)
-    assert refusal.value.reason is Reason.INVALID_SETTING
-    assert "bench transport --strategy --json" in refusal.value.remedy
-
-
-def test_a_costs_file_that_says_nothing_is_refused(tmp_path: Path) -> None:
-    for strategy in ("scatter", "gather", "auto"):
-        parse_settings({"strategy": strategy, "costs_file": str(tmp_path / "costs.json")})
-    with pytest.raises(SettingsError, match=r"costs_file.*'direct'") as refusal:
-        parse_settings({"costs_file": str(tmp_path / "costs.json")})
-    assert refusal.value.reason is Reason.INVALID_SETTING
-    assert '"auto"' in refusal.value.remedy
+@pytest.mark.parametrize(("strategy", "scatters"), [("direct", False), ("scatter", True), ("auto", True)])
+def test_a_rank_has_the_stage_that_its_strategy_needs(strategy: str, scatters: bool) -> None:
+    assert parse_settings({"strategy": strategy}).scatters is scatters
 
 
 def engine(use_mla: bool = False, is_hybrid: bool = False) -> Any:

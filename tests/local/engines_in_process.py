@@ -11,13 +11,10 @@ import pytest
 
 from kvferry.errors import KVFerryError
 from kvferry.execution.guard_words import GuardWords
-from kvferry.execution.packing_listener import PackingListener
-from kvferry.execution.packing_side import PackingSide
 from kvferry.execution.read import GuardedRead, Load, LoadResult, Phase
 from kvferry.execution.route import RemoteEngine, RemoteEngines
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.stage import Stage
-from kvferry.execution.transfer_costs import Strategist
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -103,7 +100,6 @@ class PrefillEngine:
         ranks: Sequence[HoldsCache],
         port: int = 0,
         epoch: int = EPOCH,
-        packing_bytes: int | None = None,
     ) -> None:
         self.epoch = epoch
         self.transports = open_transports(transport)
@@ -112,14 +108,6 @@ class PrefillEngine:
         self.begin_hold()
         regions = [region for rank in ranks for region in rank.regions]
         regions += [Region(words.address, words.array.nbytes) for words in self.words]
-        self.packing_sides: list[PackingSide] = []
-        if packing_bytes is not None:
-            self.packing_sides = [
-                PackingSide(Stage(packing_bytes, huge_pages=False), words, rank.regions)
-                for rank, words in zip(ranks, self.words, strict=True)
-            ]
-        self.packing = [PackingListener(HOST, side) for side in self.packing_sides]
-        regions += [region for side in self.packing_sides for region in side.regions]
         self.end_points = self.transports.register(regions)
         self.answer: Callable[[Question], Answer] = lambda question: self.directory()
         self.num_handshakes = 0
@@ -138,14 +126,6 @@ class PrefillEngine:
         for words in self.words:
             words.set(SLOT, self.epoch, GENERATION)
 
-    @property
-    def is_stage_free(self) -> bool:
-        """Whether no reader has a part, now or soon."""
-        end = time.monotonic() + 5
-        while any(side.num_parts for side in self.packing_sides) and time.monotonic() < end:
-            time.sleep(0.002)
-        return not any(side.num_parts for side in self.packing_sides)
-
     def directory(self, **changes: object) -> Directory:
         entries = tuple(
             RankEntry(
@@ -155,9 +135,8 @@ class PrefillEngine:
                 end_points=self.end_points,
                 words_address=words.address,
                 num_words=len(words.array),
-                packer=self.packing[number].packer if self.packing else None,
             )
-            for number, (rank, words) in enumerate(zip(self.ranks, self.words, strict=True))
+            for rank, words in zip(self.ranks, self.words, strict=True)
         )
         directory = Directory(PROTOCOL_VERSION, "p", self.epoch, IDENTITY, entries)
         return msgspec.structs.replace(directory, **changes)
@@ -168,8 +147,6 @@ class PrefillEngine:
     def close(self) -> None:
         self.may_answer.set()
         self.listener.close()
-        for packing in self.packing:
-            packing.close()
         self.transports.close()
 
 
@@ -177,15 +154,19 @@ class DecodeRank:
     """One rank of a decode engine."""
 
     def __init__(
-        self, transport: str, rank: HoldsCache, timeout_seconds: float = 20.0, wish: Strategy = Strategy.DIRECT
+        self,
+        transport: str,
+        rank: HoldsCache,
+        timeout_seconds: float = 20.0,
+        strategy: Strategy | None = Strategy.DIRECT,
+        stage_bytes: int = 1 << 16,
     ) -> None:
         self.rank = rank
-        stage = Stage(1 << 16)
+        stage = Stage(stage_bytes)
         self.scratch = Scratch(num_words=16)
         self.transports: TransportSet = open_transports(transport)
         self.transports.register([*rank.regions, self.scratch.region, stage.region])
-        strategist = Strategist(stage, wish)
-        self.engines = RemoteEngines(rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds, strategist)
+        self.engines = RemoteEngines(rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds, stage, strategy)
 
     def close(self) -> None:
         self.engines.close()

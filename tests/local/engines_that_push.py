@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
@@ -10,14 +10,12 @@ import numpy as np
 from kvferry.execution import receipt
 from kvferry.execution.device import HOST as NO_DEVICE
 from kvferry.execution.executor import Executor
-from kvferry.execution.push_ways import PushWays
 from kvferry.execution.pusher import Pusher
 from kvferry.execution.read import LoadResult
 from kvferry.execution.receipt import Request
 from kvferry.execution.receiver import Receiver
 from kvferry.execution.route import RemoteEngines
 from kvferry.execution.scratch import Scratch
-from kvferry.execution.stage import Stage
 from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Handle, RankEntry
 from kvferry.handoff.push.part import BlockList
 from kvferry.handoff.push.sender import Prompt
@@ -26,7 +24,6 @@ from kvferry.handoff.wire.client import Courier
 from kvferry.handoff.wire.server import Listener
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans
-from kvferry.plan.staging.strategy import Costs, Strategy
 from kvferry.plan.wire import encode_shard
 from kvferry.transport.faults import FaultPlan
 from kvferry.transport.registry import open_transports
@@ -47,12 +44,11 @@ class Goes(Enum):
 class Parts:
     """What every rank has: transports, a transfer thread, a courier and a listener."""
 
-    def __init__(self, rank: Rank, faults: FaultPlan | None = None, stage: Stage | None = None) -> None:
+    def __init__(self, rank: Rank, faults: FaultPlan | None = None) -> None:
         self.rank = rank
         self.scratch = Scratch(num_words=4)
         self.transports = open_transports("cma", faults)
-        staged = [] if stage is None else [stage.region]
-        self.end_points = self.transports.register([*rank.regions, self.scratch.region, *staged])
+        self.end_points = self.transports.register([*rank.regions, self.scratch.region])
         self.executor = Executor(self.scratch)
         self.courier = Courier()  # each rank is a sender or a receiver
         self.epoch = secrets.randbits(40)
@@ -70,23 +66,13 @@ class Parts:
 
 
 class SendingRank(Parts):
-    def __init__(
-        self,
-        rank: Rank,
-        faults: FaultPlan | None,
-        goes: Goes,
-        stage: Stage | None,
-        wish: Strategy | None,
-        given: Mapping[str, Costs] | None,
-    ) -> None:
-        super().__init__(rank, faults, stage)
+    def __init__(self, rank: Rank, faults: FaultPlan | None, goes: Goes) -> None:
+        super().__init__(rank, faults)
         shard = encode_shard(rank.shard)
         parts = self.transports, self.executor, self.courier, NO_DEVICE
         spans = LayerSpans({} if goes is Goes.CHUNKS else {"full": LAYERS}, layers_per_span=1)
         short_tokens = SHORT_TOKENS if goes is Goes.WHOLE else 0
-        ways = PushWays(stage, wish, given)
-        self.stage = stage
-        self.answerer = self.pusher = Pusher(shard, self.epoch, IDENTITY, *parts, spans, ways, True, short_tokens)
+        self.answerer = self.pusher = Pusher(shard, self.epoch, IDENTITY, *parts, spans, True, short_tokens)
         self.entry = RankEntry(rank.shard.tp_rank, 0, shard, self.end_points, 0, 0, push_end_point=self.answers_at)
 
 
@@ -97,15 +83,8 @@ class SendingEngine:
         faults: FaultPlan | None,
         goes: Goes,
         layout: NamedLayout = NamedLayout.BHLNC,
-        stage_bytes: int = 0,
-        wish: Strategy | None = None,
-        given: Mapping[str, Costs] | None = None,
     ) -> None:
-        """With ``stage_bytes`` each rank may pack what it pushes, as ``wish`` says or by costs."""
-        self.ranks = [
-            SendingRank(rank, faults, goes, Stage(stage_bytes, huge_pages=False) if stage_bytes else None, wish, given)
-            for rank in filled_ranks(tp_size, layout)
-        ]
+        self.ranks = [SendingRank(rank, faults, goes) for rank in filled_ranks(tp_size, layout)]
         entries = tuple(rank.entry for rank in self.ranks)
         self.listener = Listener(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries))
 
@@ -181,11 +160,8 @@ class Pairs:
         faults: FaultPlan | None = None,
         goes: Goes = Goes.CHUNKS,
         layout: NamedLayout = NamedLayout.BHLNC,
-        stage_bytes: int = 0,
-        wish: Strategy | None = None,
-        given: Mapping[str, Costs] | None = None,
     ) -> tuple[SendingEngine, list[ReceivingRank]]:
-        self.senders.append(SendingEngine(source_tp, faults, goes, layout, stage_bytes, wish, given))
+        self.senders.append(SendingEngine(source_tp, faults, goes, layout))
         ranks = [Rank(tp_rank, target_tp, layout=layout) for tp_rank in range(target_tp)]
         self.receivers = [ReceivingRank(rank) for rank in ranks]
         return self.senders[-1], self.receivers

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from kvferry.errors import Reason, TransportError
 from kvferry.execution import stage as staging
 from kvferry.execution.device import CudaOrder
 from kvferry.execution.device_merge import TILE_BITS, element_width, job_table, prepare
-from kvferry.execution.stage import pack, put_in_place
+from kvferry.execution.stage import put_in_place
 from kvferry.plan.staging.scatter import Merge
 
 from .fake_cuda import FakeCuda
@@ -81,10 +82,10 @@ def labelled(num_bytes: int, seed: int) -> Bytes:
     return aligned
 
 
-def launch(merges: Sequence[Merge], stage: Bytes, into_stage: bool = False, tile_bits: int = TILE_BITS) -> None:
+def launch(merges: Sequence[Merge], stage: Bytes, tile_bits: int = TILE_BITS) -> None:
     copies = prepare(merges, int(stage.ctypes.data), HOST, tile_bits)
     if copies is not None:
-        copies.split() if into_stage else copies.merge()
+        copies.merge()
 
 
 @st.composite
@@ -127,16 +128,13 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases(), st.booleans(), st.sampled_from([7, 10]))
-def test_any_copies_move_exactly_their_bytes(case: Case, into_stage: bool, tile_bits: int) -> None:
+@given(cases(), st.sampled_from([7, 10]))
+def test_any_copies_move_exactly_their_bytes(case: Case, tile_bits: int) -> None:
     stage, cache = labelled(case.stage_bytes, 0), labelled(case.cache_bytes, 1)
     wanted_stage, wanted_cache = stage.copy(), cache.copy()
     for at_stage, at_cache, length in case.runs():
-        if into_stage:
-            wanted_stage[at_stage : at_stage + length] = cache[at_cache : at_cache + length]
-        else:
-            wanted_cache[at_cache : at_cache + length] = stage[at_stage : at_stage + length]
-    launch(case.at(cache), stage, into_stage, tile_bits)
+        wanted_cache[at_cache : at_cache + length] = stage[at_stage : at_stage + length]
+    launch(case.at(cache), stage, tile_bits)
     assert (stage == wanted_stage).all()
     assert (cache == wanted_cache).all()
 
@@ -151,17 +149,6 @@ def test_kernel_and_cpu_do_the_same(case: Case) -> None:
             put_in_place(merge, int(stage.ctypes.data))
     launch(case.at(cache), stage)
     assert (cache == by_cpu).all()
-    packed = stage.copy()
-    for merge in case.at(cache):
-        if merge.num_runs:
-            pack(merge, int(packed.ctypes.data))
-    assert (packed == stage).all(), "what was put in place is what can be packed from there"
-    cache[:] = labelled(case.cache_bytes, 2)
-    for merge in case.at(cache):
-        if merge.num_runs:
-            pack(merge, int(packed.ctypes.data))
-    launch(case.at(cache), stage, into_stage=True)
-    assert (packed == stage).all()
 
 
 def head_merge(num_blocks: int, cache_address: int) -> list[Merge]:
@@ -174,15 +161,11 @@ def head_merge(num_blocks: int, cache_address: int) -> list[Merge]:
     ]
 
 
-def test_one_launch_merges_heads_of_all_blocks_and_splits_them_again() -> None:
+def test_one_launch_merges_heads_of_all_blocks() -> None:
     stage, cache = labelled(4 * 16384, 0), labelled(4 * 16384, 1)
-    merges = head_merge(4, int(cache.ctypes.data))
-    launch(merges, stage)
+    launch(head_merge(4, int(cache.ctypes.data)), stage)
     halves = stage.reshape(2, 4, 16, 512)
     assert (cache.reshape(4, 16, 2, 512)[::-1] == halves.transpose(1, 2, 0, 3)).all()
-    back = np.zeros_like(stage)
-    launch(merges, back, into_stage=True)
-    assert (back == stage).all()
 
 
 @pytest.mark.parametrize("loops", [(), ((1, 0, 0),)])
@@ -250,11 +233,11 @@ def test_without_triton_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatc
 
 
 COMPILE = """
-import sys, triton
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kvferry.execution.merge_kernel import copy_tiles
-constants = {"NUM_LOOPS": 2, "TILE_BITS": 10, "WIDE": False, "INTO_STAGE": sys.argv[1] == "split"}
+constants = {"NUM_LOOPS": 2, "TILE_BITS": 10, "WIDE": False}
 signature = {"jobs": "*i64", "blocks": "*i64", "num_jobs": "i32", "num_halvings": "i32"}
 signature |= dict.fromkeys(constants, "constexpr")
 source = ASTSource(fn=copy_tiles, signature=signature, constexprs=constants)
@@ -264,7 +247,8 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 
 def test_the_kernel_compiles_for_a_gpu_and_moves_16_bytes_at_once(tmp_path: Path) -> None:
     environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    command = [sys.executable, "-c", COMPILE, "merge"]
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", COMPILE]
     program = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert program.returncode == 0, program.stderr
     for instruction in ("ld.global.v2.b64", "st.global.v2.b64", "st.global.b8", "st.global.b16", "st.global.b32"):
@@ -313,15 +297,14 @@ def test_the_benchmarks_cases_move_a_whole_request_and_its_check_sees_a_wrong_by
     assert not bench.is_exact()
 
 
-@pytest.mark.parametrize("way", ["put_in_place", "pack"])
-def test_a_stage_on_a_device_takes_the_kernel(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, way, None)
+def test_a_stage_on_a_device_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "put_in_place", None)
     cuda = FakeCuda()
     order = CudaOrder("cpu", cuda)
     order.enter_thread()
     stage, cache = staging.Stage(2 * 16384, order=order), labelled(2 * 16384, 1)
     stage.memory[:] = torch.from_numpy(labelled(2 * 16384, 0))
-    mark = getattr(stage, way)(head_merge(2, int(cache.ctypes.data)))
+    mark = stage.put_in_place(head_merge(2, int(cache.ctypes.data)))
     halves = stage.memory.numpy().reshape(2, 2, 16, 512)  # type: ignore[union-attr]
     assert (cache.reshape(2, 16, 2, 512)[::-1] == halves.transpose(1, 2, 0, 3)).all()
     assert not mark.is_over()

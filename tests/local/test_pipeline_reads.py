@@ -118,7 +118,7 @@ def decode() -> Iterator[DecodeRank]:
     rank.transports.close()
 
 
-@pytest.mark.parametrize("wish", [Strategy.DIRECT, Strategy.SCATTER])
+@pytest.mark.parametrize("strategy", [Strategy.DIRECT, Strategy.SCATTER])
 @pytest.mark.parametrize(
     ("prefill_stages", "prefill_tp", "decode_stages", "decode_tp", "num_sources"),
     [
@@ -137,13 +137,13 @@ def test_a_stage_gets_its_layers_from_the_stages_that_hold_them(
     decode_stages: Stages,
     decode_tp: int,
     num_sources: Sequence[int],
-    wish: Strategy,
+    strategy: Strategy,
 ) -> None:
     prefill = PrefillEngine("memcpy", filled(ranks_of(prefill_stages, prefill_tp)))
     moved = {blocks.group: dict(zip(blocks.source_ids, blocks.destination_ids, strict=True)) for blocks in ASKED}
     try:
         for rank, expected in zip(ranks_of(decode_stages, decode_tp), num_sources, strict=True):
-            decode = DecodeRank("memcpy", rank, wish=wish)
+            decode = DecodeRank("memcpy", rank, strategy=strategy)
             result = decode.load_blocks(prefill.hold(), ASKED)
             decode.transports.close()
             assert (result.error, result.num_sources) == (None, expected)

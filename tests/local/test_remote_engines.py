@@ -17,10 +17,11 @@ from kvferry.execution.read import Load, Phase
 from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Released
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire import background as beside
+from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks, Integers
 from kvferry.plan.staging.scatter import Merge, StagedTemplate
-from kvferry.plan.staging.strategy import Strategy
+from kvferry.plan.staging.strategy import TYPICAL_COSTS, Strategy
 from kvferry.plan.wire import encode_shard
 from kvferry.testing.transport_peer import PeerProcess, start_peer
 from kvferry.transport.memcpy import MemcpyTransfer, MemcpyTransport
@@ -64,12 +65,11 @@ def decode() -> Iterator[DecodeRank]:
     rank.transports.close()
 
 
-@pytest.mark.parametrize("wish", Strategy)
+@pytest.mark.parametrize("strategy", Strategy)
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_labelled_bytes_arrive_exactly(transport: str, tp_size: int, wish: Strategy) -> None:
-    packing_bytes = 1 << 16 if wish is Strategy.GATHER else None
-    prefill = PrefillEngine(transport, filled_ranks(tp_size), packing_bytes=packing_bytes)
-    decode = DecodeRank(transport, Rank(0, 1), wish=wish)
+def test_labelled_bytes_arrive_exactly(transport: str, tp_size: int, strategy: Strategy) -> None:
+    prefill = PrefillEngine(transport, filled_ranks(tp_size))
+    decode = DecodeRank(transport, Rank(0, 1), strategy=strategy)
     try:
         result = decode.load(prefill.hold(), [5, 0, 3], [1, 2, 4])
         assert result.error is None
@@ -239,42 +239,44 @@ def test_requests_spread_over_replicas(decode: DecodeRank) -> None:
         prefill.close()
 
 
-def test_a_strategy_that_cannot_be_had_is_refused_at_the_handshake(prefill: PrefillEngine) -> None:
-    decode = DecodeRank("memcpy", Rank(0, 1), wish=Strategy.GATHER)
+def test_a_stage_smaller_than_a_block_is_refused_at_the_handshake(prefill: PrefillEngine) -> None:
+    decode = DecodeRank("memcpy", Rank(0, 1), strategy=Strategy.SCATTER, stage_bytes=ROW_BYTES // 2)
     error = decode.refusal(prefill.hold())
+    decode.close()
     assert error.reason is Reason.UNSUPPORTED
-    assert "does not copy on request" in error.message
+    assert "one block fills" in error.message
 
 
-def test_a_stage_smaller_than_a_block_is_refused_at_the_handshake() -> None:
-    prefill = PrefillEngine("memcpy", filled_ranks(), packing_bytes=ROW_BYTES // 2)
-    decode = DecodeRank("memcpy", Rank(0, 1), wish=Strategy.GATHER)
+@pytest.mark.parametrize(("seconds_per_descriptor", "is_staged"), [(1e-3, True), (1e-9, False)])
+def test_without_a_strategy_typical_costs_of_the_transport_decide(
+    seconds_per_descriptor: float, is_staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = replace(TYPICAL_COSTS["memcpy"], seconds_per_descriptor=seconds_per_descriptor)
+    monkeypatch.setitem(TYPICAL_COSTS, "memcpy", costs)
+    layout = NamedLayout.LBNHC
+    prefill = PrefillEngine("memcpy", filled_ranks(2, layout))
+    decode = DecodeRank("memcpy", Rank(0, 1, layout=layout), strategy=None)
     try:
-        error = decode.refusal(prefill.hold())
-        assert error.reason is Reason.UNSUPPORTED
-        assert "one block fills" in error.message
+        result = decode.load(prefill.hold(), [5, 0, 3], [1, 2, 4])
+        assert result.error is None
+        assert result.num_staged_bytes == (result.num_bytes if is_staged else 0)
     finally:
         prefill.close()
         decode.close()
 
 
-@pytest.mark.parametrize("wish", [Strategy.SCATTER, Strategy.GATHER])
-def test_a_staged_plan_that_is_wrong_is_refused_at_the_handshake(
-    wish: Strategy, monkeypatch: pytest.MonkeyPatch
+def test_a_scatter_plan_that_is_wrong_is_refused_at_the_handshake(
+    prefill: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill = PrefillEngine("memcpy", filled_ranks(), packing_bytes=1 << 16)
     merges = StagedTemplate.merges
 
     def shifted(template: StagedTemplate, blocks: Integers, offset: int) -> list[Merge]:
         return [replace(merge, stage_offset=merge.stage_offset ^ 64) for merge in merges(template, blocks, offset)]
 
     monkeypatch.setattr(StagedTemplate, "merges", shifted)
-    decode = DecodeRank("memcpy", Rank(0, 1), wish=wish)
-    try:
-        assert decode.refusal(prefill.hold()).reason in WRONG
-    finally:
-        prefill.close()
-        decode.close()
+    decode = DecodeRank("memcpy", Rank(0, 1), strategy=Strategy.SCATTER)
+    assert decode.refusal(prefill.hold()).reason in WRONG
+    decode.close()
 
 
 def test_no_connection_is_left_of_an_engine_that_is_refused(

@@ -1,6 +1,5 @@
 """Loads by way of a stage: real bytes over memcpy and cma, in rounds, and what a failure leaves behind."""
 
-import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,23 +10,17 @@ import pytest
 
 from kvferry.errors import HandoffError, PlanError, Reason, TransportError
 from kvferry.execution import stage as staging
-from kvferry.execution import transfer_costs
-from kvferry.execution.copy_costs import LONG_BYTES, cold_memory, measure_copies, per_byte_of
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import GuardWords, word_bytes
 from kvferry.execution.read import GuardedRead, Load, LoadResult, Phase, Prepare
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.stage import Stage
-from kvferry.execution.transfer_costs import Packing, SlowPeerError, Strategist, measure_costs
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import Planner
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staging.scatter import NOTHING, Merge, source_runs
-from kvferry.plan.staging.staged_plan import ScatterPlan
-from kvferry.plan.staging.strategy import TYPICAL_COSTS, TYPICAL_SECONDS_PER_PART, Costs, Strategy
-from kvferry.transport.faults import FaultPlan, FaultyTransport
+from kvferry.plan.staging.scatter import NOTHING, Merge, ScatterPlan
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import Region, Status, Transfer, Transport, reach
 from kvferry.transport.registry import open_transport
@@ -347,108 +340,3 @@ def test_more_than_the_whole_stage_is_refused() -> None:
     with pytest.raises(PlanError) as caught:
         Stage(1 << 16, huge_pages=False).take("a", (1 << 16) + 1)
     assert caught.value.reason is Reason.UNSUPPORTED
-
-
-@pytest.mark.parametrize("name", ["memcpy", "cma"])
-def test_costs_are_measured_quickly_and_leave_the_stage_free(name: str) -> None:
-    pair = Pair(name)
-    began_at = time.perf_counter()
-    costs = measure_costs(pair.reader, pair.peer, pair.plans[0].source.regions, pair.stage)
-    assert time.perf_counter() - began_at < 10.0
-    assert costs is not None
-    assert costs.transport == name
-    assert min(costs.bytes_per_second, costs.copy_bytes_per_second) > 1e7
-    assert 0 < costs.seconds_per_descriptor < 1e-3
-    assert 0 <= costs.seconds_per_remote_run < 1e-3
-    assert pair.is_stage_free
-    pair.stage.take("another", pair.stage.memory.nbytes)
-    assert measure_costs(pair.reader, pair.peer, pair.plans[0].source.regions, pair.stage) is None
-    pair.stage.give_back("another")
-    assert pair.is_stage_free
-
-
-def test_a_read_of_a_probe_that_does_not_end_keeps_the_stage_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_costs, "LONGEST_SECONDS", 0.02)
-    pair = Pair()
-    stuck = FaultyTransport(pair.reader, FaultPlan(hang=True))
-    cancel, is_stuck = stuck.cancel, [True]
-    stuck.cancel = lambda transfer: Status.PENDING if is_stuck[0] else cancel(transfer)  # type: ignore[method-assign]
-    with pytest.raises(SlowPeerError):
-        measure_costs(stuck, pair.peer, pair.plans[0].source.regions, pair.stage)
-    assert not pair.is_stage_free
-    is_stuck[0] = False
-    assert pair.is_stage_free
-
-
-def test_what_descriptors_remote_runs_and_bytes_take_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(transport: Transport, peer: object, rows: np.ndarray) -> float:
-        num_runs = len(source_runs(rows.view(np.int64))[0])
-        return 1e-5 + 1e-7 * len(rows) + 3e-7 * num_runs + 1e-10 * float(rows[:, 2].sum())
-
-    monkeypatch.setattr(transfer_costs, "_read", seconds)
-    pair = Pair()
-    costs = measure_costs(pair.reader, pair.peer, pair.plans[0].source.regions, pair.stage)
-    assert costs is not None
-    found = costs.seconds_per_descriptor, costs.seconds_per_remote_run, 1 / costs.bytes_per_second
-    # Not closer: of so small a cache a few dozen pieces are read, and what every read takes is that of one.
-    assert found == pytest.approx((1e-7, 3e-7, 1e-10), rel=0.2)
-
-
-def test_a_part_costs_what_an_answer_of_its_packer_takes() -> None:
-    pair = Pair()
-    link = pair.plans[0], pair.reader, pair.peer
-    for found, expected in ((0.123, 0.123), (None, TYPICAL_SECONDS_PER_PART)):
-        choice = Strategist(pair.stage).choice(*link, Packing(1 << 20, lambda found=found: found))  # type: ignore[misc]
-        assert choice is not None
-        assert choice.costs.seconds_per_part == expected
-        assert choice.costs.seconds_per_descriptor != TYPICAL_COSTS["memcpy"].seconds_per_descriptor, "not measured"
-
-
-@pytest.mark.parametrize("comes_to_rest", [True, False])
-def test_a_source_too_slow_to_be_measured_costs_what_is_typical(
-    comes_to_rest: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair = Pair()
-    monkeypatch.setattr(transfer_costs, "LONGEST_SECONDS", 0.01)
-    monkeypatch.setattr(pair.reader, "poll", lambda transfer: Status.PENDING)
-    if not comes_to_rest:
-        monkeypatch.setattr(pair.reader, "cancel", lambda transfer: Status.PENDING)
-    kept: list[Costs] = []
-    strategist = Strategist(pair.stage, keep=kept.append)
-    choices = [strategist.choice(pair.plans[0], pair.reader, pair.peer)]
-    assert pair.is_stage_free == comes_to_rest, "memory into which bytes may still come is given to others"
-    monkeypatch.undo()
-    choices.append(strategist.choice(pair.plans[0], pair.reader, pair.peer))
-    assert [choice.costs for choice in choices if choice is not None] == [TYPICAL_COSTS["memcpy"]] * 2
-    assert kept == []
-
-
-def test_copies_are_measured_on_memory_that_is_cold_and_cost_more_for_each_short_run() -> None:
-    stage = Stage(1 << 20, huge_pages=False)
-    bytes_per_second, seconds_per_run, seconds_per_copy = measure_copies(stage, 0, 1 << 20)
-    assert bytes_per_second > 0
-    assert seconds_per_run >= 1e-10
-    assert seconds_per_copy > 0
-    assert stage.take("all of it", 1 << 20) == 0
-    cold = cold_memory(1 << 20)
-    assert cold.nbytes == 1 << 20
-    assert cold.base is not None
-    assert cold[:: mmap.PAGESIZE].all()
-
-
-@pytest.mark.parametrize(("short", "long"), [(1e-7, 1e-6), (1e-6, 1e-6), (5e-6, 1e-6), (1e-9, 1e-6)])
-def test_a_disturbed_measurement_makes_no_byte_free(short: float, long: float) -> None:
-    assert 0.5 * long <= LONG_BYTES * per_byte_of(short, long) <= long
-
-
-def test_the_choice_follows_costs_given_and_the_wish() -> None:
-    pair = Pair()
-    slow, quick = (
-        {"memcpy": TYPICAL_COSTS["memcpy"].__class__("memcpy", seconds, 1e10, 1e10, 1e-9, 1e-6)}
-        for seconds in (1e-5, 1e-9)
-    )
-    wishes = [(None, slow, True), (None, quick, False), (Strategy.DIRECT, slow, False), (Strategy.SCATTER, quick, True)]
-    for wish, costs, staged in wishes:
-        strategist = Strategist(pair.stage, wish, costs)
-        assert (strategist.staged_plan(pair.plans[0], pair.reader, pair.peer) is not None) is staged
-    assert Strategist().staged_plan(pair.plans[0], pair.reader, pair.peer) is None

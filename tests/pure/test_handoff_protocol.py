@@ -23,7 +23,6 @@ from kvferry.handoff.messages import (
     Announced,
     AnnouncedBlocks,
     Answer,
-    Busy,
     Directory,
     DirectoryRequest,
     EndPoint,
@@ -32,10 +31,6 @@ from kvferry.handoff.messages import (
     Introduce,
     Introduced,
     Noted,
-    Pack,
-    PackCopy,
-    Packed,
-    Packer,
     Pushed,
     PushFailed,
     PushKey,
@@ -48,8 +43,6 @@ from kvferry.handoff.messages import (
     Renewed,
     Revoke,
     Revoked,
-    Unpack,
-    Unpacked,
     decode_answer,
     decode_question,
     encode,
@@ -63,7 +56,6 @@ handles = st.lists(st.builds(Handle, identifiers, unsigned), max_size=5).map(tup
 lease_seconds = st.floats(min_value=1e-3, max_value=MAX_LEASE_SECONDS)
 identities = st.builds(Identity, *[identifiers] * 4, *[unsigned] * 3, *[identifiers] * 2)
 end_points = st.dictionaries(identifiers, st.binary(max_size=20), max_size=3)
-packers = st.builds(Packer, identifiers, st.integers(1, 65535), unsigned)
 places = st.builds(EndPoint, identifiers, st.integers(1, 65535), unsigned)
 ranks = st.builds(
     RankEntry,
@@ -73,18 +65,11 @@ ranks = st.builds(
     end_points,
     unsigned,
     unsigned,
-    st.none() | packers,
     st.none() | places,
 )
 push_keys = st.builds(PushKey, identifiers, unsigned, unsigned)
 announced = st.builds(AnnouncedBlocks, identifiers, *[unsigned] * 3, st.lists(unsigned, max_size=4).map(tuple))
-lengths, strides = st.integers(1, (1 << 31) - 1), st.integers(-(1 << 62), 1 << 62)
-loops = st.lists(st.tuples(lengths, strides, strides), max_size=3).map(tuple)
-copies = st.builds(PackCopy, *[unsigned] * 5, lengths, loops)
-block_lists = st.lists(st.lists(unsigned, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple)
 questions = st.one_of(
-    st.builds(Pack, identifiers, *[unsigned] * 6, block_lists, st.lists(copies, min_size=1, max_size=2).map(tuple)),
-    st.builds(Unpack, identifiers),
     st.builds(DirectoryRequest, unsigned, identifiers),
     st.builds(Renew, unsigned, handles),
     st.builds(Release, unsigned, handles),
@@ -124,9 +109,6 @@ answers = st.one_of(
     st.builds(Announced, unsigned),
     st.builds(Revoked, unsigned, st.booleans()),
     st.builds(Noted, unsigned),
-    st.builds(Packed, unsigned, unsigned, st.binary(min_size=16, max_size=16)),
-    st.builds(Busy),
-    st.builds(Unpacked),
     st.builds(Refusal, identifiers, st.text(st.characters(codec="utf-8"), max_size=50)),
 )
 anything = st.recursive(
@@ -339,6 +321,6 @@ def test_another_protocol_version_is_refused() -> None:
 def test_reasons_on_the_wire_are_stable() -> None:
     """Peers of other versions match on these strings; a change here is a change of the protocol."""
     assert set(string.ascii_lowercase + "-") >= set("".join(Reason))
-    assert protocol.PROTOCOL_VERSION == 6
+    assert protocol.PROTOCOL_VERSION == 7
     assert Reason.PEER_CHANGED.value == "peer-changed"
     assert Reason.PEER_UNREACHABLE.value == "peer-unreachable"

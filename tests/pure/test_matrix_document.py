@@ -66,7 +66,6 @@ def test_a_push_passes_by_checks_of_its_own_and_names_what_else_it_showed(result
     found = rows(results)[pair.name]
     assert found[4:] == [
         "cma",
-        "direct",
         "prefix hits on the prefill side; the client goes away",
         "passed",
     ]

@@ -15,12 +15,11 @@ from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import PairPlan, Planner
+from kvferry.plan.proof.scattered import composed
 from kvferry.plan.proof.verify import verify_pair
-from kvferry.plan.proof.verify_staged import composed, composed_gather
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staging.scatter import Merge, Numbered, cut, joined, laid_out, placed
-from kvferry.plan.staging.staged_plan import PARTS_PER_STAGE, ROUNDS_PER_STAGE, GatherPlan, ScatterPlan
-from kvferry.plan.staging.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose, predict_direct, predict_staged
+from kvferry.plan.staging.scatter import Merge, Numbered, ScatterPlan, cut, joined, laid_out, placed
+from kvferry.plan.staging.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose
 from kvferry.testing.strategies import Move, moves
 
 Rows = npt.NDArray[np.uint64]
@@ -35,16 +34,6 @@ def staged_rows(plan: PairPlan, requests: Sequence[GroupBlocks], gap_bytes: int,
     for pieces in cut(parts, round_bytes):
         reads, merges, num_bytes = laid_out(pieces)
         rows.append(composed(reads, merges, num_bytes, plan.source))
-    return np.concatenate(rows)
-
-
-def gathered_rows(plan: PairPlan, requests: Sequence[GroupBlocks], part_bytes: int) -> Rows:
-    """Return what the parts of a gather amount to."""
-    parts: list[Numbered] = [(0, part) for part in GatherPlan(plan).parts(requests)]
-    rows = [np.empty((0, 3), dtype=np.uint64)]
-    for pieces in cut(parts, part_bytes):
-        reads, packs, num_bytes = laid_out(pieces)
-        rows.append(composed_gather(packs, reads, num_bytes, plan.source))
     return np.concatenate(rows)
 
 
@@ -107,19 +96,6 @@ def test_a_wrong_stage_is_caught(move: Move, gap_bytes: int, at: int, mutation: 
     reads, merges = MUTATIONS[mutation]((reads.copy(), merges), at)
     with pytest.raises(VerificationError):
         verify_round(composed(reads, merges, num_bytes, plan.source), plan, asked)
-
-
-@settings(max_examples=max(40, CASES // 20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(moves(), st.integers(0, 1000), st.sampled_from(list(MUTATIONS)))
-def test_a_stage_that_is_packed_or_read_wrongly_is_caught(move: Move, at: int, mutation: str) -> None:
-    asked = move.of(move.destinations[0])
-    plan = Planner(move.sources, move.destinations[0]).plans(0)[0]
-    pieces: list[Numbered] = [(0, part) for part in GatherPlan(plan).parts(asked)]
-    assume(pieces)
-    reads, packs, num_bytes = laid_out(pieces)
-    reads, packs = MUTATIONS[mutation]((reads.copy(), packs), at)
-    with pytest.raises(VerificationError):
-        verify_round(composed_gather(packs, reads, num_bytes, plan.source), plan, asked)
 
 
 SHAPE = {"layers": [str(layer) for layer in range(4)], "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
@@ -185,18 +161,14 @@ def test_the_choice_turns_where_descriptors_cost_so_much_more_than_the_copy() ->
         assert choose(plan, turned).chosen.strategy is expected
 
 
-@pytest.mark.parametrize(
-    ("source_tp", "writes", "num_remote_runs"), [(2, False, 4 * 128), (2, True, 16 * 4 * 128), (1, True, 4 * 128)]
-)
-def test_what_lies_together_in_the_peers_memory_is_one_remote_run(
-    source_tp: int, writes: bool, num_remote_runs: int
-) -> None:
-    """Heads of 16 tokens in 4 layers of 128 blocks: whole where they come from, apart where they are merged."""
+@pytest.mark.parametrize(("source_tp", "num_remote_runs"), [(2, 4 * 128), (1, 16 * 4 * 128)])
+def test_what_lies_together_in_the_peers_memory_is_one_remote_run(source_tp: int, num_remote_runs: int) -> None:
+    """Heads of 16 tokens in 4 layers of 128 blocks: whole where they are merged, apart where they are split."""
     plan = pair(NamedLayout.LBNHC, source_tp, 3 - source_tp)
-    direct = choose(plan, TYPICAL_COSTS["cma"], Strategy.DIRECT, writes=writes).chosen
+    direct = choose(plan, TYPICAL_COSTS["cma"], Strategy.DIRECT).chosen
     assert (direct.num_descriptors, direct.num_remote_runs) == (16 * 4 * 128, num_remote_runs)
     slower = replace(TYPICAL_COSTS["cma"], seconds_per_remote_run=1.0)
-    added = choose(plan, slower, Strategy.DIRECT, writes=writes).chosen.seconds - direct.seconds
+    added = choose(plan, slower, Strategy.DIRECT).chosen.seconds - direct.seconds
     assert added == pytest.approx(num_remote_runs * (1.0 - TYPICAL_COSTS["cma"].seconds_per_remote_run))
 
 
@@ -207,83 +179,15 @@ def test_a_merge_over_a_transport_that_joins_what_lies_together_goes_directly() 
     assert choose(plan, cma).chosen.strategy is Strategy.DIRECT
 
 
-def test_what_is_predicted_of_a_request_counts_its_remote_runs() -> None:
-    plan = pair(NamedLayout.LBNHC, 2, 1)
-    request = GroupBlocks(
-        group="full", first_token=0, last_token=64, source_block_ids=[9, 3, 7, 8], destination_block_ids=[1, 5, 2, 4]
-    )
-    costs = TYPICAL_COSTS["cma"]
-    direct = predict_direct([plan.lower([request])], costs)
-    # Blocks 7, 8 and 9 lie together in each of the 4 layers.
-    assert (direct.num_descriptors, direct.num_remote_runs) == (4 * 4 * 16, 8)
-    scatter = predict_staged(Strategy.SCATTER, ScatterPlan(plan, 0).parts([request]), costs)
-    assert scatter.num_remote_runs == scatter.num_descriptors == 8
-    assert predict_staged(Strategy.GATHER, GatherPlan(plan).parts([request]), costs, 2).num_remote_runs == 2
-
-
 def test_a_stage_smaller_than_a_block_leaves_only_direct() -> None:
     plan = pair(NamedLayout.LBNHC, 2, 1)
     block_bytes = 4 * 16 * 4 * 256 * 2
     assert choose(plan, TYPICAL_COSTS["nixl"], stage_bytes=block_bytes + 64).chosen.strategy is Strategy.SCATTER
     small = choose(plan, TYPICAL_COSTS["nixl"], stage_bytes=block_bytes)
     assert small.chosen.strategy is Strategy.DIRECT
-    assert Strategy.SCATTER in dict(small.impossible)
+    assert "one block fills" in small.impossible
     with pytest.raises(PlanError) as caught:
         choose(plan, TYPICAL_COSTS["nixl"], Strategy.SCATTER, stage_bytes=block_bytes)
-    assert caught.value.reason is Reason.UNSUPPORTED
-
-
-def test_gather_is_refused_where_the_source_does_not_pack() -> None:
-    with pytest.raises(PlanError, match="does not copy on request") as caught:
-        choose(pair(NamedLayout.LBNHC, 1, 2), TYPICAL_COSTS["nixl"], Strategy.GATHER)
-    assert caught.value.reason is Reason.UNSUPPORTED
-
-
-def test_a_head_split_of_short_runs_is_gathered_into_whole_pages() -> None:
-    plan = pair(NamedLayout.LBNHC, 1, 2)
-    request = GroupBlocks(
-        group="full", first_token=0, last_token=64, source_block_ids=[1, 5, 2, 4], destination_block_ids=[9, 3, 7, 8]
-    )
-    (part,) = GatherPlan(plan).parts([request])
-    # Destination blocks 7, 8 and 9 lie together in each of the 4 layers.
-    assert len(part.reads(0)) == 8
-    assert len(plan.lower([request])) == 4 * 4 * 16
-    assert len(part.merges(0)) == 1
-    choice = choose(plan, TYPICAL_COSTS["nixl"], packing_bytes=1 << 26)
-    assert choice.chosen.strategy is Strategy.GATHER
-    assert choice.chosen.num_bytes == next(each for each in choice.rejected if not each.num_copies).num_bytes
-
-
-def test_gather_must_be_predicted_so_much_faster() -> None:
-    plan, costs = pair(NamedLayout.LBNHC, 1, 2), replace(TYPICAL_COSTS["nixl"], seconds_per_copy=0.0)
-    direct, gather = (
-        choose(plan, costs, strategy, packing_bytes=1 << 26).chosen for strategy in (Strategy.DIRECT, Strategy.GATHER)
-    )
-    packing = gather.copied_bytes / costs.copy_bytes_per_second + gather.num_copied_runs * 20e-9
-    packing += gather.num_parts * costs.seconds_per_part
-    bytes_once = direct.num_bytes / costs.bytes_per_second
-    even = (LEAST_GAIN * packing + (LEAST_GAIN - 1) * bytes_once) / (
-        direct.num_descriptors - LEAST_GAIN * gather.num_descriptors
-    )
-    for factor, expected in ((0.99, Strategy.DIRECT), (1.01, Strategy.GATHER)):
-        turned = replace(costs, seconds_per_descriptor=even * factor)
-        assert choose(plan, turned, stage_bytes=0, packing_bytes=1 << 26).chosen.strategy is expected
-
-
-def test_a_push_is_packed_in_the_rounds_of_its_own_stage_a_pull_in_the_parts_that_readers_ask_for() -> None:
-    plan, costs = pair(NamedLayout.LBNHC, 1, 2), TYPICAL_COSTS["nixl"]
-    stage_bytes = 1 << 20
-    for writes, divisor in ((False, PARTS_PER_STAGE), (True, ROUNDS_PER_STAGE)):
-        found = choose(plan, costs, Strategy.GATHER, packing_bytes=stage_bytes, writes=writes).chosen
-        assert found.num_parts == found.num_bytes // (stage_bytes // divisor)
-
-
-def test_a_source_whose_stage_is_smaller_than_a_block_does_not_gather() -> None:
-    plan, costs = pair(NamedLayout.LBNHC, 1, 2), TYPICAL_COSTS["nixl"]
-    block_bytes = 4 * 16 * 4 * 256 * 2
-    assert choose(plan, costs, Strategy.GATHER, packing_bytes=block_bytes + 64).chosen.num_parts == 128
-    with pytest.raises(PlanError, match=f"the stage has {block_bytes}") as caught:
-        choose(plan, costs, Strategy.GATHER, packing_bytes=block_bytes)
     assert caught.value.reason is Reason.UNSUPPORTED
 
 

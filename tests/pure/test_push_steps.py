@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import pytest
 
 from kvferry.execution.device import HOST, Mark
-from kvferry.execution.push_ways import PushWays
 from kvferry.execution.pusher import Pusher
 from kvferry.handoff.messages import Identity, PushKey
 from kvferry.handoff.push.sender import Prompt, PushRequest
@@ -57,7 +56,7 @@ def prompt(num_final: int) -> Prompt:
 
 def made(order: Any) -> Pusher:
     spans = LayerSpans({"full": LAYERS}, layers_per_span=2)
-    pusher = Pusher(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, spans, PushWays())
+    pusher = Pusher(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, spans)
     needs = {span: Need(0, 40, 16) for span in (FIRST, SECOND)}
     pusher._side.announce(PushRequest(KEY, "x", 40, "p", needs, deadline=1e12))
     return pusher

@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.cli.bench_strategy import report_strategies
 from kvferry.cli.transport_measurement import (
     MemcpyMover,
     PlainNixl,
@@ -24,7 +23,6 @@ from kvferry.cli.transport_measurement import (
     scattered_pieces,
 )
 from kvferry.errors import Reason, SettingsError
-from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES
 from kvferry.transport.protocol import Descriptors
 from kvferry.transport.registry import check_setting
 from kvferry.units import format_bytes
@@ -131,18 +129,6 @@ def _verdict(size: int, what: str, measured: float, target: float) -> dict[str, 
     }
 
 
-def _refuse_given(context: typer.Context, *options: str) -> None:
-    """Raise :class:`SettingsError` (``invalid-setting``) for options that mean nothing beside ``--strategy``."""
-    sources = {name: context.get_parameter_source(name[2:]) for name in options}
-    given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
-    if given:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"{', '.join(given)} beside --strategy, which moves runs of 2 KiB in huge pages.",
-            "Leave them out; --total, --repeat, --transport and --packing-stage may be given.",
-        )
-
-
 def _print_half(console: Console, half: Mapping[str, Any]) -> None:
     names = list(half["rows"][0]["gb_per_second"])
     share = f"{half['huge_share']:.0%} of them huge"
@@ -162,7 +148,6 @@ def _print_verdicts(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> 
 
 
 def bench_transport(
-    context: typer.Context,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     transport: Annotated[str, typer.Option(help="Transports to measure, separated by commas.")] = "cma,nixl",
     huge: Annotated[bool, typer.Option(help="Measure in huge pages.")] = True,
@@ -170,24 +155,12 @@ def bench_transport(
     sizes: Annotated[str, typer.Option(help="Piece sizes, separated by commas.")] = "4K,16K,64K,512K,64M",
     total: Annotated[str, typer.Option(help="Bytes to move, a multiple of every size.")] = "64M",
     repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 9,
-    strategy: Annotated[bool, typer.Option("--strategy", help="Compare the ways to move short runs.")] = False,
-    packing_stage: Annotated[str, typer.Option(help="With --strategy: the stage of the side that packs.")] = "64M",
 ) -> None:
-    """Measure transports between two processes, beside memcpy in one process and a plain NIXL program.
-
-    With --strategy: heads of LBNHC merged from two ranks and split for two, in runs of 2 KiB, directly and by way of
-    stages (huge pages).
-    """
+    """Measure transports between two processes, beside memcpy in one process and a plain NIXL program."""
     names = [name.strip() for name in transport.split(",")]
     for name in names:
         check_setting(name)
     num_bytes, piece_bytes = parse_size(total), [parse_size(size) for size in sizes.split(",")]
-    if strategy:
-        _refuse_given(context, "--huge", "--small", "--sizes")
-        report_strategies(names, num_bytes, repeat, json_output, parse_size(packing_stage))
-        return
-    if parse_size(packing_stage) != DEFAULT_STAGE_BYTES:
-        raise SettingsError(Reason.INVALID_SETTING, "--packing-stage says nothing without --strategy.", "Add it.")
     for size in piece_bytes:
         if num_bytes % size:
             raise SettingsError(Reason.INVALID_SETTING, f"{num_bytes} bytes are not a multiple of pieces of {size}.")

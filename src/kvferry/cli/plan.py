@@ -12,7 +12,6 @@ from kvferry.cli.plan_drawing import draw_plan
 from kvferry.cli.plan_explanation import explain_plan
 from kvferry.cli.plan_report import Blocks, PlanReport, make_report, parse_engine
 from kvferry.errors import KVFerryError, Reason, SettingsError
-from kvferry.execution.kept_costs import read_costs
 from kvferry.models.config import ITEM_SIZES
 from kvferry.models.shapes import caches_of
 from kvferry.plan.describe import Summary
@@ -20,8 +19,8 @@ from kvferry.plan.staging.strategy import TYPICAL_COSTS
 from kvferry.units import format_bytes
 
 MAX_TOKENS = 1 << 26
-ASSUMED = {name: TYPICAL_COSTS[name] for name in ("cma", "nixl")}
-"""Costs of the transports whose choices are shown where none are given."""
+COSTS = [TYPICAL_COSTS[name] for name in ("cma", "nixl")]
+"""Of the transports whose choices are shown."""
 ENGINE_HELP = "tp=,pp=,layout=,block_size=,layers=20+16 of the {} engine."
 MAX_RUN_LENGTHS = 4
 """Run lengths shown of one row of the table; JSON has all."""
@@ -40,7 +39,6 @@ def plan(
     model: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or a folder with one.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of scattered ids and of the choice among replicas.", min=0)] = 0,
     explain: Annotated[bool, typer.Option("--explain", help="Say why: sources, runs, strategy, refusals.")] = False,
-    costs: Annotated[Path | None, typer.Option(help="For --explain: a report of bench transport --strategy.")] = None,
     draw: Annotated[Path | None, typer.Option(help="Draw both sides' memory into this SVG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
@@ -55,13 +53,10 @@ def plan(
     kvferry plan --model path/to/config.json --tokens 10240 --prefill tp=4 --decode tp=2,pp=2 --explain --draw plan.svg
     """
     try:
-        if costs is not None and not explain:
-            raise SettingsError(Reason.INVALID_SETTING, "--costs says nothing without --explain.", "Add --explain.")
         caches = caches_of(model, layers, kv_heads, head_size, dtype)
         engines = parse_engine("--prefill", prefill, block_size), parse_engine("--decode", decode, block_size)
         report = make_report(caches, *engines, tokens, blocks, seed)
-        given = ASSUMED if costs is None else read_costs(costs, "--costs")
-        explanation = explain_plan(report, list(given.values())) if explain else []
+        explanation = explain_plan(report, COSTS) if explain else []
         if draw is not None:
             _write(draw, draw_plan(report))
     except KVFerryError as error:

@@ -11,7 +11,7 @@ from kvferry.plan.describe import describe_choice
 from kvferry.plan.match import ComponentHeads
 from kvferry.plan.planner import GroupPlan, PairPlan
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES, Costs, choose
+from kvferry.plan.staging.strategy import Costs, choose
 from kvferry.plan.strided_copy import StridedCopy
 from kvferry.plan.template import Template
 from kvferry.units import format_bytes
@@ -43,8 +43,7 @@ def explain_pair(pair: PairPlan) -> list[str]:
 
 def explain_choice(pair: PairPlan, costs: Iterable[Costs]) -> list[str]:
     """Return the strategy that each transport's costs choose for engines that have stages, and what was rejected."""
-    made = (choose(pair, each, packing_bytes=DEFAULT_STAGE_BYTES) for each in costs)
-    choices = [describe_choice(choice).splitlines() for choice in made]
+    choices = [describe_choice(choose(pair, each)).splitlines() for each in costs]
     return [line for first, *others in choices for line in (f"strategy {first}", *others)]
 
 

@@ -11,19 +11,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import Reason, TransportError
-from kvferry.execution.guard_words import GuardWords
-from kvferry.execution.packing_listener import PackingListener
-from kvferry.execution.packing_side import PackingSide
-from kvferry.execution.stage import Stage
-from kvferry.handoff.messages import Packer
 from kvferry.layout.shard import Region
 from kvferry.transport.protocol import Descriptors, Direction, Peer, Status, Transport, reach
 from kvferry.transport.registry import TransportSet, open_transport
@@ -33,7 +26,6 @@ HUGE_PAGE_BYTES = 2 << 20
 ANSWER_SECONDS = 60.0
 END_SECONDS = 10.0
 _SEED = 20
-_HOLD = (0, 7, 1)
 
 
 def allocate(num_bytes: int, huge: bool) -> Bytes:
@@ -84,25 +76,12 @@ def copied_exactly(pieces: Descriptors, source: Bytes, destination: Bytes) -> bo
     return bool((source.reshape(-1, length)[rows[:, 0]] == destination.reshape(-1, length)[rows[:, 1]]).all())
 
 
-@dataclass(frozen=True)
-class Packing:
-    """What the other process packs: who answers, and the guard word of a hold of all of its memory."""
-
-    packer: Packer
-    word_address: int
-    hold: tuple[int, int, int]
-
-
 class Mover:
     """One transport with its peer, ready to move pieces."""
 
-    def __init__(
-        self, transport: Transport, peer: Peer, remote_address: int, local: Bytes, packing: Packing | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, peer: Peer, remote_address: int, local: Bytes) -> None:
         self.transport = transport
         self.peer = peer
-        self.remote_address = remote_address
-        self.packing = packing
         self._base = np.array([remote_address, local.ctypes.data, 0], np.uint64)
 
     def __call__(self, pieces: Descriptors) -> float:
@@ -272,28 +251,18 @@ class PlainNixl:
 
 @contextmanager
 def open_movers(
-    names: Sequence[str],
-    num_bytes: int,
-    local: Bytes,
-    huge: bool,
-    others: Sequence[Region] = (),
-    packing_bytes: int = 0,
+    names: Sequence[str], num_bytes: int, local: Bytes, huge: bool
 ) -> Iterator[tuple[dict[str, Mover], Child]]:
-    """Open transports and connect each to one other process that has ``2 * num_bytes`` of memory.
-
-    ``others`` is memory of this process that is registered along with ``local``. With ``packing_bytes`` the other
-    process packs on request, into a stage of so many.
-    """
+    """Open transports and connect each to one other process that has ``2 * num_bytes`` of memory."""
     transports = TransportSet({name: open_transport(name) for name in names})
-    child = Child("peer", num_bytes, int(huge), ",".join(names), packing_bytes)
+    child = Child("peer", num_bytes, int(huge), ",".join(names))
     try:
-        transports.register([Region(int(local.ctypes.data), local.nbytes), *others])
+        transports.register([Region(int(local.ctypes.data), local.nbytes)])
         hello = child.read()
         movers = {}
         for name in names:
             peer = reach(transports.transports[name], bytes.fromhex(hello["end_points"][name]))
-            packing = None if hello["packing"] is None else msgspec.convert(hello["packing"], Packing)
-            movers[name] = Mover(transports.transports[name], peer, hello["address"], local, packing)
+            movers[name] = Mover(transports.transports[name], peer, hello["address"], local)
         yield movers, child
     finally:
         transports.close()
@@ -304,19 +273,12 @@ def _reply(file: int, answer: Mapping[str, object]) -> None:
     os.write(file, json.dumps(answer).encode() + b"\n")
 
 
-def _serve_peer(replies: int, num_bytes: int, huge: bool, names: str, packing_bytes: str) -> None:
+def _serve_peer(replies: int, num_bytes: int, huge: bool, names: str) -> None:
     buffer = allocate(2 * num_bytes, huge)
     whole = Region(int(buffer.ctypes.data), buffer.nbytes)
     transports = TransportSet({name: open_transport(name) for name in names.split(",")})
-    words, packing, regions = GuardWords(num_slots=1), None, [whole]
-    words.set(*_HOLD)
-    if int(packing_bytes):
-        side = PackingSide(Stage(int(packing_bytes)), words, [whole])
-        regions += [Region(words.address, words.array.nbytes), *side.regions]
-        packing = Packing(PackingListener("127.0.0.1", side).packer, words.address, _HOLD)
-    end_points = {name: value.hex() for name, value in transports.register(regions).items()}
-    hello = {"address": whole.base_address, "end_points": end_points, "packing": msgspec.to_builtins(packing)}
-    _reply(replies, hello)
+    end_points = {name: value.hex() for name, value in transports.register([whole]).items()}
+    _reply(replies, {"address": whole.base_address, "end_points": end_points})
     sys.stdin.read()
 
 

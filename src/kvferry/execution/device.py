@@ -4,7 +4,6 @@
   (:class:`kvferry.execution.guard_words.StepWords`).
 * A load touches no block before everything is done that the engine had launched when it gave the blocks away.
 * The engine's stream waits for the last copy from a stage into its cache before it goes on.
-* A source waits for its copy into a stage before it says that the part is packed.
 * Every thread that launches or waits sets its device first, and launches on a stream of its own.
 
 A *mark* is a place in the stream of the thread that made it. On a CPU every launch is done when it returns, and nothing

@@ -1,4 +1,4 @@
-"""Stage-to-cache copies on a GPU, and cache-to-stage ones: all layers, blocks and pieces by one launch of one kernel.
+"""Stage-to-cache copies on a GPU: all layers, blocks and pieces by one launch of one kernel.
 
 The copies are those of :mod:`kvferry.plan.staging.scatter`, which :mod:`kvferry.execution.stage` carries out on a
 CPU. Each becomes a *job*: a row of a table that the kernel reads. What is decided here, in a few integers for each
@@ -30,10 +30,10 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceCopies:
-    """Copies between a stage and a cache on a GPU, prepared: ``merge`` and ``split`` launch and return at once.
+    """Copies from a stage into a cache on a GPU, prepared: ``merge`` launches them and returns at once.
 
     They run on the device's current stream, after what was launched on it before. The caller sees to it that stage and
-    cache stay until then. Runs of one list must not overlap at the side that is written.
+    cache stay until then. Runs of one list must not overlap in the cache.
     """
 
     jobs: "torch.Tensor"
@@ -46,13 +46,6 @@ class DeviceCopies:
 
     def merge(self) -> None:
         """Copy from the stage into the cache."""
-        self._launch(into_stage=False)
-
-    def split(self) -> None:
-        """Copy from the cache into the stage."""
-        self._launch(into_stage=True)
-
-    def _launch(self, into_stage: bool) -> None:
         kernel().copy_tiles[(self.num_tiles,)](
             self.jobs,
             self.blocks,
@@ -61,7 +54,6 @@ class DeviceCopies:
             NUM_LOOPS=self.num_loops,
             TILE_BITS=self.tile_bits,
             WIDE=self.is_wide,
-            INTO_STAGE=into_stage,
         )
 
 
@@ -95,15 +87,6 @@ def merge(merges: Sequence[Merge], stage_address: int, device: str) -> None:
     copies = prepare(merges, stage_address, torch.device(device))
     if copies is not None:
         copies.merge()
-
-
-def split(packs: Sequence[Merge], stage_address: int, device: str) -> None:
-    """Copy from the cache into the stage on the current stream. Raises as :func:`prepare`."""
-    import torch
-
-    copies = prepare(packs, stage_address, torch.device(device))
-    if copies is not None:
-        copies.split()
 
 
 def _on_device(array: Integers, device: "torch.device") -> "torch.Tensor":

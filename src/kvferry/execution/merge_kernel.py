@@ -31,7 +31,6 @@ def copy_tiles(
     NUM_LOOPS: tl.constexpr,
     TILE_BITS: tl.constexpr,
     WIDE: tl.constexpr,
-    INTO_STAGE: tl.constexpr,
 ):
     """Copy one tile. ``WIDE`` counts runs and elements in 64 bits; offsets always have 64."""
     row_length = LOOPS + 3 * NUM_LOOPS
@@ -48,15 +47,15 @@ def copy_tiles(
     width = tl.load(job + WIDTH)
     tile -= tl.load(job + FIRST_TILE)
     if width == 16:
-        copy_tile(job, blocks, tile, 16, tl.int64, NUM_LOOPS, TILE_BITS, WIDE, INTO_STAGE)
+        copy_tile(job, blocks, tile, 16, tl.int64, NUM_LOOPS, TILE_BITS, WIDE)
     elif width == 8:
-        copy_tile(job, blocks, tile, 8, tl.int64, NUM_LOOPS, TILE_BITS, WIDE, INTO_STAGE)
+        copy_tile(job, blocks, tile, 8, tl.int64, NUM_LOOPS, TILE_BITS, WIDE)
     elif width == 4:
-        copy_tile(job, blocks, tile, 4, tl.int32, NUM_LOOPS, TILE_BITS, WIDE, INTO_STAGE)
+        copy_tile(job, blocks, tile, 4, tl.int32, NUM_LOOPS, TILE_BITS, WIDE)
     elif width == 2:
-        copy_tile(job, blocks, tile, 2, tl.int16, NUM_LOOPS, TILE_BITS, WIDE, INTO_STAGE)
+        copy_tile(job, blocks, tile, 2, tl.int16, NUM_LOOPS, TILE_BITS, WIDE)
     else:
-        copy_tile(job, blocks, tile, 1, tl.int8, NUM_LOOPS, TILE_BITS, WIDE, INTO_STAGE)
+        copy_tile(job, blocks, tile, 1, tl.int8, NUM_LOOPS, TILE_BITS, WIDE)
 
 
 @triton.jit
@@ -69,7 +68,6 @@ def copy_tile(
     NUM_LOOPS: tl.constexpr,
     TILE_BITS: tl.constexpr,
     WIDE: tl.constexpr,
-    INTO_STAGE: tl.constexpr,
 ):
     """Copy one tile of a job in elements of ``BYTES``."""
     INDEX: tl.constexpr = tl.int64 if WIDE else tl.int32
@@ -103,7 +101,4 @@ def copy_tile(
         stage_elements = tl.max_contiguous(tl.multiple_of(stage_elements[:, None] + half, [1, 16]), [1, 2])
         cache_elements = tl.max_contiguous(tl.multiple_of(cache_elements[:, None] + half, [1, 16]), [1, 2])
         inside = inside[:, None]
-    if INTO_STAGE:
-        tl.store(stage_elements, tl.load(cache_elements, mask=inside), mask=inside)
-    else:
-        tl.store(cache_elements, tl.load(stage_elements, mask=inside), mask=inside)
+    tl.store(cache_elements, tl.load(stage_elements, mask=inside), mask=inside)

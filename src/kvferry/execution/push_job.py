@@ -2,20 +2,16 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from kvferry.errors import KVFerryError
-from kvferry.execution.push_ways import PackedWay
+from kvferry.errors import KVFerryError, Reason, TransportError
 from kvferry.execution.read import LoadResult, Phase
 from kvferry.execution.scratch import Scratch
-from kvferry.execution.write import Writing
 from kvferry.handoff.messages import PushKey
-from kvferry.handoff.push.part import BlockList, Part
+from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.sender import SendingSide
-from kvferry.handoff.push.sending import Batch
 from kvferry.handoff.push_times import PushTimes
-from kvferry.plan.staging.scatter import NOTHING
-from kvferry.transport.protocol import Status
+from kvferry.transport.protocol import Direction, Status, Transfer
 from kvferry.transport.registry import Connecting, Link
 
 Report = Callable[[LoadResult], None]
@@ -24,8 +20,7 @@ Report = Callable[[LoadResult], None]
 class PushJob:
     """Advances one push; ``report`` tells the receiver, once nothing is being written any more.
 
-    ``lock`` guards ``side``, which the engine's and the listener's threads change. With a ``way`` by a stage everything
-    is packed there before it is written.
+    ``lock`` guards ``side``, which the engine's and the listener's threads change.
     """
 
     fills_blocks = False
@@ -39,7 +34,6 @@ class PushJob:
         connect: Callable[[], Connecting],
         report: Report,
         times: PushTimes | None = None,
-        way: PackedWay | None = None,
     ) -> None:
         self.load_id = f"push {key.number} to {key.receiver} {key.receiver_epoch}"
         self.phase = Phase.PREPARING
@@ -47,10 +41,10 @@ class PushJob:
         self.given_up_at: float | None = None
         self._side, self._lock, self._key, self._part = side, lock, key, part
         self._connect, self._report = connect, report
-        self._times, self._way = times, way
+        self._times = times
         self._connecting: Connecting | None = None
         self._link: Link | None = None
-        self._writing: Writing | None = None
+        self._transfer: Transfer | None = None
         self._created_at = time.monotonic()
         self._submitted_at = 0.0
         self._transfer_seconds = 0.0
@@ -61,8 +55,8 @@ class PushJob:
         with self._lock:
             self._side.tick(self._key, now)
             is_stopping = self._side.is_stopping(self._key)
-        if self._writing is not None:
-            return self._look_after(self._writing, is_stopping)
+        if self._transfer is not None and self._link is not None:
+            return self._look_after(self._link, self._transfer, is_stopping)
         if is_stopping:
             # What was taken was never submitted.
             self._stopped(None)
@@ -89,7 +83,6 @@ class PushJob:
             error=self.error,
             num_bytes=self._num_bytes,
             num_staged_bytes=0,
-            num_gathered_bytes=0 if self._way is None else self._num_bytes,
             num_descriptors=self._num_descriptors,
             num_sources=1,
             transport="" if self._link is None else self._link.name,
@@ -116,37 +109,35 @@ class PushJob:
         if not batch or prompt is None:
             return False
         self._submitted_at = time.monotonic()
-        self._writing = writing = self._write(link, batch, prompt.blocks)
-        self._num_descriptors += writing.num_descriptors
+        rows = self._part.lower(batch, prompt.blocks)
+        self._transfer = transfer = link.transport.submit(link.peer, Direction.WRITE, rows)
+        self._num_descriptors += transfer.num_descriptors
         if self._times is not None:
-            self._times.posted(batch, writing.num_descriptors, writing.num_bytes, self._submitted_at)
+            self._times.posted(batch, transfer.num_descriptors, transfer.num_bytes, self._submitted_at)
         self.phase = Phase.DATA
         return True
 
-    def _write(self, link: Link, batch: Batch, held: Mapping[str, BlockList]) -> Writing:
-        if self._way is None:
-            return Writing(link, self._part.lower(batch, held))
-        return Writing(link, NOTHING, self._part.gather(batch, held, self._way.plan), self._way.stage)
-
-    def _look_after(self, writing: Writing, is_stopping: bool) -> bool:
-        before = writing.progress
-        status = writing.cancel() if is_stopping else writing.poll()
+    def _look_after(self, link: Link, transfer: Transfer, is_stopping: bool) -> bool:
+        bytes_before = transfer.bytes_done
+        status = link.transport.cancel(transfer) if is_stopping else link.transport.poll(transfer)
         if is_stopping:
             self.phase = Phase.STOPPING
             self.given_up_at = self.given_up_at or time.monotonic()
         if status is Status.PENDING:
-            return writing.progress != before
-        self._writing, self.phase = None, Phase.PREPARING
+            return transfer.bytes_done != bytes_before
+        self._transfer, self.phase = None, Phase.PREPARING
         now = time.monotonic()
         self._transfer_seconds += now - self._submitted_at
-        if status is Status.DONE:
-            self._num_bytes += writing.num_bytes
+        if is_stopping:
+            self._stopped(None)
+        elif status is Status.DONE:
+            self._num_bytes += transfer.num_bytes
             if self._times is not None:
                 self._times.landed(now)
             with self._lock:
                 self._side.landed(self._key)
         else:
-            self._stopped(writing.error if status is Status.FAILED else None)
+            self._stopped(transfer.error or _ended(status))
         return True
 
     def _stopped(self, error: KVFerryError | None) -> None:
@@ -162,3 +153,7 @@ class PushJob:
         self.phase = Phase.DONE
         self._report(self.result(time.monotonic()))
         return True
+
+
+def _ended(status: Status) -> TransportError:
+    return TransportError(Reason.TRANSFER_FAILED, f"a write ended {status}.", "Check that the decode engine runs.")

@@ -4,14 +4,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution.device import Afterwards, DeviceOrder
 from kvferry.execution.executor import Executor
 from kvferry.execution.push_job import PushJob
-from kvferry.execution.push_ways import PackedWay, PushWays
 from kvferry.execution.read import LoadResult
 from kvferry.handoff.bounded import Bounded
 from kvferry.handoff.handshake import check_version, compare_identities
@@ -61,7 +60,6 @@ class Receiver:
     planner: Planner
     source_index: int
     connecting: Connecting | None = None
-    ways: dict[PairPlan, PackedWay | None] = field(default_factory=dict)
 
     def plan(self, transfer_id: str) -> PairPlan:
         """Return this rank's part of a transfer. Raises :class:`HandoffError` (missing-source) where it has none."""
@@ -78,9 +76,9 @@ class Receiver:
 class Pusher:
     """All pushes of one rank, whose encoded shard is ``shard``.
 
-    ``spans`` are layers that go together as soon as they have run, of prompts of more than ``short_tokens``; ``ways``
-    says whether they are packed first. With ``keeps_times`` the result of each push has a timeline. ``engine`` is where
-    this rank's own engine answers, once that is known.
+    ``spans`` are layers that go together as soon as they have run, of prompts of more than ``short_tokens``. With
+    ``keeps_times`` the result of each push has a timeline. ``engine`` is where this rank's own engine answers, once
+    that is known.
 
     :meth:`answer` is for the listener's thread; the others are for the engine's, and none of them waits for a transfer.
     """
@@ -95,7 +93,6 @@ class Pusher:
         courier: Courier,
         order: DeviceOrder,
         spans: LayerSpans,
-        ways: PushWays,
         keeps_times: bool = False,
         short_tokens: int = SHORT_TOKENS,
     ) -> None:
@@ -107,7 +104,7 @@ class Pusher:
         self._lock = threading.Lock()
         self._receivers: Bounded[tuple[str, int], Receiver] = Bounded(MAX_RECEIVERS)
         self._lives: dict[str, int] = {}
-        self.spans, self._ways, self._short_tokens = spans, ways, short_tokens
+        self.spans, self._short_tokens = spans, short_tokens
         self.engine: EndPoint | None = None
         self._to_run: dict[Span, set[str]] = {}
         self._times = PromptTimes() if keeps_times else None
@@ -204,7 +201,6 @@ class Pusher:
     def close(self) -> None:
         """Stop what waits for the device; pushes end with the executor."""
         self._afterwards.close()
-        self._ways.close()
 
     # The listener's thread.
 
@@ -265,7 +261,6 @@ class Pusher:
                 f"{part.digest}.",
                 "Run the same kvferry version on both sides.",
             )
-        way = self._way(receiver, plan)
         with self._lock:
             is_computed = self._side.is_computed(question.transfer_id)
         is_whole = goes_whole(question.num_tokens, is_computed=is_computed, short_tokens=self._short_tokens)
@@ -284,24 +279,13 @@ class Pusher:
             if not self._side.announce(request):
                 return
             times = None if self._times is None else self._timeline(request)
-        self._executor.submit(self._job(request, part, receiver, times, way))
-
-    def _way(self, receiver: Receiver, plan: PairPlan) -> PackedWay | None:
-        if plan not in receiver.ways:
-            receiver.ways[plan] = self._ways.choose(plan, self._transport(receiver))
-        return receiver.ways[plan]
-
-    def _transport(self, receiver: Receiver) -> str:
-        """Return the name of the transport that reaches a receiver unless it fails."""
-        return next((name for name in self._transports.transports if name in receiver.end_points), "")
+        self._executor.submit(self._job(request, part, receiver, times))
 
     def _timeline(self, request: PushRequest) -> PushTimes:
         assert self._times is not None
         return PushTimes(request, self._times.of(request.transfer_id), self.spans.layers_of)
 
-    def _job(
-        self, request: PushRequest, part: Part, receiver: Receiver, times: PushTimes | None, way: PackedWay | None
-    ) -> PushJob:
+    def _job(self, request: PushRequest, part: Part, receiver: Receiver, times: PushTimes | None) -> PushJob:
         return PushJob(
             self._side,
             self._lock,
@@ -310,7 +294,6 @@ class Pusher:
             connect=lambda: self._connect(receiver),
             report=lambda result: self._report(request, part, receiver, result),
             times=times,
-            way=way,
         )
 
     # The transfer thread.

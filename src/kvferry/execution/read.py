@@ -3,9 +3,8 @@
 A load advances on the thread that calls :meth:`Load.advance`; it never blocks. It commits only when
 every read has completed and every guard word was the expected one before and after.
 
-What goes by way of a stage here comes in rounds, as much at a time as the stage has room for: read, guard words again,
-and only then copied into the cache, while the next round is read. What a source packs is read with the first of them,
-see :mod:`gathering`.
+What goes by way of a stage comes in rounds, as much at a time as the stage has room for: read, guard words again, and
+only then copied into the cache, while the next round is read.
 """
 
 import time
@@ -19,7 +18,6 @@ import numpy as np
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import OVER, Mark
-from kvferry.execution.gathering import WINDOW, Gathering, PartSource
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.stage import Stage
 from kvferry.plan.staging.scatter import NOTHING, Merge, Numbered, StagedPart, cut, joined, placed
@@ -30,7 +28,7 @@ from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transp
 class GuardedRead:
     """What one source rank contributes: ``descriptors`` is ``(n, 3)`` source, destination, length.
 
-    ``parts`` are read into ``stage`` and copied from there, ``gathered`` is read out of what ``packer`` packs.
+    ``parts`` are read into ``stage`` and copied from there.
     """
 
     transport: Transport
@@ -40,8 +38,6 @@ class GuardedRead:
     descriptors: np.ndarray
     parts: Sequence[StagedPart] = ()
     stage: Stage | None = None
-    gathered: Sequence[StagedPart] = ()
-    packer: PartSource | None = None
 
     def __post_init__(self) -> None:
         if self.descriptors.ndim != 2 or self.descriptors.shape[1] != 3:
@@ -56,15 +52,11 @@ class GuardedRead:
                 "parts to be staged come without a stage.",
                 "Name the stage that they go through.",
             )
-        if self.gathered and self.packer is None:
-            raise TransportError(
-                Reason.INVALID_REQUEST, "parts to be packed come without a packer.", "Name the one that packs them."
-            )
 
     @property
     def num_bytes(self) -> int:
         """Bytes to be read."""
-        return int(self.descriptors[:, 2].sum()) + sum(part.num_bytes for part in (*self.parts, *self.gathered))
+        return int(self.descriptors[:, 2].sum()) + sum(part.num_bytes for part in self.parts)
 
 
 class Phase(Enum):
@@ -84,16 +76,14 @@ class Phase(Enum):
 class LoadResult:
     """How a load ended: ``error`` is None for a commit. Times are seconds.
 
-    ``num_bytes`` are those committed, of which ``num_staged_bytes`` came by way of the stage here and
-    ``num_gathered_bytes`` of sources' stages: none of a load that failed, whatever of it had landed.
-    ``num_descriptors`` counts what transports were asked for.
+    ``num_bytes`` are those committed, of which ``num_staged_bytes`` came by way of the stage: none of a load that
+    failed, whatever of it had landed. ``num_descriptors`` counts what transports were asked for.
     """
 
     load_id: str
     error: KVFerryError | None
     num_bytes: int
     num_staged_bytes: int
-    num_gathered_bytes: int
     num_descriptors: int
     num_sources: int
     transport: str
@@ -107,7 +97,7 @@ class LoadResult:
 
 def refused(load_id: str, error: KVFerryError) -> LoadResult:
     """Return how a load ended that was never begun."""
-    return LoadResult(load_id, error, 0, 0, 0, 0, 0, "", 0.0, 0.0)
+    return LoadResult(load_id, error, 0, 0, 0, 0, "", 0.0, 0.0)
 
 
 # Returns the reads of a load, or None while something they need (a handshake, a connection) is not there yet.
@@ -130,8 +120,6 @@ class Load:
     _is_prepared: bool = False
     _transfers: list[Transfer] = field(default_factory=list)
     _scratch_slots: list[int] = field(default_factory=list)
-    _gatherings: list[Gathering] = field(default_factory=list)
-    _gathering_slots: list[int] = field(default_factory=list)
     _rounds: deque[list[Numbered]] = field(default_factory=deque)
     _merges: list[Merge] = field(default_factory=list)
     _landing: Mark = OVER
@@ -170,8 +158,7 @@ class Load:
             error=self.error,
             num_bytes=sum(read.num_bytes for read in committed),
             num_staged_bytes=sum(part.num_bytes for read in committed for part in read.parts),
-            num_gathered_bytes=sum(part.num_bytes for read in committed for part in read.gathered),
-            num_descriptors=self._num_descriptors + sum(each.num_descriptors for each in self._gatherings),
+            num_descriptors=self._num_descriptors,
             num_sources=len(self._reads),
             transport=",".join(names),
             wait_seconds=finished_at - self.created_at,
@@ -192,7 +179,6 @@ class Load:
         moved = self._poll_transfers()
         if self.phase is not Phase.STOPPING:
             self._raise_failed()
-        moved |= self._advance_gatherings()
         if self._is_moving():
             return moved
         if self.phase is Phase.STOPPING:
@@ -221,26 +207,11 @@ class Load:
                 return False
             self._reads, self._is_prepared = reads, True
             self._rounds = self._cut()
-        gathered = [read for read in self._reads if read.gathered]
-        if not scratch.has_room(len(self._reads) + WINDOW * len(gathered)):
+        if not scratch.has_room(len(self._reads)):
             return False
         self._scratch_slots = scratch.take(len(self._reads))
-        self._gatherings = [self._gathering(read, scratch) for read in gathered]
         self._submit_words(scratch, Phase.GUARD_BEFORE)
         return True
-
-    def _gathering(self, read: GuardedRead, scratch: Scratch) -> Gathering:
-        assert read.packer is not None
-        slots = scratch.take(WINDOW)
-        self._gathering_slots += slots
-        return Gathering(
-            link=(read.transport, read.peer),
-            source=read.packer,
-            hold=(read.word_address, read.expected_word),
-            parts=read.gathered,
-            scratch=(scratch, slots),
-            deadline=self.deadline,
-        )
 
     def _submit_words(self, scratch: Scratch, phase: Phase) -> None:
         self.phase = phase
@@ -321,22 +292,11 @@ class Load:
             moved |= poll(transfer) is not Status.PENDING or transfer.bytes_done != bytes_before
         return moved
 
-    def _advance_gatherings(self) -> bool:
-        """Advance what sources pack, once their words were found right."""
-        if self.phase is not Phase.DATA:
-            return False
-        now = time.monotonic()
-        moved = [each.advance(now) for each in self._gatherings]
-        return any(moved)
-
     def _is_moving(self) -> bool:
-        """Return whether this phase still waits for transfers or for sources that pack."""
+        """Return whether this phase still waits for transfers, or for copies of a load that is given up."""
         if any(transfer.status is Status.PENDING for transfer in self._transfers):
             return True
-        if self.phase is Phase.STOPPING:
-            quiet = [each.stop() for each in self._gatherings]
-            return not all(quiet) or self._is_copying()
-        return self.phase is Phase.DATA and not all(each.is_over for each in self._gatherings)
+        return self.phase is Phase.STOPPING and self._is_copying()
 
     def _raise_failed(self) -> None:
         for transfer in self._transfers:
@@ -368,8 +328,8 @@ class Load:
         self.phase = Phase.STOPPING
 
     def _finish(self, scratch: Scratch) -> bool:
-        scratch.give_back([*self._scratch_slots, *self._gathering_slots])
-        self._scratch_slots, self._gathering_slots = [], []
+        scratch.give_back(self._scratch_slots)
+        self._scratch_slots = []
         for read in self._reads:
             if read.stage is not None:
                 read.stage.give_back(id(self))
@@ -377,9 +337,8 @@ class Load:
         return True
 
     def _deadline_error(self, now: float) -> HandoffError:
-        packing = "".join(f"; {each.state}" for each in self._gatherings if self.phase is Phase.DATA)
         return HandoffError(
             Reason.DEADLINE_EXCEEDED,
-            f"the load of {self.load_id} was still {self.phase.value} after {now - self.created_at:.1f} s{packing}.",
+            f"the load of {self.load_id} was still {self.phase.value} after {now - self.created_at:.1f} s.",
             "Check the prefill engine; load_timeout_seconds sets the limit.",
         )

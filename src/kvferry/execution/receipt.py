@@ -124,7 +124,6 @@ class Receipt:
             error=self.error,
             num_bytes=sum(event.num_bytes for event in committed),
             num_staged_bytes=0,
-            num_gathered_bytes=0,
             num_descriptors=sum(event.num_descriptors for event in committed),
             num_sources=len(self._sources),
             transport=",".join(sorted({event.transport for event in committed})),

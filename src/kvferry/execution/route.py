@@ -2,31 +2,29 @@
 
 import logging
 import queue
-import secrets
 from collections.abc import Sequence
-from functools import partial
 from weakref import WeakKeyDictionary
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.guard_words import word_bytes
-from kvferry.execution.part_requests import PartCourier, PartRequests
 from kvferry.execution.read import GuardedRead
 from kvferry.execution.receipt import SourceRank
 from kvferry.execution.scratch import WORD_BYTES
-from kvferry.execution.transfer_costs import Packing, Strategist
+from kvferry.execution.stage import Stage
 from kvferry.handoff.handshake import decode_shards, fetch_directory
-from kvferry.handoff.messages import Directory, Identity, Packer
+from kvferry.handoff.messages import Directory, Identity
 from kvferry.handoff.push.part import Part, announced_blocks, selector_of
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.background import AllBeside, Beside, unforeseen
 from kvferry.layout.shard import Shard
+from kvferry.plan.describe import describe_choice
 from kvferry.plan.planner import Descriptors, PairPlan, Planner
+from kvferry.plan.proof.scattered import composed
 from kvferry.plan.proof.verify import verify_destination
-from kvferry.plan.proof.verify_staged import composed, composed_gather
 from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
 from kvferry.plan.sample import sample_requests
-from kvferry.plan.staging.scatter import laid_out
-from kvferry.plan.staging.staged_plan import GatherPlan, ScatterPlan, lowered
+from kvferry.plan.staging.scatter import NOTHING, ScatterPlan, laid_out
+from kvferry.plan.staging.strategy import Strategy, choose, typical_costs
 from kvferry.transport.registry import Connecting, Link, TransportSet
 
 logger = logging.getLogger(__name__)
@@ -46,18 +44,17 @@ class RemoteEngine:
         directory: Directory,
         shard: Shard,
         transports: TransportSet,
-        strategist: Strategist,
-        part_courier: PartCourier,
+        stage: Stage | None,
+        strategy: Strategy | None,
     ) -> None:
         self._directory = directory
         self._shard = shard
         self._transports = transports
         self._sources = decode_shards(directory)
-        self._strategist = strategist
-        self._part_courier = part_courier
+        self._stage, self._strategy = stage, strategy
         self._connecting: dict[int, Connecting] = {}
         self._links: dict[int, Link] = {}
-        self._staged_plans: dict[PairPlan, ScatterPlan | GatherPlan | None] = {}
+        self._scatter_plans: dict[PairPlan, ScatterPlan | None] = {}
         self._verified: set[tuple[PairPlan, ...]] = set()
         self._planner = Planner(self._sources, shard)
 
@@ -100,18 +97,16 @@ class RemoteEngine:
                 )
             link = self._links[source_index]
             word_address = entry.words_address + slot * WORD_BYTES
-            moved = lowered(plan, self._staged_plan(plan), blocks)
+            scatter = self._scatter_plan(plan)
             reads.append(
                 GuardedRead(
                     transport=link.transport,
                     peer=link.peer,
                     word_address=word_address,
                     expected_word=expected,
-                    descriptors=moved.descriptors,
-                    parts=moved.scattered,
-                    stage=self._strategist.stage,
-                    gathered=moved.gathered,
-                    packer=self._packer(entry.packer, slot, hold) if moved.gathered else None,
+                    descriptors=plan.lower(blocks) if scatter is None else NOTHING,
+                    parts=() if scatter is None else scatter.parts(blocks),
+                    stage=self._stage,
                 )
             )
         return reads
@@ -149,10 +144,6 @@ class RemoteEngine:
         for link in self._links.values():
             link.peer.close()
 
-    def _packer(self, packer: Packer | None, slot: int, hold: RemoteHold) -> PartRequests:
-        assert packer is not None, "chosen only where the source packs"
-        return self._part_courier.requests(packer, (slot, hold.epoch, hold.handle.generation))
-
     def _link(self, source_index: int) -> Link | None:
         """Go on connecting to this rank; return how it is reached once it is."""
         if source_index not in self._links:
@@ -173,29 +164,31 @@ class RemoteEngine:
         self._verified.add(plans)
 
     def _moved(self, plan: PairPlan, blocks: Sequence[GroupBlocks]) -> Descriptors:
-        """Return from where to where a pair's bytes go, by way of a stage or not."""
-        staged = self._staged_plan(plan)
-        if staged is None:
+        """Return from where to where a pair's bytes go, by way of the stage or not."""
+        scatter = self._scatter_plan(plan)
+        if scatter is None:
             return plan.lower(blocks)
-        reads, copies, num_bytes = laid_out([(0, part) for part in staged.parts(blocks)])
-        if isinstance(staged, GatherPlan):
-            return composed_gather(copies, reads, num_bytes, plan.source)
-        return composed(reads, copies, num_bytes, plan.source)
+        return composed(*laid_out([(0, part) for part in scatter.parts(blocks)]), plan.source)
 
-    def _staged_plan(self, plan: PairPlan) -> ScatterPlan | GatherPlan | None:
-        """Return the plan by way of a stage where the pair has chosen that."""
-        if plan not in self._staged_plans:
-            source_index = plan.assignment.source_index
-            link, packer = self._links[source_index], self._directory.ranks[source_index].packer
-            packing = None
-            if packer is not None:
-                packing = Packing(packer.stage_bytes, partial(self._part_courier.time_an_answer, packer))
-            self._staged_plans[plan] = self._strategist.staged_plan(plan, link.transport, link.peer, packing)
-        return self._staged_plans[plan]
+    def _scatter_plan(self, plan: PairPlan) -> ScatterPlan | None:
+        """Return the pair's plan by way of the stage, None where its bytes go directly."""
+        if self._stage is None:
+            return None
+        if plan not in self._scatter_plans:
+            costs = typical_costs(self._links[plan.assignment.source_index].name)
+            choice = choose(plan, costs, self._strategy, self._stage.region.length)
+            pair = f"{plan.source.rank_name} to {plan.destination.rank_name}"
+            logger.info("kvferry: %s %s", pair, describe_choice(choice))
+            is_scatter = choice.chosen.strategy is Strategy.SCATTER
+            self._scatter_plans[plan] = ScatterPlan(plan, choice.chosen.gap_bytes) if is_scatter else None
+        return self._scatter_plans[plan]
 
 
 class RemoteEngines:
-    """All prefill engines that a rank reads from; handshakes run beside, on threads of their own."""
+    """All prefill engines that a rank reads from; handshakes run beside, on threads of their own.
+
+    With a ``stage``, each pair of ranks moves its bytes by the ``strategy``; None leaves the choice to typical costs.
+    """
 
     def __init__(
         self,
@@ -204,15 +197,15 @@ class RemoteEngines:
         transports: TransportSet,
         sender: str,
         timeout_seconds: float,
-        strategist: Strategist | None = None,
+        stage: Stage | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
         self._shard = shard
         self._identity = identity
         self._transports = transports
         self._sender = sender
         self._timeout_seconds = timeout_seconds
-        self._strategist = strategist or Strategist()
-        self._part_courier = PartCourier(f"{sender}/{secrets.token_hex(8)}")
+        self._stage, self._strategy = stage, strategy
         self._engines: dict[tuple[str, int, int], RemoteEngine] = {}
         self._handshakes: AllBeside[tuple[str, int, int], Directory] = AllBeside("handshake")
         # By the handshake, with which they are forgotten.
@@ -246,9 +239,9 @@ class RemoteEngines:
         self._suspects.put(hold.destination)
 
     def close(self) -> None:
-        """Stop asking sources to pack, and copying out of the stage, once no load runs; twice is fine."""
-        self._part_courier.close()
-        self._strategist.close()
+        """Stop copying out of the stage, once no load runs; twice is fine."""
+        if self._stage is not None:
+            self._stage.close()
 
     def _drop_suspects(self) -> None:
         while not self._suspects.empty():
@@ -275,9 +268,7 @@ class RemoteEngines:
     def _ready(self, handshake: Beside[Directory]) -> RemoteEngine | None:
         engine = self._connecting.pop(handshake, None)
         if engine is None:
-            engine = RemoteEngine(
-                handshake.result(), self._shard, self._transports, self._strategist, self._part_courier
-            )
+            engine = RemoteEngine(handshake.result(), self._shard, self._transports, self._stage, self._strategy)
         try:
             is_ready = engine.is_ready()
         except Exception:

@@ -1,4 +1,4 @@
-"""Bounded stages, the copies that take what they hold into the cache, and those that pack it from there."""
+"""Bounded stages, and the copies that take what they hold into the cache."""
 
 import mmap
 from collections.abc import Hashable, Sequence
@@ -13,16 +13,13 @@ from kvferry.errors import PlanError, Reason
 from kvferry.execution import device_merge
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark
 from kvferry.layout.shard import Region
-from kvferry.plan.staging.scatter import Merge, aligned
-from kvferry.plan.staging.staged_plan import ROUNDS_PER_STAGE
+from kvferry.plan.staging.scatter import ROUNDS_PER_STAGE, Merge, aligned
 from kvferry.transport.copy_threads import CopyThreads
 
 if TYPE_CHECKING:
     import torch
 
 Memory = Union[npt.NDArray[np.uint8], "torch.Tensor"]
-PACKING_BYTES = 256 << 10
-"""A copy out of blocks in no order goes through a buffer that stays in the second-level cache."""
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -110,18 +107,6 @@ class Stage:
         device_merge.merge(merges, self.region.base_address, self._order.device)
         return self._order.mark()
 
-    def pack(self, packs: Sequence[Merge]) -> Mark:
-        """Copy from the cache to where it belongs in the stage; return the mark behind that.
-
-        On a GPU by one launch on the calling thread's stream.
-        """
-        if self.is_on_host:
-            for each in packs:
-                pack(each, self.region.base_address)
-        else:
-            device_merge.split(packs, self.region.base_address, self._order.device)
-        return self._order.mark()
-
     def close(self) -> None:
         """End the copying thread once it has copied what it was given; twice is fine."""
         self._threads.close()
@@ -179,35 +164,13 @@ def put_in_place(merge: Merge, stage_address: int) -> None:
     [4, 5, 0, 0, 6, 7, 0, 0, 0, 1, 0, 0, 2, 3, 0, 0]
     """
     # numpy releases the interpreter lock while it copies and starts no threads, as torch would on the compute cores.
-    stage, cache = _both_sides(merge, stage_address)
-    cache[merge.destination_blocks] = stage
-
-
-def pack(merge: Merge, stage_address: int) -> None:
-    """Copy from the cache to where it belongs in the stage: the reverse of :func:`put_in_place`.
-
-    >>> stage, cache = np.zeros(8, dtype=np.uint8), np.arange(16, dtype=np.uint8)
-    >>> pack(Merge(0, 4, cache.ctypes.data, 8, np.array([1, 0]), 2, ((2, 2, 4),)), stage.ctypes.data)
-    >>> stage.tolist()
-    [8, 9, 12, 13, 0, 1, 4, 5]
-    """
-    stage, cache = _both_sides(merge, stage_address)
-    blocks = merge.destination_blocks
-    num_together = max(1, PACKING_BYTES * len(blocks) // (merge.num_runs * merge.run_bytes))
-    for start in range(0, len(blocks), num_together):
-        stop = start + num_together
-        stage[start:stop] = cache[blocks[start:stop]]
-
-
-def _both_sides(merge: Merge, stage_address: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
-    """Return a copy's side in the stage and its side in the cache, there of all blocks up to the last named."""
     counts, stage_strides, cache_strides = zip(*merge.loops[::-1], strict=True) if merge.loops else ((), (), ())
     blocks = merge.destination_blocks
     in_stage = (merge.stage_block_stride, *stage_strides)
     stage = _view(stage_address + merge.stage_offset, (len(blocks), *counts), in_stage, merge.run_bytes)
     shape = (int(blocks.max()) + 1, *counts)
     in_cache = (merge.destination_block_stride, *cache_strides)
-    return stage, _view(merge.destination_address, shape, in_cache, merge.run_bytes)
+    _view(merge.destination_address, shape, in_cache, merge.run_bytes)[blocks] = stage
 
 
 def _view(address: int, shape: tuple[int, ...], strides: tuple[int, ...], run_bytes: int) -> npt.NDArray[np.void]:

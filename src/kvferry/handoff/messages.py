@@ -10,8 +10,7 @@ import msgspec
 
 from kvferry.errors import HandoffError, Reason
 
-WORD_BYTES = 16
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Of an answer: a directory of many ranks is long."""
 MAX_QUESTION_BYTES = 4 * 1024 * 1024
@@ -23,18 +22,11 @@ MAX_ANNOUNCED_BLOCKS = 1 << 18
 MAX_ANNOUNCED_GROUPS = 256
 MAX_TEXT_LENGTH = 4096
 MAX_LEASE_SECONDS = 7 * 86400.0
-MAX_PACK_COPIES = 1 << 14
-MAX_PACK_BLOCKS = 1 << 18
-MAX_LOOPS = 16
 
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_IDENTIFIER_LENGTH)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
 Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
-RunBytes = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
-Stride = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
-BlockList = Annotated[tuple[Unsigned, ...], msgspec.Meta(min_length=1, max_length=MAX_PACK_BLOCKS)]
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]
 
 
@@ -64,14 +56,6 @@ class Identity(msgspec.Struct, frozen=True):
     compute_dtype: Identifier
 
 
-class Packer(msgspec.Struct, frozen=True):
-    """Where a rank answers :class:`Pack`, and how many bytes its stage has."""
-
-    host: Identifier
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    stage_bytes: Unsigned
-
-
 class EndPoint(msgspec.Struct, frozen=True, order=True):
     """Where a rank of a pushing or pushed-to engine answers questions, and in which life of its process."""
 
@@ -85,8 +69,8 @@ class RankEntry(msgspec.Struct, frozen=True):
 
     ``shard`` is an encoded :class:`kvferry.layout.Shard`, ``end_points`` maps a transport's
     name to its end point, ``words_address`` is where the rank keeps its guard words
-    (16 bytes a slot, see :mod:`kvferry.execution.guard_words`), ``packer`` who packs for readers that want that, if
-    anybody. ``push_end_point`` is where the rank itself answers, in a prefill engine that pushes.
+    (16 bytes a slot, see :mod:`kvferry.execution.guard_words`). ``push_end_point`` is where the rank itself answers, in
+    a prefill engine that pushes.
     """
 
     tp_rank: Unsigned
@@ -95,7 +79,6 @@ class RankEntry(msgspec.Struct, frozen=True):
     end_points: dict[Identifier, Payload]
     words_address: Unsigned
     num_words: Unsigned
-    packer: Packer | None = None
     push_end_point: EndPoint | None = None
 
 
@@ -268,62 +251,6 @@ class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
     receiver_epoch: Unsigned
 
 
-class PackCopy(msgspec.Struct, frozen=True):
-    """One strided copy of a rank's cache into a part of its stage: a :class:`kvferry.plan.staging.scatter.Merge` on
-    the wire.
-
-    ``blocks`` is the place of its block ids in :attr:`Pack.blocks`.
-    """
-
-    stage_offset: Unsigned
-    stage_block_stride: Unsigned
-    address: Unsigned
-    block_stride: Unsigned
-    blocks: Unsigned
-    run_bytes: RunBytes
-    loops: Annotated[tuple[tuple[Count, Stride, Stride], ...], msgspec.Meta(max_length=MAX_LOOPS)]
-
-
-class Pack(msgspec.Struct, frozen=True, tag="pack", tag_field="type"):
-    """Asks a rank to pack ``num_bytes`` of the blocks of a hold, which its guard word names, for one reader.
-
-    ``number`` counts the reader's parts. It is done with the first ``num_done`` of them. Asked again, a part that is
-    packed is answered as before. ``reader`` is a name that no other reader has.
-    """
-
-    reader: Identifier
-    number: Unsigned
-    num_done: Unsigned
-    slot: Unsigned
-    epoch: Unsigned
-    generation: Unsigned
-    num_bytes: Unsigned
-    blocks: Annotated[tuple[BlockList, ...], msgspec.Meta(max_length=MAX_PACK_COPIES)]
-    copies: Annotated[tuple[PackCopy, ...], msgspec.Meta(min_length=1, max_length=MAX_PACK_COPIES)]
-
-
-class Packed(msgspec.Struct, frozen=True, tag="packed", tag_field="type"):
-    """Answers :class:`Pack`: where the part lies, and the word that says so as long as it does."""
-
-    address: Unsigned
-    word_address: Unsigned
-    word: Annotated[bytes, msgspec.Meta(min_length=WORD_BYTES, max_length=WORD_BYTES)]
-
-
-class Busy(msgspec.Struct, frozen=True, tag="busy", tag_field="type"):
-    """Answers :class:`Pack` while there is no room, or the blocks are being written: ask again soon."""
-
-
-class Unpack(msgspec.Struct, frozen=True, tag="unpack", tag_field="type"):
-    """Gives back all parts of a reader. Idempotent."""
-
-    reader: Identifier
-
-
-class Unpacked(msgspec.Struct, frozen=True, tag="unpacked", tag_field="type"):
-    """Answers :class:`Unpack`."""
-
-
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", tag_field="type"):
     """Answers what cannot be served, with a stable reason and what to do about it."""
 
@@ -332,20 +259,8 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal", tag_field="type"):
     remedy: Text = ""
 
 
-Question = (
-    DirectoryRequest
-    | Renew
-    | Release
-    | StillWriting
-    | Pack
-    | Unpack
-    | Introduce
-    | Announce
-    | Revoke
-    | Pushed
-    | PushFailed
-)
-Answer = Directory | Renewed | Released | Packed | Busy | Unpacked | Introduced | Announced | Revoked | Noted | Refusal
+Question = DirectoryRequest | Renew | Release | StillWriting | Introduce | Announce | Revoke | Pushed | PushFailed
+Answer = Directory | Renewed | Released | Introduced | Announced | Revoked | Noted | Refusal
 
 Message = TypeVar("Message")
 

@@ -46,25 +46,25 @@ def describe_choice(choice: Choice) -> str:
     >>> from kvferry.plan.staging.strategy import TYPICAL_COSTS, Strategy
     >>> direct, scatter = Prediction(Strategy.DIRECT, 4096, 8 << 20), Prediction(Strategy.SCATTER, 256, 8 << 20)
     >>> costs = TYPICAL_COSTS["nixl"]
-    >>> print(describe_choice(Choice(scatter.timed(costs), (direct.timed(costs),), ((Strategy.GATHER, "no."),), costs,
+    >>> print(describe_choice(Choice(scatter.timed(costs), (direct.timed(costs),), "the stage is small.", costs,
     ...     2048)))
     for 2048 tokens in scattered blocks over nixl:
       chosen   scatter    1.12 ms: 256 descriptors, 8.0 MiB on the wire
       rejected direct     9.57 ms: 4096 descriptors, 8.0 MiB on the wire
-      not had  gather  no.
+      not had  scatter the stage is small.
     """
     lines = [f"for {choice.num_tokens} tokens in scattered blocks over {choice.costs.transport}:"]
     lines.append(f"  chosen   {_describe(choice.chosen)}")
     lines += [f"  rejected {_describe(prediction)}" for prediction in choice.rejected]
-    lines += [f"  not had  {strategy:7} {why}" for strategy, why in choice.impossible]
+    if choice.impossible:
+        lines.append(f"  not had  scatter {choice.impossible}")
     return "\n".join(lines)
 
 
 def _describe(prediction: Prediction) -> str:
     what = f"{prediction.num_descriptors} descriptors, {format_bytes(prediction.num_bytes)} on the wire"
     if prediction.num_copies:
-        how = f"packed in {prediction.num_parts} parts" if prediction.num_parts else "put in place"
-        what += f", {prediction.num_copied_runs} runs {how} by {prediction.num_copies} copies"
+        what += f", {prediction.num_copied_runs} runs put in place by {prediction.num_copies} copies"
     if prediction.gap_bytes:
         what += f", gaps of up to {format_bytes(prediction.gap_bytes)} read along"
     return f"{prediction.strategy:7} {prediction.seconds * 1e3:7.2f} ms: {what}"

@@ -96,30 +96,6 @@ class Template:
         return memory.reshape(-1, 3)
 
 
-def mirrored(template: Template) -> Template:
-    """Return the template with source and destination exchanged.
-
-    >>> there = Template(0, 1, 64, 128, (StridedCopy(0, 1000, 8, ((4, 16, 8),)),))
-    >>> mirrored(there).pieces[1].tolist(), mirrored(there).source_block_stride
-    ([1008, 16, 8], 128)
-    """
-    return Template(
-        source_region=template.destination_region,
-        destination_region=template.source_region,
-        source_block_stride=template.destination_block_stride,
-        destination_block_stride=template.source_block_stride,
-        copies=tuple(
-            StridedCopy(
-                source_offset=copy.destination_offset,
-                destination_offset=copy.source_offset,
-                run_bytes=copy.run_bytes,
-                loops=tuple((count, destination, source) for count, source, destination in copy.loops),
-            )
-            for copy in template.copies
-        ),
-    )
-
-
 def build_templates(
     source: Shard,
     destination: Shard,

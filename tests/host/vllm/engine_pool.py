@@ -82,9 +82,6 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-tp1-nixl": ("gqa", {"transport": "nixl", "cores": LAST_CORE}),
     # Everything that it loads comes by way of a stage.
     "gqa-tp1-scatter": ("gqa", {"strategy": "scatter", "cores": LAST_CORE}),
-    # The ones that pack, and what reads out of their stages; its cache has another order of layers and heads.
-    "gqa-tp1-gather": ("gqa", {"strategy": "gather", "cores": LAST_CORE}),
-    "gqa-tp2-gather": ("gqa", {"tensor_parallel_size": 2, "strategy": "gather", "layout": "LBHNC"}),
     "gqa-tp1-mooncake": ("gqa", {"transport": "mooncake", "cores": LAST_CORE}),
     "gqa-tp2-mooncake": ("gqa", {"tensor_parallel_size": 2, "transport": "mooncake"}),
     "gqa-tp2": ("gqa", {"tensor_parallel_size": 2, "transport": "auto"}),
@@ -109,8 +106,6 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
             "arguments": (*CHUNKED, "--no-scheduler-reserve-full-isl"),
         },
     ),
-    # Packs what it pushes: its cache has layers and heads in another order than those of the others.
-    "gqa-push-gather": ("gqa", {"mode": "push", "strategy": "gather", "layout": "LBHNC", "cores": LAST_CORE}),
     # As vLLM runs unless it is told otherwise: layers are parts of a compiled graph.
     "gqa-push-compiled": ("gqa", {"mode": "push", "layers_per_span": 3, "cores": LAST_CORE} | COMPILED),
     # Waits for a prompt, and for whoever writes, no longer than for this.
@@ -161,13 +156,12 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("gqa-reference", "gqa-tp4", "gqa-tp1", "gqa-dp2"),
     ("gqa-tp1-nixl", "gqa-bfloat16", "mla-reference", "mla-tp1", "mla-tp1-other", "mla-tp2"),
     ("gqa-reference", "gqa-tp2", "gqa-pp2x2", "gqa-tp1-scatter"),
-    ("gqa-reference", "gqa-tp1-gather", "gqa-tp2-gather"),
     ("gqa-reference", "gqa-tp1-mooncake", "gqa-tp2-mooncake"),
     ("fp8-reference", "fp8-tp1", "fp8-tp2"),
     ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2", "gemma-pp2"),
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
     ("gqa-reference", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "gqa-push-tp1", "gqa-push-small", "gqa-push-hasty"),
-    ("gqa-reference", "gqa-push-tp1", "gqa-push-tp2", "gqa-push-gather", "gqa-push-compiled"),
+    ("gqa-reference", "gqa-push-tp1", "gqa-push-tp2", "gqa-push-compiled"),
     ("gqa-reference", "gqa-push-tp2-mooncake", "gqa-push-tp1-mooncake"),
     ("gemma-reference", "gemma-push-tp1", "gemma-push-tp2", "gemma-push-layers"),
     ("granite-reference", "granite-push-tp1", "granite-push-tp2"),

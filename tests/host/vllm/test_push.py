@@ -173,18 +173,6 @@ def pushes_of(engine: Engine, num_tokens: int, count: int) -> list[dict[str, Any
         engine.complete(random_prompt(34, 3), 1)
 
 
-@for_push_pairs("push-gather")
-def test_what_is_packed_goes_in_few_runs(pair: Pair, engine_pool: EnginePool) -> None:
-    pushes, num_tokens = Pushes.of(pair, engine_pool), 1900
-    pushes.send(random_prompt(35, num_tokens))
-    num_blocks = -(-num_tokens // pushes.prefill.block_size)
-    for push in pushes_of(pushes.prefill, num_tokens, pushes.decode.tp):
-        assert push["gathered_bytes"] == push["bytes"] > 0
-        # A run for each head and block of the receiver at most, whatever the sender's order of layers is.
-        num_heads = 4 // pushes.decode.tp
-        assert push["descriptors"] <= num_heads * num_blocks * len(push["timeline"]["batches"])
-
-
 @for_push_pairs("push-2-1", matrix=True)
 def test_tokens_depend_on_what_is_pushed(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
     """Negative control: a descriptor that is silently left out shows in the tokens."""

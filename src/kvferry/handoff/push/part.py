@@ -15,8 +15,7 @@ from kvferry.layout.group import CacheKind
 from kvferry.plan.layer_spans import Span, SpanPlans
 from kvferry.plan.planner import Descriptors, GroupPlan, PairPlan
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staging.scatter import NOTHING, StagedPart
-from kvferry.plan.staging.staged_plan import GatherPlan
+from kvferry.plan.staging.scatter import NOTHING
 
 NEVER = 1 << 61
 """No token is a multiple of it: for a state, which is final only with its prompt, and for what goes whole."""
@@ -84,21 +83,12 @@ class Part:
         Raises :class:`HandoffError` (invalid-request) where it does not hold one of them, :class:`PlanError` where
         blocks do not fit.
         """
-        rows = [part for plan, asked in self._asked_of(batch, held) for part in plan.lower(asked)]
-        return np.concatenate([NOTHING, *(part.view(np.uint64) for part in rows)])
-
-    def gather(self, batch: Batch, held: Mapping[str, BlockList], way: GatherPlan) -> list[StagedPart]:
-        """Return what of a batch is packed here, and written from there. Raises as :meth:`lower`."""
-        return way.parts_of(self._asked_of(batch, held))
-
-    def _asked_of(self, batch: Batch, held: Mapping[str, BlockList]) -> list[tuple[GroupPlan, list[GroupBlocks]]]:
-        """Return the plans of a batch, of whole groups or of spans of layers, each with what is asked of it."""
         announced = {blocks.group: blocks for blocks in self.announced}
-        found: list[tuple[GroupPlan, list[GroupBlocks]]] = []
+        rows = [NOTHING]
         for (group, first_token, end_token), numbers in _together(batch).items():
             asked = self._asked(Cut(Span(group), first_token, end_token), announced[group], held[group])
-            found += [(plan, [asked]) for plan in self._plans(group, numbers)]
-        return found
+            rows += [part.view(np.uint64) for plan in self._plans(group, numbers) for part in plan.lower([asked])]
+        return np.concatenate(rows)
 
     def _plans(self, group: str, numbers: Sequence[int]) -> list[GroupPlan]:
         """Return the plans of these spans; of all, that of the whole group, whose runs are longer."""

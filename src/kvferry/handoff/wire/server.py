@@ -78,7 +78,7 @@ class Listener:
     """Answers each question with ``answer(question)``, on a thread of its own.
 
     ``upkeep`` is called on that thread several times a second, so that leases live on while an
-    engine's step takes long; ``enter_thread`` is called first.
+    engine's step takes long.
 
     ``port`` 0 takes a free one; :attr:`port` tells which. Raises :class:`HandoffError`
     (port-in-use) when the port is taken.
@@ -90,12 +90,10 @@ class Listener:
         port: int,
         answer: Callable[[Question], Answer],
         upkeep: Callable[[], None] = lambda: None,
-        enter_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self.host = host
         self._answer = answer
         self._upkeep = upkeep
-        self._enter_thread = enter_thread
         self._stop = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._next_upkeep = 0.0
@@ -118,7 +116,6 @@ class Listener:
 
     def _run(self) -> None:
         with self._socket, self._selector:
-            self._enter()
             while not self._stop.is_set():
                 try:
                     self._turn()
@@ -128,12 +125,6 @@ class Listener:
             for connection in list(self._connections):
                 connection.socket.close()
         os.close(self._wake)
-
-    def _enter(self) -> None:
-        try:
-            self._enter_thread()
-        except Exception:
-            logger.exception("kvferry listener: its thread could not be set up")
 
     def _turn(self) -> None:
         """Serve everybody who has asked or takes an answer, each once."""

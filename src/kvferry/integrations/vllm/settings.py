@@ -2,13 +2,11 @@
 
 import difflib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.execution.kept_costs import KeptCosts, read_costs
 from kvferry.handoff.wire.addresses import is_wildcard
 from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES, Strategy
 from kvferry.transport.faults import FaultPlan
@@ -33,15 +31,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     advertised_host: the address or name that its answers give for ``host``; needed where that means every interface.
     lease_seconds: how long finished prompts are held for a reader that does not renew.
     load_timeout_seconds: after this a load fails; below the lease. A handshake may take half of it.
-    strategy: ``auto`` chooses by predicted times between ``direct`` copies from cache to cache, ``scatter``, by way
-        of a stage in the decode engine, and ``gather``, by way of one in the prefill engine. The decode engine's
-        setting decides; a prefill engine packs for readers with ``gather`` and ``auto`` only. Of pushes the prefill
-        engine's decides, between ``direct`` and ``gather``.
-    stage_bytes: memory of a stage in each rank that has one: with ``auto`` and ``scatter`` where a rank reads, with
-        ``auto`` and ``gather`` where it packs. Larger loads go in rounds.
-    costs_file: a JSON file with what moving costs, a report of ``kvferry bench transport --strategy --json``. Where it
-        is there at start nothing is measured for the transports in it, and it stays as it is; where it is not, what
-        this engine measures goes there; for pushes it must be there. Not with ``direct``, which chooses nothing.
+    strategy: of a decode engine that reads: ``direct`` from cache to cache, ``scatter`` by way of a stage, ``auto``
+        chooses for each pair of ranks by predicted times. Pushes are ``direct``.
+    stage_bytes: memory of the stage that a rank has with ``auto`` and ``scatter``. Larger loads go in rounds.
     transfer_cores: cores for the transfer thread; empty means all but the compute cores.
     transfer_log: a file that gets one JSON line per load and rank (``.rank<rank>`` is appended), and per push that a
         rank sends; lines of pushes have a timeline.
@@ -61,9 +53,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     lease_seconds: Seconds = 60.0
     load_timeout_seconds: Seconds = 30.0
-    strategy: Literal["auto", "direct", "scatter", "gather"] = "direct"
+    strategy: Literal["auto", "direct", "scatter"] = "direct"
     stage_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 36)] = DEFAULT_STAGE_BYTES
-    costs_file: str = ""
     transfer_cores: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
     transfer_log: str = ""
     model_id: str = ""
@@ -87,24 +78,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def scatters(self) -> bool:
         """Whether a rank that reads needs a stage."""
-        return self.mode == "pull" and self.strategy in ("auto", "scatter")
-
-    @property
-    def packs(self) -> bool:
-        """Whether a rank that is read from packs on request."""
-        return self.mode == "pull" and self.strategy in ("auto", "gather")
-
-    @property
-    def packs_pushes(self) -> bool:
-        """Whether a rank that pushes needs a stage."""
-        return self.mode == "push" and self.strategy in ("auto", "gather")
+        return self.strategy in ("auto", "scatter")
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     """Return the settings in ``extra_config``.
 
-    Raises :class:`SettingsError`: unknown-setting naming the nearest valid key, invalid-setting, for a ``costs_file``
-    that is there but is no report of costs, too.
+    Raises :class:`SettingsError`: unknown-setting naming the nearest valid key, invalid-setting.
 
     >>> parse_settings({"lease_seconds": 90}).lease_seconds
     90.0
@@ -127,7 +107,6 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     _check_times(settings)
     _check_host(settings)
     _check_push(settings, extra_config)
-    _check_costs_file(settings)
     return settings
 
 
@@ -158,11 +137,11 @@ def _check_push(settings: Settings, given: Mapping[str, Any]) -> None:
         raise SettingsError(
             Reason.INVALID_SETTING, f"{ignored[0]} is for pushes.", 'Set "mode" to "push", or leave it out.'
         )
-    if settings.mode == "push" and settings.strategy == "scatter":
+    if settings.mode == "push" and settings.strategy != "direct":
         raise SettingsError(
             Reason.UNSUPPORTED,
-            "strategy 'scatter' reads by way of a stage; with mode 'push' nothing is read.",
-            'Set "strategy" to "gather" or "auto" on the prefill engine, or leave it out.',
+            f"strategy {settings.strategy!r} is for reads; mode 'push' writes every cache directly.",
+            'Set "strategy" to "direct", or leave it out.',
         )
     if bool(settings.router_address) != bool(settings.http_address):
         raise SettingsError(
@@ -190,16 +169,3 @@ def control_port(port: int, data_parallel_index: int) -> int:
             'Set a lower "port", or 0, which takes a free one for each rank.',
         )
     return port + data_parallel_index
-
-
-def _check_costs_file(settings: Settings) -> None:
-    if settings.costs_file and settings.wanted_strategy is Strategy.DIRECT:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"costs_file {settings.costs_file!r} says nothing with the strategy 'direct', which chooses nothing.",
-            'Set "strategy" to "auto", or leave costs_file out.',
-        )
-    if settings.costs_file and settings.mode == "push":
-        # A rank that pushes measures its own copies only: nothing would ever write the file.
-        read_costs(Path(settings.costs_file), "costs_file")
-    KeptCosts(settings.costs_file)

@@ -1,8 +1,4 @@
-"""Moves by way of a stage, as plans: *scatter* at the destination, *gather* at the source.
-
-Scatter: long runs of the source go into a stage in the source's order, strided copies take them into the cache. Gather
-is the same with both ends exchanged: strided copies pack a stage in the destination's order, and long runs of the
-destination are read out of it.
+"""Scatter: long runs of the source are read into a stage at the destination, strided copies take them into the cache.
 
 A source run is what is contiguous at the source alone, so a head split leaves whole pages where the pair of caches has
 one run for each token. A stage holds ``[block][run]`` where the source keeps a block's runs together, else
@@ -15,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvferry.errors import PlanError, Reason
-from kvferry.plan.planner import Descriptors
-from kvferry.plan.request import Integers
+from kvferry.plan.planner import Descriptors, PairPlan
+from kvferry.plan.request import GroupBlocks, Integers
 from kvferry.plan.strided_copy import Loop, Offsets, StridedCopy, fold, merge_rows, place
 from kvferry.plan.template import Template
 
@@ -24,13 +20,16 @@ ALIGNMENT = 64
 """Bytes to which each part of a stage is aligned."""
 MAX_COPIES = 4096
 """Copies of one template; irregular layouts make more, and are moved directly."""
+MAX_CACHED_TEMPLATES = 1024
+ROUNDS_PER_STAGE = 4
+"""A load takes at most this part of the stage at a time, so that others find room beside it."""
 NOTHING: Descriptors = np.empty((0, 3), dtype=np.uint64)
 """A list without descriptors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merge:
-    """One strided copy from a stage into the cache, over all its blocks; of a gather, from the cache into a stage.
+    """One strided copy from a stage into the cache, over all its blocks.
 
     Block i of the stage lies ``i * stage_block_stride`` bytes behind ``stage_offset``; it goes to block
     ``destination_blocks[i]``. ``loops`` are (count, stage stride, destination stride), innermost first, around runs of
@@ -49,10 +48,6 @@ class Merge:
     def num_runs(self) -> int:
         """Runs that are copied."""
         return len(self.destination_blocks) * int(np.prod([count for count, _, _ in self.loops], dtype=np.int64))
-
-    def moved(self, begin: int) -> "Merge":
-        """Return the same copy with its stage's places so many bytes further on."""
-        return replace(self, stage_offset=begin + self.stage_offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +231,34 @@ class StagedPart:
         return self.template.merges(self.destination_blocks, stage_offset)
 
 
+class ScatterPlan:
+    """A pair's plan by way of a stage at the destination; see :class:`StagedTemplate` for ``gap_bytes``."""
+
+    def __init__(self, plan: PairPlan, gap_bytes: int) -> None:
+        self.plan, self.gap_bytes = plan, gap_bytes
+        self._templates: dict[Template, StagedTemplate] = {}
+
+    def staged(self, template: Template) -> StagedTemplate:
+        """Return the staged form of one of the plan's templates."""
+        found = self._templates.get(template)
+        if found is None:
+            if len(self._templates) >= MAX_CACHED_TEMPLATES:
+                self._templates.clear()
+            found = self._templates[template] = StagedTemplate(template, self.gap_bytes)
+        return found
+
+    def parts(self, requests: Sequence[GroupBlocks]) -> list[StagedPart]:
+        """Return what goes through the stage, one part for each phase and pair of regions. Raises as ``lower``."""
+        found = []
+        for plan, blocks in self.plan.asked(requests):
+            for phase, source_blocks, destination_blocks in plan.pairs(blocks):
+                # In the order of the source, in which most blocks join.
+                order = np.lexsort((destination_blocks, source_blocks))
+                pairs = source_blocks[order], destination_blocks[order]
+                found += [StagedPart(self.staged(template), *pairs) for template in plan.templates(phase)]
+        return found
+
+
 Numbered = tuple[int, StagedPart]
 
 
@@ -329,13 +352,3 @@ def laid_out(pieces: Sequence[Numbered]) -> tuple[Integers, list[Merge], int]:
     together = [(begin, piece) for begin, (_, piece) in zip(begins, pieces, strict=True)]
     reads = np.concatenate([np.empty((0, 3), dtype=np.int64), *(piece.reads(begin) for begin, piece in together)])
     return reads, joined([copy for begin, piece in together for copy in piece.merges(begin)]), num_bytes
-
-
-def gathered_rounds(parts: Sequence[StagedPart], max_bytes: int) -> Iterator[tuple[list[Merge], Offsets, int]]:
-    """Return for each round of a gather what is packed, what is moved out of the stage, and its bytes.
-
-    What is moved are rows of stage offset, address where it goes and length: a gather's parts are named from that side.
-    """
-    for pieces in cut([(0, part) for part in parts], max_bytes):
-        reads, packs, num_bytes = laid_out(pieces)
-        yield packs, np.ascontiguousarray(reads[:, [1, 0, 2]]), num_bytes

@@ -53,12 +53,6 @@ class PushSource:
                 "router_address tells a router of a prefill or of a decode engine, and this engine is both.",
                 'Set "kv_role" to "kv_producer" or "kv_consumer".',
             )
-        if state.settings.packs_pushes and not self._is_producer:
-            raise SettingsError(
-                Reason.INVALID_SETTING,
-                f"strategy {state.settings.strategy!r} is for the engine that pushes, and this one is pushed to.",
-                'Set "strategy" on the prefill engine only.',
-            )
         self._running: dict[str, _Running] = {}
         self.bootstrap: Bootstrap | None = None
         self._beacon: RouterBeacon | None = None

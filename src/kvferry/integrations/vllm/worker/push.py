@@ -5,7 +5,6 @@ import secrets
 
 from kvferry.execution.device import DeviceOrder
 from kvferry.execution.executor import Executor
-from kvferry.execution.push_ways import PushWays
 from kvferry.execution.pusher import Pusher
 from kvferry.execution.receiver import Receiver
 from kvferry.handoff.messages import Answer, EndPoint, Identity, Pushed, PushFailed, Question, Release
@@ -37,7 +36,6 @@ class PushWorker:
         parts: tuple[TransportSet, Executor, DeviceOrder],
         hosts: tuple[str, str],
         spans: LayerSpans,
-        ways: PushWays,
         answer_seconds: float,
         keeps_times: bool,
     ) -> None:
@@ -48,7 +46,7 @@ class PushWorker:
         # One each: whoever collects answers takes all that have come.
         self._couriers = Courier(), Courier()
         sends, receives = self._couriers
-        self.pusher = Pusher(shard, self._epoch, identity, transports, executor, sends, order, spans, ways, keeps_times)
+        self.pusher = Pusher(shard, self._epoch, identity, transports, executor, sends, order, spans, keeps_times)
         self._receiver: Receiver | None = None
         self._listener = Listener(host, 0, self._answer)
         self.answers_at = EndPoint(reachable_host, self._listener.port, self._epoch)

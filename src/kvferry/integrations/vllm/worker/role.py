@@ -1,7 +1,6 @@
 """The connector inside a worker: owns the memory that is read, and runs the loads beside the engine's step."""
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,17 +14,12 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.guard_words import GuardWords, StepWords
-from kvferry.execution.kept_costs import KeptCosts
 from kvferry.execution.memory import collapse_to_huge_pages
-from kvferry.execution.packing_listener import PackingListener
-from kvferry.execution.packing_side import PackingSide
-from kvferry.execution.push_ways import PushWays
 from kvferry.execution.read import GuardedRead, Load, LoadResult, refused
 from kvferry.execution.receipt import Request, SourceRank
 from kvferry.execution.route import RemoteEngines
 from kvferry.execution.scratch import Scratch
 from kvferry.execution.stage import Stage
-from kvferry.execution.transfer_costs import Strategist
 from kvferry.handoff.holds import lease_lost
 from kvferry.handoff.messages import RankEntry, StillWriting
 from kvferry.handoff.push.sender import Prompt
@@ -44,7 +38,7 @@ from kvferry.integrations.vllm.worker.push import PushWorker
 from kvferry.integrations.vllm.worker.statistics import Statistics
 from kvferry.integrations.vllm.worker.transfer_log import TransferLog
 from kvferry.layout.group import CacheKind
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import Region
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.wire import encode_shard
 from kvferry.transport.registry import open_transports
@@ -75,14 +69,12 @@ class WorkerRole:
         self._step_words = StepWords(self._words, self._order)
         self._launched_before: Mark = OVER
         self._scratch = Scratch(SCRATCH_WORDS)
-        self._kept_costs = KeptCosts(settings.costs_file)
         self._transports = open_transports(settings.transport, settings.faults)
         self._statistics = Statistics()
         self._log = TransferLog(settings.transfer_log, self._rank, resolved_layout(vllm_config))
         self._entry: RankEntry | None = None
         self._executor: Executor | None = None
         self._remote_engines: RemoteEngines | None = None
-        self._packing: PackingListener | None = None
         self._orders: dict[str, LoadOrder] = {}
         self._failed: set[str] = set()
         self._push: PushWorker | None = None
@@ -99,26 +91,24 @@ class WorkerRole:
         self._order = device_order(region.device for region in shard.regions)
         self._step_words = StepWords(self._words, self._order)
         words = Region(self._words.address, self._words.array.nbytes)
-        stage = self._stage() if self._settings.scatters else None
-        push_stage = self._stage() if self._settings.packs_pushes else None
-        staged = [each.region for each in (stage, push_stage) if each is not None]
-        packing = self._open_packing(shard)
-        end_points = self._transports.register([*shard.regions, words, self._scratch.region, *staged, *packing])
+        stage = None
+        if self._settings.scatters:
+            stage = Stage(self._settings.stage_bytes, order=self._order)
+        staged = [] if stage is None else [stage.region]
+        end_points = self._transports.register([*shard.regions, words, self._scratch.region, *staged])
         identity = identity_of(self._vllm_config, self._settings)
         sender = f"{self._vllm_config.kv_transfer_config.engine_id}/{self._rank}"  # type: ignore[union-attr]
         timeout = self._settings.handshake_timeout_seconds
-        costs, wish, pushes = self._kept_costs, self._settings.wanted_strategy, self._settings.mode == "push"
-        strategist = Strategist(stage, None if pushes else wish, costs.given, costs.keep)
-        self._remote_engines = RemoteEngines(shard, identity, self._transports, sender, timeout, strategist)
+        strategy = self._settings.wanted_strategy
+        self._remote_engines = RemoteEngines(shard, identity, self._transports, sender, timeout, stage, strategy)
         self._executor = Executor(self._scratch, self._transfer_cores(), self._order, self._tell_unquiet)
-        if pushes:
+        if self._settings.mode == "push":
             parts = self._transports, self._executor, self._order
             hosts = self._settings.host, self._settings.reachable_host
             spans = LayerSpans(self._layers_that_tell())
-            ways = PushWays(push_stage, wish, costs.given)
             keeps_times = bool(self._settings.transfer_log)
             self._push = PushWorker(
-                sender, identity, encode_shard(shard), end_points, parts, hosts, spans, ways, timeout, keeps_times
+                sender, identity, encode_shard(shard), end_points, parts, hosts, spans, timeout, keeps_times
             )
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
@@ -127,7 +117,6 @@ class WorkerRole:
             end_points=end_points,
             words_address=self._words.address,
             num_words=MAX_HELD_REQUESTS,
-            packer=None if self._packing is None else self._packing.packer,
             push_end_point=None if self._push is None else self._push.answers_at,
         )
         logger.info("kvferry: rank %d moves\n%r", self._rank, shard)
@@ -220,8 +209,6 @@ class WorkerRole:
     def shutdown(self) -> None:
         """Hold nothing any more, stop the loads, then let go of the memory; twice is fine."""
         self._step_words.close()
-        if self._packing is not None:
-            self._packing.close()
         if self._executor is not None:
             self._executor.close()
         if self._push is not None:
@@ -245,24 +232,6 @@ class WorkerRole:
             engine.where.epoch, engine.secret, self._rank, self._num_reports, tuple(sorted(request_ids))
         )
         self._courier.send(engine.where.host, engine.where.port, question, REPORT_SECONDS)
-
-    def _stage(self) -> Stage:
-        return Stage(self._settings.stage_bytes, order=self._order)
-
-    def _open_packing(self, shard: Shard) -> list[Region]:
-        """Start to pack for readers where a rank that is read from is to; return the memory that they read."""
-        config = self._vllm_config.kv_transfer_config
-        if not self._settings.packs or config is None or not config.is_kv_producer:
-            return []
-        side = PackingSide(self._stage(), self._words, shard.regions)
-        host, advertised_host = self._settings.host, self._settings.advertised_host
-        self._packing = PackingListener(host, side, self._enter_packing_thread, advertised_host)
-        return side.regions
-
-    def _enter_packing_thread(self) -> None:
-        # A thread of a vLLM CPU worker inherits the one core that computes.
-        os.sched_setaffinity(0, self._transfer_cores())
-        self._order.enter_thread()
 
     def _layers_that_tell(self) -> dict[str, list[str]]:
         """Return the layers that tell when they have run, by cache group, as they are computed.

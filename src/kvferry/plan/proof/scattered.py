@@ -1,4 +1,4 @@
-"""Checks staged moves without the code that makes them: reads and copies are composed into one list of rows.
+"""Checks scatter without the code that plans it: reads and copies are composed into one list of rows.
 
 What comes out, source address, destination address and length, says where each byte ends up, and is checked by
 :mod:`kvferry.plan.proof.verify` as if it had been moved directly.
@@ -31,40 +31,13 @@ def composed(reads: Integers, merges: Sequence[Merge], stage_bytes: int, source:
     >>> composed(np.array([[32, 0, 16]]), [merge], 16, source).tolist()
     [[32, 1080, 4], [36, 1088, 4], [40, 1064, 4], [44, 1072, 4]]
     """
-    return _composed(reads, _all_rows(merges), stage_bytes, source)
-
-
-def composed_gather(packs: Sequence[Merge], reads: Integers, stage_bytes: int, source: Shard) -> npt.NDArray[np.uint64]:
-    """Return what packing a stage at the source and reading out of it amount to, one row for each piece.
-
-    ``reads`` are rows of destination address, stage offset and length. Raises :class:`VerificationError`:
-    ``out-of-region`` for a copy beyond the stage or the source's regions, ``bytes-doubled`` for a stage byte that is
-    packed twice, ``bytes-missing`` for one that is read but never packed, ``bytes-foreign`` for one that is packed but
-    not read.
-
-    >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.layout.dense import shard_for
-    >>> source = shard_for(layers=["0"], num_kv_heads=1, head_size=4, itemsize=1, block_size=2, num_blocks=4,
-    ...     layout=NamedLayout.BHLNC)
-    >>> pack = Merge(0, 8, 0, 16, np.array([3, 1]), 4, ((2, 4, 8),))
-    >>> composed_gather([pack], np.array([[1000, 0, 16]]), 16, source).tolist()
-    [[48, 1000, 4], [56, 1004, 4], [16, 1008, 4], [24, 1012, 4]]
-    """
-    rows = _composed(_all_rows(packs)[:, [1, 0, 2]], reads[:, [1, 0, 2]], stage_bytes, source)
-    num_packed = sum(pack.num_runs * pack.run_bytes for pack in packs)
-    if num_packed > int(rows[:, 2].sum()):
-        raise VerificationError(Reason.BYTES_FOREIGN, f"not all of {num_packed} bytes that are packed are read.")
-    return rows
-
-
-def _composed(into: Integers, out: Integers, stage_bytes: int, source: Shard) -> npt.NDArray[np.uint64]:
-    """Compose rows of source address, stage offset and length with rows of stage offset, destination and length."""
-    into = into[np.argsort(into[:, 1], kind="stable")]
+    out = np.concatenate([np.empty((0, 3), dtype=np.int64), *(_rows(merge) for merge in merges)])
+    into = reads[np.argsort(reads[:, 1], kind="stable")]
     _check_into(into, stage_bytes, source)
     ends = into[:, 1] + into[:, 2]
     first = np.searchsorted(ends, out[:, 0], side="right")
     last = np.searchsorted(into[:, 1], out[:, 0] + out[:, 2], side="left") - 1
-    # What is taken out and was put in by several copies becomes one row for each.
+    # What is taken out and was put in by several reads becomes one row for each.
     num_rows = np.maximum(last - first + 1, 1)
     taken = np.repeat(np.arange(len(out)), num_rows)
     put = first[taken] + np.arange(len(taken)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
@@ -94,10 +67,6 @@ def _check_into(into: Integers, stage_bytes: int, source: Shard) -> None:
     twice = np.flatnonzero(into[1:, 1] < (into[:, 1] + into[:, 2])[:-1])
     if twice.size:
         raise VerificationError(Reason.BYTES_DOUBLED, f"stage byte {int(into[twice[0] + 1, 1])} is written twice.")
-
-
-def _all_rows(merges: Sequence[Merge]) -> Integers:
-    return np.concatenate([np.empty((0, 3), dtype=np.int64), *(_rows(merge) for merge in merges)])
 
 
 def _rows(merge: Merge) -> Integers:
