@@ -12,9 +12,9 @@ import pytest
 from kvferry.errors import Reason, TransportError
 from kvferry.execution import device_merge
 from kvferry.execution.device import HOST, OVER, Afterwards, CudaOrder, DeviceOrder, device_order
-from kvferry.execution.guard_words import BEING_WRITTEN, GuardWords, StepWords
-from kvferry.execution.read import Load, Phase
-from kvferry.execution.scratch import Scratch
+from kvferry.execution.guard_words import BEING_WRITTEN, GuardWords, Scratch, StepWords
+from kvferry.execution.job import Phase
+from kvferry.execution.read import Load
 from kvferry.execution.stage import Stage, put_in_place
 from kvferry.plan.staging.scatter import Merge
 
@@ -276,8 +276,8 @@ class Worker:
     @property
     def is_stage_free(self) -> bool:
         """Whether the whole stage can be taken at once."""
-        assert self.role._remote_engines is not None
-        stage = self.role._remote_engines._stage
+        assert self.role._routes is not None
+        stage = self.role._routes._stage
         assert stage is not None
         taken = stage.take("probe", stage.region.length)
         stage.give_back("probe")

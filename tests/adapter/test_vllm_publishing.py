@@ -59,7 +59,7 @@ def test_a_worker_that_ends_tells_readers_before_it_waits_for_its_own_loads() ->
     role: Any = WorkerRole.__new__(WorkerRole)
     role._step_words = StepWords(guard, HOST)
     role._executor = SimpleNamespace(close=lambda: held.append(bool(guard.array.any())))
-    role._packing = role._push = role._remote_engines = role._courier = None
+    role._packing = role._push = role._routes = role._courier = None
     role._transports = role._log = SimpleNamespace(close=lambda: None)
     role.shutdown()
     assert held == [False]

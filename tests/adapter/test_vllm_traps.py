@@ -19,8 +19,8 @@ from vllm.v1.request import Request
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.executor import Executor
+from kvferry.execution.guard_words import Scratch
 from kvferry.execution.read import Load
-from kvferry.execution.scratch import Scratch
 from kvferry.handoff.holds import lease_lost
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import LoadOrder, StepMetadata

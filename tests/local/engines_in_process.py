@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvferry.errors import KVFerryError
-from kvferry.execution.guard_words import GuardWords
-from kvferry.execution.read import GuardedRead, Load, LoadResult, Phase
-from kvferry.execution.route import RemoteEngine, RemoteEngines
-from kvferry.execution.scratch import Scratch
+from kvferry.execution.guard_words import GuardWords, Scratch
+from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.read import GuardedRead, Load
+from kvferry.execution.route import Route, Routes
 from kvferry.execution.stage import Stage
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
@@ -166,13 +166,13 @@ class DecodeRank:
         self.scratch = Scratch(num_words=16)
         self.transports: TransportSet = open_transports(transport)
         self.transports.register([*rank.regions, self.scratch.region, stage.region])
-        self.engines = RemoteEngines(rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds, stage, strategy)
+        self.engines = Routes(rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds, stage, strategy)
 
     def close(self) -> None:
         self.engines.close()
         self.transports.close()
 
-    def engine(self, hold: RemoteHold) -> RemoteEngine:
+    def engine(self, hold: RemoteHold) -> Route:
         """Ask until the handshake has ended."""
         end = time.monotonic() + 30
         while (engine := self.engines.get(hold)) is None:
@@ -190,11 +190,11 @@ class DecodeRank:
         """As if ``FAILURE_SECONDS`` had passed."""
         self.engines._handshakes._known.clear()
 
-    def load(self, hold: RemoteHold, source_ids: list[int], destination_ids: list[int]) -> LoadResult:
+    def load(self, hold: RemoteHold, source_ids: list[int], destination_ids: list[int]) -> JobResult:
         """Load whole blocks of the one group."""
         return self.load_blocks(hold, [whole_blocks("full", source_ids, destination_ids)])
 
-    def load_blocks(self, hold: RemoteHold, blocks: Sequence[GroupBlocks]) -> LoadResult:
+    def load_blocks(self, hold: RemoteHold, blocks: Sequence[GroupBlocks]) -> JobResult:
         load = self.start(hold, blocks)
         while load.phase is not Phase.DONE:
             if not load.advance(self.scratch, time.monotonic()):

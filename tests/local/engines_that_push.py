@@ -10,12 +10,12 @@ import numpy as np
 from kvferry.execution import receipt
 from kvferry.execution.device import HOST as NO_DEVICE
 from kvferry.execution.executor import Executor
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import JobResult
 from kvferry.execution.pusher import Pusher
-from kvferry.execution.read import LoadResult
 from kvferry.execution.receipt import Request
 from kvferry.execution.receiver import Receiver
-from kvferry.execution.route import RemoteEngines
-from kvferry.execution.scratch import Scratch
+from kvferry.execution.route import Routes
 from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Handle, RankEntry
 from kvferry.handoff.push.part import BlockList
 from kvferry.handoff.push.sender import Prompt
@@ -97,9 +97,9 @@ class SendingEngine:
             prompt = Prompt(num_tokens, digest, {"full": BlockList(0, ids)}, num_final)
             rank.pusher.compute([(transfer_id, prompt)])
 
-    def pushed(self, count: int) -> list[LoadResult]:
+    def pushed(self, count: int) -> list[JobResult]:
         """Return how so many pushes of the first rank ended, as the rank itself tells."""
-        results: list[LoadResult] = []
+        results: list[JobResult] = []
         end = time.monotonic() + SECONDS
         while len(results) < count:
             assert time.monotonic() < end, "not so many pushes end"
@@ -116,7 +116,7 @@ class SendingEngine:
 class ReceivingRank(Parts):
     def __init__(self, rank: Rank, engine_id: str = "d") -> None:
         super().__init__(rank)
-        self.engines = RemoteEngines(rank.shard, IDENTITY, self.transports, engine_id, SECONDS)
+        self.engines = Routes(rank.shard, IDENTITY, self.transports, engine_id, SECONDS)
         name = f"{engine_id}/{rank.tp_rank}"
         shard = encode_shard(rank.shard)
         self.answerer = self.receiver = Receiver(
@@ -124,10 +124,10 @@ class ReceivingRank(Parts):
         )
 
     def receive(
-        self, hold: RemoteHold, ids: Sequence[int], transfer_id: str = "x", load_id: str = "r", seconds: float = SECONDS
+        self, hold: RemoteHold, ids: Sequence[int], transfer_id: str = "x", job_id: str = "r", seconds: float = SECONDS
     ) -> None:
         blocks = [whole_blocks("full", [0] * len(ids), ids)]
-        request = Request(load_id, transfer_id, len(ids) * BLOCK_SIZE, "prompt", time.monotonic() + seconds)
+        request = Request(job_id, transfer_id, len(ids) * BLOCK_SIZE, "prompt", time.monotonic() + seconds)
 
         def find() -> list[receipt.SourceRank] | None:
             engine = self.engines.get(hold)
@@ -135,7 +135,7 @@ class ReceivingRank(Parts):
 
         self.receiver.receive(request, find)
 
-    def result(self, seconds: float = SECONDS) -> LoadResult:
+    def result(self, seconds: float = SECONDS) -> JobResult:
         end = time.monotonic() + seconds
         while not (results := self.executor.collect()):
             assert time.monotonic() < end, "no push ends"

@@ -17,10 +17,11 @@ import pytest
 from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, SettingsError, TransportError
 from kvferry.execution import executor as executor_module
 from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor
-from kvferry.execution.guard_words import GuardWords, word_bytes
-from kvferry.execution.read import GuardedRead, Load, LoadResult, Phase
-from kvferry.execution.scratch import WORD_BYTES, Scratch
+from kvferry.execution.guard_words import GuardWords, Scratch
+from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.read import GuardedRead, Load
 from kvferry.handoff.holds import lease_lost
+from kvferry.handoff.pull_read import WORD_BYTES, State, word_bytes
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import (
     Capabilities,
@@ -140,11 +141,11 @@ class Source:
         return bool((self.destination == self.data).all())
 
 
-def load_of(prepare: Callable[[], Sequence[GuardedRead] | None], deadline: float = FAR, load_id: str = "r") -> Load:
-    return Load(load_id, prepare, deadline)
+def load_of(prepare: Callable[[], Sequence[GuardedRead] | None], deadline: float = FAR, job_id: str = "r") -> Load:
+    return Load(job_id, prepare, deadline)
 
 
-def run(load: Load, scratch: Scratch, now: float = 0.0, max_steps: int = 1000) -> LoadResult:
+def run(load: Load, scratch: Scratch, now: float = 0.0, max_steps: int = 1000) -> JobResult:
     for _ in range(max_steps):
         load.advance(scratch, now)
         if load.phase is Phase.DONE:
@@ -152,7 +153,7 @@ def run(load: Load, scratch: Scratch, now: float = 0.0, max_steps: int = 1000) -
     raise AssertionError(f"still {load.phase}")
 
 
-def error_of(result: LoadResult) -> KVFerryError:
+def error_of(result: JobResult) -> KVFerryError:
     assert result.error is not None
     return result.error
 
@@ -215,7 +216,7 @@ def test_no_word_is_read_again_before_all_data_has_come(
     load = load_of(lambda: [source.read(transport), Source(1).read(slow)])
     for _ in range(50):
         load.advance(scratch, 0.0)
-    assert load.phase is Phase.DATA
+    assert load._pull.state is State.DATA
     assert transport.submitted == ["word", "data"]
     slow.holds_data = False
     assert run(load, scratch).error is None
@@ -266,7 +267,7 @@ def test_deadline_while_the_data_is_pending_waits_until_the_transfer_is_quiet(
     load = load_of(lambda: [source.read(transport)], deadline=10.0)
     for _ in range(10):
         load.advance(scratch, 0.0)
-    assert load.phase is Phase.DATA
+    assert load._pull.state is State.DATA
     for _ in range(5):
         load.advance(scratch, 10.0)
         assert load.phase.name == "STOPPING"
@@ -344,15 +345,15 @@ def test_descriptors_of_another_shape_are_no_read(source: Source, transport: Scr
 # The thread.
 
 
-def collect(executor: Executor, number: int, seconds: float = 30.0) -> dict[str, LoadResult]:
-    results: list[LoadResult] = []
+def collect(executor: Executor, number: int, seconds: float = 30.0) -> dict[str, JobResult]:
+    results: list[JobResult] = []
     end = time.monotonic() + seconds
     while len(results) < number:
         assert time.monotonic() < end, f"only {len(results)} of {number} loads ended"
         results += executor.collect()
         time.sleep(0.001)
-    assert max(Counter(result.load_id for result in results).values(), default=1) == 1
-    return {result.load_id: result for result in results}
+    assert max(Counter(result.job_id for result in results).values(), default=1) == 1
+    return {result.job_id: result for result in results}
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -368,7 +369,7 @@ def test_more_loads_than_scratch_words_all_commit(transport: ScriptedTransport) 
     try:
         for number in range(20):
             reads = [source.read(transport) for source in sources[2 * number : 2 * number + 2]]
-            executor.submit(load_of(lambda reads=reads: reads, load_id=str(number)))  # type: ignore[misc]
+            executor.submit(load_of(lambda reads=reads: reads, job_id=str(number)))  # type: ignore[misc]
         assert {result.error for result in collect(executor, 20).values()} == {None}
         assert all(source.is_whole for source in sources)
     finally:
@@ -379,8 +380,8 @@ def test_a_load_that_needs_more_words_than_there_are_ends_at_its_deadline(transp
     executor = Executor(Scratch(num_words=1))
     try:
         reads = [Source(seed).read(transport) for seed in range(2)]
-        executor.submit(load_of(lambda: reads, deadline=time.monotonic() + 0.1, load_id="large"))
-        executor.submit(load_of(lambda: reads[:1], load_id="small"))
+        executor.submit(load_of(lambda: reads, deadline=time.monotonic() + 0.1, job_id="large"))
+        executor.submit(load_of(lambda: reads[:1], job_id="small"))
         results = collect(executor, 2)
         assert results["small"].error is None
         assert error_of(results["large"]).reason is Reason.DEADLINE_EXCEEDED
@@ -391,12 +392,12 @@ def test_a_load_that_needs_more_words_than_there_are_ends_at_its_deadline(transp
 def test_cancel_before_the_start_in_the_middle_and_afterwards(
     executor: Executor, transport: ScriptedTransport, source: Source
 ) -> None:
-    executor.submit(load_of(lambda: None, load_id="preparing"))
+    executor.submit(load_of(lambda: None, job_id="preparing"))
     executor.cancel("preparing", ABORTED)
     assert error_of(collect(executor, 1)["preparing"]).reason is Reason.ABORTED
 
     transport.holds_data, transport.polls_until_quiet = True, 20
-    executor.submit(load_of(lambda: [source.read(transport)], load_id="middle"))
+    executor.submit(load_of(lambda: [source.read(transport)], job_id="middle"))
     wait_until(lambda: "data" in transport.submitted)
     executor.cancel("middle", ABORTED)
     executor.cancel("middle", ABORTED)
@@ -404,7 +405,7 @@ def test_cancel_before_the_start_in_the_middle_and_afterwards(
     assert transport.num_pending == 0
 
     transport.holds_data = False
-    executor.submit(load_of(lambda: [source.read(transport)], load_id="done"))
+    executor.submit(load_of(lambda: [source.read(transport)], job_id="done"))
     assert collect(executor, 1)["done"].error is None
     executor.cancel("done", ABORTED)
     executor.cancel("never heard of", ABORTED)
@@ -425,7 +426,7 @@ def test_collecting_waits_for_the_first_that_ends(executor: Executor, source: So
 def test_a_cancellation_never_overtakes_its_load(executor: Executor) -> None:
     """However the two threads interleave: each load would wait for ever."""
     for number in range(500):
-        executor.submit(load_of(lambda: None, load_id=str(number)))
+        executor.submit(load_of(lambda: None, job_id=str(number)))
         executor.cancel(str(number), ABORTED)
     assert {error_of(result).reason for result in collect(executor, 500).values()} == {Reason.ABORTED}
 
@@ -444,8 +445,8 @@ def test_a_preparation_that_raises_fails_its_load_only(
     def prepare() -> None:
         raise raised
 
-    executor.submit(load_of(prepare, load_id="bad"))
-    executor.submit(load_of(lambda: [source.read(transport)], load_id="good"))
+    executor.submit(load_of(prepare, job_id="bad"))
+    executor.submit(load_of(lambda: [source.read(transport)], job_id="good"))
     results = collect(executor, 2)
     assert error_of(results["bad"]).reason is reason
     assert results["good"].error is None
@@ -455,14 +456,14 @@ def test_a_fault_in_a_turn_ends_neither_the_thread_nor_leaves_a_load_without_end
     executor: Executor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Load, "result", lambda *_: 1 / 0)
-    executor.submit(load_of(lambda: [], load_id="a"))
+    executor.submit(load_of(lambda: [], job_id="a"))
     assert error_of(collect(executor, 1)["a"]).reason is Reason.TRANSFER_FAILED
     monkeypatch.undo()
     monkeypatch.setattr(Executor, "_tell_if_unquiet", lambda *_: 1 / 0)
-    executor.submit(load_of(lambda: None, load_id="b"))
+    executor.submit(load_of(lambda: None, job_id="b"))
     wait_until(lambda: "a turn of the transfer thread failed" in caplog.text)
     monkeypatch.undo()
-    executor.submit(load_of(lambda: [], load_id="c"))
+    executor.submit(load_of(lambda: [], job_id="c"))
     assert collect(executor, 1)["c"].error is None
 
 
@@ -471,10 +472,10 @@ def test_a_transfer_that_cannot_even_be_stopped_keeps_no_other_waiting(
 ) -> None:
     stuck = ScriptedTransport()
     stuck.holds_data = stuck.cancel_raises = True
-    executor.submit(load_of(lambda: [Source(1).read(stuck)], load_id="stuck"))
+    executor.submit(load_of(lambda: [Source(1).read(stuck)], job_id="stuck"))
     wait_until(lambda: "data" in stuck.submitted)
     executor.cancel("stuck", ABORTED)
-    executor.submit(load_of(lambda: [source.read(transport)], load_id="good"))
+    executor.submit(load_of(lambda: [source.read(transport)], job_id="good"))
     assert collect(executor, 1)["good"].error is None
     stuck.cancel_raises = False
     assert error_of(collect(executor, 1)["stuck"]).reason is Reason.ABORTED
@@ -485,11 +486,11 @@ def test_a_deadline_is_kept_while_an_earlier_load_moves(
 ) -> None:
     """An early load that always moves goes first, but not before one whose time is over."""
     endless = EndlessTransport()
-    executor.submit(load_of(lambda: [Source(1).read(endless)], load_id="endless"))
+    executor.submit(load_of(lambda: [Source(1).read(endless)], job_id="endless"))
     wait_until(lambda: "data" in endless.submitted)
-    executor.submit(load_of(lambda: None, deadline=time.monotonic() + 0.05, load_id="late"))
+    executor.submit(load_of(lambda: None, deadline=time.monotonic() + 0.05, job_id="late"))
     assert error_of(collect(executor, 1)["late"]).reason is Reason.DEADLINE_EXCEEDED
-    executor.submit(load_of(lambda: None, load_id="aborted"))
+    executor.submit(load_of(lambda: None, job_id="aborted"))
     executor.cancel("aborted", ABORTED)
     assert error_of(collect(executor, 1)["aborted"]).reason is Reason.ABORTED
     executor.cancel("endless", ABORTED)
@@ -518,15 +519,15 @@ def test_every_load_ends_exactly_once_whatever_happens(seed: int) -> None:
     outcomes: dict[str, Source] = {}
     try:
         for number in range(30):
-            source, load_id = Source(number, num_bytes=128), str(number)
+            source, job_id = Source(number, num_bytes=128), str(number)
             reads = [source.read(random.choice(transports[:1] * 4 + transports)) for _ in range(random.randint(1, 3))]
             waits = iter([None] * random.randrange(5))
             deadline = time.monotonic() + random.choice([0.0, 0.02, 0.05])
             deadline = FAR if all(read.transport is transports[0] for read in reads) else deadline
             executor.submit(
-                load_of(lambda waits=waits, reads=reads: next(waits, reads), deadline, load_id)  # type: ignore[misc]
+                load_of(lambda waits=waits, reads=reads: next(waits, reads), deadline, job_id)  # type: ignore[misc]
             )
-            outcomes[load_id] = source
+            outcomes[job_id] = source
             if random.random() < 0.3:
                 executor.cancel(str(random.randrange(number + 1)), ABORTED)
         results = collect(executor, 30)
@@ -534,7 +535,7 @@ def test_every_load_ends_exactly_once_whatever_happens(seed: int) -> None:
         executor.close()
     assert executor.collect() == []
     assert results.keys() == outcomes.keys()
-    assert all(outcomes[load_id].is_whole for load_id, result in results.items() if result.error is None)
+    assert all(outcomes[job_id].is_whole for job_id, result in results.items() if result.error is None)
     assert any(result.error is None for result in results.values())
     assert scratch.has_room(5)
     assert not scratch.has_room(6)
@@ -549,7 +550,7 @@ def test_a_transfer_that_does_not_end_is_told_of_and_keeps_its_load(
     executor = Executor(Scratch(num_words=2))
     transport.holds_data, transport.polls_until_quiet = True, 1 << 60
     try:
-        executor.submit(load_of(lambda: [source.read(transport)], deadline=time.monotonic() + 0.05, load_id="stuck"))
+        executor.submit(load_of(lambda: [source.read(transport)], deadline=time.monotonic() + 0.05, job_id="stuck"))
         wait_until(lambda: bool(caplog.messages))
         time.sleep(0.05)
         assert [("cannot be revoked" in text, "deadline-exceeded" in text) for text in caplog.messages] == [
@@ -572,12 +573,12 @@ def test_a_load_that_is_set_aside_ends_before_it_is_quiet_and_its_quiet_is_told(
     executor = Executor(Scratch(num_words=2), tell_unquiet=told.append)
     transport.holds_data, transport.polls_until_quiet = True, 1 << 60
     try:
-        executor.submit(load_of(lambda: [source.read(transport)], deadline=time.monotonic() + 0.05, load_id="stuck"))
+        executor.submit(load_of(lambda: [source.read(transport)], deadline=time.monotonic() + 0.05, job_id="stuck"))
         executor.set_aside("stuck")
         wait_until(lambda: told == [frozenset({"stuck"})])
         assert executor.collect() == []
-        for load_id in ("another", "stuck", "stuck"):
-            executor.set_aside(load_id)
+        for job_id in ("another", "stuck", "stuck"):
+            executor.set_aside(job_id)
         assert error_of(collect(executor, 1)["stuck"]).reason is Reason.DEADLINE_EXCEEDED
         assert transport.num_pending > 0
         transport.polls_until_quiet = 0
@@ -591,9 +592,9 @@ def test_a_load_that_is_set_aside_ends_before_it_is_quiet_and_its_quiet_is_told(
 def test_close_gives_up_what_is_in_progress_once_it_is_quiet(transport: ScriptedTransport, source: Source) -> None:
     executor = Executor(Scratch(num_words=2))
     transport.holds_data, transport.polls_until_quiet = True, 20
-    executor.submit(load_of(lambda: [source.read(transport)], load_id="moving"))
+    executor.submit(load_of(lambda: [source.read(transport)], job_id="moving"))
     wait_until(lambda: "data" in transport.submitted)
-    executor.submit(load_of(lambda: None, load_id="queued"))
+    executor.submit(load_of(lambda: None, job_id="queued"))
     executor.close()
     executor.close()
     assert not executor._thread.is_alive()
@@ -638,7 +639,7 @@ def test_an_idle_executor_uses_no_processor_and_closes_at_once(executor: Executo
 
 def test_a_load_that_waits_is_not_asked_without_pause(executor: Executor) -> None:
     asked: list[float] = []
-    executor.submit(load_of(lambda: asked.append(time.monotonic()), load_id="waiting"))
+    executor.submit(load_of(lambda: asked.append(time.monotonic()), job_id="waiting"))
     time.sleep(0.3)
     executor.cancel("waiting", ABORTED)
     collect(executor, 1)
@@ -649,12 +650,12 @@ def test_a_load_that_waits_for_long_is_asked_less_often_and_keeps_no_other_waiti
     executor: Executor, transport: ScriptedTransport, source: Source
 ) -> None:
     asked: list[float] = []
-    executor.submit(load_of(lambda: asked.append(time.monotonic()), load_id="waiting"))
+    executor.submit(load_of(lambda: asked.append(time.monotonic()), job_id="waiting"))
     time.sleep(0.6)
     later, since = len(asked), time.monotonic()
     time.sleep(0.2)
     assert 1 <= len(asked) - later <= (time.monotonic() - since) / MAX_WAIT_SECONDS + 2
-    executor.submit(load_of(lambda: [source.read(transport)], load_id="other"))
+    executor.submit(load_of(lambda: [source.read(transport)], job_id="other"))
     assert collect(executor, 1)["other"].error is None
     executor.cancel("waiting", ABORTED)
     collect(executor, 1)
@@ -680,7 +681,7 @@ def test_cores_that_do_not_exist_are_refused_at_the_start(core: int) -> None:
 
 
 def test_a_load_that_is_given_up_ends_with_the_reason_for_that(executor: Executor) -> None:
-    executor.submit(load_of(lambda: None, load_id="cmpl-7"))
+    executor.submit(load_of(lambda: None, job_id="cmpl-7"))
     executor.cancel("cmpl-7", lease_lost("cmpl-7"))
     error = error_of(collect(executor, 1)["cmpl-7"])
     assert (error.reason, "cmpl-7" in error.message) == (Reason.LEASE_EXPIRED, True)

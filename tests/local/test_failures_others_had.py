@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.execution.read import Phase
 from kvferry.handoff.messages import RankEntry
+from kvferry.handoff.pull_read import State
 from kvferry.testing.transport_peer import pattern
 from kvferry.testing.transport_suite import apply, open_pair, random_pieces
 from kvferry.transport.protocol import Descriptors, Direction, Region, Status, Transfer
@@ -42,7 +42,7 @@ def test_vllm_ascend_10548_parallel_pulls_do_not_race_the_merge() -> None:
     for _ in range(50):
         load.advance(pair.scratch, time.monotonic())
     assert [transfer.status for transfer in load._transfers] == [Status.DONE, Status.PENDING]
-    assert load.phase is Phase.DATA
+    assert load._pull.state is State.DATA
     assert not pair.cache.any(), "merged while a rank's data was on its way"
     assert not pair.is_stage_free, "another load could overwrite what has come"
     slow.held = None

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
-from kvferry.execution.read import Load, Phase
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import Phase
+from kvferry.execution.read import Load
 from kvferry.execution.receipt import Receipt, Request
-from kvferry.execution.scratch import Scratch
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.receiver import Receiving
 from kvferry.handoff.push.sender import Prompt, PushRequest, SendingSide

@@ -15,7 +15,7 @@ from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution import pusher as pusher_module
 from kvferry.execution import receipt
 from kvferry.execution import receiver as receiver_module
-from kvferry.execution.read import LoadResult
+from kvferry.execution.job import JobResult
 from kvferry.execution.receiver import Receiver
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import EndPoint, Introduced, Question, Release, Released
@@ -132,7 +132,7 @@ def test_pushes_that_are_asked_for_are_bounded(engines: Pairs, monkeypatch: pyte
     refused = receiver.result(5.0).error
     assert refused is not None
     assert refused.reason is Reason.INVALID_REQUEST
-    late: list[LoadResult] = []
+    late: list[JobResult] = []
     wait_until(lambda: late.extend(receiver.executor.collect()) or len(late) == 2)  # type: ignore[func-returns-value]
     assert [each.error is not None and each.error.reason for each in late] == [Reason.DEADLINE_EXCEEDED] * 2
 
@@ -376,16 +376,16 @@ def test_several_requests_and_samples_at_once(engines: Pairs) -> None:
     """Two receivers' requests of one transfer, as parallel samples are, and one of another transfer."""
     sender, [receiver] = engines.open(2, 1)
     pushes = {"0_r": ("x", [0]), "1_r": ("x", [1]), "s": ("y", [2])}
-    for load_id, (transfer_id, ids) in pushes.items():
-        receiver.receive(sender.hold(), ids, transfer_id, load_id)
+    for job_id, (transfer_id, ids) in pushes.items():
+        receiver.receive(sender.hold(), ids, transfer_id, job_id)
     for transfer_id, source in (("y", [3]), ("x", [5])):
         sender.compute(END, source, transfer_id)
-    results: list[LoadResult] = []
+    results: list[JobResult] = []
     end = time.monotonic() + SECONDS
     while len(results) < 3 and time.monotonic() < end:
         results += receiver.executor.collect()
         time.sleep(0.002)
-    assert {result.load_id: result.error for result in results} == dict.fromkeys(pushes)
+    assert {result.job_id: result.error for result in results} == dict.fromkeys(pushes)
     check_arrived(sender, [receiver], [5, 5, 3], [0, 1, 2])
 
 

@@ -11,10 +11,11 @@ import pytest
 from kvferry.errors import HandoffError, PlanError, Reason, TransportError
 from kvferry.execution import stage as staging
 from kvferry.execution.executor import Executor
-from kvferry.execution.guard_words import GuardWords, word_bytes
-from kvferry.execution.read import GuardedRead, Load, LoadResult, Phase, Prepare
-from kvferry.execution.scratch import Scratch
+from kvferry.execution.guard_words import GuardWords, Scratch
+from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.read import GuardedRead, Load, Prepare
 from kvferry.execution.stage import Stage
+from kvferry.handoff.pull_read import State, word_bytes
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
@@ -73,7 +74,7 @@ class Pair:
 
     def load(
         self,
-        load_id: str = "a",
+        job_id: str = "a",
         transport: Transport | None = None,
         seconds: float = 30.0,
         is_staged: bool = True,
@@ -90,7 +91,7 @@ class Pair:
             )
             for plan in self.plans
         ]
-        return Load(load_id, lambda: reads, time.monotonic() + seconds)
+        return Load(job_id, lambda: reads, time.monotonic() + seconds)
 
     @property
     def is_exact(self) -> bool:
@@ -107,7 +108,7 @@ class Pair:
         return taken == 0
 
 
-def run(load: Load, scratch: Scratch, each: Callable[[], None] = lambda: None) -> LoadResult:
+def run(load: Load, scratch: Scratch, each: Callable[[], None] = lambda: None) -> JobResult:
     while load.phase is not Phase.DONE:
         load.advance(scratch, time.monotonic())
         each()
@@ -183,7 +184,7 @@ def test_a_cancelled_load_keeps_its_stage_until_it_is_quiet_and_then_gives_it_ba
     load = pair.load(transport=watched)
     for _ in range(20):
         load.advance(pair.scratch, time.monotonic())
-    assert load.phase is Phase.DATA
+    assert load._pull.state is State.DATA
     assert not pair.is_stage_free
     load.cancel(HandoffError(Reason.ABORTED, "aborted."))
     result = run(load, pair.scratch)
@@ -229,7 +230,7 @@ def test_the_next_round_is_read_while_one_is_copied(monkeypatch: pytest.MonkeyPa
 def test_a_load_ends_only_once_its_last_copy_has(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, pair = HeldCopies(monkeypatch), Pair()
     load = pair.load()
-    advance_until(load, pair.scratch, lambda: load.phase is Phase.LANDING)
+    advance_until(load, pair.scratch, lambda: load._pull.state is State.COPYING)
     assert not any(load.advance(pair.scratch, time.monotonic()) for _ in range(20))
     copies.may_copy.set()
     assert run(load, pair.scratch).error is None
@@ -239,7 +240,7 @@ def test_a_load_ends_only_once_its_last_copy_has(monkeypatch: pytest.MonkeyPatch
 def test_a_cancelled_load_ends_only_once_what_was_being_copied_has_been(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, pair = HeldCopies(monkeypatch), Pair()
     load = pair.load()
-    advance_until(load, pair.scratch, lambda: load.phase is Phase.LANDING)
+    advance_until(load, pair.scratch, lambda: load._pull.state is State.COPYING)
     load.cancel(HandoffError(Reason.ABORTED, "aborted."))
     for _ in range(20):
         load.advance(pair.scratch, time.monotonic())
@@ -312,7 +313,7 @@ def test_loads_that_share_a_stage_all_end_and_a_small_one_does_not_wait_for_a_la
     executor = Executor(large.scratch)
     try:
         for load in loads:
-            load.prepare = partial(reads_once, all_there, load.prepare)
+            load._prepare = partial(reads_once, all_there, load._prepare)
             executor.submit(load)
         all_there.set()
         ended: list[str] = []
@@ -320,7 +321,7 @@ def test_loads_that_share_a_stage_all_end_and_a_small_one_does_not_wait_for_a_la
         while len(ended) < 9 and time.monotonic() < end:
             results = executor.collect()
             assert [result.error for result in results] == [None] * len(results)
-            ended += [result.load_id for result in results]
+            ended += [result.job_id for result in results]
             time.sleep(0.001)
     finally:
         executor.close()

@@ -14,9 +14,10 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.device import HOST
-from kvferry.execution.guard_words import GuardWords, Held, StepWords, word_bytes
+from kvferry.execution.guard_words import GuardWords, Held, StepWords
 from kvferry.handoff.holds import Ending, Hold, Holds
 from kvferry.handoff.messages import Handle
+from kvferry.handoff.pull_read import word_bytes
 from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
 
 NUM_SLOTS, LEASE, LINGER, SHARE = 2, 60.0, 0.5, 0.25

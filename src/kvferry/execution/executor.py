@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Protocol
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.execution.device import HOST, DeviceOrder
-from kvferry.execution.read import LoadResult, Phase, refused
-from kvferry.execution.scratch import Scratch
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import Job, JobResult, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -24,42 +23,6 @@ QUIET_SECONDS = 10.0
 """So long a load that was given up may take to be quiet before the log tells of it."""
 Change = tuple[str, KVFerryError | None]
 """The id of a load and why it is given up; None where it is set aside."""
-
-
-class Job(Protocol):
-    """What the executor advances: a load (:class:`kvferry.execution.read.Load`), or one side of a push."""
-
-    @property
-    def load_id(self) -> str:
-        """Names the job; no two at a time have one name."""
-
-    @property
-    def phase(self) -> Phase:
-        """``PREPARING`` while it waits for something else than a transfer, ``STOPPING`` once given up, ``DONE``."""
-
-    @property
-    def fills_blocks(self) -> bool:
-        """Whether it fills blocks of this engine, which must be kept until its transfers have ended."""
-
-    @property
-    def error(self) -> KVFerryError | None:
-        """Why it was given up."""
-
-    @property
-    def given_up_at(self) -> float | None:
-        """When it was given up."""
-
-    def advance(self, scratch: Scratch, now: float) -> bool:
-        """Make bounded progress; return whether anything moved."""
-
-    def is_ending(self, now: float) -> bool:
-        """Return whether it is past its deadline or being stopped."""
-
-    def cancel(self, error: KVFerryError) -> None:
-        """Give up; done once its transfers are quiet."""
-
-    def result(self, finished_at: float) -> LoadResult:
-        """Return how it ended."""
 
 
 class Executor:
@@ -83,7 +46,7 @@ class Executor:
         self._cores = set(cores)
         # Jobs and what changes them in one queue, so that a cancellation never overtakes its job.
         self._orders: queue.SimpleQueue[Job | Change | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._active: list[Job] = []
         self._unquiet: set[str] = set()
         self._aside: set[str] = set()
@@ -100,19 +63,19 @@ class Executor:
         """Queue a load; its result comes back through :meth:`collect`, exactly once."""
         self._orders.put(load)
 
-    def cancel(self, load_id: str, error: KVFerryError) -> None:
+    def cancel(self, job_id: str, error: KVFerryError) -> None:
         """Give a load up; it comes back with ``error`` through :meth:`collect`, once its transfers are quiet."""
-        self._orders.put((load_id, error))
+        self._orders.put((job_id, error))
 
-    def set_aside(self, load_id: str) -> None:
+    def set_aside(self, job_id: str) -> None:
         """Tell at once of a load that was given up and is not quiet: its blocks are kept until it is."""
-        self._orders.put((load_id, None))
+        self._orders.put((job_id, None))
 
     def wake(self) -> None:
         """Something has happened that a waiting job may wait for: look at once."""
         self._orders.put(None)
 
-    def collect(self, wait_seconds: float = 0.0) -> list[LoadResult]:
+    def collect(self, wait_seconds: float = 0.0) -> list[JobResult]:
         """Return the loads that ended since the last call; where none has, wait so long for the first."""
         results = []
         if wait_seconds:
@@ -170,7 +133,7 @@ class Executor:
 
     def _wait(self) -> None:
         """Sleep until it is time to look again: soon where transfers run, else ever longer or until an order comes."""
-        if any(load.phase is not Phase.PREPARING and load.load_id not in self._unquiet for load in self._active):
+        if any(load.phase is not Phase.PREPARING and load.job_id not in self._unquiet for load in self._active):
             time.sleep(WAIT_SECONDS)
             return
         self._num_looks += 1
@@ -190,19 +153,19 @@ class Executor:
         if not isinstance(order, tuple):
             self._active.append(order)
             return
-        load_id, error = order
+        job_id, error = order
         for load in self._active:
-            if load.load_id == load_id and error is not None:
+            if load.job_id == job_id and error is not None:
                 load.cancel(error)
-            elif load.load_id == load_id and load_id in self._unquiet - self._aside:
-                self._aside.add(load_id)
+            elif load.job_id == job_id and job_id in self._unquiet - self._aside:
+                self._aside.add(job_id)
                 self._results.put(_result(load))
 
     def _give_up(self) -> None:
         while not self._orders.empty():
             self._take(self._orders.get_nowait())
         for load in self._active:
-            load.cancel(HandoffError(Reason.CLOSED, f"the load of {load.load_id} was given up: the executor stops."))
+            load.cancel(HandoffError(Reason.CLOSED, f"the load of {load.job_id} was given up: the executor stops."))
         while self._active and time.monotonic() < self._give_up_at:
             if not self._advance():
                 time.sleep(WAIT_SECONDS)
@@ -216,7 +179,7 @@ class Executor:
             if load.phase is Phase.DONE:
                 self._active.remove(load)
                 self._end(load)
-            elif load.phase is Phase.STAGE:
+            elif load.phase is Phase.BETWEEN_ROUNDS:
                 # Between two rounds the others go first.
                 self._active.remove(load)
                 self._active.append(load)
@@ -225,8 +188,8 @@ class Executor:
         return False
 
     def _end(self, load: Job) -> None:
-        if load.load_id in self._aside:
-            self._aside.remove(load.load_id)
+        if load.job_id in self._aside:
+            self._aside.remove(load.job_id)
         else:
             self._results.put(_result(load))
 
@@ -236,24 +199,24 @@ class Executor:
         A posted read cannot be revoked: what lands after the blocks were given to another request would be its cache.
         """
         seconds = 0.0 if load.given_up_at is None else now - load.given_up_at
-        if load.phase is Phase.DONE and load.load_id in self._unquiet:
-            self._unquiet.remove(load.load_id)
+        if load.phase is Phase.DONE and load.job_id in self._unquiet:
+            self._unquiet.remove(load.job_id)
             self._tell_of_blocks(load)
-            logger.warning("kvferry: the transfers of %s ended %.0f s after it was given up.", load.load_id, seconds)
-        elif load.phase is Phase.STOPPING and seconds > QUIET_SECONDS and load.load_id not in self._unquiet:
-            self._unquiet.add(load.load_id)
+            logger.warning("kvferry: the transfers of %s ended %.0f s after it was given up.", load.job_id, seconds)
+        elif load.phase is Phase.STOPPING and seconds > QUIET_SECONDS and load.job_id not in self._unquiet:
+            self._unquiet.add(load.job_id)
             self._tell_of_blocks(load)
             logger.warning(
                 "kvferry: %s was given up %.0f s ago (%s), but its transfers cannot be revoked and have not ended: its "
                 "blocks are kept until they have. Is the other engine's process stopped? If it ends, so do they.",
-                load.load_id,
+                load.job_id,
                 seconds,
                 load.error,
             )
 
     def _tell_of_blocks(self, changed: Job) -> None:
         if changed.fills_blocks:
-            names = {load.load_id for load in self._active if load.fills_blocks}
+            names = {load.job_id for load in self._active if load.fills_blocks}
             self._tell_unquiet(frozenset(self._unquiet & names))
 
     def _advance_one(self, load: Job) -> bool:
@@ -262,7 +225,7 @@ class Executor:
             return load.advance(self._scratch, time.monotonic())
         except Exception as error:
             if not was_stopping:
-                logger.exception("kvferry: the load of %s failed unexpectedly", load.load_id)
+                logger.exception("kvferry: the load of %s failed unexpectedly", load.job_id)
             load.cancel(_unexpected(error))
             # One that cannot even be stopped must not keep the others waiting.
             return not was_stopping
@@ -280,13 +243,13 @@ def cores_that_do_not_compute() -> set[int]:
         return bound
 
 
-def _result(load: Job) -> LoadResult:
+def _result(load: Job) -> JobResult:
     """Return how the load ended; where that cannot be told it failed, since the engine waits for an answer."""
     try:
         return load.result(time.monotonic())
     except Exception as error:
-        logger.exception("kvferry: how the load of %s ended cannot be told", load.load_id)
-        return refused(load.load_id, _unexpected(error))
+        logger.exception("kvferry: how the load of %s ended cannot be told", load.job_id)
+        return JobResult(load.job_id, _unexpected(error))
 
 
 def _unexpected(error: Exception) -> HandoffError:

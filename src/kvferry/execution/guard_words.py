@@ -1,8 +1,7 @@
-"""Guard words: the seqlock by which a one-sided reader learns that its source was still its source.
+"""Guard words in memory: one per slot beside a source's cache, and the pool into which a destination reads them.
 
-A rank keeps one word per slot in memory registered beside its cache: ``(epoch, generation)``,
-two unsigned 64-bit integers. It is set when a request gets its slot and changed *before* the
-request's blocks are reported free. The reader reads it, then the data, then the word again.
+A word is ``(epoch, generation)``, two unsigned 64-bit integers. The source sets it when a request gets its slot and
+changes it *before* the request's blocks are reported free. See :mod:`kvferry.handoff.pull_read`.
 
 On a GPU a step's work goes on after the step has returned. Until it is done the words of the requests that it writes
 say so in one bit more, and a reader asks again.
@@ -15,7 +14,8 @@ from functools import partial
 import numpy as np
 
 from kvferry.execution.device import Afterwards, DeviceOrder
-from kvferry.execution.scratch import BEING_WRITTEN
+from kvferry.handoff.pull_read import BEING_WRITTEN, WORD_BYTES
+from kvferry.transport.protocol import Region
 
 
 class GuardWords:
@@ -104,6 +104,45 @@ class StepWords:
                     self._words.set(*held)
 
 
-def word_bytes(epoch: int, generation: int) -> bytes:
-    """Return what a reader must find in the slot, before and after."""
-    return np.array((epoch, generation), dtype=np.uint64).tobytes()
+class Scratch:
+    """Registered local memory into which guard words are read, one word a read; used by one thread.
+
+    >>> scratch = Scratch(num_words=2)
+    >>> slots = scratch.take(2)
+    >>> scratch.has_room(1), scratch.word(slots[0]) == bytes(16)
+    (False, True)
+    """
+
+    def __init__(self, num_words: int) -> None:
+        self._words = np.zeros((num_words, 2), dtype=np.uint64)
+        self._free = list(range(num_words))[::-1]
+
+    @property
+    def region(self) -> Region:
+        """The memory to register."""
+        return Region(base_address=int(self._words.ctypes.data), length=self._words.nbytes)
+
+    def has_room(self, num_words: int) -> bool:
+        """Return whether ``num_words`` are free."""
+        return len(self._free) >= num_words
+
+    def take(self, num_words: int) -> list[int]:
+        """Take words; the caller has asked :meth:`has_room`."""
+        return [self._free.pop() for _ in range(num_words)]
+
+    def give_back(self, slots: list[int]) -> None:
+        """Return words to the pool."""
+        self._free.extend(slots)
+
+    def clear(self, slot: int) -> None:
+        """Forget the word in ``slot``: a read that never lands must not find a former one there."""
+        self._words[slot] = 0
+
+    def descriptor(self, slot: int, source_address: int) -> np.ndarray:
+        """Return the ``(1, 3)`` descriptor that reads a remote word into ``slot``."""
+        destination = int(self._words.ctypes.data) + slot * WORD_BYTES
+        return np.array([[source_address, destination, WORD_BYTES]], dtype=np.uint64)
+
+    def word(self, slot: int) -> bytes:
+        """Return the word that was read into ``slot``."""
+        return bytes(self._words[slot].tobytes())

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 
 from kvferry.errors import KVFerryError, Reason, TransportError
-from kvferry.execution.read import LoadResult, Phase
-from kvferry.execution.scratch import Scratch
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import JobResult, Phase
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.sender import SendingSide
@@ -14,7 +14,7 @@ from kvferry.handoff.push_times import PushTimes
 from kvferry.transport.protocol import Direction, Status, Transfer
 from kvferry.transport.registry import Connecting, Link
 
-Report = Callable[[LoadResult], None]
+Report = Callable[[JobResult], None]
 
 
 class PushJob:
@@ -35,7 +35,7 @@ class PushJob:
         report: Report,
         times: PushTimes | None = None,
     ) -> None:
-        self.load_id = f"push {key.number} to {key.receiver} {key.receiver_epoch}"
+        self.job_id = f"push {key.number} to {key.receiver} {key.receiver_epoch}"
         self.phase = Phase.PREPARING
         self.error: KVFerryError | None = None
         self.given_up_at: float | None = None
@@ -76,10 +76,10 @@ class PushJob:
         with self._lock:
             self._side.fail(self._key, error)
 
-    def result(self, finished_at: float) -> LoadResult:
+    def result(self, finished_at: float) -> JobResult:
         """Return how the push ended."""
-        return LoadResult(
-            load_id=self.load_id,
+        return JobResult(
+            job_id=self.job_id,
             error=self.error,
             num_bytes=self._num_bytes,
             num_staged_bytes=0,
@@ -114,7 +114,7 @@ class PushJob:
         self._num_descriptors += transfer.num_descriptors
         if self._times is not None:
             self._times.posted(batch, transfer.num_descriptors, transfer.num_bytes, self._submitted_at)
-        self.phase = Phase.DATA
+        self.phase = Phase.MOVING
         return True
 
     def _look_after(self, link: Link, transfer: Transfer, is_stopping: bool) -> bool:

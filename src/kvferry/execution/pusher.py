@@ -10,8 +10,8 @@ from functools import partial
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution.device import Afterwards, DeviceOrder
 from kvferry.execution.executor import Executor
+from kvferry.execution.job import JobResult
 from kvferry.execution.push_job import PushJob
-from kvferry.execution.read import LoadResult
 from kvferry.handoff.bounded import Bounded
 from kvferry.handoff.handshake import check_version, compare_identities
 from kvferry.handoff.holds import check_epoch, handle_of_transfer
@@ -303,7 +303,7 @@ class Pusher:
             receiver.connecting = self._transports.connect(receiver.end_points)
         return receiver.connecting
 
-    def _report(self, request: PushRequest, part: Part, receiver: Receiver, result: LoadResult) -> None:
+    def _report(self, request: PushRequest, part: Part, receiver: Receiver, result: JobResult) -> None:
         key, error = request.key, result.error
         if isinstance(error, TransportError):
             # A connection that failed once is made anew.

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution.read import LoadResult, Phase
-from kvferry.execution.scratch import Scratch
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import JobResult, Phase
 from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
     Announce,
@@ -50,7 +50,7 @@ class SourceRank:
 class Request:
     """What is asked of all sources of one request. ``deadline`` is on the monotonic clock."""
 
-    load_id: str
+    job_id: str
     transfer_id: str
     num_tokens: int
     prompt_digest: str
@@ -69,7 +69,7 @@ class Receipt:
     fills_blocks = True
 
     def __init__(self, request: Request, key: PushKey, find_sources: FindSources, receiver: "Receiver") -> None:
-        self.load_id = request.load_id
+        self.job_id = request.job_id
         self.phase = Phase.PREPARING
         self.error: KVFerryError | None = None
         self.given_up_at: float | None = None
@@ -116,11 +116,11 @@ class Receipt:
             self.error = error.without_traceback()
             self._end()
 
-    def result(self, finished_at: float) -> LoadResult:
+    def result(self, finished_at: float) -> JobResult:
         """Return how the push ended; what was written is as its sources say. Waits include the prompt's computing."""
         committed = list(self._pushed.values()) if self.error is None else []
-        return LoadResult(
-            load_id=self.load_id,
+        return JobResult(
+            job_id=self.job_id,
             error=self.error,
             num_bytes=sum(event.num_bytes for event in committed),
             num_staged_bytes=0,
@@ -157,7 +157,7 @@ class Receipt:
         self._sources = {source.index: source for source in sources}
         self._to_tell = dict(self._sources)
         expected = {source.index: source.part.digest for source in sources}
-        self._receiving = Receiving(self.load_id, expected, self._request.deadline)
+        self._receiving = Receiving(self.job_id, expected, self._request.deadline)
         return True
 
     def _tell(self, receiving: Receiving) -> bool:
@@ -257,7 +257,7 @@ def _check_announced(request: Request, part: Part) -> None:
     if num_blocks > MAX_ANNOUNCED_BLOCKS:
         raise HandoffError(
             Reason.UNSUPPORTED,
-            f"{request.load_id} has {num_blocks} blocks to announce to one rank, an announcement has at most "
+            f"{request.job_id} has {num_blocks} blocks to announce to one rank, an announcement has at most "
             f"{MAX_ANNOUNCED_BLOCKS}.",
             'Use larger blocks, or set "mode" to "pull".',
         )
@@ -274,6 +274,6 @@ def _silent(where: EndPoint) -> HandoffError:
 def _no_handshake(request: Request, seconds: float) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
-        f"no blocks could be announced for {request.load_id} within {seconds:.1f} s.",
+        f"no blocks could be announced for {request.job_id} within {seconds:.1f} s.",
         "Check the prefill engine; push_timeout_seconds sets the limit.",
     )

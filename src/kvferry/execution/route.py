@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution.guard_words import word_bytes
 from kvferry.execution.read import GuardedRead
 from kvferry.execution.receipt import SourceRank
-from kvferry.execution.scratch import WORD_BYTES
 from kvferry.execution.stage import Stage
 from kvferry.handoff.handshake import decode_shards, fetch_directory
 from kvferry.handoff.messages import Directory, Identity
+from kvferry.handoff.pull_read import WORD_BYTES, word_bytes
 from kvferry.handoff.push.part import Part, announced_blocks, selector_of
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.background import AllBeside, Beside, unforeseen
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_ENGINES = 1024
 
 
-class RemoteEngine:
+class Route:
     """One prefill engine in one epoch, seen from one decode rank.
 
     Everything that can be refused is refused before a request waits: shards that do not fit raise
@@ -184,7 +183,7 @@ class RemoteEngine:
         return self._scatter_plans[plan]
 
 
-class RemoteEngines:
+class Routes:
     """All prefill engines that a rank reads from; handshakes run beside, on threads of their own.
 
     With a ``stage``, each pair of ranks moves its bytes by the ``strategy``; None leaves the choice to typical costs.
@@ -206,13 +205,13 @@ class RemoteEngines:
         self._sender = sender
         self._timeout_seconds = timeout_seconds
         self._stage, self._strategy = stage, strategy
-        self._engines: dict[tuple[str, int, int], RemoteEngine] = {}
+        self._engines: dict[tuple[str, int, int], Route] = {}
         self._handshakes: AllBeside[tuple[str, int, int], Directory] = AllBeside("handshake")
         # By the handshake, with which they are forgotten.
-        self._connecting: WeakKeyDictionary[Beside[Directory], RemoteEngine] = WeakKeyDictionary()
+        self._connecting: WeakKeyDictionary[Beside[Directory], Route] = WeakKeyDictionary()
         self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
 
-    def get(self, hold: RemoteHold) -> RemoteEngine | None:
+    def get(self, hold: RemoteHold) -> Route | None:
         """Return the engine, or None while its handshake is under way or its ranks are being connected.
 
         Raises what these came to when they failed, to all that waited for them and for
@@ -251,7 +250,7 @@ class RemoteEngines:
         """Not closed: loads may still be reading over the same connections, which end with the last of these."""
         self._engines.pop(key, None)
 
-    def _build(self, handshake: Beside[Directory]) -> RemoteEngine | None:
+    def _build(self, handshake: Beside[Directory]) -> Route | None:
         """Return the engine once it is ready. Why it never will be is remembered."""
         try:
             return self._ready(handshake)
@@ -265,10 +264,10 @@ class RemoteEngines:
             handshake.fail(refused)
             raise refused from error
 
-    def _ready(self, handshake: Beside[Directory]) -> RemoteEngine | None:
+    def _ready(self, handshake: Beside[Directory]) -> Route | None:
         engine = self._connecting.pop(handshake, None)
         if engine is None:
-            engine = RemoteEngine(handshake.result(), self._shard, self._transports, self._stage, self._strategy)
+            engine = Route(handshake.result(), self._shard, self._transports, self._stage, self._strategy)
         try:
             is_ready = engine.is_ready()
         except Exception:

@@ -171,10 +171,10 @@ class EngineOracle:
         for name, transport in transports.items():
             inner = transport._inner if isinstance(transport, FaultyTransport) else transport
             transports[name] = inner if plan is None else FaultyTransport(inner, plan)
-        assert role._remote_engines is not None
-        for engine in role._remote_engines._engines.values():
+        assert role._routes is not None
+        for engine in role._routes._engines.values():
             engine.close()
-        role._remote_engines._engines.clear()
+        role._routes._engines.clear()
         if role._push is not None:
             for receiver in role._push.pusher._receivers.values():
                 receiver.connecting = None

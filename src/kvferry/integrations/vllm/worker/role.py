@@ -13,12 +13,12 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
-from kvferry.execution.guard_words import GuardWords, StepWords
+from kvferry.execution.guard_words import GuardWords, Scratch, StepWords
+from kvferry.execution.job import JobResult
 from kvferry.execution.memory import collapse_to_huge_pages
-from kvferry.execution.read import GuardedRead, Load, LoadResult, refused
+from kvferry.execution.read import GuardedRead, Load
 from kvferry.execution.receipt import Request, SourceRank
-from kvferry.execution.route import RemoteEngines
-from kvferry.execution.scratch import Scratch
+from kvferry.execution.route import Routes
 from kvferry.execution.stage import Stage
 from kvferry.handoff.holds import lease_lost
 from kvferry.handoff.messages import RankEntry, StillWriting
@@ -74,7 +74,7 @@ class WorkerRole:
         self._log = TransferLog(settings.transfer_log, self._rank, resolved_layout(vllm_config))
         self._entry: RankEntry | None = None
         self._executor: Executor | None = None
-        self._remote_engines: RemoteEngines | None = None
+        self._routes: Routes | None = None
         self._orders: dict[str, LoadOrder] = {}
         self._failed: set[str] = set()
         self._push: PushWorker | None = None
@@ -100,7 +100,7 @@ class WorkerRole:
         sender = f"{self._vllm_config.kv_transfer_config.engine_id}/{self._rank}"  # type: ignore[union-attr]
         timeout = self._settings.handshake_timeout_seconds
         strategy = self._settings.wanted_strategy
-        self._remote_engines = RemoteEngines(shard, identity, self._transports, sender, timeout, stage, strategy)
+        self._routes = Routes(shard, identity, self._transports, sender, timeout, stage, strategy)
         self._executor = Executor(self._scratch, self._transfer_cores(), self._order, self._tell_unquiet)
         if self._settings.mode == "push":
             parts = self._transports, self._executor, self._order
@@ -188,15 +188,15 @@ class WorkerRole:
         received = set(failed)
         seconds = wait_seconds if wait_seconds and not failed and self._orders else 0.0
         for result in self._executor.collect(seconds) if self._executor is not None else ():
-            if self._push is not None and result.load_id not in self._orders:
+            if self._push is not None and result.job_id not in self._orders:
                 # A push of this rank's own, of which its receiver has been told.
                 self._log.write_push(result)
                 continue
-            received.add(result.load_id)
+            received.add(result.job_id)
             self._order.wait_for(result.landing)
             self._account(result)
             if result.error is not None:
-                failed.add(result.load_id)
+                failed.add(result.job_id)
         return received, failed
 
     def take_statistics(self) -> Statistics | None:
@@ -213,8 +213,8 @@ class WorkerRole:
             self._executor.close()
         if self._push is not None:
             self._push.close()
-        if self._remote_engines is not None:
-            self._remote_engines.close()
+        if self._routes is not None:
+            self._routes.close()
         if self._courier is not None:
             self._courier.close()
         self._transports.close()
@@ -256,36 +256,36 @@ class WorkerRole:
         self._push.receiver.receive(Request(*asked), partial(self._sources, order, pushed, self._launched_before))
 
     def _sources(self, order: LoadOrder, pushed: PushedPrompt, launched_before: Mark) -> Sequence[SourceRank] | None:
-        assert self._remote_engines is not None
+        assert self._routes is not None
         assert order.hold is not None
         if not launched_before.is_over():
             return None
-        engine = self._remote_engines.get(order.hold)
+        engine = self._routes.get(order.hold)
         return None if engine is None else engine.sources(pushed.transfer_id, order.blocks)
 
     def _prepare(self, order: LoadOrder, launched_before: Mark) -> Sequence[GuardedRead] | None:
-        assert self._remote_engines is not None
+        assert self._routes is not None
         assert order.hold is not None
         if not launched_before.is_over():
             return None
-        engine = self._remote_engines.get(order.hold)
+        engine = self._routes.get(order.hold)
         return None if engine is None else engine.reads(order.hold, order.slot, order.blocks)
 
     def _refuse(self, order: LoadOrder, error: KVFerryError) -> None:
         """Report a load that the scheduler, which logged why, could not order."""
-        result = refused(order.request_id, error)
+        result = JobResult(order.request_id, error)
         self._failed.add(order.request_id)
         self._statistics.record(result)
         self._log.write(order, result)
 
-    def _account(self, result: LoadResult) -> None:
-        order = self._orders.pop(result.load_id)
+    def _account(self, result: JobResult) -> None:
+        order = self._orders.pop(result.job_id)
         self._statistics.record(result)
         self._log.write(order, result)
-        if isinstance(result.error, TransportError) and order.hold is not None and self._remote_engines is not None:
-            self._remote_engines.suspect(order.hold)
+        if isinstance(result.error, TransportError) and order.hold is not None and self._routes is not None:
+            self._routes.suspect(order.hold)
         if result.error is not None and result.error.reason is not Reason.ABORTED:
-            logger.error("kvferry: rank %d failed to load %s: %s", self._rank, result.load_id, result.error)
+            logger.error("kvferry: rank %d failed to load %s: %s", self._rank, result.job_id, result.error)
             if self._push is not None and order.hold is not None:
                 self._push.let_go(order.hold)
 

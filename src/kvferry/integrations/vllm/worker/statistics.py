@@ -6,7 +6,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvferry.execution.read import LoadResult
+from kvferry.execution.job import JobResult
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,7 +28,7 @@ class Statistics(KVConnectorStats):
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=data or {**{name: [] for name in _HISTOGRAMS}, "failures": {}})
 
-    def record(self, result: LoadResult) -> None:
+    def record(self, result: JobResult) -> None:
         """Add one load."""
         if result.error is not None:
             reason = result.error.reason.value

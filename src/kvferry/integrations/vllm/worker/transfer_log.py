@@ -3,7 +3,7 @@
 import json
 from typing import Any, TextIO
 
-from kvferry.execution.read import LoadResult
+from kvferry.execution.job import JobResult
 from kvferry.integrations.vllm.step import LoadOrder
 from kvferry.layout.named_layouts import NamedLayout
 
@@ -19,7 +19,7 @@ class TransferLog:
         self._rank = rank
         self._layout = layout
 
-    def write(self, order: LoadOrder, result: LoadResult) -> None:
+    def write(self, order: LoadOrder, result: JobResult) -> None:
         """Append one load."""
         if self._file is None:
             return
@@ -45,12 +45,12 @@ class TransferLog:
             line["timeline"] = result.timeline()
         self._file.write(json.dumps(line) + "\n")
 
-    def write_push(self, result: LoadResult) -> None:
+    def write_push(self, result: JobResult) -> None:
         """Append one push of this rank to one rank of a receiver, as its sender saw it."""
         if self._file is None:
             return
         line = {
-            "push": result.load_id,
+            "push": result.job_id,
             "rank": self._rank,
             "bytes": result.num_bytes,
             "descriptors": result.num_descriptors,

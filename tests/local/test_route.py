@@ -13,7 +13,8 @@ import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution import route as module
-from kvferry.execution.read import Load, Phase
+from kvferry.execution.job import Phase
+from kvferry.execution.read import Load
 from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Released
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire import background as beside

@@ -1,0 +1,189 @@
+"""A pull as a decode rank decides it: guard words, data, guard words again, over one or more source ranks.
+
+Pure: what the transports found and the time are inputs, each input returns the actions that follow, in order. The
+guard word of a source is a seqlock: the source changes the word *before* its blocks can be reused, so equal words
+before and after the data prove that every byte between came from the hold. Clocks prove nothing here; the deadline
+only ends the wait.
+
+Data comes in *rounds*: all of it at once, or as much as a stage holds. The words after one round are those before the
+next. Only a round whose words were right is copied out of the stage.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from kvferry.errors import HandoffError, KVFerryError, Reason
+
+WORD_BYTES = 16
+BEING_WRITTEN = 1 << 63
+"""Set in the second half of a word while the hold's blocks are being written: the reader asks again."""
+
+
+def word_bytes(epoch: int, generation: int) -> bytes:
+    """Return the guard word of a hold, 16 bytes: what a reader must find before and after the data."""
+    return np.array((epoch, generation), dtype=np.uint64).tobytes()
+
+
+def being_written(word: bytes) -> bytes:
+    """Return the guard word of the same hold while its blocks are being written."""
+    return (np.frombuffer(word, dtype=np.uint64) | np.array([0, BEING_WRITTEN], dtype=np.uint64)).tobytes()
+
+
+class Action(Enum):
+    """What the driver of a pull does next."""
+
+    READ_WORDS = 1
+    READ_DATA = 2
+    """Of the next round, once the stage has room for it."""
+    COPY_ROUND = 3
+    """Out of the stage into the cache."""
+    AWAIT_COPIES = 4
+    STOP = 5
+    """Cancel the transfers, and call :meth:`PullRead.quiet` when all have ended."""
+    COMMIT = 6
+    """The engine may use the blocks."""
+    GIVE_BACK = 7
+    """The load has failed, and nothing writes into its blocks."""
+
+
+class State(Enum):
+    """Where a pull stands."""
+
+    PREPARING = "preparing"
+    WORDS_BEFORE = "reading the guard words before the data"
+    BETWEEN_ROUNDS = "waiting for room in the stage"
+    DATA = "reading the data"
+    WORDS_AFTER = "reading the guard words after the data"
+    COPYING = "copying from the stage into the cache"
+    STOPPING = "stopping its transfers"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+class PullRead:
+    """One pull. ``deadline`` is on the caller's clock, as every ``now``.
+
+    >>> word = word_bytes(epoch=7, generation=1)
+    >>> pull = PullRead("r", now=0.0, deadline=30.0)
+    >>> pull.begin([word], num_rounds=1), pull.words_read([being_written(word)], now=0.1)
+    ((<Action.READ_WORDS: 1>,), (<Action.READ_WORDS: 1>,))
+    >>> pull.words_read([word], now=0.2), pull.round_begun(), pull.data_read()
+    ((<Action.READ_DATA: 2>,), None, (<Action.READ_WORDS: 1>,))
+    >>> [action.name for action in pull.words_read([word], now=0.3)]
+    ['COPY_ROUND', 'AWAIT_COPIES']
+    >>> pull.copied(), pull.state.value, pull.error
+    ((<Action.COMMIT: 6>,), 'committed', None)
+    """
+
+    def __init__(self, job_id: str, now: float, deadline: float) -> None:
+        self.job_id = job_id
+        self.state = State.PREPARING
+        self.error: KVFerryError | None = None
+        self.given_up_at: float | None = None
+        self._began_at, self._deadline = now, deadline
+        self._expected: Sequence[bytes] = ()
+        self._num_rounds = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine may have the blocks: filled, or untouched from now on."""
+        return self.state in (State.COMMITTED, State.FAILED)
+
+    def begin(self, expected: Sequence[bytes], num_rounds: int) -> tuple[Action, ...]:
+        """The sources are known: each with the guard word that the reader must find."""
+        if self.state is not State.PREPARING:
+            return ()
+        self._expected, self._num_rounds = tuple(expected), num_rounds
+        self.state = State.WORDS_BEFORE
+        return (Action.READ_WORDS,)
+
+    def words_read(self, found: Sequence[bytes], now: float) -> tuple[Action, ...]:
+        """The guard words have landed, one for each source."""
+        if self.state is State.WORDS_BEFORE and any(
+            word == being_written(expected) for word, expected in zip(found, self._expected, strict=True)
+        ):
+            return (Action.READ_WORDS,)
+        if self.state not in (State.WORDS_BEFORE, State.WORDS_AFTER):
+            return ()
+        if tuple(found) != self._expected:
+            return self._stop(_source_changed(self.job_id, is_before=self.state is State.WORDS_BEFORE), now)
+        if self.state is State.WORDS_BEFORE:
+            self.state = State.BETWEEN_ROUNDS
+            return (Action.READ_DATA,)
+        self._num_rounds -= 1
+        if self._num_rounds > 0:
+            self.state = State.BETWEEN_ROUNDS
+            return (Action.COPY_ROUND, Action.READ_DATA)
+        self.state = State.COPYING
+        return (Action.COPY_ROUND, Action.AWAIT_COPIES)
+
+    def round_begun(self) -> None:
+        """The stage had room: the reads of the round have been submitted."""
+        if self.state is State.BETWEEN_ROUNDS:
+            self.state = State.DATA
+
+    def data_read(self) -> tuple[Action, ...]:
+        """Every byte of the round has landed."""
+        if self.state is not State.DATA:
+            return ()
+        self.state = State.WORDS_AFTER
+        return (Action.READ_WORDS,)
+
+    def copied(self) -> tuple[Action, ...]:
+        """Every copy out of the stage has ended."""
+        if self.state is not State.COPYING:
+            return ()
+        self.state = State.COMMITTED
+        return (Action.COMMIT,)
+
+    def fail(self, error: KVFerryError, now: float) -> tuple[Action, ...]:
+        """Give up for the first reason there is; transfers on their way must end before the blocks are given back."""
+        return () if self.is_over or self.state is State.STOPPING else self._stop(error, now)
+
+    def tick(self, now: float) -> tuple[Action, ...]:
+        """Give up once the deadline has passed."""
+        return self.fail(self._late(now), now) if now >= self._deadline else ()
+
+    def is_ending(self, now: float) -> bool:
+        """Return whether the pull is past its deadline or being stopped."""
+        return self.state is State.STOPPING or now >= self._deadline
+
+    def quiet(self) -> tuple[Action, ...]:
+        """Of a pull that was given up no transfer and no copy is on its way any more."""
+        if self.state is not State.STOPPING:
+            return ()
+        self.state = State.FAILED
+        return (Action.GIVE_BACK,)
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """Return the state as plain data, times relative to ``now``, the error as its reason code."""
+        return {
+            "state": self.state.value,
+            "error": None if self.error is None else self.error.reason.value,
+            "rounds_left": self._num_rounds,
+            "deadline_in": self._deadline - now,
+        }
+
+    def _stop(self, error: KVFerryError, now: float) -> tuple[Action, ...]:
+        self.error, self.given_up_at = error.without_traceback(), now
+        self.state = State.STOPPING
+        return (Action.STOP,)
+
+    def _late(self, now: float) -> HandoffError:
+        return HandoffError(
+            Reason.DEADLINE_EXCEEDED,
+            f"the load of {self.job_id} was still {self.state.value} after {now - self._began_at:.1f} s.",
+            "Check the prefill engine; load_timeout_seconds sets the limit.",
+        )
+
+
+def _source_changed(job_id: str, *, is_before: bool) -> HandoffError:
+    when = "before" if is_before else "while"
+    return HandoffError(
+        Reason.SOURCE_CHANGED,
+        f"the prefill engine stopped holding the blocks of {job_id} {when} they were read.",
+        "Send the prompt again; if this repeats, raise lease_seconds on the prefill side.",
+    )
