@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 
 from kvferry.handoff.messages import Identity
@@ -41,11 +42,15 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             data_parallel_size=1,
             use_ubatching=False,
         )
-        transfer = SimpleNamespace(is_kv_producer=kv_role != "kv_consumer", is_kv_consumer=kv_role != "kv_producer")
+        transfer = SimpleNamespace(
+            kv_role=kv_role, is_kv_producer=kv_role != "kv_consumer", is_kv_consumer=kv_role != "kv_producer"
+        )
         config: Any = SimpleNamespace(
             parallel_config=parallel,
             kv_transfer_config=transfer,
-            cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+            cache_config=SimpleNamespace(
+                enable_prefix_caching=prefix_caching, get_resolved_kv_cache_layout=lambda: KVCacheLayout.BHLNC
+            ),
             use_v2_model_runner=False,
             speculative_config=None,
         )

@@ -1,5 +1,6 @@
 """What an engine tells its peers: where it listens, of which ranks it is made, which model it serves."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from kvferry.execution.device import HOST
 from kvferry.execution.guard_words import GuardWords, StepWords
 from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
+from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import RankMetadata
 from kvferry.integrations.vllm.translate.shards import identity_of
@@ -51,6 +53,33 @@ def test_an_engine_of_which_not_all_ranks_were_heard_does_not_start(make_role: A
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): rank_of(bytes(16 << 20))})
     assert refusal.value.reason is Reason.UNSUPPORTED
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): rank_of(b"")})
+
+
+@pytest.mark.parametrize(
+    ("settings", "transports", "line"),
+    [
+        ({"kv_role": "kv_consumer"}, ("cma", "nixl"), "pull, decode, BHLNC, cma on this host, else nixl"),
+        ({"kv_role": "kv_producer", "mode": "push"}, ("nixl",), "push, prefill, BHLNC, nixl"),
+        ({"kv_role": "kv_both", "host": "0.0.0.0", "advertised_host": "both-0"}, ("cma",), "pull, prefill and decode"),
+    ],
+)
+def test_an_engine_says_once_how_it_moves_caches(
+    make_role: Any,
+    settings: dict[str, Any],
+    transports: Sequence[str],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(scheduler_role.logger, "info", lambda text, *values: lines.append(text % values))
+    role = make_role(FULL, num_ranks=2, **settings)
+    ranks = [RankEntry(rank, 0, b"", dict.fromkeys(transports, b""), 0, 0) for rank in range(2)]
+    for _ in range(2):
+        role.publish(ranks)
+    assert len(lines) == 1
+    address = f"{settings.get('advertised_host', '127.0.0.1')}:{role._listener.port}"
+    assert lines[0].startswith(f"kvferry: {line}")
+    assert lines[0].endswith(f"; engine engine-0 at {address}")
 
 
 def test_a_worker_that_ends_tells_readers_before_it_waits_for_its_own_loads() -> None:

@@ -48,6 +48,32 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any]) -> None:
     assert refusal.value.reason is Reason.INVALID_SETTING
 
 
+def test_a_load_ends_before_the_lease_of_what_it_reads() -> None:
+    for settings, told in (
+        ({"load_timeout_seconds": 60}, r"load_timeout_seconds \(60\) must be below lease_seconds \(60, the default\)"),
+        ({"lease_seconds": 20}, r"load_timeout_seconds \(30, the default\) must be below lease_seconds \(20\)"),
+    ):
+        with pytest.raises(SettingsError, match=told) as refusal:
+            parse_settings(settings)
+        assert refusal.value.reason is Reason.INVALID_SETTING
+        assert "Set lease_seconds above" in refusal.value.remedy
+    assert parse_settings({"load_timeout_seconds": 60, "lease_seconds": 60.5}).load_timeout_seconds == 60
+
+
+def test_an_unknown_transport_is_refused_before_the_model_is_loaded() -> None:
+    with pytest.raises(SettingsError, match="no transport 'cam'") as refusal:
+        parse_settings({"transport": "cam"})
+    assert refusal.value.reason is Reason.UNKNOWN_SETTING
+    assert "Did you mean 'cma'?" in refusal.value.remedy
+
+
+def test_a_transfer_log_needs_a_folder(tmp_path: Path) -> None:
+    assert parse_settings({"transfer_log": str(tmp_path / "log")}).transfer_log == str(tmp_path / "log")
+    with pytest.raises(SettingsError, match=f"transfer_log .*no folder '{tmp_path}/missing'") as refusal:
+        parse_settings({"transfer_log": str(tmp_path / "missing" / "log")})
+    assert refusal.value.reason is Reason.INVALID_SETTING
+
+
 def test_a_handshake_ends_before_the_load_that_waits_for_it() -> None:
     assert parse_settings({}).handshake_timeout_seconds == 15
     assert parse_settings({"load_timeout_seconds": 10}).handshake_timeout_seconds == 5

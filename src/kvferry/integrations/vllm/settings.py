@@ -10,6 +10,7 @@ from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.wire.addresses import is_wildcard
 from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES, Strategy
 from kvferry.transport.faults import FaultPlan
+from kvferry.transport.registry import check_setting as check_transport
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 LAST_PORT = 65535
@@ -30,7 +31,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         data-parallel rank 0 and the other ranks take those behind it.
     advertised_host: the address or name that its answers give for ``host``; needed where that means every interface.
     lease_seconds: how long finished prompts are held for a reader that does not renew.
-    load_timeout_seconds: after this a load fails; below the lease. A handshake may take half of it.
+    load_timeout_seconds: after this a load fails; must be below ``lease_seconds``. A handshake may take half of it.
     strategy: of a decode engine that reads: ``direct`` from cache to cache, ``scatter`` by way of a stage, ``auto``
         chooses for each pair of ranks by predicted times. Pushes are ``direct``.
     stage_bytes: memory of the stage that a rank has with ``auto`` and ``scatter``. Larger loads go in rounds.
@@ -104,20 +105,38 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
             f"kv_connector_extra_config: {error}.",
             "The README lists the settings and what they may be.",
         ) from error
-    _check_times(settings)
+    if settings.transport != "auto":
+        check_transport(settings.transport)
+    _check_transfer_log(settings)
+    _check_times(settings, extra_config)
     _check_host(settings)
     _check_push(settings, extra_config)
     return settings
 
 
-def _check_times(settings: Settings) -> None:
+def _if_default(name: str, given: Mapping[str, Any]) -> str:
+    return "" if name in given else ", the default"
+
+
+def _check_times(settings: Settings, given: Mapping[str, Any]) -> None:
     load, lease = settings.load_timeout_seconds, settings.lease_seconds
     if load >= lease:
         raise SettingsError(
             Reason.INVALID_SETTING,
-            f"load_timeout_seconds ({load:g}) must be below lease_seconds ({lease:g}): a reader gives up before its "
-            "holder does.",
-            "Raise lease_seconds or lower load_timeout_seconds.",
+            f"load_timeout_seconds ({load:g}{_if_default('load_timeout_seconds', given)}) must be below lease_seconds "
+            f"({lease:g}{_if_default('lease_seconds', given)}): a load ends before the prefill engine may free the "
+            "blocks that it reads.",
+            f"Set lease_seconds above {load:g}, or load_timeout_seconds below {lease:g}.",
+        )
+
+
+def _check_transfer_log(settings: Settings) -> None:
+    folder = Path(settings.transfer_log).parent
+    if settings.transfer_log and not folder.is_dir():
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"transfer_log {settings.transfer_log!r}: there is no folder {str(folder)!r}.",
+            "Make the folder, or name a file in one that exists.",
         )
 
 

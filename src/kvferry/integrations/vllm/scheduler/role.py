@@ -7,7 +7,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
@@ -39,7 +39,7 @@ from kvferry.integrations.vllm.scheduler.pull import PullDestination, PullSource
 from kvferry.integrations.vllm.scheduler.push import PushDestination, PushSource, check_pushable
 from kvferry.integrations.vllm.settings import Settings, control_port
 from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, EngineEndPoint, LoadOrder, StepMetadata
-from kvferry.integrations.vllm.translate.shards import group_shapes, identity_of
+from kvferry.integrations.vllm.translate.shards import group_shapes, identity_of, resolved_layout
 from kvferry.integrations.vllm.versions import find_engine_wake
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ EPOCH_BITS = 53
 SECRET_BYTES = 32
 MAX_LOADS = MAX_REQUESTS_PER_MESSAGE
 """Loads at a time, quarantined ones included: a rank's report names as many as a message has."""
+PARTS = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "prefill and decode"}
 
 
 class SchedulerRole:
@@ -96,7 +97,9 @@ class SchedulerRole:
         port = control_port(settings.port, parallel.data_parallel_index)
         self._listener = Listener(settings.host, port, self._answer, self._keep_up)
         state.answers_at = EndPoint(settings.reachable_host, self._listener.port, epoch)
-        logger.info("kvferry: engine %s listens on %s:%d", engine_id, settings.host, self._listener.port)
+        assert vllm_config.kv_transfer_config is not None
+        parts = PARTS[str(vllm_config.kv_transfer_config.kv_role)]
+        self._start_line = f"{settings.mode}, {parts}, {resolved_layout(vllm_config)}"
 
     # The engine's requests, as the scheduler meets them.
 
@@ -212,6 +215,10 @@ class SchedulerRole:
         state = self._state
         directory = Directory(PROTOCOL_VERSION, state.engine_id, state.epoch, self._identity, tuple(ranks))
         check_complete(directory, self._num_ranks)
+        if self._directory is None:
+            transports = transports_in_words(ranks[0].end_points)
+            address = f"{state.answers_at.host}:{state.answers_at.port}"
+            logger.info("kvferry: %s, %s; engine %s at %s", self._start_line, transports, state.engine_id, address)
         self._directory = directory
         self._source.publish()
 
@@ -327,3 +334,12 @@ class SchedulerRole:
         self._quarantine.note(question.rank, question.number, question.request_ids)
         self._wake()
         return Noted(self._state.epoch)
+
+
+def transports_in_words(names: Iterable[str]) -> str:
+    """Return which transport is used when, the preferred first.
+
+    >>> transports_in_words(["cma", "nixl"])
+    'cma on this host, else nixl'
+    """
+    return ", else ".join("cma on this host" if name == "cma" else name for name in names)

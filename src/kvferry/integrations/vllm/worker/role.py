@@ -119,7 +119,7 @@ class WorkerRole:
             num_words=MAX_HELD_REQUESTS,
             push_end_point=None if self._push is None else self._push.answers_at,
         )
-        logger.info("kvferry: rank %d moves\n%r", self._rank, shard)
+        logger.debug("kvferry: rank %d moves\n%r", self._rank, shard)
 
     def get_handshake_metadata(self) -> RankMetadata | None:
         """Return what peers must know of this rank."""
