@@ -1,11 +1,12 @@
 """Settings of the vLLM connector and its choice of layout, without an engine."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvferry.errors import KVFerryError, Reason
+from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.integrations.vllm.settings import Settings, parse_settings
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.staging.strategy import Strategy

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
