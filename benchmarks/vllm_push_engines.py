@@ -153,18 +153,17 @@ class MeasuredPair(Pair):
     def _num_batches(self, transfer_id: str) -> int:
         """Return a push's batches by the sender's log, to which it goes in the step after it: one is asked for here."""
         end = time.monotonic() + LOG_SECONDS
-        while (timeline := self._logged(transfer_id)) is None:
+        while (events := self._logged(transfer_id)) is None:
             if time.monotonic() > end:
                 raise BenchmarkError(Reason.DEADLINE_EXCEEDED, "push: the sender logs nothing.")
             time.sleep(0.2)
             if self._logged(transfer_id) is None:
                 complete(self.prefill, [0], {})
-        return len(timeline["batches"])
+        return len(events["batches"])
 
     def _logged(self, transfer_id: str) -> dict[str, Any] | None:
-        lines = self.log.read_text().splitlines()
-        timelines = [json.loads(line)["timeline"] for line in lines[-2:]]
-        return next((each for each in timelines if each["transfer_id"] == transfer_id), None)
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if transfer_id in line]
+        return next((line["events"] for line in lines if "push" in line), None)
 
 
 def bootstrapped_id(port: int) -> str:

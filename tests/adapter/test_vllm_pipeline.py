@@ -36,7 +36,7 @@ THREE = (["0"], ["1", "2"], ["3", "4"])
 
 def rank_without_engine() -> Any:
     role: Any = WorkerRole.__new__(WorkerRole)
-    role._failed, role._executor = set(), None
+    role._failed, role._executor, role._push = set(), None, None
     role._statistics, role._log = Statistics(), TransferLog("", 0, NamedLayout.BHLNC)
     return role
 

@@ -107,7 +107,7 @@ class Workers:
 
     def compute(self, num_final: int) -> None:
         num_tokens = 3 * BLOCK_SIZE
-        prompt = Prompt(num_tokens, "prompt", {"full": BlockList(0, SOURCE_IDS)}, num_final, num_tokens)
+        prompt = Prompt(num_tokens, "prompt", {"full": BlockList(0, SOURCE_IDS)}, num_final)
         self.step(self.senders, StepMetadata(prompts=[("x", prompt)]))
 
     def finished(self) -> tuple[set[str], set[str]]:
@@ -147,7 +147,7 @@ def pushes_logged(workers: Workers) -> list[dict[str, Any]]:
     for role in workers.senders:
         role.take_finished()
     lines = [path.read_text().splitlines() for path in sorted(workers.folder.glob("p.rank*"))]
-    return [json.loads(line) for of_rank in lines for line in of_rank]
+    return [push for of_rank in lines for line in of_rank if "push" in (push := json.loads(line))]
 
 
 def arrived(workers: Workers) -> bool:
@@ -166,7 +166,7 @@ def test_a_prompt_in_chunks_is_received_once_all_ranks_have_pushed(workers: Work
     assert [role.take_finished() for role in workers.senders] == [(set(), set())] * 2
 
 
-def test_both_sides_log_a_line_per_request_and_rank(workers: Workers) -> None:
+def test_both_sides_log_a_line_per_request_and_rank_and_the_sender_one_per_step(workers: Workers) -> None:
     workers.announce()
     workers.compute(END)
     assert workers.finished() == ({"r"}, set())
@@ -175,15 +175,16 @@ def test_both_sides_log_a_line_per_request_and_rank(workers: Workers) -> None:
     assert [role.take_finished() for role in workers.senders] == [(set(), set())] * 2
     [line] = lines(workers.folder / "d.rank0")
     assert line["request_id"] == "r"
-    assert line["timeline"]["committed_at"] > max(line["timeline"]["announced_at"].values())
+    assert line["events"]["committed_at"] > max(line["events"]["announced_at"].values())
     for tp_rank in (0, 1):
-        [sent] = lines(workers.folder / f"p.rank{tp_rank}")
-        [batch] = sent["timeline"]["batches"]
-        assert (sent["timeline"]["transfer_id"], sent["rank"], sent["error"]) == ("x", tp_rank, None)
+        step, sent = sorted(lines(workers.folder / f"p.rank{tp_rank}"), key=lambda line: "push" in line)
+        [batch] = sent["events"]["batches"]
+        assert (sent["events"]["transfer_id"], sent["rank"], sent["error"]) == ("x", tp_rank, None)
         assert (sent["bytes"], sent["descriptors"]) == (batch["bytes"], batch["descriptors"])
         [span] = batch["spans"]
-        assert (span["tokens"], span["layers"]) == ([0, 3 * BLOCK_SIZE], None)
-        assert span["compute_began_at"] <= span["compute_ended_at"] <= batch["posted_at"] <= batch["landed_at"]
+        assert (span["tokens"], span["layers"]) == ([0, 3 * BLOCK_SIZE], [])
+        assert (step["rank"], step["prompts"], step["ran_at"]) == (tp_rank, {"x": 3 * BLOCK_SIZE}, {})
+        assert step["step_began_at"] <= step["step_ended_at"] <= batch["posted_at"] <= batch["landed_at"]
 
 
 def lines(path: Path) -> list[Any]:

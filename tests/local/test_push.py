@@ -465,13 +465,13 @@ def test_a_whole_prompt_goes_when_it_has_been_computed(engines: Pairs) -> None:
     assert receiver.result().error is None
     check_arrived(sender, [receiver], [5, 1], [0, 3])
     [result] = sender.ranks[0].executor.collect()
-    assert [len(batch["spans"]) for batch in result.timeline()["batches"]] == [1]
+    assert [len(batch["spans"]) for batch in result.events["batches"]] == [1]
 
 
 def step(source: SendingRank, transfer_id: str, ids: Sequence[int], seconds_per_layer: float) -> None:
     """Compute a prompt in one step, in which every layer takes so long and tells when it has run."""
     num_tokens = len(ids) * BLOCK_SIZE
-    prompt = Prompt(num_tokens, "prompt", {"full": BlockList(0, ids)}, END, num_tokens)
+    prompt = Prompt(num_tokens, "prompt", {"full": BlockList(0, ids)}, END)
     source.pusher.begin_step([(transfer_id, prompt)])
     for layer in LAYERS:
         time.sleep(seconds_per_layer)
@@ -479,40 +479,41 @@ def step(source: SendingRank, transfer_id: str, ids: Sequence[int], seconds_per_
     source.pusher.compute([(transfer_id, prompt)])
 
 
-def test_a_timeline_shows_each_span_pushed_while_the_next_is_computed(engines: Pairs) -> None:
+def test_events_show_each_span_pushed_while_the_next_is_computed(engines: Pairs) -> None:
     sender, [receiver] = engines.open(goes=Goes.SPANS)
     [source] = sender.ranks
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.is_waiting()
     step(source, "x", [5, 1], seconds_per_layer=0.1)
-    received = receiver.result().timeline()
-    wait_until(lambda: not source.executor._active)
-    [result] = source.executor.collect()
-    sent = result.timeline()
+    received = receiver.result().events
+    [result] = sender.pushed(1)
+    sent, [computed] = result.events, source.pusher.take_steps()
+    assert source.pusher.take_steps() == []
     first, second = sent["batches"]
-    assert [batch["spans"][0]["layers"] for batch in (first, second)] == [["0", "0"], ["1", "1"]]
+    assert [batch["spans"] for batch in (first, second)] == [
+        [{"group": "full", "layers": [layer], "tokens": [0, 2 * BLOCK_SIZE]}] for layer in LAYERS
+    ]
     assert sum(batch["bytes"] for batch in (first, second)) == result.num_bytes
     assert sum(batch["descriptors"] for batch in (first, second)) == result.num_descriptors
+    assert computed["prompts"] == {"x": 2 * BLOCK_SIZE}
     times = [
         received["ordered_at"],
         received["announced_at"]["0"],
         sent["announced_at"],
-        sent["prompt_began_at"],
-        first["spans"][0]["compute_ended_at"],
+        computed["step_began_at"],
+        computed["ran_at"]["0"],
         first["posted_at"],
         first["landed_at"],
-        second["spans"][0]["compute_ended_at"],
+        computed["ran_at"]["1"],
         second["posted_at"],
         second["landed_at"],
         received["done_at"]["0"],
         received["committed_at"],
     ]
     assert times == sorted(times)
-    assert first["spans"][0]["compute_began_at"] == sent["prompt_began_at"]
-    assert second["spans"][0]["compute_began_at"] == first["spans"][0]["compute_ended_at"]
-    assert second["spans"][0]["tokens"] == [0, 2 * BLOCK_SIZE]
-    assert json.loads(json.dumps(sent)) == sent
-    assert not set(sent["batches"][0]) & {"error"}
+    assert computed["step_ended_at"] >= computed["ran_at"]["1"]
+    for record in (sent, received, computed):
+        assert json.loads(json.dumps(record)) == record
 
 
 def test_a_prompt_that_was_computed_before_its_blocks_were_announced_goes_whole(engines: Pairs) -> None:
@@ -527,5 +528,5 @@ def test_a_prompt_that_was_computed_before_its_blocks_were_announced_goes_whole(
         assert receiver.result().error is None
         check_arrived(sender, [receiver], [5, 1], [0, 3])
         [result] = sender.pushed(1)
-        assert [len(batch["spans"]) for batch in result.timeline()["batches"]] == [1] * num_batches
+        assert [len(batch["spans"]) for batch in result.events["batches"]] == [1] * num_batches
         receiver.rank.cache[:] = 0

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from kvferry.execution import pusher as pusher_module
 from kvferry.execution.device import HOST, Mark
 from kvferry.execution.pusher import Pusher
 from kvferry.handoff.messages import Identity, PushKey
@@ -54,9 +55,9 @@ def prompt(num_final: int) -> Prompt:
     return Prompt(40, "p", {}, num_final)
 
 
-def made(order: Any) -> Pusher:
+def made(order: Any, *, keeps_events: bool = False) -> Pusher:
     spans = LayerSpans({"full": LAYERS}, layers_per_span=2)
-    pusher = Pusher(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, spans)
+    pusher = Pusher(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, spans, keeps_events)
     needs = {span: Need(0, 40, 16) for span in (FIRST, SECOND)}
     pusher._side.announce(PushRequest(KEY, "x", 40, "p", needs, deadline=1e12))
     return pusher
@@ -88,6 +89,18 @@ def test_a_span_is_final_when_all_of_its_layers_have_run_in_whatever_order() -> 
     pusher.begin_step([("x", prompt(END))])
     pusher.reach("0")
     assert taken(pusher) == {}, "layers of the step before do not count"
+
+
+def test_of_steps_that_nobody_takes_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pusher_module, "MAX_STEPS", 2)
+    pusher = made(HOST, keeps_events=True)
+    for num_final in (8, 16, END):
+        pusher.begin_step([("x", prompt(num_final))])
+        pusher.compute([("x", prompt(num_final))])
+        pusher.begin_step([])
+        pusher.compute([])
+    assert [step["prompts"] for step in pusher.take_steps()] == [{"x": 16}, {"x": 40}]
+    assert pusher.take_steps() == []
 
 
 def test_where_no_layer_tells_all_spans_are_final_together_when_a_step_ends() -> None:

@@ -1,6 +1,6 @@
 """Jobs: what the transfer thread advances, and how a job ended. A load, an awaited push and a write are jobs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -39,8 +39,8 @@ class JobResult:
     transfer_seconds: float = 0.0
     landing: Mark = OVER
     """Behind the last copy into the cache, on a GPU: the engine's stream must wait for it."""
-    timeline: Callable[[], Mapping[str, Any]] | None = None
-    """Of a push whose events are kept: returns them, ready for JSON."""
+    events: Mapping[str, Any] | None = None
+    """Of a push, where they were asked for: what happened when, ready for JSON."""
 
 
 class Job(Protocol):

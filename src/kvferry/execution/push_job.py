@@ -8,9 +8,9 @@ from kvferry.errors import KVFerryError, Reason, TransportError
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.handoff.messages import PushKey
+from kvferry.handoff.push.events import PushEvents
 from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.sender import SendingSide
-from kvferry.handoff.push_times import PushTimes
 from kvferry.transport.protocol import Direction, Status, Transfer
 from kvferry.transport.registry import Connecting, Link
 
@@ -33,7 +33,7 @@ class PushJob:
         part: Part,
         connect: Callable[[], Connecting],
         report: Report,
-        times: PushTimes | None = None,
+        events: PushEvents | None = None,
     ) -> None:
         self.job_id = f"push {key.number} to {key.receiver} {key.receiver_epoch}"
         self.phase = Phase.PREPARING
@@ -41,7 +41,7 @@ class PushJob:
         self.given_up_at: float | None = None
         self._side, self._lock, self._key, self._part = side, lock, key, part
         self._connect, self._report = connect, report
-        self._times = times
+        self._events = events
         self._connecting: Connecting | None = None
         self._link: Link | None = None
         self._transfer: Transfer | None = None
@@ -88,7 +88,7 @@ class PushJob:
             transport="" if self._link is None else self._link.name,
             wait_seconds=finished_at - self._created_at,
             transfer_seconds=self._transfer_seconds,
-            timeline=None if self._times is None else self._times.as_dict,
+            events=None if self._events is None else self._events.as_dict(),
         )
 
     def _find_link(self) -> Link | None:
@@ -112,8 +112,8 @@ class PushJob:
         rows = self._part.lower(batch, prompt.blocks)
         self._transfer = transfer = link.transport.submit(link.peer, Direction.WRITE, rows)
         self._num_descriptors += transfer.num_descriptors
-        if self._times is not None:
-            self._times.posted(batch, transfer.num_descriptors, transfer.num_bytes, self._submitted_at)
+        if self._events is not None:
+            self._events.posted(batch, transfer.num_descriptors, transfer.num_bytes, self._submitted_at)
         self.phase = Phase.MOVING
         return True
 
@@ -132,8 +132,8 @@ class PushJob:
             self._stopped(None)
         elif status is Status.DONE:
             self._num_bytes += transfer.num_bytes
-            if self._times is not None:
-                self._times.landed(now)
+            if self._events is not None:
+                self._events.landed(now)
             with self._lock:
                 self._side.landed(self._key)
         else:

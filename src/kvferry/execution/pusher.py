@@ -3,9 +3,11 @@
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution.device import Afterwards, DeviceOrder
@@ -31,9 +33,9 @@ from kvferry.handoff.messages import (
     Revoke,
     Revoked,
 )
+from kvferry.handoff.push.events import PushEvents
 from kvferry.handoff.push.part import Part, selector_of
 from kvferry.handoff.push.sender import Prompt, PushRequest, SendingSide
-from kvferry.handoff.push_times import PromptTimes, PushTimes, Step
 from kvferry.handoff.wire.client import Courier
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
 from kvferry.plan.planner import PairPlan, Planner
@@ -43,6 +45,8 @@ from kvferry.transport.registry import Connecting, TransportSet
 logger = logging.getLogger(__name__)
 
 MAX_RECEIVERS = 4096
+MAX_STEPS = 1024
+"""Steps that wait to be taken; of more the latest are kept."""
 MAX_OPEN = 1 << 14
 """Pushes that may be asked for of a rank at a time: more than any engine has requests."""
 MAX_SECONDS = 3600.0
@@ -77,8 +81,8 @@ class Pusher:
     """All pushes of one rank, whose encoded shard is ``shard``.
 
     ``spans`` are layers that go together as soon as they have run, of prompts of more than ``short_tokens``. With
-    ``keeps_times`` the result of each push has a timeline. ``engine`` is where this rank's own engine answers, once
-    that is known.
+    ``keeps_events`` the result of each push has its events, and :meth:`take_steps` the steps. ``engine`` is where this
+    rank's own engine answers, once that is known.
 
     :meth:`answer` is for the listener's thread; the others are for the engine's, and none of them waits for a transfer.
     """
@@ -93,7 +97,7 @@ class Pusher:
         courier: Courier,
         order: DeviceOrder,
         spans: LayerSpans,
-        keeps_times: bool = False,
+        keeps_events: bool = False,
         short_tokens: int = SHORT_TOKENS,
     ) -> None:
         self._shard, self.epoch, self._identity = shard, epoch, identity
@@ -107,18 +111,18 @@ class Pusher:
         self.spans, self._short_tokens = spans, short_tokens
         self.engine: EndPoint | None = None
         self._to_run: dict[Span, set[str]] = {}
-        self._times = PromptTimes() if keeps_times else None
-        self._step = Step(0.0)
+        self._keeps_events = keeps_events
+        self._step: dict[str, Any] | None = None
+        self._steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
 
     # The engine's thread.
 
     def begin_step(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
         """A step that computes these prompts is about to run, layer by layer."""
         self._to_run = {span: set(layers) for span, layers in self.spans.layers_of.items()} if prompts else {}
-        self._step = Step(time.monotonic())
-        if self._times is not None:
-            with self._lock:
-                self._times.begin_step(self._step, prompts)
+        if self._keeps_events and prompts:
+            computed = {transfer_id: min(prompt.num_final, prompt.num_tokens) for transfer_id, prompt in prompts}
+            self._step = {"step_began_at": time.monotonic(), "prompts": computed, "ran_at": {}}
         if self._to_run:
             self._once_launched(partial(self._begun, prompts, self._lives_of(prompts)))
 
@@ -135,7 +139,7 @@ class Pusher:
     def compute(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
         """What a step has launched is final for these transfers, once the device has done it."""
         self._to_run = {}
-        step, self._step = self._step, Step(0.0)
+        step, self._step = self._step, None
         if prompts:
             self._once_launched(partial(self._publish, prompts, self._lives_of(prompts), step))
 
@@ -160,15 +164,19 @@ class Pusher:
         with self._lock:
             self._side.begin_step(self._still_living(prompts, lives))
 
-    def _reached(self, layer: str, span: Span, step: Step) -> None:
-        step.layers_at[layer] = time.monotonic()
+    def _reached(self, layer: str, span: Span, step: dict[str, Any] | None) -> None:
+        if step is not None:
+            step["ran_at"][layer] = time.monotonic()
         with self._lock:
             is_wanted = self._side.reach(span)
         if is_wanted:
             self._executor.wake()
 
-    def _publish(self, prompts: Sequence[tuple[str, Prompt]], lives: dict[str, int], step: Step) -> None:
-        step.ended_at = time.monotonic()
+    def _publish(
+        self, prompts: Sequence[tuple[str, Prompt]], lives: dict[str, int], step: dict[str, Any] | None
+    ) -> None:
+        if step is not None:
+            self._steps.append({**step, "step_ended_at": time.monotonic()})
         with self._lock:
             for transfer_id, prompt in self._still_living(prompts, lives).items():
                 self._side.compute(transfer_id, prompt)
@@ -186,11 +194,17 @@ class Pusher:
         with self._lock:
             for transfer_id in transfer_ids:
                 self._lives.pop(transfer_id, None)
-                if self._times is not None:
-                    self._times.forget(transfer_id)
                 self._side.end(transfer_id, _ended(transfer_id))
         if transfer_ids:
             self._executor.wake()
+
+    def take_steps(self) -> list[dict[str, Any]]:
+        """Return the steps that have ended since the last call, the latest ones of many, ready for JSON.
+
+        Each has when it began and ended, up to which token it has computed each prompt, by transfer id, and when the
+        layers that ended a span had run.
+        """
+        return [self._steps.popleft() for _ in range(len(self._steps))]
 
     @property
     def is_quiet(self) -> bool:
@@ -278,14 +292,10 @@ class Pusher:
                 )
             if not self._side.announce(request):
                 return
-            times = None if self._times is None else self._timeline(request)
-        self._executor.submit(self._job(request, part, receiver, times))
+            events = PushEvents(request, self.spans.layers_of) if self._keeps_events else None
+        self._executor.submit(self._job(request, part, receiver, events))
 
-    def _timeline(self, request: PushRequest) -> PushTimes:
-        assert self._times is not None
-        return PushTimes(request, self._times.of(request.transfer_id), self.spans.layers_of)
-
-    def _job(self, request: PushRequest, part: Part, receiver: Receiver, times: PushTimes | None) -> PushJob:
+    def _job(self, request: PushRequest, part: Part, receiver: Receiver, events: PushEvents | None) -> PushJob:
         return PushJob(
             self._side,
             self._lock,
@@ -293,7 +303,7 @@ class Pusher:
             part,
             connect=lambda: self._connect(receiver),
             report=lambda result: self._report(request, part, receiver, result),
-            times=times,
+            events=events,
         )
 
     # The transfer thread.

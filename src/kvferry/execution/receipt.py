@@ -4,7 +4,6 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
@@ -22,9 +21,9 @@ from kvferry.handoff.messages import (
     Revoke,
     Revoked,
 )
+from kvferry.handoff.push.events import clock
 from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.receiver import Receiving
-from kvferry.handoff.push_times import clock
 from kvferry.handoff.wire.client import known_reason
 
 if TYPE_CHECKING:
@@ -129,10 +128,10 @@ class Receipt:
             transport=",".join(sorted({event.transport for event in committed})),
             wait_seconds=finished_at - self._created_at,
             transfer_seconds=max((event.transfer_seconds for event in committed), default=0.0),
-            timeline=partial(self._timeline, finished_at) if self._receiver.keeps_times else None,
+            events=self._events(finished_at) if self._receiver.keeps_events else None,
         )
 
-    def _timeline(self, finished_at: float) -> dict[str, Any]:
+    def _events(self, finished_at: float) -> dict[str, Any]:
         """Return when each source, by index, was told of the blocks, when it said "done", and when that was all."""
         return {
             "clock": clock(),

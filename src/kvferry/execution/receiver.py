@@ -38,7 +38,7 @@ MAX_SOURCES = 4096
 class Receiver:
     """All pushes to one rank. A source, which answers on a thread of its own, may take ``answer_seconds`` to do so.
 
-    With ``keeps_times`` the result of each has a timeline.
+    With ``keeps_events`` the result of each has events.
 
     :meth:`answer` is for the listener's thread, :meth:`receive` for the engine's; the rest is for receipts, on the
     transfer thread.
@@ -54,13 +54,13 @@ class Receiver:
         executor: Executor,
         courier: Courier,
         answer_seconds: float,
-        keeps_times: bool = False,
+        keeps_events: bool = False,
     ) -> None:
         self._name, self._identity = name, identity
         self._shard, self._end_points, self._answers_at = shard, end_points, answers_at
         self._executor, self._courier = executor, courier
         self._answer_seconds = answer_seconds
-        self.keeps_times = keeps_times
+        self.keeps_events = keeps_events
         self._numbers = count(1)
         self._receipts: dict[int, Receipt] = {}
         self._introductions: Bounded[EndPoint, Answer | None] = Bounded(MAX_SOURCES)

@@ -300,10 +300,16 @@ class Engine:
         return self.loads_of_ranks()[0]
 
     def loads_of_ranks(self) -> list[list[dict[str, Any]]]:
-        """Return the transfer log of every rank."""
+        """Return the loads and pushes in the transfer log of every rank."""
         log = Path(str(self.settings.connector_settings["transfer_log"]))
         paths = sorted(log.parent.glob(f"{log.name}.rank*"))
-        return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+        lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+        return [[line for line in of_rank if "step_began_at" not in line] for of_rank in lines]
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the steps in which the first rank has computed prompts that are pushed."""
+        log = Path(f"{self.settings.connector_settings['transfer_log']}.rank0")
+        return [step for line in log.read_text().splitlines() if "step_began_at" in (step := json.loads(line))]
 
     def log(self) -> str:
         return self.server.process.log_path.read_text(errors="replace")

@@ -143,21 +143,28 @@ def test_behind_vllm_router_as_it_is(pair: Pair, engine_pool: EnginePool, refere
 
 
 @for_push_pairs("push-chunked", "push-layers", "push-compiled")
-def test_a_timeline_shows_spans_pushed_before_others_have_been_computed(pair: Pair, engine_pool: EnginePool) -> None:
+def test_spans_are_pushed_before_others_have_been_computed(pair: Pair, engine_pool: EnginePool) -> None:
     pushes, num_tokens = Pushes.of(pair, engine_pool), 2000
     pushes.send(random_prompt(33, num_tokens))
     sent = pushes_of(pushes.prefill, num_tokens, pushes.decode.tp)
-    ends = [loads[-1]["timeline"] for loads in pushes.decode.loads_of_ranks()]
+    ends = [loads[-1]["events"] for loads in pushes.decode.loads_of_ranks()]
     for push in sent:
-        timeline = push["timeline"]
-        batches = timeline["batches"]
+        events, batches = push["events"], push["events"]["batches"]
+        steps = [step for step in pushes.prefill.steps() if events["transfer_id"] in step["prompts"]]
         assert sum(batch["bytes"] for batch in batches) == push["bytes"]
-        early = [batch for batch in batches if batch["landed_at"] < timeline["prompt_ended_at"]]
+        early = [batch for batch in batches if batch["landed_at"] < steps[-1]["step_ended_at"]]
         assert len(batches) > 1
-        assert len(early) >= len(batches) - 2, timeline
-        assert all(span["compute_ended_at"] <= batch["posted_at"] for batch in batches for span in batch["spans"])
-    last_landed_at = max(push["timeline"]["batches"][-1]["landed_at"] for push in sent)
+        assert len(early) >= len(batches) - 2, events
+        for batch in batches:
+            assert all(ran_at(span, steps, events["transfer_id"]) <= batch["posted_at"] for span in batch["spans"])
+    last_landed_at = max(push["events"]["batches"][-1]["landed_at"] for push in sent)
     assert last_landed_at <= max(each["committed_at"] for each in ends)
+
+
+def ran_at(span: dict[str, Any], steps: Sequence[dict[str, Any]], transfer_id: str) -> float:
+    """Return when the layers of a span had run for its last token."""
+    step = next(step for step in steps if step["prompts"][transfer_id] >= span["tokens"][1])
+    return float(step["ran_at"].get(span["layers"][-1], step["step_ended_at"]))
 
 
 def pushes_of(engine: Engine, num_tokens: int, count: int) -> list[dict[str, Any]]:
@@ -165,7 +172,7 @@ def pushes_of(engine: Engine, num_tokens: int, count: int) -> list[dict[str, Any
     end = time.monotonic() + 10
     while True:
         pushes = [line for line in engine.loads() if "push" in line]
-        found = [line for line in pushes if line["timeline"]["num_tokens"] == num_tokens]
+        found = [line for line in pushes if line["events"]["num_tokens"] == num_tokens]
         if len(found) == count:
             return found
         assert time.monotonic() < end, found

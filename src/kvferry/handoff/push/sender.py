@@ -23,15 +23,13 @@ MAX_REMEMBERED = 1 << 16
 class Prompt(msgspec.Struct, frozen=True):
     """What an engine has computed of one prompt: blocks by cache group, and tokens that are final in every layer.
 
-    ``num_final`` is :data:`kvferry.handoff.push.sending.END` once the prompt has been computed to its end. Of its
-    tokens the step that tells this computes ``num_scheduled``, for measurements.
+    ``num_final`` is :data:`kvferry.handoff.push.sending.END` once the prompt has been computed to its end.
     """
 
     num_tokens: int
     digest: str
     blocks: Mapping[str, BlockList]
     num_final: int
-    num_scheduled: int = 0
 
 
 class PushRequest(msgspec.Struct, frozen=True):

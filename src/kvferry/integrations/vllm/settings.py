@@ -37,8 +37,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         chooses for each pair of ranks by predicted times. Pushes are ``direct``.
     stage_bytes: memory of the stage that a rank has with ``auto`` and ``scatter``. Larger loads go in rounds.
     transfer_cores: cores for the transfer thread; empty means all but the compute cores.
-    transfer_log: a file that gets one JSON line per load and rank (``.rank<rank>`` is appended), and per push that a
-        rank sends; lines of pushes have a timeline.
+    transfer_log: a file that gets one JSON line per load and rank (``.rank<rank>`` is appended), and with ``push`` per
+        push that a rank sends, with its events, and per step that computes pushed prompts.
     model_id: what both sides must agree on in place of the digest of model and weights.
     faults: injected faults, for negative controls in tests.
     """

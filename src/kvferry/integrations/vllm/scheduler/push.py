@@ -145,9 +145,7 @@ class PushSource:
             return
         progress = END if num_final >= num_tokens else num_final
         held = held_blocks(groups, ids)
-        of_prompt = max(0, min(num_final, num_tokens) - request.num_computed_tokens)
-        prompt = Prompt(num_tokens, running.digest, held, progress, of_prompt)
-        self._state.step.prompts.append((transfer_id, prompt))
+        self._state.step.prompts.append((transfer_id, Prompt(num_tokens, running.digest, held, progress)))
 
 
 class _Expected(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ class PushWorker:
     """One rank that may push and be pushed to; ``name`` tells it from all other ranks.
 
     ``hosts`` is where it listens, and where peers reach it; they may take ``answer_seconds`` to answer. With
-    ``keeps_times`` results of pushes have timelines.
+    ``keeps_events`` results of pushes have events, and steps that compute prompts are kept.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class PushWorker:
         hosts: tuple[str, str],
         spans: LayerSpans,
         answer_seconds: float,
-        keeps_times: bool,
+        keeps_events: bool,
     ) -> None:
         transports, executor, order = parts
         host, reachable_host = hosts
@@ -46,12 +46,12 @@ class PushWorker:
         # One each: whoever collects answers takes all that have come.
         self._couriers = Courier(), Courier()
         sends, receives = self._couriers
-        self.pusher = Pusher(shard, self._epoch, identity, transports, executor, sends, order, spans, keeps_times)
+        self.pusher = Pusher(shard, self._epoch, identity, transports, executor, sends, order, spans, keeps_events)
         self._receiver: Receiver | None = None
         self._listener = Listener(host, 0, self._answer)
         self.answers_at = EndPoint(reachable_host, self._listener.port, self._epoch)
         self._receiver = Receiver(
-            name, identity, shard, end_points, self.answers_at, executor, receives, answer_seconds, keeps_times
+            name, identity, shard, end_points, self.answers_at, executor, receives, answer_seconds, keeps_events
         )
 
     @property

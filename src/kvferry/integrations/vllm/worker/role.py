@@ -106,9 +106,9 @@ class WorkerRole:
             parts = self._transports, self._executor, self._order
             hosts = self._settings.host, self._settings.reachable_host
             spans = LayerSpans(self._layers_that_tell())
-            keeps_times = bool(self._settings.transfer_log)
+            keeps_events = bool(self._settings.transfer_log)
             self._push = PushWorker(
-                sender, identity, encode_shard(shard), end_points, parts, hosts, spans, timeout, keeps_times
+                sender, identity, encode_shard(shard), end_points, parts, hosts, spans, timeout, keeps_events
             )
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
@@ -197,6 +197,8 @@ class WorkerRole:
             self._account(result)
             if result.error is not None:
                 failed.add(result.job_id)
+        for step in self._push.pusher.take_steps() if self._push is not None else ():
+            self._log.write_step(step)
         return received, failed
 
     def take_statistics(self) -> Statistics | None:

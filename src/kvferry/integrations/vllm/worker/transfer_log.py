@@ -1,6 +1,7 @@
-"""One JSON line per load and rank, and per push and rank, for people and programs that want to see what moved."""
+"""One JSON line per load and rank, and of pushes per push and step of a rank, for people and programs."""
 
 import json
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from kvferry.execution.job import JobResult
@@ -41,8 +42,8 @@ class TransferLog:
             "error": None if result.error is None else result.error.reason.value,
             "message": None if result.error is None else str(result.error),
         }
-        if result.timeline is not None:
-            line["timeline"] = result.timeline()
+        if result.events is not None:
+            line["events"] = result.events
         self._file.write(json.dumps(line) + "\n")
 
     def write_push(self, result: JobResult) -> None:
@@ -59,9 +60,14 @@ class TransferLog:
             "transfer_seconds": result.transfer_seconds,
             "error": None if result.error is None else result.error.reason.value,
             "message": None if result.error is None else str(result.error),
-            "timeline": None if result.timeline is None else result.timeline(),
+            "events": result.events,
         }
         self._file.write(json.dumps(line) + "\n")
+
+    def write_step(self, step: Mapping[str, Any]) -> None:
+        """Append one step of this rank that has computed prompts which are pushed."""
+        if self._file is not None:
+            self._file.write(json.dumps({"rank": self._rank, **step}) + "\n")
 
     def close(self) -> None:
         """Close the file; twice is fine."""
