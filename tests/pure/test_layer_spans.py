@@ -1,12 +1,16 @@
 """Spans of layers: each layer lies in one of them, and together they write what the whole plan does."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
+from kvferry.handoff.push.part import BlockList, Part, announced_blocks
+from kvferry.handoff.push.sending import END, PushState, Sending
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.layer_spans import LAYERS_PER_SPAN, LayerSpans, Span, goes_whole
-from kvferry.plan.planner import GroupPlan, Planner
+from kvferry.plan.planner import Descriptors, PairPlan, Planner
 from kvferry.plan.request import GroupBlocks
 
 LAYERS = [f"{index:02}" for index in range(20)]
@@ -27,22 +31,39 @@ def test_layers_are_cut_into_spans_of_eight_and_a_rest() -> None:
     assert spans.span_of == {layer: span for span, layers in spans.layers_of.items() for layer in layers}
 
 
-def copied(plans: list[GroupPlan]) -> list[tuple[int, int]]:
+def pair(layout: NamedLayout) -> PairPlan:
+    sizes = {"num_kv_heads": 2, "head_size": 4, "itemsize": 2, "block_size": 16, "num_blocks": 6}
+    source, target = (shard_for(layers=LAYERS, layout=layout, base_address=base << 40, **sizes) for base in (1, 2))
+    return Planner([source], target).plans(0)[0]
+
+
+def copied(rows: Iterable[Descriptors]) -> list[tuple[int, int]]:
     """Return every destination byte, as often as it is written, with the source byte that it comes from."""
-    rows = np.concatenate([rows for plan in plans for rows in plan.lower([BLOCKS])]).tolist()
-    return sorted((row[1] + offset, row[0] + offset) for row in rows for offset in range(row[2]))
+    listed = np.concatenate([each.view(np.uint64) for each in rows]).tolist()
+    return sorted((row[1] + offset, row[0] + offset) for row in listed for offset in range(row[2]))
 
 
 @pytest.mark.parametrize("layout", [NamedLayout.BHLNC, NamedLayout.BLHNC, NamedLayout.LBHNC])
 def test_every_byte_of_the_whole_plan_goes_with_one_span(layout: NamedLayout) -> None:
-    sizes = {"num_kv_heads": 2, "head_size": 4, "itemsize": 2, "block_size": 16, "num_blocks": 6}
-    source, target = (shard_for(layers=LAYERS, layout=layout, base_address=base << 40, **sizes) for base in (1, 2))
-    [plan] = Planner([source], target).plans(0)
-    spans = LayerSpans({"full": LAYERS, "of another model": ["0"]})
+    plan, spans = pair(layout), LayerSpans({"full": LAYERS, "of another model": ["0"]})
     plans = spans.plans(plan)
     assert {group: list(of_group) for group, of_group in plans.items()} == {"full": [1, 2, 3]}
-    assert copied(list(plans["full"].values())) == copied([plan.groups["full"]])
+    each = [rows for span in plans["full"].values() for rows in span.lower([BLOCKS])]
+    assert copied(each) == copied(plan.groups["full"].lower([BLOCKS]))
     assert spans.plans(plan) is plans
+
+
+@pytest.mark.parametrize("together", [[1, 2], [2, 3], [1, 3]])
+def test_spans_that_go_in_one_batch_go_once_each(together: list[int]) -> None:
+    plan = pair(NamedLayout.BHLNC)
+    part = Part(plan, announced_blocks(plan, [BLOCKS]), LayerSpans({"full": LAYERS}).plans(plan))
+    push, rows = Sending("x", part.needs, deadline=1.0), []
+    for numbers in (together, [1, 2, 3]):
+        batch = push.take({Span("full", number): END for number in numbers})
+        rows.append(part.lower(batch, {"full": BlockList(0, [5, 1, 4])}))
+        push.landed()
+    assert push.state is PushState.OVER
+    assert copied(rows) == copied(plan.groups["full"].lower([BLOCKS]))
 
 
 def test_a_short_prompt_and_one_that_has_been_computed_go_whole() -> None:
