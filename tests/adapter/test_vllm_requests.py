@@ -17,12 +17,16 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.handoff.messages import RankEntry
+from kvferry.execution.device import HOST
+from kvferry.execution.guard_words import GuardWords, StepWords, word_bytes
+from kvferry.handoff.messages import Handle, RankEntry, Release
 from kvferry.handoff.wire import hold_messages
 from kvferry.handoff.wire.bootstrap import life_of
+from kvferry.handoff.wire.client import ask
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
+from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS
 from kvferry.layout.group import CacheKind
 
 from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, BlockPool, allocated, kept, next_step, prefill, request
@@ -193,6 +197,51 @@ def test_renewals_are_taken_in_while_a_step_takes_long(make_role: Any, monkeypat
         assert time.monotonic() < deadline, f"the lease was renewed {len(ends) - 1} times"
         time.sleep(0.01)
         ends.add(reader._state.leases._holds.lease_of("d").end)
+
+
+@pytest.mark.parametrize("ending", ["released", "expired", "aborted"])
+def test_the_step_that_frees_the_blocks_of_a_hold_clears_its_guard_word(ending: str, make_role: Any) -> None:
+    """Else a decode engine that reads late would find the word as it was, and other prompts in the blocks."""
+    role = make_role(FULL, lease_seconds=0.3 if ending == "expired" else 60.0)
+    guard_words = GuardWords(MAX_HELD_REQUESTS)
+    words = StepWords(guard_words, HOST)
+    ours = request(PROMPT, {"do_remote_decode": True})
+    role.on_new_request(ours)
+    role.update_state_after_alloc(ours, allocated([5, 4, 3, 2, 1]), 0)
+    orders = next_step(role, "r")
+    words.begin(orders.ended_slots, orders.written)
+    [(slot, epoch, generation)] = orders.written
+    assert guard_words.array[slot].tobytes() == word_bytes(epoch, generation)
+    if ending == "aborted":
+        role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=False)
+    else:
+        ours.num_computed_tokens = ours.num_prompt_tokens
+        _, params = role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True)
+        assert (params["kvferry"]["slot"], params["kvferry"]["generation"]) == (slot, generation)
+        assert next_step(role).ended_slots == []
+        assert sorted(kept(role)) == [1, 2, 3, 4, 5]
+    if ending == "released":
+        ask("127.0.0.1", params["remote_port"], Release(epoch, (Handle("r", generation),)), 10.0)
+    if ending == "expired":
+        time.sleep(0.4)
+    assert ending == "aborted" or sorted(kept(role)) == [1, 2, 3, 4, 5], "freed before the workers are told"
+    orders = next_step(role)
+    words.begin(orders.ended_slots, orders.written)
+    assert guard_words.array[slot].tobytes() == bytes(16)
+    assert kept(role) == []
+
+
+@pytest.mark.parametrize(("lease_seconds", "longest"), [(5.0, 5.0), (60.0, 30.0)])
+def test_a_load_ends_with_the_lease_of_its_hold(lease_seconds: float, longest: float, make_role: Any) -> None:
+    """Past the lease the prefill engine reuses the blocks: what is read then is read in vain."""
+    sender = make_role(FULL, lease_seconds=lease_seconds)
+    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1])
+    reader, ours = make_role(FULL, load_timeout_seconds=30.0), request(PROMPT, params or {}, "d")
+    reader.on_new_request(ours)
+    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
+    [order] = next_step(reader).loads
+    assert order.error is None
+    assert longest - 2.0 < order.timeout_seconds <= longest
 
 
 def test_a_hold_that_was_lost_during_a_step_ends_the_load_with_that_reason(make_role: Any) -> None:

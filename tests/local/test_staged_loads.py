@@ -53,7 +53,7 @@ class Pair:
         row = HEADS * HEAD_SIZE * 2 * 2
         self.sources = [np.random.default_rng(r).integers(0, 256, (*SHAPE, row // 2), np.uint8) for r in range(2)]
         self.cache = np.zeros((*SHAPE, row), dtype=np.uint8)
-        self.words, self.stage, self.scratch = GuardWords(8), Stage(stage_bytes, huge_pages=False), Scratch(64)
+        self.words, self.stage, self.scratch = GuardWords(8), Stage(stage_bytes), Scratch(64)
         self.words.set(1, 7, 3)
         self.holder, self.reader = open_transport(name), open_transport(name)
         held = [*self.sources, self.words.array]
@@ -339,5 +339,5 @@ def test_parts_without_a_stage_are_no_read() -> None:
 
 def test_more_than_the_whole_stage_is_refused() -> None:
     with pytest.raises(PlanError) as caught:
-        Stage(1 << 16, huge_pages=False).take("a", (1 << 16) + 1)
+        Stage(1 << 16).take("a", (1 << 16) + 1)
     assert caught.value.reason is Reason.UNSUPPORTED

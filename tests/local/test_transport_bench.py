@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvferry.cli.bench_transport import bench_transport, judge
+from kvferry.cli.bench import bench_transport, judge
 from kvferry.cli.transport_measurement import MemcpyMover, allocate, copied_exactly, huge_share, scattered_pieces
 from kvferry.errors import Reason, SettingsError
 

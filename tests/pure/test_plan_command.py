@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvferry.cli.bench_plan import bench_plan
+from kvferry.cli.bench import bench_plan
 from kvferry.cli.plan import plan
 from kvferry.errors import KVFerryError, Reason
 from kvferry.models.config import MAX_CONFIG_BYTES

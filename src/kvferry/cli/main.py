@@ -45,8 +45,8 @@ class Benchmarks(ImportedCommands):
     """``kvferry bench COMMAND``."""
 
     functions: ClassVar[dict[str, str]] = {
-        "plan": "kvferry.cli.bench_plan:bench_plan",
-        "transport": "kvferry.cli.bench_transport:bench_transport",
+        "plan": "kvferry.cli.bench:bench_plan",
+        "transport": "kvferry.cli.bench:bench_transport",
     }
 
 

@@ -42,17 +42,17 @@ class Stage:
     Nobody waits while holding, so all that is held comes back and the first in the queue gets its stretch: no
     deadlock, and none is overtaken. Used by one thread. Untouched memory costs nothing.
 
-    >>> stage = Stage(4096, huge_pages=False)
+    >>> stage = Stage(4096)
     >>> stage.take("a", 3000), stage.take("b", 2000), stage.take("c", 100)
     (0, None, None)
     >>> stage.give_back("a"); stage.take("c", 100), stage.take("b", 2000), stage.take("c", 100)
     (None, 0, 2048)
     """
 
-    def __init__(self, num_bytes: int, huge_pages: bool = True, order: DeviceOrder = HOST) -> None:
+    def __init__(self, num_bytes: int, order: DeviceOrder = HOST) -> None:
         self._order = order
         self.memory, address = (
-            _host_memory(num_bytes, huge_pages) if order.is_immediate else _device_memory(num_bytes, order.device)
+            _host_memory(num_bytes) if order.is_immediate else _device_memory(num_bytes, order.device)
         )
         self.region = Region(address, num_bytes, order.device)
         """The memory to register."""
@@ -121,10 +121,9 @@ class Stage:
         return begin if self.memory.nbytes - begin >= num_bytes else None
 
 
-def _host_memory(num_bytes: int, huge_pages: bool) -> "tuple[Memory, int]":
+def _host_memory(num_bytes: int) -> "tuple[Memory, int]":
     mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if huge_pages:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, dtype=np.uint8)
     memory = whole[-whole.ctypes.data % _HUGE_PAGE_BYTES :][:num_bytes]
     return memory, int(memory.ctypes.data)

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.group import CacheGroup, CacheKind
-from kvferry.plan.planner import GroupPlan, PairPlan
+from kvferry.plan.planner import PairPlan
 from kvferry.plan.staging.scatter import ScatterPlan, aligned, source_runs
 from kvferry.plan.template import Template
 
@@ -191,18 +191,14 @@ def _scatter_prediction(scatter: ScatterPlan, costs: Costs, stage_bytes: int) ->
 
 
 def _nominal(plan: PairPlan) -> Iterator[tuple[Template, int]]:
+    """Return the templates of whole blocks, and how many blocks of each the nominal request has."""
     for group in plan.groups.values():
-        yield from templates_of(group, NOMINAL_TOKENS)
+        phases = group.first_phases()
+        blocks = -(-_num_blocks(group.destination_group) // len(phases))
+        for phase in phases:
+            for template in group.templates(phase):
+                yield template, blocks
 
 
-def templates_of(group: GroupPlan, num_tokens: int) -> Iterator[tuple[Template, int]]:
-    """Return the templates of whole blocks and how many blocks of each so many tokens have."""
-    phases = group.first_phases()
-    blocks = -(-_num_blocks(group.destination_group, num_tokens) // len(phases))
-    for phase in phases:
-        for template in group.templates(phase):
-            yield template, blocks
-
-
-def _num_blocks(group: CacheGroup, num_tokens: int) -> int:
-    return 1 if group.kind is CacheKind.STATE else -(-num_tokens // group.tokens_per_position)
+def _num_blocks(group: CacheGroup) -> int:
+    return 1 if group.kind is CacheKind.STATE else -(-NOMINAL_TOKENS // group.tokens_per_position)

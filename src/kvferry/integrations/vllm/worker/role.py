@@ -93,7 +93,7 @@ class WorkerRole:
         words = Region(self._words.address, self._words.array.nbytes)
         stage = None
         if self._settings.scatters:
-            stage = Stage(self._settings.stage_bytes, order=self._order)
+            stage = Stage(self._settings.stage_bytes, self._order)
         staged = [] if stage is None else [stage.region]
         end_points = self._transports.register([*shard.regions, words, self._scratch.region, *staged])
         identity = identity_of(self._vllm_config, self._settings)
