@@ -18,8 +18,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvferry.errors import Reason, SettingsError
 from kvferry.execution.device import HOST
-from kvferry.execution.guard_words import GuardWords, StepWords, word_bytes
+from kvferry.execution.guard_words import GuardWords, StepWords
 from kvferry.handoff.messages import Handle, RankEntry, Release
+from kvferry.handoff.pull_read import word_bytes
 from kvferry.handoff.wire import hold_messages
 from kvferry.handoff.wire.bootstrap import life_of
 from kvferry.handoff.wire.client import ask
