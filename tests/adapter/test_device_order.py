@@ -276,8 +276,8 @@ class Worker:
     @property
     def is_stage_free(self) -> bool:
         """Whether the whole stage can be taken at once."""
-        assert self.role._routes is not None
-        stage = self.role._routes._stage
+        assert self.role._rank is not None
+        stage = self.role._rank.routes._stage
         assert stage is not None
         taken = stage.take("probe", stage.region.length)
         stage.give_back("probe")

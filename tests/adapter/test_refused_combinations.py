@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from kvferry.errors import KVFerryError
 from kvferry.handoff.handshake import decode_shards, fetch_directory
 from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, Identity, RankEntry
-from kvferry.handoff.wire.server import Listener
+from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.translate import shards as translate
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import Planner
@@ -60,7 +60,7 @@ def meet(source: Shard, destination: Shard) -> None:
 def ask(identity: Identity = IDENTITY, version: int = PROTOCOL_VERSION, epoch: int = EPOCH) -> None:
     """Shake hands with a prefill engine that answers so."""
     entry = RankEntry(0, 0, b"", {}, 0, 1)
-    listener = Listener(HOST, 0, lambda _: Directory(version, "prefill", epoch, identity, (entry,)))
+    listener = Server(HOST, 0, lambda _: Directory(version, "prefill", epoch, identity, (entry,)))
     try:
         fetch_directory(HOST, listener.port, "decode", EPOCH, IDENTITY, timeout_seconds=10.0)
     finally:

@@ -18,9 +18,8 @@ from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.step import LoadOrder, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.integrations.vllm.worker.role import WorkerRole
-from kvferry.integrations.vllm.worker.statistics import Statistics
-from kvferry.integrations.vllm.worker.transfer_log import TransferLog
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.request import GroupBlocks
 
@@ -36,7 +35,7 @@ THREE = (["0"], ["1", "2"], ["3", "4"])
 
 def rank_without_engine() -> Any:
     role: Any = WorkerRole.__new__(WorkerRole)
-    role._failed, role._executor, role._push = set(), None, None
+    role._failed, role._rank, role._source = set(), None, None
     role._statistics, role._log = Statistics(), TransferLog("", 0, NamedLayout.BHLNC)
     return role
 

@@ -16,13 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.device import HOST
-from kvferry.execution.guard_words import GuardWords, StepWords
 from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import RankMetadata
+from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate.shards import identity_of
+from kvferry.integrations.vllm.worker.pull import PullSource
 from kvferry.integrations.vllm.worker.role import WorkerRole
 
 from .scheduler_requests import FULL, PROMPT, prefill
@@ -33,7 +33,7 @@ def test_answers_name_the_host_at_which_peers_reach_the_engine(make_role: Any) -
         role = make_role(FULL, **settings)
         answer = prefill(role, PROMPT, list(range(5)))
         assert answer is not None
-        assert (answer["remote_host"], answer["remote_port"]) == (host, role._listener.port)
+        assert (answer["remote_host"], answer["remote_port"]) == (host, role._server.port)
 
 
 def rank_of(shard: bytes) -> RankMetadata:
@@ -77,18 +77,21 @@ def test_an_engine_says_once_how_it_moves_caches(
     for _ in range(2):
         role.publish(ranks)
     assert len(lines) == 1
-    address = f"{settings.get('advertised_host', '127.0.0.1')}:{role._listener.port}"
+    address = f"{settings.get('advertised_host', '127.0.0.1')}:{role._server.port}"
     assert lines[0].startswith(f"kvferry: {line}")
     assert lines[0].endswith(f"; engine engine-0 at {address}")
 
 
 def test_a_worker_that_ends_tells_readers_before_it_waits_for_its_own_loads() -> None:
-    guard, held = GuardWords(4), []
-    guard.set(2, epoch=7, generation=1)
+    source, held = PullSource(HOST), []
+    source.begin_step(StepMetadata(written=[(2, 7, 1)]))
+    guard = source._words.array
+    assert guard.any()
     role: Any = WorkerRole.__new__(WorkerRole)
-    role._step_words = StepWords(guard, HOST)
-    role._executor = SimpleNamespace(close=lambda: held.append(bool(guard.array.any())))
-    role._packing = role._push = role._routes = role._courier = None
+    nothing = SimpleNamespace(close=lambda: None)
+    executor = SimpleNamespace(close=lambda: held.append(bool(guard.any())))
+    role._source, role._rank = source, SimpleNamespace(executor=executor, routes=nothing)
+    role._destination = role._client = None
     role._transports = role._log = SimpleNamespace(close=lambda: None)
     role.shutdown()
     assert held == [False]

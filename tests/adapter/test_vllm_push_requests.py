@@ -15,8 +15,7 @@ from vllm.v1.request import Request
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import RankEntry, Release, Renew
-from kvferry.handoff.push.part import BlockList
-from kvferry.handoff.push.sending import END
+from kvferry.handoff.push.sender import END, BlockList
 from kvferry.handoff.wire.bootstrap import life_of
 from kvferry.handoff.wire.client import ask
 from kvferry.integrations.vllm.connector import KVFerryConnector
@@ -231,7 +230,7 @@ def test_the_decode_side_orders_what_it_lacks(make_role: Any) -> None:
     [order] = next_step(reader).loads
     assert order.error is None
     assert (order.pushed.transfer_id, order.pushed.num_tokens) == ("x", 79)
-    assert (order.hold.port, order.hold.epoch) == (sender._listener.port, sender._state.epoch)
+    assert (order.hold.port, order.hold.epoch) == (sender._server.port, sender._state.epoch)
     lists = [(blocks.first_token, blocks.last_token, blocks.destination_ids.tolist()) for blocks in order.blocks]
     assert lists == [(16, 79, [12, 13, 14, 15]), (32, 79, [16, 17, 18])]
 
@@ -410,4 +409,4 @@ def test_peers_are_told_the_advertised_host(make_role: Any) -> None:
     ours, _ = pushed_to(reader, sender)
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
     [order] = next_step(reader).loads
-    assert (order.hold.host, order.hold.port) == ("localhost", sender._listener.port)
+    assert (order.hold.host, order.hold.port) == ("localhost", sender._server.port)

@@ -18,7 +18,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvferry.errors import Reason
-from kvferry.execution import executor, receiver
+from kvferry.execution import announce, executor
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -31,11 +31,9 @@ from kvferry.handoff.messages import (
     Released,
     StillWriting,
 )
-from kvferry.handoff.push.part import BlockList
-from kvferry.handoff.push.sender import Prompt
-from kvferry.handoff.push.sending import END
+from kvferry.handoff.push.sender import END, BlockList, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.handoff.wire.server import Listener
+from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import EngineEndPoint, LoadOrder, PushedPrompt, StepMetadata
@@ -69,7 +67,7 @@ class Workers:
                 return Released(EPOCH)
             return directory
 
-        self.listener = Listener(HOST, 0, answer)
+        self.listener = Server(HOST, 0, answer)
         self.hold = RemoteHold("p", EPOCH, HOST, self.listener.port, Handle("x", 0))
 
     def _role(self, patch: pytest.MonkeyPatch, engine_id: str, rank: Rank, **more: Any) -> Any:
@@ -170,7 +168,7 @@ def test_both_sides_log_a_line_per_request_and_rank_and_the_sender_one_per_step(
     workers.announce()
     workers.compute(END)
     assert workers.finished() == ({"r"}, set())
-    wait_until(lambda: not any(role._executor._active for role in workers.senders))
+    wait_until(lambda: not any(role._rank.executor._active for role in workers.senders))
     workers.step(workers.senders, StepMetadata())
     assert [role.take_finished() for role in workers.senders] == [(set(), set())] * 2
     [line] = lines(workers.folder / "d.rank0")
@@ -246,7 +244,7 @@ def test_a_source_that_says_nothing_more_does_not_keep_the_request(
 ) -> None:
     """Its host may be gone, or it stopped: the engine keeps the blocks, and the request fails without them."""
     monkeypatch.setattr(executor, "QUIET_SECONDS", 0.1)
-    monkeypatch.setattr(receiver, "nothing_listens", lambda *_: is_gone)
+    monkeypatch.setattr(announce, "nothing_listens", lambda *_: is_gone)
     is_gone, told = False, list[StillWriting]()
 
     def answer(question: Question) -> Answer:
@@ -254,14 +252,14 @@ def test_a_source_that_says_nothing_more_does_not_keep_the_request(
         told.append(question)
         return Noted(EPOCH)
 
-    engine = Listener(HOST, 0, answer)
+    engine = Server(HOST, 0, answer)
     orders = {"engine": EngineEndPoint(EndPoint(HOST, engine.port, EPOCH), b"secret")}
     try:
         workers.announce(seconds=0.5)
-        wait_until(lambda: any(role._push.pusher._receivers for role in workers.senders))
+        wait_until(lambda: any(role._source.writer._destinations for role in workers.senders))
         for role in workers.senders:
-            monkeypatch.setattr(role._push.pusher._courier, "send", lambda *_: None)
-            role._push._listener.close()
+            monkeypatch.setattr(role._source.writer._client, "send", lambda *_: None)
+            role._source._end_point.close()
         workers.step([workers.receiver], StepMetadata(**orders))
         wait_until(lambda: bool(told))
         assert (told[0].rank, told[0].number, told[0].request_ids) == (0, 1, ("r",))
@@ -339,7 +337,7 @@ def recorded(collect: Callable[[], list[Any]], waits: list[float]) -> Callable[[
 def test_nothing_is_waited_for_where_nothing_moves(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     for role in (workers.receiver, *workers.senders):
-        monkeypatch.setattr(role._executor, "collect", recorded(role._executor.collect, waits))
+        monkeypatch.setattr(role._rank.executor, "collect", recorded(role._rank.executor.collect, waits))
         role.take_finished(5.0)
     assert waits == [0.0] * 3
     workers.announce()
@@ -355,16 +353,16 @@ def test_nothing_is_waited_for_where_nothing_moves(workers: Workers, monkeypatch
 
 
 def test_a_source_may_take_as_long_to_answer_as_a_handshake(workers: Workers) -> None:
-    push = workers.receiver._push
-    assert push.receiver._answer_seconds == workers.receiver._settings.handshake_timeout_seconds
+    announcer = workers.receiver._destination.announcer
+    assert announcer._answer_seconds == workers.receiver._settings.handshake_timeout_seconds
 
 
 def test_a_rank_may_push_and_be_pushed_to_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Reports of its pushes do not take the answers to its announcements."""
     workers = Workers(monkeypatch, tmp_path)
-    push = workers.receiver._push
-    assert push.pusher._courier is not push.receiver._courier, "whoever collects answers takes all that have come"
-    back = Listener(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "d", EPOCH, IDENTITY, (entry,)))
+    role = workers.receiver
+    assert role._source.writer._client is not role._destination.announcer._client, "collect() drains a client"
+    back = Server(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "d", EPOCH, IDENTITY, (entry,)))
     try:
         entry = decode_rank_entry(workers.receiver.get_handshake_metadata().entry)
         hold = RemoteHold("d", EPOCH, HOST, back.port, Handle("y", 0))

@@ -187,7 +187,7 @@ def test_no_prompt_loses_what_its_last_token_attends_to(num_tokens: int, make_ro
 
 
 def test_renewals_are_taken_in_while_a_step_takes_long(make_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the listener's thread runs on the reader's side; each renewal follows from the answer to the last."""
+    """Only the server's thread runs on the reader's side; each renewal follows from the answer to the last."""
     monkeypatch.setattr(hold_messages, "RENEW_SHARE", 0.001)
     sender, reader = make_role(FULL), make_role(FULL)
     params = prefill(sender, PROMPT, [5, 4, 3, 2, 1])

@@ -18,6 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.execution.device import HOST
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.read import Load
@@ -26,6 +27,7 @@ from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
 from kvferry.integrations.vllm.translate.shards import group_shapes
 from kvferry.integrations.vllm.worker import role as worker_role
+from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.request import GroupBlocks
 
@@ -209,7 +211,10 @@ class CountedRank:
         config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
         none: Any = None
         self.role: Any = worker_role.WorkerRole(config, none, Settings(transport="memcpy"))
-        self.role._executor = self.executor = Executor(Scratch(num_words=4))
+        self.executor = Executor(Scratch(num_words=4))
+        routes = SimpleNamespace(close=lambda: None)
+        self.role._rank = SimpleNamespace(executor=self.executor, routes=routes)
+        self.role._source, self.role._destination = PullSource(HOST), PullDestination(self.role._rank)
         self.role._account = lambda result: None
 
     def submit(self, request_id: str, error: HandoffError | None) -> None:
@@ -218,6 +223,7 @@ class CountedRank:
                 raise error
             return ()
 
+        self.role._orders[request_id] = LoadOrder(request_id, 20.0)
         self.executor.submit(Load(request_id, prepare, time.monotonic() + 20))
 
     def output(self) -> Any:
@@ -241,7 +247,9 @@ def test_trap_11_every_rank_reports_a_request_once(monkeypatch: pytest.MonkeyPat
             rank.submit("failed", error)
             rank.submit("aborted", error)
             refused = LoadOrder("refused", 1.0, error=lease_lost("refused"))
-            rank.role.start_loads(StepMetadata(loads=[refused], aborted=["aborted"]))
+            orders = StepMetadata(loads=[refused], aborted=["aborted"])
+            rank.role.begin_step(orders)
+            rank.role.start_loads(orders)
         end = time.monotonic() + 20
         last = 0.0
         while time.monotonic() < end and (last == 0.0 or time.monotonic() < last + 0.1):

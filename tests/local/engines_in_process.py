@@ -26,7 +26,7 @@ from kvferry.handoff.messages import (
     RankEntry,
 )
 from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.handoff.wire.server import Listener
+from kvferry.handoff.wire.server import Server
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
@@ -113,7 +113,7 @@ class PrefillEngine:
         self.num_handshakes = 0
         self.may_answer = threading.Event()
         self.may_answer.set()
-        self.listener = Listener(HOST, port, self._answer)
+        self.listener = Server(HOST, port, self._answer)
 
     def _answer(self, question: Question) -> Answer:
         assert isinstance(question, DirectoryRequest)

@@ -7,21 +7,19 @@ from enum import Enum
 
 import numpy as np
 
-from kvferry.execution import receipt
+from kvferry.execution import announce
+from kvferry.execution.announce import Announcer, PushedRequest
 from kvferry.execution.device import HOST as NO_DEVICE
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
-from kvferry.execution.pusher import Pusher
-from kvferry.execution.receipt import Request
-from kvferry.execution.receiver import Receiver
 from kvferry.execution.route import Routes
+from kvferry.execution.write import Writer
 from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Handle, RankEntry
-from kvferry.handoff.push.part import BlockList
-from kvferry.handoff.push.sender import Prompt
+from kvferry.handoff.push.sender import BlockList, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.handoff.wire.client import Courier
-from kvferry.handoff.wire.server import Listener
+from kvferry.handoff.wire.client import Client
+from kvferry.handoff.wire.server import Server
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans
 from kvferry.plan.wire import encode_shard
@@ -42,7 +40,7 @@ class Goes(Enum):
 
 
 class Parts:
-    """What every rank has: transports, a transfer thread, a courier and a listener."""
+    """What every rank has: transports, a transfer thread, a client and a listener."""
 
     def __init__(self, rank: Rank, faults: FaultPlan | None = None) -> None:
         self.rank = rank
@@ -50,9 +48,9 @@ class Parts:
         self.transports = open_transports("cma", faults)
         self.end_points = self.transports.register([*rank.regions, self.scratch.region])
         self.executor = Executor(self.scratch)
-        self.courier = Courier()  # each rank is a sender or a receiver
+        self.client = Client()  # each rank is a sender or a receiver
         self.epoch = secrets.randbits(40)
-        self.listener = Listener(HOST, 0, lambda question: self.answerer.answer(question))
+        self.listener = Server(HOST, 0, lambda question: self.answerer.answer(question))
 
     @property
     def answers_at(self) -> EndPoint:
@@ -61,7 +59,7 @@ class Parts:
     def close(self) -> None:
         self.executor.close()
         self.listener.close()
-        self.courier.close()
+        self.client.close()
         self.transports.close()
 
 
@@ -69,10 +67,10 @@ class SendingRank(Parts):
     def __init__(self, rank: Rank, faults: FaultPlan | None, goes: Goes) -> None:
         super().__init__(rank, faults)
         shard = encode_shard(rank.shard)
-        parts = self.transports, self.executor, self.courier, NO_DEVICE
+        parts = self.transports, self.executor, self.client, NO_DEVICE
         spans = LayerSpans({} if goes is Goes.CHUNKS else {"full": LAYERS}, layers_per_span=1)
         short_tokens = SHORT_TOKENS if goes is Goes.WHOLE else 0
-        self.answerer = self.pusher = Pusher(shard, self.epoch, IDENTITY, *parts, spans, True, short_tokens)
+        self.answerer = self.pusher = Writer(shard, self.epoch, IDENTITY, *parts, spans, True, short_tokens)
         self.entry = RankEntry(rank.shard.tp_rank, 0, shard, self.end_points, 0, 0, push_end_point=self.answers_at)
 
 
@@ -86,7 +84,7 @@ class SendingEngine:
     ) -> None:
         self.ranks = [SendingRank(rank, faults, goes) for rank in filled_ranks(tp_size, layout)]
         entries = tuple(rank.entry for rank in self.ranks)
-        self.listener = Listener(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries))
+        self.listener = Server(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries))
 
     def hold(self) -> RemoteHold:
         return RemoteHold("p", EPOCH, HOST, self.listener.port, Handle("x", 0))
@@ -119,21 +117,21 @@ class ReceivingRank(Parts):
         self.engines = Routes(rank.shard, IDENTITY, self.transports, engine_id, SECONDS)
         name = f"{engine_id}/{rank.tp_rank}"
         shard = encode_shard(rank.shard)
-        self.answerer = self.receiver = Receiver(
-            name, IDENTITY, shard, self.end_points, self.answers_at, self.executor, self.courier, SECONDS, True
+        self.answerer = self.receiver = Announcer(
+            name, IDENTITY, shard, self.end_points, self.answers_at, self.executor, self.client, SECONDS, True
         )
 
     def receive(
         self, hold: RemoteHold, ids: Sequence[int], transfer_id: str = "x", job_id: str = "r", seconds: float = SECONDS
     ) -> None:
         blocks = [whole_blocks("full", [0] * len(ids), ids)]
-        request = Request(job_id, transfer_id, len(ids) * BLOCK_SIZE, "prompt", time.monotonic() + seconds)
+        request = PushedRequest(job_id, transfer_id, len(ids) * BLOCK_SIZE, "prompt", time.monotonic() + seconds)
 
-        def find() -> list[receipt.SourceRank] | None:
+        def find() -> list[announce.SourceRank] | None:
             engine = self.engines.get(hold)
             return None if engine is None else engine.sources(transfer_id, blocks)
 
-        self.receiver.receive(request, find)
+        self.receiver.announce(request, find)
 
     def result(self, seconds: float = SECONDS) -> JobResult:
         end = time.monotonic() + seconds

@@ -459,7 +459,7 @@ def test_a_fault_in_a_turn_ends_neither_the_thread_nor_leaves_a_load_without_end
     executor.submit(load_of(lambda: [], job_id="a"))
     assert error_of(collect(executor, 1)["a"]).reason is Reason.TRANSFER_FAILED
     monkeypatch.undo()
-    monkeypatch.setattr(Executor, "_tell_if_unquiet", lambda *_: 1 / 0)
+    monkeypatch.setattr(Executor, "_report_if_late", lambda *_: 1 / 0)
     executor.submit(load_of(lambda: None, job_id="b"))
     wait_until(lambda: "a turn of the transfer thread failed" in caplog.text)
     monkeypatch.undo()
@@ -570,15 +570,15 @@ def test_a_load_that_is_set_aside_ends_before_it_is_quiet_and_its_quiet_is_told(
     """Not before it has been told of that it is not quiet: until then nobody keeps its blocks."""
     monkeypatch.setattr(executor_module, "QUIET_SECONDS", 0.1)
     told: list[frozenset[str]] = []
-    executor = Executor(Scratch(num_words=2), tell_unquiet=told.append)
+    executor = Executor(Scratch(num_words=2), report_still_writing=told.append)
     transport.holds_data, transport.polls_until_quiet = True, 1 << 60
     try:
         executor.submit(load_of(lambda: [source.read(transport)], deadline=time.monotonic() + 0.05, job_id="stuck"))
-        executor.set_aside("stuck")
+        executor.quarantine("stuck")
         wait_until(lambda: told == [frozenset({"stuck"})])
         assert executor.collect() == []
         for job_id in ("another", "stuck", "stuck"):
-            executor.set_aside(job_id)
+            executor.quarantine(job_id)
         assert error_of(collect(executor, 1)["stuck"]).reason is Reason.DEADLINE_EXCEEDED
         assert transport.num_pending > 0
         transport.polls_until_quiet = 0

@@ -1,4 +1,4 @@
-"""Releases and renewals through a real courier to a real holder, and what comes of them."""
+"""Releases and renewals through a real client to a real holder, and what comes of them."""
 
 import threading
 import time
@@ -19,9 +19,9 @@ from kvferry.handoff.messages import (
     Renewed,
 )
 from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.handoff.wire import client as courier_module
+from kvferry.handoff.wire import client as client_module
 from kvferry.handoff.wire.hold_messages import HoldMessages, RenewalOutcome
-from kvferry.handoff.wire.server import Listener
+from kvferry.handoff.wire.server import Server
 
 HOST, EPOCH, LEASE = "127.0.0.1", 7, 60.0
 
@@ -40,7 +40,7 @@ class Holder:
         self.questions: list[Question] = []
         self.may_answer = threading.Event()
         self.may_answer.set()
-        self.listener = Listener(HOST, 0, self.answer)
+        self.listener = Server(HOST, 0, self.answer)
 
     def answer(self, question: Question) -> Answer:
         self.questions.append(question)
@@ -125,7 +125,7 @@ def test_a_restarted_holder_has_lost_all(holder: Holder, messages: HoldMessages)
 def test_another_refusal_loses_nothing_and_may_be_asked_again(
     holder: Holder, messages: HoldMessages, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusing = Listener(HOST, 0, lambda question: answer)
+    refusing = Server(HOST, 0, lambda question: answer)
     hold = RemoteHold("p", EPOCH, HOST, refusing.port, Handle("a", 1))
     try:
         for _ in range(2):
@@ -156,7 +156,7 @@ def test_what_is_on_its_way_is_not_asked_twice(holder: Holder, messages: HoldMes
 def test_the_answer_after_one_that_never_came_counts(
     holder: Holder, messages: HoldMessages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(courier_module, "RESEND_SECONDS", 0.05)
+    monkeypatch.setattr(client_module, "RESEND_SECONDS", 0.05)
     holder.may_answer.clear()
     messages.renew(holder.remotes(), timeout_seconds=0.1)
     end = time.monotonic() + 20

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
+from kvferry.execution.announce import AwaitedPush, PushedRequest
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Phase
 from kvferry.execution.read import Load
-from kvferry.execution.receipt import Receipt, Request
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.receiver import Receiving
-from kvferry.handoff.push.sender import Prompt, PushRequest, SendingSide
-from kvferry.handoff.push.sending import END, Need
-from kvferry.handoff.wire.background import AllBeside, Beside
+from kvferry.handoff.push.sender import END, Need, Prompt, PushRequest, Sender
+from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
 from kvferry.plan.layer_spans import Span
 from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Transfer
@@ -88,7 +87,7 @@ def push_request(key: PushKey = KEY) -> PushRequest:
 
 @pytest.mark.parametrize("way", ["fail", "stopped", "end"])
 def test_a_push_that_is_over(way: str, frames: Frames) -> None:
-    side = SendingSide()
+    side = Sender()
     side.announce(push_request())
     side.compute("x", Prompt(32, "p", {}, END))
     if way == "end":
@@ -106,7 +105,7 @@ def test_a_push_that_is_over(way: str, frames: Frames) -> None:
 
 
 def test_a_push_that_cannot_be_stopped_yet(frames: Frames) -> None:
-    side = SendingSide()
+    side = Sender()
     side.announce(push_request())
     side.compute("x", Prompt(32, "p", {}, END))
     assert side.take(KEY)
@@ -125,7 +124,7 @@ def test_a_push_whose_sources_are_not_quiet(frames: Frames) -> None:
 
 
 def test_a_push_without_sources(frames: Frames) -> None:
-    receipt = Receipt(Request("r", "x", 32, "p", time.monotonic() + SECONDS), KEY, frames.fail, Forgetting())  # type: ignore[arg-type]
+    receipt = AwaitedPush(PushedRequest("r", "x", 32, "p", time.monotonic() + SECONDS), KEY, frames.fail, Forgetting())  # type: ignore[arg-type]
     receipt.advance(Scratch(num_words=4), time.monotonic())
     assert receipt.phase is Phase.DONE
     assert not frames.are_alive()
@@ -151,7 +150,7 @@ def test_a_load(frames: Frames) -> None:
 
 
 def test_a_call_on_a_thread_of_its_own(frames: Frames) -> None:
-    calls: AllBeside[str, int] = AllBeside("handshake")
+    calls: BackgroundCalls[str, int] = BackgroundCalls("handshake")
     while (call := calls.get("a", frames.fail)) is None:
         time.sleep(0.001)
     assert not frames.are_alive()
@@ -161,7 +160,7 @@ def test_a_call_on_a_thread_of_its_own(frames: Frames) -> None:
 
 
 def test_a_call_whose_result_is_of_no_use(frames: Frames) -> None:
-    call = Beside("handshake", lambda: 7)
+    call = BackgroundCall("handshake", lambda: 7)
     while call.is_running:
         time.sleep(0.001)
     frames.error(call.fail)

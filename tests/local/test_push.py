@@ -12,19 +12,15 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution import pusher as pusher_module
-from kvferry.execution import receipt
-from kvferry.execution import receiver as receiver_module
+from kvferry.execution import announce, write
+from kvferry.execution.announce import Announcer
 from kvferry.execution.job import JobResult
-from kvferry.execution.receiver import Receiver
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import EndPoint, Introduced, Question, Release, Released
-from kvferry.handoff.push.part import BlockList
-from kvferry.handoff.push.sender import Prompt
-from kvferry.handoff.push.sending import END
+from kvferry.handoff.push.sender import END, BlockList, Prompt
 from kvferry.handoff.wire.addresses import nothing_listens
-from kvferry.handoff.wire.client import Parcel
-from kvferry.handoff.wire.server import Listener
+from kvferry.handoff.wire.client import Exchange
+from kvferry.handoff.wire.server import Server
 from kvferry.transport.faults import FaultPlan
 
 from .engines_in_process import BLOCK_SIZE, HEADS, HOST, IDENTITY, LAYERS, Rank
@@ -122,8 +118,8 @@ def test_a_failed_write_is_reported_at_once(engines: Pairs) -> None:
 
 
 def test_pushes_that_are_asked_for_are_bounded(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pusher_module, "MAX_OPEN", 2)
-    monkeypatch.setattr(pusher_module, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(write, "MAX_OPEN", 2)
+    monkeypatch.setattr(write, "MAX_SECONDS", 0.2)
     sender, [receiver] = engines.open()
     for number in range(2):
         receiver.receive(sender.hold(), [0, 3], f"x{number}", f"r{number}")
@@ -147,7 +143,7 @@ def test_an_engine_is_told_of_a_hold_that_a_dead_receiver_could_not_release(fail
         asked.append(question)
         return Released(7)
 
-    engine = Listener(HOST, 0, answer)
+    engine = Server(HOST, 0, answer)
     try:
         source.pusher.engine = EndPoint(HOST, engine.port, 7)
         receiver.receive(sender.hold(), [0, 3])
@@ -224,7 +220,7 @@ def test_a_push_that_fails_for_another_reason_keeps_the_connection(engines: Pair
     sender.compute(END, [5, 1])
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.result().error is None
-    [known] = source.pusher._receivers.values()
+    [known] = source.pusher._destinations.values()
     connecting = known.connecting
     assert connecting is not None
     receiver.receive(sender.hold(), [0, 3], "y", "s")
@@ -241,7 +237,7 @@ def test_a_sender_that_has_forgotten_a_receiver_is_told_of_it_again(engines: Pai
     sender.compute(END, [5, 1])
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.result().error is None
-    source.pusher._receivers.clear()
+    source.pusher._destinations.clear()
     receiver.receive(sender.hold(), [0, 3])
     error = receiver.result().error
     assert error is not None
@@ -260,13 +256,13 @@ def test_of_a_receiver_that_was_restarted_its_former_self_is_forgotten(engines: 
     engines.receivers.append(latter)
     latter.receive(sender.hold(), [0, 3])
     assert latter.result().error is None
-    assert [epoch for _, epoch in source.pusher._receivers] == [latter.epoch]
+    assert [epoch for _, epoch in source.pusher._destinations] == [latter.epoch]
 
 
 def test_the_receivers_that_are_kept_are_those_that_were_pushed_to_last(
     engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pusher_module, "MAX_RECEIVERS", 2)
+    monkeypatch.setattr(write, "MAX_DESTINATIONS", 2)
     sender, [first] = engines.open()
     [source] = sender.ranks
     others = [ReceivingRank(Rank(0, 1), name) for name in "ef"]
@@ -275,17 +271,17 @@ def test_the_receivers_that_are_kept_are_those_that_were_pushed_to_last(
     for receiver in (first, others[0], first, others[1]):
         receiver.receive(sender.hold(), [0, 3])
         assert receiver.result().error is None
-    assert [name for name, _ in source.pusher._receivers] == ["d/0", "f/0"]
+    assert [name for name, _ in source.pusher._destinations] == ["d/0", "f/0"]
 
 
 def test_sources_that_were_introduced_to_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver_module, "MAX_SOURCES", 2)
-    courier = Mock()
-    receiver = Receiver("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), courier, SECONDS)
+    monkeypatch.setattr(announce, "MAX_SOURCES", 2)
+    client = Mock()
+    receiver = Announcer("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), client, SECONDS)
     for port in (2, 3, 4):
         assert not receiver.is_introduced(EndPoint(HOST, port, 7), (b"shard",))
-    sent = [Parcel(*call.args[:3], 0.0, answer=Introduced(7)) for call in courier.send.call_args_list]
-    courier.collect.return_value = sent
+    sent = [Exchange(*call.args[:3], 0.0, answer=Introduced(7)) for call in client.send.call_args_list]
+    client.collect.return_value = sent
     receiver.collect()
     assert [where.port for where in receiver._introductions] == [3, 4]
     assert receiver.is_introduced(EndPoint(HOST, 4, 7), ())
@@ -293,24 +289,24 @@ def test_sources_that_were_introduced_to_are_not_remembered_for_ever(monkeypatch
 
 def test_one_look_whether_a_source_lives_is_for_all_pushes_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Mock(return_value=False)
-    monkeypatch.setattr(receiver_module, "nothing_listens", looks)
-    monkeypatch.setattr(receiver_module, "KNOCK_AGAIN_SECONDS", 1000.0)
-    receiver = Receiver("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), Mock(), SECONDS)
+    monkeypatch.setattr(announce, "nothing_listens", looks)
+    monkeypatch.setattr(announce, "KNOCK_AGAIN_SECONDS", 1000.0)
+    receiver = Announcer("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), Mock(), SECONDS)
     where = EndPoint(HOST, 2, 2)
     for _ in range(100):
         assert not receiver.has_ended(where)
         time.sleep(0.001)
     assert looks.call_count == 1
-    monkeypatch.setattr(receiver_module, "KNOCK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(announce, "KNOCK_AGAIN_SECONDS", 0.0)
     looks.return_value = True
     wait_until(lambda: receiver.has_ended(where))
 
 
 def test_a_look_that_fails_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Mock(side_effect=ValueError)
-    monkeypatch.setattr(receiver_module, "nothing_listens", looks)
-    monkeypatch.setattr(receiver_module, "KNOCK_AGAIN_SECONDS", 1000.0)
-    receiver = Receiver("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), Mock(), SECONDS)
+    monkeypatch.setattr(announce, "nothing_listens", looks)
+    monkeypatch.setattr(announce, "KNOCK_AGAIN_SECONDS", 1000.0)
+    receiver = Announcer("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), Mock(), SECONDS)
     for _ in range(20):
         assert not receiver.has_ended(EndPoint(HOST, 2, 2))
         time.sleep(0.002)
@@ -320,7 +316,7 @@ def test_a_look_that_fails_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_more_blocks_than_an_announcement_has_are_refused_before_any_source_is_told(
     engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receipt, "MAX_ANNOUNCED_BLOCKS", 1)
+    monkeypatch.setattr(announce, "MAX_ANNOUNCED_BLOCKS", 1)
     sender, [receiver] = engines.open()
     receiver.receive(sender.hold(), [0])
     assert receiver.is_waiting()
@@ -334,7 +330,7 @@ def test_more_blocks_than_an_announcement_has_are_refused_before_any_source_is_t
 def test_what_a_sender_of_many_ranks_holds_may_be_too_long_to_repeat(
     engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiver_module, "MAX_QUESTION_BYTES", 100)
+    monkeypatch.setattr(announce, "MAX_QUESTION_BYTES", 100)
     sender, [receiver] = engines.open()
     receiver.receive(sender.hold(), [0])
     error = receiver.result(5.0).error

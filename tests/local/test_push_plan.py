@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.push.part import BlockList, Part, announced_blocks
-from kvferry.handoff.push.sending import END, PushState, Sending
+from kvferry.handoff.push.part import Part, announced_blocks
+from kvferry.handoff.push.sender import END, BlockList, PushState, Sending
 from kvferry.plan.layer_spans import Span, cut_layers, plan_spans
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.request import GroupBlocks

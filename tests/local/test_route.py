@@ -17,7 +17,7 @@ from kvferry.execution.job import Phase
 from kvferry.execution.read import Load
 from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Released
 from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.handoff.wire import background as beside
+from kvferry.handoff.wire import background
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks, Integers
@@ -152,12 +152,12 @@ def test_a_shard_that_does_not_fit_or_decode_is_refused(prefill: PrefillEngine, 
 def test_a_refused_plan_is_remembered_like_a_failed_handshake(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "FAILURE_SECONDS", 60.0)
+    monkeypatch.setattr(background, "FAILURE_SECONDS", 60.0)
     prefill.answer = lambda question: prefill.directory(ranks=prefill.directory().ranks[:1])
     first, second = decode.refusal(prefill.hold()), decode.refusal(prefill.hold())
     assert first.reason is Reason.MISSING_SOURCE
     assert (str(second), prefill.num_handshakes) == (str(first), 1)
-    monkeypatch.setattr(beside, "FAILURE_SECONDS", 0.1)
+    monkeypatch.setattr(background, "FAILURE_SECONDS", 0.1)
     prefill.answer = lambda question: prefill.directory()
     time.sleep(0.15)
     assert decode.load(prefill.hold(), [5], [1]).error is None
@@ -180,7 +180,7 @@ def test_a_plan_that_lowers_wrongly_is_found_before_any_byte_moves(
 def test_what_nobody_foresaw_is_remembered_too(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "FAILURE_SECONDS", 60.0)
+    monkeypatch.setattr(background, "FAILURE_SECONDS", 60.0)
     num_plans = 0
 
     def plan_without_end(*_: object) -> None:
@@ -425,7 +425,7 @@ def test_all_that_waited_for_a_handshake_learn_of_its_failure(
     prefill: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thirty loads for a dead engine must not each wait for a handshake of their own, one after the other."""
-    monkeypatch.setattr(beside, "FAILURE_SECONDS", 60.0)
+    monkeypatch.setattr(background, "FAILURE_SECONDS", 60.0)
     decode = DecodeRank("memcpy", Rank(0, 1), timeout_seconds=0.2)
     prefill.may_answer.clear()
     try:
@@ -439,7 +439,7 @@ def test_all_that_waited_for_a_handshake_learn_of_its_failure(
 def test_a_failed_handshake_is_tried_again_by_a_later_request(
     decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "FAILURE_SECONDS", 0.1)
+    monkeypatch.setattr(background, "FAILURE_SECONDS", 0.1)
     decode.engines._timeout_seconds = 0.1
     with socket.socket() as probe:
         probe.bind((HOST, 0))
@@ -459,7 +459,7 @@ def test_a_failure_that_nobody_waited_for_does_not_meet_a_later_request(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request was aborted before the handshake failed; an hour later the engine is well."""
-    monkeypatch.setattr(beside, "FAILURE_SECONDS", 0.1)
+    monkeypatch.setattr(background, "FAILURE_SECONDS", 0.1)
     prefill.answer = lambda question: Released(EPOCH)
     prefill.may_answer.clear()
     assert decode.engines.get(prefill.hold()) is None
@@ -472,7 +472,7 @@ def test_a_failure_that_nobody_waited_for_does_not_meet_a_later_request(
 
 
 def test_forgotten_failures_do_not_gather(decode: DecodeRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "FAILURE_SECONDS", 0.0)
+    monkeypatch.setattr(background, "FAILURE_SECONDS", 0.0)
     for number in range(20):
         hold = RemoteHold("p", EPOCH, "no such host", 5600 + number, Handle("a", GENERATION))
         with suppress(KVFerryError):
@@ -493,7 +493,7 @@ def test_a_handshake_that_nobody_comes_for_is_let_go(
         assert decode.engines.get(prefill.hold()) is None
         prefill.may_answer.set()
         decode.engines._handshakes._known[prefill.hold().destination]._thread.join(20)
-        monkeypatch.setattr(beside, "UNCLAIMED_SECONDS", 0.0)
+        monkeypatch.setattr(background, "UNCLAIMED_SECONDS", 0.0)
         time.sleep(0.001)
         assert decode.engines.get(other.hold()) is None
         assert list(decode.engines._handshakes._known) == [other.hold().destination]
@@ -504,7 +504,7 @@ def test_a_handshake_that_nobody_comes_for_is_let_go(
 def test_only_so_many_handshakes_run_and_the_next_ones_wait(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "MAX_RUNNING", 1)
+    monkeypatch.setattr(background, "MAX_RUNNING", 1)
     other = PrefillEngine("memcpy", filled_ranks())
     prefill.may_answer.clear()
     try:

@@ -1,4 +1,4 @@
-"""Messages out of bytes as they come, cut anywhere, and whatever they are. The listener's tests speak to zmq itself."""
+"""Messages out of bytes as they come, cut anywhere, and whatever they are. The server's tests speak to zmq itself."""
 
 from contextlib import suppress
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from kvferry.handoff.push.part import BlockList, Part, announced_blocks
-from kvferry.handoff.push.sending import END, PushState, Sending
+from kvferry.handoff.push.part import Part, announced_blocks
+from kvferry.handoff.push.sender import END, BlockList, PushState, Sending
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.layer_spans import LAYERS_PER_SPAN, LayerSpans, Span, goes_whole

@@ -15,8 +15,7 @@ import pytest
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.receiver import Receiving
-from kvferry.handoff.push.sender import Prompt, PushRequest, SendingSide
-from kvferry.handoff.push.sending import END, Cut, Need
+from kvferry.handoff.push.sender import END, Cut, Need, Prompt, PushRequest, Sender
 from kvferry.plan.layer_spans import Span
 
 SPANS = {Span("full"): Need(1, 7, 2), Span("window"): Need(4, 7, 2), Span("state"): Need(0, 1, 9)}
@@ -37,7 +36,7 @@ class Source:
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
-        self.side = SendingSide()
+        self.side = Sender()
         self.memory: dict[str, dict[tuple[Span, int], tuple[str, int]]] = {}
         self.writes: list[Write] = []
         self.keys: dict[PushKey, str] = {}

@@ -7,8 +7,7 @@ import pytest
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push import events as events_module
 from kvferry.handoff.push.events import PushEvents
-from kvferry.handoff.push.sender import PushRequest
-from kvferry.handoff.push.sending import Cut
+from kvferry.handoff.push.sender import Cut, PushRequest
 from kvferry.plan.layer_spans import Span
 
 REQUEST = PushRequest(PushKey("d/0", 7, 1), "x", 40, "p", {}, deadline=1e9)

@@ -7,10 +7,9 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import PushKey
-from kvferry.handoff.push.part import BlockList, Part, announced_blocks, selector_of
+from kvferry.handoff.push.part import Part, announced_blocks, selector_of
 from kvferry.handoff.push.receiver import Receiving
-from kvferry.handoff.push.sender import Prompt, PushRequest, SendingSide
-from kvferry.handoff.push.sending import END, PushState, Sending
+from kvferry.handoff.push.sender import END, BlockList, Prompt, PushRequest, PushState, Sender, Sending
 from kvferry.layout.token_share import TokenShare
 from kvferry.plan.layer_spans import Span, cut_layers, plan_spans
 from kvferry.plan.planner import PairPlan, Planner
@@ -45,7 +44,7 @@ def pushed(part: Part, requests: Sequence[GroupBlocks], steps: Sequence[int]) ->
 
 
 def test_a_failure_is_terminal_and_the_receiver_does_not_wait_for_ever() -> None:
-    side, receiving = SendingSide(), Receiving("r", {0: "a", 1: "b"}, deadline=1e9)
+    side, receiving = Sender(), Receiving("r", {0: "a", 1: "b"}, deadline=1e9)
     for source in (0, 1):
         receiving.telling(source)
     part = part_of(Planner([attention(0, 1, ["0"])], attention(0, 1, ["0"])).plans(0)[0], [FULL])
@@ -90,7 +89,7 @@ def test_senders_are_expected_by_the_plan_with_context_parallelism_and_a_prefix_
 
 def test_blocks_that_are_freed_while_they_are_sent_do_not_count() -> None:
     """The engine holds references until the transfer ends; where they end early, what was read then is void."""
-    side = SendingSide()
+    side = Sender()
     part = part_of(Planner([attention(0, 1, ["0"])], attention(0, 1, ["0"])).plans(0)[0], [FULL])
     side.announce(PushRequest(KEY, "x", 10, "p", part.needs, deadline=1e9))
     side.compute("x", Prompt(10, "p", {}, num_final=END))

@@ -5,8 +5,7 @@ import pytest
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.receiver import Receiving
-from kvferry.handoff.push.sender import Prompt, PushRequest, SendingSide
-from kvferry.handoff.push.sending import END, Cut, Need, PushState, Sending
+from kvferry.handoff.push.sender import END, Cut, Need, Prompt, PushRequest, PushState, Sender, Sending
 from kvferry.plan.layer_spans import Span
 
 FULL, STATE = Span("full"), Span("state")
@@ -85,7 +84,7 @@ def test_nothing_wanted_is_complete_at_once() -> None:
 
 
 def test_an_announcement_after_the_prompt_has_ended_is_refused_with_the_reason() -> None:
-    side = SendingSide()
+    side = Sender()
     side.compute("x", prompt(END))
     side.end("x", GAVE_UP)
     with pytest.raises(HandoffError) as refused:
@@ -96,7 +95,7 @@ def test_an_announcement_after_the_prompt_has_ended_is_refused_with_the_reason()
 
 
 def test_an_announcement_that_comes_after_its_revocation_writes_nothing() -> None:
-    side = SendingSide()
+    side = Sender()
     side.compute("x", prompt(END))
     assert side.revoke(KEY)
     with pytest.raises(HandoffError) as refused:
@@ -105,7 +104,7 @@ def test_an_announcement_that_comes_after_its_revocation_writes_nothing() -> Non
 
 
 def test_a_revoked_push_is_not_quiet_before_its_writes_are() -> None:
-    side = SendingSide()
+    side = Sender()
     side.compute("x", prompt(16))
     side.announce(asked())
     assert side.take(KEY)
@@ -117,7 +116,7 @@ def test_a_revoked_push_is_not_quiet_before_its_writes_are() -> None:
 
 def test_another_prompt_fails_the_push_in_either_order() -> None:
     for announced_first in (True, False):
-        side = SendingSide()
+        side = Sender()
         steps = [
             lambda side=side: side.announce(asked(digest="q")),
             lambda side=side: side.compute("x", prompt(16)),
@@ -131,7 +130,7 @@ def test_another_prompt_fails_the_push_in_either_order() -> None:
 
 
 def test_a_restarted_receiver_ends_the_pushes_to_its_former_self_alone() -> None:
-    side = SendingSide()
+    side = Sender()
     other = PushKey("e", 1, 1)
     side.announce(asked())
     side.announce(asked(other))
@@ -143,7 +142,7 @@ def test_a_restarted_receiver_ends_the_pushes_to_its_former_self_alone() -> None
 
 def test_several_receivers_are_served_from_one_prompt() -> None:
     """Parallel samples (``n``) carry one transfer id, and so do the ranks of a receiver."""
-    side, keys = SendingSide(), [PushKey("d", 1, number) for number in range(3)]
+    side, keys = Sender(), [PushKey("d", 1, number) for number in range(3)]
     for key in keys:
         side.announce(asked(key))
     side.compute("x", prompt(END))
@@ -154,7 +153,7 @@ def test_several_receivers_are_served_from_one_prompt() -> None:
 
 
 def test_what_is_late_is_given_up() -> None:
-    side = SendingSide()
+    side = Sender()
     side.announce(asked())
     side.tick(KEY, 29.9)
     assert side.num_open == 1
@@ -167,7 +166,7 @@ def test_what_is_late_is_given_up() -> None:
 
 def test_a_step_that_begins_vouches_only_for_what_was_computed_here_before() -> None:
     """Not for its prefix hits: the engine names blocks in its cache that another prompt of the same step computes."""
-    side = SendingSide()
+    side = Sender()
     side.announce(asked())
     side.begin_step({"x": prompt(32)})
     assert side.take(KEY) == ()
@@ -246,7 +245,7 @@ def test_a_done_of_a_source_that_was_never_told_is_nothing() -> None:
 
 
 def test_a_span_that_has_run_wakes_nobody_who_does_not_want_it() -> None:
-    side, wanted, other = SendingSide(), Span("0", 1), Span("0", 2)
+    side, wanted, other = Sender(), Span("0", 1), Span("0", 2)
     running = {"x": Prompt(32, "p", {}, num_final=END)}
     early = PushRequest(KEY, "x", 32, "p", {wanted: Need(0, 32, 16)}, deadline=9.0)
     side.begin_step(running)

@@ -9,12 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvferry.execution import pusher as pusher_module
+from kvferry.execution import write
 from kvferry.execution.device import HOST, Mark
-from kvferry.execution.pusher import Pusher
+from kvferry.execution.write import Writer
 from kvferry.handoff.messages import Identity, PushKey
-from kvferry.handoff.push.sender import Prompt, PushRequest
-from kvferry.handoff.push.sending import END, Need
+from kvferry.handoff.push.sender import END, Need, Prompt, PushRequest
 from kvferry.plan.layer_spans import LayerSpans, Span
 
 IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
@@ -55,15 +54,15 @@ def prompt(num_final: int) -> Prompt:
     return Prompt(40, "p", {}, num_final)
 
 
-def made(order: Any, *, keeps_events: bool = False) -> Pusher:
+def made(order: Any, *, keeps_events: bool = False) -> Writer:
     spans = LayerSpans({"full": LAYERS}, layers_per_span=2)
-    pusher = Pusher(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, spans, keeps_events)
+    pusher = Writer(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, spans, keeps_events)
     needs = {span: Need(0, 40, 16) for span in (FIRST, SECOND)}
     pusher._side.announce(PushRequest(KEY, "x", 40, "p", needs, deadline=1e12))
     return pusher
 
 
-def taken(pusher: Pusher) -> dict[int, int]:
+def taken(pusher: Writer) -> dict[int, int]:
     """Take and land what goes now; return up to which token, by span."""
     batch = pusher._side.take(KEY)
     pusher._side.landed(KEY)
@@ -92,7 +91,7 @@ def test_a_span_is_final_when_all_of_its_layers_have_run_in_whatever_order() -> 
 
 
 def test_of_steps_that_nobody_takes_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pusher_module, "MAX_STEPS", 2)
+    monkeypatch.setattr(write, "MAX_STEPS", 2)
     pusher = made(HOST, keeps_events=True)
     for num_final in (8, 16, END):
         pusher.begin_step([("x", prompt(num_final))])
@@ -164,7 +163,7 @@ def test_nothing_is_kept_of_a_prompt_that_ended_in_the_step_that_computes_it(dev
     assert (pusher._lives, pusher._side._prompts, pusher._side._running) == ({}, {}, {})
 
 
-def settle(pusher: Pusher, device: Device, num_marks: int) -> None:
+def settle(pusher: Writer, device: Device, num_marks: int) -> None:
     """Let the device come so far, and what follows be done: whoever waits for the next mark has done all before it."""
     pusher._afterwards.add(device.mark(), lambda: None)
     device.run(num_marks)

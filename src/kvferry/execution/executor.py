@@ -29,8 +29,8 @@ class Executor:
     """Advances loads in the order of their arrival until each is done.
 
     The engine's thread submits and collects; neither call blocks. The transports of the loads are
-    used by the executor's thread only. ``tell_unquiet`` is called on that thread with the ids of all loads that were
-    given up :data:`QUIET_SECONDS` ago and are not quiet, whenever these change. Raises :class:`SettingsError`
+    used by the executor's thread only. ``report_still_writing`` is called on that thread with the ids of all loads
+    that were given up :data:`QUIET_SECONDS` ago and are not quiet, whenever these change. Raises :class:`SettingsError`
     (invalid-setting) when the thread cannot run on ``cores``.
     """
 
@@ -39,7 +39,7 @@ class Executor:
         scratch: Scratch,
         cores: Iterable[int] = (),
         order: DeviceOrder = HOST,
-        tell_unquiet: Callable[[frozenset[str]], None] = lambda _: None,
+        report_still_writing: Callable[[frozenset[str]], None] = lambda _: None,
     ) -> None:
         self._scratch = scratch
         self._order = order
@@ -48,9 +48,9 @@ class Executor:
         self._orders: queue.SimpleQueue[Job | Change | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._active: list[Job] = []
-        self._unquiet: set[str] = set()
-        self._aside: set[str] = set()
-        self._tell_unquiet = tell_unquiet
+        self._still_writing: set[str] = set()
+        self._quarantined: set[str] = set()
+        self._report_still_writing = report_still_writing
         self._num_looks = 0
         self._stop = threading.Event()
         self._give_up_at = 0.0
@@ -67,7 +67,7 @@ class Executor:
         """Give a load up; it comes back with ``error`` through :meth:`collect`, once its transfers are quiet."""
         self._orders.put((job_id, error))
 
-    def set_aside(self, job_id: str) -> None:
+    def quarantine(self, job_id: str) -> None:
         """Tell at once of a load that was given up and is not quiet: its blocks are kept until it is."""
         self._orders.put((job_id, None))
 
@@ -133,7 +133,7 @@ class Executor:
 
     def _wait(self) -> None:
         """Sleep until it is time to look again: soon where transfers run, else ever longer or until an order comes."""
-        if any(load.phase is not Phase.PREPARING and load.job_id not in self._unquiet for load in self._active):
+        if any(load.phase is not Phase.PREPARING and load.job_id not in self._still_writing for load in self._active):
             time.sleep(WAIT_SECONDS)
             return
         self._num_looks += 1
@@ -157,8 +157,8 @@ class Executor:
         for load in self._active:
             if load.job_id == job_id and error is not None:
                 load.cancel(error)
-            elif load.job_id == job_id and job_id in self._unquiet - self._aside:
-                self._aside.add(job_id)
+            elif load.job_id == job_id and job_id in self._still_writing - self._quarantined:
+                self._quarantined.add(job_id)
                 self._results.put(_result(load))
 
     def _give_up(self) -> None:
@@ -175,7 +175,7 @@ class Executor:
         now = time.monotonic()
         for load in sorted(self._active, key=lambda load: not load.is_ending(now)):
             moved = self._advance_one(load)
-            self._tell_if_unquiet(load, now)
+            self._report_if_late(load, now)
             if load.phase is Phase.DONE:
                 self._active.remove(load)
                 self._end(load)
@@ -188,24 +188,24 @@ class Executor:
         return False
 
     def _end(self, load: Job) -> None:
-        if load.job_id in self._aside:
-            self._aside.remove(load.job_id)
+        if load.job_id in self._quarantined:
+            self._quarantined.remove(load.job_id)
         else:
             self._results.put(_result(load))
 
-    def _tell_if_unquiet(self, load: Job, now: float) -> None:
+    def _report_if_late(self, load: Job, now: float) -> None:
         """Tell, once when it gets late and once when it is over, of blocks that the engine cannot have back yet.
 
         A posted read cannot be revoked: what lands after the blocks were given to another request would be its cache.
         """
         seconds = 0.0 if load.given_up_at is None else now - load.given_up_at
-        if load.phase is Phase.DONE and load.job_id in self._unquiet:
-            self._unquiet.remove(load.job_id)
-            self._tell_of_blocks(load)
+        if load.phase is Phase.DONE and load.job_id in self._still_writing:
+            self._still_writing.remove(load.job_id)
+            self._report(load)
             logger.warning("kvferry: the transfers of %s ended %.0f s after it was given up.", load.job_id, seconds)
-        elif load.phase is Phase.STOPPING and seconds > QUIET_SECONDS and load.job_id not in self._unquiet:
-            self._unquiet.add(load.job_id)
-            self._tell_of_blocks(load)
+        elif load.phase is Phase.STOPPING and seconds > QUIET_SECONDS and load.job_id not in self._still_writing:
+            self._still_writing.add(load.job_id)
+            self._report(load)
             logger.warning(
                 "kvferry: %s was given up %.0f s ago (%s), but its transfers cannot be revoked and have not ended: its "
                 "blocks are kept until they have. Is the other engine's process stopped? If it ends, so do they.",
@@ -214,10 +214,10 @@ class Executor:
                 load.error,
             )
 
-    def _tell_of_blocks(self, changed: Job) -> None:
+    def _report(self, changed: Job) -> None:
         if changed.fills_blocks:
             names = {load.job_id for load in self._active if load.fills_blocks}
-            self._tell_unquiet(frozenset(self._unquiet & names))
+            self._report_still_writing(frozenset(self._still_writing & names))
 
     def _advance_one(self, load: Job) -> bool:
         was_stopping = load.phase is Phase.STOPPING

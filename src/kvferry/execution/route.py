@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.execution.announce import SourceRank
 from kvferry.execution.read import GuardedRead
-from kvferry.execution.receipt import SourceRank
 from kvferry.execution.stage import Stage
 from kvferry.handoff.handshake import decode_shards, fetch_directory
 from kvferry.handoff.messages import Directory, Identity
 from kvferry.handoff.pull_read import WORD_BYTES, word_bytes
 from kvferry.handoff.push.part import Part, announced_blocks, selector_of
 from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.handoff.wire.background import AllBeside, Beside, unforeseen
+from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unforeseen
 from kvferry.layout.shard import Shard
 from kvferry.plan.describe import describe_choice
 from kvferry.plan.planner import Descriptors, PairPlan, Planner
@@ -45,7 +45,9 @@ class Route:
         transports: TransportSet,
         stage: Stage | None,
         strategy: Strategy | None,
+        connects: bool = True,
     ) -> None:
+        self._connects = connects
         self._directory = directory
         self._shard = shard
         self._transports = transports
@@ -66,8 +68,7 @@ class Route:
         plans = self._planner.plans(selector)
         if plans in self._verified:
             return True
-        links = [self._link(plan.assignment.source_index) for plan in plans]
-        if None in links:
+        if self._connects and None in [self._link(plan.assignment.source_index) for plan in plans]:
             return False
         self._verify(plans)
         return True
@@ -198,7 +199,9 @@ class Routes:
         timeout_seconds: float,
         stage: Stage | None = None,
         strategy: Strategy | None = None,
+        connects: bool = True,
     ) -> None:
+        self._connects = connects
         self._shard = shard
         self._identity = identity
         self._transports = transports
@@ -206,9 +209,9 @@ class Routes:
         self._timeout_seconds = timeout_seconds
         self._stage, self._strategy = stage, strategy
         self._engines: dict[tuple[str, int, int], Route] = {}
-        self._handshakes: AllBeside[tuple[str, int, int], Directory] = AllBeside("handshake")
+        self._handshakes: BackgroundCalls[tuple[str, int, int], Directory] = BackgroundCalls("handshake")
         # By the handshake, with which they are forgotten.
-        self._connecting: WeakKeyDictionary[Beside[Directory], Route] = WeakKeyDictionary()
+        self._connecting: WeakKeyDictionary[BackgroundCall[Directory], Route] = WeakKeyDictionary()
         self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
 
     def get(self, hold: RemoteHold) -> Route | None:
@@ -250,7 +253,7 @@ class Routes:
         """Not closed: loads may still be reading over the same connections, which end with the last of these."""
         self._engines.pop(key, None)
 
-    def _build(self, handshake: Beside[Directory]) -> Route | None:
+    def _build(self, handshake: BackgroundCall[Directory]) -> Route | None:
         """Return the engine once it is ready. Why it never will be is remembered."""
         try:
             return self._ready(handshake)
@@ -264,10 +267,12 @@ class Routes:
             handshake.fail(refused)
             raise refused from error
 
-    def _ready(self, handshake: Beside[Directory]) -> Route | None:
+    def _ready(self, handshake: BackgroundCall[Directory]) -> Route | None:
         engine = self._connecting.pop(handshake, None)
         if engine is None:
-            engine = Route(handshake.result(), self._shard, self._transports, self._stage, self._strategy)
+            engine = Route(
+                handshake.result(), self._shard, self._transports, self._stage, self._strategy, self._connects
+            )
         try:
             is_ready = engine.is_ready()
         except Exception:

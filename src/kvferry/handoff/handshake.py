@@ -2,7 +2,7 @@
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Directory, DirectoryRequest, Identity, encode
-from kvferry.handoff.wire import client as courier
+from kvferry.handoff.wire import client
 from kvferry.layout.shard import Shard
 from kvferry.plan.wire import decode_shard
 
@@ -41,7 +41,7 @@ def fetch_directory(host: str, port: int, sender: str, epoch: int, ours: Identit
     ``epoch`` is the one that the request names. Raises :class:`HandoffError`
     (peer-unreachable, protocol-mismatch, peer-changed, or a mismatch of the identity).
     """
-    answer = courier.ask(host, port, DirectoryRequest(PROTOCOL_VERSION, sender), timeout_seconds)
+    answer = client.ask(host, port, DirectoryRequest(PROTOCOL_VERSION, sender), timeout_seconds)
     if not isinstance(answer, Directory):
         raise HandoffError(
             Reason.PROTOCOL_MISMATCH,

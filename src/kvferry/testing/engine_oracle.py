@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.integrations.vllm.worker.push import PushSource
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 
@@ -171,20 +172,21 @@ class EngineOracle:
         for name, transport in transports.items():
             inner = transport._inner if isinstance(transport, FaultyTransport) else transport
             transports[name] = inner if plan is None else FaultyTransport(inner, plan)
-        assert role._routes is not None
-        for engine in role._routes._engines.values():
-            engine.close()
-        role._routes._engines.clear()
-        if role._push is not None:
-            for receiver in role._push.pusher._receivers.values():
-                receiver.connecting = None
+        assert role._rank is not None
+        routes = role._rank.routes._engines
+        for route in routes.values():
+            route.close()
+        routes.clear()
+        if isinstance(role._source, PushSource):
+            for destination in role._source.writer._destinations.values():
+                destination.connecting = None
         return {"transports": sorted(transports)}
 
     def oracle_spans(self, text: str) -> dict[str, Any]:
         """Push spans of so many layers from the next step on, which small models have several of."""
         role = _worker_role()
-        assert role._push is not None
-        spans = role._push.pusher.spans = LayerSpans(role._layers_that_tell(), json.loads(text))
+        assert isinstance(role._source, PushSource)
+        spans = role._source.writer.spans = LayerSpans(role._layers_that_tell(), json.loads(text))
         return {"spans": len(spans.layers_of)}
 
     def _oracle_layers(self) -> list["Layer"]:

@@ -41,7 +41,7 @@ CLOSE_SECONDS = 2.0
 _NUM_LANDINGS = 1024
 """Places for nonces, and so the connections that can be begun at once."""
 
-_unquiet: list[object] = []  # agents that were closed with a transfer on the wire: destroying one could crash
+_still_writing: list[object] = []  # agents that were closed with a transfer on the wire: destroying one could crash
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +125,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         self._is_closed = True
         if not self._is_quiet_within(CLOSE_SECONDS):
             logger.warning("closed with %d NIXL transfers on the wire; the agent stays", len(self._running_handles))
-            _unquiet.append((self._agent, self._nonces))
+            _still_writing.append((self._agent, self._nonces))
             return
         self._remote_agents.close()
         for registration in self._registrations:

@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvferry.handoff.push.sender import PushRequest
-from kvferry.handoff.push.sending import Batch
+from kvferry.handoff.push.sender import Batch, PushRequest
 from kvferry.plan.layer_spans import Span
 
 MAX_BATCHES = 1024

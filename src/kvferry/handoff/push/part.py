@@ -10,7 +10,7 @@ import numpy as np
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import AnnouncedBlocks
-from kvferry.handoff.push.sending import Batch, Cut, Need
+from kvferry.handoff.push.sender import Batch, BlockList, Cut, Need
 from kvferry.layout.group import CacheKind
 from kvferry.plan.layer_spans import Span, SpanPlans
 from kvferry.plan.planner import Descriptors, GroupPlan, PairPlan
@@ -19,13 +19,6 @@ from kvferry.plan.staging.scatter import NOTHING
 
 NEVER = 1 << 61
 """No token is a multiple of it: for a state, which is final only with its prompt, and for what goes whole."""
-
-
-class BlockList(msgspec.Struct, frozen=True):
-    """An engine's blocks of one prompt in one cache group, from the one that begins at ``first_token`` on."""
-
-    first_token: int
-    block_ids: Sequence[int]
 
 
 class Part:

@@ -21,7 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 Found = TypeVar("Found")
 
 
-class Beside(Generic[Found]):
+class BackgroundCall(Generic[Found]):
     """One call on a thread of its own, whose result is fetched without blocking. ``wake`` is called when it ends."""
 
     def __init__(self, name: str, find: Callable[[], Found], wake: Callable[[], None] = lambda: None) -> None:
@@ -80,10 +80,10 @@ class Beside(Generic[Found]):
         self._wake()
 
 
-class AllBeside(Generic[Key, Found]):
+class BackgroundCalls(Generic[Key, Found]):
     """Calls beside by what they are for: one for each key, and at most :data:`MAX_RUNNING` at a time.
 
-    >>> lookups = AllBeside[str, int]("lookup")
+    >>> lookups = BackgroundCalls[str, int]("lookup")
     >>> while (found := lookups.get("a", lambda: 7)) is None:
     ...     time.sleep(0.001)
     >>> found.result(), len(lookups)
@@ -93,12 +93,12 @@ class AllBeside(Generic[Key, Found]):
     def __init__(self, name: str, wake: Callable[[], None] = lambda: None) -> None:
         self._name = name
         self._wake = wake
-        self._known: dict[Key, Beside[Found]] = {}
+        self._known: dict[Key, BackgroundCall[Found]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, key: Key, find: Callable[[], Found]) -> Beside[Found] | None:
+    def get(self, key: Key, find: Callable[[], Found]) -> BackgroundCall[Found] | None:
         """Return the call for this key once it has ended; before that None, and it is started where there is none."""
         now = time.monotonic()
         known = self._known.get(key)
@@ -106,7 +106,7 @@ class AllBeside(Generic[Key, Found]):
             self._known = {key: each for key, each in self._known.items() if not each.is_forgotten(now)}
             if sum(each.is_running for each in self._known.values()) >= MAX_RUNNING:
                 return None
-            known = self._known[key] = Beside(self._name, find, self._wake)
+            known = self._known[key] = BackgroundCall(self._name, find, self._wake)
         return None if known.is_running else known
 
     def has_run(self, key: Key, seconds: float) -> bool:

@@ -24,7 +24,7 @@ from kvferry.handoff.bounded import Bounded
 from kvferry.handoff.handshake import check_version
 from kvferry.handoff.messages import EndPoint, Identifier, Unsigned
 from kvferry.handoff.wire.addresses import bare, is_ipv6
-from kvferry.handoff.wire.background import AllBeside
+from kvferry.handoff.wire.background import BackgroundCalls
 
 MAX_ANSWER_BYTES = 1 << 16
 QUERY_SECONDS = 5.0
@@ -182,7 +182,7 @@ class Bootstraps:
     def __init__(self, ask: Callable[[str], list[Entry]] = query) -> None:
         self._ask = ask
         self._offers: Bounded[str, Offer] = Bounded(MAX_OFFERS)
-        self._queries: AllBeside[tuple[str, str], Offer] = AllBeside("bootstrap query")
+        self._queries: BackgroundCalls[tuple[str, str], Offer] = BackgroundCalls("bootstrap query")
 
     def get(self, address: str, engine_id: str) -> Offer | None:
         """Return the offer of the engine that the router means, None while it is asked for.

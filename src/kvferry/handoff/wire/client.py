@@ -18,7 +18,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff import messages as protocol
 from kvferry.handoff.messages import MAX_TEXT_LENGTH, Answer, Question, Refusal
 from kvferry.handoff.wire.addresses import end_point, find_address, is_ipv6, is_numeric
-from kvferry.handoff.wire.background import AllBeside
+from kvferry.handoff.wire.background import BackgroundCalls
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ CLOSING_MILLISECONDS = 500
 """So long the last questions have at the end to leave."""
 
 
-class Parcel(msgspec.Struct):
+class Exchange(msgspec.Struct):
     """One question on its way. ``answer`` is None when the deadline passed first."""
 
     host: str
@@ -43,15 +43,15 @@ class Parcel(msgspec.Struct):
     answer: Answer | None = None
 
 
-class Courier:
+class Client:
     """Delivers questions; :meth:`collect` returns what came back.
 
     Any thread may send; one thread should collect.
     """
 
     def __init__(self) -> None:
-        self._outgoing: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
-        self._returned: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
         self._stop = threading.Event()
         # One of its own: whatever a peer does to these sockets, the others of this process go on.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -61,20 +61,20 @@ class Courier:
         self._wake_sender.connect("inproc://wake")
         self._wake_lock = threading.Lock()
         self._sequence = count(1)
-        self._unsent: list[Parcel] = []
-        self._on_the_way: dict[bytes, Parcel] = {}
-        self._lookups: AllBeside[tuple[str, int], str] = AllBeside("lookup", self._wake)
+        self._unsent: list[Exchange] = []
+        self._on_the_way: dict[bytes, Exchange] = {}
+        self._lookups: BackgroundCalls[tuple[str, int], str] = BackgroundCalls("lookup", self._wake)
         self._sockets: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._used_at: dict[tuple[str, int], float] = {}
-        self._thread = threading.Thread(target=self._run, name="kvferry-courier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvferry-client", daemon=True)
         self._thread.start()
 
     def send(self, host: str, port: int, question: Question, timeout_seconds: float) -> None:
         """Queue a question; its parcel comes back through :meth:`collect`, answered or not."""
-        self._outgoing.put(Parcel(host, port, question, time.monotonic() + timeout_seconds))
+        self._outgoing.put(Exchange(host, port, question, time.monotonic() + timeout_seconds))
         self._wake()
 
-    def collect(self) -> list[Parcel]:
+    def collect(self) -> list[Exchange]:
         """Return the parcels that came back since the last call."""
         returned = []
         while not self._returned.empty():
@@ -102,7 +102,7 @@ class Courier:
                 self._turn(poller)
             except Exception:
                 # Nothing that one question or peer does may end the thread that carries all others.
-                logger.exception("kvferry courier: a turn failed")
+                logger.exception("kvferry client: a turn failed")
                 self._stop.wait(PAUSE_SECONDS)
         self._take_outgoing(poller)
         for socket in self._sockets.values():
@@ -120,7 +120,7 @@ class Courier:
             try:
                 self._receive(socket)
             except Exception:
-                logger.exception("kvferry courier: a connection failed and is closed")
+                logger.exception("kvferry client: a connection failed and is closed")
                 self._close(next(name for name, known in self._sockets.items() if known is socket), poller)
         self._take_outgoing(poller)
         self._resend_or_give_up(time.monotonic())
@@ -148,14 +148,14 @@ class Courier:
             else:
                 self._on_the_way[sequence] = parcel
 
-    def _return_unsent(self, parcel: Parcel, error: Exception) -> None:
+    def _return_unsent(self, parcel: Exchange, error: Exception) -> None:
         remedy = error.remedy if isinstance(error, KVFerryError) else ""
         why = error.message if isinstance(error, KVFerryError) else str(error)
         problem = f"nothing can be sent to {parcel.host}:{parcel.port}: {why}"
         parcel.answer = Refusal(Reason.PEER_UNREACHABLE.value, problem[:MAX_TEXT_LENGTH], remedy)
         self._returned.put(parcel)
 
-    def _has_socket(self, parcel: Parcel, poller: zmq.Poller) -> bool:
+    def _has_socket(self, parcel: Exchange, poller: zmq.Poller) -> bool:
         """Return whether the parcel can be sent, False while its host's address is looked for."""
         destination = parcel.host, parcel.port
         if destination in self._sockets:
@@ -172,7 +172,7 @@ class Courier:
         poller.register(self._sockets[destination], zmq.POLLIN)
         return True
 
-    def _send(self, sequence: bytes, parcel: Parcel) -> None:
+    def _send(self, sequence: bytes, parcel: Exchange) -> None:
         now = time.monotonic()
         destination = (parcel.host, parcel.port)
         self._used_at[destination] = now
@@ -182,7 +182,7 @@ class Courier:
         try:
             self._sockets[destination].send_multipart([sequence, protocol.encode(parcel.question)], zmq.NOBLOCK)
         except zmq.Again:
-            logger.debug("kvferry courier: %s:%d takes no message now", *destination)
+            logger.debug("kvferry client: %s:%d takes no message now", *destination)
 
     def _receive(self, socket: "zmq.Socket[bytes]") -> None:
         frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -192,7 +192,7 @@ class Courier:
         try:
             parcel.answer = protocol.decode_answer(frames[1])
         except HandoffError as error:
-            logger.warning("kvferry courier: %s:%d answered badly: %s", parcel.host, parcel.port, error)
+            logger.warning("kvferry client: %s:%d answered badly: %s", parcel.host, parcel.port, error)
             parcel.answer = Refusal(error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy)
         del self._on_the_way[frames[0]]
         self._returned.put(parcel)

@@ -12,7 +12,7 @@ from kvferry.errors import Reason
 from kvferry.handoff.holds import Lease
 from kvferry.handoff.messages import MAX_REQUESTS_PER_MESSAGE, Handle, Refusal, Release, Renew, Renewed
 from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
-from kvferry.handoff.wire.client import Courier, Parcel
+from kvferry.handoff.wire.client import Client, Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,13 @@ class HoldMessages:
     """Sends releases and renewals; collects the answers to renewals."""
 
     def __init__(self) -> None:
-        self._courier = Courier()
+        self._client = Client()
         self._holds_of: dict[tuple[str, int, int, Handle], RemoteHold] = {}
 
     def release(self, holds: Iterable[RemoteHold], timeout_seconds: float) -> None:
         """Tell the prefill engines that no request here uses these any more; sent again until acknowledged."""
         for (host, port, epoch), handles in _batches(holds):
-            self._courier.send(host, port, Release(epoch, handles), timeout_seconds)
+            self._client.send(host, port, Release(epoch, handles), timeout_seconds)
 
     def renew(self, holds: Iterable[RemoteHold], timeout_seconds: float) -> None:
         """Ask the prefill engines to keep these; a hold whose last renewal has no answer yet is left out."""
@@ -47,12 +47,12 @@ class HoldMessages:
         for hold in holds:
             self._holds_of[(*hold.destination, hold.handle)] = hold
         for (host, port, epoch), handles in _batches(holds):
-            self._courier.send(host, port, Renew(epoch, handles), timeout_seconds)
+            self._client.send(host, port, Renew(epoch, handles), timeout_seconds)
 
     def collect(self) -> list[RenewalOutcome]:
         """Return the renewals that were answered since the last call."""
         outcomes: list[RenewalOutcome] = []
-        for parcel in self._courier.collect():
+        for parcel in self._client.collect():
             if isinstance(parcel.question, Renew):
                 outcomes.extend(self._renewal_outcome(parcel, parcel.question))
             elif parcel.answer is None or isinstance(parcel.answer, Refusal):
@@ -60,10 +60,10 @@ class HoldMessages:
         return outcomes
 
     def close(self) -> None:
-        """Stop the courier; twice is fine."""
-        self._courier.close()
+        """Stop the client; twice is fine."""
+        self._client.close()
 
-    def _renewal_outcome(self, parcel: Parcel, question: Renew) -> Iterator[RenewalOutcome]:
+    def _renewal_outcome(self, parcel: Exchange, question: Renew) -> Iterator[RenewalOutcome]:
         destination = (parcel.host, parcel.port, question.epoch)
         holds = {handle: self._holds_of.pop((*destination, handle), None) for handle in question.handles}
         if isinstance(parcel.answer, Renewed):
@@ -143,7 +143,7 @@ def _batches(holds: Iterable[RemoteHold]) -> Iterator[tuple[tuple[str, int, int]
             yield destination, tuple(handles[start : start + MAX_REQUESTS_PER_MESSAGE])
 
 
-def _log_undelivered(parcel: Parcel) -> None:
+def _log_undelivered(parcel: Exchange) -> None:
     kind = type(parcel.question).__name__.lower()
     refusal = parcel.answer if isinstance(parcel.answer, Refusal) else None
     why = "no answer" if refusal is None else f"{refusal.message} {refusal.remedy}"

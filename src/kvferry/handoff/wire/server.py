@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 PAUSE_SECONDS = 0.02
 MAX_CONNECTIONS = 512
-"""One more, and the one closes that has asked nothing for longest; a courier opens it again when it is needed."""
+"""One more, and the one closes that has asked nothing for longest; a client opens it again when it is needed."""
 MAX_KEPT_BYTES = 256 << 20
 """Of all unfinished questions and unsent answers; beyond that the connection closes that has most of it."""
 READ_BYTES = 64 << 10
@@ -74,7 +74,7 @@ class _Connection:
         return self.inbox.take()
 
 
-class Listener:
+class Server:
     """Answers each question with ``answer(question)``, on a thread of its own.
 
     ``upkeep`` is called on that thread several times a second, so that leases live on while an

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.push.part import BlockList
+from kvferry.handoff.push.sender import BlockList
 from kvferry.layout.group import CacheKind
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.window import first_token_to_move

@@ -10,8 +10,7 @@ import msgspec
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, PROTOCOL_VERSION
-from kvferry.handoff.push.sender import Prompt
-from kvferry.handoff.push.sending import END
+from kvferry.handoff.push.sender import END, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.bootstrap import Bootstrap, Bootstraps, Offer, life_of
 from kvferry.integrations.vllm.scheduler.blocks import blocks_to_fill, check_cached_windows, held_blocks

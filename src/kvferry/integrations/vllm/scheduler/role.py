@@ -30,7 +30,7 @@ from kvferry.handoff.messages import (
     StillWriting,
 )
 from kvferry.handoff.wire.hold_messages import LeaseKeeper
-from kvferry.handoff.wire.server import Listener
+from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.scheduler.blocks import groups_filled_whole, num_recomputed
 from kvferry.integrations.vllm.scheduler.kept_blocks import Quarantine
 from kvferry.integrations.vllm.scheduler.params import leave_last_token
@@ -95,8 +95,8 @@ class SchedulerRole:
         self._directory: Directory | None = None
         self._secret = secrets.token_bytes(SECRET_BYTES)
         port = control_port(settings.port, parallel.data_parallel_index)
-        self._listener = Listener(settings.host, port, self._answer, self._keep_up)
-        state.answers_at = EndPoint(settings.reachable_host, self._listener.port, epoch)
+        self._server = Server(settings.host, port, self._answer, self._keep_up)
+        state.answers_at = EndPoint(settings.reachable_host, self._server.port, epoch)
         assert vllm_config.kv_transfer_config is not None
         parts = PARTS[str(vllm_config.kv_transfer_config.kv_role)]
         self._start_line = f"{settings.mode}, {parts}, {resolved_layout(vllm_config)}"
@@ -225,7 +225,7 @@ class SchedulerRole:
     def shutdown(self) -> None:
         """Close the control end points; twice is fine."""
         self._source.close()
-        self._listener.close()
+        self._server.close()
         self._state.leases.close()
 
     def _comes_from_elsewhere(self, request: "Request") -> bool:

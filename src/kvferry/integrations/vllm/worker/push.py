@@ -1,88 +1,144 @@
-"""What a worker has besides for pushes: a control end point of its own, and both sides of a push behind it."""
+"""A worker's parts for pushes: writes out of this rank's cache, and announcements of blocks that others write."""
 
-import logging
 import secrets
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from kvferry.execution.device import DeviceOrder
-from kvferry.execution.executor import Executor
-from kvferry.execution.pusher import Pusher
-from kvferry.execution.receiver import Receiver
-from kvferry.handoff.messages import Answer, EndPoint, Identity, Pushed, PushFailed, Question, Release
-from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.handoff.wire.client import Courier
-from kvferry.handoff.wire.server import Listener
-from kvferry.integrations.vllm.step import StepMetadata
+from kvferry.execution.announce import Announcer, PushedRequest, SourceRank
+from kvferry.execution.device import Mark
+from kvferry.execution.write import Writer
+from kvferry.handoff.messages import Answer, EndPoint, Pushed, PushFailed, Question, Release
+from kvferry.handoff.push.sender import Prompt
+from kvferry.handoff.wire.client import Client
+from kvferry.handoff.wire.server import Server
+from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
+from kvferry.integrations.vllm.worker.parts import Rank
 from kvferry.plan.layer_spans import LayerSpans
-from kvferry.transport.registry import TransportSet
-
-logger = logging.getLogger(__name__)
 
 EPOCH_BITS = 53
 
 
-class PushWorker:
-    """One rank that may push and be pushed to; ``name`` tells it from all other ranks.
+class PushEndPoint:
+    """Where a rank answers other ranks: announcements to its source part, reports to its destination part."""
 
-    ``hosts`` is where it listens, and where peers reach it; they may take ``answer_seconds`` to answer. With
-    ``keeps_events`` results of pushes have events, and steps that compute prompts are kept.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        identity: Identity,
-        shard: bytes,
-        end_points: dict[str, bytes],
-        parts: tuple[TransportSet, Executor, DeviceOrder],
-        hosts: tuple[str, str],
-        spans: LayerSpans,
-        answer_seconds: float,
-        keeps_events: bool,
-    ) -> None:
-        transports, executor, order = parts
-        host, reachable_host = hosts
-        self._epoch = secrets.randbits(EPOCH_BITS)
-        self._answer_seconds = answer_seconds
-        # One each: whoever collects answers takes all that have come.
-        self._couriers = Courier(), Courier()
-        sends, receives = self._couriers
-        self.pusher = Pusher(shard, self._epoch, identity, transports, executor, sends, order, spans, keeps_events)
-        self._receiver: Receiver | None = None
-        self._listener = Listener(host, 0, self._answer)
-        self.answers_at = EndPoint(reachable_host, self._listener.port, self._epoch)
-        self._receiver = Receiver(
-            name, identity, shard, end_points, self.answers_at, executor, receives, answer_seconds, keeps_events
-        )
-
-    @property
-    def receiver(self) -> Receiver:
-        """The side that is pushed to."""
-        assert self._receiver is not None
-        return self._receiver
-
-    def take_back(self, orders: StepMetadata) -> None:
-        """Void what is being read from blocks that the step may overwrite."""
-        self.pusher.engine = None if orders.engine is None else orders.engine.where
-        self.pusher.preempt(orders.preempted)
-        self.pusher.end(orders.ended_transfers)
-
-    def let_go(self, hold: RemoteHold) -> None:
-        """A part of the push has failed here: the prefill engine need not go on for the others, which wait for all."""
-        question = Release(hold.epoch, (hold.handle,))
-        self._couriers[1].send(hold.host, hold.port, question, self._answer_seconds)
+    def __init__(self, host: str, reachable_host: str) -> None:
+        self.writer: Writer | None = None
+        self.announcer: Announcer | None = None
+        self._server = Server(host, 0, self._answer)
+        self.answers_at = EndPoint(reachable_host, self._server.port, secrets.randbits(EPOCH_BITS))
 
     def close(self) -> None:
-        """Stop answering, after the executor has stopped writing: a receiver takes that for a proof that it has.
-
-        Where a write has not ended yet, the listener ends with the process.
-        """
-        if self.pusher.is_quiet:
-            self._listener.close()
-        self.pusher.close()
-        for courier in self._couriers:
-            courier.close()
+        """Stop answering; twice is fine."""
+        self._server.close()
 
     def _answer(self, question: Question) -> Answer:
-        if isinstance(question, Pushed | PushFailed):
-            return self.receiver.answer(question)
-        return self.pusher.answer(question)
+        part = self.announcer if isinstance(question, Pushed | PushFailed) else self.writer
+        assert part is not None, "no peer knows this end point before both parts are there"
+        return part.answer(question)
+
+
+class PushSource:
+    """Writes what this rank's steps have computed into the blocks that other ranks announce."""
+
+    def __init__(self, rank: Rank, end_point: PushEndPoint, spans: LayerSpans, keeps_events: bool) -> None:
+        self._end_point = end_point
+        self._client = Client()
+        self._prompts: Sequence[tuple[str, Prompt]] = ()
+        self.writer = end_point.writer = Writer(
+            rank.shard,
+            end_point.answers_at.epoch,
+            rank.identity,
+            rank.transports,
+            rank.executor,
+            self._client,
+            rank.order,
+            spans,
+            keeps_events,
+        )
+
+    def take_back(self, orders: StepMetadata) -> None:
+        """Void the writes out of blocks that the step may overwrite."""
+        self.writer.engine = None if orders.engine is None else orders.engine.where
+        self.writer.preempt(orders.preempted)
+        self.writer.end(orders.ended_transfers)
+
+    def begin_step(self, orders: StepMetadata) -> None:
+        """The step computes these prompts, layer by layer."""
+        self._prompts = orders.prompts
+        self.writer.begin_step(orders.prompts)
+
+    def finish_layer(self, name: str) -> None:
+        """A span whose last layer has run can be written."""
+        self.writer.reach(name)
+
+    def finish_step(self) -> None:
+        """What the step has computed of its prompts can be written."""
+        self.writer.compute(self._prompts)
+
+    def take_steps(self) -> Sequence[Mapping[str, Any]]:
+        """Return when steps that compute pushed prompts ran, where events are kept."""
+        return self.writer.take_steps()
+
+    def end_holds(self) -> None:
+        """Writes end with the executor."""
+
+    def close(self) -> None:
+        """Stop answering: a destination takes that for a proof that this rank writes no more.
+
+        Where a write has not ended yet, the end point closes with the process.
+        """
+        if self.writer.is_quiet:
+            self._end_point.close()
+        self.writer.close()
+        self._client.close()
+
+
+class PushDestination:
+    """Announces the blocks of a load to the source ranks that write them, and waits until all have."""
+
+    def __init__(self, rank: Rank, end_point: PushEndPoint, answer_seconds: float, keeps_events: bool) -> None:
+        self._rank = rank
+        self._answer_seconds = answer_seconds
+        # A client of its own: collect() drains it.
+        self._client = Client()
+        self.announcer = end_point.announcer = Announcer(
+            rank.name,
+            rank.identity,
+            rank.shard,
+            rank.end_points,
+            end_point.answers_at,
+            rank.executor,
+            self._client,
+            answer_seconds,
+            keeps_events,
+        )
+
+    def expect(self, order: LoadOrder, launched_before: Mark) -> None:
+        """Announce the blocks before the step computes: the source may be computing too."""
+        assert order.pushed is not None
+        deadline = time.monotonic() + order.timeout_seconds
+        pushed = order.pushed
+        request = PushedRequest(order.request_id, pushed.transfer_id, pushed.num_tokens, pushed.digest, deadline)
+        self.announcer.announce(request, partial(self._sources, order, launched_before))
+
+    def start(self, order: LoadOrder, launched_before: Mark) -> None:
+        """The blocks have been announced."""
+
+    def fail(self, order: LoadOrder) -> None:
+        """Let the prefill engine go: the other ranks of this engine wait for all parts."""
+        if (hold := order.hold) is not None:
+            self._client.send(hold.host, hold.port, Release(hold.epoch, (hold.handle,)), self._answer_seconds)
+
+    def close(self) -> None:
+        """Awaited pushes end with the executor."""
+        self._client.close()
+
+    def _sources(self, order: LoadOrder, launched_before: Mark) -> Sequence[SourceRank] | None:
+        assert order.hold is not None
+        assert order.pushed is not None
+        if not launched_before.is_over():
+            return None
+        route = self._rank.routes.get(order.hold)
+        return None if route is None else route.sources(order.pushed.transfer_id, order.blocks)

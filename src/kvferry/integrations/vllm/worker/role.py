@@ -1,9 +1,10 @@
-"""The connector inside a worker: owns the memory that is read, and runs the loads beside the engine's step."""
+"""The connector inside a worker: makes one rank's cache reachable, and moves it beside the engine's step.
+
+What pulls and pushes share is here; what differs is in a source part and a destination part, chosen once.
+"""
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,30 +14,21 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
-from kvferry.execution.guard_words import GuardWords, Scratch, StepWords
+from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
 from kvferry.execution.memory import collapse_to_huge_pages
-from kvferry.execution.read import GuardedRead, Load
-from kvferry.execution.receipt import Request, SourceRank
 from kvferry.execution.route import Routes
 from kvferry.execution.stage import Stage
 from kvferry.handoff.holds import lease_lost
 from kvferry.handoff.messages import RankEntry, StillWriting
-from kvferry.handoff.push.sender import Prompt
-from kvferry.handoff.wire.client import Courier
+from kvferry.handoff.wire.client import Client
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import (
-    MAX_HELD_REQUESTS,
-    EngineEndPoint,
-    LoadOrder,
-    PushedPrompt,
-    RankMetadata,
-    StepMetadata,
-)
+from kvferry.integrations.vllm.step import EngineEndPoint, LoadOrder, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate.shards import group_shapes, identity_of, resolved_layout, shard_of
-from kvferry.integrations.vllm.worker.push import PushWorker
-from kvferry.integrations.vllm.worker.statistics import Statistics
-from kvferry.integrations.vllm.worker.transfer_log import TransferLog
+from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
+from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
+from kvferry.integrations.vllm.worker.push import PushDestination, PushEndPoint, PushSource
+from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Region
 from kvferry.plan.layer_spans import LayerSpans
@@ -51,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 SCRATCH_WORDS = 4096
 REPORT_SECONDS = 3600.0
-"""So long the engine is told again what a rank has to tell it."""
+"""For so long a report is sent to this rank's own engine until it is acknowledged."""
 
 
 class WorkerRole:
-    """One rank: prefill side (guard words over registered memory) and decode side (an executor of loads)."""
+    """One rank of an engine, which may be a source and a destination at once."""
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: Settings) -> None:
         self._vllm_config = vllm_config
@@ -63,121 +55,127 @@ class WorkerRole:
         self._settings = settings
         self._tp_rank = get_tensor_model_parallel_rank()
         self._pp_rank = get_pp_group().rank_in_group
-        self._rank = self._pp_rank * vllm_config.parallel_config.tensor_parallel_size + self._tp_rank
-        self._words = GuardWords(MAX_HELD_REQUESTS)
-        self._order: DeviceOrder = HOST
-        self._step_words = StepWords(self._words, self._order)
-        self._launched_before: Mark = OVER
-        self._scratch = Scratch(SCRATCH_WORDS)
+        self._index = self._pp_rank * vllm_config.parallel_config.tensor_parallel_size + self._tp_rank
         self._transports = open_transports(settings.transport, settings.faults)
         self._statistics = Statistics()
-        self._log = TransferLog(settings.transfer_log, self._rank, resolved_layout(vllm_config))
+        self._log = TransferLog(settings.transfer_log, self._index, resolved_layout(vllm_config))
+        self._order: DeviceOrder = HOST
+        self._launched_before: Mark = OVER
         self._entry: RankEntry | None = None
-        self._executor: Executor | None = None
-        self._routes: Routes | None = None
+        self._rank: Rank | None = None
+        self._source: Source | None = None
+        self._destination: Destination | None = None
         self._orders: dict[str, LoadOrder] = {}
         self._failed: set[str] = set()
-        self._push: PushWorker | None = None
-        self._prompts: Sequence[tuple[str, Prompt]] = ()
         self._engine: EngineEndPoint | None = None
-        self._courier: Courier | None = None
+        self._client: Client | None = None
         self._num_reports = 0
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Make the engine's cache reachable and be ready to fill it."""
-        shard = shard_of(self._vllm_config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank)
+        settings, config = self._settings, self._vllm_config
+        shard = shard_of(config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank)
         for region in shard.regions:
             _use_huge_pages(region)
-        self._order = device_order(region.device for region in shard.regions)
-        self._step_words = StepWords(self._words, self._order)
-        words = Region(self._words.address, self._words.array.nbytes)
-        stage = None
-        if self._settings.scatters:
-            stage = Stage(self._settings.stage_bytes, self._order)
-        staged = [] if stage is None else [stage.region]
-        end_points = self._transports.register([*shard.regions, words, self._scratch.region, *staged])
-        identity = identity_of(self._vllm_config, self._settings)
-        sender = f"{self._vllm_config.kv_transfer_config.engine_id}/{self._rank}"  # type: ignore[union-attr]
-        timeout = self._settings.handshake_timeout_seconds
-        strategy = self._settings.wanted_strategy
-        self._routes = Routes(shard, identity, self._transports, sender, timeout, stage, strategy)
-        self._executor = Executor(self._scratch, self._transfer_cores(), self._order, self._tell_unquiet)
-        if self._settings.mode == "push":
-            parts = self._transports, self._executor, self._order
-            hosts = self._settings.host, self._settings.reachable_host
-            spans = LayerSpans(self._layers_that_tell())
-            keeps_events = bool(self._settings.transfer_log)
-            self._push = PushWorker(
-                sender, identity, encode_shard(shard), end_points, parts, hosts, spans, timeout, keeps_events
-            )
+        self._order = order = device_order(region.device for region in shard.regions)
+        stage = Stage(settings.stage_bytes, order) if settings.scatters else None
+        scratch = Scratch(SCRATCH_WORDS)
+        pull_source = PullSource(order) if settings.mode == "pull" else None
+        regions = [*shard.regions, scratch.region, *([] if stage is None else [stage.region])]
+        end_points = self._transports.register(regions + ([] if pull_source is None else [pull_source.region]))
+        identity = identity_of(config, settings)
+        name = f"{config.kv_transfer_config.engine_id}/{self._index}"  # type: ignore[union-attr]
+        timeout = settings.handshake_timeout_seconds
+        self._rank = rank = Rank(
+            name=name,
+            shard=encode_shard(shard),
+            identity=identity,
+            end_points=end_points,
+            transports=self._transports,
+            executor=Executor(scratch, self._transfer_cores(), order, self._report_still_writing),
+            order=order,
+            # What is pushed here is written by its source: there is nothing to connect to.
+            routes=Routes(
+                shard,
+                identity,
+                self._transports,
+                name,
+                timeout,
+                stage,
+                settings.wanted_strategy,
+                connects=settings.mode == "pull",
+            ),
+        )
+        push_end_point: PushEndPoint | None = None
+        if pull_source is not None:
+            self._source, self._destination = pull_source, PullDestination(rank)
+        else:
+            keeps_events = bool(settings.transfer_log)
+            push_end_point = PushEndPoint(settings.host, settings.reachable_host)
+            self._source = PushSource(rank, push_end_point, LayerSpans(self._layers_that_tell()), keeps_events)
+            self._destination = PushDestination(rank, push_end_point, timeout, keeps_events)
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
             pp_rank=self._pp_rank,
-            shard=encode_shard(shard),
+            shard=rank.shard,
             end_points=end_points,
-            words_address=self._words.address,
-            num_words=MAX_HELD_REQUESTS,
-            push_end_point=None if self._push is None else self._push.answers_at,
+            words_address=0 if pull_source is None else pull_source.region.base_address,
+            num_words=0 if pull_source is None else pull_source.num_words,
+            push_end_point=None if push_end_point is None else push_end_point.answers_at,
         )
-        logger.debug("kvferry: rank %d moves\n%r", self._rank, shard)
+        logger.debug("kvferry: rank %d moves\n%r", self._index, shard)
 
     def get_handshake_metadata(self) -> RankMetadata | None:
         """Return what peers must know of this rank."""
         return None if self._entry is None else RankMetadata(msgspec.msgpack.encode(self._entry))
 
+    # Once per engine step, in this order.
+
     def take_back(self, orders: StepMetadata) -> None:
-        """Before the step touches any block: nobody may rely on what it may overwrite."""
-        if self._push is not None:
-            self._push.take_back(orders)
+        """Before the step touches any block: no peer may rely on blocks that the step may overwrite."""
+        if self._source is not None:
+            self._source.take_back(orders)
 
     def begin_step(self, orders: StepMetadata) -> None:
-        """Change guard words, before the step can touch any block."""
+        """The step is about to run, and new blocks have been cleared."""
         self._engine = orders.engine
+        if self._rank is None or self._source is None or self._destination is None:
+            return
         for rank, request_id in orders.quarantined:
-            if rank == self._rank and self._executor is not None:
-                self._executor.set_aside(request_id)
-        self._step_words.begin(orders.ended_slots, orders.written)
-        self._prompts = orders.prompts
-        if self._push is not None:
-            self._push.pusher.begin_step(orders.prompts)
+            if rank == self._index:
+                self._rank.executor.quarantine(request_id)
+        self._source.begin_step(orders)
         if orders.loads:
             # What still runs may write the blocks that these loads were given: their last owner's step, or zeros.
             self._launched_before = self._order.mark()
         for order in orders.loads:
-            if order.pushed is not None and order.error is None:
-                # New blocks have been cleared by now. Before the step computes: the source may be computing too.
-                self._receive(order, order.pushed)
-
-    def finish_layer(self, name: str) -> None:
-        """The step has launched an attention layer; what it wrote lies in the cache."""
-        if self._push is not None:
-            self._push.pusher.reach(name)
-
-    def finish_step(self) -> None:
-        """Everything that the step writes has been launched."""
-        self._step_words.finish()
-        if self._push is not None:
-            self._push.pusher.compute(self._prompts)
+            if order.error is None:
+                self._orders[order.request_id] = order
+                self._destination.expect(order, self._launched_before)
 
     def start_loads(self, orders: StepMetadata) -> None:
         """Start the step's loads; returns at once."""
         for order in orders.loads:
             if order.error is not None:
                 self._refuse(order, order.error)
-                continue
-            if order.pushed is not None:
-                continue
-            assert self._executor is not None
-            self._orders[order.request_id] = order
-            deadline = time.monotonic() + order.timeout_seconds
-            self._executor.submit(
-                Load(order.request_id, partial(self._prepare, order, self._launched_before), deadline)
-            )
-        if self._executor is not None:
-            for request_id in orders.aborted:
-                self._executor.cancel(request_id, aborted(request_id))
-            for request_id in orders.lost:
-                self._executor.cancel(request_id, lease_lost(request_id))
+            elif self._destination is not None:
+                self._destination.start(order, self._launched_before)
+        if self._rank is None:
+            return
+        for request_id in orders.aborted:
+            self._rank.executor.cancel(request_id, aborted(request_id))
+        for request_id in orders.lost:
+            self._rank.executor.cancel(request_id, lease_lost(request_id))
+
+    def finish_layer(self, name: str) -> None:
+        """The step has launched an attention layer, whose cache is written."""
+        if self._source is not None:
+            self._source.finish_layer(name)
+
+    def finish_step(self) -> None:
+        """The step has launched everything that it writes."""
+        if self._source is not None:
+            self._source.finish_step()
 
     def take_finished(self, wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
         """Return the requests received (failed ones included) and failed since the last call, each once.
@@ -187,9 +185,9 @@ class WorkerRole:
         failed, self._failed = self._failed, set()
         received = set(failed)
         seconds = wait_seconds if wait_seconds and not failed and self._orders else 0.0
-        for result in self._executor.collect(seconds) if self._executor is not None else ():
-            if self._push is not None and result.job_id not in self._orders:
-                # A push of this rank's own, of which its receiver has been told.
+        for result in self._rank.executor.collect(seconds) if self._rank is not None else ():
+            if result.job_id not in self._orders:
+                # A write of this rank's own, whose destination has been told.
                 self._log.write_push(result)
                 continue
             received.add(result.job_id)
@@ -197,7 +195,7 @@ class WorkerRole:
             self._account(result)
             if result.error is not None:
                 failed.add(result.job_id)
-        for step in self._push.pusher.take_steps() if self._push is not None else ():
+        for step in self._source.take_steps() if self._source is not None else ():
             self._log.write_step(step)
         return received, failed
 
@@ -209,36 +207,39 @@ class WorkerRole:
         return statistics
 
     def shutdown(self) -> None:
-        """Hold nothing any more, stop the loads, then let go of the memory; twice is fine."""
-        self._step_words.close()
-        if self._executor is not None:
-            self._executor.close()
-        if self._push is not None:
-            self._push.close()
-        if self._routes is not None:
-            self._routes.close()
-        if self._courier is not None:
-            self._courier.close()
+        """Hold nothing any more, stop the jobs, then let go of the memory; twice is fine."""
+        if self._source is not None:
+            self._source.end_holds()
+        if self._rank is not None:
+            self._rank.executor.close()
+        if self._source is not None:
+            self._source.close()
+        if self._destination is not None:
+            self._destination.close()
+        if self._rank is not None:
+            self._rank.routes.close()
+        if self._client is not None:
+            self._client.close()
         self._transports.close()
         self._log.close()
 
-    def _tell_unquiet(self, request_ids: frozenset[str]) -> None:
-        """Tell the engine, on the transfer thread, so that it keeps these requests' blocks and fails them."""
+    def _report_still_writing(self, request_ids: frozenset[str]) -> None:
+        """Tell the engine, on the transfer thread, so that it keeps these requests' blocks and fails the requests."""
         if (engine := self._engine) is None:
             return
-        self._courier = self._courier or Courier()
+        self._client = self._client or Client()
         self._num_reports += 1
         # A report names all of them: the engine frees the blocks of a request that a report leaves out. It admits no
         # more loads than a report can name.
         question = StillWriting(
-            engine.where.epoch, engine.secret, self._rank, self._num_reports, tuple(sorted(request_ids))
+            engine.where.epoch, engine.secret, self._index, self._num_reports, tuple(sorted(request_ids))
         )
-        self._courier.send(engine.where.host, engine.where.port, question, REPORT_SECONDS)
+        self._client.send(engine.where.host, engine.where.port, question, REPORT_SECONDS)
 
     def _layers_that_tell(self) -> dict[str, list[str]]:
-        """Return the layers that tell when they have run, by cache group, as they are computed.
+        """Return the layers that tell when they have run, by cache group, in the order of the computation.
 
-        Those of states do not, and none does in micro-batches, each of which runs all layers.
+        Layers of states do not tell, and no layer does in micro-batches, each of which runs all layers.
         """
         if self._vllm_config.parallel_config.use_ubatching:
             return {}
@@ -249,29 +250,6 @@ class WorkerRole:
             for index, group in enumerate(groups)
             if kinds[index].kind is not CacheKind.STATE and group.layer_names
         }
-
-    def _receive(self, order: LoadOrder, pushed: PushedPrompt) -> None:
-        assert self._push is not None
-        self._orders[order.request_id] = order
-        deadline = time.monotonic() + order.timeout_seconds
-        asked = order.request_id, pushed.transfer_id, pushed.num_tokens, pushed.digest, deadline
-        self._push.receiver.receive(Request(*asked), partial(self._sources, order, pushed, self._launched_before))
-
-    def _sources(self, order: LoadOrder, pushed: PushedPrompt, launched_before: Mark) -> Sequence[SourceRank] | None:
-        assert self._routes is not None
-        assert order.hold is not None
-        if not launched_before.is_over():
-            return None
-        engine = self._routes.get(order.hold)
-        return None if engine is None else engine.sources(pushed.transfer_id, order.blocks)
-
-    def _prepare(self, order: LoadOrder, launched_before: Mark) -> Sequence[GuardedRead] | None:
-        assert self._routes is not None
-        assert order.hold is not None
-        if not launched_before.is_over():
-            return None
-        engine = self._routes.get(order.hold)
-        return None if engine is None else engine.reads(order.hold, order.slot, order.blocks)
 
     def _refuse(self, order: LoadOrder, error: KVFerryError) -> None:
         """Report a load that the scheduler, which logged why, could not order."""
@@ -284,12 +262,13 @@ class WorkerRole:
         order = self._orders.pop(result.job_id)
         self._statistics.record(result)
         self._log.write(order, result)
-        if isinstance(result.error, TransportError) and order.hold is not None and self._routes is not None:
-            self._routes.suspect(order.hold)
-        if result.error is not None and result.error.reason is not Reason.ABORTED:
-            logger.error("kvferry: rank %d failed to load %s: %s", self._rank, result.job_id, result.error)
-            if self._push is not None and order.hold is not None:
-                self._push.let_go(order.hold)
+        if result.error is None or self._rank is None or self._destination is None:
+            return
+        if isinstance(result.error, TransportError) and order.hold is not None:
+            self._rank.routes.suspect(order.hold)
+        if result.error.reason is not Reason.ABORTED:
+            logger.error("kvferry: rank %d failed to load %s: %s", self._index, result.job_id, result.error)
+            self._destination.fail(order)
 
     def _transfer_cores(self) -> set[int]:
         if self._settings.transfer_cores:

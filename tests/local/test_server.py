@@ -30,9 +30,9 @@ from kvferry.handoff.messages import (
     decode_answer,
     encode,
 )
-from kvferry.handoff.wire import server as listener_module
-from kvferry.handoff.wire.client import Courier, ask
-from kvferry.handoff.wire.server import Listener
+from kvferry.handoff.wire import server as server_module
+from kvferry.handoff.wire.client import Client, ask
+from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.zmtp import DEALERS_HELLO, LONG, MORE, Inbox, encode_message
 
 HOST = "127.0.0.1"
@@ -50,22 +50,22 @@ def answer(question: Question) -> Answer:
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
-    listener = Listener(HOST, 0, answer)
+def listener() -> Iterator[Server]:
+    listener = Server(HOST, 0, answer)
     yield listener
     listener.close()
 
 
 def test_closing_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.handoff.wire.server.POLL_SECONDS", 60.0)
-    listener = Listener(HOST, 0, answer)
+    listener = Server(HOST, 0, answer)
     wait_until(lambda: listener._thread.is_alive())
     listener.close()
     assert not listener._thread.is_alive()
     listener.close()
 
 
-def answers(listener: Listener) -> bool:
+def answers(listener: Server) -> bool:
     return ask(HOST, listener.port, Release(7, ()), timeout_seconds=20) == Released(7)
 
 
@@ -79,13 +79,13 @@ def send_and_receive(port: int, frames: list[bytes], wait_seconds: float = 0.05)
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"x"], [b"a", b"b", b"c"], [b"", b"", b"", b""], [NOISE] * 5])
-def test_frames_that_are_no_question_are_ignored(listener: Listener, frames: list[bytes]) -> None:
+def test_frames_that_are_no_question_are_ignored(listener: Server, frames: list[bytes]) -> None:
     assert send_and_receive(listener.port, frames) is None
     assert answers(listener)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"cposix\nsystem\n", NOISE[:64], b"\x91" * 50_000])
-def test_bytes_that_are_no_question_are_refused(listener: Listener, data: bytes) -> None:
+def test_bytes_that_are_no_question_are_refused(listener: Server, data: bytes) -> None:
     frames = send_and_receive(listener.port, [b"my sequence", data], wait_seconds=20)
     assert frames is not None
     sequence, refusal = frames[0], decode_answer(frames[1])
@@ -97,7 +97,7 @@ def test_bytes_that_are_no_question_are_refused(listener: Listener, data: bytes)
 
 def test_a_message_over_the_bound_is_not_even_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "MAX_QUESTION_BYTES", 1024)
-    small = Listener(HOST, 0, answer)
+    small = Server(HOST, 0, answer)
     try:
         assert send_and_receive(small.port, [b"1", bytes(1025)], wait_seconds=0.3) is None
         assert send_and_receive(small.port, [b"1", bytes(1024)], wait_seconds=20) is not None
@@ -115,7 +115,7 @@ def test_a_peer_that_only_asks_has_few_questions_waiting() -> None:
         may_answer.wait(20)
         return Released(7)
 
-    busy = Listener(HOST, 0, answer_later)
+    busy = Server(HOST, 0, answer_later)
     flooder: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     flooder.setsockopt(zmq.LINGER, 0)
     flooder.setsockopt(zmq.SNDHWM, 1)
@@ -134,7 +134,7 @@ def test_a_peer_that_only_asks_has_few_questions_waiting() -> None:
         busy.close()
 
 
-def test_bytes_that_are_not_even_zmq_are_survived(listener: Listener) -> None:
+def test_bytes_that_are_not_even_zmq_are_survived(listener: Server) -> None:
     for data in (b"GET / HTTP/1.1\r\n\r\n", NOISE[:256], b"\xff" * 64):
         with socket.create_connection((HOST, listener.port)) as client:
             client.sendall(data)
@@ -149,21 +149,21 @@ def test_bytes_that_are_not_even_zmq_are_survived(listener: Listener) -> None:
         (Release(14, ()), Reason.UNSUPPORTED),
     ],
 )
-def test_what_the_holder_cannot_answer_is_refused(listener: Listener, question: Question, reason: Reason) -> None:
+def test_what_the_holder_cannot_answer_is_refused(listener: Server, question: Question, reason: Reason) -> None:
     with pytest.raises(HandoffError) as caught:
         ask(HOST, listener.port, question, timeout_seconds=20)
     assert caught.value.reason is reason
     assert answers(listener)
 
 
-def test_a_fault_of_the_holder_is_not_told_to_peers(listener: Listener) -> None:
+def test_a_fault_of_the_holder_is_not_told_to_peers(listener: Server) -> None:
     with pytest.raises(HandoffError) as caught:
         ask(HOST, listener.port, Release(13, ()), timeout_seconds=20)
     assert "a fault in the holder" not in str(caught.value)
 
 
 def test_a_reason_of_a_later_version_is_a_protocol_mismatch() -> None:
-    refusing = Listener(HOST, 0, lambda question: Refusal("a-later-reason", "no"))
+    refusing = Server(HOST, 0, lambda question: Refusal("a-later-reason", "no"))
     try:
         with pytest.raises(HandoffError) as caught:
             ask(HOST, refusing.port, Release(7, ()), timeout_seconds=20)
@@ -175,7 +175,7 @@ def test_a_reason_of_a_later_version_is_a_protocol_mismatch() -> None:
 class RawPeer:
     """A connection that speaks ZMTP only as far as the test does, and never reads unless told to."""
 
-    def __init__(self, listener: Listener, *said: bytes) -> None:
+    def __init__(self, listener: Server, *said: bytes) -> None:
         self.socket = socket.create_connection((HOST, listener.port), timeout=20)
         self.say(DEALERS_HELLO, *said)
 
@@ -202,7 +202,7 @@ def frame(flags: int, body: bytes) -> bytes:
     return bytes((flags | LONG,)) + len(body).to_bytes(8, "big") + body
 
 
-def test_a_message_that_never_ends_is_not_kept(listener: Listener) -> None:
+def test_a_message_that_never_ends_is_not_kept(listener: Server) -> None:
     """A zmq socket would keep all of its frames, each within the bound, until the last has come."""
     peer = RawPeer(listener)
     with suppress(ConnectionError):
@@ -211,13 +211,13 @@ def test_a_message_that_never_ends_is_not_kept(listener: Listener) -> None:
     assert answers(listener)
 
 
-def test_a_frame_that_is_only_announced_is_refused_at_once(listener: Listener) -> None:
+def test_a_frame_that_is_only_announced_is_refused_at_once(listener: Server) -> None:
     peer = RawPeer(listener, bytes((LONG,)) + (1 << 62).to_bytes(8, "big"))
     wait_until(lambda: peer.is_closed)
     assert answers(listener)
 
 
-def test_a_peer_may_take_its_time(listener: Listener) -> None:
+def test_a_peer_may_take_its_time(listener: Server) -> None:
     """Byte by byte; and the next question may come before the last is answered."""
     question = encode_message(b"1", encode(Release(7, ())))
     peer = RawPeer(listener)
@@ -234,9 +234,9 @@ def test_a_peer_may_take_its_time(listener: Listener) -> None:
 
 
 def test_of_too_many_connections_the_one_closes_that_asked_nothing_for_longest(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
+    listener: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 3)
     asked, *silent = [RawPeer(listener) for _ in range(3)]
     wait_until(lambda: len(listener._connections) == 3)
     asked.say(encode_message(b"1", encode(Release(7, ()))))
@@ -249,22 +249,22 @@ def test_of_too_many_connections_the_one_closes_that_asked_nothing_for_longest(
     assert answers(listener)
 
 
-def test_a_zmq_peer_that_gave_way_asks_again(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "MAX_CONNECTIONS", 1)
-    courier, others = Courier(), []
+def test_a_zmq_peer_that_gave_way_asks_again(listener: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 1)
+    client, others = Client(), []
     try:
         for _ in range(3):
-            courier.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
-            wait_until(lambda: [parcel.answer for parcel in courier.collect()] == [Released(7)])
+            client.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
+            wait_until(lambda: [parcel.answer for parcel in client.collect()] == [Released(7)])
             others.append(RawPeer(listener))
     finally:
-        courier.close()
+        client.close()
 
 
 def test_what_all_connections_keep_is_bounded_and_the_one_that_keeps_most_closes(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
+    listener: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "MAX_KEPT_BYTES", 3 << 20)
+    monkeypatch.setattr(server_module, "MAX_KEPT_BYTES", 3 << 20)
     announced = bytes((MORE | LONG,)) + (4 << 20).to_bytes(8, "big")
     small, large = RawPeer(listener, announced, bytes(1 << 20)), RawPeer(listener, announced, bytes((2 << 20) - 1000))
     wait_until(lambda: sum(each.num_bytes for each in list(listener._connections)) > (3 << 20) - 2000)
@@ -276,7 +276,7 @@ def test_what_all_connections_keep_is_bounded_and_the_one_that_keeps_most_closes
     assert answers(listener)
 
 
-def long_answers(asked: list[Question]) -> Listener:
+def long_answers(asked: list[Question]) -> Server:
     """Answer handshakes with six megabytes, more than the kernel takes at once."""
     identity = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 2, 4, 8, "none", "float32")
     entry = RankEntry(0, 0, bytes(6 << 20), {}, 0, 1)
@@ -286,7 +286,7 @@ def long_answers(asked: list[Question]) -> Listener:
         is_handshake = isinstance(question, DirectoryRequest)
         return Directory(PROTOCOL_VERSION, "prefill", 7, identity, (entry,)) if is_handshake else Released(7)
 
-    return Listener(HOST, 0, answer_at_length)
+    return Server(HOST, 0, answer_at_length)
 
 
 def handshakes(count: int, sender: str) -> bytes:
@@ -315,7 +315,7 @@ def test_a_peer_that_takes_no_answer_waits_with_its_questions_and_loses_none() -
 
 
 def test_answers_that_nobody_takes_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "MAX_KEPT_BYTES", 8 << 20)
+    monkeypatch.setattr(server_module, "MAX_KEPT_BYTES", 8 << 20)
     asked: list[Question] = []
     listener = long_answers(asked)
     try:
@@ -329,7 +329,7 @@ def test_answers_that_nobody_takes_are_bounded_too(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_process_without_a_descriptor_left_goes_on_answering(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
+    listener: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     idle, accept, refused = RawPeer(listener), socket.socket.accept, []
     wait_until(lambda: len(listener._connections) == 1)
@@ -353,7 +353,7 @@ def test_upkeep_runs_while_nothing_arrives_and_may_fail() -> None:
         calls.append(time.monotonic())
         raise RuntimeError("upkeep failed")
 
-    listener = Listener(HOST, 0, answer, upkeep)
+    listener = Server(HOST, 0, answer, upkeep)
     try:
         wait_until(lambda: len(calls) >= 3)
         assert answers(listener)
@@ -363,7 +363,7 @@ def test_upkeep_runs_while_nothing_arrives_and_may_fail() -> None:
 
 def test_upkeep_is_not_starved_by_questions() -> None:
     calls: list[float] = []
-    listener = Listener(HOST, 0, answer, lambda: calls.append(time.monotonic()))
+    listener = Server(HOST, 0, answer, lambda: calls.append(time.monotonic()))
     try:
         end = time.monotonic() + 20
         while len(calls) < 3 and time.monotonic() < end:
@@ -374,8 +374,8 @@ def test_upkeep_is_not_starved_by_questions() -> None:
         listener.close()
 
 
-def test_port_zero_takes_a_free_port_and_two_listeners_two(listener: Listener) -> None:
-    other = Listener(HOST, 0, answer)
+def test_port_zero_takes_a_free_port_and_two_listeners_two(listener: Server) -> None:
+    other = Server(HOST, 0, answer)
     try:
         assert 0 < listener.port != other.port > 0
         assert answers(other)
@@ -386,16 +386,16 @@ def test_port_zero_takes_a_free_port_and_two_listeners_two(listener: Listener) -
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
 def test_an_ipv6_address_is_listened_on_and_asked() -> None:
     for host in ("::1", "[::1]"):
-        listener = Listener(host, 0, answer)
+        listener = Server(host, 0, answer)
         try:
             assert ask(host, listener.port, Release(7, ()), timeout_seconds=20) == Released(7)
         finally:
             listener.close()
 
 
-def test_a_port_in_use_is_named_with_the_remedy(listener: Listener) -> None:
+def test_a_port_in_use_is_named_with_the_remedy(listener: Server) -> None:
     with pytest.raises(HandoffError) as caught:
-        Listener(HOST, listener.port, answer)
+        Server(HOST, listener.port, answer)
     assert caught.value.reason is Reason.PORT_IN_USE
     assert f"{HOST}:{listener.port}" in caught.value.message
     assert '"port"' in caught.value.remedy
@@ -404,17 +404,17 @@ def test_a_port_in_use_is_named_with_the_remedy(listener: Listener) -> None:
 
 def test_an_address_of_another_machine_is_an_invalid_setting() -> None:
     with pytest.raises(HandoffError) as caught:
-        Listener("203.0.113.1", 0, answer)
+        Server("203.0.113.1", 0, answer)
     assert caught.value.reason is Reason.INVALID_SETTING
     assert '"host"' in caught.value.remedy
 
 
-def test_a_closed_listener_gives_its_port_back(listener: Listener) -> None:
+def test_a_closed_listener_gives_its_port_back(listener: Server) -> None:
     listener.close()
     listener.close()
     assert not listener._thread.is_alive()
     wait_until(lambda: is_free(listener.port))
-    successor = Listener(HOST, listener.port, answer)
+    successor = Server(HOST, listener.port, answer)
     try:
         assert answers(successor)
     finally:
@@ -423,7 +423,7 @@ def test_a_closed_listener_gives_its_port_back(listener: Listener) -> None:
 
 def test_a_full_answer_travels_whole() -> None:
     handles = tuple(protocol.Handle("r" * 500, number) for number in range(protocol.MAX_REQUESTS_PER_MESSAGE))
-    listener = Listener(HOST, 0, lambda question: Renewed(7, 60.0, question.handles))  # type: ignore[union-attr]
+    listener = Server(HOST, 0, lambda question: Renewed(7, 60.0, question.handles))  # type: ignore[union-attr]
     try:
         renewed = ask(HOST, listener.port, Renew(7, handles), timeout_seconds=20)
         assert isinstance(renewed, Renewed)

@@ -1,4 +1,8 @@
-"""A rank of a sender among its receivers: takes their announcements, and starts a push for each."""
+"""Writes of one source rank: takes announcements, writes what its engine has computed, reports how each push ended.
+
+:class:`kvferry.handoff.push.sender.Sender` decides; this carries out: a :class:`Write` is one push, a job of the
+transfer thread, a :class:`Writer` all pushes of a rank.
+"""
 
 import logging
 import threading
@@ -9,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvferry.errors import HandoffError, Reason, TransportError
+from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import Afterwards, DeviceOrder
 from kvferry.execution.executor import Executor
-from kvferry.execution.job import JobResult
-from kvferry.execution.push_job import PushJob
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import JobResult, Phase
 from kvferry.handoff.bounded import Bounded
 from kvferry.handoff.handshake import check_version, compare_identities
 from kvferry.handoff.holds import check_epoch, handle_of_transfer
@@ -28,6 +32,7 @@ from kvferry.handoff.messages import (
     Introduced,
     Pushed,
     PushFailed,
+    PushKey,
     Question,
     Release,
     Revoke,
@@ -35,29 +40,175 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.push.events import PushEvents
 from kvferry.handoff.push.part import Part, selector_of
-from kvferry.handoff.push.sender import Prompt, PushRequest, SendingSide
-from kvferry.handoff.wire.client import Courier
+from kvferry.handoff.push.sender import Prompt, PushRequest, Sender
+from kvferry.handoff.wire.client import Client
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.wire import decode_shard
-from kvferry.transport.registry import Connecting, TransportSet
+from kvferry.transport.protocol import Direction, Status, Transfer
+from kvferry.transport.registry import Connecting, Link, TransportSet
+
+Report = Callable[[JobResult], None]
+
+
+class Write:
+    """Advances one push; ``report`` tells the receiver, once nothing is being written any more.
+
+    ``lock`` guards ``side``, which the engine's and the server's threads change.
+    """
+
+    fills_blocks = False
+
+    def __init__(
+        self,
+        side: Sender,
+        lock: threading.Lock,
+        key: PushKey,
+        part: Part,
+        connect: Callable[[], Connecting],
+        report: Report,
+        events: PushEvents | None = None,
+    ) -> None:
+        self.job_id = f"push {key.number} to {key.receiver} {key.receiver_epoch}"
+        self.phase = Phase.PREPARING
+        self.error: KVFerryError | None = None
+        self.given_up_at: float | None = None
+        self._side, self._lock, self._key, self._part = side, lock, key, part
+        self._connect, self._report = connect, report
+        self._events = events
+        self._connecting: Connecting | None = None
+        self._link: Link | None = None
+        self._transfer: Transfer | None = None
+        self._created_at = time.monotonic()
+        self._submitted_at = 0.0
+        self._transfer_seconds = 0.0
+        self._num_bytes = self._num_descriptors = 0
+
+    def advance(self, scratch: Scratch, now: float) -> bool:
+        """Write the next batch, look after the one on its way, or end."""
+        with self._lock:
+            self._side.tick(self._key, now)
+            is_stopping = self._side.is_stopping(self._key)
+        if self._transfer is not None and self._link is not None:
+            return self._look_after(self._link, self._transfer, is_stopping)
+        if is_stopping:
+            # What was taken was never submitted.
+            self._stopped(None)
+        try:
+            return self._end() or self._begin_batch()
+        except KVFerryError as error:
+            self._stopped(error)
+            return True
+
+    def is_ending(self, now: float) -> bool:
+        """Return whether the push is being stopped."""
+        with self._lock:
+            return self._side.is_stopping(self._key)
+
+    def cancel(self, error: KVFerryError) -> None:
+        """Give up."""
+        with self._lock:
+            self._side.fail(self._key, error)
+
+    def result(self, finished_at: float) -> JobResult:
+        """Return how the push ended."""
+        return JobResult(
+            job_id=self.job_id,
+            error=self.error,
+            num_bytes=self._num_bytes,
+            num_staged_bytes=0,
+            num_descriptors=self._num_descriptors,
+            num_sources=1,
+            transport="" if self._link is None else self._link.name,
+            wait_seconds=finished_at - self._created_at,
+            transfer_seconds=self._transfer_seconds,
+            events=None if self._events is None else self._events.as_dict(),
+        )
+
+    def _find_link(self) -> Link | None:
+        """Go on reaching the receiver's memory; others may wait for the same connection."""
+        if self._link is None:
+            if self._connecting is None:
+                self._connecting = self._connect()
+            self._link = self._connecting.poll()
+        return self._link
+
+    def _begin_batch(self) -> bool:
+        link = self._find_link()
+        if link is None:
+            return False
+        with self._lock:
+            prompt = self._side.prompt_of(self._key)
+            batch = self._side.take(self._key)
+        if not batch or prompt is None:
+            return False
+        self._submitted_at = time.monotonic()
+        rows = self._part.lower(batch, prompt.blocks)
+        self._transfer = transfer = link.transport.submit(link.peer, Direction.WRITE, rows)
+        self._num_descriptors += transfer.num_descriptors
+        if self._events is not None:
+            self._events.posted(batch, transfer.num_descriptors, transfer.num_bytes, self._submitted_at)
+        self.phase = Phase.MOVING
+        return True
+
+    def _look_after(self, link: Link, transfer: Transfer, is_stopping: bool) -> bool:
+        bytes_before = transfer.bytes_done
+        status = link.transport.cancel(transfer) if is_stopping else link.transport.poll(transfer)
+        if is_stopping:
+            self.phase = Phase.STOPPING
+            self.given_up_at = self.given_up_at or time.monotonic()
+        if status is Status.PENDING:
+            return transfer.bytes_done != bytes_before
+        self._transfer, self.phase = None, Phase.PREPARING
+        now = time.monotonic()
+        self._transfer_seconds += now - self._submitted_at
+        if is_stopping:
+            self._stopped(None)
+        elif status is Status.DONE:
+            self._num_bytes += transfer.num_bytes
+            if self._events is not None:
+                self._events.landed(now)
+            with self._lock:
+                self._side.landed(self._key)
+        else:
+            self._stopped(transfer.error or _write_failed(status))
+        return True
+
+    def _stopped(self, error: KVFerryError | None) -> None:
+        with self._lock:
+            self._side.stopped(self._key, error)
+
+    def _end(self) -> bool:
+        with self._lock:
+            over = self._side.outcome(self._key)
+        if over is None:
+            return False
+        self.error = over.error
+        self.phase = Phase.DONE
+        self._report(self.result(time.monotonic()))
+        return True
+
+
+def _write_failed(status: Status) -> TransportError:
+    return TransportError(Reason.TRANSFER_FAILED, f"a write ended {status}.", "Check that the decode engine runs.")
+
 
 logger = logging.getLogger(__name__)
 
-MAX_RECEIVERS = 4096
+MAX_DESTINATIONS = 4096
 MAX_STEPS = 1024
 """Steps that wait to be taken; of more the latest are kept."""
 MAX_OPEN = 1 << 14
 """Pushes that may be asked for of a rank at a time: more than any engine has requests."""
 MAX_SECONDS = 3600.0
-"""So long one may wait for its prompt, whatever its receiver says."""
+"""A push waits for its prompt for at most so long, whatever its destination asks for."""
 REPORT_SECONDS = 60.0
-"""So long a receiver is told again how a push ended, until it says that it knows."""
+"""For so long a report to a destination is sent again until it is acknowledged."""
 
 
 @dataclass
-class Receiver:
-    """A rank of a receiver in one life of its process, which is reached on the transfer thread, with the first push."""
+class DestinationRank:
+    """A destination rank in one epoch; the transfer thread connects to it with the first push."""
 
     answers_at: EndPoint
     end_points: dict[str, bytes]
@@ -77,14 +228,14 @@ class Receiver:
         )
 
 
-class Pusher:
+class Writer:
     """All pushes of one rank, whose encoded shard is ``shard``.
 
     ``spans`` are layers that go together as soon as they have run, of prompts of more than ``short_tokens``. With
     ``keeps_events`` the result of each push has its events, and :meth:`take_steps` the steps. ``engine`` is where this
     rank's own engine answers, once that is known.
 
-    :meth:`answer` is for the listener's thread; the others are for the engine's, and none of them waits for a transfer.
+    :meth:`answer` is for the server's thread; the others are for the engine's, and none of them waits for a transfer.
     """
 
     def __init__(
@@ -94,19 +245,19 @@ class Pusher:
         identity: Identity,
         transports: TransportSet,
         executor: Executor,
-        courier: Courier,
+        client: Client,
         order: DeviceOrder,
         spans: LayerSpans,
         keeps_events: bool = False,
         short_tokens: int = SHORT_TOKENS,
     ) -> None:
         self._shard, self.epoch, self._identity = shard, epoch, identity
-        self._transports, self._executor, self._courier = transports, executor, courier
+        self._transports, self._executor, self._client = transports, executor, client
         self._order = order
         self._afterwards = Afterwards(order)
-        self._side = SendingSide()
+        self._side = Sender()
         self._lock = threading.Lock()
-        self._receivers: Bounded[tuple[str, int], Receiver] = Bounded(MAX_RECEIVERS)
+        self._destinations: Bounded[tuple[str, int], DestinationRank] = Bounded(MAX_DESTINATIONS)
         self._lives: dict[str, int] = {}
         self.spans, self._short_tokens = spans, short_tokens
         self.engine: EndPoint | None = None
@@ -194,7 +345,7 @@ class Pusher:
         with self._lock:
             for transfer_id in transfer_ids:
                 self._lives.pop(transfer_id, None)
-                self._side.end(transfer_id, _ended(transfer_id))
+                self._side.end(transfer_id, _no_longer_held(transfer_id))
         if transfer_ids:
             self._executor.wake()
 
@@ -216,7 +367,7 @@ class Pusher:
         """Stop what waits for the device; pushes end with the executor."""
         self._afterwards.close()
 
-    # The listener's thread.
+    # The server's thread.
 
     def answer(self, question: Question) -> Answer:
         """Answer a receiver. Raises :class:`KVFerryError` for what is refused."""
@@ -243,7 +394,7 @@ class Pusher:
         check_version(question.version)
         compare_identities(self._identity, question.identity)
         key = question.receiver, question.answers_at.epoch
-        if key in self._receivers:
+        if key in self._destinations:
             return
         if self._shard not in question.sources:
             raise HandoffError(
@@ -253,20 +404,20 @@ class Pusher:
             )
         planner = Planner([decode_shard(source) for source in question.sources], decode_shard(question.shard))
         index = question.sources.index(self._shard)
-        for former in [known for known in self._receivers if known[0] == question.receiver]:
+        for former in [known for known in self._destinations if known[0] == question.receiver]:
             # Not closed: what is on its way over the same connection ends it.
-            del self._receivers[former]
-        self._receivers[key] = Receiver(question.answers_at, question.end_points, planner, index)
+            del self._destinations[former]
+        self._destinations[key] = DestinationRank(question.answers_at, question.end_points, planner, index)
         with self._lock:
             self._side.introduce(*key)
 
     def _announce(self, question: Announce) -> None:
         key = question.key
-        receiver = self._receivers.get((key.receiver, key.receiver_epoch))
-        if receiver is None:
+        destination = self._destinations.get((key.receiver, key.receiver_epoch))
+        if destination is None:
             raise HandoffError(Reason.UNKNOWN_REQUEST, f"{key.receiver} has not introduced itself.", "Do so first.")
-        self._receivers.move_to_end((key.receiver, key.receiver_epoch))
-        plan = receiver.plan(question.transfer_id)
+        self._destinations.move_to_end((key.receiver, key.receiver_epoch))
+        plan = destination.plan(question.transfer_id)
         part = Part(plan, question.blocks)
         if part.digest != question.digest:
             raise HandoffError(
@@ -293,35 +444,35 @@ class Pusher:
             if not self._side.announce(request):
                 return
             events = PushEvents(request, self.spans.layers_of) if self._keeps_events else None
-        self._executor.submit(self._job(request, part, receiver, events))
+        self._executor.submit(self._job(request, part, destination, events))
 
-    def _job(self, request: PushRequest, part: Part, receiver: Receiver, events: PushEvents | None) -> PushJob:
-        return PushJob(
+    def _job(self, request: PushRequest, part: Part, destination: DestinationRank, events: PushEvents | None) -> Write:
+        return Write(
             self._side,
             self._lock,
             request.key,
             part,
-            connect=lambda: self._connect(receiver),
-            report=lambda result: self._report(request, part, receiver, result),
+            connect=lambda: self._connect(destination),
+            report=lambda result: self._report(request, part, destination, result),
             events=events,
         )
 
     # The transfer thread.
 
-    def _connect(self, receiver: Receiver) -> Connecting:
-        if receiver.connecting is None:
-            receiver.connecting = self._transports.connect(receiver.end_points)
-        return receiver.connecting
+    def _connect(self, destination: DestinationRank) -> Connecting:
+        if destination.connecting is None:
+            destination.connecting = self._transports.connect(destination.end_points)
+        return destination.connecting
 
-    def _report(self, request: PushRequest, part: Part, receiver: Receiver, result: JobResult) -> None:
+    def _report(self, request: PushRequest, part: Part, destination: DestinationRank, result: JobResult) -> None:
         key, error = request.key, result.error
         if isinstance(error, TransportError):
             # A connection that failed once is made anew.
-            receiver.connecting = None
+            destination.connecting = None
             self._give_up(request.transfer_id)
         if error is not None:
             logger.warning("kvferry: push %d to %s failed: %s", key.number, key.receiver, error)
-        index, where = receiver.source_index, receiver.answers_at
+        index, where = destination.source_index, destination.answers_at
         question = (
             Pushed(
                 key,
@@ -337,8 +488,8 @@ class Pusher:
                 key, index, error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy[:MAX_TEXT_LENGTH]
             )
         )
-        self._courier.send(where.host, where.port, question, REPORT_SECONDS)
-        for parcel in self._courier.collect():
+        self._client.send(where.host, where.port, question, REPORT_SECONDS)
+        for parcel in self._client.collect():
             if parcel.answer is None:
                 logger.warning("kvferry: %s:%d does not answer", parcel.host, parcel.port)
 
@@ -346,10 +497,10 @@ class Pusher:
         """Let this rank's engine end the hold, as the receiver would: it may be dead, and a lease is long."""
         if (engine := self.engine) is not None:
             question = Release(engine.epoch, (handle_of_transfer(transfer_id),))
-            self._courier.send(engine.host, engine.port, question, REPORT_SECONDS)
+            self._client.send(engine.host, engine.port, question, REPORT_SECONDS)
 
 
-def _ended(transfer_id: str) -> HandoffError:
+def _no_longer_held(transfer_id: str) -> HandoffError:
     return HandoffError(
         Reason.LEASE_EXPIRED,
         f"the prefill engine no longer holds the blocks of {transfer_id}: the request was aborted, released or nobody "

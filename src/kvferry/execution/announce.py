@@ -1,33 +1,47 @@
-"""One push on the receiver's transfer thread: announce the blocks to every source, and wait until all have written."""
+"""Pushes to one destination rank: introduces itself, announces blocks, hears how pushes end.
+
+:class:`kvferry.handoff.push.receiver.Receiving` decides; this carries out: an :class:`AwaitedPush` is one push, a job
+of the transfer thread, an :class:`Announcer` all pushes to a rank.
+"""
 
 import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
+from kvferry.handoff.bounded import Bounded
 from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
+    MAX_QUESTION_BYTES,
+    PROTOCOL_VERSION,
     Announce,
     Answer,
     EndPoint,
+    Identity,
+    Introduce,
+    Introduced,
+    Noted,
     Pushed,
     PushFailed,
     PushKey,
+    Question,
     Refusal,
     Revoke,
     Revoked,
+    encode,
 )
 from kvferry.handoff.push.events import clock
 from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.receiver import Receiving
-from kvferry.handoff.wire.client import known_reason
-
-if TYPE_CHECKING:
-    from kvferry.execution.receiver import Receiver
+from kvferry.handoff.wire.addresses import nothing_listens
+from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
+from kvferry.handoff.wire.client import Client, Exchange, known_reason
 
 REVOKE_SECONDS = 0.05
 """Between two questions whether a revoked push is quiet."""
@@ -46,7 +60,7 @@ class SourceRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PushedRequest:
     """What is asked of all sources of one request. ``deadline`` is on the monotonic clock."""
 
     job_id: str
@@ -62,19 +76,19 @@ Event = Pushed | PushFailed | tuple[int, Announce | Revoke, Answer | None]
 """What a source says by itself, or its answer (None: there was none in time) to a question."""
 
 
-class Receipt:
+class AwaitedPush:
     """Advances one push as its receiver sees it; done once the engine may have the blocks."""
 
     fills_blocks = True
 
-    def __init__(self, request: Request, key: PushKey, find_sources: FindSources, receiver: "Receiver") -> None:
+    def __init__(self, request: PushedRequest, key: PushKey, find_sources: FindSources, announcer: "Announcer") -> None:
         self.job_id = request.job_id
         self.phase = Phase.PREPARING
         self.error: KVFerryError | None = None
         self.given_up_at: float | None = None
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._request, self._key = request, key
-        self._find_sources, self._receiver = find_sources, receiver
+        self._find_sources, self._announcer = find_sources, announcer
         self._sources: dict[int, SourceRank] = {}
         self._to_tell: dict[int, SourceRank] = {}
         self._receiving: Receiving | None = None
@@ -87,7 +101,7 @@ class Receipt:
 
     def advance(self, scratch: Scratch, now: float) -> bool:
         """Tell sources that have not been told, note what they say, stop them once the push has failed."""
-        self._receiver.collect()
+        self._announcer.collect()
         if self._receiving is None:
             return self._prepare(now)
         moved = self._read_inbox(self._receiving)
@@ -128,7 +142,7 @@ class Receipt:
             transport=",".join(sorted({event.transport for event in committed})),
             wait_seconds=finished_at - self._created_at,
             transfer_seconds=max((event.transfer_seconds for event in committed), default=0.0),
-            events=self._events(finished_at) if self._receiver.keeps_events else None,
+            events=self._events(finished_at) if self._announcer.keeps_events else None,
         )
 
     def _events(self, finished_at: float) -> dict[str, Any]:
@@ -164,7 +178,7 @@ class Receipt:
         for index, source in list(self._to_tell.items()):
             try:
                 _check_announced(self._request, source.part)
-                if not self._receiver.is_introduced(source.answers_at, source.engine):
+                if not self._announcer.is_introduced(source.answers_at, source.engine):
                     continue
             except KVFerryError as error:
                 receiving.refused(index, error)
@@ -172,7 +186,7 @@ class Receipt:
             del self._to_tell[index]
             receiving.telling(index)
             self._told_at[index] = time.monotonic()
-            self._receiver.ask(source.answers_at, self._announcement(source), self._key.number, index)
+            self._announcer.ask(source.answers_at, self._announcement(source), self._key.number, index)
             moved = True
         return moved
 
@@ -220,7 +234,7 @@ class Receipt:
             if answer.reason == Reason.PEER_CHANGED:
                 receiving.quiet(index)
             elif answer.reason == Reason.UNKNOWN_REQUEST:
-                self._receiver.introduce_again(where)
+                self._announcer.introduce_again(where)
 
     def _watch(self, receiving: Receiving, now: float) -> None:
         """A source whose process has ended will never say how its push did."""
@@ -229,7 +243,7 @@ class Receipt:
         self._watch_at = now + WATCH_SECONDS
         for index in receiving.writers:
             where = self._sources[index].answers_at
-            if self._receiver.has_ended(where):
+            if self._announcer.has_ended(where):
                 receiving.refused(index, _silent(where))
 
     def _stop_sources(self, receiving: Receiving, now: float) -> None:
@@ -241,16 +255,16 @@ class Receipt:
                 # Not again before this one has been answered.
                 self._revoke_at[index] = float("inf")
                 source = self._sources[index]
-                self._receiver.ask(
+                self._announcer.ask(
                     source.answers_at, Revoke(source.answers_at.epoch, self._key), self._key.number, index
                 )
 
     def _end(self) -> None:
         self.phase = Phase.DONE
-        self._receiver.forget(self._key.number)
+        self._announcer.forget(self._key.number)
 
 
-def _check_announced(request: Request, part: Part) -> None:
+def _check_announced(request: PushedRequest, part: Part) -> None:
     """Raise :class:`HandoffError` (unsupported) for more blocks than one announcement has."""
     num_blocks = sum(len(blocks.block_ids) for blocks in part.announced)
     if num_blocks > MAX_ANNOUNCED_BLOCKS:
@@ -270,9 +284,173 @@ def _silent(where: EndPoint) -> HandoffError:
     )
 
 
-def _no_handshake(request: Request, seconds: float) -> HandoffError:
+def _no_handshake(request: PushedRequest, seconds: float) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
         f"no blocks could be announced for {request.job_id} within {seconds:.1f} s.",
         "Check the prefill engine; push_timeout_seconds sets the limit.",
     )
+
+
+KNOCK_SECONDS = 0.2
+KNOCK_AGAIN_SECONDS = 0.5
+"""So old an answer may be whether a source lives, for all pushes that wait for it."""
+MAX_SOURCES = 4096
+"""So many source ranks are remembered as having been introduced to."""
+
+
+class Announcer:
+    """All pushes to one rank. A source, which answers on a thread of its own, may take ``answer_seconds`` to do so.
+
+    With ``keeps_events`` the result of each has events.
+
+    :meth:`answer` is for the server's thread, :meth:`receive` for the engine's; the rest is for pushes, on the
+    transfer thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        identity: Identity,
+        shard: bytes,
+        end_points: dict[str, bytes],
+        answers_at: EndPoint,
+        executor: Executor,
+        client: Client,
+        answer_seconds: float,
+        keeps_events: bool = False,
+    ) -> None:
+        self._name, self._identity = name, identity
+        self._shard, self._end_points, self._answers_at = shard, end_points, answers_at
+        self._executor, self._client = executor, client
+        self._answer_seconds = answer_seconds
+        self.keeps_events = keeps_events
+        self._numbers = count(1)
+        self._pushes: dict[int, AwaitedPush] = {}
+        self._introductions: Bounded[EndPoint, Answer | None] = Bounded(MAX_SOURCES)
+        self._knocks: BackgroundCalls[EndPoint, bool] = BackgroundCalls("knock")
+        self._asked: dict[tuple[str, int, Announce | Revoke], tuple[int, int]] = {}
+
+    @property
+    def epoch(self) -> int:
+        """The life of this process."""
+        return self._answers_at.epoch
+
+    def announce(self, request: PushedRequest, find_sources: FindSources) -> None:
+        """Start a push; its result comes back from the executor."""
+        key = PushKey(self._name, self.epoch, next(self._numbers))
+        push = self._pushes[key.number] = AwaitedPush(request, key, find_sources, self)
+        self._executor.submit(push)
+
+    def answer(self, question: Question) -> Answer:
+        """Take note of what a source says. Raises :class:`HandoffError` for what is not for this rank."""
+        if not isinstance(question, Pushed | PushFailed):
+            raise HandoffError(
+                Reason.UNSUPPORTED,
+                f"a {type(question).__name__} is not for a rank that is pushed to.",
+                "Ask the prefill engine's own port.",
+            )
+        key = question.key
+        if (key.receiver, key.receiver_epoch) != (self._name, self.epoch):
+            raise HandoffError(
+                Reason.PEER_CHANGED,
+                f"the message is for {key.receiver} in epoch {key.receiver_epoch}; here is {self._name} in epoch "
+                f"{self.epoch}.",
+                "The decode engine was restarted: send the prompt again.",
+            )
+        if push := self._pushes.get(key.number):
+            push.inbox.put(question)
+            self._executor.wake()
+        return Noted(self.epoch)
+
+    # For pushes.
+
+    def is_introduced(self, where: EndPoint, sources: tuple[bytes, ...]) -> bool:
+        """Return whether a source rank knows this one; introduce it if not. Raises :class:`HandoffError` if refused.
+
+        ``sources`` are the encoded shards of all ranks of its engine.
+        """
+        if where not in self._introductions:
+            introduction = self._introduction(where, sources)
+            self._introductions[where] = None
+            self._client.send(where.host, where.port, introduction, self._answer_seconds)
+        answer = self._introductions[where]
+        if isinstance(answer, Refusal):
+            del self._introductions[where]
+            raise HandoffError(known_reason(answer.reason), answer.message, answer.remedy)
+        return isinstance(answer, Introduced)
+
+    def introduce_again(self, where: EndPoint) -> None:
+        """The source does not know this rank any more: introduce it anew for the next push."""
+        self._introductions.pop(where, None)
+
+    def ask(self, where: EndPoint, question: Announce | Revoke, number: int, index: int) -> None:
+        """Ask a source; the answer comes into the push's inbox."""
+        self._asked[where.host, where.port, question] = number, index
+        self._client.send(where.host, where.port, question, self._answer_seconds)
+
+    def has_ended(self, where: EndPoint) -> bool:
+        """Return whether its host has said that nothing listens there: a rank stops writing before it stops listening.
+
+        The host is asked beside: this is its last answer, and where that is old the next one is on its way.
+        """
+        knock = self._knock(where)
+        if knock is None:
+            return False
+        if knock.is_older(KNOCK_AGAIN_SECONDS):
+            self._knocks.forget(where)
+            self._knock(where)
+        try:
+            return knock.result()
+        except KVFerryError:
+            # Whatever kept the host from being asked proves nothing.
+            return False
+
+    def _knock(self, where: EndPoint) -> BackgroundCall[bool] | None:
+        return self._knocks.get(where, lambda: nothing_listens(where.host, where.port, KNOCK_SECONDS))
+
+    def collect(self) -> None:
+        """Hand out the answers that have come."""
+        for parcel in self._client.collect():
+            if isinstance(parcel.question, Introduce):
+                self._note_introduction(parcel, parcel.question)
+            elif isinstance(parcel.question, Announce | Revoke):
+                number, index = self._asked.pop((parcel.host, parcel.port, parcel.question), (0, 0))
+                if push := self._pushes.get(number):
+                    push.inbox.put((index, parcel.question, parcel.answer))
+
+    def forget(self, number: int) -> None:
+        """A push is over."""
+        self._pushes.pop(number, None)
+
+    def _introduction(self, where: EndPoint, sources: tuple[bytes, ...]) -> Introduce:
+        introduction = Introduce(
+            version=PROTOCOL_VERSION,
+            epoch=where.epoch,
+            receiver=self._name,
+            identity=self._identity,
+            sources=sources,
+            shard=self._shard,
+            end_points=self._end_points,
+            answers_at=self._answers_at,
+        )
+        if (num_bytes := len(encode(introduction))) > MAX_QUESTION_BYTES:
+            raise HandoffError(
+                Reason.UNSUPPORTED,
+                f"what the {len(sources)} ranks of the prefill engine hold takes {num_bytes} bytes to repeat, a "
+                f"question has at most {MAX_QUESTION_BYTES}.",
+                'Set "mode" to "pull", or run the prefill engine with fewer ranks.',
+            )
+        return introduction
+
+    def _note_introduction(self, parcel: Exchange, question: Introduce) -> None:
+        where = EndPoint(parcel.host, parcel.port, question.epoch)
+        answer = parcel.answer
+        if not isinstance(answer, Introduced | Refusal):
+            answer = Refusal(
+                Reason.PEER_UNREACHABLE.value,
+                f"{where.host}:{where.port} did not answer.",
+                "Check that the prefill engine runs, and that its host can be reached from here.",
+            )
+        if where in self._introductions:
+            self._introductions[where] = answer

@@ -1,4 +1,4 @@
-"""The courier over real sockets: answers, silence, garbage, addresses that cannot be, and nothing left behind."""
+"""The client over real sockets: answers, silence, garbage, addresses that cannot be, and nothing left behind."""
 
 import os
 import socket
@@ -12,34 +12,34 @@ import zmq
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import Answer, Handle, Question, Refusal, Release, Released, encode
-from kvferry.handoff.wire import client as courier_module
-from kvferry.handoff.wire.client import Courier, Parcel, ask, known_reason
-from kvferry.handoff.wire.server import Listener
+from kvferry.handoff.wire import client as client_module
+from kvferry.handoff.wire.client import Client, Exchange, ask, known_reason
+from kvferry.handoff.wire.server import Server
 
 HOST = "127.0.0.1"
 
 
 @pytest.fixture
-def courier() -> Iterator[Courier]:
-    courier = Courier()
-    yield courier
-    courier.close()
+def client() -> Iterator[Client]:
+    client = Client()
+    yield client
+    client.close()
 
 
 @pytest.fixture
 def resend_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier_module, "RESEND_SECONDS", 0.05)
+    monkeypatch.setattr(client_module, "RESEND_SECONDS", 0.05)
 
 
 def echo_epoch(question: Question) -> Answer:
     return Released(question.epoch)  # type: ignore[union-attr]
 
 
-def collect(courier: Courier, number: int = 1, seconds: float = 20.0) -> list[Parcel]:
-    parcels: list[Parcel] = []
+def collect(client: Client, number: int = 1, seconds: float = 20.0) -> list[Exchange]:
+    parcels: list[Exchange] = []
     end = time.monotonic() + seconds
     while len(parcels) < number and time.monotonic() < end:
-        parcels += courier.collect()
+        parcels += client.collect()
         time.sleep(0.002)
     return parcels
 
@@ -82,27 +82,27 @@ class RawPeer:
         self._thread.join()
 
 
-def test_an_answer_arrives_once_with_its_question(courier: Courier) -> None:
-    listener = Listener(HOST, 0, echo_epoch)
+def test_an_answer_arrives_once_with_its_question(client: Client) -> None:
+    listener = Server(HOST, 0, echo_epoch)
     try:
         before = time.monotonic()
-        courier.send(HOST, listener.port, Release(7, (Handle("a", 1),)), timeout_seconds=20)
-        (parcel,) = collect(courier)
+        client.send(HOST, listener.port, Release(7, (Handle("a", 1),)), timeout_seconds=20)
+        (parcel,) = collect(client)
         assert parcel.answer == Released(7)
         assert parcel.question == Release(7, (Handle("a", 1),))
         assert before <= parcel.sent_at <= time.monotonic()
-        assert courier.collect() == []
+        assert client.collect() == []
     finally:
         listener.close()
 
 
-def test_two_destinations_each_answer_their_own(courier: Courier) -> None:
-    first, second = Listener(HOST, 0, lambda question: Released(1)), Listener(HOST, 0, lambda question: Released(2))
+def test_two_destinations_each_answer_their_own(client: Client) -> None:
+    first, second = Server(HOST, 0, lambda question: Released(1)), Server(HOST, 0, lambda question: Released(2))
     try:
         for _ in range(20):
-            courier.send(HOST, first.port, Release(0, ()), timeout_seconds=20)
-            courier.send(HOST, second.port, Release(0, ()), timeout_seconds=20)
-        parcels = collect(courier, 40)
+            client.send(HOST, first.port, Release(0, ()), timeout_seconds=20)
+            client.send(HOST, second.port, Release(0, ()), timeout_seconds=20)
+        parcels = collect(client, 40)
         assert sorted((parcel.port, parcel.answer.epoch) for parcel in parcels) == sorted(  # type: ignore[union-attr]
             [(first.port, 1), (second.port, 2)] * 20
         )
@@ -112,37 +112,37 @@ def test_two_destinations_each_answer_their_own(courier: Courier) -> None:
 
 
 @pytest.mark.usefixtures("resend_soon")
-def test_a_lost_message_is_sent_again_and_its_lease_counts_from_the_first_sending(courier: Courier) -> None:
+def test_a_lost_message_is_sent_again_and_its_lease_counts_from_the_first_sending(client: Client) -> None:
     def lose_two(sequence: bytes, data: bytes) -> list[list[bytes]]:
         return [[sequence, encode(Released(7))]] if len(peer.received) > 2 else []
 
     with RawPeer(lose_two) as peer:
-        courier.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
-        (parcel,) = collect(courier)
+        client.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
+        (parcel,) = collect(client)
         assert parcel.answer == Released(7)
         assert len(set(peer.received)) == 1, "the same question under the same number"
         assert len(peer.received) >= 3
         assert parcel.sent_at <= peer.received_at[0], "not the sending that was answered"
 
 
-def test_a_peer_that_appears_late_gets_the_message(courier: Courier) -> None:
+def test_a_peer_that_appears_late_gets_the_message(client: Client) -> None:
     port = free_port()
-    courier.send(HOST, port, Release(7, ()), timeout_seconds=10)
+    client.send(HOST, port, Release(7, ()), timeout_seconds=10)
     time.sleep(0.2)
-    assert courier.collect() == []
-    listener = Listener(HOST, port, echo_epoch)
+    assert client.collect() == []
+    listener = Server(HOST, port, echo_epoch)
     try:
-        assert [parcel.answer for parcel in collect(courier)] == [Released(7)]
+        assert [parcel.answer for parcel in collect(client)] == [Released(7)]
     finally:
         listener.close()
 
 
 @pytest.mark.usefixtures("resend_soon")
-def test_a_parcel_comes_back_unanswered_at_its_deadline(courier: Courier) -> None:
+def test_a_parcel_comes_back_unanswered_at_its_deadline(client: Client) -> None:
     with RawPeer(lambda sequence, data: []) as peer:
         sent_at = time.monotonic()
-        courier.send(HOST, peer.port, Release(7, ()), timeout_seconds=0.3)
-        (parcel,) = collect(courier)
+        client.send(HOST, peer.port, Release(7, ()), timeout_seconds=0.3)
+        (parcel,) = collect(client)
         assert parcel.answer is None
         assert 0.28 < time.monotonic() - sent_at < 5
         num_sent = len(peer.received)
@@ -151,44 +151,44 @@ def test_a_parcel_comes_back_unanswered_at_its_deadline(courier: Courier) -> Non
         assert len(peer.received) - num_sent <= 1, "given up is not sent again"
 
 
-def test_an_answer_after_the_deadline_is_not_delivered(courier: Courier) -> None:
+def test_an_answer_after_the_deadline_is_not_delivered(client: Client) -> None:
     def late(sequence: bytes, data: bytes) -> list[list[bytes]]:
         time.sleep(0.2)
         return [[sequence, encode(Released(7))]]
 
     with RawPeer(late) as peer:
-        courier.send(HOST, peer.port, Release(7, ()), timeout_seconds=0.05)
-        assert [parcel.answer for parcel in collect(courier)] == [None]
+        client.send(HOST, peer.port, Release(7, ()), timeout_seconds=0.05)
+        assert [parcel.answer for parcel in collect(client)] == [None]
         time.sleep(0.3)
-        assert courier.collect() == []
+        assert client.collect() == []
 
 
-def test_garbage_answers_are_ignored_or_refusals(courier: Courier) -> None:
+def test_garbage_answers_are_ignored_or_refusals(client: Client) -> None:
     def garble(sequence: bytes, data: bytes) -> list[list[bytes]]:
         unknown, malformed = [b"unknown", encode(Released(1))], [sequence, os.urandom(50)]
         return [[b""], [sequence], [sequence, b"", b""], unknown, malformed, [sequence, encode(Released(2))]]
 
     with RawPeer(garble) as peer:
-        courier.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
-        (parcel,) = collect(courier)
+        client.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
+        (parcel,) = collect(client)
         assert isinstance(parcel.answer, Refusal)
         assert parcel.answer.reason == Reason.MALFORMED_MESSAGE
-    listener = Listener(HOST, 0, echo_epoch)
+    listener = Server(HOST, 0, echo_epoch)
     try:
-        courier.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
-        assert [parcel.answer for parcel in collect(courier)] == [Released(8)]
+        client.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
+        assert [parcel.answer for parcel in collect(client)] == [Released(8)]
     finally:
         listener.close()
 
 
-def test_a_peer_cannot_answer_for_another(courier: Courier) -> None:
+def test_a_peer_cannot_answer_for_another(client: Client) -> None:
     def answer_all(sequence: bytes, data: bytes) -> list[list[bytes]]:
         return [[number.to_bytes(8, "big"), encode(Released(666))] for number in range(1, 5)]
 
     with RawPeer(lambda sequence, data: []) as silent, RawPeer(answer_all) as forger:
-        courier.send(HOST, silent.port, Release(7, ()), timeout_seconds=0.5)
-        courier.send(HOST, forger.port, Release(7, ()), timeout_seconds=20)
-        answers = {parcel.port: parcel.answer for parcel in collect(courier, 2)}
+        client.send(HOST, silent.port, Release(7, ()), timeout_seconds=0.5)
+        client.send(HOST, forger.port, Release(7, ()), timeout_seconds=20)
+        answers = {parcel.port: parcel.answer for parcel in collect(client, 2)}
     assert answers == {silent.port: None, forger.port: Released(666)}
 
 
@@ -202,22 +202,22 @@ def test_a_peer_cannot_answer_for_another(courier: Courier) -> None:
     ],
 )
 def test_what_cannot_be_sent_comes_back_and_stops_nothing(
-    courier: Courier, host: str, port: int, question: Question
+    client: Client, host: str, port: int, question: Question
 ) -> None:
-    courier.send(host, port, question, timeout_seconds=20)
-    (parcel,) = collect(courier)
+    client.send(host, port, question, timeout_seconds=20)
+    (parcel,) = collect(client)
     assert isinstance(parcel.answer, Refusal)
     assert parcel.answer.reason == Reason.PEER_UNREACHABLE
-    listener = Listener(HOST, 0, echo_epoch)
+    listener = Server(HOST, 0, echo_epoch)
     try:
-        courier.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
-        assert [parcel.answer for parcel in collect(courier)] == [Released(8)]
+        client.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
+        assert [parcel.answer for parcel in collect(client)] == [Released(8)]
     finally:
         listener.close()
 
 
 def test_a_name_that_is_looked_up_for_long_holds_nobody_else_up(
-    courier: Courier, monkeypatch: pytest.MonkeyPatch
+    client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else zmq would look it up on the one thread that serves every socket."""
     may_answer, look_up = threading.Event(), socket.getaddrinfo
@@ -229,20 +229,20 @@ def test_a_name_that_is_looked_up_for_long_holds_nobody_else_up(
         return look_up(HOST, *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up_late)
-    listener = Listener(HOST, 0, echo_epoch)
+    listener = Server(HOST, 0, echo_epoch)
     try:
-        courier.send("late.example", listener.port, Release(1, ()), timeout_seconds=20)
-        courier.send("late.example", listener.port, Release(2, ()), timeout_seconds=0.05)
-        courier.send(HOST, listener.port, Release(3, ()), timeout_seconds=20)
-        parcels = collect(courier, 2)
+        client.send("late.example", listener.port, Release(1, ()), timeout_seconds=20)
+        client.send("late.example", listener.port, Release(2, ()), timeout_seconds=0.05)
+        client.send(HOST, listener.port, Release(3, ()), timeout_seconds=20)
+        parcels = collect(client, 2)
         assert {parcel.question.epoch: parcel.answer for parcel in parcels} == {2: None, 3: Released(3)}  # type: ignore[union-attr]
         may_answer.set()
-        assert [parcel.answer for parcel in collect(courier)] == [Released(1)]
+        assert [parcel.answer for parcel in collect(client)] == [Released(1)]
     finally:
         listener.close()
 
 
-def test_a_name_is_asked_at_the_address_that_listens(courier: Courier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_asked_at_the_address_that_listens(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name may stand for IPv6 and IPv4, of which the engine listens on one."""
     monkeypatch.setattr(
         socket,
@@ -250,11 +250,11 @@ def test_a_name_is_asked_at_the_address_that_listens(courier: Courier, monkeypat
         lambda host, port, **_: [(0, 0, 0, "", (address, port)) for address in ("127.0.0.2", HOST)],
     )
     monkeypatch.setattr(socket, "create_connection", connect_to_numbers)
-    listener = Listener(HOST, 0, echo_epoch)
+    listener = Server(HOST, 0, echo_epoch)
     try:
         assert ask("prefill-0", listener.port, Release(7, ()), timeout_seconds=20) == Released(7)
-        courier.send("prefill-0", listener.port, Release(8, ()), timeout_seconds=20)
-        assert [parcel.answer for parcel in collect(courier)] == [Released(8)]
+        client.send("prefill-0", listener.port, Release(8, ()), timeout_seconds=20)
+        assert [parcel.answer for parcel in collect(client)] == [Released(8)]
     finally:
         listener.close()
 
@@ -266,44 +266,44 @@ def connect_to_numbers(address: tuple[str, int], timeout: float) -> socket.socke
     return connection
 
 
-def test_connections_are_bounded_and_the_idle_one_gives_way(courier: Courier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier_module, "MAX_SOCKETS", 1)
-    listener = Listener(HOST, 0, echo_epoch)
+def test_connections_are_bounded_and_the_idle_one_gives_way(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_SOCKETS", 1)
+    listener = Server(HOST, 0, echo_epoch)
     with RawPeer(lambda sequence, data: []) as mute:
-        courier.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
-        assert [parcel.answer for parcel in collect(courier)] == [Released(7)]
-        courier.send(HOST, mute.port, Release(7, ()), timeout_seconds=0.3)
-        courier.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
-        refused, given_up = collect(courier, 2)
+        client.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
+        assert [parcel.answer for parcel in collect(client)] == [Released(7)]
+        client.send(HOST, mute.port, Release(7, ()), timeout_seconds=0.3)
+        client.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
+        refused, given_up = collect(client, 2)
         assert isinstance(refused.answer, Refusal)
         assert "kv_transfer_params" in refused.answer.remedy
         assert (refused.port, given_up.port, given_up.answer) == (listener.port, mute.port, None)
-        assert list(courier._sockets) == [(HOST, mute.port)]
+        assert list(client._sockets) == [(HOST, mute.port)]
     listener.close()
 
 
 def test_a_fault_in_a_turn_does_not_end_the_courier(
-    courier: Courier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    close_idle, resend = Courier._close_idle, Courier._send
-    monkeypatch.setattr(courier_module, "PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(courier_module, "RESEND_SECONDS", 0.01)
-    monkeypatch.setattr(Courier, "_close_idle", lambda *_: 1 / 0)
-    listener = Listener(HOST, 0, echo_epoch)
+    close_idle, resend = Client._close_idle, Client._send
+    monkeypatch.setattr(client_module, "PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(client_module, "RESEND_SECONDS", 0.01)
+    monkeypatch.setattr(Client, "_close_idle", lambda *_: 1 / 0)
+    listener = Server(HOST, 0, echo_epoch)
     try:
-        courier.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
-        assert [parcel.answer for parcel in collect(courier)] == [Released(7)]
+        client.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
+        assert [parcel.answer for parcel in collect(client)] == [Released(7)]
         assert "a turn failed" in caplog.text
-        monkeypatch.setattr(Courier, "_close_idle", close_idle)
+        monkeypatch.setattr(Client, "_close_idle", close_idle)
         with RawPeer(lambda sequence, data: []) as mute:
-            courier.send(HOST, mute.port, Release(8, ()), timeout_seconds=20)
+            client.send(HOST, mute.port, Release(8, ()), timeout_seconds=20)
             while not mute.received:
                 time.sleep(0.001)
-            monkeypatch.setattr(Courier, "_send", lambda *_: 1 / 0)
-            assert [type(parcel.answer) for parcel in collect(courier)] == [Refusal], "not tried again for ever"
-        monkeypatch.setattr(Courier, "_send", resend)
-        courier.send(HOST, listener.port, Release(9, ()), timeout_seconds=20)
-        assert [parcel.answer for parcel in collect(courier)] == [Released(9)]
+            monkeypatch.setattr(Client, "_send", lambda *_: 1 / 0)
+            assert [type(parcel.answer) for parcel in collect(client)] == [Refusal], "not tried again for ever"
+        monkeypatch.setattr(Client, "_send", resend)
+        client.send(HOST, listener.port, Release(9, ()), timeout_seconds=20)
+        assert [parcel.answer for parcel in collect(client)] == [Released(9)]
     finally:
         listener.close()
 
@@ -312,7 +312,7 @@ def test_a_refusals_remedy_reaches_who_asked() -> None:
     def refuse(question: Question) -> Answer:
         raise HandoffError(Reason.PEER_CHANGED, "another epoch.", "Send the prompt again.")
 
-    listener = Listener(HOST, 0, refuse)
+    listener = Server(HOST, 0, refuse)
     try:
         with pytest.raises(HandoffError) as caught:
             ask(HOST, listener.port, Release(7, ()), timeout_seconds=20)
@@ -322,14 +322,14 @@ def test_a_refusals_remedy_reaches_who_asked() -> None:
         listener.close()
 
 
-def test_the_sender_never_waits_for_the_courier(courier: Courier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sender_never_waits_for_the_courier(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many questions are queued while the thread is held up."""
     held_up = threading.Event()
-    monkeypatch.setattr(Courier, "_take_outgoing", lambda self, poller: held_up.wait(20))
+    monkeypatch.setattr(Client, "_take_outgoing", lambda self, poller: held_up.wait(20))
 
     def send_many() -> None:
         for _ in range(2500):
-            courier.send(HOST, 1, Release(7, ()), timeout_seconds=20)
+            client.send(HOST, 1, Release(7, ()), timeout_seconds=20)
 
     sender = threading.Thread(target=send_many, daemon=True)
     sender.start()
@@ -341,23 +341,23 @@ def test_the_sender_never_waits_for_the_courier(courier: Courier, monkeypatch: p
     assert not had_to_wait
 
 
-def test_an_idle_connection_is_closed_and_opened_again(courier: Courier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier_module, "IDLE_SOCKET_SECONDS", 0.0)
-    listener = Listener(HOST, 0, echo_epoch)
+def test_an_idle_connection_is_closed_and_opened_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "IDLE_SOCKET_SECONDS", 0.0)
+    listener = Server(HOST, 0, echo_epoch)
     try:
         for epoch in range(5):
-            courier.send(HOST, listener.port, Release(epoch, ()), timeout_seconds=20)
-            assert [parcel.answer for parcel in collect(courier)] == [Released(epoch)]
-            assert len(courier._sockets) <= 1
+            client.send(HOST, listener.port, Release(epoch, ()), timeout_seconds=20)
+            assert [parcel.answer for parcel in collect(client)] == [Released(epoch)]
+            assert len(client._sockets) <= 1
     finally:
         listener.close()
 
 
 def test_a_question_queued_at_the_close_is_still_sent() -> None:
     with RawPeer(lambda sequence, data: []) as peer:
-        courier = Courier()
-        courier.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
-        courier.close()
+        client = Client()
+        client.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
+        client.close()
         end = time.monotonic() + 3
         while not peer.received and time.monotonic() < end:
             time.sleep(0.01)
@@ -365,26 +365,26 @@ def test_a_question_queued_at_the_close_is_still_sent() -> None:
 
 
 def test_close_leaves_no_thread_and_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier_module, "CLOSING_MILLISECONDS", 10)
+    monkeypatch.setattr(client_module, "CLOSING_MILLISECONDS", 10)
     threads = set(threading.enumerate())
-    couriers = [Courier() for _ in range(30)]
-    for courier in couriers:
-        courier.send(HOST, free_port(), Release(7, ()), timeout_seconds=60)
-    for courier in couriers:
-        courier.close()
-        courier.close()
-        courier.send(HOST, 1, Release(7, ()), timeout_seconds=1)  # into the void, and no error
-    assert not {thread for thread in threading.enumerate() if thread.name == "kvferry-courier"} - threads
-    for courier in couriers:
-        assert all(socket.closed for socket in courier._sockets.values())
-        assert courier._wake_sender.closed
-        assert courier._wake_receiver.closed
-        assert courier._context.closed
+    clients = [Client() for _ in range(30)]
+    for client in clients:
+        client.send(HOST, free_port(), Release(7, ()), timeout_seconds=60)
+    for client in clients:
+        client.close()
+        client.close()
+        client.send(HOST, 1, Release(7, ()), timeout_seconds=1)  # into the void, and no error
+    assert not {thread for thread in threading.enumerate() if thread.name == "kvferry-client"} - threads
+    for client in clients:
+        assert all(socket.closed for socket in client._sockets.values())
+        assert client._wake_sender.closed
+        assert client._wake_receiver.closed
+        assert client._context.closed
 
 
 def test_couriers_may_follow_each_other_at_once() -> None:
     for _ in range(100):
-        Courier().close()
+        Client().close()
 
 
 def test_ask_gives_up_in_time() -> None:
