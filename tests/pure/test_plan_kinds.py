@@ -80,6 +80,25 @@ def test_shares_meet_where_a_token_lies_in_both(one: TokenShare, other: TokenSha
     assert one.meets(other) is bool(held[0] & held[1])
 
 
+@pytest.mark.parametrize("interleave", [1, 2])
+@pytest.mark.parametrize(("source_size", "destination_size"), [(2, 4), (4, 2), (2, 6), (6, 2), (3, 3)])
+def test_tokens_of_shares_join_only_where_they_follow_each_other_on_both_sides(
+    source_size: int, destination_size: int, interleave: int
+) -> None:
+    """Where one side's share holds a part of the other's, tokens that are neighbours here lie apart there."""
+    sources = [shared(TokenShare(at, source_size, interleave)) for at in range(source_size)]
+    tokens = {"group": "full", "first_token": 0, "last_token": 48}
+    blocks = GroupBlocks(
+        **tokens,
+        source_block_ids=range(-(-48 // (4 * source_size))),
+        destination_block_ids=range(-(-48 // (4 * destination_size))),
+    )
+    for at in range(destination_size):
+        destination = shared(TokenShare(at, destination_size, interleave), base=1 << 48)
+        plans = Planner(sources, destination).plans(0)
+        verify_destination([(plan.source, plan.lower([blocks])) for plan in plans], destination, [blocks])
+
+
 @settings(deadline=None)
 @given(RANGES, RANGES)
 def test_ranges_are_sets(one: tuple[HeadRange, ...], other: tuple[HeadRange, ...]) -> None:

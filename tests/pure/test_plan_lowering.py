@@ -1,5 +1,7 @@
 """Coalescing, templates, several groups and regions, and the time that lowering may take."""
 
+from itertools import permutations, product
+
 import msgspec
 import numpy as np
 import pytest
@@ -150,6 +152,31 @@ def test_whole_cache_of_a_layer_outermost_layout_is_one_run() -> None:
         group="full", first_token=0, last_token=32, source_block_ids=order, destination_block_ids=order
     )
     assert len(plan.lower([blocks])) == 1
+
+
+def test_blocks_join_exactly_where_they_follow_each_other_on_both_sides() -> None:
+    """For every choice of three blocks on each side, in every order."""
+    shape = {"layers": ["0"], "num_kv_heads": 1, "head_size": 1, "itemsize": 1, "layout": NamedLayout.BHLNC}
+    base = 1 << 20
+    source = shard_for(block_size=1, num_blocks=5, **shape)
+    destination = shard_for(block_size=1, num_blocks=5, base_address=base, **shape)
+    (plan,) = Planner([source], destination).plans(0)
+    stride = 2  # a key and a value of a byte each
+    for source_ids, destination_ids in product(permutations(range(5), 3), repeat=2):
+        blocks = GroupBlocks(
+            group="full",
+            first_token=0,
+            last_token=3,
+            source_block_ids=source_ids,
+            destination_block_ids=destination_ids,
+        )
+        joined: list[list[int]] = []
+        for to, at in sorted(zip(destination_ids, source_ids, strict=True)):
+            if joined and [at * stride, base + to * stride] == [place + joined[-1][2] for place in joined[-1][:2]]:
+                joined[-1][2] += stride
+            else:
+                joined.append([at * stride, base + to * stride, stride])
+        assert sorted(plan.lower([blocks]).tolist()) == sorted(joined), (source_ids, destination_ids)
 
 
 def test_templates_of_many_phases_are_not_kept_for_ever() -> None:
