@@ -104,7 +104,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         raise SettingsError(
             Reason.INVALID_SETTING,
             f"kv_connector_extra_config: {error}.",
-            "The README lists the settings and what they may be.",
+            "docs/settings.md lists the settings and what they may be.",
         ) from error
     if settings.transport != "auto":
         check_transport(settings.transport)
