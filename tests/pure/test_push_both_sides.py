@@ -217,7 +217,7 @@ class BothSides:
 
     def step_receiver(self) -> None:
         for target in self.targets.values():
-            target.receiving.tick(self.now)
+            target.receiving.due(self.now)
             if target.receiving.error is not None:
                 for rank in target.receiving.writers:
                     self.network.append(partial(self.arrive_revocation, target, rank))

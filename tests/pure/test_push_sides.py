@@ -221,7 +221,7 @@ def test_a_failed_push_waits_for_every_source_that_may_write() -> None:
 def test_a_done_on_its_way_ends_the_wait_for_an_acknowledgement() -> None:
     push = Receiving("r", {0: "a"}, deadline=30.0)
     push.telling(0)
-    push.tick(30.0)
+    push.due(30.0)
     push.done(0, "a")
     assert push.is_over
     assert push.error is not None
@@ -234,7 +234,7 @@ def test_a_committed_push_is_not_harmed_by_what_comes_later() -> None:
     push.done(0, "a")
     push.refused(0, GAVE_UP)
     push.fail(GAVE_UP)
-    push.tick(99.0)
+    push.due(99.0)
     assert (push.is_over, push.error) == (True, None)
 
 
@@ -256,3 +256,66 @@ def test_a_span_that_has_run_wakes_nobody_who_does_not_want_it() -> None:
     assert (side.reach(wanted), side.reach(other)) == (True, False)
     side.begin_step({"y": Prompt(32, "p", {}, num_final=END)})
     assert not side.reach(wanted)
+
+
+def steps(push: Receiving, now: float) -> list[tuple[str, int]]:
+    return [(step.name, source) for step, source in push.due(now)]
+
+
+def test_a_revocation_is_repeated_only_after_it_was_answered() -> None:
+    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    assert steps(push, 0.0) == [("ANNOUNCE", 0), ("ANNOUNCE", 1)]
+    push.telling(0)
+    assert steps(push, 0.1) == [("ANNOUNCE", 1)], "until it is told"
+    push.telling(1)
+    assert steps(push, 0.2) == []
+    push.fail(GAVE_UP)
+    assert steps(push, 0.3) == [("REVOKE", 0), ("REVOKE", 1)]
+    assert steps(push, 0.9) == [], "not before the last one was answered"
+    push.still_writing(0, 0.9)
+    push.quiet(1)
+    assert steps(push, 0.92) == []
+    assert steps(push, 0.96) == [("REVOKE", 0)]
+    assert not push.is_over
+    push.quiet(0)
+    assert (steps(push, 5.0), push.is_over) == ([], True)
+
+
+def test_sources_that_may_be_writing_are_looked_at_once_a_second() -> None:
+    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    push.telling(0)
+    push.telling(1)
+    push.done(1, "b")
+    assert steps(push, 0.0) == [("LOOK", 0)]
+    assert steps(push, 0.99) == []
+    assert steps(push, 1.0) == [("LOOK", 0)]
+
+
+def test_the_deadline_ends_a_push_that_waits_and_the_snapshot_tells() -> None:
+    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push.telling(0)
+    push.due(0.5)
+    assert steps(push, 30.0) == [("REVOKE", 0), ("LOOK", 0)]
+    push.still_writing(0, 30.0)
+    assert push.snapshot(31.0) == {
+        "sources": {0: "told"},
+        "error": "deadline-exceeded",
+        "deadline_in": -1.0,
+        "revoke_in": {0: 0.0},
+    }
+
+
+def test_snapshots_of_a_rank_that_pushes_are_plain() -> None:
+    side, span = Sender(), Span("0")
+    needs = {span: Need(0, 32, 16)}
+    side.announce(PushRequest(PushKey("d/0", 7, 1), "x", 32, "p", needs, deadline=9.0))
+    side.compute("x", Prompt(32, "p", {}, num_final=16))
+    assert len(side.take(PushKey("d/0", 7, 1))) == 1
+    side.end("y", GAVE_UP)
+    assert side.snapshot(now=4.0) == {
+        "prompts": {"x": 16},
+        "pushes": {
+            "d/0 7 1": {"state": "pushing", "reached": {"0/0": 0}, "on_its_way": 1, "error": None, "deadline_in": 5.0}
+        },
+        "ended": ["y"],
+    }

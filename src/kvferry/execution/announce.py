@@ -38,15 +38,10 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.push.events import clock
 from kvferry.handoff.push.part import Part
-from kvferry.handoff.push.receiver import Receiving
+from kvferry.handoff.push.receiver import Receiving, Step
 from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
 from kvferry.handoff.wire.client import Client, Exchange, known_reason
-
-REVOKE_SECONDS = 0.05
-"""Between two questions whether a revoked push is quiet."""
-WATCH_SECONDS = 1.0
-"""Between two looks whether the sources that are waited for still live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,29 +85,34 @@ class AwaitedPush:
         self._request, self._key = request, key
         self._find_sources, self._announcer = find_sources, announcer
         self._sources: dict[int, SourceRank] = {}
-        self._to_tell: dict[int, SourceRank] = {}
         self._receiving: Receiving | None = None
-        self._revoke_at: dict[int, float] = {}
         self._created_at = time.monotonic()
         self._pushed: dict[int, Pushed] = {}
         self._told_at: dict[int, float] = {}
         self._done_at: dict[int, float] = {}
-        self._watch_at = 0.0
 
     def advance(self, scratch: Scratch, now: float) -> bool:
-        """Tell sources that have not been told, note what they say, stop them once the push has failed."""
+        """Note what sources say, then do what is due."""
         self._announcer.collect()
-        if self._receiving is None:
+        receiving = self._receiving
+        if receiving is None:
             return self._prepare(now)
-        moved = self._read_inbox(self._receiving)
-        self._receiving.tick(now)
-        if self._receiving.error is not None:
-            self._stop_sources(self._receiving, now)
-        else:
-            moved |= self._tell(self._receiving)
-        self._watch(self._receiving, now)
-        if self._receiving.is_over:
-            self.error = self._receiving.error
+        moved = self._read_inbox(receiving)
+        for step, index in receiving.due(now):
+            source = self._sources[index]
+            match step:
+                case Step.ANNOUNCE:
+                    # The announcement before may have been refused.
+                    moved |= receiving.error is None and self._announce(receiving, source)
+                case Step.REVOKE:
+                    question = Revoke(source.answers_at.epoch, self._key)
+                    self._announcer.ask(source.answers_at, question, self._key.number, index)
+                case Step.LOOK:
+                    if self._announcer.has_ended(source.answers_at):
+                        receiving.refused(index, _silent(source.answers_at))
+        if receiving.error is not None and self.error is None:
+            self.error, self.given_up_at, self.phase = receiving.error, now, Phase.STOPPING
+        if receiving.is_over:
             self._end()
             return True
         return moved
@@ -168,27 +168,23 @@ class AwaitedPush:
         if sources is None:
             return False
         self._sources = {source.index: source for source in sources}
-        self._to_tell = dict(self._sources)
         expected = {source.index: source.part.digest for source in sources}
         self._receiving = Receiving(self.job_id, expected, self._request.deadline)
         return True
 
-    def _tell(self, receiving: Receiving) -> bool:
-        moved = False
-        for index, source in list(self._to_tell.items()):
-            try:
-                _check_announced(self._request, source.part)
-                if not self._announcer.is_introduced(source.answers_at, source.engine):
-                    continue
-            except KVFerryError as error:
-                receiving.refused(index, error)
-                return True
-            del self._to_tell[index]
-            receiving.telling(index)
-            self._told_at[index] = time.monotonic()
-            self._announcer.ask(source.answers_at, self._announcement(source), self._key.number, index)
-            moved = True
-        return moved
+    def _announce(self, receiving: Receiving, source: SourceRank) -> bool:
+        """Announce the blocks to a source, once it knows this rank; return whether that is done."""
+        try:
+            _check_announced(self._request, source.part)
+            if not self._announcer.is_introduced(source.answers_at, source.engine):
+                return False
+        except KVFerryError as error:
+            receiving.refused(source.index, error)
+            return True
+        receiving.telling(source.index)
+        self._told_at[source.index] = time.monotonic()
+        self._announcer.ask(source.answers_at, self._announcement(source), self._key.number, source.index)
+        return True
 
     def _announcement(self, source: SourceRank) -> Announce:
         return Announce(
@@ -223,7 +219,7 @@ class AwaitedPush:
     ) -> None:
         where = self._sources[index].answers_at
         if isinstance(question, Revoke):
-            self._revoke_at[index] = time.monotonic() + REVOKE_SECONDS
+            receiving.still_writing(index, time.monotonic())
         if isinstance(answer, Revoked) and answer.is_quiet:
             receiving.quiet(index)
         elif answer is None or (isinstance(answer, Refusal) and answer.reason == Reason.PEER_UNREACHABLE):
@@ -235,29 +231,6 @@ class AwaitedPush:
                 receiving.quiet(index)
             elif answer.reason == Reason.UNKNOWN_REQUEST:
                 self._announcer.introduce_again(where)
-
-    def _watch(self, receiving: Receiving, now: float) -> None:
-        """A source whose process has ended will never say how its push did."""
-        if now < self._watch_at:
-            return
-        self._watch_at = now + WATCH_SECONDS
-        for index in receiving.writers:
-            where = self._sources[index].answers_at
-            if self._announcer.has_ended(where):
-                receiving.refused(index, _silent(where))
-
-    def _stop_sources(self, receiving: Receiving, now: float) -> None:
-        self.phase = Phase.STOPPING
-        self.error = receiving.error
-        self.given_up_at = self.given_up_at or now
-        for index in receiving.writers:
-            if now >= self._revoke_at.get(index, 0.0):
-                # Not again before this one has been answered.
-                self._revoke_at[index] = float("inf")
-                source = self._sources[index]
-                self._announcer.ask(
-                    source.answers_at, Revoke(source.answers_at.epoch, self._key), self._key.number, index
-                )
 
     def _end(self) -> None:
         self.phase = Phase.DONE

@@ -1,19 +1,40 @@
-"""One push as the rank that receives it sees it: which sources must have written, and which may still be writing.
+"""One push as its destination rank decides it: which sources must have written, and which may still be writing.
 
-Pure: messages and the time are inputs. A push commits when every source that the plan names has said "done" with the
-digest of exactly what was announced to it. Whatever else happens is terminal: each source that may have learned of the
-blocks is then asked to stop until it says that it has, has said that it gave up, or is known to be dead. Only then is
-the push over, and only then may the engine have the blocks back.
+Pure: messages and the time are inputs, :meth:`Receiving.due` returns what to do now. A push commits when every source
+that the plan names has said "done" with the digest of exactly what was announced to it. Every other outcome is
+terminal: each source that may have learned of the blocks is asked to stop until it says that it has, has said that it
+gave up, or is known to be dead. Only then is the push over, and only then may the engine have the blocks back.
 """
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import Any, NamedTuple
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 
+REVOKE_SECONDS = 0.05
+"""From the answer to a revocation that a source is still writing to the next revocation."""
+WATCH_SECONDS = 1.0
+"""Between two looks whether a source that may be writing still lives."""
+
+
+class Step(Enum):
+    """What a destination does about one source."""
+
+    ANNOUNCE = "announce the blocks"
+    REVOKE = "ask the source to write no more"
+    LOOK = "look whether the source lives"
+
+
+class Action(NamedTuple):
+    """A step, and the index of the source rank."""
+
+    step: Step
+    source: int
+
 
 class Source(Enum):
-    """What the receiver knows of one source rank."""
+    """What the destination knows of one source rank."""
 
     UNTOLD = "has not been told of the blocks"
     TOLD = "may be writing"
@@ -25,6 +46,8 @@ class Receiving:
     """``expected`` are the source ranks, by index, and the digest of what each is to write.
 
     >>> push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    >>> [(action.step.name, action.source) for action in push.due(now=0.0)]
+    [('ANNOUNCE', 0), ('ANNOUNCE', 1)]
     >>> [push.telling(source) for source in (0, 1)] and push.done(0, "a")
     >>> push.is_over, push.done(1, "b"), push.is_over, push.error
     (False, None, True, None)
@@ -35,6 +58,8 @@ class Receiving:
         self._expected = dict(expected)
         self._deadline = deadline
         self._sources = dict.fromkeys(expected, Source.UNTOLD)
+        self._revoke_at: dict[int, float] = {}
+        self._watch_at = 0.0
         self.error: KVFerryError | None = None
 
     @property
@@ -48,6 +73,27 @@ class Receiving:
     def writers(self) -> list[int]:
         """Sources that may be writing; once the push has failed, those to be asked to stop."""
         return [index for index, source in self._sources.items() if source is Source.TOLD]
+
+    def due(self, now: float) -> list[Action]:
+        """Return what to do now, in order; gives up first if the deadline has passed.
+
+        A source is to be announced to until :meth:`telling` says that it is being told. A revocation is repeated only
+        after :meth:`still_writing` has said that the last one was answered.
+        """
+        self._tick(now)
+        if self.error is None:
+            actions = [Action(Step.ANNOUNCE, i) for i, source in self._sources.items() if source is Source.UNTOLD]
+        else:
+            actions = [Action(Step.REVOKE, i) for i in self.writers if now >= self._revoke_at.get(i, 0.0)]
+            self._revoke_at |= {action.source: float("inf") for action in actions}
+        if now >= self._watch_at:
+            self._watch_at = now + WATCH_SECONDS
+            actions += [Action(Step.LOOK, index) for index in self.writers]
+        return actions
+
+    def still_writing(self, source: int, now: float) -> None:
+        """A revocation was answered, or was not in time, and the source may still be writing: ask again."""
+        self._revoke_at[source] = now + REVOKE_SECONDS
 
     def telling(self, source: int) -> None:
         """The source is about to be told: from now on it may write, whatever becomes of the message."""
@@ -83,8 +129,16 @@ class Receiving:
         if self.error is None and not self.is_over:
             self.error = error.without_traceback()
 
-    def tick(self, now: float) -> None:
-        """Give up once the deadline has passed."""
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """Return the state as plain data, times relative to ``now``, the error as its reason code."""
+        return {
+            "sources": {index: source.name.lower() for index, source in self._sources.items()},
+            "error": None if self.error is None else self.error.reason.value,
+            "deadline_in": self._deadline - now,
+            "revoke_in": {index: max(0.0, at - now) for index, at in self._revoke_at.items()},
+        }
+
+    def _tick(self, now: float) -> None:
         if now >= self._deadline and not self.is_over:
             self.fail(_late(self._request_id, self.writers))
 

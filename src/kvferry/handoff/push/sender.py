@@ -13,7 +13,7 @@ the caller holds a lock.
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -124,6 +124,16 @@ class Sending:
         """Give up once the deadline has passed."""
         if self.state is PushState.OPEN and now >= self._deadline:
             self.fail(_late(self._transfer_id))
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """Return the state as plain data, times relative to ``now``, the error as its reason code."""
+        return {
+            "state": self.state.value,
+            "reached": {f"{span.group}/{span.number}": token for span, token in self._reached.items()},
+            "on_its_way": len(self._on_its_way),
+            "error": None if self.error is None else self.error.reason.value,
+            "deadline_in": self._deadline - now,
+        }
 
     def _ready(self, span: Span, final: int) -> int:
         need = self._needs[span]
@@ -369,6 +379,17 @@ class Sender:
     def outcome(self, key: PushKey) -> Over | None:
         """Return how the push ended, once it is over."""
         return self._over.get(key)
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """Return the state as plain data: prompts' final tokens, and each open push with its remaining seconds."""
+        return {
+            "prompts": {name: prompt.num_final for name, prompt in sorted(self._prompts.items())},
+            "pushes": {
+                f"{key.receiver} {key.receiver_epoch} {key.number}": push.snapshot(now)
+                for key, push in sorted(self._pushes.items())
+            },
+            "ended": sorted(self._ended),
+        }
 
     def _keys_of(self, transfer_id: str) -> list[PushKey]:
         return list(self._requests_of.get(transfer_id, ()))
