@@ -1,6 +1,11 @@
 """The command line as a user meets it; in a process of its own where that matters."""
 
 import json
+import os
+import pty
+import select
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -11,9 +16,11 @@ import typer
 
 from kvferry.cli import doctor
 from kvferry.cli.doctor import Finding, Health
-from kvferry.cli.main import main
+from kvferry.cli.main import app, main
+from kvferry.harness import launch
 
 CONFIGS, MODEL = Path(__file__).parents[1] / "pure" / "model_configs", Path("model")
+CLEAR_LINE = "\x1b[2K"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,6 +49,62 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     assert all(command in output for command in ("demo", "plan", "doctor", "bench"))
     assert output.splitlines()[-1].strip() == "heavy:"
     assert time.monotonic() - began_at < 10
+
+
+@pytest.mark.parametrize("name", ["demo", "plan", "doctor", "bench plan", "bench transport"])
+def test_help_has_examples_that_parse_and_json_is_offered(name: str) -> None:
+    command = typer.main.get_command(app)
+    for part in name.split():
+        command = command.get_command(typer.Context(command), part)  # type: ignore[attr-defined]
+    assert "--json" in {option for parameter in command.params for option in parameter.opts}
+    assert command.help is not None
+    examples = [line for line in command.help.splitlines() if line.startswith("kvferry ")]
+    assert examples
+    for example in examples:
+        words = shlex.split(example)[1:]
+        assert words[: len(name.split())] == name.split()
+        command.make_context(name, words[len(name.split()) :])
+
+
+def test_a_plan_tells_a_terminal_what_it_does_and_nothing_else() -> None:
+    """Progress goes to standard error where that is a terminal: standard output stays JSON."""
+    arguments = ["plan", "--layers", "2", "--kv-heads", "2", "--head-size", "8", "--prefill", "tp=2", "--json"]
+    command = [sys.executable, "-m", "kvferry.cli.main", *arguments]
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm"}
+    on_terminal = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, env=environment, timeout=60)
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    elsewhere = run(*arguments)
+    assert shown.endswith(CLEAR_LINE), "what was shown has vanished"
+    assert elsewhere.stderr == ""
+    assert json.loads(on_terminal.stdout) == json.loads(elsewhere.stdout)
+    assert json.loads(elsewhere.stdout)["verified"]
+
+
+def test_an_interrupted_command_leaves_no_process(tmp_path: Path) -> None:
+    """As Ctrl-C, but to the command alone: in a terminal its children are told too."""
+    note = tmp_path / "pid"
+    endless = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(f'{{os.getpid()}} '); time.sleep(200)"
+    program = (
+        "from kvferry.cli import doctor, main\n"
+        f"doctor.CHECKS = (lambda: iter([doctor._error_of(*doctor.PYTHON, {endless!r})]),)\n"
+        "main.main()"
+    )
+    command = subprocess.Popen(
+        [sys.executable, "-c", program, "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (note.exists() and note.read_text().endswith(" ")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child = os.pidfd_open(int(note.read_text()))
+    command.send_signal(signal.SIGINT)
+    _, complaint = command.communicate(timeout=60)
+    assert command.returncode == 130
+    assert "Traceback" not in complaint
+    assert select.select([child], [], [], 10.0)[0], "the child lives on"
+    os.close(child)
 
 
 def test_doctor_tells_of_a_torch_that_is_missing() -> None:
@@ -101,7 +164,7 @@ def test_doctor_finds_this_machine_healthy() -> None:
     result = run("doctor", "--json")
     report = json.loads(result.stdout)
     found = {finding["name"]: finding["health"] for finding in report["findings"]}
-    assert {"Python", "vLLM", "plugin", "connector", "transport cma", "transport nixl"} <= set(found)
+    assert {"Python", "vLLM", "plugin", "connector", "vllm serve", "transport cma", "transport nixl"} <= set(found)
     assert (result.returncode, report["healthy"]) == (0, True), report
 
 
@@ -109,7 +172,7 @@ def test_doctor_fails_when_something_essential_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")
-    monkeypatch.setattr(doctor, "_error_of", lambda statements: None)
+    monkeypatch.setattr(doctor, "_error_of", lambda *command: None)
     monkeypatch.setattr(doctor, "CHECKS", (doctor.check_vllm,))
     with pytest.raises(typer.Exit) as ended:
         doctor.doctor(json_output=True)
@@ -118,9 +181,32 @@ def test_doctor_fails_when_something_essential_does(
     assert ended.value.exit_code == 1
 
 
+@pytest.mark.parametrize(
+    ("command_works", "module_works", "health"),
+    [(True, False, Health.OK), (False, True, Health.WARNING), (False, False, Health.FAILED)],
+)
+def test_doctor_says_how_engines_start(
+    command_works: bool, module_works: bool, health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = {"serve": command_works, "-m": module_works}
+    monkeypatch.setattr(doctor, "_program", lambda name: "/bin/vllm")
+    monkeypatch.setattr(doctor, "_error_of", lambda program, what, *_: None if works[what] else f"no {what}")
+    [finding] = doctor.check_serve()
+    assert finding.health is health
+    assert ("no serve" in finding.found) is not command_works
+    assert (f"python -m {doctor.SERVING_MODULE} --model MODEL" in finding.advice) is (health is Health.WARNING)
+
+
+def test_doctor_names_the_ports_that_engine_and_router_want(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "port_is_free", lambda port: port not in (8000, doctor.ROUTER_PORT))
+    _, *used = doctor.check_ports()
+    assert [finding.found for finding in used] == ["8000 is in use", "30000 is in use"]
+    assert all(finding.health is Health.WARNING for finding in used)
+
+
 def test_doctor_says_what_an_import_complains_about() -> None:
-    assert doctor._error_of("pass") is None
-    assert doctor._error_of("raise RuntimeError('operator does not exist')") == (
+    assert doctor._error_of(*doctor.PYTHON, "pass") is None
+    assert doctor._error_of(*doctor.PYTHON, "raise RuntimeError('operator does not exist')") == (
         "RuntimeError: operator does not exist"
     )
 

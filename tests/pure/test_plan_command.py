@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 from kvferry.cli.bench import bench_plan
 from kvferry.cli.plan import plan
+from kvferry.cli.plan_report import Blocks, make_report, parse_engine
 from kvferry.errors import KVFerryError, Reason
 from kvferry.models.config import MAX_CONFIG_BYTES
+from kvferry.models.shapes import caches_of
 
 SHAPE = "--layers 36 --kv-heads 8 --head-size 128 --dtype bfloat16 --block-size 16"
 BYTES_PER_TOKEN = 36 * 8 * 2 * 128 * 2
@@ -250,3 +252,16 @@ def test_bench_reports_every_case() -> None:
     descriptors = [case["descriptors"] for case in report["cases"]]
     assert descriptors[:4] == [640, 1280, 23040, 112000]
     assert all(0 < case["lower_s"] <= case["slowest_s"] for case in report["cases"])
+
+
+def test_every_list_is_announced_before_it_is_made() -> None:
+    announced: list[str] = []
+    caches = caches_of(None, 2, 4, 8, "bfloat16")
+    engines = parse_engine("--prefill", "tp=2", 16), parse_engine("--decode", "tp=1", 16)
+    make_report(caches, *engines, 64, Blocks.SCATTERED, announce=announced.append)
+    assert announced == [
+        "decode rank 0 of 1: planning",
+        "decode rank 0 of 1: the list from prefill rank 0 of 2",
+        "decode rank 0 of 1: the list from prefill rank 1 of 2",
+        "decode rank 0 of 1: all lists together",
+    ]

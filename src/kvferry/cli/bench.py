@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.cli.console import open_console, progress
 from kvferry.cli.plan_report import RANK_SPACING, Blocks, EngineShape, block_ids, engine_of
 from kvferry.cli.transport_measurement import (
     MemcpyMover,
@@ -97,7 +98,11 @@ def bench_plan(
 
     kvferry bench plan --repeats 101 --json
     """
-    timings = [measure(case, repeats) for case in CASES]
+    timings = []
+    with progress("measuring") as announce:
+        for case in CASES:
+            announce(case.name)
+            timings.append(measure(case, repeats))
     within = all(timing.within_budget for timing in timings)
     if as_json:
         rows = [asdict(timing) for timing in timings]
@@ -170,7 +175,7 @@ def _print_table(timings: list[Timing]) -> None:
         lowered = format_seconds(timing.lower_s), format_seconds(timing.slowest_s), budget
         rest = format_seconds(timing.template_s), format_seconds(timing.verify_s)
         table.add_row(timing.name, str(timing.descriptors), *lowered, *rest, style=style)
-    Console().print(table)
+    open_console().print(table)
 
 
 def bench_transport(
@@ -182,7 +187,12 @@ def bench_transport(
     total: Annotated[str, typer.Option(help="Bytes to move, a multiple of every size.")] = "64M",
     repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 9,
 ) -> None:
-    """Measure transports between two processes, beside memcpy in one process and a plain NIXL program."""
+    """Measure transports between two processes, beside memcpy in one process and a plain NIXL program.
+
+    Try:
+
+    kvferry bench transport --transport cma --sizes 64K,512K --no-small --json
+    """
     names = [name.strip() for name in transport.split(",")]
     for name in names:
         check_setting(name)
@@ -190,16 +200,17 @@ def bench_transport(
     for size in piece_bytes:
         if num_bytes % size:
             raise SettingsError(Reason.INVALID_SETTING, f"{num_bytes} bytes are not a multiple of pieces of {size}.")
-    halves = [
-        measure_pages(names, num_bytes, piece_bytes, repeat, kind)
-        for kind, wanted in ((True, huge), (False, small))
-        if wanted
-    ]
+    halves = []
+    with progress("measuring") as announce:
+        for kind, wanted in ((True, huge), (False, small)):
+            if wanted:
+                announce("transports in huge pages" if kind else "transports in 4 KiB pages")
+                halves.append(measure_pages(names, num_bytes, piece_bytes, repeat, kind))
     verdicts = [verdict for half in halves if half["pages"] == "huge" for verdict in judge(half)]
     if json_output:
         print(json.dumps({"bytes": num_bytes, "repeat": repeat, "halves": halves, "targets": verdicts}, indent=2))
         return
-    console = Console()
+    console = open_console()
     for half in halves:
         _print_half(console, half)
     if verdicts:

@@ -160,6 +160,12 @@ def demo(
     """Prefill on one vLLM engine, decode on another, and compare each answer with one engine alone.
 
     Exit code 1: a token differs, the decode engine computed what it should have received, or something leaked.
+
+    Try:
+
+    kvferry demo --mode push --prefill-tp 1
+
+    kvferry demo --model path/to/model --prompts 4 --json
     """
     if mode not in ("pull", "push"):
         raise SettingsError(Reason.INVALID_SETTING, f"mode {mode!r} does not exist.", "Use: pull, push.")

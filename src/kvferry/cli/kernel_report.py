@@ -14,7 +14,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.cli.console import open_console
+from kvferry.cli.console import open_console, progress
 from kvferry.integrations.vllm.kernels.check import Outcome, Verdict
 from kvferry.layout.named_layouts import NamedLayout
 
@@ -44,7 +44,8 @@ def is_asked(verdict: Verdict) -> bool:
 
 def report_kernels(model: str | None, json_output: bool) -> int:
     """Measure, print, and return the exit code."""
-    measured = measure_in_child(model)
+    with progress("trying vLLM's kernels on every layout, which takes minutes"):
+        measured = measure_in_child(model)
     if json_output:
         print(json.dumps(_as_json(measured), indent=2))
     else:

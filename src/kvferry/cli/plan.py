@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.table import Table
 
-from kvferry.cli.console import open_console
+from kvferry.cli.console import open_console, progress
 from kvferry.cli.plan_drawing import draw_plan
 from kvferry.cli.plan_report import Blocks, Engine, PairReport, PlanReport, make_report, parse_engine
 from kvferry.errors import KVFerryError, Reason, SettingsError
@@ -66,10 +66,12 @@ def plan(
     try:
         caches = caches_of(model, layers, kv_heads, head_size, dtype)
         engines = parse_engine("--prefill", prefill, block_size), parse_engine("--decode", decode, block_size)
-        report = make_report(caches, *engines, tokens, blocks, seed)
-        explanation = explain_plan(report) if explain else []
-        if draw is not None:
-            _write(draw, draw_plan(report))
+        with progress("planning") as announce:
+            report = make_report(caches, *engines, tokens, blocks, seed, announce=announce)
+            announce("writing")
+            explanation = explain_plan(report) if explain else []
+            if draw is not None:
+                _write(draw, draw_plan(report))
     except KVFerryError as error:
         refuse(error, as_json)
     if as_json:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.cli.console import Announce
 from kvferry.errors import Reason, SettingsError, VerificationError
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
@@ -262,8 +263,12 @@ def make_report(
     seed: int = 0,
     *,
     verify: bool = True,
+    announce: Announce = lambda text: None,
 ) -> PlanReport:
-    """Plan one request between two engines, hand the lists to the counting transport, and check them."""
+    """Plan one request between two engines, hand the lists to the counting transport, and check them.
+
+    ``announce`` is called with each step: the check of a million tokens takes many seconds.
+    """
     engines = engine_of("prefill", prefill, caches), engine_of("decode", decode, caches)
     requests, num_blocks = make_requests(engines[0], engines[1], tokens, blocks, seed)
     sources = engines[0].shards(num_blocks[0], RANK_SPACING)
@@ -272,9 +277,13 @@ def make_report(
     failures: list[str] = []
     for rank, destination in enumerate(destinations):
         asked = [blocks for blocks in requests if destination.group(blocks.group)]
-        received = [
-            _pair_report(pair, rank, asked, verify=verify) for pair in Planner(sources, destination).plans(seed)
-        ]
+        of_rank = f"decode rank {rank} of {len(destinations)}"
+        announce(f"{of_rank}: planning")
+        received: list[PairReport] = []
+        for pair in Planner(sources, destination).plans(seed):
+            announce(f"{of_rank}: the list from prefill rank {pair.assignment.source_index} of {len(sources)}")
+            received.append(_pair_report(pair, rank, asked, verify=verify))
+        announce(f"{of_rank}: all lists together")
         pairs += received
         failures += [pair.failure for pair in received if pair.failure]
         if verify:
