@@ -1,21 +1,25 @@
 """Device order, with streams that a test runs: every race is seen without the wait, and is gone with it."""
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvferry.errors import Reason, TransportError
 from kvferry.execution import device_merge
 from kvferry.execution.device import HOST, OVER, Afterwards, CudaOrder, DeviceOrder, device_order
-from kvferry.execution.guard_words import BEING_WRITTEN, GuardWords, Scratch, StepWords
+from kvferry.execution.guard_words import BEING_WRITTEN, GuardWords, Held, Scratch, StepWords
 from kvferry.execution.job import Phase
 from kvferry.execution.read import Load
 from kvferry.execution.stage import Stage, put_in_place
+from kvferry.handoff.messages import RankEntry
+from kvferry.handoff.pull_read import WORD_BYTES, word_bytes
 from kvferry.plan.staging.scatter import Merge
 
 from ..local.engines_in_process import (
@@ -307,6 +311,26 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DeviceOrd
     yield make
     for worker in workers:
         worker.close()
+
+
+def test_a_worker_changes_the_words_that_its_readers_are_told_of(make_worker: Callable[..., Worker]) -> None:
+    from kvferry.integrations.vllm.step import StepMetadata
+
+    role = make_worker(HOST).role
+    metadata = role.get_handshake_metadata()
+    assert metadata is not None
+    entry = msgspec.msgpack.decode(metadata.entry, type=RankEntry)
+
+    def word_after(ended: list[int], written: list[Held]) -> bytes:
+        """Return the word in memory when a step with these orders begins."""
+        role.begin_step(StepMetadata(ended_slots=ended, written=written))
+        return ctypes.string_at(entry.words_address + SLOT * WORD_BYTES, WORD_BYTES)
+
+    assert word_after([], [HELD]) == word_bytes(EPOCH, GENERATION)
+    assert word_after([], []) == word_bytes(EPOCH, GENERATION)
+    following = (SLOT, EPOCH, GENERATION + 1)
+    assert word_after([SLOT], [following]) == word_bytes(EPOCH, GENERATION + 1), "the slot's next hold"
+    assert word_after([SLOT], []) == bytes(WORD_BYTES)
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])

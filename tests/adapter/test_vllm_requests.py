@@ -281,6 +281,33 @@ def test_why_a_request_cannot_be_loaded_keeps_no_frame_alive(
     assert alive() is None
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_hold_is_released_once_all_ranks_have_reported_the_load_and_not_before(
+    is_aborted: bool, make_role: Any
+) -> None:
+    """A rank may go on reading for a while after its request was aborted."""
+    sender, reader = make_role(FULL), make_role(FULL)
+    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1])
+    ours = request(PROMPT, params or {}, "d")
+    reader.on_new_request(ours)
+    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
+    next_step(reader)
+    if is_aborted:
+        reader.request_finished(ours, ([11, 12, 13, 14, 15],), is_complete=False)
+        assert next_step(reader).aborted == ["d"]
+    for _ in range(30):
+        time.sleep(0.01)
+        next_step(reader)
+        next_step(sender)
+        assert sorted(kept(sender)) == [1, 2, 3, 4, 5]
+    reader.update_connector_output(SimpleNamespace(finished_recving={"d"}, failed_recving=set()))
+    deadline = time.monotonic() + 20
+    while kept(sender):
+        assert time.monotonic() < deadline, "the hold is not released"
+        time.sleep(0.01)
+        next_step(sender)
+
+
 def test_references_are_dropped_tail_first_and_the_null_block_has_none() -> None:
     pool, held = BlockPool(), KeptBlocks()
     held.bind(pool)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Both sides of a pull, a network that drops, doubles, delays and reorders, and memory that is reused at once.
 
-Time is logical and the two clocks are apart. The holds, the guard words and what a step does to them are those of an
-engine; the memory model has what a one-sided read meets: the step that lets blocks go overwrites them, and reads see
-one piece at a time. A simulation is told by its seed alone.
+Time is logical and the two clocks are apart. The holds, the guard words, what a step does to them and what a reader
+concludes from them are the product's. The memory model has what a one-sided read meets: the step that lets blocks go
+overwrites them, and reads see one piece at a time. A simulation is told by its seed alone.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from kvferry.execution.device import HOST
 from kvferry.execution.guard_words import GuardWords, Held, StepWords
 from kvferry.handoff.holds import Ending, Hold, Holds
 from kvferry.handoff.messages import Handle
-from kvferry.handoff.pull_read import word_bytes
+from kvferry.handoff.pull_read import Action, PullRead, word_bytes
 from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
 
 NUM_SLOTS, LEASE, LINGER, SHARE = 2, 60.0, 0.5, 0.25
@@ -36,9 +36,9 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct):
-    """A load in progress: the word was right before; the pieces seen so far."""
+    """A load in progress, and the pieces seen so far."""
 
-    request_id: str
+    pull: PullRead
     offer: Offer
     pieces: list[int]
     is_aborted: bool = False
@@ -154,9 +154,14 @@ class TwoSides:
         request_id = self.random.choice(list(self.waiting))
         offer = self.waiting.pop(request_id)
         lease = self.decode.lease_of(request_id)
-        may_read = lease is not None and not lease.is_over(self.decode_now)
-        if may_read and self.word_is_right(offer.remote.epoch, offer.remote.handle, offer.slot):
-            self.reads.append(Read(request_id, offer, []))
+        if lease is None or lease.is_over(self.decode_now):
+            self.decode.finish(request_id, self.decode_now)
+            return
+        pull = PullRead(request_id, self.decode_now, lease.end)
+        pull.begin([word_bytes(offer.remote.epoch, offer.remote.handle.generation)], num_rounds=1)
+        if Action.READ_DATA in pull.words_read([self.word(offer.slot)], self.decode_now):
+            pull.round_begun()
+            self.reads.append(Read(pull, offer, []))
         else:
             self.decode.finish(request_id, self.decode_now)
 
@@ -168,13 +173,14 @@ class TwoSides:
             read.pieces.append(self.blocks[read.offer.prompt])
             return
         self.reads.remove(read)
-        remote = read.offer.remote
-        if not self.word_is_right(remote.epoch, remote.handle, read.offer.slot):
+        read.pull.data_read()
+        read.pull.words_read([self.word(read.offer.slot)], self.decode_now)
+        if Action.COMMIT not in read.pull.copied():
             self.num_caught += 1
         elif not read.is_aborted:
             assert read.pieces == [read.offer.prompt] * NUM_PIECES, "committed bytes of another request"
             self.num_commits += 1
-        self.decode.finish(read.request_id, self.decode_now)
+        self.decode.finish(read.pull.job_id, self.decode_now)
 
     def abort(self) -> None:
         """A waiting request goes at once; the pieces of one that reads still land before its hold is let go."""
@@ -196,7 +202,7 @@ class TwoSides:
 
     def readers_of(self, remote: RemoteHold) -> list[str]:
         waiting = [request_id for request_id, offer in self.waiting.items() if offer.remote == remote]
-        return waiting + [read.request_id for read in self.reads if read.offer.remote == remote]
+        return waiting + [read.pull.job_id for read in self.reads if read.offer.remote == remote]
 
     # The network.
 
@@ -247,10 +253,13 @@ class TwoSides:
         assert sorted(lost) == sorted(self.readers_of(remote))
         assert not any(self.decode.lease_of(request_id) for request_id in lost)
         for read in self.reads:
-            read.is_aborted |= read.request_id in lost
+            read.is_aborted |= read.pull.job_id in lost
+
+    def word(self, slot: int) -> bytes:
+        return bytes(self.words.array[slot].tobytes())
 
     def word_is_right(self, epoch: int, handle: Handle, slot: int) -> bool:
-        return bytes(self.words.array[slot].tobytes()) == word_bytes(epoch, handle.generation)
+        return self.word(slot) == word_bytes(epoch, handle.generation)
 
     def pass_time(self) -> None:
         self.now += self.random.choice([0.1, 1.0, 10.0, 29.0, 61.0])

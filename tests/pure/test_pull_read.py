@@ -18,6 +18,7 @@ WORDS = {
     "other epoch": OTHER_EPOCH,
     "cleared": bytes(16),
     "written": WRITTEN,
+    "other epoch written": being_written(OTHER_EPOCH),
 }
 
 
@@ -75,7 +76,7 @@ def test_a_commit_has_seen_right_words_before_and_after_every_round(num_rounds: 
     assert num_given_back > 10
 
 
-@pytest.mark.parametrize("word", ["other hold", "other epoch", "cleared", "written"])
+@pytest.mark.parametrize("word", ["other hold", "other epoch", "cleared", "written", "other epoch written"])
 def test_a_word_that_changed_under_the_data_ends_the_load(word: str) -> None:
     pull = PullRead("r", now=0.0, deadline=DEADLINE)
     pull.begin([RIGHT, RIGHT], 1)
@@ -88,6 +89,15 @@ def test_a_word_that_changed_under_the_data_ends_the_load(word: str) -> None:
     assert pull.error.reason is Reason.SOURCE_CHANGED
     assert give(pull, "quiet") == (Action.GIVE_BACK,)
     assert pull.state is State.FAILED
+
+
+@pytest.mark.parametrize("word", ["other hold", "other epoch", "cleared", "other epoch written"])
+def test_a_word_of_another_hold_ends_the_load_before_any_data(word: str) -> None:
+    pull = PullRead("r", now=0.0, deadline=DEADLINE)
+    pull.begin([RIGHT, RIGHT], 1)
+    assert give(pull, word) == (Action.STOP,)
+    assert pull.error is not None
+    assert pull.error.reason is Reason.SOURCE_CHANGED
 
 
 def test_blocks_that_are_being_written_are_waited_for_until_the_deadline() -> None:
