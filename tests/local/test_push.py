@@ -221,14 +221,14 @@ def test_a_push_that_fails_for_another_reason_keeps_the_connection(engines: Pair
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.result().error is None
     [known] = source.pusher._destinations.values()
-    connecting = known.connecting
+    link = known.peer.poll(0)
     assert connecting is not None
     receiver.receive(sender.hold(), [0, 3], "y", "s")
     assert receiver.is_waiting()
     source.pusher.end(["y"])
     assert receiver.result().error is not None
     wait_until(lambda: not source.executor._active)
-    assert known.connecting is connecting
+    assert known.peer.poll(0) is link
 
 
 def test_a_sender_that_has_forgotten_a_receiver_is_told_of_it_again(engines: Pairs) -> None:

@@ -1,8 +1,8 @@
-"""Prefill engines as a decode rank knows them: handshaken once, planned once, read many times."""
+"""Routes: how bytes move from the ranks of a source engine to one rank, planned, connected and proved once."""
 
 import logging
 import queue
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
@@ -31,100 +31,151 @@ logger = logging.getLogger(__name__)
 MAX_ENGINES = 1024
 
 
-class Route:
-    """One prefill engine in one epoch, seen from one decode rank.
+class Connections:
+    """Connections to a peer's ranks, each opened when a job first needs it, on the thread that uses the transports."""
 
-    Everything that can be refused is refused before a request waits: shards that do not fit raise
-    :class:`PlanError` here, ranks that are out of reach or are read wrongly in :meth:`is_ready`.
+    def __init__(self, transports: TransportSet, end_points: Sequence[Mapping[str, bytes]]) -> None:
+        self._transports, self._end_points = transports, end_points
+        self._connecting: dict[int, Connecting] = {}
+        self._links: dict[int, Link] = {}
+
+    def poll(self, index: int) -> Link | None:
+        """Go on connecting to this rank; return its link once it is connected. Raises :class:`TransportError`."""
+        if index not in self._links:
+            if index not in self._connecting:
+                self._connecting[index] = self._transports.connect(dict(self._end_points[index]))
+            link = self._connecting[index].poll()
+            if link is None:
+                return None
+            del self._connecting[index]
+            self._links[index] = link
+        return self._links[index]
+
+    def forget(self, index: int) -> None:
+        """Connect anew for the next job; jobs that use the former connection keep it."""
+        self._connecting.pop(index, None)
+        self._links.pop(index, None)
+
+    def close(self) -> None:
+        """Cancel and close what is open."""
+        for connecting in self._connecting.values():
+            connecting.cancel()
+        for link in self._links.values():
+            link.peer.close()
+
+
+class Route:
+    """How bytes move from some ranks to one: plans, connections and their proof.
+
+    ``peers`` are the connections to the sources; a route without them is planned and proved, and moves nothing itself:
+    its sources write. With a ``stage``, each pair of ranks moves its bytes by the ``strategy``; None leaves the choice
+    to typical costs.
     """
 
     def __init__(
         self,
-        directory: Directory,
-        shard: Shard,
-        transports: TransportSet,
-        stage: Stage | None,
-        strategy: Strategy | None,
-        connects: bool = True,
+        sources: Sequence[Shard],
+        destination: Shard,
+        peers: Connections | None = None,
+        stage: Stage | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
-        self._connects = connects
-        self._directory = directory
-        self._shard = shard
-        self._transports = transports
-        self._sources = decode_shards(directory)
-        self._stage, self._strategy = stage, strategy
-        self._connecting: dict[int, Connecting] = {}
-        self._links: dict[int, Link] = {}
+        self.peers, self.stage = peers, stage
+        self._sources, self._destination = sources, destination
+        self._strategy = strategy
         self._scatter_plans: dict[PairPlan, ScatterPlan | None] = {}
-        self._verified: set[tuple[PairPlan, ...]] = set()
-        self._planner = Planner(self._sources, shard)
+        self._proved: set[tuple[PairPlan, ...]] = set()
+        self._planner = Planner(sources, destination)
+
+    def plans(self, selector: int) -> tuple[PairPlan, ...]:
+        """Return the plans of the source ranks that the selector chooses. Raises :class:`PlanError`."""
+        return self._planner.plans(selector)
 
     def is_ready(self, selector: int = 0) -> bool:
         """Go on connecting to the ranks that the selector chooses; return whether they are connected and proved.
 
-        On the thread that uses the transports, again and again until it is true: it waits for no peer's answer.
-        Raises :class:`TransportError`, :class:`PlanError` and :class:`VerificationError`.
+        Again and again until it is true: it waits for no peer's answer. Raises :class:`TransportError`,
+        :class:`PlanError` and :class:`VerificationError`.
         """
-        plans = self._planner.plans(selector)
-        if plans in self._verified:
+        plans = self.plans(selector)
+        if plans in self._proved:
             return True
-        if self._connects and None in [self._link(plan.assignment.source_index) for plan in plans]:
+        if self.peers is not None and None in [self.peers.poll(plan.assignment.source_index) for plan in plans]:
             return False
-        self._verify(plans)
+        self._prove(plans)
         return True
+
+    def link(self, plan: PairPlan) -> Link:
+        """Return the connection to a plan's source; the route is ready."""
+        link = None if self.peers is None else self.peers.poll(plan.assignment.source_index)
+        assert link is not None, "a route that is ready is connected"
+        return link
+
+    def scatter_plan(self, plan: PairPlan) -> ScatterPlan | None:
+        """Return the pair's plan by way of the stage, None where its bytes go directly."""
+        if self.stage is None:
+            return None
+        if plan not in self._scatter_plans:
+            choice = choose(plan, typical_costs(self.link(plan).name), self._strategy, self.stage.region.length)
+            pair = f"{plan.source.rank_name} to {plan.destination.rank_name}"
+            logger.info("kvferry: %s %s", pair, describe_choice(choice))
+            is_scatter = choice.chosen.strategy is Strategy.SCATTER
+            self._scatter_plans[plan] = ScatterPlan(plan, choice.chosen.gap_bytes) if is_scatter else None
+        return self._scatter_plans[plan]
+
+    def close(self) -> None:
+        """Forget the connections."""
+        if self.peers is not None:
+            self.peers.close()
+
+    def _prove(self, plans: tuple[PairPlan, ...]) -> None:
+        """Prove the templates on a small request before any other is moved by them."""
+        blocks = sample_requests(self._sources, self._destination)
+        verify_destination([(plan.source, self._moved(plan, blocks)) for plan in plans], self._destination, blocks)
+        self._proved.add(plans)
+
+    def _moved(self, plan: PairPlan, blocks: Sequence[GroupBlocks]) -> Descriptors:
+        """Return from where to where a pair's bytes go, by way of the stage or not."""
+        scatter = self.scatter_plan(plan)
+        if scatter is None:
+            return plan.lower(blocks)
+        return composed(*laid_out([(0, part) for part in scatter.parts(blocks)]), plan.source)
+
+
+class SourceEngine:
+    """A prefill engine in one epoch, as one decode rank knows it: its directory, and the route from its ranks."""
+
+    def __init__(self, directory: Directory, shard: Shard, route: Route) -> None:
+        self.route = route
+        self._directory, self._shard = directory, shard
 
     def reads(self, hold: RemoteHold, slot: int, blocks: Sequence[GroupBlocks]) -> list[GuardedRead] | None:
         """Return one guarded read per source rank that this rank needs for the request, None until it is ready.
 
         ``blocks`` are those of every cache group of the model; of a group that this rank's pipeline stage does not
         have, other ranks read. Which ranks are read depends on the request; those that no request has read before are
-        connected and proved first. Raises as :meth:`is_ready`, and :class:`HandoffError` (invalid-request).
+        connected and proved first. Raises as :meth:`Route.is_ready`, and :class:`HandoffError` (invalid-request).
         """
         blocks = of_rank(blocks, self._shard)
         selector = selector_of(hold.handle.request_id)
-        expected = word_bytes(hold.epoch, hold.handle.generation)
-        if not self.is_ready(selector):
+        if not self.route.is_ready(selector):
             return None
-        reads = []
-        for plan in self._planner.plans(selector):
-            source_index = plan.assignment.source_index
-            entry = self._directory.ranks[source_index]
-            if slot >= entry.num_words:
-                raise HandoffError(
-                    Reason.INVALID_REQUEST,
-                    f"slot {slot} of {hold.handle.request_id}: the rank has {entry.num_words}.",
-                    "Check that the router copies the prefill engine's kv_transfer_params whole.",
-                )
-            link = self._links[source_index]
-            word_address = entry.words_address + slot * WORD_BYTES
-            scatter = self._scatter_plan(plan)
-            reads.append(
-                GuardedRead(
-                    transport=link.transport,
-                    peer=link.peer,
-                    word_address=word_address,
-                    expected_word=expected,
-                    descriptors=plan.lower(blocks) if scatter is None else NOTHING,
-                    parts=() if scatter is None else scatter.parts(blocks),
-                    stage=self._stage,
-                )
-            )
-        return reads
+        return [self._read(plan, hold, slot, blocks) for plan in self.route.plans(selector)]
 
     def sources(self, transfer_id: str, blocks: Sequence[GroupBlocks]) -> list[SourceRank] | None:
         """Return the source ranks that are to push a request to this rank, with what each is to write.
 
-        None until it is ready, as with :meth:`reads`. Of ``blocks`` only the receiver's side counts. Raises as
-        :meth:`is_ready`, and :class:`HandoffError` (unsupported) where the engine does not push.
+        None until it is ready, as with :meth:`reads`. Of ``blocks`` only the destination's side counts. Raises as
+        :meth:`Route.is_ready`, and :class:`HandoffError` (unsupported) where the engine does not push.
         """
         blocks = of_rank(blocks, self._shard)
         refuse_incomplete(blocks, self._shard)
         selector = selector_of(transfer_id)
-        if not self.is_ready(selector):
+        if not self.route.is_ready(selector):
             return None
         shards = tuple(entry.shard for entry in self._directory.ranks)
         ranks = []
-        for plan in self._planner.plans(selector):
+        for plan in self.route.plans(selector):
             index = plan.assignment.source_index
             answers_at = self._directory.ranks[index].push_end_point
             if answers_at is None:
@@ -133,55 +184,27 @@ class Route:
                     f"engine {self._directory.engine_id} does not push.",
                     'Set "mode": "push" on both engines.',
                 )
-            part = Part(plan, announced_blocks(plan, blocks))
-            ranks.append(SourceRank(index, answers_at, part, shards))
+            ranks.append(SourceRank(index, answers_at, Part(plan, announced_blocks(plan, blocks)), shards))
         return ranks
 
-    def close(self) -> None:
-        """Forget the connections."""
-        for connecting in self._connecting.values():
-            connecting.cancel()
-        for link in self._links.values():
-            link.peer.close()
-
-    def _link(self, source_index: int) -> Link | None:
-        """Go on connecting to this rank; return how it is reached once it is."""
-        if source_index not in self._links:
-            if source_index not in self._connecting:
-                end_points = self._directory.ranks[source_index].end_points
-                self._connecting[source_index] = self._transports.connect(end_points)
-            link = self._connecting[source_index].poll()
-            if link is None:
-                return None
-            del self._connecting[source_index]
-            self._links[source_index] = link
-        return self._links[source_index]
-
-    def _verify(self, plans: tuple[PairPlan, ...]) -> None:
-        """Prove the templates on a small request before any other is read by them."""
-        blocks = sample_requests(self._sources, self._shard)
-        verify_destination([(plan.source, self._moved(plan, blocks)) for plan in plans], self._shard, blocks)
-        self._verified.add(plans)
-
-    def _moved(self, plan: PairPlan, blocks: Sequence[GroupBlocks]) -> Descriptors:
-        """Return from where to where a pair's bytes go, by way of the stage or not."""
-        scatter = self._scatter_plan(plan)
-        if scatter is None:
-            return plan.lower(blocks)
-        return composed(*laid_out([(0, part) for part in scatter.parts(blocks)]), plan.source)
-
-    def _scatter_plan(self, plan: PairPlan) -> ScatterPlan | None:
-        """Return the pair's plan by way of the stage, None where its bytes go directly."""
-        if self._stage is None:
-            return None
-        if plan not in self._scatter_plans:
-            costs = typical_costs(self._links[plan.assignment.source_index].name)
-            choice = choose(plan, costs, self._strategy, self._stage.region.length)
-            pair = f"{plan.source.rank_name} to {plan.destination.rank_name}"
-            logger.info("kvferry: %s %s", pair, describe_choice(choice))
-            is_scatter = choice.chosen.strategy is Strategy.SCATTER
-            self._scatter_plans[plan] = ScatterPlan(plan, choice.chosen.gap_bytes) if is_scatter else None
-        return self._scatter_plans[plan]
+    def _read(self, plan: PairPlan, hold: RemoteHold, slot: int, blocks: Sequence[GroupBlocks]) -> GuardedRead:
+        entry = self._directory.ranks[plan.assignment.source_index]
+        if slot >= entry.num_words:
+            raise HandoffError(
+                Reason.INVALID_REQUEST,
+                f"slot {slot} of {hold.handle.request_id}: the rank has {entry.num_words}.",
+                "Check that the router copies the prefill engine's kv_transfer_params whole.",
+            )
+        link, scatter = self.route.link(plan), self.route.scatter_plan(plan)
+        return GuardedRead(
+            transport=link.transport,
+            peer=link.peer,
+            word_address=entry.words_address + slot * WORD_BYTES,
+            expected_word=word_bytes(hold.epoch, hold.handle.generation),
+            descriptors=plan.lower(blocks) if scatter is None else NOTHING,
+            parts=() if scatter is None else scatter.parts(blocks),
+            stage=self.route.stage,
+        )
 
 
 class Routes:
@@ -208,13 +231,13 @@ class Routes:
         self._sender = sender
         self._timeout_seconds = timeout_seconds
         self._stage, self._strategy = stage, strategy
-        self._engines: dict[tuple[str, int, int], Route] = {}
+        self._engines: dict[tuple[str, int, int], SourceEngine] = {}
         self._handshakes: BackgroundCalls[tuple[str, int, int], Directory] = BackgroundCalls("handshake")
         # By the handshake, with which they are forgotten.
-        self._connecting: WeakKeyDictionary[BackgroundCall[Directory], Route] = WeakKeyDictionary()
+        self._connecting: WeakKeyDictionary[BackgroundCall[Directory], SourceEngine] = WeakKeyDictionary()
         self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
 
-    def get(self, hold: RemoteHold) -> Route | None:
+    def get(self, hold: RemoteHold) -> SourceEngine | None:
         """Return the engine, or None while its handshake is under way or its ranks are being connected.
 
         Raises what these came to when they failed, to all that waited for them and for
@@ -253,7 +276,7 @@ class Routes:
         """Not closed: loads may still be reading over the same connections, which end with the last of these."""
         self._engines.pop(key, None)
 
-    def _build(self, handshake: BackgroundCall[Directory]) -> Route | None:
+    def _build(self, handshake: BackgroundCall[Directory]) -> SourceEngine | None:
         """Return the engine once it is ready. Why it never will be is remembered."""
         try:
             return self._ready(handshake)
@@ -267,20 +290,24 @@ class Routes:
             handshake.fail(refused)
             raise refused from error
 
-    def _ready(self, handshake: BackgroundCall[Directory]) -> Route | None:
+    def _ready(self, handshake: BackgroundCall[Directory]) -> SourceEngine | None:
         engine = self._connecting.pop(handshake, None)
         if engine is None:
-            engine = Route(
-                handshake.result(), self._shard, self._transports, self._stage, self._strategy, self._connects
-            )
+            engine = self._plan(handshake.result())
         try:
-            is_ready = engine.is_ready()
+            is_ready = engine.route.is_ready()
         except Exception:
-            engine.close()
+            engine.route.close()
             raise
         if not is_ready:
             self._connecting[handshake] = engine
         return engine if is_ready else None
+
+    def _plan(self, directory: Directory) -> SourceEngine:
+        end_points = [entry.end_points for entry in directory.ranks]
+        peers = Connections(self._transports, end_points) if self._connects else None
+        route = Route(decode_shards(directory), self._shard, peers, self._stage, self._strategy)
+        return SourceEngine(directory, self._shard, route)
 
     def _fetch(self, hold: RemoteHold) -> Directory:
         return fetch_directory(hold.host, hold.port, self._sender, hold.epoch, self._identity, self._timeout_seconds)

@@ -18,6 +18,7 @@ from kvferry.execution.device import Afterwards, DeviceOrder
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.route import Connections, Route
 from kvferry.handoff.bounded import Bounded
 from kvferry.handoff.handshake import check_version, compare_identities
 from kvferry.handoff.holds import check_epoch, handle_of_transfer
@@ -43,10 +44,10 @@ from kvferry.handoff.push.part import Part, selector_of
 from kvferry.handoff.push.sender import Prompt, PushRequest, Sender
 from kvferry.handoff.wire.client import Client
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
-from kvferry.plan.planner import PairPlan, Planner
+from kvferry.plan.planner import PairPlan
 from kvferry.plan.wire import decode_shard
 from kvferry.transport.protocol import Direction, Status, Transfer
-from kvferry.transport.registry import Connecting, Link, TransportSet
+from kvferry.transport.registry import Link, TransportSet
 
 Report = Callable[[JobResult], None]
 
@@ -65,7 +66,7 @@ class Write:
         lock: threading.Lock,
         key: PushKey,
         part: Part,
-        connect: Callable[[], Connecting],
+        connect: Callable[[], Link | None],
         report: Report,
         events: PushEvents | None = None,
     ) -> None:
@@ -76,7 +77,6 @@ class Write:
         self._side, self._lock, self._key, self._part = side, lock, key, part
         self._connect, self._report = connect, report
         self._events = events
-        self._connecting: Connecting | None = None
         self._link: Link | None = None
         self._transfer: Transfer | None = None
         self._created_at = time.monotonic()
@@ -125,16 +125,9 @@ class Write:
             events=None if self._events is None else self._events.as_dict(),
         )
 
-    def _find_link(self) -> Link | None:
-        """Go on reaching the receiver's memory; others may wait for the same connection."""
-        if self._link is None:
-            if self._connecting is None:
-                self._connecting = self._connect()
-            self._link = self._connecting.poll()
-        return self._link
-
     def _begin_batch(self) -> bool:
-        link = self._find_link()
+        # Others may wait for the same connection.
+        link = self._link = self._link or self._connect()
         if link is None:
             return False
         with self._lock:
@@ -208,17 +201,16 @@ REPORT_SECONDS = 60.0
 
 @dataclass
 class DestinationRank:
-    """A destination rank in one epoch; the transfer thread connects to it with the first push."""
+    """A destination rank in one epoch: the route to it, and the connection, which its first write opens."""
 
     answers_at: EndPoint
-    end_points: dict[str, bytes]
-    planner: Planner
+    route: Route
+    peer: Connections
     source_index: int
-    connecting: Connecting | None = None
 
     def plan(self, transfer_id: str) -> PairPlan:
         """Return this rank's part of a transfer. Raises :class:`HandoffError` (missing-source) where it has none."""
-        for plan in self.planner.plans(selector_of(transfer_id)):
+        for plan in self.route.plans(selector_of(transfer_id)):
             if plan.assignment.source_index == self.source_index:
                 return plan
         raise HandoffError(
@@ -402,12 +394,13 @@ class Writer:
                 f"none of the {len(question.sources)} caches that {question.receiver} was told of is this rank's.",
                 "Send the prompt again.",
             )
-        planner = Planner([decode_shard(source) for source in question.sources], decode_shard(question.shard))
+        route = Route([decode_shard(source) for source in question.sources], decode_shard(question.shard))
+        peer = Connections(self._transports, [question.end_points])
         index = question.sources.index(self._shard)
         for former in [known for known in self._destinations if known[0] == question.receiver]:
             # Not closed: what is on its way over the same connection ends it.
             del self._destinations[former]
-        self._destinations[key] = DestinationRank(question.answers_at, question.end_points, planner, index)
+        self._destinations[key] = DestinationRank(question.answers_at, route, peer, index)
         with self._lock:
             self._side.introduce(*key)
 
@@ -452,23 +445,18 @@ class Writer:
             self._lock,
             request.key,
             part,
-            connect=lambda: self._connect(destination),
+            connect=lambda: destination.peer.poll(0),
             report=lambda result: self._report(request, part, destination, result),
             events=events,
         )
 
     # The transfer thread.
 
-    def _connect(self, destination: DestinationRank) -> Connecting:
-        if destination.connecting is None:
-            destination.connecting = self._transports.connect(destination.end_points)
-        return destination.connecting
-
     def _report(self, request: PushRequest, part: Part, destination: DestinationRank, result: JobResult) -> None:
         key, error = request.key, result.error
         if isinstance(error, TransportError):
             # A connection that failed once is made anew.
-            destination.connecting = None
+            destination.peer.forget(0)
             self._give_up(request.transfer_id)
         if error is not None:
             logger.warning("kvferry: push %d to %s failed: %s", key.number, key.receiver, error)

@@ -175,11 +175,11 @@ class EngineOracle:
         assert role._rank is not None
         routes = role._rank.routes._engines
         for route in routes.values():
-            route.close()
+            route.route.close()
         routes.clear()
         if isinstance(role._source, PushSource):
             for destination in role._source.writer._destinations.values():
-                destination.connecting = None
+                destination.peer.forget(0)
         return {"transports": sorted(transports)}
 
     def oracle_spans(self, text: str) -> dict[str, Any]:
