@@ -222,7 +222,7 @@ def test_a_push_that_fails_for_another_reason_keeps_the_connection(engines: Pair
     assert receiver.result().error is None
     [known] = source.pusher._destinations.values()
     link = known.peer.poll(0)
-    assert connecting is not None
+    assert link is not None
     receiver.receive(sender.hold(), [0, 3], "y", "s")
     assert receiver.is_waiting()
     source.pusher.end(["y"])
