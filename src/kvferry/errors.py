@@ -51,6 +51,7 @@ class Reason(StrEnum):
     SOURCE_CHANGED = "source-changed"
     UNKNOWN_REQUEST = "unknown-request"
     ABORTED = "aborted"
+    QUARANTINE_FULL = "quarantine-full"
     # settings and the machine
     UNKNOWN_SETTING = "unknown-setting"
     INVALID_SETTING = "invalid-setting"

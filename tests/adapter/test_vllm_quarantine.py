@@ -97,9 +97,18 @@ def test_no_more_loads_are_admitted_than_a_report_has(
     assert reader.get_num_new_matched_tokens(waiting, 0) == (None, False)
     assert report(reader, 0, 1, "d") == [(0, "d")]
     reader.update_connector_output(Reported({"d"}))
-    assert reader.get_num_new_matched_tokens(waiting, 0) == (None, False), "its blocks are quarantined"
+    assert reader.get_num_new_matched_tokens(waiting, 0) == (80, True), "no load will end and make room"
+    reader.update_state_after_alloc(waiting, allocated([21, 22, 23, 24, 25]), 80)
+    [order] = next_step(reader).loads
+    assert order.error is not None
+    assert order.error.reason is Reason.QUARANTINE_FULL
+    reader.update_connector_output(Reported({"e"}))
     assert report(reader, 0, 2) == []
-    assert reader.get_num_new_matched_tokens(waiting, 0) == (80, True)
+    again = request(PROMPT, prefill(make_role(FULL), PROMPT, [5, 4, 3, 2, 1]) or {}, "f")
+    reader.on_new_request(again)
+    reader.update_state_after_alloc(again, allocated([21, 22, 23, 24, 25]), 80)
+    [order] = next_step(reader).loads
+    assert order.error is None
 
 
 def test_a_report_of_a_rank_that_is_none_is_refused(reader: Any) -> None:

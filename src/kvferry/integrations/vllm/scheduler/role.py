@@ -124,7 +124,9 @@ class SchedulerRole:
         """
         if not self._comes_from_elsewhere(request):
             return 0, False
-        if not self._destination.is_ready(request.request_id) or self._num_loads >= MAX_LOADS:
+        # Loads end by their deadline and make room; quarantined blocks may not.
+        is_full = bool(self._loading) and self._num_loads >= MAX_LOADS
+        if is_full or not self._destination.is_ready(request.request_id):
             return None, False
         num_missing = self._num_loadable(request) - num_computed_tokens
         return (num_missing, True) if num_missing > 1 else (0, False)
@@ -247,6 +249,12 @@ class SchedulerRole:
     ) -> LoadOrder:
         end_token = self._num_loadable(request)
         try:
+            if self._num_loads > MAX_LOADS:
+                raise HandoffError(
+                    Reason.QUARANTINE_FULL,
+                    f"the blocks of {MAX_LOADS} failed requests are quarantined: peers may still write into them.",
+                    "The log names the requests. Restart this engine if their prefill engines are gone.",
+                )
             return self._destination.order(request, (end_token - num_external_tokens, end_token), block_ids)
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error)
