@@ -44,8 +44,8 @@ lint: setup ## ruff and mypy --strict
 	@.venv/bin/mypy
 
 bench: setup ## The plan and transport benchmarks, against measured roofs
-	@.venv/bin/kvferry bench plan
-	@.venv/bin/kvferry bench transport
+	@$(PYTHON) benchmarks/plan.py
+	@$(PYTHON) benchmarks/transport.py
 
 clean: ## Remove .venv and everything that was built
 	@rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

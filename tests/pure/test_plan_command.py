@@ -1,4 +1,4 @@
-"""``kvferry plan`` and ``kvferry bench plan``: the contract, and what they refuse."""
+"""``kvferry plan``: the contract, and what it refuses."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvferry.cli.bench import bench_plan
 from kvferry.cli.plan import plan
 from kvferry.cli.plan_report import Blocks, make_report, parse_engine
 from kvferry.errors import KVFerryError, Reason
@@ -243,15 +242,6 @@ def test_table_names_the_totals() -> None:
     assert result.exit_code == 0
     assert "128" in result.output
     assert "144.0 MiB" in result.output
-
-
-def test_bench_reports_every_case() -> None:
-    result = invoke(bench_plan, "--repeats 3 --json")
-    report = json.loads(result.output)
-    assert report["within_budget"] is (result.exit_code == 0)
-    descriptors = [case["descriptors"] for case in report["cases"]]
-    assert descriptors[:4] == [640, 1280, 23040, 112000]
-    assert all(0 < case["lower_s"] <= case["slowest_s"] for case in report["cases"])
 
 
 def test_every_list_is_announced_before_it_is_made() -> None:

@@ -12,27 +12,8 @@ from kvferry.errors import KVFerryError
 ERROR_EXIT_CODE = 2
 
 
-class ImportedCommands(TyperGroup):
-    """A group whose commands are functions of modules that are imported on demand."""
-
-    functions: ClassVar[dict[str, str]]
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in the order in which the help shows them."""
-        return [*self.functions, *super().list_commands(ctx)]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command, its module imported; None for an unknown name."""
-        if cmd_name not in self.functions:
-            return super().get_command(ctx, cmd_name)
-        module, function = self.functions[cmd_name].split(":")
-        single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name)(getattr(importlib.import_module(module), function))
-        return typer.main.get_command(single)
-
-
-class Commands(ImportedCommands):
-    """``kvferry COMMAND``."""
+class Commands(TyperGroup):
+    """``kvferry COMMAND``; each command is a function of a module that is imported on demand."""
 
     functions: ClassVar[dict[str, str]] = {
         "demo": "kvferry.cli.demo:demo",
@@ -40,26 +21,23 @@ class Commands(ImportedCommands):
         "doctor": "kvferry.cli.doctor:doctor",
     }
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names in the order in which the help shows them."""
+        return list(self.functions)
 
-class Benchmarks(ImportedCommands):
-    """``kvferry bench COMMAND``."""
-
-    functions: ClassVar[dict[str, str]] = {
-        "plan": "kvferry.cli.bench:bench_plan",
-        "transport": "kvferry.cli.bench:bench_transport",
-    }
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command, its module imported; None for an unknown name."""
+        if cmd_name not in self.functions:
+            return None
+        module, function = self.functions[cmd_name].split(":")
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        single.command(cmd_name)(getattr(importlib.import_module(module), function))
+        return typer.main.get_command(single)
 
 
 app = typer.Typer(
     name="kvferry", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-bench = typer.Typer(cls=Benchmarks, no_args_is_help=True, help="Measure planning and transports on this machine.")
-app.add_typer(bench, name="bench")
-
-
-@bench.callback()
-def _bench() -> None:
-    """Measure planning and transports on this machine."""
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Measures transports between two processes: buffers, the other process, timing."""
+"""What moves pieces for ``transport.py``: buffers, the other process, and one mover for each way."""
 
 import json
 import logging
@@ -172,7 +172,7 @@ class Child:
 
     def __init__(self, role: str, *arguments: object) -> None:
         reading, writing = os.pipe()
-        command = [sys.executable, "-m", "kvferry.cli.transport_measurement", role, str(writing)]
+        command = [sys.executable, __file__, role, str(writing)]
         self._process = subprocess.Popen(
             [*command, *map(str, arguments)], stdin=subprocess.PIPE, pass_fds=[writing], start_new_session=True
         )
@@ -292,7 +292,7 @@ def _serve_plain_peer(replies: int, num_bytes: int, huge: bool) -> None:
 def _serve_plain(replies: int, num_bytes: int, huge: bool) -> None:
     """The initiator of the plain pair; its peer is its own child in the same process group."""
     reading, writing = os.pipe()
-    command = [sys.executable, "-m", "kvferry.cli.transport_measurement", "plain-peer", str(writing)]
+    command = [sys.executable, __file__, "plain-peer", str(writing)]
     arguments = [*command, str(num_bytes), str(int(huge))]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=[writing]), os.fdopen(reading, "rb") as file:
         hello = json.loads(file.readline())
