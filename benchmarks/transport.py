@@ -28,8 +28,8 @@ from transport_movers import (
     scattered_pieces,
 )
 
+from kvferry.arrays import Descriptors
 from kvferry.cli.console import open_console, progress
-from kvferry.transport.protocol import Descriptors
 from kvferry.transport.registry import check_setting
 from kvferry.units import format_bytes
 

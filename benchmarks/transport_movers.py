@@ -14,14 +14,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvferry.arrays import Bytes, Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
-from kvferry.transport.protocol import Descriptors, Direction, Peer, Status, Transport, reach
+from kvferry.transport.protocol import Direction, Peer, Status, Transport, reach
 from kvferry.transport.registry import TransportSet, open_transport
 
-Bytes = npt.NDArray[np.uint8]
 HUGE_PAGE_BYTES = 2 << 20
 ANSWER_SECONDS = 60.0
 END_SECONDS = 10.0

@@ -1,3 +1,3 @@
-"""Moves KV caches between inference engines and memory tiers, exactly and in few pieces."""
+"""Moves KV caches between inference engines and memory tiers, exactly and in few descriptors."""
 
 __version__ = "0.1.0"

@@ -1,8 +1,4 @@
-"""Errors that say what was asked, what was found, and what to do about it.
-
-Every error carries a stable :class:`Reason`; tests, metrics and peers speak of the
-reason, people read the message.
-"""
+"""Errors: a message for people, a remedy, and a stable :class:`Reason` for tests, metrics and peers."""
 
 from enum import StrEnum
 from typing import Self
@@ -16,7 +12,7 @@ class Reason(StrEnum):
     INVALID_LAYOUT = "invalid-layout"
     INDIVISIBLE_HEADS = "indivisible-heads"
     KERNEL_CANNOT_READ_LAYOUT = "kernel-cannot-read-layout"
-    # a pair of peers that do not fit
+    # two engines that do not fit together
     MODEL_MISMATCH = "model-mismatch"
     DTYPE_MISMATCH = "dtype-mismatch"
     HEAD_SIZE_MISMATCH = "head-size-mismatch"
@@ -78,8 +74,9 @@ class KVFerryError(Exception):
     def without_traceback(self) -> Self:
         """Return an equal error to keep for later.
 
-        The traceback, the cause and the context of an error keep the variables of all frames that it passed: the
-        descriptors of a failed push, a whole request. Keep this, and raise this of what is kept.
+        The traceback, cause and context of an error keep the variables of every frame alive that the error passed:
+        the descriptors of a failed push, a whole request. Call this before an error is stored, and again before the
+        stored error is raised.
 
         >>> try:
         ...     raise HandoffError(Reason.ABORTED, "x was aborted.") from ValueError()
@@ -90,7 +87,7 @@ class KVFerryError(Exception):
         """
         kind = type(self)
         kept = kind.__new__(kind)
-        # A subclass may be made of other arguments.
+        # The constructor of a subclass may take other arguments.
         KVFerryError.__init__(kept, self.reason, self.message, self.remedy)
         return kept
 
@@ -103,20 +100,20 @@ class LayoutError(KVFerryError, ValueError):
 
 
 class PlanError(KVFerryError, ValueError):
-    """Two shards between which no exact plan exists, or a request that does not fit the plan."""
+    """No exact plan exists between two shards, or a request does not fit the plan."""
 
 
 class VerificationError(KVFerryError):
-    """A lowered list that would not move exactly the needed bytes."""
+    """A lowered list would not move exactly the needed bytes."""
 
 
 class TransportError(KVFerryError, OSError):
-    """A transport that cannot start, cannot reach its peer, or failed to move bytes."""
+    """A transport cannot start, cannot reach its peer, or failed to move bytes."""
 
 
 class HandoffError(KVFerryError):
-    """A handoff that ended without a commit."""
+    """A handoff ended without a commit."""
 
 
 class SettingsError(KVFerryError, ValueError):
-    """A setting that is unknown or out of range."""
+    """A setting is unknown or out of range."""

@@ -11,12 +11,12 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry.arrays import Bytes
 from kvferry.errors import Reason, TransportError
 from kvferry.execution import stage as staging
 from kvferry.execution.device import CudaOrder
@@ -31,7 +31,6 @@ torch = pytest.importorskip("torch")
 
 KERNEL = "kvferry.execution.merge_kernel"
 HOST = torch.device("cpu")
-Bytes = npt.NDArray[np.uint8]
 
 
 @pytest.fixture(scope="module", autouse=True)

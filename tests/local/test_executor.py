@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, SettingsError, TransportError
 from kvferry.execution import executor as executor_module
 from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor
@@ -25,7 +26,6 @@ from kvferry.handoff.pull_read import WORD_BYTES, State, word_bytes
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import (
     Capabilities,
-    Descriptors,
     Direction,
     Peer,
     Region,

@@ -7,11 +7,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.arrays import Descriptors
 from kvferry.handoff.messages import RankEntry
 from kvferry.handoff.pull_read import State
 from kvferry.testing.transport_peer import pattern
 from kvferry.testing.transport_suite import apply, open_pair, random_pieces
-from kvferry.transport.protocol import Descriptors, Direction, Region, Status, Transfer
+from kvferry.transport.protocol import Direction, Region, Status, Transfer
 from kvferry.transport.registry import TransportSet, open_transports
 
 from ..counted_work import containers_of, lines_of

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason
-from kvferry.layout.dense import heads_of_rank, shard_for
+from kvferry.layout.component import heads_of_rank
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.staging.strategy import Strategy
+from kvferry.testing.dense_shards import shard_for
 from kvferry.transport.protocol import Region
 
 from .engines_in_process import (

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.arrays import Integers
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution import route as module
 from kvferry.execution.job import Phase
@@ -20,7 +21,7 @@ from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire import background
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.planner import PairPlan
-from kvferry.plan.request import GroupBlocks, Integers
+from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staging.scatter import Merge, StagedTemplate
 from kvferry.plan.staging.strategy import TYPICAL_COSTS, Strategy
 from kvferry.plan.wire import encode_shard

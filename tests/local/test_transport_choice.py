@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.testing.transport_peer import pattern
 from kvferry.testing.transport_suite import Pair, TransportSuite, load_factory, many_pieces, open_pair
@@ -15,7 +16,7 @@ from kvferry.transport.faults import FaultPlan, FaultyTransport, SwapRanges, Zer
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.null import NullTransport
 from kvferry.transport.probe import probe
-from kvferry.transport.protocol import Descriptors, Direction, Peer, Region, Status, Transfer, Transport, reach
+from kvferry.transport.protocol import Direction, Peer, Region, Status, Transfer, Transport, reach
 from kvferry.transport.registry import AUTO, TransportSet, open_transports, probe_all
 
 BYTES = 1 << 16

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from kvferry.errors import KVFerryError, LayoutError, Reason
 from kvferry.layout.axes import Axis
-from kvferry.layout.component import MAX_LAYERS, Atom, Component, HeadRange
-from kvferry.layout.dense import Content, heads_of_rank, shard_for
+from kvferry.layout.component import MAX_LAYERS, Atom, Component, HeadRange, heads_of_rank
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.overlap import elements_overlap
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import Region, Shard, elements_overlap
+from kvferry.testing.dense_shards import Content, shard_for
 
 SHAPE = {"layers": ["0", "1"], "num_kv_heads": 4, "head_size": 8, "itemsize": 2, "block_size": 4, "num_blocks": 5}
 

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.layout.component import Component
-from kvferry.layout.dense import heads_of_rank
+from kvferry.layout.component import Component, heads_of_rank
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.states import (

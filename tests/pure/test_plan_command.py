@@ -208,9 +208,9 @@ def test_a_field_that_hints_at_another_cache_is_refused(changes: dict[str, objec
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("{", "no model configuration"),
-        ("[" * 100_000, "no model configuration"),
-        ("\udcff", "no model configuration"),
+        ("{", "not a model configuration"),
+        ("[" * 100_000, "not a model configuration"),
+        ("\udcff", "not a model configuration"),
         ("[1]", "no JSON object"),
         (" " * (MAX_CONFIG_BYTES + 1), "bytes"),
         (json.dumps({**GQA, "num_hidden_layers": None}), "'num_hidden_layers'"),

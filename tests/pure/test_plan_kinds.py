@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.layout.component import HeadRange
-from kvferry.layout.dense import shard_for
-from kvferry.layout.group import CacheGroup, CacheKind, TensorScale
+from kvferry.layout.group import CacheGroup, CacheKind, TensorScale, TokenShare
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.states import ConvOrder, StatePages, conv_components, gated_delta_segments, mamba2_segments
-from kvferry.layout.token_share import TokenShare
 from kvferry.plan import wire
 from kvferry.plan.head_ranges import canonical, common, count, without
 from kvferry.plan.match import choose_sources
@@ -26,6 +24,7 @@ from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.sample import sample_requests
 from kvferry.plan.window import first_token_to_move
+from kvferry.testing.dense_shards import shard_for
 
 SHARES = st.builds(
     lambda size, rank, interleave: TokenShare(rank % size, size, interleave if size > 1 else 1),
@@ -77,7 +76,7 @@ def test_shares_meet_where_a_token_lies_in_both(one: TokenShare, other: TokenSha
         {token for token in range(period) if token // share.interleave % share.size == share.rank}
         for share in (one, other)
     ]
-    assert one.meets(other) is bool(held[0] & held[1])
+    assert one.overlaps(other) is bool(held[0] & held[1])
 
 
 @pytest.mark.parametrize("interleave", [1, 2])

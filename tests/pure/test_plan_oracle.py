@@ -5,13 +5,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvferry.layout.dense import Content, shard_for
+from kvferry.arrays import Bytes
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.match import choose_sources
 from kvferry.plan.planner import plan_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.oracle import Arena, Bytes, Labels, OracleMismatch, RankMemory, compare, named_memory, widths_of
+from kvferry.testing.dense_shards import Content, shard_for
+from kvferry.testing.oracle import Arena, Labels, OracleMismatch, RankMemory, compare, named_memory, widths_of
 
 TP_SIZES = (1, 2, 4, 8, 16)
 ENGINES = list(product(TP_SIZES, NamedLayout))

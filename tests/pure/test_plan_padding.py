@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, VerificationError
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.states import ConvOrder, StatePages, conv_components, mamba2_segments, padding_components
-from kvferry.plan.planner import Descriptors, Planner
+from kvferry.plan.planner import Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
 from kvferry.testing.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory

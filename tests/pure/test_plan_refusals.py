@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvferry.errors import KVFerryError, Reason, VerificationError
-from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
@@ -17,6 +16,7 @@ from kvferry.plan.match import choose_sources
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
+from kvferry.testing.dense_shards import Content, shard_for
 
 
 def rank(**changes: object) -> Shard:

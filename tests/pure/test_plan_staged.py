@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import PlanError, Reason, VerificationError
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import PairPlan, Planner
@@ -20,14 +20,14 @@ from kvferry.plan.proof.verify import verify_pair
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staging.scatter import Merge, Numbered, ScatterPlan, cut, joined, laid_out, placed
 from kvferry.plan.staging.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose
+from kvferry.testing.dense_shards import shard_for
 from kvferry.testing.strategies import Move, moves
 
-Rows = npt.NDArray[np.uint64]
 GAPS, ROUNDS = st.sampled_from([0, 1, 8, 64, 1 << 20]), st.sampled_from([1, 300, 1 << 30])
 CASES = int(os.environ.get("KVFERRY_CASES", "0"))
 
 
-def staged_rows(plan: PairPlan, requests: Sequence[GroupBlocks], gap_bytes: int, round_bytes: int) -> Rows:
+def staged_rows(plan: PairPlan, requests: Sequence[GroupBlocks], gap_bytes: int, round_bytes: int) -> Descriptors:
     """Return what the rounds of a scatter amount to."""
     parts: list[Numbered] = [(0, part) for part in ScatterPlan(plan, gap_bytes).parts(requests)]
     rows = [np.empty((0, 3), dtype=np.uint64)]
@@ -37,7 +37,7 @@ def staged_rows(plan: PairPlan, requests: Sequence[GroupBlocks], gap_bytes: int,
     return np.concatenate(rows)
 
 
-def verify_round(rows: Rows, plan: PairPlan, requests: Sequence[GroupBlocks]) -> None:
+def verify_round(rows: Descriptors, plan: PairPlan, requests: Sequence[GroupBlocks]) -> None:
     verify_pair(rows[rows[:, 2] > 0], plan.source, plan.destination, requests, plan.heads)
 
 

@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arrays import Descriptors
 from kvferry.cli.plan_report import PlanReport
 from kvferry.layout.shard import Region, Shard
-from kvferry.plan.planner import Descriptors
 from kvferry.units import format_bytes
 
 MAX_BARS = 8

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.arrays import Descriptors
 from kvferry.cli.console import Announce
 from kvferry.errors import Reason, SettingsError, VerificationError
 from kvferry.layout.group import CacheKind
@@ -25,7 +26,7 @@ from kvferry.models.groups import (
 from kvferry.models.layer_caches import LayerCache
 from kvferry.models.shards import RankMemory, model_shard
 from kvferry.plan.describe import Summary, summarize
-from kvferry.plan.planner import Descriptors, PairPlan, Planner
+from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staging.scatter import NOTHING

@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from kvferry.arrays import Integers
 from kvferry.errors import Reason, TransportError
 from kvferry.plan.staging.scatter import Merge
 
@@ -24,8 +24,6 @@ TILE_BITS = 10
 COALESCED_BYTES = 128
 """Neighbouring threads reach memory together in pieces of so many bytes; a tile is made no narrower to fit a run."""
 _INT32 = 1 << 31
-
-Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

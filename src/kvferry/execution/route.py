@@ -5,6 +5,7 @@ import queue
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.announce import SourceRank
 from kvferry.execution.read import GuardedRead
@@ -17,7 +18,7 @@ from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unforeseen
 from kvferry.layout.shard import Shard
 from kvferry.plan.describe import describe_choice
-from kvferry.plan.planner import Descriptors, PairPlan, Planner
+from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.scattered import composed
 from kvferry.plan.proof.verify import verify_destination
 from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete

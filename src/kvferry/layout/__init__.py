@@ -1,1 +1,1 @@
-"""Where each byte of a KV cache is: pure integers, no torch."""
+"""Where each byte of a KV cache is, as integers. Imports no torch."""

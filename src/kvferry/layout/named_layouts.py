@@ -11,7 +11,7 @@ from kvferry.layout.axes import Axis
 class NamedLayout(StrEnum):
     """A memory order of the axes, outermost first.
 
-    In a *cross-layer* layout the bytes that a block holds for all layers lie together.
+    In a *cross-layer* layout a block's bytes of all layers are contiguous.
 
     >>> NamedLayout.BHLNC.is_cross_layer, NamedLayout.LBHNC.is_cross_layer
     (True, False)
@@ -26,7 +26,7 @@ class NamedLayout(StrEnum):
 
     @classmethod
     def parse(cls, name: str) -> "NamedLayout":
-        """Return the layout of that name, in either case.
+        """Return the layout of that name, in upper or lower case.
 
         >>> NamedLayout.parse("bhlnc").value
         'BHLNC'
@@ -52,16 +52,16 @@ class NamedLayout(StrEnum):
 
     @property
     def is_cross_layer(self) -> bool:
-        """Whether a block's bytes for all layers lie together."""
+        """Whether a block's bytes of all layers are contiguous."""
         return self.order[0] is Axis.B
 
     @property
     def has_whole_pages(self) -> bool:
-        """Whether the page of one block and head, axes N and C, lies together."""
+        """Whether the page of one block and head, axes N and C, is contiguous."""
         return self.order[-2:] == (Axis.N, Axis.C)
 
     def strides(self, sizes: Mapping[Axis, int]) -> dict[Axis, int]:
-        """Return the stride of each axis of a dense array, in the unit in which the size of C is given.
+        """Return the stride of each axis of a dense array, in the unit of the size of C.
 
         >>> sizes = {Axis.L: 36, Axis.B: 640, Axis.H: 8, Axis.N: 16, Axis.C: 512}
         >>> {axis.value: stride for axis, stride in NamedLayout.BHLNC.strides(sizes).items()}

@@ -1,16 +1,19 @@
-"""What one rank holds of a KV cache, and where."""
+"""Shards: what one rank holds of a KV cache, and where."""
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from kvferry.errors import LayoutError, Reason
-from kvferry.layout.component import MAX_INTEGER, Component, Name, require
+from kvferry.layout.component import MAX_INTEGER, Component, Name, affine_step, require
 from kvferry.layout.group import CacheGroup
-from kvferry.layout.overlap import elements_overlap, extent
 
 MAX_REGIONS = 4096
 MAX_GROUPS = 64
+MAX_CHECKED_INTERVALS = 1 << 20
+"""Above this many content vectors the exhaustive check for overlaps is left out."""
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -33,10 +36,9 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank holds: its regions, its part of each cache group, and which rank it is.
+    """What one rank holds: its regions, its share of each cache group, and which rank it is.
 
-    Raises :class:`LayoutError` unless every element lies inside its region and apart from every other element of
-    its component.
+    Raises :class:`LayoutError` unless every element lies inside its region and no two elements of a component overlap.
     """
 
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_REGIONS)]
@@ -75,19 +77,77 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
                 f"{where}: reaches byte {end} of a region of {region.length} bytes.",
                 "Check the strides and the number of blocks.",
             )
-        apart = not elements_overlap(component, group.num_blocks, group.block_size)
-        require(apart, f"{where}: elements overlap ({component!r}).", "Check the strides and layer offsets.")
+        disjoint = not elements_overlap(component, group.num_blocks, group.block_size)
+        require(disjoint, f"{where}: elements overlap ({component!r}).", "Check the strides and layer offsets.")
 
     @property
     def rank_name(self) -> str:
-        """The rank as messages name it."""
+        """The rank's name in messages."""
         pipeline = f" pp {self.pp_rank}/{self.pp_size}" if self.pp_size > 1 else ""
         return f"rank tp {self.tp_rank}/{self.tp_size}{pipeline}"
 
     def group(self, name: str) -> CacheGroup | None:
-        """Return the group of that name, or None where this rank has none."""
+        """Return the group of that name, or None where the rank does not hold it."""
         return next((group for group in self.groups if group.name == name), None)
 
     def __repr__(self) -> str:
         regions = ", ".join(map(repr, self.regions))
         return "\n".join([f"{self.rank_name} [{regions}]", *map(repr, self.groups)])
+
+
+def extent(axes: Iterable[tuple[int, int]], itemsize: int) -> int:
+    """Return the bytes from the first element to the end of the last. Axes are (count, stride).
+
+    >>> extent([(4, 8), (2, 2)], 2)
+    28
+    """
+    return itemsize + sum((count - 1) * stride for count, stride in axes)
+
+
+def is_nested(axes: Iterable[tuple[int, int]], itemsize: int) -> bool:
+    """Return whether each stride is at least the extent of all shorter strides, which excludes any overlap.
+
+    >>> is_nested([(4, 8), (4, 2)], 2), is_nested([(4, 6), (4, 2)], 2)
+    (True, False)
+    """
+    reach = itemsize
+    for count, stride in sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1]):
+        if stride < reach:
+            return False
+        reach += (count - 1) * stride
+    return True
+
+
+def elements_overlap(component: Component, num_blocks: int, block_size: int) -> bool:
+    """Return whether two distinct elements share a byte; above ``MAX_CHECKED_INTERVALS`` an overlap may be missed."""
+    inner = _inner_axes(component, block_size)
+    axes = [*inner, (num_blocks, component.block_stride)]
+    if not is_nested(axes, component.itemsize):
+        return True
+    offsets = tuple(sorted(component.layer_offsets))
+    step = affine_step(offsets)
+    if step is not None and is_nested([*axes, (len(offsets), step)], component.itemsize):
+        return False
+    return _content_overlaps(component, min(num_blocks, 2), inner)
+
+
+def _inner_axes(component: Component, block_size: int) -> list[tuple[int, int]]:
+    return [
+        (component.num_heads, component.head_stride),
+        (block_size, component.token_stride),
+        (component.num_channels, component.channel_stride),
+    ]
+
+
+def _content_overlaps(component: Component, num_blocks: int, inner: list[tuple[int, int]]) -> bool:
+    """Enumerate every element of the first blocks of all layers and look for two with a common byte."""
+    starts, length = np.asarray(component.layer_offsets, dtype=np.int64), component.itemsize
+    for count, stride in sorted([*inner, (num_blocks, component.block_stride)], key=lambda axis: axis[1]):
+        if stride == length:
+            length *= count
+            continue
+        if starts.size * count > MAX_CHECKED_INTERVALS:
+            return False
+        starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
+    starts.sort()
+    return bool(np.any(np.diff(starts) < length))

@@ -1,4 +1,4 @@
-"""A model's Hugging Face ``config.json``, read with suspicion."""
+"""A model's Hugging Face ``config.json``, with bounds on every field that is read."""
 
 import difflib
 import json
@@ -26,35 +26,36 @@ BY_HAND = "Give the shapes by hand."
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The fields of the text model: those of ``text_config`` where there is one, and then the outer ones."""
+    """The fields of the text model: those of ``text_config`` where that exists take precedence over the outer ones."""
 
     fields: Mapping[str, Any]
 
     @property
     def family(self) -> str:
-        """The ``model_type``; empty where none is named."""
+        """The ``model_type``; empty where the configuration has none."""
         return str(self.fields.get("model_type") or "")
 
     @property
     def dtype(self) -> str:
-        """The dtype that the model names, and so that of its cache."""
+        """The dtype of the model, and so of its cache."""
         return str(self.fields.get("torch_dtype") or self.fields.get("dtype") or "bfloat16")
 
     def number(self, *names: str) -> int:
-        """Return the first of the named fields that is there.
+        """Return the first of the named fields that exists.
 
-        Raises :class:`SettingsError` (``invalid-setting``) where none is, or where it is no whole number above zero.
+        Raises :class:`SettingsError` (``invalid-setting``) where no field exists or the value is not a whole number
+        from 1 to ``MAX_NUMBER``.
 
         >>> ModelConfig({"n_layer": 12}).number("num_hidden_layers", "n_layer")
         12
         >>> ModelConfig({}).number("n_layer")
         Traceback (most recent call last):
             ...
-        kvferry.errors.SettingsError: the configuration names no 'n_layer'. Give the shapes by hand. [invalid-setting]
+        kvferry.errors.SettingsError: the configuration has no 'n_layer'. Give the shapes by hand. [invalid-setting]
         """
         name = next((name for name in names if self.fields.get(name) is not None), None)
         if name is None:
-            raise SettingsError(Reason.INVALID_SETTING, f"the configuration names no {names[0]!r}.", BY_HAND)
+            raise SettingsError(Reason.INVALID_SETTING, f"the configuration has no {names[0]!r}.", BY_HAND)
         value = self.fields[name]
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_NUMBER:
             what = f"{name!r} is {_short(value)}, not a whole number from 1 to {MAX_NUMBER}."
@@ -62,15 +63,15 @@ class ModelConfig:
         return value
 
     def layer_types(self, num_layers: int) -> list[str] | None:
-        """Return ``layer_types``, one for each layer, or None where the field is missing.
+        """Return ``layer_types``, one name per layer, or None where the field is missing.
 
-        Raises :class:`SettingsError` (``invalid-setting``) for anything else.
+        Raises :class:`SettingsError` (``invalid-setting``) for any other value.
         """
         found = self.fields.get("layer_types", self.fields.get("layers_block_type"))
         if found is None:
             return None
         if not isinstance(found, list) or len(found) != num_layers or not all(isinstance(kind, str) for kind in found):
-            what = f"'layer_types' is not a list of {num_layers} names, one for each of 'num_hidden_layers'."
+            what = f"'layer_types' is not a list of {num_layers} names, one for each layer."
             raise SettingsError(Reason.INVALID_SETTING, what, BY_HAND)
         return found
 
@@ -78,23 +79,23 @@ class ModelConfig:
 def read_config(path: Path) -> ModelConfig:
     """Return the configuration in a file, or in the ``config.json`` of a folder.
 
-    Raises :class:`SettingsError` (``invalid-setting``) where that cannot be read, is too large, or is
-    no JSON object.
+    Raises :class:`SettingsError` (``invalid-setting``) for a file that cannot be read, is too large, or holds no JSON
+    object.
     """
     path = path / "config.json" if path.is_dir() else path
     try:
         if not path.is_file():
-            raise SettingsError(Reason.INVALID_SETTING, f"{path} is no file.", f"Name a config.json. {BY_HAND}")
+            raise SettingsError(Reason.INVALID_SETTING, f"{path} is not a file.", f"Name a config.json. {BY_HAND}")
         with path.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
         if len(text) > MAX_CONFIG_BYTES:
-            what = f"{path} has more than {MAX_CONFIG_BYTES} bytes, which no config.json has."
+            what = f"{path} has more than {MAX_CONFIG_BYTES} bytes; a config.json is shorter."
             raise SettingsError(Reason.INVALID_SETTING, what, "Name the model's config.json.")
         fields = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, SettingsError):
             raise
-        what = f"{path} is no model configuration: {error}."
+        what = f"{path} is not a model configuration: {error}."
         raise SettingsError(Reason.INVALID_SETTING, what, "Name the model's config.json.") from None
     if not isinstance(fields, dict):
         raise SettingsError(Reason.INVALID_SETTING, f"{path} holds no JSON object.", "Name the model's config.json.")
@@ -103,7 +104,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def item_size(dtype: str) -> int:
-    """Return the bytes of one number. Raises :class:`SettingsError` naming the nearest dtype.
+    """Return the bytes of one number. Raises :class:`SettingsError` that suggests the nearest dtype.
 
     >>> item_size("torch.bfloat16")
     2

@@ -1,8 +1,8 @@
-"""What each layer of a model keeps, by the family that its configuration names.
+"""The cache of each layer of a model, by the model's family.
 
-A family that is not named here is taken for plain attention only where no field hints at anything else: a window, a
-state, a latent, shared or unequal layers. A field that means nothing for the cache can look like a hint; refusing is
-then one flag away from being answered by hand, and a wrong plan would not be noticed.
+An unknown family counts as plain attention only if no field hints at another cache: a window, a state, a latent,
+shared or unequal layers. A hint refuses the model even where the field has no effect on the cache: the user can give
+the shapes by hand, whereas a wrong plan would go unnoticed.
 """
 
 import re
@@ -30,17 +30,17 @@ FULL, SLIDING, STATE = ("full_attention", "attention"), ("sliding_attention",), 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family's configuration is read, and which of its hinting fields that takes into account."""
+    """How to read a family's configuration. ``understood`` matches the hinting fields that ``read`` accounts for."""
 
     read: Callable[[ModelConfig, int], Sequence[LayerCache]]
     understood: str = "(?!)"
 
 
 def layer_caches(config: ModelConfig, itemsize: int) -> Sequence[LayerCache]:
-    """Return what each layer keeps, in layer order, with numbers of ``itemsize`` bytes.
+    """Return the cache of each layer, in layer order, with numbers of ``itemsize`` bytes.
 
-    Raises :class:`SettingsError`: ``invalid-setting`` for a field that is missing or makes no sense, ``unsupported``
-    for one that hints at a cache that is not planned.
+    Raises :class:`SettingsError`: ``invalid-setting`` for a field that is missing or out of range, ``unsupported`` for
+    one that hints at a cache which cannot be planned.
 
     >>> config = ModelConfig({"num_hidden_layers": 1, "num_attention_heads": 8, "hidden_size": 512})
     >>> layer_caches(config, 2)
@@ -56,9 +56,9 @@ def _refuse_hints(config: ModelConfig, understood: str) -> None:
         if name in PLAIN_NAMES or not HINTS.search(name) or re.fullmatch(understood, name):
             continue
         if not _is_inert(name, config):
-            family = f"family {config.family!r}" if config.family else "a family that is not named"
-            what = f"{name!r} of {family} hints at a cache that is not planned."
-            remedy = "Give --layers, --kv-heads and --head-size of its full-attention layers instead of --model."
+            family = f"family {config.family!r}" if config.family else "a family without a name"
+            what = f"{name!r} of {family} hints at a cache that cannot be planned."
+            remedy = "Give --layers, --kv-heads and --head-size of the full-attention layers instead of --model."
             raise SettingsError(Reason.UNSUPPORTED, what, remedy)
 
 
@@ -77,7 +77,7 @@ def _is_inert(name: str, config: ModelConfig) -> bool:
 def _num_layers(config: ModelConfig) -> int:
     found = config.number("num_hidden_layers", "n_layer")
     if found > MAX_LAYERS:
-        what = f"the configuration names {found} layers, at most {MAX_LAYERS} are planned."
+        what = f"the configuration has {found} layers; the limit is {MAX_LAYERS}."
         raise SettingsError(Reason.UNSUPPORTED, what, BY_HAND)
     return found
 
@@ -92,7 +92,7 @@ def _attention(config: ModelConfig, itemsize: int, window: int = 0) -> Attention
     else:
         hidden = config.number("hidden_size", "n_embd")
         if hidden % heads:
-            what = f"'hidden_size' {hidden} is no multiple of 'num_attention_heads' {heads}, and 'head_dim' is missing."
+            what = f"'hidden_size' {hidden} is not a multiple of 'num_attention_heads' {heads}; 'head_dim' is missing."
             raise SettingsError(Reason.INVALID_SETTING, what, BY_HAND)
         head_size = hidden // heads
     return AttentionCache(num_kv_heads=kv_heads, head_size=head_size, itemsize=itemsize, window=window)
@@ -109,7 +109,7 @@ def _latent(config: ModelConfig, itemsize: int) -> list[LayerCache]:
 
 
 def _sliding(config: ModelConfig, itemsize: int, every: int) -> list[LayerCache]:
-    """Read layers of which every so many-th attends to all tokens, unless ``layer_types`` says otherwise."""
+    """Return layers of which each ``every``-th attends to all tokens, unless ``layer_types`` lists them."""
     num_layers = _num_layers(config)
     types = config.layer_types(num_layers) or _every(num_layers, every, "sliding_attention")
     full, slides = _attention(config, itemsize), _attention(config, itemsize, config.number("sliding_window"))
@@ -131,7 +131,7 @@ def _granite_hybrid(config: ModelConfig, itemsize: int) -> list[LayerCache]:
     num_layers = _num_layers(config)
     types = config.layer_types(num_layers)
     if types is None:
-        raise SettingsError(Reason.INVALID_SETTING, "the configuration names no 'layer_types'.", BY_HAND)
+        raise SettingsError(Reason.INVALID_SETTING, "the configuration has no 'layer_types'.", BY_HAND)
     attention = _attention(config, itemsize)
     if all(_is_full(kind, STATE) for kind in types):
         return [attention] * num_layers
@@ -140,7 +140,8 @@ def _granite_hybrid(config: ModelConfig, itemsize: int) -> list[LayerCache]:
     head_size = intermediate // heads if given == "auto" else config.number("mamba_d_head")
     if head_size * heads != intermediate:
         what = (
-            f"'mamba_n_heads' {heads} of {head_size} do not make up 'mamba_expand' times 'hidden_size', {intermediate}."
+            f"'mamba_n_heads' {heads} times head size {head_size} is not 'mamba_expand' times 'hidden_size', "
+            f"{intermediate}."
         )
         raise SettingsError(Reason.INVALID_SETTING, what, BY_HAND)
     state = Mamba2Cache(
@@ -174,7 +175,7 @@ def _qwen3_next(config: ModelConfig, itemsize: int) -> list[LayerCache]:
 def _kernel_size(config: ModelConfig, name: str) -> int:
     found = config.number(name)
     if not 2 <= found <= 256:
-        what = f"{name!r} is {found}; convolutions over 2 to 256 inputs are planned."
+        what = f"{name!r} is {found}; a convolution takes 2 to 256 inputs."
         raise SettingsError(Reason.INVALID_SETTING, what, BY_HAND)
     return found
 
@@ -184,9 +185,9 @@ def _every(num_layers: int, every: int, otherwise: str) -> list[str]:
 
 
 def _is_full(kind: str, others: tuple[str, ...]) -> bool:
-    """Return whether a layer attends to all tokens; it must be one of the others if not."""
+    """Return whether a layer attends to all tokens. Raises for a type that is neither that nor one of ``others``."""
     if kind not in FULL and kind not in others:
-        what = f"'layer_types' names a layer of type {kind!r}; {', '.join((*FULL, *others))} are planned."
+        what = f"'layer_types' has a layer of type {kind!r}; kvferry can plan {', '.join((*FULL, *others))}."
         raise SettingsError(Reason.UNSUPPORTED, what, BY_HAND)
     return kind in FULL
 

@@ -1,13 +1,14 @@
-"""How an engine forms cache groups of a model's layers, and how large its blocks become.
+"""How an engine forms cache groups from a model's layers, and how large its blocks become.
 
-The rules are those of vLLM 0.32. Layers of equal caches form one group. A model that mixes kinds gets groups of equally
-many layers, so that a block of any group takes the same memory: as many as there are layers of the rarest kind, or of
-the most frequent where that is less than half as many more. Kind by kind, in the order of their first layers, every
-``num_groups``-th layer goes to one group, so that a pipeline stage holds a part of each (``kv_cache_utils.py``). A
-group may fall short of that number.
+These are the rules of vLLM 0.32. Layers with equal caches form one group. A model that mixes kinds gets groups of
+equally many layers, so that a block of any group takes the same memory. The number is that of the layers of the rarest
+kind, or of the most frequent kind where that is less than 1.5 times as many. Kind by kind, in the order of their first
+layers, every ``num_groups``-th layer goes to one group, so that each pipeline stage holds layers of every group
+(``kv_cache_utils.py``). Where the number does not divide a kind's layers, its groups have fewer.
 
-A state is larger than a block of 16 tokens. vLLM then makes the attention block so long that its page holds a state,
-and pads the state's page to that size (``platforms/interface.py``). Both depend on the tensor-parallel size.
+A state is larger than a block of 16 tokens. vLLM then makes the attention block long enough for its page to hold a
+state, and pads the state's page to that size (``platforms/interface.py``). Both sizes depend on the tensor-parallel
+size.
 """
 
 from collections import Counter
@@ -21,14 +22,14 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.models.layer_caches import AttentionCache, LayerCache, state_bytes
 
 KERNEL_BLOCK_SIZE = 16
-"""Tokens of the smallest block that vLLM's GPU attention kernels take."""
+"""Tokens of the smallest block that vLLM's GPU attention kernels support."""
 COMPACT_LAYOUTS = (NamedLayout.BLHNC, NamedLayout.BLNHC, NamedLayout.LBHNC, NamedLayout.LBNHC)
-"""Layouts in which each page lies in one piece, so that pages of any shape can share blocks."""
+"""Layouts in which each layer's page is contiguous, so that pages of any shape can share blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share block ids; every one keeps the same."""
+    """Layers that share block ids; all have the same cache."""
 
     name: str
     cache: LayerCache
@@ -36,12 +37,12 @@ class LayerGroup:
 
     @property
     def kind(self) -> CacheKind:
-        """What the group's blocks hold."""
+        """The kind of the group."""
         return self.cache.kind
 
 
 def form_groups(caches: Mapping[str, LayerCache]) -> tuple[LayerGroup, ...]:
-    """Return the groups of a model, given what each layer keeps, in layer order.
+    """Return the groups of a model, given the cache of each layer, in layer order.
 
     Raises :class:`LayoutError` (``unsupported``) for attention layers of different widths.
 
@@ -61,10 +62,10 @@ def form_groups(caches: Mapping[str, LayerCache]) -> tuple[LayerGroup, ...]:
     sizes = [len(layers) for layers in kinds.values()]
     group_size = max(sizes) if max(sizes) < 1.5 * min(sizes) else min(sizes)
     split = [
-        (cache, tuple(layers[turn::num_groups]))
+        (cache, tuple(layers[first::num_groups]))
         for cache, layers in kinds.items()
         for num_groups in (-(-len(layers) // group_size),)
-        for turn in range(num_groups)
+        for first in range(num_groups)
     ]
     names = _names([cache for cache, _ in split])
     return tuple(LayerGroup(name, cache, layers) for name, (cache, layers) in zip(names, split, strict=True))
@@ -74,7 +75,7 @@ def _refuse_unequal_widths(caches: Mapping[str, LayerCache]) -> None:
     attention = [cache for cache in caches.values() if isinstance(cache, AttentionCache)]
     widths = {(cache.num_kv_heads, cache.num_channels, cache.itemsize) for cache in attention}
     if len(widths) > 1:
-        what = f"attention layers keep {sorted(widths)} (heads, channels, bytes of a number)."
+        what = f"the attention layers differ in (heads, channels, item size): {sorted(widths)}."
         raise LayoutError(Reason.UNSUPPORTED, what, "Plan models whose attention layers are equally wide.")
 
 
@@ -89,12 +90,12 @@ def _names(caches: list[LayerCache]) -> list[str]:
 
 
 def is_mixed(groups: tuple[LayerGroup, ...]) -> bool:
-    """Return whether pages differ in shape: those of states and those of attention do."""
+    """Return whether the groups hold both states and attention, whose pages differ in shape."""
     return len({group.kind is CacheKind.STATE for group in groups}) > 1
 
 
 def possible_layout(groups: tuple[LayerGroup, ...], wanted: NamedLayout) -> NamedLayout:
-    """Return the wanted layout, or the nearest in which pages of mixed shapes can lie.
+    """Return the wanted layout, or the nearest one that can hold pages of mixed shapes.
 
     >>> attention = AttentionCache(num_kv_heads=2, head_size=64, itemsize=2)
     >>> possible_layout(form_groups({"0": attention}), NamedLayout.BHLNC).value
@@ -106,13 +107,13 @@ def possible_layout(groups: tuple[LayerGroup, ...], wanted: NamedLayout) -> Name
 
 
 def largest_state(groups: tuple[LayerGroup, ...], tp_size: int) -> int:
-    """Return the bytes of the largest state of a layer on one rank; 0 where there is none."""
+    """Return the bytes of the largest state of a layer on one rank; 0 without states."""
     caches = [group.cache for group in groups]
     return max((state_bytes(cache, tp_size) for cache in caches if not isinstance(cache, AttentionCache)), default=0)
 
 
 def resolve_block_size(groups: tuple[LayerGroup, ...], block_size: int, tp_size: int) -> int:
-    """Return the tokens of an attention block, raised so that its page holds a state.
+    """Return the tokens of an attention block, enlarged until its page holds a state.
 
     >>> from kvferry.models.layer_caches import Mamba2Cache
     >>> state = Mamba2Cache(intermediate_size=8192, num_groups=1, state_size=128, num_heads=128, head_size=64,
@@ -130,13 +131,13 @@ def resolve_block_size(groups: tuple[LayerGroup, ...], block_size: int, tp_size:
 
 
 def page_bytes(groups: tuple[LayerGroup, ...], block_size: int, tp_size: int) -> int:
-    """Return the bytes of one layer's page of any group on one rank, with blocks of the resolved size."""
+    """Return the bytes of one layer's page of any group on one rank. ``block_size`` is the resolved one."""
     attention = [group.cache for group in groups if isinstance(group.cache, AttentionCache)]
     return max([largest_state(groups, tp_size), *(cache.page_bytes(block_size, tp_size) for cache in attention)])
 
 
 def split_layers(num_layers: int, pp_size: int) -> tuple[int, ...]:
-    """Return the layers of each pipeline stage. What is left over goes to the stages before the last, from behind.
+    """Return the number of layers of each pipeline stage; surplus layers go to the stages just before the last.
 
     >>> split_layers(36, 2), split_layers(62, 4)
     ((18, 18), (15, 16, 16, 15))

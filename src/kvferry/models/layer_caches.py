@@ -1,9 +1,8 @@
-"""What one layer of a model keeps, as integers: the kinds of cache from which engines form groups."""
+"""The cache of one layer of a model, as integers."""
 
 from dataclasses import dataclass
 
-from kvferry.layout.component import HeadRange, require
-from kvferry.layout.dense import heads_of_rank
+from kvferry.layout.component import HeadRange, heads_of_rank, require
 from kvferry.layout.group import CacheKind
 from kvferry.layout.states import ConvSegment, gated_delta_segments, mamba2_segments
 
@@ -31,11 +30,11 @@ class AttentionCache:
 
     @property
     def num_channels(self) -> int:
-        """Numbers kept of one head and token."""
+        """Numbers per head and token."""
         return self.head_size * (1 if self.is_latent else 2)
 
     def heads(self, tp_rank: int, tp_size: int) -> HeadRange:
-        """Return the global heads of a rank; a latent is on every rank."""
+        """Return the global heads of a rank; every rank holds the latent."""
         return HeadRange(0, 1) if self.is_latent else heads_of_rank(self.num_kv_heads, tp_rank, tp_size)
 
     def page_bytes(self, block_size: int, tp_size: int) -> int:
@@ -44,7 +43,7 @@ class AttentionCache:
 
 
 class _State:
-    """What all states have in common."""
+    """A cache with one state per sequence."""
 
     __slots__ = ()
 
@@ -55,13 +54,13 @@ class _State:
 
     @property
     def window(self) -> int:
-        """No window: a state takes in all tokens."""
+        """0: a state covers all tokens."""
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Cache(_State):
-    """The state of one Mamba2 layer. ``kernel_size`` is that of the convolution, which keeps one input less."""
+    """The state of one Mamba2 layer. The convolution keeps ``kernel_size - 1`` inputs."""
 
     intermediate_size: int
     num_groups: int
@@ -113,9 +112,9 @@ LayerCache = AttentionCache | StateCache
 
 
 def state_heads(cache: StateCache, tp_rank: int, tp_size: int) -> HeadRange:
-    """Return the heads of the recurrent state that a rank holds. They are split evenly, never replicated."""
-    what = f"{cache.num_heads} heads of a state cannot be dealt to {tp_size} ranks."
-    require(cache.num_heads >= tp_size, what, "Use as many ranks as divide them.")
+    """Return the heads of the recurrent state that a rank holds: split evenly, never replicated."""
+    what = f"{cache.num_heads} heads of a state cannot be split over {tp_size} ranks."
+    require(cache.num_heads >= tp_size, what, "Use ranks that divide them.")
     return heads_of_rank(cache.num_heads, tp_rank, tp_size)
 
 

@@ -13,7 +13,7 @@ from kvferry.models.layer_caches import AttentionCache, LayerCache
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """The cache of a model whose layers are alike: how many, KV heads, channels of K (and of V) per head, dtype."""
+    """The cache of a model with equal layers; ``head_size`` counts channels of K (and of V) per head."""
 
     num_layers: int
     num_kv_heads: int
@@ -22,7 +22,7 @@ class ModelShapes:
     kind: CacheKind
 
     def caches(self) -> list[LayerCache]:
-        """Return what each layer keeps."""
+        """Return the cache of each layer."""
         is_latent, itemsize = self.kind is CacheKind.MLA, item_size(self.dtype)
         heads, size = self.num_kv_heads, self.head_size
         cache = AttentionCache(num_kv_heads=heads, head_size=size, itemsize=itemsize, is_latent=is_latent)
@@ -30,7 +30,7 @@ class ModelShapes:
 
 
 def read_model_shapes(path: Path) -> ModelShapes:
-    """Return the shapes of the model whose ``config.json``, or folder with one, is given.
+    """Return the shapes of the model of a ``config.json``, or of a folder that holds one.
 
     Raises :class:`SettingsError` as :func:`kvferry.models.config.read_config` and
     :func:`kvferry.models.families.layer_caches` do, and ``unsupported`` for a model of several kinds of layers.
@@ -40,7 +40,7 @@ def read_model_shapes(path: Path) -> ModelShapes:
 
 
 def uniform_shapes(caches: Sequence[LayerCache], dtype: str) -> ModelShapes:
-    """Return the shapes of layers that are alike and keep all tokens. Raises :class:`SettingsError` (``unsupported``).
+    """Return the shapes of equal layers that keep all tokens. Raises :class:`SettingsError` (``unsupported``).
 
     >>> uniform_shapes([AttentionCache(num_kv_heads=2, head_size=64, itemsize=2)] * 2, "bfloat16")
     ModelShapes(num_layers=2, num_kv_heads=2, head_size=64, dtype='bfloat16', kind=<CacheKind.ATTENTION: 'attention'>)
@@ -49,7 +49,7 @@ def uniform_shapes(caches: Sequence[LayerCache], dtype: str) -> ModelShapes:
     if len(set(caches)) > 1 or not isinstance(cache, AttentionCache) or cache.window:
         raise SettingsError(
             Reason.UNSUPPORTED,
-            "the model's layers are not all alike, or keep a window or a state.",
+            "the model's layers differ from each other, or keep a window or a state.",
             "Leave out --layers, --kv-heads and --head-size, or leave out --model.",
         )
     return ModelShapes(len(caches), cache.num_kv_heads, cache.head_size, dtype, cache.kind)
@@ -58,9 +58,9 @@ def uniform_shapes(caches: Sequence[LayerCache], dtype: str) -> ModelShapes:
 def caches_of(
     model: Path | None, layers: int | None, kv_heads: int | None, head_size: int | None, dtype: str | None
 ) -> Sequence[LayerCache]:
-    """Return what each layer keeps: from the model's configuration, overridden by what is given by hand.
+    """Return the cache of each layer: from the model's configuration, where options given by hand take precedence.
 
-    Raises :class:`SettingsError`, also where too little is given or the model's layers are too unlike to be overridden.
+    Raises :class:`SettingsError`, also where an option is missing or cannot apply because the model's layers differ.
     """
     by_hand = {"--layers": layers, "--kv-heads": kv_heads, "--head-size": head_size}
     if model is None:

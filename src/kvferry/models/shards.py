@@ -1,8 +1,9 @@
-"""Where one rank of an engine keeps a whole model's cache: one flat region that all groups overlay.
+"""The shard of one rank for a whole model: one flat region that all groups overlay.
 
-The rules are those of vLLM 0.32 (``get_kv_cache_config_from_groups``, ``compute_layout_strides``): every group
-begins at byte 0 and owns blocks that no other owns. In a cross-layer layout a block is as long as that of the group
-with most layers, and a shorter group leaves the tail. In any other layout a layer's pages of all blocks lie together.
+These are the rules of vLLM 0.32 (``get_kv_cache_config_from_groups``, ``compute_layout_strides``): every group begins
+at byte 0, and no two groups use the same block id. In a cross-layer layout every block is as long as the block of the
+group with most layers; a group with fewer layers leaves the tail unused. In any other layout a layer's pages of all
+blocks are contiguous.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from kvferry.models.layer_caches import AttentionCache, StateCache, conv_bytes, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """One rank's memory: which rank, in which layout, how many blocks of how many tokens, and from which address."""
+    """One rank's memory: rank, layout, blocks of ``block_size`` tokens, address of the first byte."""
 
     layout: NamedLayout
     block_size: int
@@ -33,10 +34,10 @@ class RankMemory:
 
 
 def model_shard(groups: tuple[LayerGroup, ...], layers: frozenset[str], memory: RankMemory) -> Shard:
-    """Return what a rank holds of a model: those of the groups' layers that its pipeline stage has.
+    """Return what a rank holds of a model. ``layers`` are those of the rank's pipeline stage.
 
     ``memory.block_size`` is the resolved one (see :func:`kvferry.models.groups.resolve_block_size`). Raises
-    :class:`LayoutError` (``invalid-layout``) for a layout in which pages of these groups cannot lie.
+    :class:`LayoutError` (``invalid-layout``) for a layout that cannot hold pages of these groups.
 
     >>> from kvferry.models.groups import form_groups
     >>> full, slides = (AttentionCache(num_kv_heads=2, head_size=64, itemsize=2, window=size) for size in (0, 128))
@@ -51,7 +52,7 @@ def model_shard(groups: tuple[LayerGroup, ...], layers: frozenset[str], memory: 
       kv LBHNC: base + b*8192 + h*4096 + n*256 + c*2
     """
     if possible_layout(groups, memory.layout) is not memory.layout:
-        what = f"pages of states and of attention cannot share blocks in layout {memory.layout}."
+        what = f"states and attention cannot share blocks in layout {memory.layout}."
         raise LayoutError(Reason.INVALID_LAYOUT, what, f"Use {possible_layout(groups, memory.layout)}.")
     held = [(group, tuple(layer for layer in group.layers if layer in layers)) for group in groups]
     held = [(group, own) for group, own in held if own]
@@ -127,7 +128,7 @@ def _state(
 
 
 def _strides(memory: RankMemory, sizes: dict[Axis, int], page: int, row: int) -> dict[Axis, int]:
-    """Return byte strides: dense within a page, pages of ``page`` bytes, cross-layer blocks of ``row`` bytes."""
+    """Return strides in bytes: pages are dense and ``page`` bytes long, cross-layer blocks ``row`` bytes."""
     order = memory.layout.order
     inner_of_pages = max(order.index(Axis.L), order.index(Axis.B))
     strides: dict[Axis, int] = {}

@@ -6,9 +6,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arrays import Integers
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.group import CacheGroup, CacheKind
-from kvferry.plan.request import GroupBlocks, Integers
+from kvferry.plan.request import GroupBlocks
 
 
 class TokenRun(NamedTuple):

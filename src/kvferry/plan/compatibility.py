@@ -4,9 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.component import Atom, Component
-from kvferry.layout.group import CacheGroup
+from kvferry.layout.group import CacheGroup, TokenShare
 from kvferry.layout.shard import Shard
-from kvferry.layout.token_share import TokenShare
 
 
 def check_layers(sources: Sequence[Shard], destination: Shard) -> None:
@@ -51,13 +50,16 @@ def check_groups(
 
 def check_shares(held: Sequence[CacheGroup], wanted: CacheGroup) -> None:
     """Raise unless the sources, which hold the same layers, deal out tokens alike and hold all that is needed."""
-    dealings = {group.token_share.dealing for group in held}
-    if len(dealings) > 1:
-        _refuse(Reason.GROUP_MISMATCH, f"group {wanted.name!r}: the sources deal out tokens by {sorted(dealings)}.")
-    size, interleave = dealings.pop()
+    splits = {group.token_share.split for group in held}
+    if len(splits) > 1:
+        _refuse(
+            Reason.GROUP_MISMATCH,
+            f"group {wanted.name!r}: the sources split tokens by different (size, interleave) {sorted(splits)}.",
+        )
+    size, interleave = splits.pop()
     ranks = {group.token_share.rank for group in held}
     shares = (TokenShare(rank, size, interleave) for rank in range(size) if rank not in ranks)
-    missing = next((share for share in shares if share.meets(wanted.token_share)), None)
+    missing = next((share for share in shares if share.overlaps(wanted.token_share)), None)
     if missing is not None:
         raise PlanError(
             Reason.MISSING_SOURCE,
@@ -96,7 +98,7 @@ def _check_pages(source: CacheGroup, destination: CacheGroup, where: str) -> Non
             f"{where}: packed pages of {source.block_size} and {destination.block_size} tokens differ.",
             "Start both engines with one block size.",
         )
-    if source.token_share.dealing != destination.token_share.dealing:
+    if source.token_share.split != destination.token_share.split:
         raise PlanError(
             Reason.SPLIT_ATOM,
             f"{where}: packed pages hold {source.token_share!r} and {destination.token_share!r} of the tokens.",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.plan.planner import Descriptors
+from kvferry.arrays import Descriptors
 from kvferry.plan.staging.strategy import Choice, Prediction
 from kvferry.units import format_bytes
 

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from kvferry.arrays import Offsets
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.component import Component, HeadRange
-from kvferry.layout.group import CacheGroup
+from kvferry.layout.group import CacheGroup, TokenShare
 from kvferry.layout.shard import Shard
-from kvferry.layout.token_share import TokenShare
 from kvferry.plan.compatibility import check_groups, check_layers, check_shares
 from kvferry.plan.head_ranges import Ranges, canonical, common, count, without
-from kvferry.plan.strided_copy import Offsets
 
 
 class ComponentHeads(msgspec.Struct, frozen=True):
@@ -62,7 +61,7 @@ def choose_sources(sources: Sequence[Shard], destination: Shard, selector: int) 
     Raises :class:`PlanError` when the peers do not fit or no source holds what is needed (``missing-source``).
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.layout.dense import shard_for
+    >>> from kvferry.testing.dense_shards import shard_for
     >>> def shard(tp_rank, tp_size):
     ...     return shard_for(layers=["0"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10,
     ...         layout=NamedLayout.BHLNC, tp_rank=tp_rank, tp_size=tp_size)
@@ -93,7 +92,7 @@ def _tasks(sources: Sequence[Shard], destination: Shard) -> Iterator[_Task]:
                 {(found.token_share.rank, found.token_share) for _, found in held}, key=lambda pair: pair[0]
             )
             for _, share in shares:
-                if share.meets(group.token_share):
+                if share.overlaps(group.token_share):
                     holders = [(index, found) for index, found in held if found.token_share == share]
                     tasks = [_task(group, component, share, holders) for component in group.components]
                     # Padding that no source has alike is nobody's task.

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from kvferry.arrays import Descriptors, Offsets
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.component import HeadRange
 from kvferry.layout.group import CacheGroup
@@ -13,7 +13,7 @@ from kvferry.layout.shard import Shard
 from kvferry.plan.block_pairs import BlockPairs, Phase, block_pairs, refuse_twice
 from kvferry.plan.match import Assignment, choose_sources
 from kvferry.plan.request import GroupBlocks, refuse_incomplete
-from kvferry.plan.strided_copy import Offsets, merge_rows
+from kvferry.plan.strided_copy import merge_rows
 from kvferry.plan.template import Template, build_templates
 from kvferry.plan.wire import digest
 
@@ -23,9 +23,6 @@ MAX_FIRST_PHASES = 16
 """Phases whose templates are built at handshake; the common case has one."""
 MAX_DESCRIPTORS = 1 << 24
 """Descriptors that one lowering may make."""
-
-Descriptors = npt.NDArray[np.uint64]
-"""Rows of source address, destination address and length in bytes."""
 
 
 class GroupPlan:
@@ -106,7 +103,7 @@ class PairPlan:
     """What one source rank sends to one destination rank, for any request.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.layout.dense import shard_for
+    >>> from kvferry.testing.dense_shards import shard_for
     >>> from kvferry.plan.match import choose_sources
     >>> shape = dict(layers=["0", "1"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10)
     >>> prefill = [shard_for(layout=NamedLayout.BHLNC, tp_rank=rank, tp_size=2, **shape) for rank in range(2)]

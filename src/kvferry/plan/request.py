@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arrays import Integers
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Shard
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
-Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

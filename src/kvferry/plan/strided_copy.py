@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-Offsets = npt.NDArray[np.int64]
+from kvferry.arrays import Offsets
+
 Loop = tuple[int, int, int]
 """Count, source stride, destination stride."""
 

@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arrays import Integers, Offsets
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.component import Atom, Component, HeadRange
 from kvferry.layout.group import CacheGroup
@@ -14,8 +15,7 @@ from kvferry.layout.shard import Shard
 from kvferry.plan.block_pairs import Phase, TokenRun
 from kvferry.plan.head_ranges import match_heads
 from kvferry.plan.match import match_layers
-from kvferry.plan.request import Integers
-from kvferry.plan.strided_copy import Loop, Offsets, StridedCopy, coalesce, merge_rows, place
+from kvferry.plan.strided_copy import Loop, StridedCopy, coalesce, merge_rows, place
 
 MAX_PIECES = 1 << 18
 """Pieces of one block. More come only of layouts that should be transposed by a kernel instead."""

@@ -14,15 +14,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arrays import Bytes, Integers
 from kvferry.layout.component import Component, HeadRange
-from kvferry.layout.dense import Content
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.plan.request import GroupBlocks
+from kvferry.testing.dense_shards import Content
 
-Bytes = npt.NDArray[np.uint8]
-Integers = npt.NDArray[np.int64]
 Views = Mapping[tuple[str, str, str], Bytes]
 """By group, component and layer name: an array of shape (block, local head, slot, channel, itemsize)."""
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.layout.component import Atom, Component, HeadRange
-from kvferry.layout.dense import heads_of_rank
-from kvferry.layout.group import CacheGroup, CacheKind
+from kvferry.layout.component import Atom, Component, HeadRange, heads_of_rank
+from kvferry.layout.group import CacheGroup, CacheKind, TokenShare
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.states import (
     ConvOrder,
@@ -26,7 +25,6 @@ from kvferry.layout.states import (
     padding_components,
     recurrent_component,
 )
-from kvferry.layout.token_share import TokenShare
 
 PACKING = "kernel:packed"
 

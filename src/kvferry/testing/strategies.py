@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from kvferry.layout.group import CacheKind
+from kvferry.layout.group import WHOLE, CacheKind, TokenShare
 from kvferry.layout.shard import Shard
-from kvferry.layout.token_share import WHOLE, TokenShare
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.window import first_token_to_move
 from kvferry.testing.random_models import (

@@ -19,12 +19,11 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvferry.arrays import Bytes
 from kvferry.layout.shard import Region
 from kvferry.transport.protocol import Transport
 
-Bytes = npt.NDArray[np.uint8]
 ANSWER_SECONDS = 30.0
 
 

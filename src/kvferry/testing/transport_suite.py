@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvferry.arrays import Bytes, Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
-from kvferry.testing.transport_peer import Bytes, InProcessPeer, PeerProcess, load_factory, pattern, start_peer
-from kvferry.transport.protocol import Descriptors, Direction, Peer, Status, Transfer, Transport, reach
+from kvferry.testing.transport_peer import InProcessPeer, PeerProcess, load_factory, pattern, start_peer
+from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport, reach
 
 BUFFER_BYTES = 24 << 20
 FINISH_SECONDS = 20.0

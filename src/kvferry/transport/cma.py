@@ -16,6 +16,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.copy_threads import CopyThreads
@@ -31,7 +32,7 @@ from kvferry.transport.end_points import (
     unpack_regions,
 )
 from kvferry.transport.piece_stream import PieceStream
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer, reached
+from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
 from kvferry.transport.regions import RegionTable, check_regions
 from kvferry.transport.submission import Sides, check_submission
 

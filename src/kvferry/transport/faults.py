@@ -10,10 +10,11 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.piece_stream import PieceStream
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer, Transport
+from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, Transport
 
 logger = logging.getLogger(__name__)
 

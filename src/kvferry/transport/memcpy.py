@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.end_points import (
@@ -19,7 +20,7 @@ from kvferry.transport.end_points import (
     pack_regions,
     unpack_regions,
 )
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer, reached
+from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
 from kvferry.transport.regions import RegionTable, check_regions
 from kvferry.transport.submission import check_submission
 

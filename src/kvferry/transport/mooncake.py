@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.end_points import (
@@ -32,7 +33,7 @@ from kvferry.transport.end_points import (
     unpack_regions,
 )
 from kvferry.transport.mooncake_engine import LOOPBACK, MAX_QUEUED_DESCRIPTORS, open_engine
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
+from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable, check_regions
 from kvferry.transport.sliced import Connection, SlicedTransfer, SlicedTransport
 

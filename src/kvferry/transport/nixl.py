@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.end_points import (
@@ -26,7 +27,7 @@ from kvferry.transport.end_points import (
     pack_regions,
 )
 from kvferry.transport.nixl_agents import NixlPeer, RemoteAgents
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Status, Transfer
+from kvferry.transport.protocol import Capabilities, Direction, Status, Transfer
 from kvferry.transport.regions import RegionTable, check_regions
 from kvferry.transport.sliced import Connection, SlicedTransfer, SlicedTransport
 

@@ -6,10 +6,11 @@ from typing import Literal
 
 import msgspec
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.end_points import RegionList, decode_end_point, pack_regions, unpack_regions
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer, reached
+from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
 from kvferry.transport.regions import RegionTable, check_regions
 from kvferry.transport.submission import check_submission
 

@@ -1,9 +1,8 @@
 """One side of a descriptor list as a stream of bytes, cut for vectored system calls."""
 
 import numpy as np
-import numpy.typing as npt
 
-UInt64Array = npt.NDArray[np.uint64]
+from kvferry.arrays import Addresses
 
 
 class PieceStream:
@@ -20,13 +19,13 @@ class PieceStream:
 
     __slots__ = ("_ends", "_pieces")
 
-    def __init__(self, addresses: UInt64Array, lengths: UInt64Array) -> None:
+    def __init__(self, addresses: Addresses, lengths: Addresses) -> None:
         starts_piece = np.ones(len(addresses), bool)
         np.not_equal(addresses[1:], addresses[:-1] + lengths[:-1], out=starts_piece[1:])
         first = np.flatnonzero(starts_piece)
         ends = np.cumsum(lengths)
-        self._ends: UInt64Array = ends[np.append(first[1:], len(addresses)) - 1] if len(first) else ends
-        self._pieces: UInt64Array = np.empty((len(first), 2), np.uint64)
+        self._ends: Addresses = ends[np.append(first[1:], len(addresses)) - 1] if len(first) else ends
+        self._pieces: Addresses = np.empty((len(first), 2), np.uint64)
         self._pieces[:, 0] = addresses[first]
         self._pieces[:, 1] = np.diff(self._ends, prepend=np.uint64(0))
 
@@ -38,7 +37,7 @@ class PieceStream:
         index = int(np.searchsorted(self._ends, np.uint64(position), side="right"))
         return int(self._ends[min(index + max_pieces, len(self._ends)) - 1])
 
-    def cut(self, start: int, stop: int) -> UInt64Array:
+    def cut(self, start: int, stop: int) -> Addresses:
         """Return the pieces of the half-open range of positions, as a new C-contiguous ``(n, 2)`` array."""
         first, last = np.searchsorted(self._ends, np.array([start, stop - 1], np.uint64), side="right")
         pieces = self._pieces[first : last + 1].copy()

@@ -10,18 +10,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from kvferry.arrays import Descriptors
 from kvferry.errors import TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.regions import RegionTable
 
 __all__ = [
     "Capabilities",
-    "Descriptors",
     "Direction",
     "Peer",
     "Region",
@@ -32,9 +29,6 @@ __all__ = [
     "reach",
     "reached",
 ]
-
-Descriptors: TypeAlias = npt.NDArray[np.uint64]
-"""Shape ``(n, 3)``, columns source address, destination address, length in bytes."""
 
 
 class Direction(StrEnum):

@@ -5,10 +5,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arrays import Addresses
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
-
-UInt64Array = npt.NDArray[np.uint64]
 
 
 def _merge(regions: Iterable[Region]) -> list[tuple[int, int]]:
@@ -39,10 +38,10 @@ class RegionTable:
     def __init__(self, regions: Sequence[Region]) -> None:
         spans = _merge(regions)
         self.regions = tuple(Region(start, end - start) for start, end in spans)
-        self._starts: UInt64Array = np.array([start for start, _ in spans], np.uint64)
-        self._ends: UInt64Array = np.array([end for _, end in spans], np.uint64)
+        self._starts: Addresses = np.array([start for start, _ in spans], np.uint64)
+        self._ends: Addresses = np.array([end for _, end in spans], np.uint64)
 
-    def outside(self, addresses: UInt64Array, lengths: UInt64Array) -> npt.NDArray[np.intp]:
+    def outside(self, addresses: Addresses, lengths: Addresses) -> npt.NDArray[np.intp]:
         """Return the indices of the ranges that do not lie inside one region."""
         if not len(self._starts):
             return np.arange(len(addresses))

@@ -11,9 +11,10 @@ from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Generic, Self, TypeVar
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
-from kvferry.transport.protocol import Capabilities, Descriptors, Direction, Peer, Status, Transfer
+from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.submission import check_submission, slice_bounds, split_long
 

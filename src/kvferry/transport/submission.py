@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import Reason, TransportError
-from kvferry.transport.protocol import Descriptors, Direction
-from kvferry.transport.regions import RegionTable, UInt64Array
+from kvferry.transport.protocol import Direction
+from kvferry.transport.regions import RegionTable
 
 MAX_DESCRIPTORS = 1 << 22
 
@@ -14,9 +15,9 @@ MAX_DESCRIPTORS = 1 << 22
 class Sides(NamedTuple):
     """The columns of a descriptor array by side."""
 
-    local: UInt64Array
-    remote: UInt64Array
-    lengths: UInt64Array
+    local: Addresses
+    remote: Addresses
+    lengths: Addresses
 
 
 def check_submission(descriptors: Descriptors, direction: Direction, local: RegionTable, remote: RegionTable) -> Sides:
@@ -32,7 +33,7 @@ def check_submission(descriptors: Descriptors, direction: Direction, local: Regi
     return sides
 
 
-def _check_shape(descriptors: UInt64Array) -> None:
+def _check_shape(descriptors: Addresses) -> None:
     """Refuse arrays that are not descriptors at all (``INVALID_REQUEST``)."""
     if descriptors.ndim != 2 or descriptors.shape[1] != 3 or descriptors.dtype != np.uint64:
         raise TransportError(
@@ -51,7 +52,7 @@ def _check_shape(descriptors: UInt64Array) -> None:
         raise TransportError(Reason.INVALID_REQUEST, f"descriptor {first} has length 0.", "Leave it out.")
 
 
-def _check_inside(side: str, table: RegionTable, addresses: UInt64Array, lengths: UInt64Array) -> None:
+def _check_inside(side: str, table: RegionTable, addresses: Addresses, lengths: Addresses) -> None:
     """Refuse ranges outside the regions registered on ``side`` (``UNREGISTERED_RANGE``)."""
     outside = table.outside(addresses, lengths)
     if len(outside):
@@ -88,7 +89,7 @@ def split_long(descriptors: Descriptors, max_bytes: int) -> Descriptors:
     return pieces
 
 
-def slice_bounds(lengths: UInt64Array, max_descriptors: int, max_bytes: int) -> list[int]:
+def slice_bounds(lengths: Addresses, max_descriptors: int, max_bytes: int) -> list[int]:
     """Return where slices of a list start and stop: at most so many descriptors, less than twice so many bytes each.
 
     No length may exceed ``max_bytes``.

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import AnnouncedBlocks
 from kvferry.handoff.push.sender import Batch, BlockList, Cut, Need
 from kvferry.layout.group import CacheKind
 from kvferry.plan.layer_spans import Span, SpanPlans
-from kvferry.plan.planner import Descriptors, GroupPlan, PairPlan
+from kvferry.plan.planner import GroupPlan, PairPlan
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staging.scatter import NOTHING
 

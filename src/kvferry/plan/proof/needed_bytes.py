@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arrays import Integers
 from kvferry.errors import Reason, VerificationError
 from kvferry.layout.component import Atom, Component, HeadRange
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
 
-Integers = npt.NDArray[np.int64]
 Heads = Mapping[tuple[str, str], Sequence[HeadRange]]
 """Global heads by group and component."""
 

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arrays import Integers
 from kvferry.errors import Reason, VerificationError
 from kvferry.layout.shard import Shard
 from kvferry.plan.staging.scatter import Merge
-
-Integers = npt.NDArray[np.int64]
 
 
 def composed(reads: Integers, merges: Sequence[Merge], stage_bytes: int, source: Shard) -> npt.NDArray[np.uint64]:
@@ -24,7 +23,7 @@ def composed(reads: Integers, merges: Sequence[Merge], stage_bytes: int, source:
     read twice, ``bytes-missing`` for one that is copied but never read.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.layout.dense import shard_for
+    >>> from kvferry.testing.dense_shards import shard_for
     >>> source = shard_for(layers=["0"], num_kv_heads=1, head_size=4, itemsize=1, block_size=2, num_blocks=4,
     ...     layout=NamedLayout.BHLNC)
     >>> merge = Merge(0, 8, 1000, 16, np.array([5, 4]), 4, ((2, 4, 8),))

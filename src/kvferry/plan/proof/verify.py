@@ -11,16 +11,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arrays import Descriptors, Integers
 from kvferry.errors import Reason, VerificationError
 from kvferry.layout.shard import Region, Shard
-from kvferry.plan.proof.needed_bytes import Heads, Integers, Units, needed_from, needed_in
+from kvferry.plan.proof.needed_bytes import Heads, Units, needed_from, needed_in
 from kvferry.plan.request import GroupBlocks
-
-Rows = npt.NDArray[np.uint64]
 
 
 def verify_pair(
-    descriptors: Rows, source: Shard, destination: Shard, requests: Sequence[GroupBlocks], heads: Heads
+    descriptors: Descriptors, source: Shard, destination: Shard, requests: Sequence[GroupBlocks], heads: Heads
 ) -> None:
     """Check the list by which one source rank sends these heads (global, by group and component) to a destination.
 
@@ -38,7 +37,7 @@ def verify_pair(
 
 
 def verify_destination(
-    lists: Sequence[tuple[Shard, Rows]], destination: Shard, requests: Sequence[GroupBlocks]
+    lists: Sequence[tuple[Shard, Descriptors]], destination: Shard, requests: Sequence[GroupBlocks]
 ) -> None:
     """Check the lists of all source ranks together: they fill the destination's need exactly, whoever sends what.
 
@@ -58,7 +57,7 @@ def verify_destination(
         _check_source(_compare(rows, units), rows, units)
 
 
-def _sorted_in_bounds(descriptors: Rows, source: Shard, destination: Shard) -> Integers:
+def _sorted_in_bounds(descriptors: Descriptors, source: Shard, destination: Shard) -> Integers:
     """Return the list as signed integers, sorted by destination, once every row lies in one region on each side."""
     for column, side, regions in ((0, "source", source.regions), (1, "destination", destination.regions)):
         inside = np.zeros(len(descriptors), dtype=np.bool_)
@@ -75,7 +74,7 @@ def _sorted_in_bounds(descriptors: Rows, source: Shard, destination: Shard) -> I
     return rows[np.argsort(rows[:, 1], kind="stable")]
 
 
-def _inside(address: Rows, length: Rows, region: Region) -> npt.NDArray[np.bool_]:
+def _inside(address: Descriptors, length: Descriptors, region: Region) -> npt.NDArray[np.bool_]:
     begin, end = np.uint64(region.base_address), np.uint64(region.base_address + region.length)
     # The last comparison may wrap around only where the one before it is false already.
     return (length > 0) & (address >= begin) & (address <= end) & (length <= end - address)

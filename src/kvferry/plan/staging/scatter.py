@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvferry.arrays import Descriptors, Integers, Offsets
 from kvferry.errors import PlanError, Reason
-from kvferry.plan.planner import Descriptors, PairPlan
-from kvferry.plan.request import GroupBlocks, Integers
-from kvferry.plan.strided_copy import Loop, Offsets, StridedCopy, fold, merge_rows, place
+from kvferry.plan.planner import PairPlan
+from kvferry.plan.request import GroupBlocks
+from kvferry.plan.strided_copy import Loop, StridedCopy, fold, merge_rows, place
 from kvferry.plan.template import Template
 
 ALIGNMENT = 64

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from kvferry.arrays import Integers
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.push.sender import BlockList
 from kvferry.layout.group import CacheKind
@@ -18,8 +18,6 @@ from kvferry.plan.window import first_token_to_move
 
 NULL_BLOCK_ID = 0
 """vLLM's stand-in for a block that a request does not have: the first of its pool, never given away."""
-
-Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvferry.integrations.vllm.translate.specs import refuse
-from kvferry.layout.component import Atom, Component, HeadRange
-from kvferry.layout.dense import heads_of_rank
+from kvferry.layout.component import Atom, Component, HeadRange, heads_of_rank
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Region
 

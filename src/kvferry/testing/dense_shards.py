@@ -1,16 +1,14 @@
-"""Shards from shapes: what a rank holds when a cache of given sizes is laid out in a named order."""
+"""Shards of dense caches: what a rank holds of a cache of given sizes in a named layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvferry.errors import LayoutError, Reason
 from kvferry.layout.axes import Axis
-from kvferry.layout.component import Atom, Component, HeadRange, require
-from kvferry.layout.group import CacheGroup, CacheKind
+from kvferry.layout.component import Atom, Component, HeadRange, heads_of_rank, require
+from kvferry.layout.group import WHOLE, CacheGroup, CacheKind, TokenShare
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
-from kvferry.layout.token_share import WHOLE, TokenShare
 
 
 class Content(StrEnum):
@@ -19,7 +17,7 @@ class Content(StrEnum):
     FUSED = "fused"
     """One component ``kv``: K and V of a head and token side by side."""
     INTERLEAVED = "interleaved"
-    """The same memory as FUSED, told as two components ``k`` and ``v``."""
+    """The same memory as FUSED, described as two components ``k`` and ``v``."""
     PLANES = "planes"
     """In each page a K plane ``[token][channel]``, then a V plane ``[token][channel]``."""
     TRANSPOSED_KEYS = "transposed-keys"
@@ -28,36 +26,9 @@ class Content(StrEnum):
     """All of K in the first half of the memory and all of V in the second."""
 
 
-def heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> HeadRange:
-    """Return the global KV heads of a tensor-parallel rank by vLLM's rule.
-
-    Up to ``num_kv_heads`` ranks split the heads evenly; more ranks hold one head each, replicated.
-
-    >>> heads_of_rank(8, 1, 2), heads_of_rank(2, 5, 8), heads_of_rank(6, 2, 3)
-    (4:8, 1:2, 4:6)
-    >>> heads_of_rank(8, 0, 3)
-    Traceback (most recent call last):
-        ...
-    kvferry.errors.LayoutError: ... [indivisible-heads]
-    """
-    require(0 <= tp_rank < tp_size and num_kv_heads > 0, f"rank {tp_rank} of {tp_size} with {num_kv_heads} KV heads.")
-    larger, smaller = max(num_kv_heads, tp_size), min(num_kv_heads, tp_size)
-    if larger % smaller:
-        raise LayoutError(
-            Reason.INDIVISIBLE_HEADS,
-            f"{num_kv_heads} KV heads cannot be dealt to {tp_size} tensor-parallel ranks.",
-            f"Use a tensor-parallel size that divides {num_kv_heads} or is a multiple of it.",
-        )
-    if tp_size > num_kv_heads:
-        head = tp_rank // (tp_size // num_kv_heads)
-        return HeadRange(head, head + 1)
-    each = num_kv_heads // tp_size
-    return HeadRange(tp_rank * each, (tp_rank + 1) * each)
-
-
 @dataclass(frozen=True)
-class _Part:
-    """A component within the content bytes of a head and token: see :func:`_parts`."""
+class _Tensor:
+    """Where K, V or both lie within the content bytes of one page: see :func:`_tensors`."""
 
     name: str
     num_channels: int
@@ -91,8 +62,8 @@ def shard_for(
 ) -> Shard:
     """Return what a rank holds of one dense cache group that starts at ``base_address``.
 
-    ``layers`` are those of this rank. A ``packing`` makes each page of a block and head an atom. For MLA the
-    ``head_size`` is the whole latent width and every rank holds it. ``value_head_size`` is that of K unless given.
+    ``layers`` are those of this rank. A ``packing`` makes each page of a block and head an atom. For MLA ``head_size``
+    is the width of the latent, which every rank holds. ``value_head_size`` defaults to ``head_size``.
 
     >>> shard_for(layers=["0", "1"], num_kv_heads=8, head_size=64, itemsize=2, block_size=16, num_blocks=10,
     ...     layout=NamedLayout.BHLNC, tp_rank=1, tp_size=2)
@@ -110,8 +81,8 @@ def shard_for(
         content_bytes = sum(width for _, width in group_of_widths) * itemsize
         sizes = {Axis.L: len(layers), Axis.B: num_blocks, Axis.H: len(heads), Axis.N: block_size, Axis.C: content_bytes}
         strides = layout.strides(sizes)
-        for part in _parts(group_of_widths, content, layout, itemsize, block_size, strides[Axis.N]):
-            components.append(_component(part, layers, (heads, num_kv_heads), itemsize, strides, length, packing))
+        for tensor in _tensors(group_of_widths, content, layout, itemsize, block_size, strides[Axis.N]):
+            components.append(_component(tensor, layers, (heads, num_kv_heads), itemsize, strides, length, packing))
         length += content_bytes * len(layers) * num_blocks * len(heads) * block_size
     group = CacheGroup(
         name=group_name,
@@ -132,36 +103,36 @@ def _widths(kind: CacheKind, head_size: int, value_head_size: int | None) -> lis
     return [("k", head_size), ("v", head_size if value_head_size is None else value_head_size)]
 
 
-def _parts(
+def _tensors(
     widths: list[tuple[str, int]],
     content: Content,
     layout: NamedLayout,
     itemsize: int,
     block_size: int,
     token_stride: int,
-) -> list[_Part]:
+) -> list[_Tensor]:
     """Place K and V, each with its width in channels, within the content bytes of one page."""
     if content is Content.FUSED or len(widths) == 1:
         name = "kv" if len(widths) == 2 else widths[0][0]
-        return [_Part(name, sum(width for _, width in widths), 0, token_stride, itemsize)]
+        return [_Tensor(name, sum(width for _, width in widths), 0, token_stride, itemsize)]
     (key, key_width), (value, value_width) = widths
     key_bytes, value_bytes = key_width * itemsize, value_width * itemsize
     if content is Content.INTERLEAVED:
         return [
-            _Part(key, key_width, 0, token_stride, itemsize),
-            _Part(value, value_width, key_bytes, token_stride, itemsize),
+            _Tensor(key, key_width, 0, token_stride, itemsize),
+            _Tensor(value, value_width, key_bytes, token_stride, itemsize),
         ]
     require(layout.has_whole_pages, f"layout {layout} has no planes of K and V.", "Use a layout that ends in NC.")
     transposed = content is Content.TRANSPOSED_KEYS
     keys = (itemsize, block_size * itemsize) if transposed else (key_bytes, itemsize)
     return [
-        _Part(key, key_width, 0, *keys),
-        _Part(value, value_width, block_size * key_bytes, value_bytes, itemsize),
+        _Tensor(key, key_width, 0, *keys),
+        _Tensor(value, value_width, block_size * key_bytes, value_bytes, itemsize),
     ]
 
 
 def _component(
-    part: _Part,
+    tensor: _Tensor,
     layers: Sequence[str],
     heads: tuple[HeadRange, int],
     itemsize: int,
@@ -170,17 +141,17 @@ def _component(
     packing: str,
 ) -> Component:
     return Component(
-        name=part.name,
+        name=tensor.name,
         layers=tuple(layers),
-        layer_offsets=tuple(origin + part.first_byte + index * strides[Axis.L] for index in range(len(layers))),
+        layer_offsets=tuple(origin + tensor.first_byte + index * strides[Axis.L] for index in range(len(layers))),
         heads=heads[:1],
         total_heads=heads[1],
-        num_channels=part.num_channels,
+        num_channels=tensor.num_channels,
         itemsize=itemsize,
         block_stride=strides[Axis.B],
         head_stride=strides[Axis.H],
-        token_stride=part.token_stride,
-        channel_stride=part.channel_stride,
+        token_stride=tensor.token_stride,
+        channel_stride=tensor.channel_stride,
         atom=Atom.PAGE if packing else Atom.CONTENT,
         packing=packing,
     )
