@@ -19,6 +19,7 @@ class Commands(TyperGroup):
         "demo": "kvferry.cli.demo:demo",
         "plan": "kvferry.cli.plan:plan",
         "doctor": "kvferry.cli.doctor:doctor",
+        "settings": "kvferry.cli.settings:settings",
     }
 
     def list_commands(self, ctx: Any) -> list[str]:

@@ -9,58 +9,159 @@ import msgspec
 
 from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.wire.addresses import is_wildcard
+from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES, Strategy
 from kvferry.transport.faults import FaultPlan
+from kvferry.transport.registry import FACTORIES
 from kvferry.transport.registry import check_setting as check_transport
 
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 LAST_PORT = 65535
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400, extra={"unit": "seconds"})]
+Port = Annotated[int, msgspec.Meta(ge=0, le=LAST_PORT)]
 _FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address", "push_timeout_seconds"))
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All settings with their defaults.
+def _about(meaning: str, **more: str | tuple[str, ...]) -> msgspec.Meta:
+    """Return what is said of a setting beside its type and default.
 
-    mode: how caches move: ``pull``, when the prompt has been computed, or ``push``, while it is.
-    bootstrap_port: with ``push``, where a prefill engine answers the router's bootstrap query; port 0 takes a free one.
-    router_address, http_address: with ``push``, the host:port of vllm-router's ``--vllm-discovery-address`` and that of
-        this engine's API server; the router then sends to both engines at once.
-    push_timeout_seconds: with ``push``, how long a decode engine waits for a prompt to be computed and pushed.
-    transport: ``auto``, or the name of one transport.
-    layout: the KV cache layout to ask the engine for; empty lets the connector choose.
-    host, port: where a prefill engine's control end point listens; port 0 takes a free one, another one is that of
-        data-parallel rank 0 and the other ranks take those behind it.
-    advertised_host: the address or name that its answers give for ``host``; needed where that means every interface.
-    lease_seconds: how long finished prompts are held for a reader that does not renew.
-    load_timeout_seconds: after this a load fails; must be below ``lease_seconds``. A handshake may take half of it.
-    strategy: of a decode engine that reads: ``direct`` from cache to cache, ``scatter`` by way of a stage, ``auto``
-        chooses for each pair of ranks by predicted times. Pushes are ``direct``.
-    stage_bytes: memory of the stage that a rank has with ``auto`` and ``scatter``. Larger loads go in rounds.
-    transfer_cores: cores for the transfer thread; empty means all but the compute cores.
-    transfer_log: a file that gets one JSON line per load and rank (``.rank<rank>`` is appended), and with ``push`` per
-        push that a rank sends, with its events, and per step that computes pushed prompts.
-    model_id: what both sides must agree on in place of the digest of model and weights.
-    faults: injected faults, for negative controls in tests.
+    ``unit``; ``unset``: what an empty default stands for; ``values``: names that a string may be, where they are
+    checked elsewhere; ``page``: where docs/ says more.
+    """
+    return msgspec.Meta(description=meaning, extra=more)
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All settings with their defaults; ``kvferry settings`` prints what is written here, and docs/settings.md has it.
+
+    An empty default stands for what ``unset`` says.
     """
 
-    mode: Literal["pull", "push"] = "pull"
-    bootstrap_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    router_address: str = ""
-    http_address: str = ""
-    push_timeout_seconds: Seconds = 120.0
-    transport: str = "auto"
-    layout: str = ""
-    host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
-    advertised_host: str = ""
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    lease_seconds: Seconds = 60.0
-    load_timeout_seconds: Seconds = 30.0
-    strategy: Literal["auto", "direct", "scatter"] = "direct"
-    stage_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 36)] = DEFAULT_STAGE_BYTES
-    transfer_cores: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
-    transfer_log: str = ""
-    model_id: str = ""
-    faults: FaultPlan | None = None
+    mode: Annotated[
+        Literal["pull", "push"],
+        _about(
+            "How caches move, the same on both engines: `pull` once the prompt is computed, `push` while it is.",
+            page="decisions/push.md",
+        ),
+    ] = "pull"
+    bootstrap_port: Annotated[
+        Port,
+        _about(
+            "With `push`, where a prefill engine answers the bootstrap query of vllm-router (`--kv-connector mooncake "
+            "--prefill URL PORT`); 0 takes a free port.",
+        ),
+    ] = 0
+    router_address: Annotated[
+        str,
+        _about(
+            "With `push`, the address of vllm-router's `--vllm-discovery-address` (`--kv-connector moriio`), which "
+            "then sends each request to both engines at once; goes together with `http_address`.",
+            unit="host:port",
+            unset="none",
+        ),
+    ] = ""
+    http_address: Annotated[
+        str,
+        _about("With `router_address`, the address of this engine's own API server.", unit="host:port", unset="none"),
+    ] = ""
+    push_timeout_seconds: Annotated[
+        Seconds,
+        _about(
+            "With `push`, how long a decode engine waits until a prompt is computed and pushed; some 10 s later the "
+            "request fails even if the prefill engine is stopped.",
+            page="decisions/blocks-set-aside.md",
+        ),
+    ] = 120.0
+    transport: Annotated[
+        str,
+        _about(
+            "`auto` takes `cma` between engines of one host, where it works, else `nixl`; `memcpy` and `null` are for "
+            "tests.",
+            values=("auto", *FACTORIES),
+        ),
+    ] = "auto"
+    layout: Annotated[
+        str,
+        _about(
+            "The KV cache layout to ask the engine for; `VLLM_KV_CACHE_LAYOUT` wins.",
+            unset="chosen",
+            values=tuple(NamedLayout),
+        ),
+    ] = ""
+    host: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)],
+        _about("Where the engine answers handshakes, renewals and releases of other engines.", page="two-hosts.md"),
+    ] = "127.0.0.1"
+    advertised_host: Annotated[
+        str,
+        _about(
+            "The address or name that the engine's answers give for `host`; needed where `host` means every interface "
+            "(`0.0.0.0`, `::`).",
+            unset="`host`",
+            page="two-hosts.md",
+        ),
+    ] = ""
+    port: Annotated[
+        Port,
+        _about(
+            "The port at `host`; 0 takes a free one, another is that of data-parallel rank 0, and each further rank "
+            "takes the next.",
+        ),
+    ] = 0
+    lease_seconds: Annotated[
+        Seconds,
+        _about(
+            "How long a finished prompt is held for a decode engine that does not renew; must be above "
+            "`load_timeout_seconds`.",
+        ),
+    ] = 60.0
+    load_timeout_seconds: Annotated[
+        Seconds,
+        _about(
+            "After this a load fails; must be below `lease_seconds`, and a handshake may take half of it.",
+        ),
+    ] = 30.0
+    strategy: Annotated[
+        Literal["auto", "direct", "scatter"],
+        _about(
+            "How a decode engine reads: `direct` from cache to cache, `scatter` long runs into a stage and copies from "
+            "there, `auto` chooses for each pair of ranks by typical costs; with `push` only `direct`.",
+            page="decisions/packing-at-the-source.md",
+        ),
+    ] = "direct"
+    stage_bytes: Annotated[
+        Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 36)],
+        _about(
+            "Memory of the stage of each rank that reads with `scatter` or `auto`; larger loads go in rounds.",
+            unit="bytes",
+        ),
+    ] = DEFAULT_STAGE_BYTES
+    transfer_cores: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0)], ...],
+        _about(
+            "Numbers of the cores of the transfer thread and of the threads that copy beside it; by default those on "
+            "which the rank does not compute.",
+            unset="chosen",
+        ),
+    ] = ()
+    transfer_log: Annotated[
+        str,
+        _about(
+            "A file that gets one JSON line per load and rank (`.rank<rank>` is appended), and with `push` also one "
+            "per push and per step of a rank.",
+            unit="path",
+            unset="none",
+            page="decisions/push.md#events",
+        ),
+    ] = ""
+    model_id: Annotated[
+        str,
+        _about(
+            "What both engines must agree on in place of the digests of model and weights and of their quantisation.",
+            unset="digests",
+            page="security.md",
+        ),
+    ] = ""
+    faults: Annotated[FaultPlan | None, _about("Injected faults, for tests.", unset="none")] = None
 
     @property
     def wanted_strategy(self) -> Strategy | None:
@@ -104,7 +205,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         raise SettingsError(
             Reason.INVALID_SETTING,
             f"kv_connector_extra_config: {error}.",
-            "docs/settings.md lists the settings and what they may be.",
+            "'kvferry settings' lists the settings and what they may be.",
         ) from error
     if settings.transport != "auto":
         check_transport(settings.transport)

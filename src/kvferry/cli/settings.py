@@ -1,0 +1,124 @@
+"""``kvferry settings``: the settings of the connector, as the class that checks them declares them."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from kvferry.cli.console import open_console
+from kvferry.integrations.vllm.settings import Settings
+
+PAGE = """# Settings
+
+All settings of `kv_connector_extra_config`. An unknown one is an error that names the nearest valid one. This page is
+written by `kvferry settings --markdown` and not edited; without the option the command prints the same as a table.
+
+{table}
+
+Where `VLLM_PLUGINS` leaves kvferry's plugin out, add `"kv_connector_module_path":
+"kvferry.integrations.vllm.connector"` to `--kv-transfer-config`; on a CPU vLLM then keeps its caches in `LBHNC`.
+
+When a load fails, vLLM's `kv_load_failure_policy` decides: `fail` (its default) answers with an error, `recompute`
+computes the prompt on the decode engine.
+
+The variable `KVFERRY_SLEEPING_WORKERS=1` lets vLLM's waiting workers [sleep](decisions/sleeping-workers.md) in place of
+yielding, for engines with fewer cores than ranks. Start such engines in one session (from one shell), or set
+`kernel.sched_autogroup_enabled` to 0.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingDescription:
+    """What is known of one setting. ``default`` is as JSON has it; ``unset`` says what an empty one stands for."""
+
+    name: str
+    default: Any
+    unset: str
+    unit: str
+    allowed: str
+    meaning: str
+    page: str
+
+    @property
+    def shown_default(self) -> str:
+        """The default for people."""
+        return self.unset or (f"{self.default:g}" if isinstance(self.default, float) else str(self.default))
+
+
+def settings(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """List the settings of the connector, which go into kv_connector_extra_config.
+
+    Try:
+
+    kvferry settings --json
+    """
+    if markdown and as_json:
+        raise typer.BadParameter("--markdown and --json exclude each other.")
+    descriptions = describe_settings()
+    if as_json:
+        typer.echo(json.dumps({"settings": [asdict(each) for each in descriptions]}, indent=2))
+    elif markdown:
+        typer.echo(page_of(descriptions), nl=False)
+    else:
+        table = Table("setting", "default", "unit", "meaning", show_lines=True)
+        for each in descriptions:
+            meaning = f"{each.meaning}\nAllowed: {each.allowed}." if each.allowed else each.meaning
+            cells = (each.name, each.shown_default, each.unit, meaning)
+            table.add_row(*(escape(cell.replace("`", "")) for cell in cells))
+        open_console().print(table)
+
+
+def describe_settings() -> tuple[SettingDescription, ...]:
+    """Return the settings in the order in which the class declares them.
+
+    >>> [each.shown_default for each in describe_settings() if each.name in ("lease_seconds", "layout")]
+    ['chosen', '60']
+    """
+    information = msgspec.inspect.type_info(Settings)
+    assert isinstance(information, msgspec.inspect.StructType)
+    return tuple(_describe(field) for field in information.fields)
+
+
+def _describe(field: msgspec.inspect.Field) -> SettingDescription:
+    about = field.type
+    assert isinstance(about, msgspec.inspect.Metadata)
+    extra, schema = about.extra or {}, about.extra_json_schema or {}
+    return SettingDescription(
+        name=field.name,
+        default=msgspec.to_builtins(field.default),
+        unset=extra.get("unset", ""),
+        unit=extra.get("unit", ""),
+        allowed=_allowed(about.type, extra.get("values", ())),
+        meaning=schema["description"],
+        page=extra.get("page", ""),
+    )
+
+
+def _allowed(kind: msgspec.inspect.Type, values: tuple[str, ...]) -> str:
+    """Return in words what a setting may be; empty where its type says all."""
+    match kind:
+        case msgspec.inspect.LiteralType():
+            return ", ".join(f"`{value}`" for value in kind.values)
+        case msgspec.inspect.IntType(ge=int(least), le=int(most)):
+            return f"{least} to {most}"
+        case msgspec.inspect.FloatType(gt=float() | int() as least, le=float() | int() as most):
+            return f"above {least:g}, at most {most:g}"
+        case _:
+            return ", ".join(f"`{value}`" for value in values)
+
+
+def page_of(descriptions: tuple[SettingDescription, ...]) -> str:
+    """Return docs/settings.md."""
+    rows = ["| setting | default | unit | allowed | meaning |", "|---|---|---|---|---|"]
+    for each in descriptions:
+        default = each.unset or f"`{each.shown_default}`"
+        meaning = f"{each.meaning} ([more]({each.page}))" if each.page else each.meaning
+        rows.append(f"| `{each.name}` | {default} | {each.unit} | {each.allowed} | {meaning} |".replace("  ", " "))
+    return PAGE.format(table="\n".join(rows))
