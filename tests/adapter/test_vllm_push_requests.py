@@ -16,7 +16,7 @@ from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import RankEntry, Release, Renew
 from kvferry.handoff.push.sender import END, BlockList
-from kvferry.handoff.wire.bootstrap import life_of
+from kvferry.handoff.wire.bootstrap import id_in_epoch
 from kvferry.handoff.wire.client import ask
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler import push as push_scheduler_role
@@ -54,7 +54,7 @@ def pushed_to(role: Any, sender: Any, prompt: list[int] = PROMPT, **changed: Any
 def to_decode(sender: Any) -> dict[str, Any]:
     """Return what a router tells the decode engine."""
     address = f"http://127.0.0.1:{sender._source.bootstrap.port}"
-    life = life_of(sender._state.engine_id, sender._state.epoch)
+    life = id_in_epoch(sender._state.engine_id, sender._state.epoch)
     return {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": life, "remote_bootstrap_addr": address}
 
 
@@ -239,7 +239,7 @@ def test_trap_13_a_router_that_remembers_a_former_engine_is_an_error(make_role: 
     """It asks once, at its start. The decode engine does not compute the prompt in silence."""
     sender, reader = make_role(FULL, mode="push"), make_role(FULL, mode="push")
     sender.publish([A_RANK])
-    ours, _ = pushed_to(reader, sender, remote_engine_id=life_of(sender._state.engine_id, 1))
+    ours, _ = pushed_to(reader, sender, remote_engine_id=id_in_epoch(sender._state.engine_id, 1))
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
     [order] = next_step(reader).loads
     assert order.error.reason is Reason.PEER_CHANGED
@@ -323,7 +323,7 @@ def test_a_rejected_request_lets_the_sender_go(make_role: Any) -> None:
     step(sender, prefilled, 80, [5, 4, 3, 2, 1])
     sender.request_finished(prefilled, ([5, 4, 3, 2, 1],), is_complete=True)
     address = f"http://127.0.0.1:{sender._source.bootstrap.port}"
-    life = life_of(sender._state.engine_id, sender._state.epoch)
+    life = id_in_epoch(sender._state.engine_id, sender._state.epoch)
     params = {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": life, "remote_bootstrap_addr": address}
     ours = request([0], params, "d")
     reader.on_new_request(ours)

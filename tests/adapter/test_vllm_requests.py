@@ -22,7 +22,7 @@ from kvferry.execution.guard_words import GuardWords, StepWords
 from kvferry.handoff.messages import Handle, RankEntry, Release
 from kvferry.handoff.pull_read import word_bytes
 from kvferry.handoff.wire import hold_messages
-from kvferry.handoff.wire.bootstrap import life_of
+from kvferry.handoff.wire.bootstrap import id_in_epoch
 from kvferry.handoff.wire.client import ask
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
@@ -133,7 +133,7 @@ def test_a_window_block_that_a_load_would_fill_in_part_is_not_cached_as_a_whole(
     if mode == "push":
         sender.publish([RankEntry(0, 0, b"", {}, 0, 0)])
         life, address = (
-            life_of(sender._state.engine_id, sender._state.epoch),
+            id_in_epoch(sender._state.engine_id, sender._state.epoch),
             f"http://127.0.0.1:{sender._source.bootstrap.port}",
         )
         params = {"transfer_id": "x", "do_remote_prefill": True}

@@ -12,7 +12,7 @@ import pytest
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import PROTOCOL_VERSION, EndPoint
 from kvferry.handoff.wire import bootstrap
-from kvferry.handoff.wire.bootstrap import Bootstrap, Bootstraps, Entry, Offer, query
+from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Entry, Offer, query
 
 HOST, SECONDS = "127.0.0.1", 10.0
 
@@ -30,7 +30,7 @@ def awaited(ask: Callable[[], Offer | None]) -> Offer:
 
 
 def test_an_offer_is_asked_for_once_and_again_when_it_is_forgotten() -> None:
-    served = Bootstrap(HOST, 0, offer())
+    served = BootstrapServer(HOST, 0, offer())
     asked: list[str] = []
 
     def ask(address: str) -> list[Entry]:
@@ -38,7 +38,7 @@ def test_an_offer_is_asked_for_once_and_again_when_it_is_forgotten() -> None:
         return query(address)
 
     try:
-        offers, address = Bootstraps(ask), f"http://{HOST}:{served.port}"
+        offers, address = BootstrapQueries(ask), f"http://{HOST}:{served.port}"
         for _ in range(2):
             assert awaited(lambda: offers.get(address, "p@7")) == offer()
         assert len(asked) == 1
@@ -57,7 +57,7 @@ def test_an_address_that_goes_on_for_ever_is_given_up(monkeypatch: pytest.Monkey
         ends.wait(SECONDS)
         return []
 
-    offers = Bootstraps(ask)
+    offers = BootstrapQueries(ask)
     try:
         with pytest.raises(HandoffError) as refused:
             awaited(lambda: offers.get("http://slow:1", "p@7"))
@@ -70,7 +70,7 @@ def test_an_address_that_goes_on_for_ever_is_given_up(monkeypatch: pytest.Monkey
 def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that say nothing are closed after seconds, and until then others beyond the bound at once."""
     monkeypatch.setattr(bootstrap, "MAX_CONNECTIONS", 2)
-    served = Bootstrap(HOST, 0, offer())
+    served = BootstrapServer(HOST, 0, offer())
     try:
         silent = [socket.create_connection((HOST, served.port)) for _ in range(2)]
         with socket.create_connection((HOST, served.port), timeout=bootstrap.QUERY_SECONDS / 2) as one_more:
@@ -179,7 +179,7 @@ def test_a_redirect_is_not_followed(web_server: tuple[int, list[str]]) -> None:
 
 
 def test_an_answer_is_read_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Bootstrap(HOST, 0, offer())
+    served = BootstrapServer(HOST, 0, offer())
     try:
         assert query(f"http://{HOST}:{served.port}/") == [Entry("p@7", offer())]
         monkeypatch.setattr(bootstrap, "MAX_ANSWER_BYTES", 20)
@@ -192,18 +192,18 @@ def test_an_answer_is_read_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_offers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "MAX_OFFERS", 2)
-    offers = Bootstraps(lambda _: [Entry("p@7", offer())])
+    offers = BootstrapQueries(lambda _: [Entry("p@7", offer())])
     for address in "abc":
         awaited(lambda address=address: offers.get(address, "p@7"))
     assert list(offers._offers) == ["b", "c"]
 
 
 def test_a_taken_port_and_a_host_that_is_not_here_are_told_apart() -> None:
-    served = Bootstrap(HOST, 0, offer())
+    served = BootstrapServer(HOST, 0, offer())
     try:
         for host, port, reason in ((HOST, served.port, Reason.PORT_IN_USE), ("192.0.2.1", 0, Reason.INVALID_SETTING)):
             with pytest.raises(HandoffError) as refused:
-                Bootstrap(host, port, offer())
+                BootstrapServer(host, port, offer())
             assert refused.value.reason is reason
     finally:
         served.close()

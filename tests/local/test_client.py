@@ -36,12 +36,12 @@ def echo_epoch(question: Question) -> Answer:
 
 
 def collect(client: Client, number: int = 1, seconds: float = 20.0) -> list[Exchange]:
-    parcels: list[Exchange] = []
+    exchanges: list[Exchange] = []
     end = time.monotonic() + seconds
-    while len(parcels) < number and time.monotonic() < end:
-        parcels += client.collect()
+    while len(exchanges) < number and time.monotonic() < end:
+        exchanges += client.collect()
         time.sleep(0.002)
-    return parcels
+    return exchanges
 
 
 def free_port() -> int:
@@ -87,10 +87,10 @@ def test_an_answer_arrives_once_with_its_question(client: Client) -> None:
     try:
         before = time.monotonic()
         client.send(HOST, listener.port, Release(7, (Handle("a", 1),)), timeout_seconds=20)
-        (parcel,) = collect(client)
-        assert parcel.answer == Released(7)
-        assert parcel.question == Release(7, (Handle("a", 1),))
-        assert before <= parcel.sent_at <= time.monotonic()
+        (exchange,) = collect(client)
+        assert exchange.answer == Released(7)
+        assert exchange.question == Release(7, (Handle("a", 1),))
+        assert before <= exchange.sent_at <= time.monotonic()
         assert client.collect() == []
     finally:
         listener.close()
@@ -102,8 +102,8 @@ def test_two_destinations_each_answer_their_own(client: Client) -> None:
         for _ in range(20):
             client.send(HOST, first.port, Release(0, ()), timeout_seconds=20)
             client.send(HOST, second.port, Release(0, ()), timeout_seconds=20)
-        parcels = collect(client, 40)
-        assert sorted((parcel.port, parcel.answer.epoch) for parcel in parcels) == sorted(  # type: ignore[union-attr]
+        exchanges = collect(client, 40)
+        assert sorted((exchange.port, exchange.answer.epoch) for exchange in exchanges) == sorted(  # type: ignore[union-attr]
             [(first.port, 1), (second.port, 2)] * 20
         )
     finally:
@@ -118,11 +118,11 @@ def test_a_lost_message_is_sent_again_and_its_lease_counts_from_the_first_sendin
 
     with RawPeer(lose_two) as peer:
         client.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
-        (parcel,) = collect(client)
-        assert parcel.answer == Released(7)
+        (exchange,) = collect(client)
+        assert exchange.answer == Released(7)
         assert len(set(peer.received)) == 1, "the same question under the same number"
         assert len(peer.received) >= 3
-        assert parcel.sent_at <= peer.received_at[0], "not the sending that was answered"
+        assert exchange.sent_at <= peer.received_at[0], "not the sending that was answered"
 
 
 def test_a_peer_that_appears_late_gets_the_message(client: Client) -> None:
@@ -132,7 +132,7 @@ def test_a_peer_that_appears_late_gets_the_message(client: Client) -> None:
     assert client.collect() == []
     listener = Server(HOST, port, echo_epoch)
     try:
-        assert [parcel.answer for parcel in collect(client)] == [Released(7)]
+        assert [exchange.answer for exchange in collect(client)] == [Released(7)]
     finally:
         listener.close()
 
@@ -142,8 +142,8 @@ def test_a_parcel_comes_back_unanswered_at_its_deadline(client: Client) -> None:
     with RawPeer(lambda sequence, data: []) as peer:
         sent_at = time.monotonic()
         client.send(HOST, peer.port, Release(7, ()), timeout_seconds=0.3)
-        (parcel,) = collect(client)
-        assert parcel.answer is None
+        (exchange,) = collect(client)
+        assert exchange.answer is None
         assert 0.28 < time.monotonic() - sent_at < 5
         num_sent = len(peer.received)
         assert num_sent >= 2
@@ -158,7 +158,7 @@ def test_an_answer_after_the_deadline_is_not_delivered(client: Client) -> None:
 
     with RawPeer(late) as peer:
         client.send(HOST, peer.port, Release(7, ()), timeout_seconds=0.05)
-        assert [parcel.answer for parcel in collect(client)] == [None]
+        assert [exchange.answer for exchange in collect(client)] == [None]
         time.sleep(0.3)
         assert client.collect() == []
 
@@ -170,13 +170,13 @@ def test_garbage_answers_are_ignored_or_refusals(client: Client) -> None:
 
     with RawPeer(garble) as peer:
         client.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
-        (parcel,) = collect(client)
-        assert isinstance(parcel.answer, Refusal)
-        assert parcel.answer.reason == Reason.MALFORMED_MESSAGE
+        (exchange,) = collect(client)
+        assert isinstance(exchange.answer, Refusal)
+        assert exchange.answer.reason == Reason.MALFORMED_MESSAGE
     listener = Server(HOST, 0, echo_epoch)
     try:
         client.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
-        assert [parcel.answer for parcel in collect(client)] == [Released(8)]
+        assert [exchange.answer for exchange in collect(client)] == [Released(8)]
     finally:
         listener.close()
 
@@ -188,7 +188,7 @@ def test_a_peer_cannot_answer_for_another(client: Client) -> None:
     with RawPeer(lambda sequence, data: []) as silent, RawPeer(answer_all) as forger:
         client.send(HOST, silent.port, Release(7, ()), timeout_seconds=0.5)
         client.send(HOST, forger.port, Release(7, ()), timeout_seconds=20)
-        answers = {parcel.port: parcel.answer for parcel in collect(client, 2)}
+        answers = {exchange.port: exchange.answer for exchange in collect(client, 2)}
     assert answers == {silent.port: None, forger.port: Released(666)}
 
 
@@ -205,13 +205,13 @@ def test_what_cannot_be_sent_comes_back_and_stops_nothing(
     client: Client, host: str, port: int, question: Question
 ) -> None:
     client.send(host, port, question, timeout_seconds=20)
-    (parcel,) = collect(client)
-    assert isinstance(parcel.answer, Refusal)
-    assert parcel.answer.reason == Reason.PEER_UNREACHABLE
+    (exchange,) = collect(client)
+    assert isinstance(exchange.answer, Refusal)
+    assert exchange.answer.reason == Reason.PEER_UNREACHABLE
     listener = Server(HOST, 0, echo_epoch)
     try:
         client.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
-        assert [parcel.answer for parcel in collect(client)] == [Released(8)]
+        assert [exchange.answer for exchange in collect(client)] == [Released(8)]
     finally:
         listener.close()
 
@@ -234,10 +234,10 @@ def test_a_name_that_is_looked_up_for_long_holds_nobody_else_up(
         client.send("late.example", listener.port, Release(1, ()), timeout_seconds=20)
         client.send("late.example", listener.port, Release(2, ()), timeout_seconds=0.05)
         client.send(HOST, listener.port, Release(3, ()), timeout_seconds=20)
-        parcels = collect(client, 2)
-        assert {parcel.question.epoch: parcel.answer for parcel in parcels} == {2: None, 3: Released(3)}  # type: ignore[union-attr]
+        exchanges = collect(client, 2)
+        assert {exchange.question.epoch: exchange.answer for exchange in exchanges} == {2: None, 3: Released(3)}  # type: ignore[union-attr]
         may_answer.set()
-        assert [parcel.answer for parcel in collect(client)] == [Released(1)]
+        assert [exchange.answer for exchange in collect(client)] == [Released(1)]
     finally:
         listener.close()
 
@@ -254,7 +254,7 @@ def test_a_name_is_asked_at_the_address_that_listens(client: Client, monkeypatch
     try:
         assert ask("prefill-0", listener.port, Release(7, ()), timeout_seconds=20) == Released(7)
         client.send("prefill-0", listener.port, Release(8, ()), timeout_seconds=20)
-        assert [parcel.answer for parcel in collect(client)] == [Released(8)]
+        assert [exchange.answer for exchange in collect(client)] == [Released(8)]
     finally:
         listener.close()
 
@@ -271,7 +271,7 @@ def test_connections_are_bounded_and_the_idle_one_gives_way(client: Client, monk
     listener = Server(HOST, 0, echo_epoch)
     with RawPeer(lambda sequence, data: []) as mute:
         client.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
-        assert [parcel.answer for parcel in collect(client)] == [Released(7)]
+        assert [exchange.answer for exchange in collect(client)] == [Released(7)]
         client.send(HOST, mute.port, Release(7, ()), timeout_seconds=0.3)
         client.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
         refused, given_up = collect(client, 2)
@@ -292,7 +292,7 @@ def test_a_fault_in_a_turn_does_not_end_the_courier(
     listener = Server(HOST, 0, echo_epoch)
     try:
         client.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
-        assert [parcel.answer for parcel in collect(client)] == [Released(7)]
+        assert [exchange.answer for exchange in collect(client)] == [Released(7)]
         assert "a turn failed" in caplog.text
         monkeypatch.setattr(Client, "_close_idle", close_idle)
         with RawPeer(lambda sequence, data: []) as mute:
@@ -300,10 +300,10 @@ def test_a_fault_in_a_turn_does_not_end_the_courier(
             while not mute.received:
                 time.sleep(0.001)
             monkeypatch.setattr(Client, "_send", lambda *_: 1 / 0)
-            assert [type(parcel.answer) for parcel in collect(client)] == [Refusal], "not tried again for ever"
+            assert [type(exchange.answer) for exchange in collect(client)] == [Refusal], "not tried again for ever"
         monkeypatch.setattr(Client, "_send", resend)
         client.send(HOST, listener.port, Release(9, ()), timeout_seconds=20)
-        assert [parcel.answer for parcel in collect(client)] == [Released(9)]
+        assert [exchange.answer for exchange in collect(client)] == [Released(9)]
     finally:
         listener.close()
 
@@ -347,7 +347,7 @@ def test_an_idle_connection_is_closed_and_opened_again(client: Client, monkeypat
     try:
         for epoch in range(5):
             client.send(HOST, listener.port, Release(epoch, ()), timeout_seconds=20)
-            assert [parcel.answer for parcel in collect(client)] == [Released(epoch)]
+            assert [exchange.answer for exchange in collect(client)] == [Released(epoch)]
             assert len(client._sockets) <= 1
     finally:
         listener.close()

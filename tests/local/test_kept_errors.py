@@ -116,7 +116,7 @@ def test_a_push_that_cannot_be_stopped_yet(frames: Frames) -> None:
 
 def test_a_push_whose_sources_are_not_quiet(frames: Frames) -> None:
     receiving = Receiving("r", {0: "a"}, deadline=30.0)
-    receiving.telling(0)
+    receiving.announcing(0)
     frames.error(receiving.fail)
     assert not receiving.is_over
     assert not frames.are_alive()

@@ -465,7 +465,7 @@ def test_a_failure_that_nobody_waited_for_does_not_meet_a_later_request(
     prefill.may_answer.clear()
     assert decode.engines.get(prefill.hold()) is None
     prefill.may_answer.set()
-    handshake = decode.engines._handshakes._known[prefill.hold().destination]
+    handshake = decode.engines._handshakes._known[prefill.hold().engine]
     handshake._thread.join(20)
     prefill.answer = lambda question: prefill.directory()
     time.sleep(0.15)
@@ -478,7 +478,7 @@ def test_forgotten_failures_do_not_gather(decode: DecodeRank, monkeypatch: pytes
         hold = RemoteHold("p", EPOCH, "no such host", 5600 + number, Handle("a", GENERATION))
         with suppress(KVFerryError):
             decode.engines.get(hold)
-        decode.engines._handshakes._known[hold.destination]._thread.join(20)
+        decode.engines._handshakes._known[hold.engine]._thread.join(20)
         time.sleep(0.001)
     assert len(decode.engines._handshakes) == 1
 
@@ -493,11 +493,11 @@ def test_a_handshake_that_nobody_comes_for_is_let_go(
     try:
         assert decode.engines.get(prefill.hold()) is None
         prefill.may_answer.set()
-        decode.engines._handshakes._known[prefill.hold().destination]._thread.join(20)
+        decode.engines._handshakes._known[prefill.hold().engine]._thread.join(20)
         monkeypatch.setattr(background, "UNCLAIMED_SECONDS", 0.0)
         time.sleep(0.001)
         assert decode.engines.get(other.hold()) is None
-        assert list(decode.engines._handshakes._known) == [other.hold().destination]
+        assert list(decode.engines._handshakes._known) == [other.hold().engine]
     finally:
         other.close()
 
@@ -525,7 +525,7 @@ def test_a_restarted_engine_replaces_its_former_life(prefill: PrefillEngine, dec
     prefill.epoch += 1
     prefill.begin_hold()
     assert decode.load(prefill.hold(), [5], [1]).error is None
-    assert list(decode.engines._engines) == [prefill.hold().destination]
+    assert list(decode.engines._engines) == [prefill.hold().engine]
     assert decode.engines.get(prefill.hold()) is not former
     assert decode.refusal(prefill.hold(epoch=EPOCH)).reason is Reason.PEER_CHANGED
 
@@ -540,7 +540,7 @@ def test_the_number_of_engines_is_bounded(decode: DecodeRank, monkeypatch: pytes
         for prefill in prefills[2:]:
             decode.engine(prefill.hold())
             decode.engine(prefills[0].hold())
-        assert set(decode.engines._engines) == {prefill.hold().destination for prefill in (prefills[0], prefills[3])}
+        assert set(decode.engines._engines) == {prefill.hold().engine for prefill in (prefills[0], prefills[3])}
         assert [prefill.num_handshakes for prefill in prefills] == [1] * 4
     finally:
         for prefill in prefills:
@@ -555,7 +555,7 @@ def test_an_engine_that_gives_way_is_read_to_the_end(monkeypatch: pytest.MonkeyP
     try:
         reads = decode.engine(prefills[0].hold()).reads(prefills[0].hold(), SLOT, ONE_BLOCK)
         decode.engine(prefills[1].hold())
-        assert list(decode.engines._engines) == [prefills[1].hold().destination]
+        assert list(decode.engines._engines) == [prefills[1].hold().engine]
         load = Load("a", lambda: reads, deadline=time.monotonic() + 30)
         while load.phase is not Phase.DONE:
             load.advance(decode.scratch, time.monotonic())

@@ -255,7 +255,7 @@ def test_a_zmq_peer_that_gave_way_asks_again(listener: Server, monkeypatch: pyte
     try:
         for _ in range(3):
             client.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
-            wait_until(lambda: [parcel.answer for parcel in client.collect()] == [Released(7)])
+            wait_until(lambda: [exchange.answer for exchange in client.collect()] == [Released(7)])
             others.append(RawPeer(listener))
     finally:
         client.close()

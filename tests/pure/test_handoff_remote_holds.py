@@ -182,8 +182,8 @@ def test_a_silent_holder_is_asked_more_often_towards_the_end_but_not_without_bou
 
 def test_one_engine_in_two_epochs_is_two_destinations() -> None:
     restarted = msgspec.structs.replace(HOLDS[0], epoch=8)
-    assert restarted.destination != HOLDS[0].destination
-    assert HOLDS[1].destination == HOLDS[0].destination
+    assert restarted.engine != HOLDS[0].engine
+    assert HOLDS[1].engine == HOLDS[0].engine
 
 
 def test_naming_another_hold_lets_the_former_go() -> None:

@@ -206,7 +206,7 @@ class BothSides:
                 self.tell(self.targets[key], rank)
 
     def tell(self, target: Target, rank: int) -> None:
-        target.receiving.telling(rank)
+        target.receiving.announcing(rank)
         self.network.append(partial(self.arrive_announcement, target, rank))
 
     def tell_again(self) -> None:

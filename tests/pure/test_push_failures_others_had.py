@@ -46,7 +46,7 @@ def pushed(part: Part, requests: Sequence[GroupBlocks], steps: Sequence[int]) ->
 def test_a_failure_is_terminal_and_the_receiver_does_not_wait_for_ever() -> None:
     side, receiving = Sender(), Receiving("r", {0: "a", 1: "b"}, deadline=1e9)
     for source in (0, 1):
-        receiving.telling(source)
+        receiving.announcing(source)
     part = part_of(Planner([attention(0, 1, ["0"])], attention(0, 1, ["0"])).plans(0)[0], [FULL])
     side.announce(PushRequest(KEY, "x", 10, "p", part.needs, deadline=1e9))
     side.compute("x", Prompt(10, "p", {}, num_final=END))
@@ -80,7 +80,7 @@ def test_senders_are_expected_by_the_plan_with_context_parallelism_and_a_prefix_
     assert (len(lists[1][1]) == 0) == (first_token == 8)
     receiving = Receiving("r", {index: part.digest for index, part in parts.items()}, deadline=1.0)
     for index in parts:
-        receiving.telling(index)
+        receiving.announcing(index)
     receiving.done(0, parts[0].digest)
     assert not receiving.is_over
     receiving.done(1, parts[1].digest)

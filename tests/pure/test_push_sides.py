@@ -188,7 +188,7 @@ def test_every_source_must_be_done_and_with_its_own_digest() -> None:
     """Not a count: a source that says "done" twice is one source."""
     push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
     for source in (0, 1):
-        push.telling(source)
+        push.announcing(source)
     push.done(0, "a")
     push.done(0, "a")
     push.done(7, "b")
@@ -200,7 +200,7 @@ def test_every_source_must_be_done_and_with_its_own_digest() -> None:
 def test_done_with_another_digest_is_a_failure() -> None:
     push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
     for source in (0, 1):
-        push.telling(source)
+        push.announcing(source)
     push.done(0, "b")
     assert push.error is not None
     assert push.error.reason is Reason.WRONG_SOURCE
@@ -210,7 +210,7 @@ def test_done_with_another_digest_is_a_failure() -> None:
 def test_a_failed_push_waits_for_every_source_that_may_write() -> None:
     push = Receiving("r", {0: "a", 1: "b", 2: "c"}, deadline=30.0)
     for source in (0, 1):
-        push.telling(source)
+        push.announcing(source)
     push.done(0, "a")
     push.fail(GAVE_UP)
     assert (push.is_over, push.writers) == (False, [1])
@@ -220,7 +220,7 @@ def test_a_failed_push_waits_for_every_source_that_may_write() -> None:
 
 def test_a_done_on_its_way_ends_the_wait_for_an_acknowledgement() -> None:
     push = Receiving("r", {0: "a"}, deadline=30.0)
-    push.telling(0)
+    push.announcing(0)
     push.due(30.0)
     push.done(0, "a")
     assert push.is_over
@@ -230,7 +230,7 @@ def test_a_done_on_its_way_ends_the_wait_for_an_acknowledgement() -> None:
 
 def test_a_committed_push_is_not_harmed_by_what_comes_later() -> None:
     push = Receiving("r", {0: "a"}, deadline=30.0)
-    push.telling(0)
+    push.announcing(0)
     push.done(0, "a")
     push.refused(0, GAVE_UP)
     push.fail(GAVE_UP)
@@ -265,9 +265,9 @@ def steps(push: Receiving, now: float) -> list[tuple[str, int]]:
 def test_a_revocation_is_repeated_only_after_it_was_answered() -> None:
     push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
     assert steps(push, 0.0) == [("ANNOUNCE", 0), ("ANNOUNCE", 1)]
-    push.telling(0)
+    push.announcing(0)
     assert steps(push, 0.1) == [("ANNOUNCE", 1)], "until it is told"
-    push.telling(1)
+    push.announcing(1)
     assert steps(push, 0.2) == []
     push.fail(GAVE_UP)
     assert steps(push, 0.3) == [("REVOKE", 0), ("REVOKE", 1)]
@@ -283,22 +283,22 @@ def test_a_revocation_is_repeated_only_after_it_was_answered() -> None:
 
 def test_sources_that_may_be_writing_are_looked_at_once_a_second() -> None:
     push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
-    push.telling(0)
-    push.telling(1)
+    push.announcing(0)
+    push.announcing(1)
     push.done(1, "b")
-    assert steps(push, 0.0) == [("LOOK", 0)]
+    assert steps(push, 0.0) == [("CHECK_ALIVE", 0)]
     assert steps(push, 0.99) == []
-    assert steps(push, 1.0) == [("LOOK", 0)]
+    assert steps(push, 1.0) == [("CHECK_ALIVE", 0)]
 
 
 def test_the_deadline_ends_a_push_that_waits_and_the_snapshot_tells() -> None:
     push = Receiving("r", {0: "a"}, deadline=30.0)
-    push.telling(0)
+    push.announcing(0)
     push.due(0.5)
-    assert steps(push, 30.0) == [("REVOKE", 0), ("LOOK", 0)]
+    assert steps(push, 30.0) == [("REVOKE", 0), ("CHECK_ALIVE", 0)]
     push.still_writing(0, 30.0)
     assert push.snapshot(31.0) == {
-        "sources": {0: "told"},
+        "sources": {0: "announced"},
         "error": "deadline-exceeded",
         "deadline_in": -1.0,
         "revoke_in": {0: 0.0},
@@ -315,7 +315,7 @@ def test_snapshots_of_a_rank_that_pushes_are_plain() -> None:
     assert side.snapshot(now=4.0) == {
         "prompts": {"x": 16},
         "pushes": {
-            "d/0 7 1": {"state": "pushing", "reached": {"0/0": 0}, "on_its_way": 1, "error": None, "deadline_in": 5.0}
+            "d/0 7 1": {"state": "pushing", "reached": {"0/0": 0}, "in_flight": 1, "error": None, "deadline_in": 5.0}
         },
         "ended": ["y"],
     }

@@ -107,7 +107,7 @@ class AwaitedPush:
                 case Step.REVOKE:
                     question = Revoke(source.answers_at.epoch, self._key)
                     self._announcer.ask(source.answers_at, question, self._key.number, index)
-                case Step.LOOK:
+                case Step.CHECK_ALIVE:
                     if self._announcer.has_ended(source.answers_at):
                         receiving.refused(index, _silent(source.answers_at))
         if receiving.error is not None and self.error is None:
@@ -181,7 +181,7 @@ class AwaitedPush:
         except KVFerryError as error:
             receiving.refused(source.index, error)
             return True
-        receiving.telling(source.index)
+        receiving.announcing(source.index)
         self._told_at[source.index] = time.monotonic()
         self._announcer.ask(source.answers_at, self._announcement(source), self._key.number, source.index)
         return True
@@ -370,7 +370,7 @@ class Announcer:
         knock = self._knock(where)
         if knock is None:
             return False
-        if knock.is_older(KNOCK_AGAIN_SECONDS):
+        if knock.is_older_than(KNOCK_AGAIN_SECONDS):
             self._knocks.forget(where)
             self._knock(where)
         try:
@@ -384,13 +384,13 @@ class Announcer:
 
     def collect(self) -> None:
         """Hand out the answers that have come."""
-        for parcel in self._client.collect():
-            if isinstance(parcel.question, Introduce):
-                self._note_introduction(parcel, parcel.question)
-            elif isinstance(parcel.question, Announce | Revoke):
-                number, index = self._asked.pop((parcel.host, parcel.port, parcel.question), (0, 0))
+        for exchange in self._client.collect():
+            if isinstance(exchange.question, Introduce):
+                self._note_introduction(exchange, exchange.question)
+            elif isinstance(exchange.question, Announce | Revoke):
+                number, index = self._asked.pop((exchange.host, exchange.port, exchange.question), (0, 0))
                 if push := self._pushes.get(number):
-                    push.inbox.put((index, parcel.question, parcel.answer))
+                    push.inbox.put((index, exchange.question, exchange.answer))
 
     def forget(self, number: int) -> None:
         """A push is over."""
@@ -416,9 +416,9 @@ class Announcer:
             )
         return introduction
 
-    def _note_introduction(self, parcel: Exchange, question: Introduce) -> None:
-        where = EndPoint(parcel.host, parcel.port, question.epoch)
-        answer = parcel.answer
+    def _note_introduction(self, exchange: Exchange, question: Introduce) -> None:
+        where = EndPoint(exchange.host, exchange.port, question.epoch)
+        answer = exchange.answer
         if not isinstance(answer, Introduced | Refusal):
             answer = Refusal(
                 Reason.PEER_UNREACHABLE.value,

@@ -15,7 +15,7 @@ from kvferry.handoff.messages import Directory, Identity
 from kvferry.handoff.pull_read import WORD_BYTES, word_bytes
 from kvferry.handoff.push.part import Part, announced_blocks, selector_of
 from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unforeseen
+from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unexpected_error
 from kvferry.layout.shard import Shard
 from kvferry.plan.describe import describe_choice
 from kvferry.plan.planner import PairPlan, Planner
@@ -245,7 +245,7 @@ class Routes:
         ``beside.FAILURE_SECONDS``; a later request tries again.
         """
         self._drop_suspects()
-        key = hold.destination
+        key = hold.engine
         if key in self._engines:
             self._engines[key] = self._engines.pop(key)  # behind those that were asked for longer ago
             return self._engines[key]
@@ -262,7 +262,7 @@ class Routes:
 
     def suspect(self, hold: RemoteHold) -> None:
         """A transfer from this engine failed: the next request handshakes and connects anew. From any thread."""
-        self._suspects.put(hold.destination)
+        self._suspects.put(hold.engine)
 
     def close(self) -> None:
         """Stop copying out of the stage, once no load runs; twice is fine."""
@@ -287,7 +287,7 @@ class Routes:
         except Exception as error:
             # Remembered as well: else every load would plan anew what cannot be planned.
             logger.exception("kvferry: a plan failed unexpectedly")
-            refused = unforeseen("plan", error)
+            refused = unexpected_error("plan", error)
             handshake.fail(refused)
             raise refused from error
 
@@ -315,7 +315,7 @@ class Routes:
 
     def _make_room(self, hold: RemoteHold) -> None:
         """Forget the former lives of this engine, and beyond the bound the one that was asked for longest ago."""
-        stale = [key for key in self._engines if key[:2] == hold.destination[:2]]
+        stale = [key for key in self._engines if key[:2] == hold.engine[:2]]
         if not stale and len(self._engines) >= MAX_ENGINES:
             stale.append(next(iter(self._engines)))
         for key in stale:

@@ -477,9 +477,9 @@ class Writer:
             )
         )
         self._client.send(where.host, where.port, question, REPORT_SECONDS)
-        for parcel in self._client.collect():
-            if parcel.answer is None:
-                logger.warning("kvferry: %s:%d does not answer", parcel.host, parcel.port)
+        for exchange in self._client.collect():
+            if exchange.answer is None:
+                logger.warning("kvferry: %s:%d does not answer", exchange.host, exchange.port)
 
     def _give_up(self, transfer_id: str) -> None:
         """Let this rank's engine end the hold, as the receiver would: it may be dead, and a lease is long."""

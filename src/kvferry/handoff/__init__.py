@@ -1,4 +1,4 @@
-"""When the receiver may believe the bytes: messages, leases and the two sides of a pull, as pure state machines.
+"""When a destination may believe the bytes: messages, leases, pulls and pushes as pure state machines.
 
-Only :mod:`listener` and :mod:`client` touch sockets and threads; everything else takes messages and time as inputs.
+Only :mod:`wire` touches sockets and threads; every other module takes messages and time as inputs.
 """

@@ -1,4 +1,4 @@
-"""A dictionary that forgets: what peers make an engine remember does not grow for ever."""
+"""A dictionary of bounded size, for keys that peers choose."""
 
 from collections import OrderedDict
 from typing import TypeVar
@@ -8,7 +8,7 @@ Value = TypeVar("Value")
 
 
 class Bounded(OrderedDict[Key, Value]):
-    """Keeps ``most`` entries: with one more, the one that was put in first goes.
+    """Keeps ``most`` entries: one entry more removes the oldest one.
 
     >>> kept: Bounded[str, int] = Bounded(2)
     >>> [kept.setdefault(key, number) for number, key in enumerate("abca")]

@@ -36,9 +36,9 @@ def compare_identities(prefill: Identity, decode: Identity) -> None:
 
 
 def fetch_directory(host: str, port: int, sender: str, epoch: int, ours: Identity, timeout_seconds: float) -> Directory:
-    """Ask a prefill engine for its ranks and check that it is the one expected.
+    """Ask a prefill engine for its ranks and check its epoch and identity.
 
-    ``epoch`` is the one that the request names. Raises :class:`HandoffError`
+    The request names ``epoch``. Raises :class:`HandoffError`
     (peer-unreachable, protocol-mismatch, peer-changed, or a mismatch of the identity).
     """
     answer = client.ask(host, port, DirectoryRequest(PROTOCOL_VERSION, sender), timeout_seconds)
@@ -60,32 +60,32 @@ def fetch_directory(host: str, port: int, sender: str, epoch: int, ours: Identit
 
 
 def check_complete(directory: Directory, num_ranks: int) -> None:
-    """Refuse to publish what no peer could use: too few ranks, or more than a message may hold.
+    """Refuse a directory that no peer could use: with too few ranks, or longer than a message may be.
 
     Raises :class:`HandoffError` (missing-source, unsupported).
     """
     if len(directory.ranks) != num_ranks:
         raise HandoffError(
             Reason.MISSING_SOURCE,
-            f"{len(directory.ranks)} of the {num_ranks} ranks of engine {directory.engine_id} said what they hold.",
-            "Below MultiConnector name KVFerryConnector before other connectors that have handshakes: vLLM hands those "
-            "of the first to all.",
+            f"{len(directory.ranks)} of the {num_ranks} ranks of engine {directory.engine_id} described their cache.",
+            "Under MultiConnector name KVFerryConnector before other connectors that have handshakes: vLLM hands the "
+            "metadata of the first connector to all.",
         )
     num_bytes = len(encode(directory))
     if num_bytes > MAX_MESSAGE_BYTES:
         raise HandoffError(
             Reason.UNSUPPORTED,
-            f"what the {num_ranks} ranks of engine {directory.engine_id} hold takes {num_bytes} bytes to say, a "
+            f"the directory of the {num_ranks} ranks of engine {directory.engine_id} takes {num_bytes} bytes, a "
             f"message has at most {MAX_MESSAGE_BYTES}.",
             "Run this engine with fewer ranks.",
         )
 
 
 def decode_shards(directory: Directory) -> list[Shard]:
-    """Return what each rank of a prefill engine holds, in the directory's order.
+    """Return the shard of each rank of a prefill engine, in the directory's order.
 
-    Every rank, named by its pipeline stage and its tensor-parallel rank, must be there once: raises
-    :class:`HandoffError` (missing-source, or malformed-message), and as :func:`decode_shard`.
+    The directory must name every rank, by its pipeline stage and tensor-parallel rank, once. Raises
+    :class:`HandoffError` (missing-source, malformed-message), and as :func:`decode_shard`.
     """
     shards = [decode_shard(entry.shard) for entry in directory.ranks]
     entries = [(entry.pp_rank, entry.tp_rank) for entry in directory.ranks]
@@ -107,13 +107,13 @@ def decode_shards(directory: Directory) -> list[Shard]:
             Reason.MISSING_SOURCE,
             f"engine {directory.engine_id} names {len(entries)} of its {pp_size * tp_size} ranks; tensor-parallel rank "
             f"{missing[1]} of pipeline stage {missing[0]} is missing.",
-            "Look into the prefill engine's log for what happened to that worker.",
+            "Check the prefill engine's log: that worker may have failed.",
         )
     return shards
 
 
 def check_version(version: int) -> None:
-    """Raise :class:`HandoffError` (protocol-mismatch) unless the peer speaks our version."""
+    """Raise :class:`HandoffError` (protocol-mismatch) unless the peer speaks this version."""
     if version != PROTOCOL_VERSION:
         raise HandoffError(
             Reason.PROTOCOL_MISMATCH,

@@ -1,13 +1,13 @@
 """Holds: the prompts whose blocks a prefill engine keeps for a decode engine, for a pull and for a push.
 
 Pure: messages and the time are inputs. A hold is *open* from the first block of its prompt, *held* under a lease from
-the prompt's end, and *ended* by a release, by the end of its lease, or because the prompt is dropped. Each ended hold
-is returned once by :meth:`Holds.take_ended`. Only then may the engine free the blocks, and only after every rank has
-cleared the hold's guard word.
+the prompt's end, and *ended* by a release, by the end of its lease, or because the engine drops the prompt.
+:meth:`Holds.take_ended` returns each ended hold once. Only then may the engine free the blocks, and only after every
+rank has cleared the hold's guard word.
 
-A pull's hold is named by its request and a generation of its own, which the decode engine learns from the answer. A
-push's hold is named by the router's transfer id, which decode engines know before the prompt has come: an unknown
-transfer may still begin, an ended one is remembered.
+A request id and a generation name a pull's hold; the decode engine learns both from the prefill engine's answer. The
+router's transfer id names a push's hold; decode engines know the id before the prefill engine has the prompt: an
+unknown transfer may still begin, an ended one is remembered.
 """
 
 import re
@@ -38,7 +38,7 @@ def sampling_family(request_id: str) -> str:
 
 
 def handle_of_transfer(transfer_id: str) -> Handle:
-    """Return the handle by which decode engines name a transfer."""
+    """Return the handle of a transfer's hold."""
     return Handle(transfer_id, TRANSFER_GENERATION)
 
 
@@ -171,8 +171,8 @@ class Holds:
     def begin(self, request_id: str) -> Hold | None:
         """Open a pull's hold and give it a slot; a preempted request that begins again keeps its hold.
 
-        None means that the request cannot be held: all slots are taken, a finished request of the same id is still
-        held, or no message could carry the id.
+        None where the request cannot be held: all slots are taken, a finished request of the same id is still
+        held, or the id is too long for a message.
         """
         hold = self._holds.get(request_id)
         if hold is not None:
@@ -187,7 +187,7 @@ class Holds:
     def begin_transfer(self, transfer_id: str, request_id: str) -> Hold | None:
         """Open a push's hold for this request; a preempted request that begins again keeps its hold.
 
-        None where the transfer has ended already, or where another request, such as a parallel sample, serves it.
+        None where the transfer has ended, or where another request, such as a parallel sample, serves the transfer.
         """
         if transfer_id in self._ended_transfers:
             return None
@@ -211,20 +211,20 @@ class Holds:
         return self._extend(hold, now)
 
     def drop(self, request_id: str) -> None:
-        """End the open hold of a request that is not held after its end: it was aborted, or has nothing to send."""
+        """End the open hold of a request that was aborted or has nothing to send."""
         hold = self.open_hold(request_id)
         if hold is not None:
             self._end(hold, Ending.DROPPED)
 
     def drop_transfer(self, transfer_id: str) -> None:
-        """End a transfer whose request ended before it began, unless another request serves it."""
+        """End a transfer whose request ended before its hold began, unless another request serves the transfer."""
         if transfer_id not in self._holds:
             self._end_unbegun(handle_of_transfer(transfer_id), Ending.DROPPED)
 
     # Messages and time.
 
     def renew(self, epoch: int, handles: Iterable[Handle], now: float) -> list[Handle]:
-        """Extend leases; return the handles that are held no longer. Raises on another epoch."""
+        """Extend leases; return the handles that are no longer held. Raises as :func:`check_epoch`."""
         check_epoch(epoch, self.epoch)
         lost = []
         for handle in handles:
@@ -237,10 +237,10 @@ class Holds:
         return lost
 
     def release(self, epoch: int, handles: Iterable[Handle]) -> None:
-        """End holds that no decode engine wants any more; ended ones are ignored. Raises on another epoch.
+        """End holds that the decode engine no longer uses; ignore ended ones. Raises as :func:`check_epoch`.
 
-        Parallel samples of one prompt are held apart, but the decode engine knows one of them: a release ends those of
-        the family that are held. A transfer ends whether it is held, open or still to come.
+        Each parallel sample of one prompt has a hold, but the decode engine knows one of them: a release ends all held
+        ones of the family. A transfer ends whether its hold is held, open or has not begun.
         """
         check_epoch(epoch, self.epoch)
         for handle in handles:
@@ -279,7 +279,7 @@ class Holds:
         return hold if hold is not None and hold.handle == handle else None
 
     def _family(self, hold: Hold) -> list[Hold]:
-        """Return the holds of all parallel samples of a prompt; of a transfer only its own."""
+        """Return the holds of all parallel samples of a prompt; a transfer has one hold."""
         if hold.is_transfer:
             return [hold]
         return [self._holds[name] for name in sorted(self._families[sampling_family(hold.request_id)])]
@@ -310,14 +310,14 @@ class Holds:
         self._ended.append(Ended(hold.handle, ending, hold))
 
     def _end_unbegun(self, handle: Handle, ending: Ending) -> None:
-        """End a transfer that has not begun: ranks may have been told of blocks for it already."""
+        """End a transfer that has not begun: ranks may have announcements for it."""
         if handle.request_id not in self._ended_transfers:
             self._ended_transfers[handle.request_id] = None
             self._ended.append(Ended(handle, ending, None))
 
 
 def lease_lost(request_id: str) -> HandoffError:
-    """Return the error of a load whose hold has ended."""
+    """Return the error of a request whose remote hold has ended."""
     return HandoffError(
         Reason.LEASE_EXPIRED,
         f"the prefill engine no longer holds the blocks of {request_id}.",

@@ -1,7 +1,7 @@
 """Messages of the control plane, bounded and schema-checked; no pickle.
 
-A message is a msgpack map with a ``type`` tag. Whatever does not decode is answered with a
-:class:`Refusal` and never ends a listener.
+A message is a msgpack map with a ``type`` tag. A server answers a message that does not decode with a
+:class:`Refusal` and goes on.
 """
 
 from typing import Annotated, TypeVar
@@ -12,13 +12,13 @@ from kvferry.errors import HandoffError, Reason
 
 PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-"""Of an answer: a directory of many ranks is long."""
+"""Limit of an answer: a directory of many ranks is long."""
 MAX_QUESTION_BYTES = 4 * 1024 * 1024
 MAX_REQUESTS_PER_MESSAGE = 1024
-"""So that a question of the longest identifiers, of four bytes a character, is within its bound."""
+"""Keeps a question of the longest identifiers, four bytes a character, within ``MAX_QUESTION_BYTES``."""
 MAX_IDENTIFIER_LENGTH = 512
 MAX_ANNOUNCED_BLOCKS = 1 << 18
-"""Of all groups of an announcement together: so many are within a question's bound, however long their numbers."""
+"""Limit for all groups of an announcement together: keeps the question within ``MAX_QUESTION_BYTES``."""
 MAX_ANNOUNCED_GROUPS = 256
 MAX_TEXT_LENGTH = 4096
 MAX_LEASE_SECONDS = 7 * 86400.0
@@ -31,7 +31,7 @@ LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]
 
 
 class Handle(msgspec.Struct, frozen=True, order=True):
-    """Names one held request of a prefill engine: no two holds of an epoch share a generation."""
+    """The name of one hold of a prefill engine: no two pulled holds of an epoch share a generation."""
 
     request_id: Identifier
     generation: Unsigned
@@ -40,9 +40,9 @@ class Handle(msgspec.Struct, frozen=True, order=True):
 class Identity(msgspec.Struct, frozen=True):
     """What two engines must agree on before a byte moves, compared field by field.
 
-    ``model`` is a digest of the model's configuration, ``weights`` a digest of what is known of
-    its weights and revision; both are opaque here. ``quantization`` says how the weights are quantised, in the
-    checkpoint or while they are loaded; the model computes in ``compute_dtype`` and caches in ``kv_dtype``.
+    ``model`` is a digest of the model's configuration, ``weights`` a digest of its weights and revision; both are
+    opaque here. ``quantization`` names the method that quantised the weights, in the checkpoint or while they are
+    loaded. The model computes in ``compute_dtype`` and caches in ``kv_dtype``.
     """
 
     model: Identifier
@@ -57,7 +57,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class EndPoint(msgspec.Struct, frozen=True, order=True):
-    """Where a rank of a pushing or pushed-to engine answers questions, and in which life of its process."""
+    """Where a rank or an engine answers questions, and the epoch of its process."""
 
     host: Identifier
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -65,12 +65,11 @@ class EndPoint(msgspec.Struct, frozen=True, order=True):
 
 
 class RankEntry(msgspec.Struct, frozen=True):
-    """One rank of a prefill engine: where its cache lies and how to reach it.
+    """One rank of a prefill engine: where its cache lies and how to reach the cache.
 
-    ``shard`` is an encoded :class:`kvferry.layout.Shard`, ``end_points`` maps a transport's
-    name to its end point, ``words_address`` is where the rank keeps its guard words
-    (16 bytes a slot, see :mod:`kvferry.execution.guard_words`). ``push_end_point`` is where the rank itself answers, in
-    a prefill engine that pushes.
+    ``shard`` is an encoded :class:`kvferry.layout.Shard`, ``end_points`` maps a transport's name to its end point.
+    ``words_address`` is the address of the rank's ``num_words`` guard words, 16 bytes each (see
+    :mod:`kvferry.execution.guard_words`). A rank that pushes answers at ``push_end_point``.
     """
 
     tp_rank: Unsigned
@@ -100,7 +99,7 @@ class Directory(msgspec.Struct, frozen=True, tag="directory", tag_field="type"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", tag_field="type"):
-    """Extends the leases of held requests that the sender still means to read."""
+    """Extends the leases of holds that the decode engine still means to read."""
 
     epoch: Unsigned
     handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
@@ -115,7 +114,7 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed", tag_field="type"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release", tag_field="type"):
-    """Ends holds: every reader of the sender is done with them. Idempotent."""
+    """Ends holds: no rank of the decode engine reads them any more. Idempotent."""
 
     epoch: Unsigned
     handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
@@ -128,9 +127,9 @@ class Released(msgspec.Struct, frozen=True, tag="released", tag_field="type"):
 
 
 class StillWriting(msgspec.Struct, frozen=True, tag="still-writing", tag_field="type"):
-    """A rank tells its own engine all requests that it gave up and into whose blocks a peer may still write.
+    """A rank tells its own engine all requests that the rank gave up and into whose blocks a peer may still write.
 
-    Of a rank's reports the one with the largest ``number`` counts. ``secret`` never leaves the engine.
+    The report with the largest ``number`` counts. ``secret`` never leaves the engine.
     """
 
     epoch: Unsigned
@@ -141,7 +140,7 @@ class StillWriting(msgspec.Struct, frozen=True, tag="still-writing", tag_field="
 
 
 class PushKey(msgspec.Struct, frozen=True, order=True):
-    """Names one push to one rank of a receiver: no number is used twice in an epoch of the rank's process."""
+    """The name of one push to one destination rank, the ``receiver``, which uses each number once in an epoch."""
 
     receiver: Identifier
     receiver_epoch: Unsigned
@@ -149,9 +148,9 @@ class PushKey(msgspec.Struct, frozen=True, order=True):
 
 
 class AnnouncedBlocks(msgspec.Struct, frozen=True):
-    """Tokens that a receiver wants of one cache group, and its blocks for them.
+    """Tokens of one cache group that a destination rank wants, and its blocks for these tokens.
 
-    The first block begins at ``block_token``, at or before ``first_token``. A state is "token" 0 to 1 of one block.
+    The first block begins at ``block_token``, at or before ``first_token``. A state is token 0 to 1 of one block.
     """
 
     group: Identifier
@@ -162,9 +161,10 @@ class AnnouncedBlocks(msgspec.Struct, frozen=True):
 
 
 class Introduce(msgspec.Struct, frozen=True, tag="introduce", tag_field="type"):
-    """A rank of a receiver says to a rank of a sender where its cache lies and how to reach it, once in an epoch.
+    """A destination rank tells a source rank where its cache lies and how to reach the cache, once in an epoch.
 
-    ``sources`` are the shards of all ranks of the sender, as its directory names them: both sides plan from the same.
+    ``sources`` are the shards of all ranks of the source's engine, as its directory names them: both ranks plan from
+    the same shards.
     """
 
     version: Unsigned
@@ -184,10 +184,10 @@ class Introduced(msgspec.Struct, frozen=True, tag="introduced", tag_field="type"
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
-    """A receiver's blocks are ready to be written, from now on for ``seconds``.
+    """A destination rank's blocks are ready to be written, from now on for ``seconds``.
 
-    ``transfer_id`` is what the router gave both engines for this request. ``num_tokens`` and ``prompt_digest`` say of
-    which prompt, ``digest`` which part of the plan this one source is to write.
+    The router gave both engines the ``transfer_id`` of this request. ``num_tokens`` and ``prompt_digest`` name the
+    prompt, ``digest`` names the part of the plan that this source writes.
     """
 
     epoch: Unsigned
@@ -201,29 +201,29 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced", tag_field="type"):
-    """Answers :class:`Announce`: the source will push, and say how that ended."""
+    """Answers :class:`Announce`: the source will push and report how the push ended."""
 
     epoch: Unsigned
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke", tag_field="type"):
-    """The receiver wants its blocks back: write no more. Asked again until the answer says that all is quiet."""
+    """The destination wants its blocks back: stop writing. Asked again until the answer says ``is_quiet``."""
 
     epoch: Unsigned
     key: PushKey
 
 
 class Revoked(msgspec.Struct, frozen=True, tag="revoked", tag_field="type"):
-    """Answers :class:`Revoke`. Once ``is_quiet``, nothing of this push will be written any more, ever."""
+    """Answers :class:`Revoke`. With ``is_quiet`` the source never writes a byte of this push again."""
 
     epoch: Unsigned
     is_quiet: bool
 
 
 class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
-    """A source says that everything of its part has landed; ``digest`` is that of the announcement it fulfilled.
+    """A source reports that its whole part has landed; ``digest`` is that of the announcement.
 
-    The rest is for the receiver's log: what was written, how, and for how long the transport was at it.
+    The other fields are for the destination's log: bytes, descriptors, transport and seconds of transfer.
     """
 
     key: PushKey
@@ -236,7 +236,7 @@ class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
 
 
 class PushFailed(msgspec.Struct, frozen=True, tag="push-failed", tag_field="type"):
-    """A source says that it gave a push up and writes no more."""
+    """A source reports that it gave a push up and writes no more."""
 
     key: PushKey
     source_index: Unsigned
@@ -252,7 +252,7 @@ class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", tag_field="type"):
-    """Answers what cannot be served, with a stable reason and what to do about it."""
+    """Refuses a question, with a stable reason and a remedy."""
 
     reason: Identifier
     message: Text

@@ -1,12 +1,12 @@
 """A pull as a decode rank decides it: guard words, data, guard words again, over one or more source ranks.
 
-Pure: what the transports found and the time are inputs, each input returns the actions that follow, in order. The
+Pure: landings, guard words and the time are inputs; each input returns the actions that follow, in order. The
 guard word of a source is a seqlock: the source changes the word *before* its blocks can be reused, so equal words
 before and after the data prove that every byte between came from the hold. Clocks prove nothing here; the deadline
 only ends the wait.
 
-Data comes in *rounds*: all of it at once, or as much as a stage holds. The words after one round are those before the
-next. Only a round whose words were right is copied out of the stage.
+Data comes in *rounds*: all data at once, or as much as a stage holds. The words after one round are the words before
+the next. A round is copied out of the stage only if its words were right.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 
 WORD_BYTES = 16
 BEING_WRITTEN = 1 << 63
-"""Set in the second half of a word while the hold's blocks are being written: the reader asks again."""
+"""Set in the second half of a word while a step writes the hold's blocks: the decode rank reads the word again."""
 
 
 def word_bytes(epoch: int, generation: int) -> bytes:
-    """Return the guard word of a hold, 16 bytes: what a reader must find before and after the data."""
+    """Return the guard word of a hold, 16 bytes: a decode rank must find this word before and after the data."""
     return np.array((epoch, generation), dtype=np.uint64).tobytes()
 
 
@@ -37,16 +37,16 @@ class Action(Enum):
 
     READ_WORDS = 1
     READ_DATA = 2
-    """Of the next round, once the stage has room for it."""
+    """Read the next round, once the stage has room."""
     COPY_ROUND = 3
-    """Out of the stage into the cache."""
+    """Copy the round out of the stage into the cache."""
     AWAIT_COPIES = 4
     STOP = 5
     """Cancel the transfers, and call :meth:`PullRead.quiet` when all have ended."""
     COMMIT = 6
     """The engine may use the blocks."""
     GIVE_BACK = 7
-    """The load has failed, and nothing writes into its blocks."""
+    """The pull has failed, and nothing writes into its blocks."""
 
 
 class State(Enum):
@@ -93,7 +93,7 @@ class PullRead:
         return self.state in (State.COMMITTED, State.FAILED)
 
     def begin(self, expected: Sequence[bytes], num_rounds: int) -> tuple[Action, ...]:
-        """The sources are known: each with the guard word that the reader must find."""
+        """The sources are known; ``expected`` has the guard word that this rank must find at each."""
         if self.state is not State.PREPARING:
             return ()
         self._expected, self._num_rounds = tuple(expected), num_rounds
@@ -140,7 +140,7 @@ class PullRead:
         return (Action.COMMIT,)
 
     def fail(self, error: KVFerryError, now: float) -> tuple[Action, ...]:
-        """Give up for the first reason there is; transfers on their way must end before the blocks are given back."""
+        """Give up; the first error stays. Transfers in flight must end before the blocks are given back."""
         return () if self.is_over or self.state is State.STOPPING else self._stop(error, now)
 
     def tick(self, now: float) -> tuple[Action, ...]:
@@ -152,7 +152,7 @@ class PullRead:
         return self.state is State.STOPPING or now >= self._deadline
 
     def quiet(self) -> tuple[Action, ...]:
-        """Of a pull that was given up no transfer and no copy is on its way any more."""
+        """All transfers and copies of a pull that was given up have ended."""
         if self.state is not State.STOPPING:
             return ()
         self.state = State.FAILED

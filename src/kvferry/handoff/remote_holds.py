@@ -1,9 +1,9 @@
-"""Remote holds: which local requests use which holds of prefill engines, and when those may end.
+"""Remote holds: which local requests use which holds of prefill engines, and when to renew and release the holds.
 
-Pure: events and the time are inputs, messages to send are outputs. A remote hold is released
-once every local request is done with it, whatever the outcome, and its lease is renewed while one is not.
-Parallel samples (``n`` > 1) of one request name the same hold and arrive one after the
-other: a hold used by a sample lingers for ``sibling_linger_seconds`` so that the others find it.
+Pure: events and the time are inputs, messages to send are outputs. A remote hold is renewed while a local request
+uses it and released once no request does, whatever the outcome. Parallel samples (``n`` > 1) of one request name the
+same hold and arrive one after the other: a hold used by a sample lingers for ``sibling_linger_seconds``, so that the
+other samples find it.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ MIN_RENEW_SECONDS = 0.1
 
 
 class RemoteHold(msgspec.Struct, frozen=True, order=True):
-    """A hold as a decode engine knows it: whose, where its engine answers, in which epoch."""
+    """A hold as a decode engine knows it: the prefill engine, its host, port and epoch, and the hold's handle."""
 
     engine_id: str
     epoch: int
@@ -27,13 +27,13 @@ class RemoteHold(msgspec.Struct, frozen=True, order=True):
     handle: Handle
 
     @property
-    def destination(self) -> tuple[str, int, int]:
-        """Host, port and epoch: messages to one destination travel together."""
+    def engine(self) -> tuple[str, int, int]:
+        """Host, port and epoch of the prefill engine: messages to one engine travel together."""
         return self.host, self.port, self.epoch
 
 
 class _Use(msgspec.Struct):
-    """What is known of one remote hold."""
+    """One remote hold: its lease and the requests that use it."""
 
     lease: Lease
     requests: set[str]
@@ -68,7 +68,7 @@ class RemoteHolds:
         """A local request that may use ``hold`` has arrived. The lease counts from now; the first renewal, due at once,
         corrects it, since a part of the lease may be over already.
 
-        A request uses one hold: naming another one finishes the former.
+        A request uses one hold: naming another hold finishes the first one.
         """
         if self._hold_of.get(request_id, hold) != hold:
             self.finish(request_id, now)
@@ -129,7 +129,7 @@ class RemoteHolds:
                 self._renew_at[hold] = sent_at + self._renew_share * lease_seconds
 
     def lost(self, holds: Iterable[RemoteHold]) -> list[str]:
-        """The prefill engine no longer holds these: return the local requests that were to use them."""
+        """The prefill engine no longer holds these blocks: return the local requests that use the holds."""
         requests: list[str] = []
         for hold in holds:
             if use := self._uses.get(hold):
@@ -138,7 +138,7 @@ class RemoteHolds:
         return requests
 
     def snapshot(self, now: float) -> dict[str, Any]:
-        """Return the state as plain data: each hold's requests, its lease's remaining seconds and when to renew it."""
+        """Return the state as plain data: each hold's requests, the seconds left of its lease and until its renewal."""
         return {
             hold.handle.request_id: {
                 "requests": sorted(use.requests),

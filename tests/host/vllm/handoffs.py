@@ -17,7 +17,7 @@ import pytest
 from .engine_pool import Engine, EnginePool, Reference, fresh_salt
 
 RELEASE_SECONDS = 2.0
-NOT_RELEASED = ("nobody read or renewed", "came to nothing", "failed to load", "cannot be loaded")
+NOT_RELEASED = ("no decode engine took or renewed", "was not acknowledged", "failed to load", "cannot be loaded")
 
 
 @dataclass(frozen=True)

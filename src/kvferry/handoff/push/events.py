@@ -1,4 +1,4 @@
-"""What happened in one push and when: plain data for the transfer log.
+"""The events of one push with their times: plain data for the transfer log.
 
 All times are seconds of the host's monotonic clock, which its processes share.
 """
@@ -11,11 +11,11 @@ from kvferry.handoff.push.sender import Batch, PushRequest
 from kvferry.plan.layer_spans import Span
 
 MAX_BATCHES = 1024
-"""Of one push; of later batches only the number is kept."""
+"""Batches kept of one push; later ones are only counted."""
 
 
 class PushEvents:
-    """The events of one push; ``layers_of`` names the layers of a span that is not all layers of its group."""
+    """The events of one push; ``layers_of`` names the layers of each span that is not all layers of its group."""
 
     def __init__(self, request: PushRequest, layers_of: Mapping[Span, Sequence[str]]) -> None:
         self._request, self._layers_of = request, layers_of
@@ -25,7 +25,7 @@ class PushEvents:
         self._latest: dict[str, Any] = {}
 
     def posted(self, batch: Batch, num_descriptors: int, num_bytes: int, now: float) -> None:
-        """A batch has been handed to the transport."""
+        """The source has submitted a batch to the transport."""
         self._latest = {"posted_at": now, "landed_at": None, "bytes": num_bytes, "descriptors": num_descriptors}
         if len(self._batches) == MAX_BATCHES:
             self._num_left_out += 1
@@ -41,11 +41,11 @@ class PushEvents:
         self._batches.append(self._latest)
 
     def landed(self, now: float) -> None:
-        """The batch has landed; one that failed or was stopped never does."""
+        """The batch has landed. A batch that failed or was stopped never lands."""
         self._latest["landed_at"] = now
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the events, ready for JSON; no ``layers`` are all layers of the group."""
+        """Return the events, ready for JSON; empty ``layers`` mean all layers of the group."""
         return {
             "transfer_id": self._request.transfer_id,
             "receiver": self._request.key.receiver,
@@ -58,7 +58,7 @@ class PushEvents:
 
 
 def clock() -> dict[str, float]:
-    """Return the time of day and the monotonic clock's, taken together, so that logs of two hosts can be compared.
+    """Return the time of day and the monotonic time of one moment, so that logs of two hosts can be compared.
 
     >>> sorted(clock())
     ['monotonic', 'wall']

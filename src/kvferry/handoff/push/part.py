@@ -1,4 +1,4 @@
-"""What one source rank is to write of a push, as both sides work it out from the same plan."""
+"""The part of a push that one source rank writes, which both ranks derive from the same plan."""
 
 import copy
 import hashlib
@@ -19,14 +19,14 @@ from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staging.scatter import NOTHING
 
 NEVER = 1 << 61
-"""No token is a multiple of it: for a state, which is final only with its prompt, and for what goes whole."""
+"""A ``multiple_of`` larger than any token: for a state, final only with its prompt, and for a part sent whole."""
 
 
 class Part:
-    """What a source rank of a plan contributes to one request.
+    """The part of one request that a source rank of a plan writes.
 
-    ``announced`` are the receiver's blocks of the groups that this source serves, in the plan's order. ``spans`` has
-    the groups whose layers are pushed a span at a time; the receiver need not know.
+    ``announced`` are the destination's blocks of the groups that this source serves, in the plan's order. ``spans`` has
+    the groups whose layers are pushed a span at a time; the destination need not know them.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class Part:
         self.digest = hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
     def in_spans(self, spans: SpanPlans) -> "Part":
-        """Return the same part, to be sent in these spans of layers."""
+        """Return this part, sent in these spans of layers."""
         part = copy.copy(self)
         part._spans = spans
         return part
 
     def as_whole(self) -> "Part":
-        """Return the same part, to be sent at once when the prompt has been computed."""
+        """Return this part, sent at once when the prompt has been computed."""
         part = copy.copy(self)
         part._is_whole = True
         return part
 
     @property
     def needs(self) -> dict[Span, Need]:
-        """What is wanted, span by span: of each group all layers at once, or each span of them."""
+        """The tokens that each span needs; a group without spans is one span of all its layers."""
         return {
             Span(blocks.group, number): self._need(blocks)
             for blocks in self.announced
@@ -74,18 +74,18 @@ class Part:
     def lower(self, batch: Batch, held: Mapping[str, BlockList]) -> Descriptors:
         """Return the descriptors that write a batch out of the blocks that the source holds.
 
-        Raises :class:`HandoffError` (invalid-request) where it does not hold one of them, :class:`PlanError` where
+        Raises :class:`HandoffError` (invalid-request) where the source does not hold a block, :class:`PlanError` where
         blocks do not fit.
         """
         announced = {blocks.group: blocks for blocks in self.announced}
         rows = [NOTHING]
-        for (group, first_token, end_token), numbers in _together(batch).items():
-            asked = self._asked(Cut(Span(group), first_token, end_token), announced[group], held[group])
-            rows += [part.view(np.uint64) for plan in self._plans(group, numbers) for part in plan.lower([asked])]
+        for (group, first_token, end_token), numbers in _spans_by_tokens(batch).items():
+            blocks = self._group_blocks(Cut(Span(group), first_token, end_token), announced[group], held[group])
+            rows += [part.view(np.uint64) for plan in self._plans(group, numbers) for part in plan.lower([blocks])]
         return np.concatenate(rows)
 
     def _plans(self, group: str, numbers: Sequence[int]) -> list[GroupPlan]:
-        """Return the plans of these spans; of all, that of the whole group, whose runs are longer."""
+        """Return the plans of these spans; for all spans the plan of the whole group, whose runs are longer."""
         known = self._spans.get(group, {})
         if len(numbers) >= len(known):
             return [self._plan.groups[group]]
@@ -97,23 +97,25 @@ class Part:
         multiple_of = NEVER if goes_at_end else source.tokens_per_position
         return Need(blocks.first_token, blocks.end_token, multiple_of)
 
-    def _asked(self, cut: Cut, announced: AnnouncedBlocks, held: BlockList) -> GroupBlocks:
+    def _group_blocks(self, cut: Cut, announced: AnnouncedBlocks, held: BlockList) -> GroupBlocks:
         plan = self._plan.groups[cut.span.group]
-        source = _covering(held.first_token, held.block_ids, plan.source_group.tokens_per_position, cut)
-        target = _covering(announced.block_token, announced.block_ids, plan.destination_group.tokens_per_position, cut)
+        source = _blocks_covering(held.first_token, held.block_ids, plan.source_group.tokens_per_position, cut)
+        destination = _blocks_covering(
+            announced.block_token, announced.block_ids, plan.destination_group.tokens_per_position, cut
+        )
         return GroupBlocks(
             group=cut.span.group,
             first_token=cut.first_token,
             last_token=cut.end_token,
             source_block_ids=source.block_ids,
             source_first_token=source.first_token,
-            destination_block_ids=target.block_ids,
-            destination_first_token=target.first_token,
+            destination_block_ids=destination.block_ids,
+            destination_first_token=destination.first_token,
         )
 
 
-def _together(batch: Batch) -> dict[tuple[str, int, int], list[int]]:
-    """Return the numbers of the spans whose cuts are of the same group and tokens."""
+def _spans_by_tokens(batch: Batch) -> dict[tuple[str, int, int], list[int]]:
+    """Return the numbers of a batch's spans by group and tokens."""
     found: dict[tuple[str, int, int], list[int]] = {}
     for cut in batch:
         found.setdefault((cut.span.group, cut.first_token, cut.end_token), []).append(cut.span.number)
@@ -121,12 +123,12 @@ def _together(batch: Batch) -> dict[tuple[str, int, int], list[int]]:
 
 
 def selector_of(transfer_id: str) -> int:
-    """Return what chooses between source ranks that hold the same, equal on both sides."""
+    """Return the number that chooses between source ranks with the same bytes, equal on both ranks."""
     return zlib.crc32(transfer_id.encode())
 
 
 def announced_blocks(plan: PairPlan, requests: Sequence[GroupBlocks]) -> tuple[AnnouncedBlocks, ...]:
-    """Return the receiver's blocks of the groups that a source serves."""
+    """Return the destination's blocks of the groups that a source serves."""
     return tuple(
         AnnouncedBlocks(
             group=blocks.group,
@@ -140,14 +142,14 @@ def announced_blocks(plan: PairPlan, requests: Sequence[GroupBlocks]) -> tuple[A
     )
 
 
-def _covering(first_token: int, block_ids: Sequence[int], covers: int, cut: Cut) -> BlockList:
-    """Return the part of a list that holds the tokens."""
+def _blocks_covering(first_token: int, block_ids: Sequence[int], covers: int, cut: Cut) -> BlockList:
+    """Return the blocks of a list that hold the tokens of ``cut``. Raises :class:`HandoffError` (invalid-request)."""
     first, end = (cut.first_token - first_token) // covers, -(-(cut.end_token - first_token) // covers)
     if first < 0 or end > len(block_ids):
         raise HandoffError(
             Reason.INVALID_REQUEST,
-            f"cache group {cut.span.group!r}: tokens {cut.first_token} to {cut.end_token} are wanted of "
+            f"cache group {cut.span.group!r}: tokens {cut.first_token} to {cut.end_token} were asked of "
             f"{len(block_ids)} blocks of {covers} tokens from token {first_token} on.",
-            "Let the prefill engine generate one token only (max_tokens 1): what leaves a window is given back.",
+            "Let the prefill engine generate one token only (max_tokens 1): blocks that leave a window are freed.",
         )
     return BlockList(first_token + first * covers, block_ids[first:end])

@@ -1,14 +1,14 @@
-"""Pushes as the source rank decides them: what is computed, what is on its way, what has landed, who wants it.
+"""Pushes as the source rank decides them: which tokens are computed, in flight and landed, and which are announced.
 
-Pure: the engine's progress, messages and the time are inputs. A :class:`Sending` is one push. What is wanted of it
-lies in *spans*: the tokens of one cache group, in all layers or in the layers that go together. The engine says how far
-each span is final; what is final, wanted and not on its way goes with the next batch, so that a source that falls
-behind sends fewer and larger batches, and nothing queues up. One batch is on its way at a time: after a preemption two
-never write the same bytes.
+Pure: the engine's progress, messages and the time are inputs. A :class:`Sending` is one push. Its tokens lie in
+*spans*: all layers of one cache group, or the layers that a push sends together. The engine says up to which token each
+span is final; the next batch takes all tokens that are final, announced and not sent, so that a source that falls
+behind sends fewer and larger batches, and no queue grows. One batch is in flight at a time: after a preemption two
+batches never write the same bytes.
 
-A :class:`Sender` is all pushes of one rank. A prompt and an announcement meet by the transfer id that the router gave
-both engines, in either order. An announcement that comes late catches up on what was computed before. Not thread-safe:
-the caller holds a lock.
+A :class:`Sender` is all pushes of one rank. The transfer id that the router gave both engines joins a prompt and an
+announcement, whichever comes first. The first batch of a late announcement takes all tokens computed so far. Not
+thread-safe: the caller holds a lock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,9 @@ END = 1 << 62
 
 
 class Need(msgspec.Struct, frozen=True):
-    """Tokens wanted of a span, half-open. But for the last, batches end at tokens that are a ``multiple_of``.
+    """The announced tokens of a span, half-open. Each batch but the last ends at a multiple of ``multiple_of``.
 
-    A state is token 0 to 1, and there only when the prompt has ended: its ``multiple_of`` is larger than it.
+    A state is token 0 to 1, final only when the prompt has ended: its ``multiple_of`` is larger than any token.
     """
 
     first_token: int
@@ -38,7 +38,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Cut(NamedTuple):
-    """Tokens of a span that go with one batch."""
+    """The tokens of a span in one batch."""
 
     span: Span
     first_token: int
@@ -52,12 +52,12 @@ class PushState(Enum):
     """Where a push stands."""
 
     OPEN = "pushing"
-    STOPPING = "waiting for what is on its way"
+    STOPPING = "waiting for the batch in flight"
     OVER = "over"
 
 
 class Sending:
-    """``error`` is None for a push that is open or complete.
+    """One push; ``error`` is None while the push is open and once it is complete.
 
     >>> span = Span("full")
     >>> push = Sending("r", {span: Need(0, 40, 16)}, deadline=30.0)
@@ -73,7 +73,7 @@ class Sending:
         self._needs = dict(needs)
         self._deadline = deadline
         self._reached = {span: need.first_token for span, need in needs.items()}
-        self._on_its_way: Batch = ()
+        self._in_flight: Batch = ()
         self._is_void = False
         self.state = PushState.OPEN
         self.error: KVFerryError | None = None
@@ -81,38 +81,38 @@ class Sending:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is being written."""
-        return not self._on_its_way
+        """Whether no batch is in flight."""
+        return not self._in_flight
 
     def take(self, final: Mapping[Span, int]) -> Batch:
-        """Return what is final and wanted and goes now; empty while something else is on its way."""
-        if self.state is not PushState.OPEN or self._on_its_way:
+        """Return the next batch, which is in flight from now on; empty while another one is or none is final."""
+        if self.state is not PushState.OPEN or self._in_flight:
             return ()
         cuts = [Cut(span, begin, self._ready(span, final.get(span, 0))) for span, begin in self._reached.items()]
-        self._on_its_way = tuple(cut for cut in cuts if cut.end_token > cut.first_token)
+        self._in_flight = tuple(cut for cut in cuts if cut.end_token > cut.first_token)
         self._is_void = False
-        return self._on_its_way
+        return self._in_flight
 
     def landed(self) -> None:
-        """What was on its way has landed; it counts unless its source changed meanwhile."""
-        batch, self._on_its_way = self._on_its_way, ()
+        """The batch in flight has landed; it counts unless :meth:`void` was called since."""
+        batch, self._in_flight = self._in_flight, ()
         if not self._is_void:
             self._reached |= {cut.span: cut.end_token for cut in batch}
         self._settle()
 
     def stopped(self, error: KVFerryError | None) -> None:
-        """What was on its way has ended without landing whole; nothing of it is written any more."""
-        self._on_its_way = ()
+        """The batch in flight has ended without landing whole; no byte of it is written any more."""
+        self._in_flight = ()
         if error is not None:
             self.fail(error)
         self._settle()
 
     def void(self) -> None:
-        """The blocks that are being read may be overwritten: what is on its way is to be sent again."""
+        """The engine may overwrite the blocks of the batch in flight: send the batch again."""
         self._is_void = True
 
     def fail(self, error: KVFerryError) -> None:
-        """Give up, for the first reason there is. Over once nothing is on its way."""
+        """Give up; the first error stays. The push is over once no batch is in flight."""
         if self.state is PushState.OVER:
             return
         if self.error is None:
@@ -130,7 +130,7 @@ class Sending:
         return {
             "state": self.state.value,
             "reached": {f"{span.group}/{span.number}": token for span, token in self._reached.items()},
-            "on_its_way": len(self._on_its_way),
+            "in_flight": len(self._in_flight),
             "error": None if self.error is None else self.error.reason.value,
             "deadline_in": self._deadline - now,
         }
@@ -142,7 +142,7 @@ class Sending:
         return max(self._reached[span], min(final, need.end_token) // need.multiple_of * need.multiple_of)
 
     def _settle(self) -> None:
-        if self.state is PushState.STOPPING and not self._on_its_way:
+        if self.state is PushState.STOPPING and not self._in_flight:
             self.state = PushState.OVER
         elif self.state is PushState.OPEN:
             self._end_if_complete()
@@ -155,7 +155,7 @@ class Sending:
 def _late(transfer_id: str) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
-        f"the prompt of {transfer_id} was not pushed within the time that the receiver gave.",
+        f"the prompt of {transfer_id} was not pushed within the time that the destination gave.",
         "push_timeout_seconds on the decode side sets the limit.",
     )
 
@@ -165,14 +165,14 @@ MAX_REMEMBERED = 1 << 16
 
 
 class BlockList(msgspec.Struct, frozen=True):
-    """An engine's blocks of one prompt in one cache group, from the one that begins at ``first_token`` on."""
+    """An engine's blocks of one prompt in one cache group; the first block begins at ``first_token``."""
 
     first_token: int
     block_ids: Sequence[int]
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """What an engine has computed of one prompt: blocks by cache group, and tokens that are final in every layer.
+    """How far an engine has computed one prompt: its blocks by cache group, and the tokens final in every layer.
 
     ``num_final`` is :data:`kvferry.handoff.push.sender.END` once the prompt has been computed to its end.
     """
@@ -184,7 +184,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class PushRequest(msgspec.Struct, frozen=True):
-    """What one rank of a receiver has announced to this rank. ``deadline`` is on the sender's clock."""
+    """The announcement of one destination rank. ``deadline`` is on this rank's clock."""
 
     key: PushKey
     transfer_id: str
@@ -194,8 +194,8 @@ class PushRequest(msgspec.Struct, frozen=True):
     deadline: float
 
 
-class Over(msgspec.Struct, frozen=True):
-    """How a push ended; ``error``, without a traceback, is None where everything has landed."""
+class Outcome(msgspec.Struct, frozen=True):
+    """How a push ended; ``error``, without a traceback, is None for a push that landed whole."""
 
     error: KVFerryError | None
 
@@ -203,14 +203,14 @@ class Over(msgspec.Struct, frozen=True):
 class Sender:
     """All pushes of one rank.
 
-    >>> side, key, span = Sender(), PushKey("d/0", 7, 1), Span("0")
-    >>> side.announce(PushRequest(key, "x", 32, "p", {span: Need(0, 32, 16)}, deadline=9.0))
+    >>> sender, key, span = Sender(), PushKey("d/0", 7, 1), Span("0")
+    >>> sender.announce(PushRequest(key, "x", 32, "p", {span: Need(0, 32, 16)}, deadline=9.0))
     True
-    >>> side.take(key), side.compute("x", Prompt(32, "p", {}, num_final=16))
+    >>> sender.take(key), sender.compute("x", Prompt(32, "p", {}, num_final=16))
     ((), None)
-    >>> [cut.end_token for cut in side.take(key)], side.landed(key), side.outcome(key)
+    >>> [cut.end_token for cut in sender.take(key)], sender.landed(key), sender.outcome(key)
     ([16], None, None)
-    >>> side.end("x", HandoffError(Reason.ABORTED, "x was aborted.")), side.outcome(key).error.reason.value
+    >>> sender.end("x", HandoffError(Reason.ABORTED, "x was aborted.")), sender.outcome(key).error.reason.value
     (None, 'aborted')
     """
 
@@ -223,7 +223,7 @@ class Sender:
         self._requests: dict[PushKey, PushRequest] = {}
         self._requests_of: dict[str, set[PushKey]] = {}
         self._ended: Bounded[str, KVFerryError] = Bounded(MAX_REMEMBERED)
-        self._over: Bounded[PushKey, Over] = Bounded(MAX_REMEMBERED)
+        self._outcomes: Bounded[PushKey, Outcome] = Bounded(MAX_REMEMBERED)
 
     @property
     def num_open(self) -> int:
@@ -235,8 +235,8 @@ class Sender:
     def begin_step(self, prompts: Mapping[str, Prompt]) -> None:
         """The engine begins a step that computes these prompts, layer by layer.
 
-        Final so far is what former steps have computed here. Not what the engine took from its prefix cache: it names
-        blocks there that another prompt of this very step computes.
+        Only tokens that earlier steps computed here are final so far. Tokens from the engine's prefix cache are not:
+        another prompt of this same step may compute their blocks.
         """
         self._done_spans.clear()
         self._wanted_spans.clear()
@@ -250,12 +250,12 @@ class Sender:
                 self._check_prompt(key)
 
     def reach(self, span: Span) -> bool:
-        """The layers of a span have run in this step, for every prompt in it; return whether somebody wants them."""
+        """The layers of a span have run in this step, for every prompt; return whether a push needs the span."""
         self._done_spans.add(span)
         return span in self._wanted_spans
 
     def compute(self, transfer_id: str, prompt: Prompt) -> None:
-        """The engine has computed so much of a prompt, in every layer."""
+        """The engine has computed ``prompt.num_final`` tokens of a prompt, in every layer."""
         if transfer_id in self._ended:
             return
         self._running.pop(transfer_id, None)
@@ -264,41 +264,41 @@ class Sender:
             self._check_prompt(key)
 
     def preempt(self, transfer_id: str) -> None:
-        """The engine takes the prompt's blocks back and computes it again: what is on its way is void."""
+        """The engine takes the prompt's blocks back and computes the prompt again: batches in flight are void."""
         self._prompts.pop(transfer_id, None)
         self._running.pop(transfer_id, None)
         for key in self._keys_of(transfer_id):
             self._pushes[key].void()
 
     def end(self, transfer_id: str, error: KVFerryError) -> None:
-        """The prompt's blocks are given back: whoever still waits for them waits in vain."""
+        """The engine frees the prompt's blocks: pushes that still need them fail with ``error``."""
         self._prompts.pop(transfer_id, None)
         self._running.pop(transfer_id, None)
         self._ended.setdefault(transfer_id, error.without_traceback())
         for key in self._keys_of(transfer_id):
             self._pushes[key].void()
             self._pushes[key].fail(error)
-            self._sort_out(key)
+            self._record_outcome(key)
 
-    # The receivers' messages.
+    # Messages of destinations.
 
     def introduce(self, receiver: str, epoch: int) -> None:
-        """A rank of a receiver has started, again perhaps: pushes to its former self end."""
+        """A destination rank is in this epoch: pushes to its earlier epochs end."""
         error = HandoffError(Reason.PEER_CHANGED, f"{receiver} was restarted.", "Send the prompt again.")
         for key in [key for key in self._pushes if key.receiver == receiver and key.receiver_epoch != epoch]:
             self._pushes[key].fail(error)
-            self._sort_out(key)
+            self._record_outcome(key)
 
     def announce(self, request: PushRequest) -> bool:
-        """Blocks are ready: return whether that is new. Announcing them again changes nothing.
+        """Begin a push; return False, and do nothing, for an announcement that is known.
 
-        Raises why the push, revoked before perhaps, or the prompt has ended.
+        Raises the :class:`KVFerryError` with which the push or the prompt has ended, such as an earlier revocation's.
         """
         key = request.key
         if key in self._pushes:
             return False
-        if key in self._over:
-            if (error := self._over[key].error) is not None:
+        if key in self._outcomes:
+            if (error := self._outcomes[key].error) is not None:
                 raise error.without_traceback()
             return False
         if (ended := self._ended.get(request.transfer_id)) is not None:
@@ -308,26 +308,28 @@ class Sender:
         self._wanted_spans |= request.needs.keys()
         self._pushes[key] = Sending(request.transfer_id, request.needs, request.deadline)
         self._check_prompt(key)
-        self._sort_out(key)
+        self._record_outcome(key)
         return True
 
     def revoke(self, key: PushKey) -> bool:
-        """Write no more; return whether all is quiet. One that was never announced never will be."""
+        """Stop a push; return whether no batch is in flight. A push that was never announced is refused from now on."""
         error = HandoffError(
-            Reason.ABORTED, "the receiver revoked its blocks.", "The decode engine's log says why it gave the push up."
+            Reason.ABORTED,
+            "the destination revoked its blocks.",
+            "The decode engine's log says why it gave the push up.",
         )
         push = self._pushes.get(key)
         if push is not None:
             push.fail(error)
-            self._sort_out(key)
-        elif key not in self._over:
-            self._over.setdefault(key, Over(error))
+            self._record_outcome(key)
+        elif key not in self._outcomes:
+            self._outcomes.setdefault(key, Outcome(error))
         return key not in self._pushes
 
-    # The pusher.
+    # The job that writes.
 
     def take(self, key: PushKey) -> Batch:
-        """Return what goes now of this push."""
+        """Return the next batch of this push, as :meth:`Sending.take`."""
         push, request = self._pushes.get(key), self._requests.get(key)
         prompt = None if request is None else self._prompts.get(request.transfer_id)
         if push is None or prompt is None or request is None:
@@ -343,42 +345,42 @@ class Sender:
         return prompt is not None and prompt.num_final >= END
 
     def prompt_of(self, key: PushKey) -> Prompt | None:
-        """Return what has been computed of the prompt that the push is of."""
+        """Return how far the push's prompt has been computed."""
         request = self._requests.get(key)
         return None if request is None else self._prompts.get(request.transfer_id)
 
     def landed(self, key: PushKey) -> None:
-        """What was on its way has landed."""
+        """The batch in flight has landed."""
         if push := self._pushes.get(key):
             push.landed()
-            self._sort_out(key)
+            self._record_outcome(key)
 
     def stopped(self, key: PushKey, error: KVFerryError | None) -> None:
-        """What was on its way will not land; nothing of it is written any more."""
+        """The batch in flight has ended without landing whole; no byte of it is written any more."""
         if push := self._pushes.get(key):
             push.stopped(error)
-            self._sort_out(key)
+            self._record_outcome(key)
 
     def fail(self, key: PushKey, error: KVFerryError) -> None:
         """Give a push up."""
         if push := self._pushes.get(key):
             push.fail(error)
-            self._sort_out(key)
+            self._record_outcome(key)
 
     def tick(self, key: PushKey, now: float) -> None:
-        """Give the push up if it is late."""
+        """Give the push up once its deadline has passed."""
         if push := self._pushes.get(key):
             push.tick(now)
-            self._sort_out(key)
+            self._record_outcome(key)
 
     def is_stopping(self, key: PushKey) -> bool:
-        """Return whether what is on its way is to be cancelled."""
+        """Return whether the batch in flight must be cancelled."""
         push = self._pushes.get(key)
         return push is not None and push.state is PushState.STOPPING
 
-    def outcome(self, key: PushKey) -> Over | None:
+    def outcome(self, key: PushKey) -> Outcome | None:
         """Return how the push ended, once it is over."""
-        return self._over.get(key)
+        return self._outcomes.get(key)
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """Return the state as plain data: prompts' final tokens, and each open push with its remaining seconds."""
@@ -402,20 +404,20 @@ class Sender:
         self._pushes[key].fail(
             HandoffError(
                 Reason.INVALID_REQUEST,
-                f"{key.receiver} wants {request.num_tokens} tokens of {request.transfer_id}, which is another prompt "
-                f"of {prompt.num_tokens} here.",
+                f"{key.receiver} announced blocks for {request.num_tokens} tokens of {request.transfer_id}, which is "
+                f"another prompt here, of {prompt.num_tokens} tokens.",
                 "Send the same prompt, template, images and cache_salt to both engines, which have each adapter under "
                 "one name and path.",
             )
         )
-        self._sort_out(key)
+        self._record_outcome(key)
 
-    def _sort_out(self, key: PushKey) -> None:
+    def _record_outcome(self, key: PushKey) -> None:
         push = self._pushes.get(key)
         if push is not None and push.state is PushState.OVER:
             del self._pushes[key]
             self._forget_request(self._requests.pop(key))
-            self._over.setdefault(key, Over(push.error))
+            self._outcomes.setdefault(key, Outcome(push.error))
 
     def _forget_request(self, request: PushRequest) -> None:
         keys = self._requests_of[request.transfer_id]

@@ -1,6 +1,6 @@
-"""Hosts as addresses: where a control end point listens, and what the host of a request stands for.
+"""Hosts as addresses: where a control end point listens, and the addresses of a host that a request names.
 
-Names are looked up here and not by zmq, which does so on the one thread that serves all of its sockets.
+kvferry looks names up itself: zmq would do so on the one thread that serves all of its sockets.
 """
 
 import ipaddress
@@ -15,11 +15,11 @@ from kvferry.errors import HandoffError, Reason
 logger = logging.getLogger(__name__)
 
 MAX_ADDRESSES = 8
-"""Of one name, so many are tried."""
+"""Addresses of one name that are tried."""
 
 
 def is_wildcard(host: str) -> bool:
-    """Return whether listening on ``host`` means every interface, which is no address to reach anyone at.
+    """Return whether listening on ``host`` means every interface; no peer can connect to such an address.
 
     >>> [is_wildcard(host) for host in ("0.0.0.0", "0", "[::]", "*", "127.0.0.1", "::1", "prefill-0")]
     [True, True, True, True, False, False, False]
@@ -30,7 +30,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_numeric(host: str) -> bool:
-    """Return whether the host is an address and no name.
+    """Return whether the host is an address, not a name.
 
     >>> is_numeric("[::1]"), is_numeric("127.0.0.1"), is_numeric("localhost")
     (True, True, False)
@@ -53,7 +53,7 @@ def is_ipv6(host: str) -> bool:
 
 
 def in_url(host: str) -> str:
-    """Return the host as addresses with a port name it.
+    """Return the host as it is written before a port.
 
     >>> in_url("::1"), in_url("prefill-0")
     ('[::1]', 'prefill-0')
@@ -62,7 +62,7 @@ def in_url(host: str) -> str:
 
 
 def end_point(host: str, port: int | str) -> str:
-    """Return the end point as zmq names it.
+    """Return the end point in zmq's notation.
 
     >>> end_point("::1", 5600), end_point("127.0.0.1", "*")
     ('tcp://[::1]:5600', 'tcp://127.0.0.1:*')
@@ -71,11 +71,11 @@ def end_point(host: str, port: int | str) -> str:
 
 
 def find_address(host: str, port: int, timeout_seconds: float) -> str:
-    """Return the address at which ``host`` listens on ``port``: looked up and tried, on the caller's thread.
+    """Return the address at which ``host`` listens on ``port``: looked up and tried on the caller's thread.
 
-    Where none answers in time it is the first that does not say no. Raises :class:`HandoffError` (peer-unreachable)
-    for a name that stands for no address, and at once where nothing listens: zmq would go on knocking, but an epoch is
-    one process's, so who is gone will not come back.
+    Where no address accepts in time, return the first that does not refuse. Raises :class:`HandoffError`
+    (peer-unreachable) for a name without an address, and at once where every address refuses: zmq would try again for
+    ever, but an epoch ends with its process, so a process that has ended does not come back.
     """
     deadline = time.monotonic() + timeout_seconds
     silent: list[str] = []
@@ -96,14 +96,14 @@ def find_address(host: str, port: int, timeout_seconds: float) -> str:
     raise HandoffError(
         Reason.PEER_UNREACHABLE,
         f"nothing listens on {host}:{port}.",
-        "The prefill engine has ended, or its kvferry host and port are not what it says: check its log.",
+        "The prefill engine has ended, or does not listen on the host and port that it advertises: check its log.",
     )
 
 
 def nothing_listens(host: str, port: int, timeout_seconds: float) -> bool:
-    """Return whether all that ``host`` stands for say that nothing listens there.
+    """Return whether every address of ``host`` refuses a connection to ``port``.
 
-    A name that cannot be looked up, or silence, proves nothing.
+    A name that cannot be looked up, or an address that does not answer, proves nothing.
     """
     try:
         addresses = _addresses(host, port)
@@ -126,7 +126,7 @@ def _addresses(host: str, port: int) -> Sequence[str]:
     except (OSError, ValueError) as error:
         raise HandoffError(
             Reason.PEER_UNREACHABLE,
-            f"{host!r} is no address of a prefill engine: {error}.",
+            f"the prefill engine's host {host!r} cannot be looked up: {error}.",
             'Set "advertised_host" on the prefill side to an address or a name that this machine knows.',
         ) from error
     return list(dict.fromkeys(str(place[4][0]) for place in found))[:MAX_ADDRESSES]

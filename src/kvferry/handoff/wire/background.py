@@ -1,4 +1,4 @@
-"""What takes long and may fail, such as a handshake, on threads of its own: started once, fetched without blocking."""
+"""Calls that take long and may fail, such as handshakes, each on a thread; fetching a result never blocks."""
 
 import logging
 import threading
@@ -11,11 +11,11 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 logger = logging.getLogger(__name__)
 
 MAX_RUNNING = 64
-"""Threads of one kind at a time. Whoever comes when so many run waits for one of them to end."""
+"""Calls of one kind that run at a time; a further call starts when one of them has ended."""
 FAILURE_SECONDS = 2.0
-"""So long a failure meets all that come; then one tries again."""
+"""How long a failed call answers for its key; then the next request calls again."""
 UNCLAIMED_SECONDS = 30.0
-"""So long what nobody has come for is kept."""
+"""How long a result that nobody fetched is kept."""
 
 Key = TypeVar("Key", bound=Hashable)
 Found = TypeVar("Found")
@@ -24,12 +24,12 @@ Found = TypeVar("Found")
 class BackgroundCall(Generic[Found]):
     """One call on a thread of its own, whose result is fetched without blocking. ``wake`` is called when it ends."""
 
-    def __init__(self, name: str, find: Callable[[], Found], wake: Callable[[], None] = lambda: None) -> None:
-        self._found: Found | None = None
+    def __init__(self, name: str, call: Callable[[], Found], wake: Callable[[], None] = lambda: None) -> None:
+        self._result: Found | None = None
         self._error: KVFerryError | None = None
         self._started_at = time.monotonic()
         self._ended_at: float | None = None
-        self._find = find
+        self._call = call
         self._wake = wake
         self._name = name
         self._thread = threading.Thread(target=self._run, name=f"kvferry-{name}", daemon=True)
@@ -37,51 +37,51 @@ class BackgroundCall(Generic[Found]):
 
     @property
     def is_running(self) -> bool:
-        """Whether the result is still awaited."""
+        """Whether the call has not ended."""
         return self._ended_at is None
 
-    def has_run(self, seconds: float) -> bool:
-        """Return whether the result has been awaited for longer than this."""
+    def runs_longer_than(self, seconds: float) -> bool:
+        """Return whether the call has not ended and began more than ``seconds`` ago."""
         return self._ended_at is None and time.monotonic() - self._started_at > seconds
 
-    def is_forgotten(self, now: float) -> bool:
-        """Return whether it ended so long ago that whoever comes now begins anew."""
+    def is_expired(self, now: float) -> bool:
+        """Return whether the call ended so long ago that a request for its key calls again."""
         kept = UNCLAIMED_SECONDS if self._error is None else FAILURE_SECONDS
         return self._ended_at is not None and now - self._ended_at > kept
 
-    def is_older(self, seconds: float) -> bool:
-        """Return whether it ended longer ago than this."""
+    def is_older_than(self, seconds: float) -> bool:
+        """Return whether the call ended more than ``seconds`` ago."""
         return self._ended_at is not None and time.monotonic() - self._ended_at > seconds
 
     def fail(self, error: KVFerryError) -> None:
-        """Remember why it came to nothing, as what was found may turn out to be of no use."""
+        """Replace the result by an error: the caller found the result to be of no use."""
         if self._error is None:
             self._error, self._ended_at = error.without_traceback(), time.monotonic()
 
     def result(self) -> Found:
-        """Return what was found or raise why not; it must have ended."""
+        """Return the result of the call, which must have ended, or raise its error."""
         if self._error is not None:
             raise self._error.without_traceback()
-        if self._found is None:
+        if self._result is None:
             raise HandoffError(
                 Reason.PEER_UNREACHABLE, f"the {self._name} ended without a result.", "Send the request again."
             )
-        return self._found
+        return self._result
 
     def _run(self) -> None:
         try:
-            self._found = self._find()
+            self._result = self._call()
         except KVFerryError as error:
             self._error = error.without_traceback()
         except Exception as error:
             logger.exception("kvferry: a %s failed unexpectedly", self._name)
-            self._error = unforeseen(self._name, error)
+            self._error = unexpected_error(self._name, error)
         self._ended_at = time.monotonic()
         self._wake()
 
 
 class BackgroundCalls(Generic[Key, Found]):
-    """Calls beside by what they are for: one for each key, and at most :data:`MAX_RUNNING` at a time.
+    """Background calls by key: one for each key, and at most :data:`MAX_RUNNING` at a time.
 
     >>> lookups = BackgroundCalls[str, int]("lookup")
     >>> while (found := lookups.get("a", lambda: 7)) is None:
@@ -98,31 +98,31 @@ class BackgroundCalls(Generic[Key, Found]):
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, key: Key, find: Callable[[], Found]) -> BackgroundCall[Found] | None:
-        """Return the call for this key once it has ended; before that None, and it is started where there is none."""
+    def get(self, key: Key, call: Callable[[], Found]) -> BackgroundCall[Found] | None:
+        """Return the call for this key once it has ended, else None; start it where there is none."""
         now = time.monotonic()
         known = self._known.get(key)
-        if known is None or known.is_forgotten(now):
-            self._known = {key: each for key, each in self._known.items() if not each.is_forgotten(now)}
+        if known is None or known.is_expired(now):
+            self._known = {key: each for key, each in self._known.items() if not each.is_expired(now)}
             if sum(each.is_running for each in self._known.values()) >= MAX_RUNNING:
                 return None
-            known = self._known[key] = BackgroundCall(self._name, find, self._wake)
+            known = self._known[key] = BackgroundCall(self._name, call, self._wake)
         return None if known.is_running else known
 
-    def has_run(self, key: Key, seconds: float) -> bool:
-        """Return whether the call for this key has been under way for longer than this."""
+    def runs_longer_than(self, key: Key, seconds: float) -> bool:
+        """Return whether the call for this key has run for more than ``seconds``."""
         known = self._known.get(key)
-        return known is not None and known.has_run(seconds)
+        return known is not None and known.runs_longer_than(seconds)
 
     def forget(self, key: Key) -> None:
-        """Begin anew for whoever comes next."""
+        """Forget the result: the next request for this key calls again."""
         self._known.pop(key, None)
 
 
-def unforeseen(what: str, error: Exception) -> HandoffError:
-    """Return how something ended that nobody foresaw to fail."""
+def unexpected_error(what: str, error: Exception) -> HandoffError:
+    """Return the error for an exception that the code does not expect."""
     return HandoffError(
         Reason.PEER_UNREACHABLE,
         f"the {what} failed: {type(error).__name__}: {error}.",
-        "The log has the whole of it; please report it.",
+        "Please report it with the traceback in the log.",
     )

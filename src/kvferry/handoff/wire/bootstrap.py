@@ -1,8 +1,8 @@
-"""Where a router and receivers learn which engine pushes: the bootstrap query of Mooncake's protocol.
+"""Where a router and decode engines learn which engine pushes: the bootstrap query of Mooncake's protocol.
 
 A router asks ``GET /query`` once, at its start, reads ``{"0": {"engine_id": ...}}`` and hands that engine id, with the
-address it asked, to decode engines. Those ask the same address for the rest. The engine id names the life of the
-engine's process too: a router that remembers a former one is found out.
+address it asked, to decode engines, which ask the same address for the offer. The engine id includes the epoch: a
+decode engine refuses the id of an earlier epoch, which a router may remember.
 """
 
 import errno
@@ -28,17 +28,17 @@ from kvferry.handoff.wire.background import BackgroundCalls
 
 MAX_ANSWER_BYTES = 1 << 16
 QUERY_SECONDS = 5.0
-"""So long an address may be silent."""
+"""How long an address may send nothing."""
 ANSWER_SECONDS = 15.0
-"""So long it may take to answer, however slowly it goes on."""
+"""How long an answer may take as a whole."""
 MAX_OFFERS = 1024
 MAX_CONNECTIONS = 64
-"""So many that ask are answered at a time."""
+"""Queries that are answered at a time."""
 _ADDRESS = re.compile(r"http://(\[[0-9A-Za-z:.%_-]{2,255}\]|[0-9A-Za-z._-]{1,255}):([0-9]{1,5})/?")
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A sending engine: where its control end point is, in which epoch, and its block sizes by cache group."""
+    """A prefill engine that pushes: its control end point with the epoch, and its block sizes by cache group."""
 
     version: Unsigned
     engine_id: Identifier
@@ -47,19 +47,19 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One data-parallel rank in the answer; ``worker_addr`` is what vLLM's own connector has there."""
+    """One data-parallel rank in the answer. vLLM's own connector has ``worker_addr`` there, which is ignored."""
 
     engine_id: Identifier
     kvferry: Offer | None = None
 
 
-def life_of(engine_id: str, epoch: int) -> str:
-    """Return the id under which a router knows one life of an engine."""
+def id_in_epoch(engine_id: str, epoch: int) -> str:
+    """Return the id under which a router knows an engine in one epoch."""
     return f"{engine_id}@{epoch:x}"
 
 
 class _Server(ThreadingHTTPServer):
-    """Closes connections that come while so many are being answered."""
+    """Closes a connection that comes while :data:`MAX_CONNECTIONS` are being answered."""
 
     def __init__(self, *arguments: Any) -> None:
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
@@ -79,8 +79,8 @@ class _SixServer(_Server):
     address_family = socket.AF_INET6
 
 
-class Bootstrap:
-    """Answers ``GET /query`` with one offer, on a thread of its own, for as long as it is open."""
+class BootstrapServer:
+    """Answers ``GET /query`` with one offer, on a thread, until closed."""
 
     def __init__(self, host: str, port: int, offer: Offer) -> None:
         body = json.dumps(
@@ -128,8 +128,8 @@ def _handler(body: bytes) -> type[BaseHTTPRequestHandler]:
 def parse_address(address: str) -> tuple[str, int]:
     """Return the host and the port of a bootstrap address.
 
-    Clients and routers can write the address: a path, a query or a user name in it would ask other servers for other
-    things than :func:`query` means to. Raises :class:`HandoffError` (malformed-message).
+    Clients and routers can write the address: with a path, a query or a user name :func:`query` would send another
+    request than its own. Raises :class:`HandoffError` (malformed-message).
 
     >>> parse_address("http://prefill-0:8998"), parse_address("http://[::1]:8998/")
     (('prefill-0', 8998), ('[::1]', 8998))
@@ -138,7 +138,7 @@ def parse_address(address: str) -> tuple[str, int]:
     if found is None or not 1 <= int(found[2]) <= 65535:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
-            f"{address[:100]!r} is no bootstrap address.",
+            f"{address[:100]!r} is not a bootstrap address.",
             "Give the router each prefill engine's address as http://host:port, where port is its bootstrap_port, "
             "without a path.",
         )
@@ -149,7 +149,7 @@ def query(address: str) -> list[Entry]:
     """Ask a bootstrap address (``http://host:port``). Raises :class:`HandoffError`."""
     host, port = parse_address(address)
     try:
-        # Not through a proxy that the environment names, and no redirect is followed: engines know each other.
+        # HTTPConnection uses no proxy of the environment and follows no redirect: engines know each other.
         with closing(HTTPConnection(bare(host), port, timeout=QUERY_SECONDS)) as connection:
             connection.request("GET", "/query")
             response = connection.getresponse()
@@ -158,7 +158,7 @@ def query(address: str) -> list[Entry]:
         raise HandoffError(
             Reason.PEER_UNREACHABLE,
             f"the bootstrap address {address} does not answer: {error}.",
-            "Check that the prefill engine runs, and that its bootstrap_port is what the router was given.",
+            "Check that the prefill engine runs, and that the router has its bootstrap_port.",
         ) from error
     if status != HTTPStatus.OK:
         raise HandoffError(
@@ -171,13 +171,13 @@ def query(address: str) -> list[Entry]:
     except msgspec.MsgspecError as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
-            f"{address} answers no bootstrap query: {error}.",
+            f"the answer of {address} to the bootstrap query is malformed: {error}.",
             "Give the router each prefill engine's bootstrap_port.",
         ) from error
 
 
-class Bootstraps:
-    """Offers by bootstrap address, asked for on threads and remembered; for one thread."""
+class BootstrapQueries:
+    """Offers by bootstrap address: asked for on threads, and remembered. One thread may use it."""
 
     def __init__(self, ask: Callable[[str], list[Entry]] = query) -> None:
         self._ask = ask
@@ -185,22 +185,22 @@ class Bootstraps:
         self._queries: BackgroundCalls[tuple[str, str], Offer] = BackgroundCalls("bootstrap query")
 
     def get(self, address: str, engine_id: str) -> Offer | None:
-        """Return the offer of the engine that the router means, None while it is asked for.
+        """Return the offer of the engine that the router names, None while the query runs.
 
-        Raises :class:`HandoffError`: peer-changed where another life of the engine answers there, and whatever the
-        query comes to; a later request tries again.
+        Raises :class:`HandoffError`: peer-changed where an engine in another epoch answers there, and as
+        :func:`query`; a later request asks again.
         """
         known = self._offers.get(address)
         if known is not None and known.engine_id == engine_id:
             return known
         key = address, engine_id
         found = self._queries.get(key, lambda: _choose(self._ask(address), address, engine_id))
-        if found is None and self._queries.has_run(key, ANSWER_SECONDS):
-            # It stays known, and counted, until it ends.
+        if found is None and self._queries.runs_longer_than(key, ANSWER_SECONDS):
+            # The query is kept, and counts, until it ends.
             raise HandoffError(
                 Reason.DEADLINE_EXCEEDED,
                 f"the bootstrap address {address} has not answered within {ANSWER_SECONDS:g} s.",
-                "Check that the prefill engine runs, and that its bootstrap_port is what the router was given.",
+                "Check that the prefill engine runs, and that the router has its bootstrap_port.",
             )
         if found is None:
             return None
@@ -211,7 +211,7 @@ class Bootstraps:
         return offer
 
     def forget(self, address: str) -> None:
-        """What is known may be of a former life of the engine: ask again for the next request."""
+        """The offer may be of an earlier epoch: ask again for the next request."""
         self._offers.pop(address, None)
 
 
@@ -220,15 +220,15 @@ def _choose(entries: list[Entry], address: str, engine_id: str) -> Offer:
     if not offers:
         raise HandoffError(
             Reason.PROTOCOL_MISMATCH,
-            f"the engine at {address} is none of kvferry's.",
+            f"the engine at {address} does not run kvferry.",
             'Start it with KVFerryConnector and "mode": "push".',
         )
     found = next((offer for offer in offers if offer.engine_id == engine_id), None)
     if found is None:
         raise HandoffError(
             Reason.PEER_CHANGED,
-            f"the router names engine {engine_id}, but at {address} answers {offers[0].engine_id}.",
-            "The prefill engine was restarted and the router remembers the former one: restart the router.",
+            f"the router names engine {engine_id}, but engine {offers[0].engine_id} answers at {address}.",
+            "The prefill engine was restarted and the router remembers its earlier epoch: restart the router.",
         )
     check_version(found.version)
     return found

@@ -1,7 +1,7 @@
-"""Sends questions to prefill engines and hands back their answers, on a thread of its own.
+"""Sends questions to servers and returns their answers, on a thread.
 
-Lost messages are sent again until answered or until their deadline; the answers are
-collected without blocking. Names are looked up beside: one that is answered late holds nobody else up.
+The client sends a lost message again until it is answered or its deadline; collecting answers never blocks. Names are
+looked up on other threads, so that a slow look-up delays no other question.
 """
 
 import logging
@@ -28,11 +28,11 @@ LOOKUP_SECONDS = 10.0
 MAX_SOCKETS = 512
 PAUSE_SECONDS = 0.1
 CLOSING_MILLISECONDS = 500
-"""So long the last questions have at the end to leave."""
+"""How long closing waits for the last questions to be sent."""
 
 
 class Exchange(msgspec.Struct):
-    """One question on its way. ``answer`` is None when the deadline passed first."""
+    """One question and its ``answer``, which is None when the deadline passed first."""
 
     host: str
     port: int
@@ -44,7 +44,7 @@ class Exchange(msgspec.Struct):
 
 
 class Client:
-    """Delivers questions; :meth:`collect` returns what came back.
+    """Delivers questions; :meth:`collect` returns the exchanges that have ended.
 
     Any thread may send; one thread should collect.
     """
@@ -53,7 +53,7 @@ class Client:
         self._outgoing: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
         self._returned: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
         self._stop = threading.Event()
-        # One of its own: whatever a peer does to these sockets, the others of this process go on.
+        # A context of its own: a peer that disturbs these sockets disturbs no other socket of this process.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake_receiver = self._context.socket(zmq.PULL)
         self._wake_receiver.bind("inproc://wake")
@@ -62,7 +62,7 @@ class Client:
         self._wake_lock = threading.Lock()
         self._sequence = count(1)
         self._unsent: list[Exchange] = []
-        self._on_the_way: dict[bytes, Exchange] = {}
+        self._awaiting_answer: dict[bytes, Exchange] = {}
         self._lookups: BackgroundCalls[tuple[str, int], str] = BackgroundCalls("lookup", self._wake)
         self._sockets: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._used_at: dict[tuple[str, int], float] = {}
@@ -70,26 +70,26 @@ class Client:
         self._thread.start()
 
     def send(self, host: str, port: int, question: Question, timeout_seconds: float) -> None:
-        """Queue a question; its parcel comes back through :meth:`collect`, answered or not."""
+        """Queue a question; :meth:`collect` returns its exchange, answered or not."""
         self._outgoing.put(Exchange(host, port, question, time.monotonic() + timeout_seconds))
         self._wake()
 
     def collect(self) -> list[Exchange]:
-        """Return the parcels that came back since the last call."""
+        """Return the exchanges that have ended since the last call."""
         returned = []
         while not self._returned.empty():
             returned.append(self._returned.get_nowait())
         return returned
 
     def close(self) -> None:
-        """Stop; questions not yet sent are sent once, answers are no longer awaited. Twice is fine."""
+        """Send unsent questions once, await no more answers, and stop. Twice is fine."""
         if not self._stop.is_set():
             self._stop.set()
             self._wake()
         self._thread.join(timeout=5)
 
     def _wake(self) -> None:
-        # A full pipe already wakes the thread: the caller never waits for it.
+        # A full pipe already wakes the thread: the caller need not wait for room.
         with self._wake_lock, suppress(zmq.Again):
             if not self._wake_sender.closed:
                 self._wake_sender.send(b"", zmq.NOBLOCK)
@@ -101,7 +101,7 @@ class Client:
             try:
                 self._turn(poller)
             except Exception:
-                # Nothing that one question or peer does may end the thread that carries all others.
+                # No question and no peer may end the thread that carries all others.
                 logger.exception("kvferry client: a turn failed")
                 self._stop.wait(PAUSE_SECONDS)
         self._take_outgoing(poller)
@@ -127,8 +127,8 @@ class Client:
         self._close_idle(poller, time.monotonic())
 
     def _milliseconds_to_next_event(self) -> int:
-        events = [parcel.deadline for parcel in self._unsent]
-        events += [min(parcel.resend_at, parcel.deadline) for parcel in self._on_the_way.values()]
+        events = [exchange.deadline for exchange in self._unsent]
+        events += [min(exchange.resend_at, exchange.deadline) for exchange in self._awaiting_answer.values()]
         now = time.monotonic()
         return max(1, min(1000, int((min(events, default=now + 1) - now) * 1000)))
 
@@ -136,90 +136,90 @@ class Client:
         while not self._outgoing.empty():
             self._unsent.append(self._outgoing.get_nowait())
         unsent, self._unsent = self._unsent, []
-        for parcel in unsent:
+        for exchange in unsent:
             try:
-                if not self._has_socket(parcel, poller):
-                    self._unsent.append(parcel)
+                if not self._has_socket(exchange, poller):
+                    self._unsent.append(exchange)
                     continue
                 sequence = next(self._sequence).to_bytes(8, "big")
-                self._send(sequence, parcel)
+                self._send(sequence, exchange)
             except Exception as error:
-                self._return_unsent(parcel, error)
+                self._return_unsent(exchange, error)
             else:
-                self._on_the_way[sequence] = parcel
+                self._awaiting_answer[sequence] = exchange
 
-    def _return_unsent(self, parcel: Exchange, error: Exception) -> None:
+    def _return_unsent(self, exchange: Exchange, error: Exception) -> None:
         remedy = error.remedy if isinstance(error, KVFerryError) else ""
         why = error.message if isinstance(error, KVFerryError) else str(error)
-        problem = f"nothing can be sent to {parcel.host}:{parcel.port}: {why}"
-        parcel.answer = Refusal(Reason.PEER_UNREACHABLE.value, problem[:MAX_TEXT_LENGTH], remedy)
-        self._returned.put(parcel)
+        problem = f"no question can be sent to {exchange.host}:{exchange.port}: {why}"
+        exchange.answer = Refusal(Reason.PEER_UNREACHABLE.value, problem[:MAX_TEXT_LENGTH], remedy)
+        self._returned.put(exchange)
 
-    def _has_socket(self, parcel: Exchange, poller: zmq.Poller) -> bool:
-        """Return whether the parcel can be sent, False while its host's address is looked for."""
-        destination = parcel.host, parcel.port
-        if destination in self._sockets:
+    def _has_socket(self, exchange: Exchange, poller: zmq.Poller) -> bool:
+        """Return whether the question can be sent: False while its host is looked up."""
+        server = exchange.host, exchange.port
+        if server in self._sockets:
             return True
-        address = parcel.host
+        address = exchange.host
         if not is_numeric(address):
-            lookup = self._lookups.get(destination, lambda: find_address(*destination, LOOKUP_SECONDS))
+            lookup = self._lookups.get(server, lambda: find_address(*server, LOOKUP_SECONDS))
             if lookup is None:
                 return False
             address = lookup.result()
-            self._lookups.forget(destination)
+            self._lookups.forget(server)
         self._make_room(poller)
-        self._sockets[destination] = _connected(self._context, address, parcel.port)
-        poller.register(self._sockets[destination], zmq.POLLIN)
+        self._sockets[server] = _connected(self._context, address, exchange.port)
+        poller.register(self._sockets[server], zmq.POLLIN)
         return True
 
-    def _send(self, sequence: bytes, parcel: Exchange) -> None:
+    def _send(self, sequence: bytes, exchange: Exchange) -> None:
         now = time.monotonic()
-        destination = (parcel.host, parcel.port)
-        self._used_at[destination] = now
-        # An answer may be to the first sending: a lease is counted from that.
-        parcel.sent_at = parcel.sent_at or now
-        parcel.resend_at = now + RESEND_SECONDS
+        server = (exchange.host, exchange.port)
+        self._used_at[server] = now
+        # The answer may be to the first sending, so a lease counts from that.
+        exchange.sent_at = exchange.sent_at or now
+        exchange.resend_at = now + RESEND_SECONDS
         try:
-            self._sockets[destination].send_multipart([sequence, protocol.encode(parcel.question)], zmq.NOBLOCK)
+            self._sockets[server].send_multipart([sequence, protocol.encode(exchange.question)], zmq.NOBLOCK)
         except zmq.Again:
-            logger.debug("kvferry client: %s:%d takes no message now", *destination)
+            logger.debug("kvferry client: the socket to %s:%d is full, the question is sent again later", *server)
 
     def _receive(self, socket: "zmq.Socket[bytes]") -> None:
         frames = socket.recv_multipart(zmq.NOBLOCK)
-        parcel = self._on_the_way.get(frames[0]) if len(frames) == 2 else None
-        if parcel is None or self._sockets[parcel.host, parcel.port] is not socket:
+        exchange = self._awaiting_answer.get(frames[0]) if len(frames) == 2 else None
+        if exchange is None or self._sockets[exchange.host, exchange.port] is not socket:
             return
         try:
-            parcel.answer = protocol.decode_answer(frames[1])
+            exchange.answer = protocol.decode_answer(frames[1])
         except HandoffError as error:
-            logger.warning("kvferry client: %s:%d answered badly: %s", parcel.host, parcel.port, error)
-            parcel.answer = Refusal(error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy)
-        del self._on_the_way[frames[0]]
-        self._returned.put(parcel)
+            logger.warning("kvferry client: the answer of %s:%d is malformed: %s", exchange.host, exchange.port, error)
+            exchange.answer = Refusal(error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy)
+        del self._awaiting_answer[frames[0]]
+        self._returned.put(exchange)
 
     def _resend_or_give_up(self, now: float) -> None:
-        late = [parcel for parcel in self._unsent if now >= parcel.deadline]
-        self._unsent = [parcel for parcel in self._unsent if now < parcel.deadline]
-        for parcel in late:
-            self._returned.put(parcel)
-        for sequence, parcel in list(self._on_the_way.items()):
-            if now >= parcel.deadline:
-                del self._on_the_way[sequence]
-                self._returned.put(parcel)
-            elif now >= parcel.resend_at:
+        late = [exchange for exchange in self._unsent if now >= exchange.deadline]
+        self._unsent = [exchange for exchange in self._unsent if now < exchange.deadline]
+        for exchange in late:
+            self._returned.put(exchange)
+        for sequence, exchange in list(self._awaiting_answer.items()):
+            if now >= exchange.deadline:
+                del self._awaiting_answer[sequence]
+                self._returned.put(exchange)
+            elif now >= exchange.resend_at:
                 try:
-                    self._send(sequence, parcel)
+                    self._send(sequence, exchange)
                 except Exception as error:
-                    del self._on_the_way[sequence]
-                    self._return_unsent(parcel, error)
+                    del self._awaiting_answer[sequence]
+                    self._return_unsent(exchange, error)
 
     def _close_idle(self, poller: zmq.Poller, now: float) -> None:
-        for destination in self._idle():
-            if now - self._used_at[destination] > IDLE_SOCKET_SECONDS:
-                self._close(destination, poller)
+        for server in self._idle():
+            if now - self._used_at[server] > IDLE_SOCKET_SECONDS:
+                self._close(server, poller)
 
     def _make_room(self, poller: zmq.Poller) -> None:
-        """Close the connection that was used longest ago where there are as many as may be."""
+        """Close the connection that was used longest ago where there are :data:`MAX_SOCKETS`."""
         if len(self._sockets) < MAX_SOCKETS:
             return
         idle = self._idle()
@@ -227,25 +227,25 @@ class Client:
             raise HandoffError(
                 Reason.PEER_UNREACHABLE,
                 f"questions to {MAX_SOCKETS} prefill engines wait for their answers.",
-                "Check what kv_transfer_params name: few engines should be so many.",
+                "Check the hosts and ports in kv_transfer_params: no deployment has so many engines.",
             )
         self._close(min(idle, key=self._used_at.__getitem__), poller)
 
     def _idle(self) -> list[tuple[str, int]]:
-        busy = {(parcel.host, parcel.port) for parcel in self._on_the_way.values()}
-        return [destination for destination in self._used_at if destination not in busy]
+        busy = {(exchange.host, exchange.port) for exchange in self._awaiting_answer.values()}
+        return [server for server in self._used_at if server not in busy]
 
-    def _close(self, destination: tuple[str, int], poller: zmq.Poller) -> None:
-        poller.unregister(self._sockets[destination])
-        self._sockets.pop(destination).close()
-        del self._used_at[destination]
+    def _close(self, server: tuple[str, int], poller: zmq.Poller) -> None:
+        poller.unregister(self._sockets[server])
+        self._sockets.pop(server).close()
+        del self._used_at[server]
 
 
 def ask(host: str, port: int, question: Question, timeout_seconds: float) -> Answer:
-    """Ask one question on the caller's thread and wait for its answer, in all no longer than the timeout.
+    """Ask one question on the caller's thread and wait at most ``timeout_seconds`` for its answer.
 
-    Only a name may take longer to look up. Raises :class:`HandoffError`: peer-unreachable when nothing listens there or
-    no answer came in time, the refusal's reason when the peer refused.
+    Raises :class:`HandoffError`: peer-unreachable where nothing listens or no answer comes in time, the refusal's
+    reason where the peer refuses. Looking a name up may take longer.
     """
     deadline = time.monotonic() + timeout_seconds
     address = find_address(host, port, timeout_seconds)
@@ -277,7 +277,7 @@ def _connected(context: "zmq.Context[zmq.Socket[bytes]]", address: str, port: in
         socket.close()
         raise HandoffError(
             Reason.PEER_UNREACHABLE,
-            f"{address}:{port} is no address of a prefill engine: {error.strerror}.",
+            f"the prefill engine's address {address}:{port} is not valid: {error.strerror}.",
             "Check that the router copies the prefill engine's kv_transfer_params whole.",
         ) from error
     return socket

@@ -37,48 +37,48 @@ class HoldMessages:
         self._holds_of: dict[tuple[str, int, int, Handle], RemoteHold] = {}
 
     def release(self, holds: Iterable[RemoteHold], timeout_seconds: float) -> None:
-        """Tell the prefill engines that no request here uses these any more; sent again until acknowledged."""
+        """Release holds that no request of this engine uses any more; sent again until acknowledged."""
         for (host, port, epoch), handles in _batches(holds):
             self._client.send(host, port, Release(epoch, handles), timeout_seconds)
 
     def renew(self, holds: Iterable[RemoteHold], timeout_seconds: float) -> None:
-        """Ask the prefill engines to keep these; a hold whose last renewal has no answer yet is left out."""
-        holds = [hold for hold in holds if (*hold.destination, hold.handle) not in self._holds_of]
+        """Renew the leases of these holds, but not of one whose last renewal has no answer yet."""
+        holds = [hold for hold in holds if (*hold.engine, hold.handle) not in self._holds_of]
         for hold in holds:
-            self._holds_of[(*hold.destination, hold.handle)] = hold
+            self._holds_of[(*hold.engine, hold.handle)] = hold
         for (host, port, epoch), handles in _batches(holds):
             self._client.send(host, port, Renew(epoch, handles), timeout_seconds)
 
     def collect(self) -> list[RenewalOutcome]:
         """Return the renewals that were answered since the last call."""
         outcomes: list[RenewalOutcome] = []
-        for parcel in self._client.collect():
-            if isinstance(parcel.question, Renew):
-                outcomes.extend(self._renewal_outcome(parcel, parcel.question))
-            elif parcel.answer is None or isinstance(parcel.answer, Refusal):
-                _log_undelivered(parcel)
+        for exchange in self._client.collect():
+            if isinstance(exchange.question, Renew):
+                outcomes.extend(self._renewal_outcome(exchange, exchange.question))
+            elif exchange.answer is None or isinstance(exchange.answer, Refusal):
+                _log_undelivered(exchange)
         return outcomes
 
     def close(self) -> None:
         """Stop the client; twice is fine."""
         self._client.close()
 
-    def _renewal_outcome(self, parcel: Exchange, question: Renew) -> Iterator[RenewalOutcome]:
-        destination = (parcel.host, parcel.port, question.epoch)
-        holds = {handle: self._holds_of.pop((*destination, handle), None) for handle in question.handles}
-        if isinstance(parcel.answer, Renewed):
-            lost = set(parcel.answer.lost)
-            lease_seconds = parcel.answer.lease_seconds
-        elif isinstance(parcel.answer, Refusal) and parcel.answer.reason == Reason.PEER_CHANGED:
+    def _renewal_outcome(self, exchange: Exchange, question: Renew) -> Iterator[RenewalOutcome]:
+        engine = (exchange.host, exchange.port, question.epoch)
+        holds = {handle: self._holds_of.pop((*engine, handle), None) for handle in question.handles}
+        if isinstance(exchange.answer, Renewed):
+            lost = set(exchange.answer.lost)
+            lease_seconds = exchange.answer.lease_seconds
+        elif isinstance(exchange.answer, Refusal) and exchange.answer.reason == Reason.PEER_CHANGED:
             lost, lease_seconds = set(question.handles), 0.0
         else:
-            _log_undelivered(parcel)
+            _log_undelivered(exchange)
             return
         known = {handle: hold for handle, hold in holds.items() if hold is not None}
         yield RenewalOutcome(
             held=tuple(hold for handle, hold in known.items() if handle not in lost),
             lost=tuple(hold for handle, hold in known.items() if handle in lost),
-            sent_at=parcel.sent_at,
+            sent_at=exchange.sent_at,
             lease_seconds=lease_seconds,
         )
 
@@ -97,7 +97,7 @@ class LeaseKeeper:
         self._lost: list[str] = []
 
     def arrive(self, request_id: str, hold: RemoteHold, lease_seconds: float) -> None:
-        """A request that may use this hold has arrived: keep the hold's lease from now on."""
+        """A request that may use this hold has arrived: renew the hold's lease from now on."""
         with self._lock:
             self._holds.arrive(request_id, hold, lease_seconds, time.monotonic())
 
@@ -114,7 +114,7 @@ class LeaseKeeper:
             return self._holds.running_lease(request_id, time.monotonic())
 
     def keep(self) -> None:
-        """Send the messages that are due and note the answers."""
+        """Send the renewals and releases that are due, and record the answers."""
         now = time.monotonic()
         with self._lock:
             self._messages.release(self._holds.take_releases(now), self._lease_seconds)
@@ -135,16 +135,16 @@ class LeaseKeeper:
 
 
 def _batches(holds: Iterable[RemoteHold]) -> Iterator[tuple[tuple[str, int, int], tuple[Handle, ...]]]:
-    by_destination: dict[tuple[str, int, int], list[Handle]] = defaultdict(list)
+    by_engine: dict[tuple[str, int, int], list[Handle]] = defaultdict(list)
     for hold in holds:
-        by_destination[hold.destination].append(hold.handle)
-    for destination, handles in by_destination.items():
+        by_engine[hold.engine].append(hold.handle)
+    for engine, handles in by_engine.items():
         for start in range(0, len(handles), MAX_REQUESTS_PER_MESSAGE):
-            yield destination, tuple(handles[start : start + MAX_REQUESTS_PER_MESSAGE])
+            yield engine, tuple(handles[start : start + MAX_REQUESTS_PER_MESSAGE])
 
 
-def _log_undelivered(parcel: Exchange) -> None:
-    kind = type(parcel.question).__name__.lower()
-    refusal = parcel.answer if isinstance(parcel.answer, Refusal) else None
+def _log_undelivered(exchange: Exchange) -> None:
+    kind = type(exchange.question).__name__.lower()
+    refusal = exchange.answer if isinstance(exchange.answer, Refusal) else None
     why = "no answer" if refusal is None else f"{refusal.message} {refusal.remedy}"
-    logger.warning("kvferry: a %s to %s:%d came to nothing: %s", kind, parcel.host, parcel.port, why)
+    logger.warning("kvferry: a %s to %s:%d was not acknowledged: %s", kind, exchange.host, exchange.port, why)

@@ -1,6 +1,7 @@
-"""The prefill engine's control end point: a thread that answers questions and survives any of them.
+"""The control end point of an engine or rank: a thread that answers questions and survives any question.
 
-Peers are zmq sockets; this side is not, so that what they make it keep is bounded (:mod:`kvferry.handoff.wire.zmtp`).
+Clients use zmq sockets. The server uses plain ones, which bound the memory that clients can make it use
+(:mod:`kvferry.handoff.wire.zmtp`).
 """
 
 import errno
@@ -23,19 +24,19 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 PAUSE_SECONDS = 0.02
 MAX_CONNECTIONS = 512
-"""One more, and the one closes that has asked nothing for longest; a client opens it again when it is needed."""
+"""For one more the server closes the connection that has been idle longest; its client connects again when needed."""
 MAX_KEPT_BYTES = 256 << 20
-"""Of all unfinished questions and unsent answers; beyond that the connection closes that has most of it."""
+"""Of all unfinished questions and unsent answers; beyond that the server closes the connection with most bytes."""
 READ_BYTES = 64 << 10
 MAX_FRAMES = 2
-"""Of a question and of an answer: the peer's number of it, and the message."""
+"""Of a question and of an answer: the client's number for the question, and the message."""
 BACKLOG = 128
 _STOP = object()
-"""What the selector says of the event that ends its wait."""
+"""The selector's data for the event that ends its wait."""
 
 
 class _Connection:
-    """One peer: what it has sent of its next questions, and what it has not taken of its last answer."""
+    """One client: its unfinished questions, and the unsent rest of its last answer."""
 
     def __init__(self, peer: socket.socket) -> None:
         peer.setblocking(False)
@@ -51,7 +52,7 @@ class _Connection:
         return self.inbox.num_bytes + len(self.unsent)
 
     def send(self) -> bool:
-        """Send what the kernel takes of the last answer; return whether that was all. Raises :class:`OSError`."""
+        """Send as much of the last answer as the kernel takes; return whether all is sent. Raises :class:`OSError`."""
         try:
             while self.unsent:
                 self.unsent = self.unsent[self.socket.send(self.unsent) :]
@@ -60,7 +61,10 @@ class _Connection:
         return True
 
     def read(self) -> list[bytes] | None:
-        """Return the next question, reading at most ``READ_BYTES``. Raises what ends the connection."""
+        """Return the next question, reading at most ``READ_BYTES``; None while it is not whole.
+
+        Raises :class:`HandoffError` or :class:`OSError`, which end the connection.
+        """
         question = self.inbox.take()
         if question is not None:
             return question
@@ -75,13 +79,10 @@ class _Connection:
 
 
 class Server:
-    """Answers each question with ``answer(question)``, on a thread of its own.
+    """Answers each question with ``answer(question)``, on a thread.
 
-    ``upkeep`` is called on that thread several times a second, so that leases live on while an
-    engine's step takes long.
-
-    ``port`` 0 takes a free one; :attr:`port` tells which. Raises :class:`HandoffError`
-    (port-in-use) when the port is taken.
+    The thread calls ``upkeep`` several times a second, so that leases are renewed while an engine's step takes long.
+    ``port`` 0 takes a free port, which :attr:`port` names. Raises :class:`HandoffError` (port-in-use, invalid-setting).
     """
 
     def __init__(
@@ -104,11 +105,11 @@ class Server:
         self._selector.register(self._wake, selectors.EVENT_READ, _STOP)
         self._connections: dict[_Connection, None] = {}
         self._answered: list[_Connection] = []
-        self._thread = threading.Thread(target=self._run, name="kvferry-listener", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvferry-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering and give the port back, within milliseconds; twice is fine."""
+        """Stop answering and close the port, within milliseconds; twice is fine."""
         if not self._stop.is_set():
             os.eventfd_write(self._wake, 1)  # before the thread may close it
             self._stop.set()
@@ -120,15 +121,15 @@ class Server:
                 try:
                     self._turn()
                 except Exception:
-                    logger.exception("kvferry listener: a turn failed")
+                    logger.exception("kvferry server: a turn failed")
                     self._stop.wait(PAUSE_SECONDS)
             for connection in list(self._connections):
                 connection.socket.close()
         os.close(self._wake)
 
     def _turn(self) -> None:
-        """Serve everybody who has asked or takes an answer, each once."""
-        # Those that were just answered may have sent their next question along with the last.
+        """Serve each connection that has a question or takes an answer, once."""
+        # A client that was just answered may have sent its next question with the last one.
         answered, self._answered = dict.fromkeys(self._answered), []
         for key, _ in self._selector.select(0 if answered else POLL_SECONDS):
             if key.data is None:
@@ -148,7 +149,7 @@ class Server:
             try:
                 self._upkeep()
             except Exception:
-                logger.exception("kvferry listener: upkeep failed")
+                logger.exception("kvferry server: upkeep failed")
 
     def _accept(self) -> None:
         if len(self._connections) >= MAX_CONNECTIONS:
@@ -158,7 +159,7 @@ class Server:
         except BlockingIOError:
             return
         except OSError as error:
-            logger.warning("kvferry listener: no connection can be taken: %s", error)
+            logger.warning("kvferry server: cannot accept a connection: %s", error)
             self._close_idlest()
             self._stop.wait(PAUSE_SECONDS)
             return
@@ -167,7 +168,7 @@ class Server:
         self._connections[connection] = None
 
     def _serve(self, connection: _Connection) -> None:
-        """Send the rest of the last answer, or answer one question more."""
+        """Send the rest of the last answer, or answer one more question."""
         try:
             question = connection.read() if connection.send() else None
             if question is not None:
@@ -191,24 +192,27 @@ class Server:
 
     def _make_room(self) -> None:
         while sum(each.num_bytes for each in self._connections) > MAX_KEPT_BYTES:
-            self._close(max(self._connections, key=lambda each: each.num_bytes), "it keeps most of what all may keep")
+            self._close(
+                max(self._connections, key=lambda each: each.num_bytes),
+                "it has most of the bytes that all connections may have",
+            )
 
     def _close_idlest(self) -> None:
         if self._connections:
             idlest = min(self._connections, key=lambda each: each.asked_at)
-            self._close(idlest, "others want to connect, and it has asked nothing for longest")
+            self._close(idlest, "others want to connect, and it has been idle longest")
 
     def _close(self, connection: _Connection, why: str = "") -> None:
         if why:
-            logger.warning("kvferry listener closes a connection: %s", why)
+            logger.warning("kvferry server closes a connection: %s", why)
         self._selector.unregister(connection.socket)
         connection.socket.close()
         del self._connections[connection]
 
     def _answer_message(self, question: list[bytes]) -> bytes:
-        """Return what to send; nothing to what has no number."""
+        """Return the answer as bytes; none for a question without a number."""
         if len(question) < MAX_FRAMES:
-            logger.warning("kvferry listener: ignored a message of %d frame, expected %d", len(question), MAX_FRAMES)
+            logger.warning("kvferry server: ignored a message of %d frames, expected %d", len(question), MAX_FRAMES)
             return b""
         number, data = question
         return encode_message(number, self._answer_or_refuse(data))
@@ -217,11 +221,11 @@ class Server:
         try:
             return protocol.encode(self._answer(protocol.decode_question(data)))
         except KVFerryError as error:
-            logger.warning("kvferry listener refused a message: %s", error)
+            logger.warning("kvferry server refused a message: %s", error)
             refusal = Refusal(error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy[:MAX_TEXT_LENGTH])
         except Exception:
-            logger.exception("kvferry listener failed on a message")
-            refusal = Refusal(Reason.UNSUPPORTED.value, "the holder failed on this message.", "Its log says why.")
+            logger.exception("kvferry server failed on a message")
+            refusal = Refusal(Reason.UNSUPPORTED.value, "the server failed on this message.", "Its log says why.")
         return protocol.encode(refusal)
 
 

@@ -1,23 +1,23 @@
-"""What a side that answers needs of ZeroMQ's wire protocol (ZMTP 3.0 without security, rfc.zeromq.org/spec/23).
+"""The part of ZeroMQ's wire protocol that a server needs (ZMTP 3.0 without security, rfc.zeromq.org/spec/23).
 
-Pure: bytes in, messages out. A zmq socket would keep every frame of a message until the last has come, of however many
-connections; what is kept here is bounded, and the peer is zmq all the same.
+Pure: bytes in, messages out. A zmq socket would keep every frame of a message until the last one comes, for any number
+of connections. An inbox keeps a bounded number of bytes, and clients can still be zmq sockets.
 """
 
 from kvferry.errors import HandoffError, Reason
 
 MORE, LONG, COMMAND = 1, 2, 4
-"""Flags of a frame: another follows in this message; its length has 8 bytes and not 1; it is none of a message."""
+"""Flags of a frame: the message goes on in another frame; the length has 8 bytes instead of 1; it is a command."""
 _SHORTEST_LONG = 256
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
-"""Of its bytes a peer may choose all but the first."""
+"""A peer may choose all of these bytes but the first."""
 _GREETING_BYTES = 64
 _MAJOR_VERSION = 3
 _MECHANISM = b"NULL".ljust(20, b"\0")
 
 
 def encode_message(*frames: bytes) -> bytes:
-    r"""Return a message as it is sent.
+    r"""Return a message as bytes of the protocol.
 
     >>> encode_message(b"one", b"")
     b'\x01\x03one\x00\x00'
@@ -39,11 +39,11 @@ def _hello(socket_type: bytes) -> bytes:
 
 
 HELLO, DEALERS_HELLO = _hello(b"ROUTER"), _hello(b"DEALER")
-"""What both sides of a connection say first, whatever the other says."""
+"""The first bytes that each side of a connection sends, before it reads any."""
 
 
 class Inbox:
-    """What one peer has sent, as messages of at most ``max_frames`` frames of at most ``max_bytes`` each.
+    """The bytes of one peer as messages of at most ``max_frames`` frames of at most ``max_bytes`` each.
 
     >>> inbox = Inbox(max_frames=2, max_bytes=1000)
     >>> inbox.add(DEALERS_HELLO + encode_message(b"one", b"two") + encode_message(b"three", b"four")[:3])
@@ -59,18 +59,18 @@ class Inbox:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are kept: at most so many frames, and what the last call of :meth:`add` brought besides."""
+        """Bytes kept: at most ``max_frames`` frames and the data of the last :meth:`add`."""
         return len(self._data) + sum(map(len, self._frames))
 
     def add(self, data: bytes) -> None:
-        """Take in bytes as they came."""
+        """Append received bytes."""
         self._data += data
 
     def take(self) -> list[bytes] | None:
-        """Return the next message, None where it has not come whole.
+        """Return the next message, None while it is not whole.
 
-        Raises :class:`HandoffError` (``malformed-message``) as soon as more frames or bytes are to come, or it is no
-        message at all; then the connection is of no use any more.
+        Raises :class:`HandoffError` (``malformed-message``) as soon as the peer announces more frames or bytes than
+        allowed, or bytes that are not of the protocol; then the connection must be closed.
         """
         if not self._is_greeted and not self._take_greeting():
             return None
@@ -93,7 +93,7 @@ class Inbox:
         if len(self._data) < _GREETING_BYTES:
             return False
         if self._data[12:32] != _MECHANISM:
-            raise _malformed("the peer asks for a security mechanism, here is none")
+            raise _malformed("the peer asks for a security mechanism, this server has none")
         del self._data[:_GREETING_BYTES]
         self._is_greeted = True
         return True
@@ -107,7 +107,7 @@ class Inbox:
             return None
         length = int.from_bytes(self._data[1:begin], "big")
         if flags > MORE | LONG | COMMAND or length > self._max_bytes:
-            raise _malformed(f"a frame has the flags {flags} and {length} bytes, at most {self._max_bytes} are taken")
+            raise _malformed(f"a frame has the flags {flags} and {length} bytes; at most {self._max_bytes} are allowed")
         if len(self._data) < begin + length:
             return None
         with memoryview(self._data) as view:
@@ -117,5 +117,5 @@ class Inbox:
 
 
 def _malformed(what: str) -> HandoffError:
-    remedy = "Check who connects to this port: it is for kvferry's decode engines."
+    remedy = "Check which program connects to this port: it is for kvferry's decode engines."
     return HandoffError(Reason.MALFORMED_MESSAGE, f"{what}.", remedy)

@@ -12,7 +12,7 @@ from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, PROTOCOL_VERSION
 from kvferry.handoff.push.sender import END, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.handoff.wire.bootstrap import Bootstrap, Bootstraps, Offer, life_of
+from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Offer, id_in_epoch
 from kvferry.integrations.vllm.scheduler.blocks import blocks_to_fill, check_cached_windows, held_blocks
 from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params, prompt_digest, token_ids_of
 from kvferry.integrations.vllm.scheduler.parts import EngineState
@@ -53,7 +53,7 @@ class PushSource:
                 'Set "kv_role" to "kv_producer" or "kv_consumer".',
             )
         self._running: dict[str, _Running] = {}
-        self.bootstrap: Bootstrap | None = None
+        self.bootstrap: BootstrapServer | None = None
         self._beacon: RouterBeacon | None = None
 
     def begin(self, request: "Request") -> None:
@@ -104,11 +104,11 @@ class PushSource:
     def publish(self) -> None:
         """Answer bootstrap queries, and tell the router of this engine where it wants to be told."""
         state, settings = self._state, self._state.settings
-        life = life_of(state.engine_id, state.epoch)
+        life = id_in_epoch(state.engine_id, state.epoch)
         if self.bootstrap is None and self._is_producer:
             sizes = tuple(group.block_size for group in state.groups)
             offer = Offer(PROTOCOL_VERSION, life, state.answers_at, sizes)
-            self.bootstrap = Bootstrap(settings.host, settings.bootstrap_port, offer)
+            self.bootstrap = BootstrapServer(settings.host, settings.bootstrap_port, offer)
             logger.info("kvferry: bootstrap queries are answered on http://%s:%d", settings.host, self.bootstrap.port)
         if self._beacon is None and settings.router_address:
             control_port = state.answers_at.port
@@ -171,7 +171,7 @@ class PushDestination:
         self.timeout_seconds = state.settings.push_timeout_seconds
         self._expected: dict[str, _Expected | KVFerryError] = {}
         self._to_release: dict[str, _Expected] = {}
-        self._bootstraps = Bootstraps()
+        self._bootstraps = BootstrapQueries()
 
     @property
     def has_pending_work(self) -> bool:
