@@ -18,9 +18,8 @@ from rich.table import Table
 
 from kvferry.cli.console import open_console, progress
 from kvferry.cli.plan_report import RANK_SPACING, Blocks, EngineShape, block_ids, engine_of
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.models.shapes import ModelShapes
+from kvferry.models.layer_caches import AttentionCache
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_pair
 from kvferry.plan.request import GroupBlocks
@@ -92,7 +91,7 @@ def main(
 
 def measure(case: Case, repeats: int) -> Timing:
     """Lower one case again and again and return the times."""
-    caches = ModelShapes(case.num_layers, 8, 128, "bfloat16", CacheKind.ATTENTION).caches()
+    caches = [AttentionCache(num_kv_heads=8, head_size=128, itemsize=2)] * case.num_layers
     tokens = case.num_blocks * case.prefill.block_size
     num_destination = -(-tokens // case.decode.block_size)
     ids = block_ids(Blocks.SCATTERED, case.num_blocks, num_destination, seed=0)

@@ -19,15 +19,14 @@ from kvferry.cli.demo_report import (
     read_transfer_log,
 )
 from kvferry.harness.engine_metrics import PromptTokens
-from kvferry.layout.group import CacheKind
-from kvferry.models.shapes import ModelShapes
+from kvferry.models.layer_caches import AttentionCache
 
-GQA = ModelShapes(num_layers=8, num_kv_heads=4, head_size=64, dtype="float32", kind=CacheKind.ATTENTION)
-MLA = ModelShapes(num_layers=4, num_kv_heads=1, head_size=576, dtype="float32", kind=CacheKind.MLA)
+GQA = 8, AttentionCache(num_kv_heads=4, head_size=64, itemsize=4)
+MLA = 4, AttentionCache(num_kv_heads=1, head_size=576, itemsize=4, is_latent=True)
 
 
 @pytest.mark.parametrize(
-    ("shapes", "prefill_tp", "decode_tp", "bytes_per_token", "num_rank_pairs"),
+    ("layers", "prefill_tp", "decode_tp", "bytes_per_token", "num_rank_pairs"),
     [
         (GQA, 1, 1, 8 * 4 * 2 * 64 * 4, 1),
         (GQA, 2, 1, 8 * 4 * 2 * 64 * 4, 2),
@@ -40,17 +39,17 @@ MLA = ModelShapes(num_layers=4, num_kv_heads=1, head_size=576, dtype="float32", 
     ],
 )
 def test_closed_forms(
-    shapes: ModelShapes, prefill_tp: int, decode_tp: int, bytes_per_token: int, num_rank_pairs: int
+    layers: tuple[int, AttentionCache], prefill_tp: int, decode_tp: int, bytes_per_token: int, num_rank_pairs: int
 ) -> None:
-    shape = CacheShape(shapes, 16, prefill_tp, decode_tp)
+    shape = CacheShape(*layers, 16, prefill_tp, decode_tp)
     assert shape.expected_bytes(16) == 16 * bytes_per_token
     assert shape.expected_bytes(17) == 32 * bytes_per_token
     assert shape.num_rank_pairs == num_rank_pairs
-    assert shape.per_layer_descriptors(33) == shapes.num_layers * 3 * num_rank_pairs
+    assert shape.per_layer_descriptors(33) == layers[0] * 3 * num_rank_pairs
 
 
 def good_report() -> DemoReport:
-    shape = CacheShape(GQA, 16, 2, 1)
+    shape = CacheShape(*GQA, 16, 2, 1)
     lines = tuple(
         RequestLine(tokens, tokens, 0, shape.expected_bytes(tokens), 4, 0.01, 0.001, "cma", True, None)
         for tokens in (10, 100)

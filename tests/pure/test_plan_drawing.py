@@ -7,15 +7,14 @@ import pytest
 
 from kvferry.cli.plan_drawing import BAR, CELL, MAX_BANDS, MAX_BARS, MAX_CELLS, draw_plan
 from kvferry.cli.plan_report import Blocks, EngineShape, PlanReport, make_report
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.models.shapes import ModelShapes
+from kvferry.models.layer_caches import AttentionCache
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def planned(layout: str, tokens: int, prefill_tp: int, decode_tp: int, layers: int = 3) -> PlanReport:
-    caches = ModelShapes(layers, 4, 8, "bfloat16", CacheKind.ATTENTION).caches()
+    caches = [AttentionCache(num_kv_heads=4, head_size=8, itemsize=2)] * layers
     engines = [EngineShape(tp, NamedLayout(layout), 4) for tp in (prefill_tp, decode_tp)]
     return make_report(caches, *engines, tokens, Blocks.SCATTERED)
 

@@ -52,14 +52,14 @@ from kvferry.harness.launch import (
     wait_until_ready,
 )
 from kvferry.harness.tiny_models import make_tiny_model
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.models.shapes import ModelShapes, read_model_shapes
+from kvferry.models.shapes import model_caches, uniform_cache
 from kvferry.transport.registry import check_setting
 
 CONNECTOR = "KVFerryConnector"
 TRANSFER_LOG = "transfers.jsonl"
 MAX_MODEL_LEN = 4096
+DTYPE = "float32"  # as the engines are started
 PATIENCE = {"lease_seconds": 180.0, "load_timeout_seconds": 120.0}
 """Long: with five processes that compute on two cores, one may get none for half a minute."""
 CACHE_BYTES = 768 << 20
@@ -222,26 +222,18 @@ def _folder(keep: bool, console: Console) -> Iterator[Path]:
 def _run(model: str, settings: DemoSettings, folder: Path, console: Console) -> DemoReport:
     with console.status("making the model") as status:
         path = Path(model) if Path(model).is_dir() else make_tiny_model(model, folder)
-        shapes = read_model_shapes(path)
-        _check_tensor_parallel_sizes(shapes, settings)
+        caches = model_caches(path, DTYPE)
+        cache, tp_sizes = uniform_cache(caches), (settings.prefill_tp, settings.decode_tp)
+        for tp_size in tp_sizes:
+            cache.heads(0, tp_size)  # heads that cannot be dealt to so many ranks are refused before anything starts
         prompts = make_prompts(settings.num_prompts, _vocabulary_size(path))
         started_at = time.monotonic()
         with running_engines(settings, path, folder, lambda name, what: status.update(f"{name}: {what}")) as engines:
             console.print(f"Engines ready after {time.monotonic() - started_at:.0f} s.")
-            shape = CacheShape(shapes, cache_block_size(engines.decode.url), settings.prefill_tp, settings.decode_tp)
+            shape = CacheShape(len(caches), cache, cache_block_size(engines.decode.url), *tp_sizes)
             report = _measure(engines, prompts, shape, folder / TRANSFER_LOG, status)
         console.print(f"The whole run took {time.monotonic() - started_at:.0f} s.")
         return replace(report, mode=settings.mode, processes_left=engines.remaining_processes())
-
-
-def _check_tensor_parallel_sizes(shapes: ModelShapes, settings: DemoSettings) -> None:
-    for name, tp_size in (("prefill", settings.prefill_tp), ("decode", settings.decode_tp)):
-        if shapes.kind is CacheKind.ATTENTION and shapes.num_kv_heads % tp_size and tp_size % shapes.num_kv_heads:
-            raise SettingsError(
-                Reason.INDIVISIBLE_HEADS,
-                f"{shapes.num_kv_heads} KV heads cannot be shared out over {tp_size} {name} ranks.",
-                "Use a size that divides the heads or is a multiple of them.",
-            )
 
 
 def _vocabulary_size(model: Path) -> int:

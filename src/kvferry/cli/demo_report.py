@@ -13,11 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry.harness.engine_metrics import PromptTokens
-from kvferry.layout.group import CacheKind
-from kvferry.models.shapes import ModelShapes
+from kvferry.models.layer_caches import AttentionCache
 from kvferry.units import format_bytes, format_rate
 
-ITEMSIZE = 4  # the demo's engines run in float32
 MOST_COMPLAINTS = 20
 COLUMNS = ("tokens", "received", "computed", "bytes", "descriptors", "per layer", "wait ms", "GB/s", "by", "identical")
 VERBS = {"pull": "moved", "push": "pushed"}
@@ -27,28 +25,17 @@ VERBS = {"pull": "moved", "push": "pushed"}
 class CacheShape:
     """How large the model's cache is and how it is split: enough to say in closed form what has to move."""
 
-    shapes: ModelShapes
+    num_layers: int
+    cache: AttentionCache
     block_size: int
     prefill_tp: int
     decode_tp: int
 
     @property
-    def heads_per_decode_rank(self) -> int:
-        """KV heads that one decode rank holds; they are replicated when there are more ranks than heads."""
-        return max(1, self.shapes.num_kv_heads // self.decode_tp)
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block of the decode engine over all layers and decode ranks."""
-        channels = self.shapes.head_size * (1 if self.shapes.kind is CacheKind.MLA else 2)
-        heads = self.decode_tp * self.heads_per_decode_rank
-        return self.shapes.num_layers * heads * self.block_size * channels * ITEMSIZE
-
-    @property
     def num_rank_pairs(self) -> int:
         """Pairs of a prefill rank and a decode rank between which bytes must move."""
-        heads_per_prefill_rank = max(1, self.shapes.num_kv_heads // self.prefill_tp)
-        return self.decode_tp * math.ceil(self.heads_per_decode_rank / heads_per_prefill_rank)
+        prefill, decode = (len(self.cache.heads(0, tp_size)) for tp_size in (self.prefill_tp, self.decode_tp))
+        return self.decode_tp * math.ceil(decode / prefill)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the blocks that ``num_tokens`` occupy."""
@@ -56,11 +43,12 @@ class CacheShape:
 
     def expected_bytes(self, num_tokens: int) -> int:
         """Return the bytes that must move for ``num_tokens``: whole blocks, to every decode rank."""
-        return self.num_blocks(num_tokens) * self.bytes_per_block
+        page = self.cache.page_bytes(self.block_size, self.decode_tp)
+        return self.num_layers * self.decode_tp * self.num_blocks(num_tokens) * page
 
     def per_layer_descriptors(self, num_tokens: int) -> int:
         """Return the descriptors of a per-layer layout: one for each layer, block and pair of ranks."""
-        return self.shapes.num_layers * self.num_blocks(num_tokens) * self.num_rank_pairs
+        return self.num_layers * self.num_blocks(num_tokens) * self.num_rank_pairs
 
 
 @dataclass(frozen=True, slots=True)
