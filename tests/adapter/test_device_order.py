@@ -13,10 +13,10 @@ import pytest
 
 from kvferry.errors import Reason, TransportError
 from kvferry.execution import device_merge
-from kvferry.execution.device import HOST, OVER, Afterwards, CudaOrder, DeviceOrder, device_order
+from kvferry.execution.device import HOST, OVER, CudaOrder, DeferredActions, DeviceOrder, device_order
 from kvferry.execution.guard_words import BEING_WRITTEN, GuardWords, Held, Scratch, StepWords
 from kvferry.execution.job import Phase
-from kvferry.execution.read import Load
+from kvferry.execution.read import Read
 from kvferry.execution.stage import Stage, put_in_place
 from kvferry.handoff.messages import RankEntry
 from kvferry.handoff.pull_read import WORD_BYTES, word_bytes
@@ -70,7 +70,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def settle(words: StepWords) -> None:
     """Return once everything that waited for marks that are over has been done."""
     done = threading.Event()
-    words._afterwards.add(OVER, done.set)
+    words._deferred.add(OVER, done.set)
     assert done.wait(30)
 
 
@@ -88,7 +88,7 @@ def test_a_source_is_read_only_once_its_step_is_done_on_the_device(
     forward.launch(prefill.ranks[0].fill)  # type: ignore[attr-defined]
     words.finish()
     decode.engine(prefill.hold())
-    load = Load(
+    load = Read(
         "a", lambda: decode.engines.get(prefill.hold()).reads(prefill.hold(), SLOT, blocks()), time.monotonic() + 20
     )  # type: ignore[union-attr]
     for _ in range(50):
@@ -108,7 +108,7 @@ def blocks() -> list[Any]:
     return [whole_blocks("full", SOURCE_IDS, DESTINATION_IDS)]
 
 
-def advance_to_the_end(load: Load, scratch: Scratch) -> None:
+def advance_to_the_end(load: Read, scratch: Scratch) -> None:
     while load.phase is not Phase.DONE:
         if not load.advance(scratch, time.monotonic()):
             time.sleep(0.001)
@@ -120,7 +120,7 @@ def test_a_step_that_never_ends_is_a_deadline_before_any_data(order: CudaOrder) 
     words.begin([], [HELD])
     words.finish()
     engine = decode.engine(prefill.hold())
-    load = Load("a", lambda: engine.reads(prefill.hold(), SLOT, blocks()), time.monotonic() + 0.05)
+    load = Read("a", lambda: engine.reads(prefill.hold(), SLOT, blocks()), time.monotonic() + 0.05)
     advance_to_the_end(load, decode.scratch)
     assert load.error is not None
     assert load.error.reason is Reason.DEADLINE_EXCEEDED
@@ -224,10 +224,10 @@ def test_what_waits_for_a_failed_device_is_not_done_and_the_rest_is(order: CudaO
         def wait(self) -> None:
             raise RuntimeError("an illegal memory access was encountered")
 
-    afterwards, done = Afterwards(order), []
-    afterwards.add(Failed(), lambda: done.append("failed"))
-    afterwards.add(OVER, lambda: done.append("over"))
-    afterwards.close()
+    deferred, done = DeferredActions(order), []
+    deferred.add(Failed(), lambda: done.append("failed"))
+    deferred.add(OVER, lambda: done.append("over"))
+    deferred.close()
     assert done == ["over"]
 
 

@@ -21,7 +21,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.execution.device import HOST
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
-from kvferry.execution.read import Load
+from kvferry.execution.read import Read
 from kvferry.handoff.holds import lease_lost
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
@@ -224,7 +224,7 @@ class CountedRank:
             return ()
 
         self.role._orders[request_id] = LoadOrder(request_id, 20.0)
-        self.executor.submit(Load(request_id, prepare, time.monotonic() + 20))
+        self.executor.submit(Read(request_id, prepare, time.monotonic() + 20))
 
     def output(self) -> Any:
         received, failed = self.role.take_finished()

@@ -12,7 +12,7 @@ import pytest
 from kvferry.errors import KVFerryError
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.job import JobResult, Phase
-from kvferry.execution.read import GuardedRead, Load
+from kvferry.execution.read import GuardedRead, Read
 from kvferry.execution.route import Route, Routes
 from kvferry.execution.stage import Stage
 from kvferry.handoff.messages import (
@@ -201,14 +201,14 @@ class DecodeRank:
                 time.sleep(0.001)
         return load.result(time.monotonic())
 
-    def start(self, hold: RemoteHold, blocks: Sequence[GroupBlocks], seconds: float = 30.0) -> Load:
+    def start(self, hold: RemoteHold, blocks: Sequence[GroupBlocks], seconds: float = 30.0) -> Read:
         """Return a load that nobody has advanced yet."""
 
         def prepare() -> list[GuardedRead] | None:
             engine = self.engines.get(hold)
             return None if engine is None else engine.reads(hold, SLOT, blocks)
 
-        return Load("a", prepare, deadline=time.monotonic() + seconds)
+        return Read("a", prepare, deadline=time.monotonic() + seconds)
 
 
 def whole_blocks(group: str, source_ids: Sequence[int], destination_ids: Sequence[int]) -> GroupBlocks:

@@ -20,7 +20,7 @@ from kvferry.arrays import Bytes
 from kvferry.errors import Reason, TransportError
 from kvferry.execution import stage as staging
 from kvferry.execution.device import CudaOrder
-from kvferry.execution.device_merge import TILE_BITS, element_width, job_table, prepare
+from kvferry.execution.device_merge import TILE_BITS, element_width, merge_table, prepare
 from kvferry.execution.stage import put_in_place
 from kvferry.plan.staging.scatter import Merge
 
@@ -171,7 +171,7 @@ def test_one_launch_merges_heads_of_all_blocks() -> None:
 def test_a_long_run_is_cut_into_tiles(loops: tuple[tuple[int, int, int], ...]) -> None:
     stage, cache = labelled(40_032, 0), labelled(40_032, 1)
     merge = Merge(0, 40_032, int(cache.ctypes.data), 40_032, np.array([0]), 40_016, loops)
-    table = job_table([merge], int(stage.ctypes.data))
+    table = merge_table([merge], int(stage.ctypes.data))
     assert table is not None
     assert table.num_tiles == 3
     rest = cache[40_016:].copy()
@@ -183,7 +183,8 @@ def test_a_long_run_is_cut_into_tiles(loops: tuple[tuple[int, int, int], ...]) -
 def test_counts_beyond_32_bits_are_counted_in_64() -> None:
     short = Merge(0, 1, 0, 1, np.array([0]), 1, ((1 << 16, 1, 1), ((1 << 15) - 1, 1 << 16, 1 << 16)))
     table, wider = (
-        job_table([merge], 0) for merge in (short, replace(short, loops=((1 << 16, 1, 1), (1 << 15, 1 << 16, 1 << 16))))
+        merge_table([merge], 0)
+        for merge in (short, replace(short, loops=((1 << 16, 1, 1), (1 << 15, 1 << 16, 1 << 16))))
     )
     assert table is not None
     assert wider is not None
@@ -208,9 +209,9 @@ def test_the_least_aligned_number_decides_the_width(width: int, odd: str) -> Non
         run_bytes=numbers["run"],
         loops=((2, 1 << 16, numbers["stride"]),),
     )
-    table = job_table([merge], 1 << 30)
+    table = merge_table([merge], 1 << 30)
     assert table is not None
-    assert table.jobs[0, 1] == width == element_width(*numbers.values())
+    assert table.merges[0, 1] == width == element_width(*numbers.values())
 
 
 def test_nothing_to_copy_is_no_launch() -> None:
@@ -237,7 +238,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kvferry.execution.merge_kernel import copy_tiles
 constants = {"NUM_LOOPS": 2, "TILE_BITS": 10, "WIDE": False}
-signature = {"jobs": "*i64", "blocks": "*i64", "num_jobs": "i32", "num_halvings": "i32"}
+signature = {"merges": "*i64", "blocks": "*i64", "num_merges": "i32", "num_halvings": "i32"}
 signature |= dict.fromkeys(constants, "constexpr")
 source = ASTSource(fn=copy_tiles, signature=signature, constexprs=constants)
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
@@ -289,7 +290,7 @@ def test_the_benchmarks_cases_move_a_whole_request_and_its_check_sees_a_wrong_by
     bench = benchmark.Bench(case, HOST)
     assert bench.moved == case.cache_bytes == 2 * 32 * 8 * 16 * 2 * 2 // engines[1]
     assert bench.is_exact()
-    assert len(bench.prepared().jobs) <= 2
+    assert len(bench.prepared().merges) <= 2
     first, *others = bench.merges
     wrong = [replace(first, destination_blocks=first.destination_blocks[::-1]), *others]
     monkeypatch.setattr(bench, "prepared", lambda: prepare(wrong, bench.stage.data_ptr(), HOST))

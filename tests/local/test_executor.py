@@ -20,7 +20,7 @@ from kvferry.execution import executor as executor_module
 from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.job import JobResult, Phase
-from kvferry.execution.read import GuardedRead, Load
+from kvferry.execution.read import GuardedRead, Read
 from kvferry.handoff.holds import lease_lost
 from kvferry.handoff.pull_read import WORD_BYTES, State, word_bytes
 from kvferry.transport.memcpy import MemcpyTransport
@@ -141,11 +141,11 @@ class Source:
         return bool((self.destination == self.data).all())
 
 
-def load_of(prepare: Callable[[], Sequence[GuardedRead] | None], deadline: float = FAR, job_id: str = "r") -> Load:
-    return Load(job_id, prepare, deadline)
+def load_of(prepare: Callable[[], Sequence[GuardedRead] | None], deadline: float = FAR, job_id: str = "r") -> Read:
+    return Read(job_id, prepare, deadline)
 
 
-def run(load: Load, scratch: Scratch, now: float = 0.0, max_steps: int = 1000) -> JobResult:
+def run(load: Read, scratch: Scratch, now: float = 0.0, max_steps: int = 1000) -> JobResult:
     for _ in range(max_steps):
         load.advance(scratch, now)
         if load.phase is Phase.DONE:
@@ -455,7 +455,7 @@ def test_a_preparation_that_raises_fails_its_load_only(
 def test_a_fault_in_a_turn_ends_neither_the_thread_nor_leaves_a_load_without_end(
     executor: Executor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Load, "result", lambda *_: 1 / 0)
+    monkeypatch.setattr(Read, "result", lambda *_: 1 / 0)
     executor.submit(load_of(lambda: [], job_id="a"))
     assert error_of(collect(executor, 1)["a"]).reason is Reason.TRANSFER_FAILED
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.announce import AwaitedPush, PushedRequest
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Phase
-from kvferry.execution.read import Load
+from kvferry.execution.read import Read
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.receiver import Receiving
 from kvferry.handoff.push.sender import END, Need, Prompt, PushRequest, Sender
@@ -142,7 +142,7 @@ class Forgetting:
 
 
 def test_a_load(frames: Frames) -> None:
-    load = Load("r", frames.fail, time.monotonic() + SECONDS)
+    load = Read("r", frames.fail, time.monotonic() + SECONDS)
     load.advance(Scratch(num_words=4), time.monotonic())
     assert load.phase is Phase.STOPPING
     assert not frames.are_alive()

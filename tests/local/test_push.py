@@ -123,7 +123,7 @@ def test_pushes_that_are_asked_for_are_bounded(engines: Pairs, monkeypatch: pyte
     sender, [receiver] = engines.open()
     for number in range(2):
         receiver.receive(sender.hold(), [0, 3], f"x{number}", f"r{number}")
-    wait_until(lambda: sender.ranks[0].pusher._side.num_open == 2)
+    wait_until(lambda: sender.ranks[0].pusher._sender.num_open == 2)
     receiver.receive(sender.hold(), [0, 3], "y", "s")
     refused = receiver.result(5.0).error
     assert refused is not None
@@ -290,14 +290,14 @@ def test_sources_that_were_introduced_to_are_not_remembered_for_ever(monkeypatch
 def test_one_look_whether_a_source_lives_is_for_all_pushes_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Mock(return_value=False)
     monkeypatch.setattr(announce, "nothing_listens", looks)
-    monkeypatch.setattr(announce, "KNOCK_AGAIN_SECONDS", 1000.0)
+    monkeypatch.setattr(announce, "PROBE_AGAIN_SECONDS", 1000.0)
     receiver = Announcer("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), Mock(), SECONDS)
     where = EndPoint(HOST, 2, 2)
     for _ in range(100):
         assert not receiver.has_ended(where)
         time.sleep(0.001)
     assert looks.call_count == 1
-    monkeypatch.setattr(announce, "KNOCK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(announce, "PROBE_AGAIN_SECONDS", 0.0)
     looks.return_value = True
     wait_until(lambda: receiver.has_ended(where))
 
@@ -305,7 +305,7 @@ def test_one_look_whether_a_source_lives_is_for_all_pushes_that_wait_for_it(monk
 def test_a_look_that_fails_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Mock(side_effect=ValueError)
     monkeypatch.setattr(announce, "nothing_listens", looks)
-    monkeypatch.setattr(announce, "KNOCK_AGAIN_SECONDS", 1000.0)
+    monkeypatch.setattr(announce, "PROBE_AGAIN_SECONDS", 1000.0)
     receiver = Announcer("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), Mock(), SECONDS)
     for _ in range(20):
         assert not receiver.has_ended(EndPoint(HOST, 2, 2))
@@ -324,7 +324,7 @@ def test_more_blocks_than_an_announcement_has_are_refused_before_any_source_is_t
     error = receiver.result(5.0).error
     assert error is not None
     assert error.reason is Reason.UNSUPPORTED
-    assert sender.ranks[0].pusher._side.num_open == 1
+    assert sender.ranks[0].pusher._sender.num_open == 1
 
 
 def test_what_a_sender_of_many_ranks_holds_may_be_too_long_to_repeat(

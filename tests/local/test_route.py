@@ -15,7 +15,7 @@ from kvferry.arrays import Integers
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution import route as module
 from kvferry.execution.job import Phase
-from kvferry.execution.read import Load
+from kvferry.execution.read import Read
 from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Released
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire import background
@@ -556,7 +556,7 @@ def test_an_engine_that_gives_way_is_read_to_the_end(monkeypatch: pytest.MonkeyP
         reads = decode.engine(prefills[0].hold()).reads(prefills[0].hold(), SLOT, ONE_BLOCK)
         decode.engine(prefills[1].hold())
         assert list(decode.engines._engines) == [prefills[1].hold().engine]
-        load = Load("a", lambda: reads, deadline=time.monotonic() + 30)
+        load = Read("a", lambda: reads, deadline=time.monotonic() + 30)
         while load.phase is not Phase.DONE:
             load.advance(decode.scratch, time.monotonic())
         assert load.error is None

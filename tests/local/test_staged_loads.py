@@ -13,7 +13,7 @@ from kvferry.execution import stage as staging
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.job import JobResult, Phase
-from kvferry.execution.read import GuardedRead, Load, Prepare
+from kvferry.execution.read import GuardedRead, Prepare, Read
 from kvferry.execution.stage import Stage
 from kvferry.handoff.pull_read import State, word_bytes
 from kvferry.layout.named_layouts import NamedLayout
@@ -78,7 +78,7 @@ class Pair:
         transport: Transport | None = None,
         seconds: float = 30.0,
         is_staged: bool = True,
-    ) -> Load:
+    ) -> Read:
         reads = [
             GuardedRead(
                 transport=transport or self.reader,
@@ -91,7 +91,7 @@ class Pair:
             )
             for plan in self.plans
         ]
-        return Load(job_id, lambda: reads, time.monotonic() + seconds)
+        return Read(job_id, lambda: reads, time.monotonic() + seconds)
 
     @property
     def is_exact(self) -> bool:
@@ -108,7 +108,7 @@ class Pair:
         return taken == 0
 
 
-def run(load: Load, scratch: Scratch, each: Callable[[], None] = lambda: None) -> JobResult:
+def run(load: Read, scratch: Scratch, each: Callable[[], None] = lambda: None) -> JobResult:
     while load.phase is not Phase.DONE:
         load.advance(scratch, time.monotonic())
         each()
@@ -208,7 +208,7 @@ class HeldCopies:
         self._put_in_place(merge, stage_address)
 
 
-def advance_until(load: Load, scratch: Scratch, is_so: Callable[[], bool]) -> None:
+def advance_until(load: Read, scratch: Scratch, is_so: Callable[[], bool]) -> None:
     end = time.monotonic() + 20
     while not is_so():
         assert time.monotonic() < end

@@ -58,14 +58,14 @@ def made(order: Any, *, keeps_events: bool = False) -> Writer:
     spans = LayerSpans({"full": LAYERS}, layers_per_span=2)
     pusher = Writer(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, spans, keeps_events)
     needs = {span: Need(0, 40, 16) for span in (FIRST, SECOND)}
-    pusher._side.announce(PushRequest(KEY, "x", 40, "p", needs, deadline=1e12))
+    pusher._sender.announce(PushRequest(KEY, "x", 40, "p", needs, deadline=1e12))
     return pusher
 
 
 def taken(pusher: Writer) -> dict[int, int]:
     """Take and land what goes now; return up to which token, by span."""
-    batch = pusher._side.take(KEY)
-    pusher._side.landed(KEY)
+    batch = pusher._sender.take(KEY)
+    pusher._sender.landed(KEY)
     return {cut.span.number: cut.end_token for cut in batch}
 
 
@@ -119,7 +119,7 @@ def test_a_layer_outside_of_a_step_vouches_for_nothing() -> None:
     assert taken(pusher) == {1: 16, 2: 16}
     for layer in ("0", "1"):
         pusher.reach(layer)
-    assert pusher._side._done_spans == set()
+    assert pusher._sender._done_spans == set()
 
 
 def test_what_the_device_has_not_done_is_not_pushed_though_the_next_step_is_launched(device: Device) -> None:
@@ -150,7 +150,7 @@ def test_a_step_that_was_launched_before_a_preemption_begins_nothing_after_it(de
     pusher.preempt(["x"])
     settle(pusher, device, 3)
     assert taken(pusher) == {}
-    assert pusher._side.prompt_of(KEY) is None
+    assert pusher._sender.prompt_of(KEY) is None
 
 
 def test_nothing_is_kept_of_a_prompt_that_ended_in_the_step_that_computes_it(device: Device) -> None:
@@ -160,12 +160,12 @@ def test_nothing_is_kept_of_a_prompt_that_ended_in_the_step_that_computes_it(dev
     pusher.begin_step([("x", prompt(16))])
     pusher.compute([("x", prompt(16))])
     settle(pusher, device, 2)
-    assert (pusher._lives, pusher._side._prompts, pusher._side._running) == ({}, {}, {})
+    assert (pusher._num_preemptions, pusher._sender._prompts, pusher._sender._running) == ({}, {}, {})
 
 
 def settle(pusher: Writer, device: Device, num_marks: int) -> None:
     """Let the device come so far, and what follows be done: whoever waits for the next mark has done all before it."""
-    pusher._afterwards.add(device.mark(), lambda: None)
+    pusher._deferred.add(device.mark(), lambda: None)
     device.run(num_marks)
     end = time.monotonic() + SECONDS
     while device.num_awaited <= device.num_over:

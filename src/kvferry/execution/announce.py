@@ -1,7 +1,7 @@
-"""Pushes to one destination rank: introduces itself, announces blocks, hears how pushes end.
+"""Pushes to one destination rank: it introduces itself to source ranks, announces blocks and takes their reports.
 
-:class:`kvferry.handoff.push.receiver.Receiving` decides; this carries out: an :class:`AwaitedPush` is one push, a job
-of the transfer thread, an :class:`Announcer` all pushes to a rank.
+:class:`kvferry.handoff.push.receiver.Receiving` decides. An :class:`AwaitedPush`, a job of the transfer thread, carries
+out one push, an :class:`Announcer` all pushes to a rank.
 """
 
 import queue
@@ -46,7 +46,7 @@ from kvferry.handoff.wire.client import Client, Exchange, known_reason
 
 @dataclass(frozen=True, slots=True)
 class SourceRank:
-    """A source rank of a plan: where it answers, what it is to write, and all encoded shards of its engine."""
+    """A source rank of a plan: where it answers, the part that it writes, and all encoded shards of its engine."""
 
     index: int
     answers_at: EndPoint
@@ -56,7 +56,7 @@ class SourceRank:
 
 @dataclass(frozen=True, slots=True)
 class PushedRequest:
-    """What is asked of all sources of one request. ``deadline`` is on the monotonic clock."""
+    """One request, the same for all of its sources. ``deadline`` is on the monotonic clock."""
 
     job_id: str
     transfer_id: str
@@ -65,14 +65,14 @@ class PushedRequest:
     deadline: float
 
 
-# Returns the sources of a request, or None while something they need (a handshake) is not there yet.
+# Returns the sources of a request, or None while their handshake runs.
 FindSources = Callable[[], Sequence[SourceRank] | None]
 Event = Pushed | PushFailed | tuple[int, Announce | Revoke, Answer | None]
-"""What a source says by itself, or its answer (None: there was none in time) to a question."""
+"""A report of a source; or the index of a source, a question to it, and its answer, None where it came too late."""
 
 
 class AwaitedPush:
-    """Advances one push as its receiver sees it; done once the engine may have the blocks."""
+    """One push at its destination; done once the engine may have the blocks."""
 
     fills_blocks = True
 
@@ -88,11 +88,11 @@ class AwaitedPush:
         self._receiving: Receiving | None = None
         self._created_at = time.monotonic()
         self._pushed: dict[int, Pushed] = {}
-        self._told_at: dict[int, float] = {}
+        self._announced_at: dict[int, float] = {}
         self._done_at: dict[int, float] = {}
 
     def advance(self, scratch: Scratch, now: float) -> bool:
-        """Note what sources say, then do what is due."""
+        """Take reports and answers of sources, then carry out the steps that are due."""
         self._announcer.collect()
         receiving = self._receiving
         if receiving is None:
@@ -102,14 +102,14 @@ class AwaitedPush:
             source = self._sources[index]
             match step:
                 case Step.ANNOUNCE:
-                    # The announcement before may have been refused.
+                    # The announcement to the source before this one may have been refused.
                     moved |= receiving.error is None and self._announce(receiving, source)
                 case Step.REVOKE:
                     question = Revoke(source.answers_at.epoch, self._key)
                     self._announcer.ask(source.answers_at, question, self._key.number, index)
                 case Step.CHECK_ALIVE:
                     if self._announcer.has_ended(source.answers_at):
-                        receiving.refused(index, _silent(source.answers_at))
+                        receiving.refused(index, _unreachable(source.answers_at))
         if receiving.error is not None and self.error is None:
             self.error, self.given_up_at, self.phase = receiving.error, now, Phase.STOPPING
         if receiving.is_over:
@@ -118,7 +118,7 @@ class AwaitedPush:
         return moved
 
     def is_ending(self, now: float) -> bool:
-        """Return whether it is past its deadline or being stopped."""
+        """Return whether the push is past its deadline or being stopped."""
         return self.phase is Phase.STOPPING or now >= self._request.deadline
 
     def cancel(self, error: KVFerryError) -> None:
@@ -130,7 +130,7 @@ class AwaitedPush:
             self._end()
 
     def result(self, finished_at: float) -> JobResult:
-        """Return how the push ended; what was written is as its sources say. Waits include the prompt's computing."""
+        """Return how the push ended, with bytes and seconds of its sources' reports. Its wait includes the prefill."""
         committed = list(self._pushed.values()) if self.error is None else []
         return JobResult(
             job_id=self.job_id,
@@ -146,11 +146,11 @@ class AwaitedPush:
         )
 
     def _events(self, finished_at: float) -> dict[str, Any]:
-        """Return when each source, by index, was told of the blocks, when it said "done", and when that was all."""
+        """Return when each source, by index, got its announcement and reported "done", and the time of the commit."""
         return {
             "clock": clock(),
             "ordered_at": self._created_at,
-            "announced_at": {str(index): told_at for index, told_at in self._told_at.items()},
+            "announced_at": {str(index): announced_at for index, announced_at in self._announced_at.items()},
             "done_at": {str(index): done_at for index, done_at in self._done_at.items()},
             "committed_at": finished_at if self.error is None else None,
         }
@@ -173,7 +173,7 @@ class AwaitedPush:
         return True
 
     def _announce(self, receiving: Receiving, source: SourceRank) -> bool:
-        """Announce the blocks to a source, once it knows this rank; return whether that is done."""
+        """Announce the blocks to a source that knows this rank; return whether the source is dealt with."""
         try:
             _check_announced(self._request, source.part)
             if not self._announcer.is_introduced(source.answers_at, source.engine):
@@ -182,7 +182,7 @@ class AwaitedPush:
             receiving.refused(source.index, error)
             return True
         receiving.announcing(source.index)
-        self._told_at[source.index] = time.monotonic()
+        self._announced_at[source.index] = time.monotonic()
         self._announcer.ask(source.answers_at, self._announcement(source), self._key.number, source.index)
         return True
 
@@ -223,9 +223,9 @@ class AwaitedPush:
         if isinstance(answer, Revoked) and answer.is_quiet:
             receiving.quiet(index)
         elif answer is None or (isinstance(answer, Refusal) and answer.reason == Reason.PEER_UNREACHABLE):
-            receiving.fail(_silent(where))
+            receiving.fail(_unreachable(where))
         elif isinstance(answer, Refusal):
-            # Whatever else was refused, the source must still say that it writes nothing.
+            # Unless the source is in another epoch, it must still acknowledge that it writes nothing.
             receiving.fail(HandoffError(known_reason(answer.reason), answer.message, answer.remedy))
             if answer.reason == Reason.PEER_CHANGED:
                 receiving.quiet(index)
@@ -238,18 +238,18 @@ class AwaitedPush:
 
 
 def _check_announced(request: PushedRequest, part: Part) -> None:
-    """Raise :class:`HandoffError` (unsupported) for more blocks than one announcement has."""
+    """Raise :class:`HandoffError` (unsupported) for more blocks than one announcement may have."""
     num_blocks = sum(len(blocks.block_ids) for blocks in part.announced)
     if num_blocks > MAX_ANNOUNCED_BLOCKS:
         raise HandoffError(
             Reason.UNSUPPORTED,
-            f"{request.job_id} has {num_blocks} blocks to announce to one rank, an announcement has at most "
+            f"{request.job_id} has {num_blocks} blocks to announce to one rank; an announcement has at most "
             f"{MAX_ANNOUNCED_BLOCKS}.",
             'Use larger blocks, or set "mode" to "pull".',
         )
 
 
-def _silent(where: EndPoint) -> HandoffError:
+def _unreachable(where: EndPoint) -> HandoffError:
     return HandoffError(
         Reason.PEER_UNREACHABLE,
         f"the prefill rank at {where.host}:{where.port} does not answer.",
@@ -265,20 +265,18 @@ def _no_handshake(request: PushedRequest, seconds: float) -> HandoffError:
     )
 
 
-KNOCK_SECONDS = 0.2
-KNOCK_AGAIN_SECONDS = 0.5
-"""So old an answer may be whether a source lives, for all pushes that wait for it."""
+PROBE_SECONDS = 0.2
+PROBE_AGAIN_SECONDS = 0.5
+"""How long the result of a probe counts, for all pushes that wait for the same source."""
 MAX_SOURCES = 4096
-"""So many source ranks are remembered as having been introduced to."""
+"""Source ranks to which this rank remembers its introduction."""
 
 
 class Announcer:
-    """All pushes to one rank. A source, which answers on a thread of its own, may take ``answer_seconds`` to do so.
+    """All pushes to one rank. A source may take ``answer_seconds`` to answer.
 
-    With ``keeps_events`` the result of each has events.
-
-    :meth:`answer` is for the server's thread, :meth:`receive` for the engine's; the rest is for pushes, on the
-    transfer thread.
+    With ``keeps_events`` the result of each push has events. The server's thread calls :meth:`answer`, the engine's
+    thread :meth:`announce`; the other methods are for pushes, on the transfer thread.
     """
 
     def __init__(
@@ -301,22 +299,22 @@ class Announcer:
         self._numbers = count(1)
         self._pushes: dict[int, AwaitedPush] = {}
         self._introductions: Bounded[EndPoint, Answer | None] = Bounded(MAX_SOURCES)
-        self._knocks: BackgroundCalls[EndPoint, bool] = BackgroundCalls("knock")
-        self._asked: dict[tuple[str, int, Announce | Revoke], tuple[int, int]] = {}
+        self._probes: BackgroundCalls[EndPoint, bool] = BackgroundCalls("probe")
+        self._pending: dict[tuple[str, int, Announce | Revoke], tuple[int, int]] = {}
 
     @property
     def epoch(self) -> int:
-        """The life of this process."""
+        """The epoch of this process."""
         return self._answers_at.epoch
 
     def announce(self, request: PushedRequest, find_sources: FindSources) -> None:
-        """Start a push; its result comes back from the executor."""
+        """Submit a push to the executor, which returns its result."""
         key = PushKey(self._name, self.epoch, next(self._numbers))
         push = self._pushes[key.number] = AwaitedPush(request, key, find_sources, self)
         self._executor.submit(push)
 
     def answer(self, question: Question) -> Answer:
-        """Take note of what a source says. Raises :class:`HandoffError` for what is not for this rank."""
+        """Take a source's report. Raises :class:`HandoffError` for another question, and for another rank or epoch."""
         if not isinstance(question, Pushed | PushFailed):
             raise HandoffError(
                 Reason.UNSUPPORTED,
@@ -327,7 +325,7 @@ class Announcer:
         if (key.receiver, key.receiver_epoch) != (self._name, self.epoch):
             raise HandoffError(
                 Reason.PEER_CHANGED,
-                f"the message is for {key.receiver} in epoch {key.receiver_epoch}; here is {self._name} in epoch "
+                f"the message is for {key.receiver} in epoch {key.receiver_epoch}; this rank is {self._name} in epoch "
                 f"{self.epoch}.",
                 "The decode engine was restarted: send the prompt again.",
             )
@@ -339,7 +337,7 @@ class Announcer:
     # For pushes.
 
     def is_introduced(self, where: EndPoint, sources: tuple[bytes, ...]) -> bool:
-        """Return whether a source rank knows this one; introduce it if not. Raises :class:`HandoffError` if refused.
+        """Return whether a source rank knows this rank; introduce this rank if not. Raises its :class:`HandoffError`.
 
         ``sources`` are the encoded shards of all ranks of its engine.
         """
@@ -354,46 +352,46 @@ class Announcer:
         return isinstance(answer, Introduced)
 
     def introduce_again(self, where: EndPoint) -> None:
-        """The source does not know this rank any more: introduce it anew for the next push."""
+        """The source has forgotten this rank: introduce this rank anew for the next push."""
         self._introductions.pop(where, None)
 
     def ask(self, where: EndPoint, question: Announce | Revoke, number: int, index: int) -> None:
-        """Ask a source; the answer comes into the push's inbox."""
-        self._asked[where.host, where.port, question] = number, index
+        """Ask a source; :meth:`collect` puts its answer into the push's inbox."""
+        self._pending[where.host, where.port, question] = number, index
         self._client.send(where.host, where.port, question, self._answer_seconds)
 
     def has_ended(self, where: EndPoint) -> bool:
-        """Return whether its host has said that nothing listens there: a rank stops writing before it stops listening.
+        """Return whether the source's host refuses connections: a rank stops writing before it stops listening.
 
-        The host is asked beside: this is its last answer, and where that is old the next one is on its way.
+        Another thread probes the host. This is the last result; where it is old, the next probe has been started.
         """
-        knock = self._knock(where)
-        if knock is None:
+        probe = self._probe(where)
+        if probe is None:
             return False
-        if knock.is_older_than(KNOCK_AGAIN_SECONDS):
-            self._knocks.forget(where)
-            self._knock(where)
+        if probe.is_older_than(PROBE_AGAIN_SECONDS):
+            self._probes.forget(where)
+            self._probe(where)
         try:
-            return knock.result()
+            return probe.result()
         except KVFerryError:
-            # Whatever kept the host from being asked proves nothing.
+            # A probe that failed proves nothing.
             return False
 
-    def _knock(self, where: EndPoint) -> BackgroundCall[bool] | None:
-        return self._knocks.get(where, lambda: nothing_listens(where.host, where.port, KNOCK_SECONDS))
+    def _probe(self, where: EndPoint) -> BackgroundCall[bool] | None:
+        return self._probes.get(where, lambda: nothing_listens(where.host, where.port, PROBE_SECONDS))
 
     def collect(self) -> None:
-        """Hand out the answers that have come."""
+        """Put the answers that have come into the inboxes of their pushes."""
         for exchange in self._client.collect():
             if isinstance(exchange.question, Introduce):
                 self._note_introduction(exchange, exchange.question)
             elif isinstance(exchange.question, Announce | Revoke):
-                number, index = self._asked.pop((exchange.host, exchange.port, exchange.question), (0, 0))
+                number, index = self._pending.pop((exchange.host, exchange.port, exchange.question), (0, 0))
                 if push := self._pushes.get(number):
                     push.inbox.put((index, exchange.question, exchange.answer))
 
     def forget(self, number: int) -> None:
-        """A push is over."""
+        """Forget a push, which is over."""
         self._pushes.pop(number, None)
 
     def _introduction(self, where: EndPoint, sources: tuple[bytes, ...]) -> Introduce:
@@ -410,8 +408,8 @@ class Announcer:
         if (num_bytes := len(encode(introduction))) > MAX_QUESTION_BYTES:
             raise HandoffError(
                 Reason.UNSUPPORTED,
-                f"what the {len(sources)} ranks of the prefill engine hold takes {num_bytes} bytes to repeat, a "
-                f"question has at most {MAX_QUESTION_BYTES}.",
+                f"the introduction, with the shards of {len(sources)} source ranks, takes {num_bytes} bytes; "
+                f"a question has at most {MAX_QUESTION_BYTES}.",
                 'Set "mode" to "pull", or run the prefill engine with fewer ranks.',
             )
         return introduction

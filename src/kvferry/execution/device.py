@@ -1,13 +1,13 @@
-"""Device order: on a GPU a launch returns before its work is done, so whoever reads or writes behind it must wait.
+"""Device order: on a GPU a launch returns before its work is done, so later reads and writes must wait for it.
 
-* A source's blocks are read only once everything that its step wrote is done: until then the guard word says so
-  (:class:`kvferry.execution.guard_words.StepWords`).
-* A load touches no block before everything is done that the engine had launched when it gave the blocks away.
-* The engine's stream waits for the last copy from a stage into its cache before it goes on.
+* A destination reads a source's blocks only once the step that writes them is done: until then their guard word says
+  "being written" (:class:`kvferry.execution.guard_words.StepWords`).
+* A job writes a block only once all work is done that the engine had launched when the block got its request.
+* The engine's stream waits for the last copy from a stage into the cache before it goes on.
 * Every thread that launches or waits sets its device first, and launches on a stream of its own.
 
-A *mark* is a place in the stream of the thread that made it. On a CPU every launch is done when it returns, and nothing
-here does anything. Torch is imported only where there is a GPU.
+A *mark* is a place in the stream of the thread that made it. On a CPU every launch is done when it returns, and marks
+do nothing. Torch is imported only where there is a GPU.
 """
 
 import logging
@@ -22,31 +22,31 @@ logger = logging.getLogger(__name__)
 
 
 class Mark(Protocol):
-    """Everything that was launched on a thread's stream up to some moment."""
+    """All work that was launched on a thread's stream before the mark was made."""
 
     def is_over(self) -> bool:
-        """Return whether all of it is done, without waiting."""
+        """Return whether that work is done, without waiting."""
 
     def wait(self) -> None:
-        """Return once all of it is done."""
+        """Return once that work is done."""
 
 
 class DeviceOrder(Protocol):
-    """What must be known of the device on which caches lie."""
+    """Streams and marks of the device on which a rank's caches lie."""
 
     device: str
-    """As torch names it."""
+    """The device's name in torch."""
     is_immediate: bool
     """Whether a launch is done when it returns, so that every mark is over."""
 
     def enter_thread(self) -> None:
-        """Prepare the calling thread, one of kvferry's own: its device, and a stream for what it launches."""
+        """Prepare the calling thread, one of kvferry's: set its device, and a stream for its launches."""
 
     def mark(self) -> Mark:
-        """Return a mark behind everything launched on the calling thread's stream so far."""
+        """Return a mark behind all work launched on the calling thread's stream so far."""
 
     def wait_for(self, mark: Mark) -> None:
-        """Let what the calling thread launches from now on begin only once the mark is over; returns at once."""
+        """Make later launches of the calling thread begin only once the mark is over; returns at once."""
 
 
 class _Over:
@@ -58,11 +58,11 @@ class _Over:
 
 
 OVER: Mark = _Over()
-"""A mark behind nothing."""
+"""A mark that is always over."""
 
 
 class HostOrder:
-    """On a CPU there is nothing to wait for."""
+    """The order of a CPU, on which every mark is over."""
 
     device = "cpu"
     is_immediate = True
@@ -106,12 +106,12 @@ class CudaOrder:
         self._cuda = cuda
 
     def enter_thread(self) -> None:
-        """Set the thread's device and give it a stream: a new thread has device 0 and the engine's default stream."""
+        """Set the thread's device and stream: a new thread has device 0 and the engine's default stream."""
         self._cuda.set_device(self.device)
         self._cuda.set_stream(self._cuda.Stream(self.device))
 
     def mark(self) -> Mark:
-        """Record an event on the thread's stream; waiting for it takes no processor."""
+        """Record an event on the thread's stream; a wait for the event uses no processor."""
         event = self._cuda.Event(blocking=True)
         event.record(self._cuda.current_stream(self.device))
         return CudaMark(event)
@@ -144,10 +144,10 @@ def device_order(devices: Iterable[str]) -> DeviceOrder:
     return CudaOrder(names.pop(), torch.cuda)
 
 
-class Afterwards:
-    """Does things once marks are over, in order, on a thread that starts with the first of them.
+class DeferredActions:
+    """Runs actions once their marks are over, in order, on a thread that starts with the first action.
 
-    What follows a mark that cannot be waited for, since the device failed, is not done.
+    An action is dropped where the wait for its mark fails, since the device has failed.
     """
 
     def __init__(self, order: DeviceOrder) -> None:
@@ -156,14 +156,14 @@ class Afterwards:
         self._thread: threading.Thread | None = None
 
     def add(self, mark: Mark, action: Callable[[], None]) -> None:
-        """Do this once the mark is over."""
+        """Run the action once the mark is over."""
         self._pending.put((mark, action))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvferry-afterwards", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="kvferry-deferred", daemon=True)
             self._thread.start()
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """Do what was added before and stop, within the time; twice is fine."""
+        """Run the actions added before, within ``timeout_seconds``, and stop; twice is fine."""
         if self._thread is not None:
             self._pending.put(None)
             self._thread.join(timeout_seconds)
@@ -176,4 +176,4 @@ class Afterwards:
                 mark.wait()
                 action()
             except Exception:
-                logger.exception("kvferry: the device failed; what waited for it is given up")
+                logger.exception("kvferry: the device failed: an action that waited for the device is dropped")

@@ -1,8 +1,8 @@
-"""Stage-to-cache copies on a GPU: all layers, blocks and pieces by one launch of one kernel.
+"""Stage-to-cache copies on a GPU: all layers, blocks and runs by one launch of one kernel.
 
-The copies are those of :mod:`kvferry.plan.staging.scatter`, which :mod:`kvferry.execution.stage` carries out on a
-CPU. Each becomes a *job*: a row of a table that the kernel reads. What is decided here, in a few integers for each
-job, is how wide an element may be (the widest that divides every address and stride) and how a tile lies over the runs.
+The copies are the merges of :mod:`kvferry.plan.staging.scatter`, which :mod:`kvferry.execution.stage` carries out on a
+CPU. Each becomes a row of a table that the kernel reads: a few integers that also say how wide an element is (the
+widest that divides every address and stride) and how a tile lies over the runs.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import torch
 
 TILE_BITS = 10
-"""A program copies 1024 elements, 16 KiB where these have 16 bytes."""
+"""A program copies 1024 elements: 16 KiB where an element has 16 bytes."""
 COALESCED_BYTES = 128
-"""Neighbouring threads reach memory together in pieces of so many bytes; a tile is made no narrower to fit a run."""
+"""Neighbouring threads access memory together in lines of this size; no tile is narrower, even to fit a run."""
 _INT32 = 1 << 31
 
 
@@ -30,13 +30,13 @@ _INT32 = 1 << 31
 class DeviceCopies:
     """Copies from a stage into a cache on a GPU, prepared: ``merge`` launches them and returns at once.
 
-    They run on the device's current stream, after what was launched on it before. The caller sees to it that stage and
-    cache stay until then. Runs of one list must not overlap in the cache.
+    They run on the device's current stream, after earlier launches. The caller keeps stage and cache until they have
+    run. Runs of one list must not overlap in the cache.
     """
 
-    jobs: "torch.Tensor"
+    merges: "torch.Tensor"
     blocks: "torch.Tensor"
-    num_jobs: int
+    num_merges: int
     num_tiles: int
     num_loops: int
     tile_bits: int
@@ -45,10 +45,10 @@ class DeviceCopies:
     def merge(self) -> None:
         """Copy from the stage into the cache."""
         kernel().copy_tiles[(self.num_tiles,)](
-            self.jobs,
+            self.merges,
             self.blocks,
-            self.num_jobs,
-            (self.num_jobs - 1).bit_length(),
+            self.num_merges,
+            (self.num_merges - 1).bit_length(),
             NUM_LOOPS=self.num_loops,
             TILE_BITS=self.tile_bits,
             WIDE=self.is_wide,
@@ -58,19 +58,19 @@ class DeviceCopies:
 def prepare(
     merges: Sequence[Merge], stage_address: int, device: "torch.device", tile_bits: int = TILE_BITS
 ) -> DeviceCopies | None:
-    """Bring to the device what the kernel must know of these copies, None where there is nothing to copy.
+    """Return these copies with their table on the device, None where there is nothing to copy.
 
-    Two small transfers on the device's current stream, without waiting for them. Raises :class:`TransportError`
+    Starts two small transfers on the device's current stream and does not wait for them. Raises :class:`TransportError`
     (``missing-dependency``) without triton.
     """
     kernel()
-    table = job_table([merge for merge in merges if merge.num_runs], stage_address, tile_bits)
+    table = merge_table([merge for merge in merges if merge.num_runs], stage_address, tile_bits)
     if table is None:
         return None
     return DeviceCopies(
-        jobs=_on_device(table.jobs, device),
+        merges=_on_device(table.merges, device),
         blocks=_on_device(table.blocks, device),
-        num_jobs=len(table.jobs),
+        num_merges=len(table.merges),
         num_tiles=table.num_tiles,
         num_loops=table.num_loops,
         tile_bits=tile_bits,
@@ -108,22 +108,22 @@ def kernel() -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JobTable:
-    """What the kernel reads: ``jobs`` in the columns that its module names, and the ``blocks`` of all of them."""
+class MergeTable:
+    """The kernel's table: a row for each merge, in the columns of :mod:`merge_kernel`, and all their ``blocks``."""
 
-    jobs: Integers
+    merges: Integers
     blocks: Integers
     num_tiles: int
     num_loops: int
     is_wide: bool
 
 
-def job_table(merges: Sequence[Merge], stage_address: int, tile_bits: int = TILE_BITS) -> JobTable | None:
-    """Return the table of these copies, None for none of them.
+def merge_table(merges: Sequence[Merge], stage_address: int, tile_bits: int = TILE_BITS) -> MergeTable | None:
+    """Return the table of these merges, None for no merge.
 
     >>> merge = Merge(0, 4096, 1 << 20, 8192, np.array([5, 3]), 256, ((16, 256, 512),))
-    >>> table = job_table([merge], 1 << 30)
-    >>> table.jobs.tolist()[0][:10]
+    >>> table = merge_table([merge], 1 << 30)
+    >>> table.merges.tolist()[0][:10]
     [0, 16, 1073741824, 4096, 1048576, 8192, 0, 32, 16, 4]
     >>> table.num_tiles, table.blocks.tolist()
     (1, [5, 3])
@@ -131,22 +131,22 @@ def job_table(merges: Sequence[Merge], stage_address: int, tile_bits: int = TILE
     if not merges:
         return None
     num_loops = max(len(merge.loops) for merge in merges)
-    jobs = np.array([_job(merge, stage_address, tile_bits, num_loops) for merge in merges], dtype=np.int64)
+    rows = np.array([_row(merge, stage_address, tile_bits, num_loops) for merge in merges], dtype=np.int64)
     lengths = np.array([len(merge.destination_blocks) for merge in merges], dtype=np.int64)
-    tiles = np.array([num_tiles(job[7], job[8], job[9], tile_bits) for job in jobs.tolist()], dtype=np.int64)
-    jobs[:, 0] = np.cumsum(tiles) - tiles
-    jobs[:, 6] = np.cumsum(lengths) - lengths
-    return JobTable(
-        jobs=jobs,
+    tiles = np.array([num_tiles(row[7], row[8], row[9], tile_bits) for row in rows.tolist()], dtype=np.int64)
+    rows[:, 0] = np.cumsum(tiles) - tiles
+    rows[:, 6] = np.cumsum(lengths) - lengths
+    return MergeTable(
+        merges=rows,
         blocks=np.concatenate([merge.destination_blocks for merge in merges]).astype(np.int64, copy=False),
         num_tiles=int(tiles.sum()),
         num_loops=num_loops,
-        # A tile at the end counts beyond the last run and element.
-        is_wide=bool(jobs[:, 7:9].max() + (1 << tile_bits) >= _INT32),
+        # The indices of the last tile go beyond the last run and element.
+        is_wide=bool(rows[:, 7:9].max() + (1 << tile_bits) >= _INT32),
     )
 
 
-def _job(merge: Merge, stage_address: int, tile_bits: int, num_loops: int) -> list[int]:
+def _row(merge: Merge, stage_address: int, tile_bits: int, num_loops: int) -> list[int]:
     loops = [*merge.loops, *[(1, 0, 0)] * (num_loops - len(merge.loops))]
     numbers = [stage_address + merge.stage_offset, merge.stage_block_stride]
     numbers += [merge.destination_address, merge.destination_block_stride]
@@ -166,9 +166,9 @@ def element_width(*numbers: int) -> int:
 
 
 def column_bits(num_runs: int, elements: int, width: int, tile_bits: int = TILE_BITS) -> int:
-    """Return the logarithm of a tile's columns: the shape that needs the fewest tiles, the widest of these.
+    """Return the logarithm of a tile's columns: the shape that needs the fewest tiles, and of those the widest.
 
-    A tile that is much wider than a run, or higher than there are runs, leaves threads without work.
+    A tile much wider than a run, or with more rows than there are runs, leaves threads without work.
 
     >>> column_bits(1, 1 << 20, 16), column_bits(4096, 16, 16), column_bits(4096, 72, 16), column_bits(4096, 3, 2)
     (10, 4, 3, 2)

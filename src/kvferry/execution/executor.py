@@ -1,4 +1,4 @@
-"""The thread on which loads run, beside the engine's step and off its compute cores."""
+"""The transfer thread, which runs jobs beside the engine's step and off its compute cores."""
 
 import logging
 import os
@@ -18,20 +18,20 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.0005
 MAX_WAIT_SECONDS = 0.01
-"""Between two looks at loads that have waited for something else than a transfer, such as a handshake, for a while."""
+"""Longest time between two looks at jobs that wait for no transfer, but for a handshake, for example."""
 QUIET_SECONDS = 10.0
-"""So long a load that was given up may take to be quiet before the log tells of it."""
+"""How long the transfers of a job that was given up may take to end before the job is reported."""
 Change = tuple[str, KVFerryError | None]
-"""The id of a load and why it is given up; None where it is set aside."""
+"""A job's id, and the error with which the job is given up; None where its blocks are quarantined."""
 
 
 class Executor:
-    """Advances loads in the order of their arrival until each is done.
+    """Advances jobs in the order of their arrival until each is done.
 
-    The engine's thread submits and collects; neither call blocks. The transports of the loads are
-    used by the executor's thread only. ``report_still_writing`` is called on that thread with the ids of all loads
-    that were given up :data:`QUIET_SECONDS` ago and are not quiet, whenever these change. Raises :class:`SettingsError`
-    (invalid-setting) when the thread cannot run on ``cores``.
+    The engine's thread submits and collects; neither call blocks. Only the executor's thread uses the transports of
+    the jobs. Whenever the set of jobs changes that were given up :data:`QUIET_SECONDS` ago and whose transfers have not
+    ended, the thread calls ``report_still_writing`` with their ids. Raises :class:`SettingsError` (invalid-setting)
+    where the thread cannot run on ``cores``.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Executor:
         self._scratch = scratch
         self._order = order
         self._cores = set(cores)
-        # Jobs and what changes them in one queue, so that a cancellation never overtakes its job.
+        # Jobs and changes share one queue, so that a cancellation never overtakes its job.
         self._orders: queue.SimpleQueue[Job | Change | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._active: list[Job] = []
@@ -59,24 +59,24 @@ class Executor:
         self._thread.start()
         self._await_start()
 
-    def submit(self, load: Job) -> None:
-        """Queue a load; its result comes back through :meth:`collect`, exactly once."""
-        self._orders.put(load)
+    def submit(self, job: Job) -> None:
+        """Queue a job; :meth:`collect` returns its result, exactly once."""
+        self._orders.put(job)
 
     def cancel(self, job_id: str, error: KVFerryError) -> None:
-        """Give a load up; it comes back with ``error`` through :meth:`collect`, once its transfers are quiet."""
+        """Give a job up; :meth:`collect` returns ``error`` once its transfers have ended."""
         self._orders.put((job_id, error))
 
     def quarantine(self, job_id: str) -> None:
-        """Tell at once of a load that was given up and is not quiet: its blocks are kept until it is."""
+        """Let :meth:`collect` return a reported job at once: the engine keeps its blocks until its transfers end."""
         self._orders.put((job_id, None))
 
     def wake(self) -> None:
-        """Something has happened that a waiting job may wait for: look at once."""
+        """Advance the jobs at once: an event has come that a job may wait for."""
         self._orders.put(None)
 
     def collect(self, wait_seconds: float = 0.0) -> list[JobResult]:
-        """Return the loads that ended since the last call; where none has, wait so long for the first."""
+        """Return the results since the last call; where there is none, wait at most ``wait_seconds`` for the first."""
         results = []
         if wait_seconds:
             with suppress(queue.Empty):
@@ -86,9 +86,9 @@ class Executor:
         return results
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """Give up the loads in progress, wait for their transfers to be quiet, stop. Twice is fine.
+        """Give up the jobs in progress, wait until their transfers have ended, and stop. Twice is fine.
 
-        Returns after at most ``timeout_seconds``; the results of loads that were given up can be collected.
+        Returns after at most ``timeout_seconds``; then :meth:`collect` returns the results of these jobs.
         """
         self._give_up_at = time.monotonic() + timeout_seconds
         self._stop.set()
@@ -119,7 +119,7 @@ class Executor:
             try:
                 self._turn()
             except Exception:
-                # Nothing that one load does may end the thread that carries all others.
+                # No job may end the thread that carries all others.
                 logger.exception("kvferry: a turn of the transfer thread failed")
                 time.sleep(MAX_WAIT_SECONDS)
         self._give_up()
@@ -132,8 +132,8 @@ class Executor:
             self._num_looks = 0
 
     def _wait(self) -> None:
-        """Sleep until it is time to look again: soon where transfers run, else ever longer or until an order comes."""
-        if any(load.phase is not Phase.PREPARING and load.job_id not in self._still_writing for load in self._active):
+        """Sleep: shortly where transfers run, else ever longer, or until an order comes."""
+        if any(job.phase is not Phase.PREPARING and job.job_id not in self._still_writing for job in self._active):
             time.sleep(WAIT_SECONDS)
             return
         self._num_looks += 1
@@ -141,7 +141,7 @@ class Executor:
             self._take(self._orders.get(timeout=min(WAIT_SECONDS * (1 + self._num_looks // 4), MAX_WAIT_SECONDS)))
 
     def _take_orders(self) -> None:
-        """Take what was queued; wait for it when there is nothing else to do."""
+        """Take all orders; wait for one where there is no job."""
         if not self._active:
             self._take(self._orders.get())
         while not self._orders.empty():
@@ -154,87 +154,89 @@ class Executor:
             self._active.append(order)
             return
         job_id, error = order
-        for load in self._active:
-            if load.job_id == job_id and error is not None:
-                load.cancel(error)
-            elif load.job_id == job_id and job_id in self._still_writing - self._quarantined:
+        for job in self._active:
+            if job.job_id == job_id and error is not None:
+                job.cancel(error)
+            elif job.job_id == job_id and job_id in self._still_writing - self._quarantined:
                 self._quarantined.add(job_id)
-                self._results.put(_result(load))
+                self._results.put(_result(job))
 
     def _give_up(self) -> None:
         while not self._orders.empty():
             self._take(self._orders.get_nowait())
-        for load in self._active:
-            load.cancel(HandoffError(Reason.CLOSED, f"the load of {load.job_id} was given up: the executor stops."))
+        for job in self._active:
+            job.cancel(HandoffError(Reason.CLOSED, f"job {job.job_id} was given up: the executor stops."))
         while self._active and time.monotonic() < self._give_up_at:
             if not self._advance():
                 time.sleep(WAIT_SECONDS)
 
     def _advance(self) -> bool:
-        """Advance the first load that can move, so that early loads finish early; those that end go before all."""
+        """Advance the first job that makes progress, so that early jobs finish early; jobs that are ending go first."""
         now = time.monotonic()
-        for load in sorted(self._active, key=lambda load: not load.is_ending(now)):
-            moved = self._advance_one(load)
-            self._report_if_late(load, now)
-            if load.phase is Phase.DONE:
-                self._active.remove(load)
-                self._end(load)
-            elif load.phase is Phase.BETWEEN_ROUNDS:
+        for job in sorted(self._active, key=lambda job: not job.is_ending(now)):
+            moved = self._advance_one(job)
+            self._report_if_late(job, now)
+            if job.phase is Phase.DONE:
+                self._active.remove(job)
+                self._end(job)
+            elif job.phase is Phase.BETWEEN_ROUNDS:
                 # Between two rounds the others go first.
-                self._active.remove(load)
-                self._active.append(load)
+                self._active.remove(job)
+                self._active.append(job)
             if moved:
                 return True
         return False
 
-    def _end(self, load: Job) -> None:
-        if load.job_id in self._quarantined:
-            self._quarantined.remove(load.job_id)
+    def _end(self, job: Job) -> None:
+        if job.job_id in self._quarantined:
+            self._quarantined.remove(job.job_id)
         else:
-            self._results.put(_result(load))
+            self._results.put(_result(job))
 
-    def _report_if_late(self, load: Job, now: float) -> None:
-        """Tell, once when it gets late and once when it is over, of blocks that the engine cannot have back yet.
+    def _report_if_late(self, job: Job, now: float) -> None:
+        """Report a job whose transfers do not end: once when it is late, and once when they have ended.
 
-        A posted read cannot be revoked: what lands after the blocks were given to another request would be its cache.
+        A posted read cannot be revoked: bytes that land after the blocks went to another request would corrupt its
+        cache.
         """
-        seconds = 0.0 if load.given_up_at is None else now - load.given_up_at
-        if load.phase is Phase.DONE and load.job_id in self._still_writing:
-            self._still_writing.remove(load.job_id)
-            self._report(load)
-            logger.warning("kvferry: the transfers of %s ended %.0f s after it was given up.", load.job_id, seconds)
-        elif load.phase is Phase.STOPPING and seconds > QUIET_SECONDS and load.job_id not in self._still_writing:
-            self._still_writing.add(load.job_id)
-            self._report(load)
+        seconds = 0.0 if job.given_up_at is None else now - job.given_up_at
+        if job.phase is Phase.DONE and job.job_id in self._still_writing:
+            self._still_writing.remove(job.job_id)
+            self._report(job)
+            logger.warning("kvferry: the transfers of %s ended %.0f s after the job was given up.", job.job_id, seconds)
+        elif job.phase is Phase.STOPPING and seconds > QUIET_SECONDS and job.job_id not in self._still_writing:
+            self._still_writing.add(job.job_id)
+            self._report(job)
             logger.warning(
                 "kvferry: %s was given up %.0f s ago (%s), but its transfers cannot be revoked and have not ended: its "
-                "blocks are kept until they have. Is the other engine's process stopped? If it ends, so do they.",
-                load.job_id,
+                "blocks are kept until they end. Check whether the other engine's process is stopped; ending that "
+                "process ends the transfers.",
+                job.job_id,
                 seconds,
-                load.error,
+                job.error,
             )
 
     def _report(self, changed: Job) -> None:
         if changed.fills_blocks:
-            names = {load.job_id for load in self._active if load.fills_blocks}
+            names = {job.job_id for job in self._active if job.fills_blocks}
             self._report_still_writing(frozenset(self._still_writing & names))
 
-    def _advance_one(self, load: Job) -> bool:
-        was_stopping = load.phase is Phase.STOPPING
+    def _advance_one(self, job: Job) -> bool:
+        was_stopping = job.phase is Phase.STOPPING
         try:
-            return load.advance(self._scratch, time.monotonic())
+            return job.advance(self._scratch, time.monotonic())
         except Exception as error:
             if not was_stopping:
-                logger.exception("kvferry: the load of %s failed unexpectedly", load.job_id)
-            load.cancel(_unexpected(error))
-            # One that cannot even be stopped must not keep the others waiting.
+                logger.exception("kvferry: job %s failed unexpectedly", job.job_id)
+            job.cancel(_unexpected(error))
+            # A job that cannot even be stopped must not keep the others waiting.
             return not was_stopping
 
 
 def cores_that_do_not_compute() -> set[int]:
-    """Return the cores on which a worker should copy: those it may use without those it is bound to, else the latter.
+    """Return the cores on which a worker copies: its parent's without the worker's own; where none is left, the latter.
 
-    vLLM binds a worker on a CPU to the cores on which it computes, but not the process that started it.
+    vLLM binds a worker on a CPU to the cores on which it computes, but not the parent, which started the worker.
     """
     bound = os.sched_getaffinity(0)
     try:
@@ -243,15 +245,15 @@ def cores_that_do_not_compute() -> set[int]:
         return bound
 
 
-def _result(load: Job) -> JobResult:
-    """Return how the load ended; where that cannot be told it failed, since the engine waits for an answer."""
+def _result(job: Job) -> JobResult:
+    """Return the job's result; a job that cannot give one has failed, since the engine waits for a result."""
     try:
-        return load.result(time.monotonic())
+        return job.result(time.monotonic())
     except Exception as error:
-        logger.exception("kvferry: how the load of %s ended cannot be told", load.job_id)
-        return JobResult(load.job_id, _unexpected(error))
+        logger.exception("kvferry: job %s gave no result", job.job_id)
+        return JobResult(job.job_id, _unexpected(error))
 
 
 def _unexpected(error: Exception) -> HandoffError:
-    what = f"the load failed unexpectedly: {type(error).__name__}: {error}."
-    return HandoffError(Reason.TRANSFER_FAILED, what, "The log has the whole of it; please report it.")
+    message = f"the job failed unexpectedly: {type(error).__name__}: {error}."
+    return HandoffError(Reason.TRANSFER_FAILED, message, "Please report it with the traceback in the log.")

@@ -1,10 +1,10 @@
-"""Guard words in memory: one per slot beside a source's cache, and the pool into which a destination reads them.
+"""Guard words in memory: a source rank's, one for each slot, and the pool into which a destination reads words.
 
 A word is ``(epoch, generation)``, two unsigned 64-bit integers. The source sets it when a request gets its slot and
 changes it *before* the request's blocks are reported free. See :mod:`kvferry.handoff.pull_read`.
 
-On a GPU a step's work goes on after the step has returned. Until it is done the words of the requests that it writes
-say so in one bit more, and a reader asks again.
+On a GPU a step's work goes on after the step has returned. Until the work is done one more bit, ``BEING_WRITTEN``, is
+set in the words of the requests that the step writes, and a destination reads such a word again.
 """
 
 import threading
@@ -13,13 +13,13 @@ from functools import partial
 
 import numpy as np
 
-from kvferry.execution.device import Afterwards, DeviceOrder
+from kvferry.execution.device import DeferredActions, DeviceOrder
 from kvferry.handoff.pull_read import BEING_WRITTEN, WORD_BYTES
 from kvferry.transport.protocol import Region
 
 
 class GuardWords:
-    """The words of one rank, ``num_slots`` of them; slot memory is plain and registered by the owner.
+    """The ``num_slots`` words of one rank. Their owner registers the memory.
 
     >>> words = GuardWords(num_slots=4)
     >>> words.set(2, epoch=7, generation=1)
@@ -36,15 +36,15 @@ class GuardWords:
         return int(self.array.ctypes.data)
 
     def set(self, slot: int, epoch: int, generation: int, *, being_written: bool = False) -> None:
-        """Mark the slot as holding ``generation``, or as being written for it."""
+        """Write the word of a hold into its slot, with ``BEING_WRITTEN`` where a step writes the hold's blocks."""
         self.array[slot] = np.array((epoch, generation | BEING_WRITTEN * being_written), dtype=np.uint64)
 
     def clear(self, slot: int) -> None:
-        """Mark the slot as holding nothing; must precede any reuse of the request's blocks."""
+        """Clear the slot; must precede any reuse of the request's blocks."""
         self.array[slot] = 0
 
     def clear_all(self) -> None:
-        """Mark every slot as holding nothing."""
+        """Clear every slot."""
         self.array[:] = 0
 
 
@@ -53,15 +53,15 @@ Held = tuple[int, int, int]
 
 
 class StepWords:
-    """Changes words as each step orders it, in device order.
+    """Changes the words at each step, in device order.
 
-    ``begin`` comes before the step launches anything that writes blocks, ``finish`` after the last of it.
+    Call ``begin`` before the step launches work that writes blocks, and ``finish`` after its last launch.
     """
 
     def __init__(self, words: GuardWords, order: DeviceOrder) -> None:
         self._words = words
         self._order = order
-        self._afterwards = Afterwards(order)
+        self._deferred = DeferredActions(order)
         self._lock = threading.Lock()
         self._step = 0
         self._step_of: dict[int, int] = {}
@@ -70,7 +70,7 @@ class StepWords:
     def begin(self, ended: Iterable[int], written: Iterable[Held]) -> None:
         """Clear the words of slots whose hold has ended, then set those of the requests that this step writes.
 
-        In this order: a request may have been given the slot of a hold that ended since the last step.
+        In this order, since a request may have got the slot of a hold that ended after the last step.
         """
         with self._lock:
             self._step += 1
@@ -84,28 +84,28 @@ class StepWords:
                     self._being_written.append((self._step, held))
 
     def finish(self) -> None:
-        """Let readers believe what was written, once it is done on the device; returns at once."""
+        """Set the words without ``BEING_WRITTEN`` once the device has done the step; returns at once."""
         if self._being_written:
             written, self._being_written = self._being_written, []
-            self._afterwards.add(self._order.mark(), partial(self._publish, written))
+            self._deferred.add(self._order.mark(), partial(self._publish, written))
 
     def close(self) -> None:
-        """Let every hold end, since the blocks are about to go, and stop; twice is fine."""
+        """Clear every word, since the blocks are about to be freed, and stop; twice is fine."""
         with self._lock:
             self._words.clear_all()
             self._step_of.clear()
-        self._afterwards.close()
+        self._deferred.close()
 
     def _publish(self, written: Iterable[tuple[int, Held]]) -> None:
         with self._lock:
             for step, held in written:
-                # Not where the hold has ended since, or a later step writes on.
+                # Not if the hold has ended since, or a later step writes its blocks too.
                 if self._step_of.get(held[0]) == step:
                     self._words.set(*held)
 
 
 class Scratch:
-    """Registered local memory into which guard words are read, one word a read; used by one thread.
+    """Registered memory of a destination into which it reads guard words; one thread uses it.
 
     >>> scratch = Scratch(num_words=2)
     >>> slots = scratch.take(2)
@@ -127,7 +127,7 @@ class Scratch:
         return len(self._free) >= num_words
 
     def take(self, num_words: int) -> list[int]:
-        """Take words; the caller has asked :meth:`has_room`."""
+        """Take words; :meth:`has_room` must be true."""
         return [self._free.pop() for _ in range(num_words)]
 
     def give_back(self, slots: list[int]) -> None:
@@ -135,11 +135,11 @@ class Scratch:
         self._free.extend(slots)
 
     def clear(self, slot: int) -> None:
-        """Forget the word in ``slot``: a read that never lands must not find a former one there."""
+        """Clear the word in ``slot``: where a read never lands, no earlier word may be found."""
         self._words[slot] = 0
 
     def descriptor(self, slot: int, source_address: int) -> np.ndarray:
-        """Return the ``(1, 3)`` descriptor that reads a remote word into ``slot``."""
+        """Return the ``(1, 3)`` descriptor that reads the word at ``source_address`` into ``slot``."""
         destination = int(self._words.ctypes.data) + slot * WORD_BYTES
         return np.array([[source_address, destination, WORD_BYTES]], dtype=np.uint64)
 

@@ -1,4 +1,4 @@
-"""Jobs: what the transfer thread advances, and how a job ended. A load, an awaited push and a write are jobs."""
+"""Jobs, which the transfer thread advances, and their results. A read, a write and an awaited push are jobs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from kvferry.execution.guard_words import Scratch
 
 
 class Phase(Enum):
-    """What a job waits for, as far as the transfer thread must know."""
+    """What a job waits for."""
 
-    PREPARING = "for something else than a transfer, such as a handshake"
+    PREPARING = "for a handshake, a connection or a prompt, not for a transfer"
     MOVING = "for its transfers"
     BETWEEN_ROUNDS = "for its turn: other jobs go first"
-    STOPPING = "for the end of its transfers, since it was given up"
+    STOPPING = "for the end of its transfers, since the job was given up"
     DONE = "for nothing"
 
 
@@ -24,8 +24,8 @@ class Phase(Enum):
 class JobResult:
     """How a job ended: ``error`` is None for a commit. Times are seconds.
 
-    ``num_bytes`` are the committed ones, of which ``num_staged_bytes`` went by way of the stage: none of a failed job,
-    whatever had landed. ``num_descriptors`` counts what transports were asked for.
+    ``num_bytes`` are the committed bytes, ``num_staged_bytes`` those of them that went through the stage; a failed job
+    has none, even where bytes have landed. ``num_descriptors`` counts all that the transports got.
     """
 
     job_id: str
@@ -38,21 +38,21 @@ class JobResult:
     wait_seconds: float = 0.0
     transfer_seconds: float = 0.0
     landing: Mark = OVER
-    """Behind the last copy into the cache, on a GPU: the engine's stream must wait for it."""
+    """On a GPU the mark behind the last copy into the cache: the engine's stream must wait for this mark."""
     events: Mapping[str, Any] | None = None
-    """Of a push, where they were asked for: what happened when, ready for JSON."""
+    """Events of a push, ready for JSON; None unless the settings ask for them."""
 
 
 class Job(Protocol):
-    """One thing that the transfer thread advances."""
+    """A read, a write or an awaited push."""
 
     @property
     def job_id(self) -> str:
-        """Names the job; no two at a time have one name."""
+        """Names the job; no two jobs at a time have the same id."""
 
     @property
     def fills_blocks(self) -> bool:
-        """Whether it fills blocks of this engine, which must be kept until its transfers have ended."""
+        """Whether the job fills blocks of this engine, which must be kept until its transfers have ended."""
 
     @property
     def phase(self) -> Phase:
@@ -60,20 +60,20 @@ class Job(Protocol):
 
     @property
     def error(self) -> KVFerryError | None:
-        """Why it was given up."""
+        """Why the job was given up."""
 
     @property
     def given_up_at(self) -> float | None:
-        """When it was given up."""
+        """When the job was given up."""
 
     def advance(self, scratch: Scratch, now: float) -> bool:
-        """Make bounded progress; return whether anything moved."""
+        """Make bounded progress; return whether there was any."""
 
     def is_ending(self, now: float) -> bool:
-        """Return whether it is past its deadline or being stopped."""
+        """Return whether the job is past its deadline or being stopped."""
 
     def cancel(self, error: KVFerryError) -> None:
-        """Give up; done once its transfers have ended."""
+        """Give the job up; it is done once its transfers have ended."""
 
     def result(self, finished_at: float) -> JobResult:
-        """Return how it ended."""
+        """Return how the job ended."""

@@ -1,8 +1,8 @@
-"""Huge pages for memory that is moved in large pieces.
+"""Huge pages for memory that is moved in long runs.
 
 A descriptor into 4 KiB pages costs the kernel a page-table walk per page; the same bytes in
 2 MiB pages move about twice as fast. ``MADV_COLLAPSE`` (Linux 6.1) rewrites memory
-that is already touched; where the kernel refuses, everything works as before.
+that is already touched; where the kernel refuses, transfers are only slower.
 """
 
 import ctypes

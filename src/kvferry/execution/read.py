@@ -1,4 +1,4 @@
-"""Drives pulls: submits what :class:`kvferry.handoff.pull_read.PullRead` asks for, and tells it what has landed."""
+"""Drives pulls: carries out the actions of :class:`kvferry.handoff.pull_read.PullRead` and reports landings to it."""
 
 import time
 from collections import deque
@@ -27,9 +27,9 @@ _PHASES = {
 
 @dataclass(frozen=True, slots=True)
 class GuardedRead:
-    """What one source rank contributes: ``descriptors`` is ``(n, 3)`` source, destination, length.
+    """The read of one source rank: ``descriptors``, ``(n, 3)`` source, destination and length, and ``parts``.
 
-    ``parts`` are read into ``stage`` and copied from there.
+    ``parts`` are read into ``stage`` and copied from there into the cache.
     """
 
     transport: Transport
@@ -50,25 +50,25 @@ class GuardedRead:
         if self.parts and self.stage is None:
             raise TransportError(
                 Reason.INVALID_REQUEST,
-                "parts to be staged come without a stage.",
-                "Name the stage that they go through.",
+                "a read has parts to be staged, but no stage.",
+                "Give the read a stage.",
             )
 
     @property
     def num_bytes(self) -> int:
-        """Bytes to be read."""
+        """Bytes that the read brings into the cache."""
         return int(self.descriptors[:, 2].sum()) + sum(part.num_bytes for part in self.parts)
 
 
-# Returns the reads of a load, or None while something they need (a handshake, a connection) is not there yet.
+# Returns the reads of a pull, or None while a handshake or a connection is under way.
 Prepare = Callable[[], Sequence[GuardedRead] | None]
 
 
-class Load:
+class Read:
     """A pull in progress. ``deadline`` is on the monotonic clock.
 
-    Bytes that go by way of the stage come in rounds, as much at a time as the stage has room for; each is copied into
-    the cache while the next is read.
+    Bytes that go through the stage come in rounds of as much as the stage has room for; each round is copied into the
+    cache while the next one is read.
     """
 
     fills_blocks = True
@@ -92,21 +92,21 @@ class Load:
 
     @property
     def phase(self) -> Phase:
-        """What the load waits for."""
+        """What the pull waits for."""
         return _PHASES.get(self._pull.state, Phase.MOVING)
 
     @property
     def error(self) -> KVFerryError | None:
-        """Why the load was given up."""
+        """Why the pull was given up."""
         return self._pull.error
 
     @property
     def given_up_at(self) -> float | None:
-        """When the load was given up."""
+        """When the pull was given up."""
         return self._pull.given_up_at
 
     def advance(self, scratch: Scratch, now: float) -> bool:
-        """Make bounded progress; return whether anything moved."""
+        """Make bounded progress; return whether there was any."""
         self._pull.tick(now)
         was_stopping = self._pull.state is State.STOPPING
         try:
@@ -116,15 +116,15 @@ class Load:
             return not was_stopping
 
     def is_ending(self, now: float) -> bool:
-        """Return whether the load is past its deadline or being stopped."""
+        """Return whether the pull is past its deadline or being stopped."""
         return self._pull.is_ending(now)
 
     def cancel(self, error: KVFerryError) -> None:
-        """Give up; the load is done once its transfers have ended."""
+        """Give the pull up; it is done once its transfers have ended."""
         self._pull.fail(error, time.monotonic())
 
     def result(self, finished_at: float) -> JobResult:
-        """Return how the load ended."""
+        """Return how the pull ended."""
         reads = self._reads or ()
         committed = reads if self.error is None else ()
         return JobResult(
@@ -164,7 +164,7 @@ class Load:
             case _:
                 state, words = self._pull.state, [scratch.word(slot) for slot in self._scratch_slots]
                 self._carry_out(self._pull.words_read(words, now), scratch)
-                # Nothing moved where the source is still writing: the words are read again, not at once.
+                # No progress where the source is still writing: the words are read again, but not at once.
                 return self._pull.state is not state
 
     def _carry_out(self, actions: Sequence[Action], scratch: Scratch) -> bool:
@@ -180,7 +180,7 @@ class Load:
                 case Action.COMMIT | Action.GIVE_BACK:
                     self._finish(scratch)
                 case Action.STOP | Action.AWAIT_COPIES:
-                    pass  # each step looks after transfers and copies
+                    pass  # each step polls transfers and copies
         return bool(actions)
 
     def _begin(self, scratch: Scratch) -> bool:
@@ -211,7 +211,7 @@ class Load:
         return next(read.stage for read in self._reads or () if read.stage is not None)
 
     def _begin_round(self) -> bool:
-        """Read what is left to be read directly, and into the stage as much as a round has, once there is room."""
+        """Read the direct descriptors, with the first round, and one round into the stage, once the stage has room."""
         staged: list[tuple[int, np.ndarray]] = []
         if self._rounds:
             begins, num_bytes = placed(self._rounds[0])
@@ -225,7 +225,7 @@ class Load:
         for number, read in enumerate(self._reads or ()):
             lists = [] if self._has_read_directly else [read.descriptors]
             lists += [rows for owner, rows in staged if owner == number]
-            # What goes directly is handed on as it is: it may be many thousands of rows.
+            # Direct descriptors are not copied: they may be many thousands of rows.
             rows = lists[0] if len(lists) == 1 else np.concatenate([NOTHING, *lists])
             self._num_descriptors += len(rows)
             self._transfers.append(read.transport.submit(read.peer, Direction.READ, rows))
@@ -233,18 +233,18 @@ class Load:
         return True
 
     def _staged_reads(self, begins: Sequence[int]) -> list[tuple[int, np.ndarray]]:
-        """Return the reads of a round's pieces and whose they are, and keep the copies that are to follow."""
+        """Return the reads of a round, each with the index of its source, and keep the copies that follow."""
         base = np.array([0, self._stage.region.base_address, 0], dtype=np.int64)
         lists: list[tuple[int, np.ndarray]] = []
         merges: list[Merge] = []
-        for begin, (number, piece) in zip(begins, self._rounds[0], strict=True):
-            lists.append((number, (piece.reads(begin) + base).view(np.uint64)))
-            merges += piece.merges(begin)
+        for begin, (number, part) in zip(begins, self._rounds[0], strict=True):
+            lists.append((number, (part.reads(begin) + base).view(np.uint64)))
+            merges += part.merges(begin)
         self._merges = joined(merges)
         return lists
 
     def _put_in_place(self) -> None:
-        """Copy what the stage holds into the cache."""
+        """Start to copy the round from the stage into the cache."""
         self._data_started_at = time.monotonic()
         if not self._merges:
             return
@@ -256,7 +256,7 @@ class Load:
         self._stage.give_back(id(self), after=self._landing)
 
     def _is_copying(self) -> bool:
-        """Return whether bytes still come into the cache from the stage. Raises the error of a failed copy, once."""
+        """Return whether copies into the cache have not ended. Raises the error of a failed copy, once."""
         while self._copies and self._copies[0].is_over():
             copied = self._copies.popleft()
             if self._pull.state is not State.STOPPING:

@@ -33,7 +33,7 @@ MAX_ENGINES = 1024
 
 
 class Connections:
-    """Connections to a peer's ranks, each opened when a job first needs it, on the thread that uses the transports."""
+    """Connections to a peer's ranks, each opened when a job first needs it. Only the transfer thread uses them."""
 
     def __init__(self, transports: TransportSet, end_points: Sequence[Mapping[str, bytes]]) -> None:
         self._transports, self._end_points = transports, end_points
@@ -41,7 +41,7 @@ class Connections:
         self._links: dict[int, Link] = {}
 
     def poll(self, index: int) -> Link | None:
-        """Go on connecting to this rank; return its link once it is connected. Raises :class:`TransportError`."""
+        """Go on connecting to this rank; return the link once there is one. Raises :class:`TransportError`."""
         if index not in self._links:
             if index not in self._connecting:
                 self._connecting[index] = self._transports.connect(dict(self._end_points[index]))
@@ -53,12 +53,12 @@ class Connections:
         return self._links[index]
 
     def forget(self, index: int) -> None:
-        """Connect anew for the next job; jobs that use the former connection keep it."""
+        """Connect anew for the next job; running jobs keep their connection."""
         self._connecting.pop(index, None)
         self._links.pop(index, None)
 
     def close(self) -> None:
-        """Cancel and close what is open."""
+        """Cancel and close the connections."""
         for connecting in self._connecting.values():
             connecting.cancel()
         for link in self._links.values():
@@ -66,10 +66,10 @@ class Connections:
 
 
 class Route:
-    """How bytes move from some ranks to one: plans, connections and their proof.
+    """How bytes move from source ranks to one destination: plans, connections and their proof.
 
-    ``peers`` are the connections to the sources; a route without them is planned and proved, and moves nothing itself:
-    its sources write. With a ``stage``, each pair of ranks moves its bytes by the ``strategy``; None leaves the choice
+    ``peers`` are the connections to the sources. A route without ``peers`` is planned and proved but not connected: its
+    sources write. With a ``stage``, each pair of ranks moves its bytes by the ``strategy``; None leaves the choice
     to typical costs.
     """
 
@@ -95,8 +95,8 @@ class Route:
     def is_ready(self, selector: int = 0) -> bool:
         """Go on connecting to the ranks that the selector chooses; return whether they are connected and proved.
 
-        Again and again until it is true: it waits for no peer's answer. Raises :class:`TransportError`,
-        :class:`PlanError` and :class:`VerificationError`.
+        Call it until it is true; no call waits for a peer. Raises :class:`TransportError`, :class:`PlanError` and
+        :class:`VerificationError`.
         """
         plans = self.plans(selector)
         if plans in self._proved:
@@ -107,13 +107,13 @@ class Route:
         return True
 
     def link(self, plan: PairPlan) -> Link:
-        """Return the connection to a plan's source; the route is ready."""
+        """Return the link to a plan's source; the route must be ready."""
         link = None if self.peers is None else self.peers.poll(plan.assignment.source_index)
         assert link is not None, "a route that is ready is connected"
         return link
 
     def scatter_plan(self, plan: PairPlan) -> ScatterPlan | None:
-        """Return the pair's plan by way of the stage, None where its bytes go directly."""
+        """Return the pair's plan through the stage, None where its bytes go directly."""
         if self.stage is None:
             return None
         if plan not in self._scatter_plans:
@@ -125,18 +125,18 @@ class Route:
         return self._scatter_plans[plan]
 
     def close(self) -> None:
-        """Forget the connections."""
+        """Close the connections."""
         if self.peers is not None:
             self.peers.close()
 
     def _prove(self, plans: tuple[PairPlan, ...]) -> None:
-        """Prove the templates on a small request before any other is moved by them."""
+        """Prove the templates on a small request before they move any other."""
         blocks = sample_requests(self._sources, self._destination)
         verify_destination([(plan.source, self._moved(plan, blocks)) for plan in plans], self._destination, blocks)
         self._proved.add(plans)
 
     def _moved(self, plan: PairPlan, blocks: Sequence[GroupBlocks]) -> Descriptors:
-        """Return from where to where a pair's bytes go, by way of the stage or not."""
+        """Return the descriptors from a pair's source to its destination, also where the bytes go through the stage."""
         scatter = self.scatter_plan(plan)
         if scatter is None:
             return plan.lower(blocks)
@@ -151,10 +151,10 @@ class SourceEngine:
         self._directory, self._shard = directory, shard
 
     def reads(self, hold: RemoteHold, slot: int, blocks: Sequence[GroupBlocks]) -> list[GuardedRead] | None:
-        """Return one guarded read per source rank that this rank needs for the request, None until it is ready.
+        """Return one guarded read per source rank that this rank needs for the request, None until the route is ready.
 
-        ``blocks`` are those of every cache group of the model; of a group that this rank's pipeline stage does not
-        have, other ranks read. Which ranks are read depends on the request; those that no request has read before are
+        ``blocks`` are those of every cache group of the model; other ranks read the groups that this rank's pipeline
+        stage does not have. The request chooses the source ranks; source ranks that no request has read before are
         connected and proved first. Raises as :meth:`Route.is_ready`, and :class:`HandoffError` (invalid-request).
         """
         blocks = of_rank(blocks, self._shard)
@@ -164,9 +164,9 @@ class SourceEngine:
         return [self._read(plan, hold, slot, blocks) for plan in self.route.plans(selector)]
 
     def sources(self, transfer_id: str, blocks: Sequence[GroupBlocks]) -> list[SourceRank] | None:
-        """Return the source ranks that are to push a request to this rank, with what each is to write.
+        """Return the source ranks that push a request to this rank, each with its part; None until the route is ready.
 
-        None until it is ready, as with :meth:`reads`. Of ``blocks`` only the destination's side counts. Raises as
+        ``blocks`` are as for :meth:`reads`, without source blocks. Raises as
         :meth:`Route.is_ready`, and :class:`HandoffError` (unsupported) where the engine does not push.
         """
         blocks = of_rank(blocks, self._shard)
@@ -193,7 +193,7 @@ class SourceEngine:
         if slot >= entry.num_words:
             raise HandoffError(
                 Reason.INVALID_REQUEST,
-                f"slot {slot} of {hold.handle.request_id}: the rank has {entry.num_words}.",
+                f"{hold.handle.request_id} names guard word {slot}, but the source rank has {entry.num_words}.",
                 "Check that the router copies the prefill engine's kv_transfer_params whole.",
             )
         link, scatter = self.route.link(plan), self.route.scatter_plan(plan)
@@ -209,7 +209,7 @@ class SourceEngine:
 
 
 class Routes:
-    """All prefill engines that a rank reads from; handshakes run beside, on threads of their own.
+    """The routes of one decode rank, by prefill engine. Handshakes run on other threads.
 
     With a ``stage``, each pair of ranks moves its bytes by the ``strategy``; None leaves the choice to typical costs.
     """
@@ -234,20 +234,20 @@ class Routes:
         self._stage, self._strategy = stage, strategy
         self._engines: dict[tuple[str, int, int], SourceEngine] = {}
         self._handshakes: BackgroundCalls[tuple[str, int, int], Directory] = BackgroundCalls("handshake")
-        # By the handshake, with which they are forgotten.
+        # Weak keys: an engine is forgotten with its handshake.
         self._connecting: WeakKeyDictionary[BackgroundCall[Directory], SourceEngine] = WeakKeyDictionary()
         self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
 
     def get(self, hold: RemoteHold) -> SourceEngine | None:
-        """Return the engine, or None while its handshake is under way or its ranks are being connected.
+        """Return the engine, or None while its handshake runs or its ranks are being connected.
 
-        Raises what these came to when they failed, to all that waited for them and for
-        ``beside.FAILURE_SECONDS``; a later request tries again.
+        Raises the error of the handshake or connection in every request that waits for it, and for
+        :data:`kvferry.handoff.wire.background.FAILURE_SECONDS`; a later request tries again.
         """
         self._drop_suspects()
         key = hold.engine
         if key in self._engines:
-            self._engines[key] = self._engines.pop(key)  # behind those that were asked for longer ago
+            self._engines[key] = self._engines.pop(key)  # to the end: used last
             return self._engines[key]
         handshake = self._handshakes.get(key, lambda: self._fetch(hold))
         if handshake is None:
@@ -261,11 +261,11 @@ class Routes:
         return engine
 
     def suspect(self, hold: RemoteHold) -> None:
-        """A transfer from this engine failed: the next request handshakes and connects anew. From any thread."""
+        """A transfer from this engine failed: the next request handshakes and connects anew. Any thread may call it."""
         self._suspects.put(hold.engine)
 
     def close(self) -> None:
-        """Stop copying out of the stage, once no load runs; twice is fine."""
+        """Stop the stage's copying thread; no job may run any more. Twice is fine."""
         if self._stage is not None:
             self._stage.close()
 
@@ -274,18 +274,18 @@ class Routes:
             self._forget(self._suspects.get_nowait())
 
     def _forget(self, key: tuple[str, int, int]) -> None:
-        """Not closed: loads may still be reading over the same connections, which end with the last of these."""
+        """Forget an engine without closing its connections: jobs may still use them, and they end with the last job."""
         self._engines.pop(key, None)
 
     def _build(self, handshake: BackgroundCall[Directory]) -> SourceEngine | None:
-        """Return the engine once it is ready. Why it never will be is remembered."""
+        """Return the engine once it is ready. Its handshake keeps the error of an engine that cannot be."""
         try:
             return self._ready(handshake)
         except KVFerryError as error:
             handshake.fail(error)
             raise
         except Exception as error:
-            # Remembered as well: else every load would plan anew what cannot be planned.
+            # Kept as well: else every request would make the same plan again, and fail.
             logger.exception("kvferry: a plan failed unexpectedly")
             refused = unexpected_error("plan", error)
             handshake.fail(refused)
@@ -314,7 +314,7 @@ class Routes:
         return fetch_directory(hold.host, hold.port, self._sender, hold.epoch, self._identity, self._timeout_seconds)
 
     def _make_room(self, hold: RemoteHold) -> None:
-        """Forget the former lives of this engine, and beyond the bound the one that was asked for longest ago."""
+        """Forget earlier epochs of this engine, and beyond :data:`MAX_ENGINES` the engine that was used longest ago."""
         stale = [key for key in self._engines if key[:2] == hold.engine[:2]]
         if not stale and len(self._engines) >= MAX_ENGINES:
             stale.append(next(iter(self._engines)))

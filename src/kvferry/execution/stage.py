@@ -1,4 +1,4 @@
-"""Bounded stages, and the copies that take what they hold into the cache."""
+"""Bounded stages, and the copies out of a stage into the cache."""
 
 import mmap
 from collections.abc import Hashable, Sequence
@@ -37,10 +37,10 @@ class _Copied:
 
 
 class Stage:
-    """Memory where the cache is, of which each owner holds at most one stretch at a time, in the order of asking.
+    """Memory on the cache's device. Each owner takes at most one stretch at a time; a queue serves owners in order.
 
-    Nobody waits while holding, so all that is held comes back and the first in the queue gets its stretch: no
-    deadlock, and none is overtaken. Used by one thread. Untouched memory costs nothing.
+    No owner waits while it has a stretch, so every stretch comes back and the first in the queue gets one: there is no
+    deadlock, and no owner is overtaken. One thread uses a stage. Untouched memory costs nothing.
 
     >>> stage = Stage(4096)
     >>> stage.take("a", 3000), stage.take("b", 2000), stage.take("c", 100)
@@ -63,23 +63,25 @@ class Stage:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether nobody waits for marks of its copies unless the caller does; a GPU's stream waits by itself."""
+        """Whether the caller must wait for the marks of copies; on a GPU the engine's stream waits for them."""
         return self._order.is_immediate
 
     @property
     def round_bytes(self) -> int:
-        """Most bytes that a load should take at a time, unless one block has more."""
+        """Most bytes that a job takes at a time, unless one block has more."""
         return self.memory.nbytes // ROUNDS_PER_STAGE
 
     def take(self, owner: Hashable, num_bytes: int) -> int | None:
-        """Return where the owner's stretch begins, or None while it must wait: it keeps its place in the queue.
+        """Return where the owner's stretch begins, or None while the owner must wait; it keeps its place in the queue.
 
-        Raises :class:`PlanError` (``unsupported``) for more than the whole stage.
+        Raises :class:`PlanError` (``unsupported``) for more bytes than the stage has.
         """
         assert owner not in self._held, "an owner holds one stretch at a time"
         if aligned(num_bytes) > self.memory.nbytes:
             raise PlanError(
-                Reason.UNSUPPORTED, f"{num_bytes} bytes were asked of a stage of {self.memory.nbytes}.", "Raise it."
+                Reason.UNSUPPORTED,
+                f"{num_bytes} bytes were asked of a stage of {self.memory.nbytes}.",
+                "Raise stage_bytes.",
             )
         self._waiting.setdefault(owner)
         if next(iter(self._waiting)) != owner:
@@ -91,16 +93,16 @@ class Stage:
         return begin
 
     def give_back(self, owner: Hashable, after: Mark = OVER) -> None:
-        """Return what the owner holds, or its place in the queue; neither is fine. Nobody gets it before the mark."""
+        """Return the owner's stretch, or its place in the queue. The stretch is free once the mark is over."""
         stretch = self._held.pop(owner, None)
         self._waiting.pop(owner, None)
         if stretch is not None:
             self._given_back.append((stretch, after))
 
     def put_in_place(self, merges: Sequence[Merge]) -> Mark:
-        """Begin to copy what was read to where it belongs in the cache; return the mark behind that.
+        """Start to copy from the stage into the cache; return the mark behind the copies.
 
-        On a thread beside the caller's, which goes on reading; on a GPU by one launch on the calling thread's stream.
+        On a CPU another thread copies while the caller goes on reading; on a GPU the caller's stream gets one launch.
         """
         if self.is_on_host:
             return _Copied(self._threads.start(partial(_put_all_in_place, merges, self.region.base_address)))
@@ -108,7 +110,7 @@ class Stage:
         return self._order.mark()
 
     def close(self) -> None:
-        """End the copying thread once it has copied what it was given; twice is fine."""
+        """End the copying thread once its copies are done; twice is fine."""
         self._threads.close()
 
     def _gap(self, num_bytes: int) -> int | None:
@@ -155,7 +157,7 @@ def _put_all_in_place(merges: Sequence[Merge], stage_address: int) -> None:
 
 
 def put_in_place(merge: Merge, stage_address: int) -> None:
-    """Copy what was read into the stage to where it belongs in the cache, all blocks by one assignment.
+    """Copy one merge from the stage into the cache, all blocks by one assignment.
 
     >>> stage, cache = np.arange(8, dtype=np.uint8), np.zeros(16, dtype=np.uint8)
     >>> put_in_place(Merge(0, 4, cache.ctypes.data, 8, np.array([1, 0]), 2, ((2, 2, 4),)), stage.ctypes.data)
@@ -173,5 +175,5 @@ def put_in_place(merge: Merge, stage_address: int) -> None:
 
 
 def _view(address: int, shape: tuple[int, ...], strides: tuple[int, ...], run_bytes: int) -> npt.NDArray[np.void]:
-    """Return memory at an address as an array of runs: each is one element, which numpy copies by one memmove."""
+    """Return memory at an address as an array with one element for each run, which numpy copies by one memmove."""
     return np.asarray(_Address(address, shape, strides, run_bytes))

@@ -1,7 +1,7 @@
-"""Writes of one source rank: takes announcements, writes what its engine has computed, reports how each push ended.
+"""Writes of one source rank: takes announcements, writes computed blocks, and reports how each push ended.
 
-:class:`kvferry.handoff.push.sender.Sender` decides; this carries out: a :class:`Write` is one push, a job of the
-transfer thread, a :class:`Writer` all pushes of a rank.
+:class:`kvferry.handoff.push.sender.Sender` decides. A :class:`Write`, a job of the transfer thread, carries out one
+push, a :class:`Writer` all pushes of a rank.
 """
 
 import logging
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
-from kvferry.execution.device import Afterwards, DeviceOrder
+from kvferry.execution.device import DeferredActions, DeviceOrder
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
@@ -53,16 +53,16 @@ Report = Callable[[JobResult], None]
 
 
 class Write:
-    """Advances one push; ``report`` tells the receiver, once nothing is being written any more.
+    """One push at its source; ``report`` tells the destination its result once no batch is in flight.
 
-    ``lock`` guards ``side``, which the engine's and the server's threads change.
+    ``lock`` guards ``sender``, which the engine's and the server's threads change.
     """
 
     fills_blocks = False
 
     def __init__(
         self,
-        side: Sender,
+        sender: Sender,
         lock: threading.Lock,
         key: PushKey,
         part: Part,
@@ -74,7 +74,7 @@ class Write:
         self.phase = Phase.PREPARING
         self.error: KVFerryError | None = None
         self.given_up_at: float | None = None
-        self._side, self._lock, self._key, self._part = side, lock, key, part
+        self._sender, self._lock, self._key, self._part = sender, lock, key, part
         self._connect, self._report = connect, report
         self._events = events
         self._link: Link | None = None
@@ -85,14 +85,14 @@ class Write:
         self._num_bytes = self._num_descriptors = 0
 
     def advance(self, scratch: Scratch, now: float) -> bool:
-        """Write the next batch, look after the one on its way, or end."""
+        """Write the next batch, poll the one in flight, or end."""
         with self._lock:
-            self._side.tick(self._key, now)
-            is_stopping = self._side.is_stopping(self._key)
+            self._sender.tick(self._key, now)
+            is_stopping = self._sender.is_stopping(self._key)
         if self._transfer is not None and self._link is not None:
-            return self._look_after(self._link, self._transfer, is_stopping)
+            return self._poll_batch(self._link, self._transfer, is_stopping)
         if is_stopping:
-            # What was taken was never submitted.
+            # The batch that was taken was never submitted.
             self._stopped(None)
         try:
             return self._end() or self._begin_batch()
@@ -103,12 +103,12 @@ class Write:
     def is_ending(self, now: float) -> bool:
         """Return whether the push is being stopped."""
         with self._lock:
-            return self._side.is_stopping(self._key)
+            return self._sender.is_stopping(self._key)
 
     def cancel(self, error: KVFerryError) -> None:
         """Give up."""
         with self._lock:
-            self._side.fail(self._key, error)
+            self._sender.fail(self._key, error)
 
     def result(self, finished_at: float) -> JobResult:
         """Return how the push ended."""
@@ -131,8 +131,8 @@ class Write:
         if link is None:
             return False
         with self._lock:
-            prompt = self._side.prompt_of(self._key)
-            batch = self._side.take(self._key)
+            prompt = self._sender.prompt_of(self._key)
+            batch = self._sender.take(self._key)
         if not batch or prompt is None:
             return False
         self._submitted_at = time.monotonic()
@@ -144,7 +144,7 @@ class Write:
         self.phase = Phase.MOVING
         return True
 
-    def _look_after(self, link: Link, transfer: Transfer, is_stopping: bool) -> bool:
+    def _poll_batch(self, link: Link, transfer: Transfer, is_stopping: bool) -> bool:
         bytes_before = transfer.bytes_done
         status = link.transport.cancel(transfer) if is_stopping else link.transport.poll(transfer)
         if is_stopping:
@@ -162,21 +162,21 @@ class Write:
             if self._events is not None:
                 self._events.landed(now)
             with self._lock:
-                self._side.landed(self._key)
+                self._sender.landed(self._key)
         else:
             self._stopped(transfer.error or _write_failed(status))
         return True
 
     def _stopped(self, error: KVFerryError | None) -> None:
         with self._lock:
-            self._side.stopped(self._key, error)
+            self._sender.stopped(self._key, error)
 
     def _end(self) -> bool:
         with self._lock:
-            over = self._side.outcome(self._key)
-        if over is None:
+            outcome = self._sender.outcome(self._key)
+        if outcome is None:
             return False
-        self.error = over.error
+        self.error = outcome.error
         self.phase = Phase.DONE
         self._report(self.result(time.monotonic()))
         return True
@@ -190,18 +190,18 @@ logger = logging.getLogger(__name__)
 
 MAX_DESTINATIONS = 4096
 MAX_STEPS = 1024
-"""Steps that wait to be taken; of more the latest are kept."""
+"""Steps kept until :meth:`Writer.take_steps`; of more only the latest are kept."""
 MAX_OPEN = 1 << 14
-"""Pushes that may be asked for of a rank at a time: more than any engine has requests."""
+"""Open pushes of a rank: more than any engine has requests."""
 MAX_SECONDS = 3600.0
-"""A push waits for its prompt for at most so long, whatever its destination asks for."""
+"""Longest time that a push waits for its prompt, whatever its destination asks for."""
 REPORT_SECONDS = 60.0
-"""For so long a report to a destination is sent again until it is acknowledged."""
+"""How long a report is sent again until it is acknowledged."""
 
 
 @dataclass
 class DestinationRank:
-    """A destination rank in one epoch: the route to it, and the connection, which its first write opens."""
+    """A destination rank in one epoch: the route to the rank, and the connection, which the first write opens."""
 
     answers_at: EndPoint
     route: Route
@@ -209,13 +209,13 @@ class DestinationRank:
     source_index: int
 
     def plan(self, transfer_id: str) -> PairPlan:
-        """Return this rank's part of a transfer. Raises :class:`HandoffError` (missing-source) where it has none."""
+        """Return this rank's plan for a transfer. Raises :class:`HandoffError` (missing-source) where there is none."""
         for plan in self.route.plans(selector_of(transfer_id)):
             if plan.assignment.source_index == self.source_index:
                 return plan
         raise HandoffError(
             Reason.MISSING_SOURCE,
-            f"source rank {self.source_index} has no part in {transfer_id}.",
+            f"source rank {self.source_index} has no part in {transfer_id}, but got an announcement.",
             "Run the same kvferry version on both sides.",
         )
 
@@ -223,11 +223,11 @@ class DestinationRank:
 class Writer:
     """All pushes of one rank, whose encoded shard is ``shard``.
 
-    ``spans`` are layers that go together as soon as they have run, of prompts of more than ``short_tokens``. With
-    ``keeps_events`` the result of each push has its events, and :meth:`take_steps` the steps. ``engine`` is where this
-    rank's own engine answers, once that is known.
+    A prompt of more than ``short_tokens`` is sent in ``spans``, each as soon as its layers have run. With
+    ``keeps_events`` the result of each push has its events, and :meth:`take_steps` returns the steps. ``engine`` is
+    where this rank's own engine answers, once that is known.
 
-    :meth:`answer` is for the server's thread; the others are for the engine's, and none of them waits for a transfer.
+    The server's thread calls :meth:`answer`, the engine's thread the other methods, none of which waits for a transfer.
     """
 
     def __init__(
@@ -246,11 +246,11 @@ class Writer:
         self._shard, self.epoch, self._identity = shard, epoch, identity
         self._transports, self._executor, self._client = transports, executor, client
         self._order = order
-        self._afterwards = Afterwards(order)
-        self._side = Sender()
+        self._deferred = DeferredActions(order)
+        self._sender = Sender()
         self._lock = threading.Lock()
         self._destinations: Bounded[tuple[str, int], DestinationRank] = Bounded(MAX_DESTINATIONS)
-        self._lives: dict[str, int] = {}
+        self._num_preemptions: dict[str, int] = {}
         self.spans, self._short_tokens = spans, short_tokens
         self.engine: EndPoint | None = None
         self._to_run: dict[Span, set[str]] = {}
@@ -267,7 +267,7 @@ class Writer:
             computed = {transfer_id: min(prompt.num_final, prompt.num_tokens) for transfer_id, prompt in prompts}
             self._step = {"step_began_at": time.monotonic(), "prompts": computed, "ran_at": {}}
         if self._to_run:
-            self._once_launched(partial(self._begun, prompts, self._lives_of(prompts)))
+            self._after_launched(partial(self._begun, prompts, self._preemptions_of(prompts)))
 
     def reach(self, layer: str) -> None:
         """The step has launched this layer."""
@@ -277,92 +277,94 @@ class Writer:
         self._to_run[span].discard(layer)
         if not self._to_run[span]:
             del self._to_run[span]
-            self._once_launched(partial(self._reached, layer, span, self._step))
+            self._after_launched(partial(self._reached, layer, span, self._step))
 
     def compute(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
-        """What a step has launched is final for these transfers, once the device has done it."""
+        """The step has launched all work of these prompts: their tokens are final once the device has done it."""
         self._to_run = {}
         step, self._step = self._step, None
         if prompts:
-            self._once_launched(partial(self._publish, prompts, self._lives_of(prompts), step))
+            self._after_launched(partial(self._publish, prompts, self._preemptions_of(prompts), step))
 
-    def _once_launched(self, action: Callable[[], None]) -> None:
-        """Do this once the device has done what has been launched so far: in the order of the steps and their layers.
+    def _after_launched(self, action: Callable[[], None]) -> None:
+        """Run the action once the device has done all work launched so far, in the order of the steps and their layers.
 
-        Else layers of one step would vouch for what the next one has only launched.
+        In another order a layer of one step could declare blocks final that the next step has only launched.
         """
         if self._order.is_immediate:
             action()
         else:
-            self._afterwards.add(self._order.mark(), action)
+            self._deferred.add(self._order.mark(), action)
 
-    def _lives_of(self, prompts: Sequence[tuple[str, Prompt]]) -> dict[str, int]:
-        return {transfer_id: self._lives.get(transfer_id, 0) for transfer_id, _ in prompts}
+    def _preemptions_of(self, prompts: Sequence[tuple[str, Prompt]]) -> dict[str, int]:
+        return {transfer_id: self._num_preemptions.get(transfer_id, 0) for transfer_id, _ in prompts}
 
-    def _still_living(self, prompts: Sequence[tuple[str, Prompt]], lives: dict[str, int]) -> dict[str, Prompt]:
-        """Return the prompts that have not been preempted since. What has ended stays so, whoever computes it."""
-        return {tid: prompt for tid, prompt in prompts if self._lives.get(tid, 0) == lives[tid]}
+    def _not_preempted_since(
+        self, prompts: Sequence[tuple[str, Prompt]], preemptions: dict[str, int]
+    ) -> dict[str, Prompt]:
+        """Return the prompts that were not preempted since. A transfer that has ended stays ended all the same."""
+        return {tid: prompt for tid, prompt in prompts if self._num_preemptions.get(tid, 0) == preemptions[tid]}
 
-    def _begun(self, prompts: Sequence[tuple[str, Prompt]], lives: dict[str, int]) -> None:
+    def _begun(self, prompts: Sequence[tuple[str, Prompt]], preemptions: dict[str, int]) -> None:
         with self._lock:
-            self._side.begin_step(self._still_living(prompts, lives))
+            self._sender.begin_step(self._not_preempted_since(prompts, preemptions))
 
     def _reached(self, layer: str, span: Span, step: dict[str, Any] | None) -> None:
         if step is not None:
             step["ran_at"][layer] = time.monotonic()
         with self._lock:
-            is_wanted = self._side.reach(span)
+            is_wanted = self._sender.reach(span)
         if is_wanted:
             self._executor.wake()
 
     def _publish(
-        self, prompts: Sequence[tuple[str, Prompt]], lives: dict[str, int], step: dict[str, Any] | None
+        self, prompts: Sequence[tuple[str, Prompt]], preemptions: dict[str, int], step: dict[str, Any] | None
     ) -> None:
         if step is not None:
             self._steps.append({**step, "step_ended_at": time.monotonic()})
         with self._lock:
-            for transfer_id, prompt in self._still_living(prompts, lives).items():
-                self._side.compute(transfer_id, prompt)
+            for transfer_id, prompt in self._not_preempted_since(prompts, preemptions).items():
+                self._sender.compute(transfer_id, prompt)
         self._executor.wake()
 
     def preempt(self, transfer_ids: Sequence[str]) -> None:
         """The engine may overwrite these prompts' blocks from now on, and will compute them again."""
         with self._lock:
             for transfer_id in transfer_ids:
-                self._lives[transfer_id] = self._lives.get(transfer_id, 0) + 1
-                self._side.preempt(transfer_id)
+                self._num_preemptions[transfer_id] = self._num_preemptions.get(transfer_id, 0) + 1
+                self._sender.preempt(transfer_id)
 
     def end(self, transfer_ids: Sequence[str]) -> None:
-        """The engine may overwrite these prompts' blocks from now on. Whoever wants them yet is told so."""
+        """The engine may overwrite these prompts' blocks from now on. Pushes that still need them fail."""
         with self._lock:
             for transfer_id in transfer_ids:
-                self._lives.pop(transfer_id, None)
-                self._side.end(transfer_id, _no_longer_held(transfer_id))
+                self._num_preemptions.pop(transfer_id, None)
+                self._sender.end(transfer_id, _no_longer_held(transfer_id))
         if transfer_ids:
             self._executor.wake()
 
     def take_steps(self) -> list[dict[str, Any]]:
-        """Return the steps that have ended since the last call, the latest ones of many, ready for JSON.
+        """Return the steps that have ended since the last call, at most the latest :data:`MAX_STEPS`, ready for JSON.
 
-        Each has when it began and ended, up to which token it has computed each prompt, by transfer id, and when the
-        layers that ended a span had run.
+        A step has the times of its begin and end, the token up to which it has computed each prompt, by transfer id,
+        and the times at which the last layer of each span had run.
         """
         return [self._steps.popleft() for _ in range(len(self._steps))]
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is being written, nor will be."""
+        """Whether no push is open, so that nothing is written any more."""
         with self._lock:
-            return self._side.num_open == 0
+            return self._sender.num_open == 0
 
     def close(self) -> None:
-        """Stop what waits for the device; pushes end with the executor."""
-        self._afterwards.close()
+        """Stop the actions that wait for the device; pushes end with the executor."""
+        self._deferred.close()
 
     # The server's thread.
 
     def answer(self, question: Question) -> Answer:
-        """Answer a receiver. Raises :class:`KVFerryError` for what is refused."""
+        """Answer a destination. Raises :class:`KVFerryError` for a question that is refused."""
         if isinstance(question, Introduce | Announce | Revoke):
             check_epoch(question.epoch, self.epoch, "rank")
         if isinstance(question, Introduce):
@@ -373,7 +375,7 @@ class Writer:
             return Announced(self.epoch)
         if isinstance(question, Revoke):
             with self._lock:
-                is_quiet = self._side.revoke(question.key)
+                is_quiet = self._sender.revoke(question.key)
             self._executor.wake()
             return Revoked(self.epoch, is_quiet)
         raise HandoffError(
@@ -391,36 +393,38 @@ class Writer:
         if self._shard not in question.sources:
             raise HandoffError(
                 Reason.PEER_CHANGED,
-                f"none of the {len(question.sources)} caches that {question.receiver} was told of is this rank's.",
+                f"{question.receiver} names {len(question.sources)} source shards, and none of them is this rank's.",
                 "Send the prompt again.",
             )
         route = Route([decode_shard(source) for source in question.sources], decode_shard(question.shard))
         peer = Connections(self._transports, [question.end_points])
         index = question.sources.index(self._shard)
         for former in [known for known in self._destinations if known[0] == question.receiver]:
-            # Not closed: what is on its way over the same connection ends it.
+            # Its connection is not closed: it ends with the last batch in flight over it.
             del self._destinations[former]
         self._destinations[key] = DestinationRank(question.answers_at, route, peer, index)
         with self._lock:
-            self._side.introduce(*key)
+            self._sender.introduce(*key)
 
     def _announce(self, question: Announce) -> None:
         key = question.key
         destination = self._destinations.get((key.receiver, key.receiver_epoch))
         if destination is None:
-            raise HandoffError(Reason.UNKNOWN_REQUEST, f"{key.receiver} has not introduced itself.", "Do so first.")
+            raise HandoffError(
+                Reason.UNKNOWN_REQUEST, f"{key.receiver} has not introduced itself.", "Introduce it first."
+            )
         self._destinations.move_to_end((key.receiver, key.receiver_epoch))
         plan = destination.plan(question.transfer_id)
         part = Part(plan, question.blocks)
         if part.digest != question.digest:
             raise HandoffError(
                 Reason.PROTOCOL_MISMATCH,
-                f"{key.receiver} expects part {question.digest} of {question.transfer_id}; planned here it is "
+                f"{key.receiver} announced part {question.digest} of {question.transfer_id}; this rank plans part "
                 f"{part.digest}.",
                 "Run the same kvferry version on both sides.",
             )
         with self._lock:
-            is_computed = self._side.is_computed(question.transfer_id)
+            is_computed = self._sender.is_computed(question.transfer_id)
         is_whole = goes_whole(question.num_tokens, is_computed=is_computed, short_tokens=self._short_tokens)
         part = part.as_whole() if is_whole else part.in_spans(self.spans.plans(plan))
         deadline = time.monotonic() + min(question.seconds, MAX_SECONDS)
@@ -428,20 +432,20 @@ class Writer:
             key, question.transfer_id, question.num_tokens, question.prompt_digest, part.needs, deadline
         )
         with self._lock:
-            if self._side.num_open >= MAX_OPEN:
+            if self._sender.num_open >= MAX_OPEN:
                 raise HandoffError(
                     Reason.INVALID_REQUEST,
-                    f"{MAX_OPEN} pushes are asked for of this rank already.",
-                    "Let only decode engines reach it, and let them ask for what their requests need.",
+                    f"this rank has {MAX_OPEN} open pushes, the most that it takes.",
+                    "Let only decode engines reach this port: no engine has so many requests.",
                 )
-            if not self._side.announce(request):
+            if not self._sender.announce(request):
                 return
             events = PushEvents(request, self.spans.layers_of) if self._keeps_events else None
         self._executor.submit(self._job(request, part, destination, events))
 
     def _job(self, request: PushRequest, part: Part, destination: DestinationRank, events: PushEvents | None) -> Write:
         return Write(
-            self._side,
+            self._sender,
             self._lock,
             request.key,
             part,
@@ -455,7 +459,7 @@ class Writer:
     def _report(self, request: PushRequest, part: Part, destination: DestinationRank, result: JobResult) -> None:
         key, error = request.key, result.error
         if isinstance(error, TransportError):
-            # A connection that failed once is made anew.
+            # The next push connects anew.
             destination.peer.forget(0)
             self._give_up(request.transfer_id)
         if error is not None:
@@ -479,10 +483,10 @@ class Writer:
         self._client.send(where.host, where.port, question, REPORT_SECONDS)
         for exchange in self._client.collect():
             if exchange.answer is None:
-                logger.warning("kvferry: %s:%d does not answer", exchange.host, exchange.port)
+                logger.warning("kvferry: %s:%d did not acknowledge a report in time", exchange.host, exchange.port)
 
     def _give_up(self, transfer_id: str) -> None:
-        """Let this rank's engine end the hold, as the receiver would: it may be dead, and a lease is long."""
+        """Ask this rank's engine to end the hold: the destination, which would release it, may be dead."""
         if (engine := self.engine) is not None:
             question = Release(engine.epoch, (handle_of_transfer(transfer_id),))
             self._client.send(engine.host, engine.port, question, REPORT_SECONDS)
@@ -491,7 +495,7 @@ class Writer:
 def _no_longer_held(transfer_id: str) -> HandoffError:
     return HandoffError(
         Reason.LEASE_EXPIRED,
-        f"the prefill engine no longer holds the blocks of {transfer_id}: the request was aborted, released or nobody "
-        "took it in time.",
+        f"the prefill engine no longer holds the blocks of {transfer_id}: the request was aborted or released, or its "
+        "lease ended.",
         "Send the prompt again; if this repeats, raise lease_seconds on the prefill side.",
     )

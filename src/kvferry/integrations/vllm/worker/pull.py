@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry.execution.device import DeviceOrder, Mark
 from kvferry.execution.guard_words import GuardWords, StepWords
-from kvferry.execution.read import GuardedRead, Load
+from kvferry.execution.read import GuardedRead, Read
 from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, LoadOrder, StepMetadata
 from kvferry.integrations.vllm.worker.parts import Rank
 from kvferry.layout.shard import Region
@@ -65,7 +65,7 @@ class PullDestination:
     def start(self, order: LoadOrder, launched_before: Mark) -> None:
         """Read on the transfer thread."""
         deadline = time.monotonic() + order.timeout_seconds
-        self._rank.executor.submit(Load(order.request_id, partial(self._reads, order, launched_before), deadline))
+        self._rank.executor.submit(Read(order.request_id, partial(self._reads, order, launched_before), deadline))
 
     def fail(self, order: LoadOrder) -> None:
         """The scheduler releases the hold when all ranks have reported."""
