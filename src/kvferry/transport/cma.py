@@ -31,9 +31,10 @@ from kvferry.transport.end_points import (
     parse_start_time,
     unpack_regions,
 )
+from kvferry.transport.host_memory import HostMemoryTransport
 from kvferry.transport.piece_stream import PieceStream
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
-from kvferry.transport.regions import RegionTable, check_regions
+from kvferry.transport.regions import check_regions
 from kvferry.transport.submission import Sides, check_submission
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class CmaTransfer(Transfer):
     remote: PieceStream = field(kw_only=True)
 
 
-class CmaTransport:
+class CmaTransport(HostMemoryTransport):
     """Moves bytes in ``poll``, on each copying thread at most 8192 pieces or 64 MiB, 1024 pieces with a system call.
 
     What is large is copied by several threads while ``poll`` waits: pinning small pages, of which there are 18,000 in
@@ -110,21 +111,18 @@ class CmaTransport:
     capabilities = Capabilities(name="cma")
 
     def __init__(self) -> None:
+        super().__init__()
         self._calls = {Direction.READ: _bind("process_vm_readv"), Direction.WRITE: _bind("process_vm_writev")}
-        self._regions: list[Region] = []
-        self._local = RegionTable([])
         self._nonce = Nonce()
         self._identity = own_identity()
         self._threads = CopyThreads()
-        self._closed = False
 
     def register(self, regions: Sequence[Region]) -> bytes:
         """Add memory; also lets peers of this user attach where Yama asks for consent."""
         self._check_open()
         check_regions(regions, "cma")
         _allow_attach()
-        self._regions.extend(regions)
-        self._local = RegionTable(self._regions)
+        self._add(regions)
         return msgspec.msgpack.encode(
             ProcessEndPoint(
                 transport="cma",
@@ -172,17 +170,13 @@ class CmaTransport:
             transfer.status = Status.DONE
         return transfer
 
-    def poll(self, transfer: Transfer) -> Status:
+    def _advance(self, transfer: Transfer) -> Status:
         """Copy a share, or for many bytes one on each copying thread."""
-        if transfer.status is not Status.PENDING:
-            return transfer.status
         assert isinstance(transfer, CmaTransfer)
         assert isinstance(transfer.peer, CmaPeer)
-        if self._closed:
-            return transfer.fail(_closed())
         if transfer.bytes_done == 0 and (error := transfer.peer.verify()):
             return transfer.fail(error)
-        if error := self._advance(transfer, transfer.peer):
+        if error := self._copy_shares(transfer, transfer.peer):
             return transfer.fail(error)
         if transfer.bytes_done == transfer.num_bytes:
             # Bytes are believed only if they came from the process that was connected to.
@@ -193,16 +187,14 @@ class CmaTransport:
 
     def cancel(self, transfer: Transfer) -> Status:
         """Stop at once: bytes move only inside ``poll``."""
-        if transfer.status is Status.PENDING:
-            transfer.status = Status.CANCELLED
-        return transfer.status
+        return transfer.cancel()
 
     def close(self) -> None:
         """Refuse everything from now on."""
         self._closed = True
         self._threads.close()
 
-    def _advance(self, transfer: CmaTransfer, peer: CmaPeer) -> TransportError | None:
+    def _copy_shares(self, transfer: CmaTransfer, peer: CmaPeer) -> TransportError | None:
         shares = _shares(transfer, self._threads.num_usable)
         outcomes = self._threads.run([partial(self._copy, transfer, peer, start, stop) for start, stop in shares])
         for (start, stop), (moved, error_number) in zip(shares, outcomes, strict=True):
@@ -245,10 +237,6 @@ class CmaTransport:
         if buffer.tobytes() != remote.nonce:
             raise _changed(remote.identity, remote.identity.start_time)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise _closed()
-
 
 def _shares(transfer: CmaTransfer, num_threads: int) -> list[tuple[int, int]]:
     """Return the next ranges of positions to copy at once, neighbours in order."""
@@ -274,10 +262,6 @@ def _in_remote_order(sides: Sides) -> Sides:
         return sides
     order = np.argsort(sides.remote)
     return Sides(sides.local[order], sides.remote[order], sides.lengths[order])
-
-
-def _closed() -> TransportError:
-    return TransportError(Reason.CLOSED, "this cma transport is closed.", "Open another.")
 
 
 def _died(identity: ProcessIdentity) -> TransportError:

@@ -20,8 +20,9 @@ from kvferry.transport.end_points import (
     pack_regions,
     unpack_regions,
 )
+from kvferry.transport.host_memory import HostMemoryTransport
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
-from kvferry.transport.regions import RegionTable, check_regions
+from kvferry.transport.regions import check_regions
 from kvferry.transport.submission import check_submission
 
 MAX_BYTES_PER_POLL = 16 << 20
@@ -50,24 +51,21 @@ class MemcpyTransfer(Transfer):
     copies: Iterator[int] = field(kw_only=True)
 
 
-class MemcpyTransport:
+class MemcpyTransport(HostMemoryTransport):
     """Moves bytes between transports of one process."""
 
     capabilities = Capabilities(name="memcpy", same_process_only=True)
 
     def __init__(self) -> None:
-        self._regions: list[Region] = []
-        self._local = RegionTable([])
+        super().__init__()
         self._nonce = Nonce()
-        self._closed = False
         _open_nonces.add(self._nonce.value)
 
     def register(self, regions: Sequence[Region]) -> bytes:
         """Add memory and return the end point."""
         self._check_open()
         check_regions(regions, "memcpy")
-        self._regions.extend(regions)
-        self._local = RegionTable(self._regions)
+        self._add(regions)
         end_point = ProcessEndPoint(
             transport="memcpy",
             version=1,
@@ -108,14 +106,10 @@ class MemcpyTransport:
             transfer.status = Status.DONE
         return transfer
 
-    def poll(self, transfer: Transfer) -> Status:
+    def _advance(self, transfer: Transfer) -> Status:
         """Copy up to 16 MiB (one whole piece when it is larger)."""
-        if transfer.status is not Status.PENDING:
-            return transfer.status
         assert isinstance(transfer, MemcpyTransfer)
         assert isinstance(transfer.peer, MemcpyPeer)
-        if self._closed:
-            return transfer.fail(_closed())
         if not transfer.peer.is_open:
             return transfer.fail(_peer_closed())
         stop = min(transfer.bytes_done + MAX_BYTES_PER_POLL, transfer.num_bytes)
@@ -127,22 +121,12 @@ class MemcpyTransport:
 
     def cancel(self, transfer: Transfer) -> Status:
         """Stop at once: bytes move only inside ``poll``."""
-        if transfer.status is Status.PENDING:
-            transfer.status = Status.CANCELLED
-        return transfer.status
+        return transfer.cancel()
 
     def close(self) -> None:
         """Refuse everything from now on, and no longer vouch for the memory."""
         self._closed = True
         _open_nonces.discard(self._nonce.value)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise _closed()
-
-
-def _closed() -> TransportError:
-    return TransportError(Reason.CLOSED, "this memcpy transport is closed.", "Open another.")
 
 
 def _peer_closed() -> TransportError:

@@ -207,6 +207,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         """
         if self._closed:
             return
+        self._closed = True
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._slices and time.monotonic() < deadline:
             self._slices = {part for part in self._slices if self._fence_status(part) in _UNDER_WAY}
@@ -215,10 +216,6 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         self._slices.clear()
         for connection in self._connections:
             connection.greeting.close()
-
-    @property
-    def _closed(self) -> bool:
-        return self._engine is None
 
     def _register_memory(self, region: Region) -> None:
         if code := self._engine.register_memory(region.base_address, region.length):

@@ -83,7 +83,6 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         self._nonce_address = int(self._nonces.ctypes.data)
         self._landings = [self._nonce_address + NONCE_BYTES * (1 + place) for place in range(_NUM_LANDINGS)]
         self._register_memory([Region(self._nonce_address, self._nonces.nbytes)])
-        self._is_closed = False
 
     def register(self, regions: Sequence[Region]) -> bytes:
         """Register memory with NIXL and return the agent's metadata with it."""
@@ -123,7 +122,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         """Wait up to ``CLOSE_SECONDS`` for the wire to be quiet and destroy the agent."""
         if self._closed:
             return
-        self._is_closed = True
+        self._closed = True
         if not self._is_quiet_within(CLOSE_SECONDS):
             logger.warning("closed with %d NIXL transfers on the wire; the agent stays", len(self._running_handles))
             _still_writing.append((self._agent, self._nonces))
@@ -205,10 +204,6 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
             f"{name}: {found}.",
             "Is it running, and are its addresses reachable (UCX_NET_DEVICES)?",
         )
-
-    @property
-    def _closed(self) -> bool:
-        return self._is_closed
 
     def _has_room(self, transfer: NixlTransfer) -> bool:
         return len(transfer.running) < MAX_SLICES_IN_FLIGHT

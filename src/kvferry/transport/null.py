@@ -7,11 +7,11 @@ from typing import Literal
 import msgspec
 
 from kvferry.arrays import Descriptors
-from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.end_points import RegionList, decode_end_point, pack_regions, unpack_regions
+from kvferry.transport.host_memory import HostMemoryTransport
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
-from kvferry.transport.regions import RegionTable, check_regions
+from kvferry.transport.regions import check_regions
 from kvferry.transport.submission import check_submission
 
 
@@ -24,7 +24,7 @@ class NullEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regions: RegionList
 
 
-class NullTransport:
+class NullTransport(HostMemoryTransport):
     """Counts descriptors and bytes; addresses are checked against the regions but never touched.
 
     With ``keep_descriptors`` the submitted arrays are in ``descriptor_lists``.
@@ -41,21 +41,18 @@ class NullTransport:
     capabilities = Capabilities(name="null", moves_bytes=False)
 
     def __init__(self, keep_descriptors: bool = False) -> None:
+        super().__init__()
         self.num_submissions = 0
         self.num_descriptors = 0
         self.num_bytes = 0
         self.descriptor_lists: list[Descriptors] = []
         self._keep_descriptors = keep_descriptors
-        self._regions: list[Region] = []
-        self._local = RegionTable([])
-        self._closed = False
 
     def register(self, regions: Sequence[Region]) -> bytes:
         """Add regions and return the end point."""
         self._check_open()
         check_regions(regions, "null")
-        self._regions.extend(regions)
-        self._local = RegionTable(self._regions)
+        self._add(regions)
         return msgspec.msgpack.encode(
             NullEndPoint(transport="null", version=1, pid=os.getpid(), regions=pack_regions(self._local))
         )
@@ -80,30 +77,15 @@ class NullTransport:
             transfer.status = Status.DONE
         return transfer
 
-    def poll(self, transfer: Transfer) -> Status:
-        """End the transfer."""
-        if transfer.status is not Status.PENDING:
-            return transfer.status
-        if self._closed:
-            return transfer.fail(_closed())
-        transfer.bytes_done = transfer.num_bytes
-        transfer.status = Status.DONE
-        return transfer.status
-
     def cancel(self, transfer: Transfer) -> Status:
         """Stop at once."""
-        if transfer.status is Status.PENDING:
-            transfer.status = Status.CANCELLED
-        return transfer.status
+        return transfer.cancel()
 
     def close(self) -> None:
         """Refuse everything from now on."""
         self._closed = True
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise _closed()
-
-
-def _closed() -> TransportError:
-    return TransportError(Reason.CLOSED, "this null transport is closed.", "Open another.")
+    def _advance(self, transfer: Transfer) -> Status:
+        transfer.bytes_done = transfer.num_bytes
+        transfer.status = Status.DONE
+        return transfer.status

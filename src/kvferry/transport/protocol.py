@@ -91,6 +91,12 @@ class Transfer:
         self.status = Status.FAILED
         return self.status
 
+    def cancel(self) -> Status:
+        """End as ``CANCELLED``, unless it has ended."""
+        if self.status is Status.PENDING:
+            self.status = Status.CANCELLED
+        return self.status
+
 
 class Transport(Protocol):
     """A way to move bytes between registered memory of two sides."""

@@ -6,16 +6,15 @@ a nonce, lands in memory of the transport's own.
 """
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence, Sized
+from abc import abstractmethod
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Generic, Self, TypeVar
 
 from kvferry.arrays import Descriptors
-from kvferry.errors import Reason, TransportError
-from kvferry.layout.shard import Region
-from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
-from kvferry.transport.regions import RegionTable
+from kvferry.errors import TransportError
+from kvferry.transport.host_memory import HostMemoryTransport
+from kvferry.transport.protocol import Direction, Peer, Status, Transfer
 from kvferry.transport.submission import check_submission, slice_bounds, split_long
 
 
@@ -85,18 +84,16 @@ class Connection(Transfer):
 AnyConnection = TypeVar("AnyConnection", bound=Connection)
 
 
-class SlicedTransport(ABC, Generic[AnyTransfer, AnyConnection]):
+class SlicedTransport(HostMemoryTransport, Generic[AnyTransfer, AnyConnection]):
     """``submit``, ``poll`` and ``cancel`` of a transport whose transfers are sliced."""
 
-    capabilities: Capabilities
     _transfer_type: type[AnyTransfer]
     _connection_type: type[AnyConnection]
     _slice_descriptors: int
     _slice_bytes: int
 
     def __init__(self) -> None:
-        self._regions: list[Region] = []
-        self._local = RegionTable([])
+        super().__init__()
         self._connections: set[AnyConnection] = set()
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
@@ -105,12 +102,8 @@ class SlicedTransport(ABC, Generic[AnyTransfer, AnyConnection]):
         check_submission(descriptors, direction, self._local, peer.regions)
         return self._queue(peer, direction, descriptors)
 
-    def poll(self, transfer: Transfer) -> Status:
+    def _advance(self, transfer: Transfer) -> Status:
         """Take back ended slices and post at most one more."""
-        if transfer.status is not Status.PENDING:
-            return transfer.status
-        if self._closed:
-            return transfer.fail(self._closed_error())
         if isinstance(transfer, self._connection_type):
             return self._poll_connection(transfer)
         assert isinstance(transfer, self._transfer_type)
@@ -133,11 +126,6 @@ class SlicedTransport(ABC, Generic[AnyTransfer, AnyConnection]):
 
     def _queue(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> AnyTransfer:
         return self._transfer_type.cut(peer, direction, descriptors, self._slice_descriptors, self._slice_bytes)
-
-    def _add(self, regions: Sequence[Region]) -> None:
-        """Let descriptors be in these regions too."""
-        self._regions.extend(regions)
-        self._local = RegionTable(self._regions)
 
     def _follow(self, connection: AnyConnection) -> AnyConnection:
         """Keep a connection until its reading has ended, whoever polls it."""
@@ -181,18 +169,6 @@ class SlicedTransport(ABC, Generic[AnyTransfer, AnyConnection]):
         if connection.reading is None or self.poll(connection.reading) is not Status.PENDING:
             self._connections.remove(connection)
             self._take_back(connection)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise self._closed_error()
-
-    def _closed_error(self) -> TransportError:
-        return TransportError(Reason.CLOSED, f"this {self.capabilities.name} transport is closed.", "Open another.")
-
-    @property
-    @abstractmethod
-    def _closed(self) -> bool:
-        """Whether the transport was closed."""
 
     @abstractmethod
     def _is_reached(self, connection: AnyConnection) -> bool:
