@@ -11,7 +11,7 @@ import pytest
 from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.testing.transport_peer import pattern
-from kvferry.testing.transport_suite import Pair, TransportSuite, load_factory, many_pieces, open_pair
+from kvferry.testing.transport_suite import Pair, TransportSuite, many_pieces, open_pair
 from kvferry.transport.faults import FaultPlan, FaultyTransport, SwapRanges, ZeroRange
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.null import NullTransport
@@ -283,7 +283,3 @@ def test_the_suite_catches_a_broken_transport(broken: type, check: object) -> No
         harmed = Pair(transport, pair.local, pair.remote, reach(transport, pair.remote.end_point))
         with pytest.raises((AssertionError, pytest.fail.Exception)):
             check(harmed)  # type: ignore[operator]
-
-
-def test_the_suite_loads_any_factory() -> None:
-    assert isinstance(load_factory("kvferry.transport.null:NullTransport"), NullTransport)

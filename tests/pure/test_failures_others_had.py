@@ -18,10 +18,11 @@ from kvferry.layout.states import ConvOrder
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.testing.dense_shards import Content
-from kvferry.testing.oracle import Arena, RankMemory, check_moved, named_memory, strided_memory
+from kvferry.testing.oracle import Arena, RankMemory, check_moved, strided_memory
 
 from ..counted_work import containers_of, lines_of
 from .arrangements import FULL, STATE, ask, attention, hybrid, moved
+from .named_memory import named_memory
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(8, 2), (8, 1), (8, 4), (4, 8)])

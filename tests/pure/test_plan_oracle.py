@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from kvferry.arrays import Bytes
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.match import choose_sources
 from kvferry.plan.planner import plan_pair
 from kvferry.plan.request import GroupBlocks
 from kvferry.testing.dense_shards import Content, shard_for
-from kvferry.testing.oracle import Arena, Labels, OracleMismatch, RankMemory, compare, named_memory, widths_of
+from kvferry.testing.oracle import Arena, Labels, OracleMismatch, RankMemory, compare
+
+from .named_memory import named_memory
 
 TP_SIZES = (1, 2, 4, 8, 16)
 ENGINES = list(product(TP_SIZES, NamedLayout))
@@ -37,8 +38,7 @@ def engine(arena: Arena, num_kv_heads: int, tp_size: int, layout: NamedLayout) -
             tp_rank=rank,
             tp_size=tp_size,
         )
-        widths = widths_of(CacheKind.ATTENTION, Content.FUSED, 1, 1)
-        ranks.append(named_memory(arena, shard, layout, Content.FUSED, widths))
+        ranks.append(named_memory(arena, shard, layout, Content.FUSED, [("kv", 2)]))
     return tuple(ranks)
 
 

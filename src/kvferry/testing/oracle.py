@@ -3,11 +3,10 @@
 Each element of the source is labelled with its logical coordinates (group, component, layer, token or state, head,
 channel). After the move every element of the destination that was asked for must bear the label of its own
 coordinates, and every other byte must be as it was. Elements are reached through numpy views of real arrays, never
-through plan code, and for the named layouts not through :mod:`kvferry.layout` strides either: a dense array in the
-layout's order, transposed.
+through plan code.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,11 +15,9 @@ import numpy.typing as npt
 
 from kvferry.arrays import Bytes, Integers
 from kvferry.layout.component import Component, HeadRange
-from kvferry.layout.group import CacheGroup, CacheKind
-from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.group import CacheGroup
 from kvferry.layout.shard import Region, Shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.dense_shards import Content
 
 Views = Mapping[tuple[str, str, str], Bytes]
 """By group, component and layer name: an array of shape (block, local head, slot, channel, itemsize)."""
@@ -101,81 +98,6 @@ def strided_memory(arena: Arena, shard: Shard) -> RankMemory:
                 memory = regions[part.region][offset:]
                 views[group.name, part.name, layer] = np.lib.stride_tricks.as_strided(memory, shape, strides)
     return RankMemory(msgspec.structs.replace(shard, regions=placed), regions, views)
-
-
-def named_memory(
-    arena: Arena, shard: Shard, layout: NamedLayout, content: Content, widths: Sequence[tuple[str, int]]
-) -> RankMemory:
-    """Give a dense one-group shard real memory whose views come from the layout's name alone.
-
-    ``widths`` names the parts of the content with their channels: ``[("k", 64), ("v", 64)]``. The shard's numbers are
-    used for nothing but counts, so that a wrong stride in them shows.
-    """
-    (group,) = shard.groups
-    counts = {"L": len(group.layers), "B": group.num_blocks, "N": group.block_size}
-    counts["H"] = sum(held.end - held.start for held in group.components[0].heads)
-    memory = arena.allocate(shard.regions[0].length)
-    parts = _apart(memory, layout, counts, group, widths) if content is Content.APART else {}
-    parts = parts or _together(memory, layout, counts, group, content, widths)
-    layers = group.components[0].layers
-    views = {
-        (group.name, name, layer): array[index] for name, array in parts.items() for index, layer in enumerate(layers)
-    }
-    placed = msgspec.structs.replace(shard, regions=(Region(memory.ctypes.data, len(memory)),))
-    return RankMemory(placed, (memory,), views)
-
-
-def _apart(
-    memory: Bytes, layout: NamedLayout, counts: Mapping[str, int], group: CacheGroup, widths: Sequence[tuple[str, int]]
-) -> dict[str, Bytes]:
-    parts: dict[str, Bytes] = {}
-    begin = 0
-    tokens = counts["L"] * counts["B"] * counts["H"] * counts["N"]
-    for name, width in widths:
-        end = begin + tokens * width * group.components[0].itemsize
-        parts |= _together(memory[begin:end], layout, counts, group, Content.FUSED, [(name, width)])
-        begin = end
-    return parts
-
-
-def _together(
-    memory: Bytes,
-    layout: NamedLayout,
-    counts: Mapping[str, int],
-    group: CacheGroup,
-    content: Content,
-    widths: Sequence[tuple[str, int]],
-) -> dict[str, Bytes]:
-    """Return for each part an array (layer, block, head, slot, channel, itemsize), a view of the memory."""
-    total, itemsize = sum(width for _, width in widths), group.components[0].itemsize
-    order = "".join(layout)
-    dense = memory.reshape(*(counts[axis] for axis in order if axis != "C"), total, itemsize)
-    whole = dense.transpose(*(order.index(axis) for axis in "LBHNC"), 5)
-    if content is Content.FUSED:
-        names = [component.name for component in group.components]
-        return {next(name for name in names if name == widths[0][0] or name == "kv"): whole}
-    if content is Content.INTERLEAVED:
-        return {name: whole[..., first : first + width, :] for name, first, width in _spans(widths)}
-    pages = memory.reshape(*(counts[axis] for axis in order[:3]), counts["N"] * total, itemsize)
-    pages = pages.transpose(*(order.index(axis) for axis in "LBH"), 3, 4)
-    parts = {}
-    for name, first, width in _spans(widths):
-        plane = pages[..., first * counts["N"] : (first + width) * counts["N"], :]
-        transposed = content is Content.TRANSPOSED_KEYS and name == "k"
-        inner = (width, counts["N"]) if transposed else (counts["N"], width)
-        # Splitting an axis of constant stride is always a view.
-        split = np.lib.stride_tricks.as_strided(
-            plane, (*plane.shape[:3], *inner, itemsize), (*plane.strides[:3], inner[1] * itemsize, itemsize, 1)
-        )
-        parts[name] = split.swapaxes(3, 4) if transposed else split
-    return parts
-
-
-def _spans(widths: Sequence[tuple[str, int]]) -> Iterable[tuple[str, int, int]]:
-    first = 0
-    for name, width in widths:
-        yield name, first, width
-        first += width
 
 
 @dataclass(frozen=True)
@@ -339,12 +261,3 @@ def compare(rank: RankMemory, expected: Sequence[Bytes]) -> None:
                 f"{rank.shard.rank_name}: {wrong.size} bytes of region {index} are wrong, the first at {first}: "
                 f"{found[first]} in place of {wanted[first]}"
             )
-
-
-def widths_of(kind: CacheKind, content: Content, head_size: int, value_head_size: int) -> list[tuple[str, int]]:
-    """Return the content's parts and their channels as :func:`named_memory` takes them."""
-    if kind is CacheKind.MLA:
-        return [("latent", head_size)]
-    if content is Content.FUSED:
-        return [("kv", head_size + value_head_size)]
-    return [("k", head_size), ("v", value_head_size)]

@@ -4,7 +4,6 @@ Run as ``python -m kvferry.testing.transport_peer <module:factory> <bytes> <repl
 standard input does.
 """
 
-import importlib
 import json
 import os
 import select
@@ -22,16 +21,9 @@ import numpy as np
 
 from kvferry.arrays import Bytes
 from kvferry.layout.shard import Region
-from kvferry.transport.protocol import Transport
+from kvferry.transport.probe import make
 
 ANSWER_SECONDS = 30.0
-
-
-def load_factory(factory: str) -> Transport:
-    """Call ``module:attribute`` to make a transport."""
-    module, attribute = factory.split(":")
-    transport: Transport = getattr(importlib.import_module(module), attribute)()
-    return transport
 
 
 @lru_cache(maxsize=4)
@@ -44,7 +36,7 @@ class InProcessPeer:
     """A peer in this very process, for transports that go no further; ``kill`` closes its transport."""
 
     def __init__(self, factory: str, num_bytes: int) -> None:
-        self._transport = load_factory(factory)
+        self._transport = make(factory)
         self._buffer = np.zeros(num_bytes, np.uint8)
         self.address, self.length = int(self._buffer.ctypes.data), num_bytes
         self.end_point = self._transport.register([Region(self.address, num_bytes)])

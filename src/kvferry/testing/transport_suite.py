@@ -21,7 +21,8 @@ import pytest
 from kvferry.arrays import Bytes, Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
-from kvferry.testing.transport_peer import InProcessPeer, PeerProcess, load_factory, pattern, start_peer
+from kvferry.testing.transport_peer import InProcessPeer, PeerProcess, pattern, start_peer
+from kvferry.transport.probe import make
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport, reach
 
 BUFFER_BYTES = 24 << 20
@@ -73,7 +74,7 @@ class Pair:
 @contextmanager
 def open_pair(factory: str, num_bytes: int = BUFFER_BYTES) -> Iterator[Pair]:
     """Open a transport, start a peer, connect."""
-    transport = load_factory(factory)
+    transport = make(factory)
     local = np.zeros(num_bytes, np.uint8)
     try:
         transport.register([Region(int(local.ctypes.data), num_bytes)])
@@ -252,7 +253,7 @@ class TransportSuite:
         assert own_pair.finish(transfer, DEATH_SECONDS) is Status.FAILED
         assert transfer.error is not None
         assert transfer.error.reason is Reason.PEER_DIED
-        fresh = load_factory(self.factory)
+        fresh = make(self.factory)
         for transport in (own_pair.transport, fresh):
             with pytest.raises(TransportError) as caught:
                 reach(transport, own_pair.remote.end_point)
@@ -281,7 +282,7 @@ class TransportSuite:
         """Every call returns at once, also ``cancel``, which ends it; when the peer goes on it is soon reached."""
         if not isinstance(own_pair.remote, PeerProcess):
             pytest.skip("the peer is this process")
-        transport, end_point = load_factory(self.factory), own_pair.remote.end_point
+        transport, end_point = make(self.factory), own_pair.remote.end_point
         own_pair.remote.stop()
         try:
             connecting = _at_once(lambda: transport.connect(end_point))
