@@ -13,12 +13,12 @@ pytest.importorskip("vllm")
 from kvferry.errors import HandoffError, Reason, SettingsError
 from kvferry.integrations.vllm.scheduler import router_beacon
 from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params
-from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_place
+from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_zmq_address
 from kvferry.integrations.vllm.settings import parse_settings
 
 from .scheduler_requests import FULL
 
-PLACE = encode_place("127.0.0.1", 8998, 5600, "p@7")
+PLACE = encode_zmq_address("127.0.0.1", 8998, 5600, "p@7")
 TO_DECODE = {"do_remote_prefill": True, "transfer_id": "tx-1", "remote_engine_id": None, "remote_block_ids": None}
 
 
@@ -45,7 +45,7 @@ def test_a_router_is_told_again_and_again() -> None:
 
 
 def test_request_ids_say_where_the_prompt_comes_from() -> None:
-    request_id = f"cmpl-___prefill_addr_{PLACE}___decode_addr_host:d,handshake:1,notify:2,life:d@9_{'0' * 32}-0-abc"
+    request_id = f"cmpl-___prefill_addr_{PLACE}___decode_addr_host:d,handshake:1,notify:2,engine:d@9_{'0' * 32}-0-abc"
     assert parse_push_params(TO_DECODE, request_id) == PushParams("tx-1", "p@7", "http://127.0.0.1:8998")
     with pytest.raises(HandoffError) as refused:
         parse_push_params(TO_DECODE, "cmpl-1")
@@ -59,10 +59,10 @@ def test_request_ids_say_where_the_prompt_comes_from() -> None:
     "repeated",
     [
         "___prefill_addr_host:",
-        "___prefill_addr_host:h,handshake:1,notify:1,life:",
+        "___prefill_addr_host:h,handshake:1,notify:1,engine:",
         "___prefill_addr_host:h,handshake:1",
         ",handshake:1",
-        ",handshake:1,notify:1,life:",
+        ",handshake:1,notify:1,engine:",
         "1",
     ],
 )
@@ -82,8 +82,8 @@ def test_a_request_id_made_to_take_long_takes_no_time(
 def test_a_request_id_is_looked_at_up_to_a_length() -> None:
     ends = f"___prefill_addr_{PLACE}___decode_addr_"
     longest = "x" * (router_beacon.MAX_REQUEST_ID - len(ends)) + ends
-    assert router_beacon.decode_place(longest) == ("http://127.0.0.1:8998", "p@7")
-    assert router_beacon.decode_place("x" + longest) is None
+    assert router_beacon.decode_request_id(longest) == ("http://127.0.0.1:8998", "p@7")
+    assert router_beacon.decode_request_id("x" + longest) is None
 
 
 @pytest.mark.parametrize(

@@ -253,9 +253,9 @@ def test_an_engine_from_which_nothing_came_is_asked_anew_which_one_it_is(make_ro
     ours, _ = pushed_to(reader, sender)
     reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
     next_step(reader)
-    assert len(reader._destination._bootstraps._offers) == 1
+    assert len(reader._destination._queries._offers) == 1
     reader.update_connector_output(SimpleNamespace(finished_recving={"d"}, failed_recving={"d"}))
-    assert len(reader._destination._bootstraps._offers) == 0
+    assert len(reader._destination._queries._offers) == 0
 
 
 def embedded(params: dict[str, Any], num_tokens: int = 3, *, mixed: bool = False) -> Request:

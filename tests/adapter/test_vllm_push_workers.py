@@ -98,7 +98,7 @@ class Workers:
     def step(self, roles: list[Any], orders: StepMetadata) -> None:
         """One step in vLLM's order of calls."""
         for role in roles:
-            role.take_back(orders)
+            role.void_transfers(orders)
             role.begin_step(orders)
             role.start_loads(orders)
             role.finish_step()
@@ -199,7 +199,7 @@ def test_layers_of_states_and_of_micro_batches_do_not_tell(
     monkeypatch.setattr(worker_role, "group_shapes", lambda _: kinds)
     role._kv_cache_config.kv_cache_groups = [SimpleNamespace(layer_names=each) for each in names]
     role._vllm_config.parallel_config.use_ubatching = use_ubatching
-    layers = role._layers_that_tell()
+    layers = role._layers_that_report()
     assert layers == ({} if use_ubatching else {"0": ["m.layers.9.attn", "m.layers.10.attn"]})
 
 

@@ -124,10 +124,10 @@ def test_a_check_of_the_kernel_leaves_it_to_meet_the_engines_cache_first() -> No
     caches, kernel = [rank.held.caches["0"] for rank in ranks_of], Kernel()
     checked = AttentionKernel([SimpleNamespace(impl=kernel, get_attn_backend=Mock())], None, torch.empty(0))
     for cache in caches:
-        checked._meet(0, cache)
+        checked._renew_scales(0, cache)
         assert kernel._k_scale_cache is None
         kernel.parts(cache)
-        checked._meet(0, cache)
+        checked._renew_scales(0, cache)
         assert kernel._k_scale_cache.data_ptr() == kernel.parts(cache)[2].data_ptr()
     forget_scales(SimpleNamespace(impl=kernel))
     assert (kernel._k_scale_cache, kernel._v_scale_cache) == (None, None)

@@ -109,20 +109,20 @@ def engine(use_mla: bool = False, is_hybrid: bool = False) -> Any:
 def test_the_layout_follows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvferry.integrations.vllm import layout_choice
 
-    assert layout_choice.wished_layout(engine(), Settings()) is NamedLayout.BHLNC
-    assert layout_choice.wished_layout(engine(is_hybrid=True), Settings()) is NamedLayout.BLHNC
-    assert layout_choice.wished_layout(engine(), Settings(layout="LBHNC")) is NamedLayout.LBHNC
+    assert layout_choice.preferred_layout(engine(), Settings()) is NamedLayout.BHLNC
+    assert layout_choice.preferred_layout(engine(is_hybrid=True), Settings()) is NamedLayout.BLHNC
+    assert layout_choice.preferred_layout(engine(), Settings(layout="LBHNC")) is NamedLayout.LBHNC
     monkeypatch.setattr(layout_choice, "_on_cpu", lambda: True)
-    assert layout_choice.wished_layout(engine(use_mla=True), Settings()) is None
+    assert layout_choice.preferred_layout(engine(use_mla=True), Settings()) is None
     monkeypatch.setattr(layout_choice, "_on_cpu", lambda: False)
-    assert layout_choice.wished_layout(engine(use_mla=True), Settings()) is NamedLayout.BLHNC
+    assert layout_choice.preferred_layout(engine(use_mla=True), Settings()) is NamedLayout.BLHNC
 
 
 def test_an_unknown_layout_is_refused() -> None:
-    from kvferry.integrations.vllm.layout_choice import wished_layout
+    from kvferry.integrations.vllm.layout_choice import preferred_layout
 
     with pytest.raises(KVFerryError) as refusal:
-        wished_layout(engine(), Settings(layout="BHLCN"))
+        preferred_layout(engine(), Settings(layout="BHLCN"))
     assert refusal.value.reason is Reason.UNKNOWN_LAYOUT
 
 

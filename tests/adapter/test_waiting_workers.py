@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.integrations.vllm.waiting_workers import LOOKING_SECONDS, QUIET_SECONDS, VARIABLE, make_waits_sleep
+from kvferry.integrations.vllm.waiting_workers import POLLING_SECONDS, QUIET_SECONDS, VARIABLE, make_waits_sleep
 
 shm_broadcast = pytest.importorskip("vllm.distributed.device_communicators.shm_broadcast")
 NUM_WAITS = 10
@@ -74,20 +74,20 @@ def test_one_who_has_looked_for_long_sleeps_until_it_is_told_or_looks_again(
     make_waits_sleep()
     reader, writer = conditions()
     reader.wait()
-    time.sleep(1.5 * LOOKING_SECONDS)
+    time.sleep(1.5 * POLLING_SECONDS)
     waits = [0.0] * 3
     for index in range(len(waits)):
         began_at = time.monotonic()
         reader.wait()
         waits[index] = time.monotonic() - began_at
-    assert min(waits) > 4 * LOOKING_SECONDS, "asleep until the time is over"
+    assert min(waits) > 4 * POLLING_SECONDS, "asleep until the time is over"
     reader.last_read -= QUIET_SECONDS
     began_at = time.monotonic()
     reader.wait(timeout_ms=200)
     assert time.monotonic() - began_at > 0.15, "after a second without a message for as long as vLLM says"
     reader.record_read()
     reader.wait()
-    time.sleep(1.5 * LOOKING_SECONDS)
+    time.sleep(1.5 * POLLING_SECONDS)
     told = threading.Timer(0.005, writer.notify)
     told.start()
     began_at, used = time.monotonic(), time.thread_time()

@@ -399,9 +399,9 @@ class Writer:
         route = Route([decode_shard(source) for source in question.sources], decode_shard(question.shard))
         peer = Connections(self._transports, [question.end_points])
         index = question.sources.index(self._shard)
-        for former in [known for known in self._destinations if known[0] == question.receiver]:
+        for earlier in [known for known in self._destinations if known[0] == question.receiver]:
             # Its connection is not closed: it ends with the last batch in flight over it.
-            del self._destinations[former]
+            del self._destinations[earlier]
         self._destinations[key] = DestinationRank(question.answers_at, route, peer, index)
         with self._lock:
             self._sender.introduce(*key)

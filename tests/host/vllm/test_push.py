@@ -251,17 +251,17 @@ def test_the_client_of_the_decode_engine_goes_away(pair: Pair, engine_pool: Engi
     check_tokens([pushes.send(prompt)], pair.model, [prompt], reference)
 
 
-@pytest.mark.parametrize("num_others", [0, 3], ids=["while computing", "while waiting for its turn"])
+@pytest.mark.parametrize("num_not_loading", [0, 3], ids=["while computing", "while waiting for its turn"])
 @for_push_pairs("push-chunked")
 def test_the_client_of_the_prefill_engine_goes_away(
-    pair: Pair, num_others: int, engine_pool: EnginePool, reference: Reference
+    pair: Pair, num_not_loading: int, engine_pool: EnginePool, reference: Reference
 ) -> None:
     """The decode engine's request fails at once, not when its time is over."""
     pushes = Pushes.of(pair, engine_pool)
-    others = random_prompts(seed=72, count=num_others, shortest=3500, longest=3600)
+    others = random_prompts(seed=72, count=num_not_loading, shortest=3500, longest=3600)
     prompt, salt, transfer_id = random_prompt(71, 4000), fresh_salt(), f"xfer-{uuid.uuid4()}"
     body = completion_body(prompt, 1, salt, stream=True, kv_transfer_params=to_prefill(transfer_id))
-    with ThreadPoolExecutor(1 + num_others) as threads:
+    with ThreadPoolExecutor(1 + num_not_loading) as threads:
         for other in others:
             threads.submit(pushes.prefill.complete, other, 1)
         answer = threads.submit(

@@ -1,1 +1,1 @@
-"""The vLLM plugin. Only ``translate`` and ``layout_choice`` read its configuration, only ``versions`` its version."""
+"""The vLLM plugin. ``translate`` and ``layout_choice`` alone read its configuration, ``versions`` its version."""

@@ -15,7 +15,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.kernels.engine import check_engine_kernels
-from kvferry.integrations.vllm.layout_choice import check_layout, widen_cpu_attention, wished_layout
+from kvferry.integrations.vllm.layout_choice import check_layout, preferred_layout, widen_cpu_attention
 from kvferry.integrations.vllm.plugin import log_as_vllm_does
 from kvferry.integrations.vllm.scheduler.role import SchedulerRole
 from kvferry.integrations.vllm.settings import parse_settings
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 check_version()
-# For vLLM that finds this class by kv_connector_module_path and loads no plugin. Then it comes in time only where the
-# worker shares the engine's process: one of its own has named its layouts before it imports this, LBHNC alone.
+# For a vLLM that finds this class by kv_connector_module_path and loads no plugin. The call is then in time only where
+# the worker shares the engine's process: a worker process has named its layouts, LBHNC alone, before this import.
 widen_cpu_attention()
 log_as_vllm_does()
 
@@ -89,12 +89,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         assert vllm_config.kv_transfer_config is not None
         settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        layout = wished_layout(vllm_config, settings)
+        layout = preferred_layout(vllm_config, settings)
         return None if layout is None else layout.value
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        # A graph that replays a whole step does not tell which layers have run.
+        # The replay of a whole step as one graph does not call the connector after each layer.
         return parse_settings(extra_config).mode == "push"
 
     @classmethod
@@ -120,7 +120,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        # Of the other groups vLLM clears new blocks where that matters, at the begin of the step that starts the load.
+        # vLLM clears new blocks of the other groups, where needed, at the start of the step that starts the load.
         return self._scheduler.groups_filled_whole(request)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
@@ -165,7 +165,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)
-        self._worker.take_back(kv_connector_metadata)
+        self._worker.void_transfers(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -175,18 +175,18 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: the engine runs a request only after its whole load has been committed."""
+        """Do nothing: the engine runs a request only after its whole load has been committed."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
     ) -> None:
-        """What this layer wrote may be pushed; it is read from the cache where it lies."""
+        """Let pushes send the layer's blocks; they read the cache in place."""
         self._worker.finish_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: what the step wrote may be read once the device has done it.
+        """Let peers have the step's blocks once the device has done the step; wait for nothing.
 
-        vLLM calls this of a step that failed, too: what that wrote is nobody's cache.
+        vLLM calls this after a step that failed, too: blocks of a failed step are published to no peer.
         """
         if sys.exc_info()[0] is None:
             self._worker.finish_step()
@@ -194,7 +194,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, failed = self._worker.take_finished(self._idle_steps.wait(computes=self._orders.computes))
         if received:
-            self._idle_steps.begin_anew()
+            self._idle_steps.reset()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":

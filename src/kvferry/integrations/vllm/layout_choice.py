@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# CPU attention reads a cache by its block and head strides; these keep its (block, head) pages whole.
+# CPU attention reads a cache by its block and head strides; these layouts keep its (block, head) pages whole.
 CPU_ATTENTION_LAYOUTS = (NamedLayout.LBHNC, NamedLayout.BLHNC, NamedLayout.BHLNC)
 
 
 def widen_cpu_attention() -> None:
-    """Let CPU attention declare every layout that its kernel reads (it declares one)."""
+    """Let CPU attention declare every layout that its kernel reads; vLLM declares one."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -29,12 +29,11 @@ def widen_cpu_attention() -> None:
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(supported_kv_cache_layouts)  # type: ignore[assignment,method-assign]
 
 
-def wished_layout(vllm_config: "VllmConfig", settings: Settings) -> NamedLayout | None:
-    """Return the layout to ask for; None leaves it to the engine.
+def preferred_layout(vllm_config: "VllmConfig", settings: Settings) -> NamedLayout | None:
+    """Return the layout to ask for; None leaves the choice to the engine.
 
-    ``BHLNC`` makes one run of a head's bytes of all layers, so unequal tensor parallel sizes still
-    move one descriptor per block and source rank. ``BLHNC`` is the cross-layer layout that
-    mixed page shapes allow.
+    ``BHLNC`` keeps a head's bytes of all layers in one run, so that unequal tensor-parallel sizes still need one
+    descriptor per block and source rank. ``BLHNC`` is the only cross-layer layout for mixed page shapes.
     """
     if settings.layout:
         return NamedLayout.parse(settings.layout)
@@ -45,7 +44,7 @@ def wished_layout(vllm_config: "VllmConfig", settings: Settings) -> NamedLayout 
 
 
 def check_layout(vllm_config: "VllmConfig", layout: NamedLayout, settings: Settings) -> None:
-    """Refuse a layout that the engine's kernels read wrongly; explain a wish that was dropped."""
+    """Raise :class:`LayoutError` for a layout that the engine's kernels read wrongly; log one that is not preferred."""
     if vllm_config.model_config.use_mla and _on_cpu() and layout.is_cross_layer:
         raise LayoutError(
             Reason.KERNEL_CANNOT_READ_LAYOUT,
@@ -53,14 +52,14 @@ def check_layout(vllm_config: "VllmConfig", layout: NamedLayout, settings: Setti
             "('kvferry doctor --kernels' shows how it fails).",
             "Unset VLLM_KV_CACHE_LAYOUT and the layout setting, or set LBNHC.",
         )
-    wish = wished_layout(vllm_config, settings)
-    if wish is not None and wish is not layout:
+    preferred = preferred_layout(vllm_config, settings)
+    if preferred is not None and preferred is not layout:
         logger.warning(
             "kvferry asked for KV cache layout %s and the engine uses %s: either VLLM_KV_CACHE_LAYOUT is set, or the "
             "attention back end (on a CPU without kvferry's plugin: see VLLM_PLUGINS) or the model's page shapes do "
             "not allow it (the engine's log names the valid layouts). Transfers stay correct but may need more "
             "descriptors.",
-            wish,
+            preferred,
             layout,
         )
 

@@ -1,4 +1,4 @@
-"""Entry point ``vllm.general_plugins``: registers the connector and widens what CPU attention declares."""
+"""Entry point ``vllm.general_plugins``: registers the connector and the layouts that CPU attention reads."""
 
 import logging
 
@@ -13,11 +13,11 @@ CONNECTOR_MODULE = "kvferry.integrations.vllm.connector"
 
 
 def register() -> None:
-    """Called by vLLM in every process. Safe to call again."""
+    """VLLM calls this in every process. Safe to call again."""
     try:
         check_version()
     except KVFerryError as error:
-        # Whoever asks for the connector is refused; an engine without it is none of our business.
+        # The connector refuses to start with this version; an engine without the connector must start.
         logger.error("kvferry: %s", error)
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

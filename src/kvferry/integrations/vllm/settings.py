@@ -68,7 +68,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _about(
             "With `push`, how long a decode engine waits until a prompt is computed and pushed; some 10 s later the "
             "request fails even if the prefill engine is stopped.",
-            page="decisions/blocks-set-aside.md",
+            page="decisions/quarantined-blocks.md",
         ),
     ] = 120.0
     transport: Annotated[

@@ -1,4 +1,4 @@
-"""What the scheduler's role tells the workers, once per engine step."""
+"""The orders of the scheduler's role to the workers, once per engine step."""
 
 from dataclasses import dataclass, field
 
@@ -12,12 +12,12 @@ from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.plan.request import GroupBlocks
 
 MAX_HELD_REQUESTS = 16384
-"""Guard words of each rank: more requests at a time are not exported."""
+"""Guard words of each rank: at most so many requests are held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushedPrompt:
-    """Which prompt is to be pushed: the router's id of the transfer, and what both sides compare."""
+    """A prompt to be pushed: the router's transfer id, and the tokens and digest that both engines compare."""
 
     transfer_id: str
     num_tokens: int
@@ -28,8 +28,8 @@ class PushedPrompt:
 class LoadOrder:
     """One request's ``num_tokens`` prompt tokens to load, as blocks of every cache group.
 
-    An order with an ``error`` is to be reported as failed at once. An order with ``pushed`` announces its blocks, of
-    which only the destination's side counts; any other one is read, under the guard word in ``slot``.
+    A worker reports an order with an ``error`` as failed at once. An order with ``pushed`` is announced and has no
+    source blocks; any other order is read, under the guard word in ``slot``.
     """
 
     request_id: str
@@ -54,11 +54,11 @@ class EngineEndPoint:
 class StepMetadata(KVConnectorMetadata):
     """Orders of one step.
 
-    ``computes`` is false for a step that the engine runs only because something is pending. Guard words: ``written``
-    are those of held requests that the step writes, ``ended_slots`` those to clear. ``aborted`` loads have lost their
-    request, ``lost`` ones their remote hold. Of pushes: the ``prompts`` that the step computes, by transfer id, and the
-    transfers whose blocks it may overwrite, since they are ``preempted`` or ``ended_transfers``. ``quarantined`` are,
-    with the rank that reported them, requests whose blocks are kept while a peer may still write into them.
+    ``computes`` is false for a step that computes no token. ``written`` are the guard words of held requests that the
+    step writes, ``ended_slots`` the slots to clear. The requests of ``aborted`` loads have ended, and the remote holds
+    of ``lost`` loads. ``prompts`` are the pushed prompts that the step computes, by transfer id; the step may overwrite
+    the blocks of transfers that are ``preempted`` or ``ended_transfers``. ``quarantined`` are requests whose blocks are
+    kept while a peer may still write into them, each with the rank that reported the request.
     """
 
     computes: bool = True

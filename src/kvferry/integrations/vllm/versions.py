@@ -1,4 +1,4 @@
-"""What differs between vLLM versions; today one is supported."""
+"""The supported vLLM versions, and code that depends on the version."""
 
 import sys
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def installed_version() -> str:
 
 
 def check_version() -> None:
-    """Raise :class:`KVFerryError` (unsupported-version) unless vLLM is one that was tested."""
+    """Raise :class:`KVFerryError` (unsupported-version) unless kvferry was tested with the installed vLLM."""
     found = installed_version()
     if not found.startswith(tuple(f"{supported}." for supported in SUPPORTED)):
         raise KVFerryError(
@@ -34,10 +34,10 @@ def check_version() -> None:
 
 
 def find_engine_wake() -> Callable[[], None] | None:
-    """Return a function that wakes the engine core from its sleep; None where there is no such core.
+    """Return a function that wakes the engine core from its sleep; None where there is no core in a process of its own.
 
-    A connector has no way to say "step once, something ended". The core builds its scheduler, and that the connector,
-    inside its own constructor: so it is found on the caller's stack, and its own wake-up message is used.
+    vLLM offers a connector no way to ask for one step. The core's constructor builds the scheduler, which builds the
+    connector: so the core is found on the caller's stack, and the function sends the core's own wake-up message.
     """
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc

@@ -1,8 +1,8 @@
-"""Does a kernel read and write a layout? Run it, and compare with what it does on the per-layer layout.
+"""Does a kernel read and write a layout? Run the kernel, and compare with its results on the per-layer layout.
 
-vLLM hands its kernels strided views of one buffer. A kernel that assumes dense pages instead answers with wrong
-numbers and no error, so nothing less than its answers is believed: the bytes it writes, read back through the
-engine's views, and the attention it computes from a cache that is known to be right.
+vLLM gives its kernels strided views of one buffer. A kernel that assumes dense pages returns wrong numbers and no
+error, so the check compares results: the bytes that the kernel writes, read back through the engine's views, and the
+attention that it computes from a cache with known bytes.
 """
 
 import re
@@ -19,7 +19,7 @@ import torch
 from kvferry.layout.named_layouts import NamedLayout
 
 NUM_BLOCKS = 5
-BLOCK_IDS = (4, 1)  # of the one request: neither block 0 nor in ascending order, so that a wrong stride shows
+BLOCK_IDS = (4, 1)  # of the one request: without block 0 and not ascending, so that a wrong stride shows
 # The same kernel on the same numbers; only the order of its sums may differ.
 TOLERANCES = MappingProxyType({"float32": 1e-4})
 TOLERANCE_OF_SHORT_TYPES = 2e-2
@@ -27,7 +27,7 @@ EXACT = 0.0
 
 
 class Outcome(StrEnum):
-    """What became of a kernel on a layout; ``NOT_CHECKED``: it does not even run on its own per-layer layout."""
+    """The result of a kernel on a layout; a ``NOT_CHECKED`` kernel fails even on its per-layer layout."""
 
     PASSES = "passes"
     WRONG = "wrong"
@@ -36,7 +36,7 @@ class Outcome(StrEnum):
 
 
 class KernelCase(msgspec.Struct, frozen=True):
-    """The kernel a verdict is about: vLLM's name of the back end, the cache's element type, elements, tokens."""
+    """A kernel: vLLM's name of its back end, the cache's element type, elements per head, tokens per block."""
 
     backend: str
     dtype: str
@@ -50,7 +50,7 @@ class KernelCase(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True):
     """How a kernel's answers on ``layout`` compare with its answers on the per-layer layout.
 
-    ``difference`` is the largest one found between two elements, ``found`` says where it was.
+    ``difference`` is the largest difference of two elements, ``found`` says where it is.
 
     >>> case = KernelCase("CPU_ATTN", "float32", 64, 128)
     >>> print(Verdict(case, NamedLayout.BHLNC, Outcome.WRONG, 2.5, "attention of a prompt differs by 2.5"))
@@ -75,7 +75,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an engine does at once: tokens ``first`` to ``end`` of a request whose cache has ``block_size``."""
+    """One step of an engine: tokens ``first`` to ``end`` of a request, in blocks of ``block_size`` tokens."""
 
     name: str
     first: int
@@ -84,7 +84,7 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens that are new in this step."""
+        """New tokens of this step."""
         return self.end - self.first
 
     def slots(self) -> list[int]:
@@ -107,12 +107,12 @@ class Kernel(Protocol):
         """Write the keys and values of the step's tokens into ``cache``, a ``[B, H, N, C]`` view."""
 
     def attend(self, layer: int, cache: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """Return the attention of the step's tokens; None where it is computed without reading the cache."""
+        """Return the attention of the step's tokens; None where the kernel does not read the cache for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a kernel did on its per-layer layout: the caches at first, and after each step caches and answers."""
+    """A kernel's results on its per-layer layout: the caches before, and after each step caches and attention."""
 
     filler: list[torch.Tensor]
     written: list[list[torch.Tensor]]
@@ -121,7 +121,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One comparison: the largest difference, the one that is allowed, and what the kernel raised, if anything."""
+    """One comparison: the largest difference, the allowed one, and the kernel's error, if any."""
 
     where: str
     difference: float
@@ -130,7 +130,7 @@ class Finding:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the answers differ by more than is allowed."""
+        """Whether the results differ by more than is allowed."""
         return self.difference > self.allowed
 
 
@@ -143,8 +143,8 @@ def compare_layouts(
 ) -> Iterator[Verdict]:
     """Yield a verdict for each of ``layouts``.
 
-    ``allocate`` returns the views of ``NUM_BLOCKS`` blocks of each layer in a buffer of their own. Where the kernel
-    fails on ``reference`` nothing can be said, and every verdict is ``NOT_CHECKED``.
+    ``allocate`` returns the views of ``NUM_BLOCKS`` blocks of each layer in a new buffer. Where the kernel fails on
+    ``reference`` every verdict is ``NOT_CHECKED``.
     """
     steps = steps_of(case.block_size)
     with torch.no_grad():
@@ -189,7 +189,7 @@ def _replay(
     recording: Recording,
     case: KernelCase,
 ) -> Iterator[Finding]:
-    """Compare step by step. What was written wrongly is put right before it is read, so that each is judged alone."""
+    """Compare step by step; correct wrong bytes after each write, so that each write and attention is judged alone."""
     try:
         views = allocate()
     except Exception as error:
@@ -222,14 +222,14 @@ def _compare(
 ) -> Finding:
     try:
         found = run()
-    except Exception as error:  # whatever a kernel raises is what was to be found out
+    except Exception as error:  # a kernel may raise any error, and that is the finding
         return Finding(where, EXACT, allowed, _first_words(error))
     differences = [_largest_difference(*pair) for pair in zip(expected, found, strict=True)]
     return Finding(where, max(differences, default=EXACT), allowed)
 
 
 def _write(kernel: Kernel, views: Sequence[torch.Tensor], step: Step) -> Sequence[torch.Tensor]:
-    """Write every layer before any is looked at, so that layers which run into each other show."""
+    """Write every layer before any is compared, so that layers which overlap show."""
     for layer, view in enumerate(views):
         kernel.write(layer, view, step)
     return views
@@ -246,7 +246,7 @@ def _fill(views: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> No
 
 
 def _random_like(layer: int, view: torch.Tensor) -> torch.Tensor:
-    """Return numbers like those of a cache: zeros would hide bytes that were not written."""
+    """Return random numbers for a cache: zeros would hide bytes that were not written."""
     return random_tensor(layer, view.shape, view)
 
 
@@ -257,7 +257,7 @@ def random_tensor(seed: int, shape: Sequence[int], like: torch.Tensor) -> torch.
 
 
 def _largest_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Return the largest difference of two elements; what is no number differs by the largest of its type."""
+    """Return the largest difference of two elements; NaN and infinity count as the largest number of the type."""
     if torch.equal(expected, found):
         return EXACT
     difference = (expected.float() - found.float()).abs()
@@ -266,6 +266,6 @@ def _largest_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def _first_words(error: Exception) -> str:
-    """Return what an error says up to the first bracket or full stop: PyTorch explains at length."""
+    """Return an error's text up to the first bracket or full stop: PyTorch's texts are long."""
     words = re.split(r" \(|\.( |$)", (str(error).strip().splitlines() or [""])[0])[0]
     return f"{type(error).__name__}: {words}"

@@ -41,10 +41,10 @@ class AttentionKernel:
         self._like = like  # a tensor of the activations' type, on their device
         self._write_is_part_of_attention = layers[0].get_attn_backend().forward_includes_kv_cache_update
         self._made: dict[tuple[int, Step], tuple[torch.Tensor, ...]] = {}
-        self._met: dict[int, tuple[object, ...]] = {}
+        self._last_cache: dict[int, tuple[object, ...]] = {}
 
     def write(self, layer: int, cache: torch.Tensor, step: Step) -> None:
-        self._meet(layer, cache)
+        self._renew_scales(layer, cache)
         if self._write_is_part_of_attention:
             self.attend(layer, cache, step)
             return
@@ -54,7 +54,7 @@ class AttentionKernel:
         module.impl.do_kv_cache_update(module, key, value, cache, slots)
 
     def attend(self, layer: int, cache: torch.Tensor, step: Step) -> torch.Tensor:
-        self._meet(layer, cache)
+        self._renew_scales(layer, cache)
         module = self._layers[layer]
         query, key, value = self._inputs(layer, step)
         output = query.new_zeros(step.num_tokens, module.num_heads, module.head_size_v)
@@ -62,14 +62,14 @@ class AttentionKernel:
         module.impl.forward(module, query, key, value, cache, metadata, output)
         return output
 
-    def _meet(self, layer: int, cache: torch.Tensor) -> None:
-        """A kernel with scales in the slots keeps views of them: let it make new ones for each new cache."""
-        if self._met.get(layer) != (place := (cache.data_ptr(), cache.stride())):
-            self._met[layer] = place
+    def _renew_scales(self, layer: int, cache: torch.Tensor) -> None:
+        """Make a kernel with scales in the slots renew its views of them for each new cache."""
+        if self._last_cache.get(layer) != (identity := (cache.data_ptr(), cache.stride())):
+            self._last_cache[layer] = identity
             forget_scales(self._layers[layer])
 
     def _inputs(self, layer: int, step: Step) -> tuple[torch.Tensor, ...]:
-        """Return query, key and value, made once: random numbers cost more than the kernels."""
+        """Return query, key and value, kept for reuse: random numbers cost more than the kernels."""
         module = self._layers[layer]
         shapes = (
             (step.num_tokens, module.num_heads, module.head_size),
@@ -82,7 +82,7 @@ class AttentionKernel:
 
 
 class MLAKernel:
-    """The cache write and the decode of an engine's ``MLAAttention`` layers; a prompt is attended without its cache."""
+    """The cache write and the decode of an engine's ``MLAAttention`` layers; prompts are attended without the cache."""
 
     def __init__(self, layers: Sequence[Any], builder: Any, like: torch.Tensor) -> None:
         self._layers = layers
@@ -111,7 +111,7 @@ class MLAKernel:
 
 
 def make_kernel(vllm_config: "VllmConfig", layer_names: Sequence[str], spec: Any, device: torch.device) -> Kernel:
-    """Return the kernel of layers of one back end that the configuration's forward context holds."""
+    """Return the kernel of layers with one back end, from the configuration's forward context."""
     from vllm.config import set_current_vllm_config
 
     layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
@@ -126,7 +126,7 @@ def make_kernel(vllm_config: "VllmConfig", layer_names: Sequence[str], spec: Any
 def allocate_layers(
     spec: Any, layer_names: Sequence[str], device: torch.device, layout: NamedLayout
 ) -> list[torch.Tensor]:
-    """Return vLLM's own views of ``NUM_BLOCKS`` blocks of layers that have a buffer to themselves."""
+    """Return vLLM's own views of ``NUM_BLOCKS`` blocks of these layers, in a new buffer."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, compute_layout_strides
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
@@ -141,7 +141,7 @@ def allocate_layers(
 
 
 def case_of(vllm_config: "VllmConfig", layer_name: str, spec: Any) -> KernelCase:
-    """Return what a verdict about that layer's kernel names."""
+    """Return the case of that layer's kernel, for verdicts."""
     backend = vllm_config.compilation_config.static_forward_context[layer_name].get_attn_backend()
     dtype = str(spec.dtype).removeprefix("torch.")
     return KernelCase(backend.get_name(), dtype, spec.head_size, spec.block_size)
@@ -153,7 +153,7 @@ def check_engine_kernels(
     kv_caches: Mapping[str, torch.Tensor],
     layout: NamedLayout,
 ) -> None:
-    """Run the engine's kernels on a few blocks in its cross-layer layout before it computes anything in it.
+    """Run the engine's kernels on a few blocks in its cross-layer layout before the engine computes.
 
     Raises :class:`LayoutError` (kernel-cannot-read-layout).
     """
@@ -198,7 +198,7 @@ def _engine_verdicts(
             try:
                 yield from compare_layouts(kernel, case, allocate, (layout,), per_layer(layout))
             finally:
-                # They are to meet the engine's own cache as their first.
+                # The kernels must make their views of the engine's own cache.
                 for name in names:
                     forget_scales(vllm_config.compilation_config.static_forward_context[name])
 
@@ -213,7 +213,7 @@ def _allocate_as_engine(
 ) -> list[torch.Tensor]:
     """Return views with the engine's own strides and offsets in its own layout, dense ones in any other.
 
-    Where blocks are outermost nothing but the buffer's size depends on the number of blocks.
+    Where blocks are outermost only the buffer's size depends on the number of blocks.
     """
     if layout is not engine_layout:
         return allocate_layers(spec, layer_names, device, layout)
@@ -231,7 +231,7 @@ def _allocate_as_engine(
 
 
 def per_layer(layout: NamedLayout) -> NamedLayout:
-    """Return the per-layer layout with the same order of the other axes, which kernels tell from the name.
+    """Return the per-layer layout with the same order of the other axes.
 
     >>> per_layer(NamedLayout.BHLNC).value, per_layer(NamedLayout.BLNHC).value
     ('LBHNC', 'LBNHC')
@@ -240,14 +240,14 @@ def per_layer(layout: NamedLayout) -> NamedLayout:
 
 
 def _is_checkable(spec: Any, cache: torch.Tensor) -> bool:
-    """Tell whether the cache holds keys and values of tokens: state of Mamba layers has no layout to read wrongly."""
+    """Return whether the cache holds keys and values of tokens: no layout makes a kernel read Mamba states wrongly."""
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     return isinstance(spec, AttentionSpec) and spec.tokens_per_state == 1 and cache.dim() == 4
 
 
 def _inputs_of(layer: int, step: Step, shapes: Sequence[Sequence[int]], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return a step's inputs, the same for every layout and others for every layer, step and argument."""
+    """Return a step's inputs, equal for all layouts and different for every layer, step and argument."""
     seed = (layer + 1) * 1_000_000 + step.first * 10
     return tuple(random_tensor(seed + argument, shape, like) for argument, shape in enumerate(shapes))
 

@@ -1,4 +1,4 @@
-"""Layers of vLLM without an engine, to try the kernels that an engine on this machine would choose."""
+"""Layers of vLLM without an engine, to check the kernels that an engine on this machine would choose."""
 
 import json
 import sys
@@ -64,7 +64,7 @@ def check_attention(dtype: str, head_size: int, block_size: int) -> Iterator[Ver
 
 
 def check_mla(dtype: str) -> Iterator[Verdict]:
-    """Yield verdicts on multi-head latent attention, with the block size that the back end wants."""
+    """Yield verdicts on multi-head latent attention, with the block size that the back end needs."""
     recipe = {"num_key_value_heads": NUM_HEADS, **MLA_SIZES, **_EXPERTS}
     with _small_model("DeepseekV2ForCausalLM", "deepseek_v2", recipe) as path:
         yield from _check(_engine_config(path, dtype=dtype))
@@ -87,7 +87,7 @@ def main() -> None:
 
 @contextmanager
 def _small_model(architecture: str, model_type: str, recipe: Mapping[str, Any]) -> Iterator[str]:
-    """Give a folder with the configuration of a model; nothing here needs weights."""
+    """Yield a folder with the configuration of a model, which needs no weights."""
     with tempfile.TemporaryDirectory(prefix="kvferry-kernels-") as folder:
         config = {"architectures": [architecture], "model_type": model_type, **_SMALL, **recipe}
         Path(folder, "config.json").write_text(json.dumps(config))

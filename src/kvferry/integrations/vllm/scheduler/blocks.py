@@ -17,12 +17,12 @@ from kvferry.plan.request import GroupBlocks
 from kvferry.plan.window import first_token_to_move
 
 NULL_BLOCK_ID = 0
-"""vLLM's stand-in for a block that a request does not have: the first of its pool, never given away."""
+"""The id that vLLM puts in place of a block that a request does not have: the first of the pool, never allocated."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """What decides which of a group's blocks are moved; sizes in tokens."""
+    """The properties of a group that decide which blocks a load moves; sizes in tokens."""
 
     kind: CacheKind
     block_size: int
@@ -30,11 +30,11 @@ class GroupShape:
 
 
 def num_recomputed(groups: Iterable[GroupShape]) -> int:
-    """Return how many of a prompt's last tokens the decode engine computes itself, beyond what it was given.
+    """Return how many of a prompt's last tokens only the decode engine computes.
 
-    It always runs the last token, whose logits it needs. A state would then advance twice by it, and a window laid out
-    for the token behind the prompt may have lost the first one that the last token attends to, on either side: so the
-    prefill engine must not compute it. Whole attention is not harmed: there the token is loaded and computed once more.
+    The decode engine always computes the last token, whose logits it needs. If the prefill engine computed it too, a
+    state would advance twice by it, and a window could lack the first token that the last one attends to, on either
+    engine. Whole attention is not harmed: there the token is loaded and computed once more.
 
     >>> num_recomputed([GroupShape(CacheKind.ATTENTION, 16)])
     0
@@ -46,15 +46,15 @@ def num_recomputed(groups: Iterable[GroupShape]) -> int:
 
 
 def has_state(groups: Iterable[GroupShape]) -> bool:
-    """Return whether a request has a state, which holds all computed tokens and cannot be cut."""
+    """Return whether a request has a state, which covers all computed tokens and cannot be cut."""
     return any(group.kind is CacheKind.STATE for group in groups)
 
 
 def groups_filled_whole(groups: Sequence[GroupShape], source_block_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the groups in whose blocks a load leaves no byte as it was: states, and pages that move whole.
+    """Return the groups whose blocks a load overwrites whole: states, and pages that move whole.
 
-    Where block sizes differ tokens move, and what lies behind the last of them stays. In a hybrid a state may have been
-    there, whose bytes can be NaN as keys and values; a kernel that gives them weight 0 makes NaN of the whole sum.
+    Where block sizes differ tokens move, and the bytes behind the last token stay. In a hybrid these may be a state's,
+    NaN as keys and values; a kernel that gives them weight 0 turns the whole sum into NaN.
 
     >>> groups_filled_whole([GroupShape(CacheKind.ATTENTION, 544), GroupShape(CacheKind.STATE, 4096)], [288, 4096])
     (1,)
@@ -73,9 +73,9 @@ def check_cached_windows(
 ) -> None:
     """Refuse windows in blocks that do not divide the source's, for an engine that caches prefixes.
 
-    The source gives back what has left the window, by its own blocks. So a longer block here may be filled from the
-    middle on, and vLLM caches a block that lies before the prompt's end as a whole: a later prompt would read what
-    was never written. Raises :class:`HandoffError` (block-size-mismatch).
+    The source frees tokens that have left the window in its own block size. So a longer block here may be filled from
+    the middle on, and vLLM caches a block that lies before the prompt's end as a whole: a later prompt would read bytes
+    that were never written. Raises :class:`HandoffError` (block-size-mismatch).
 
     >>> check_cached_windows([GroupShape(CacheKind.SLIDING_WINDOW, 64, 128)], [128], caches_prefixes=True)
     """
@@ -84,7 +84,7 @@ def check_cached_windows(
             raise HandoffError(
                 Reason.BLOCK_SIZE_MISMATCH,
                 f"cache group {index} has sliding windows in blocks of {size} tokens on the prefill side and of "
-                f"{group.block_size} here, which a load fills in part and this engine caches as a whole.",
+                f"{group.block_size} here: a load fills such a block in part, and this engine caches the whole block.",
                 f"Run this engine with --block-size {size}, or with --no-enable-prefix-caching.",
             )
 
@@ -96,11 +96,11 @@ def blocks_to_load(
     source_ids: Sequence[Sequence[int]],
     destination_ids: Sequence[Sequence[int]],
 ) -> tuple[GroupBlocks, ...]:
-    """Return what to load of each group so that the receiver has the prompt's tokens up to ``tokens[1]``.
+    """Return the blocks of each group that bring the prompt's tokens from ``tokens[0]`` to ``tokens[1]``.
 
-    It lacks those from ``tokens[0]`` on. The lists begin with the prompt's first block and may be longer than the
-    prompt. Raises :class:`HandoffError`: group-mismatch for unequal numbers of groups, invalid-request where a wanted
-    block is not there (it has left the window, or was never computed).
+    The lists of ids begin with the prompt's first block and may be longer than the prompt. Raises
+    :class:`HandoffError`: group-mismatch for unequal numbers of groups, invalid-request where a needed block is missing
+    (it has left the window, or was never computed).
 
     >>> window = GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)
     >>> [blocks] = blocks_to_load([window], [16], (0, 64), [[0, 0, 7, 6]], [[0, 0, 2, 5, 9]])
@@ -128,7 +128,7 @@ def blocks_to_fill(
     tokens: tuple[int, int],
     destination_ids: Sequence[Sequence[int]],
 ) -> tuple[GroupBlocks, ...]:
-    """Return what :func:`blocks_to_load` does, without the source's blocks, for a source that writes.
+    """Return the blocks of :func:`blocks_to_load` without the source's, for a source that writes.
 
     >>> window = GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)
     >>> [blocks] = blocks_to_fill([window], [16], (0, 64), [[0, 0, 2, 5, 9]])
@@ -148,7 +148,7 @@ def blocks_to_fill(
                 first_token=first,
                 last_token=end,
                 source_block_ids=(),
-                destination_block_ids=_covering(index, "decode", listed, group.block_size, first, end),
+                destination_block_ids=_ids_covering(index, "decode", listed, group.block_size, first, end),
                 destination_first_token=first // group.block_size * group.block_size,
             )
         )
@@ -156,7 +156,7 @@ def blocks_to_fill(
 
 
 def held_blocks(groups: Sequence[GroupShape], ids: Sequence[Sequence[int]]) -> dict[str, BlockList]:
-    """Return the real blocks at the end of each group's list, by group: those before have left a sliding window.
+    """Return the real blocks at the end of each group's list, by group: earlier ones have left a sliding window.
 
     >>> held_blocks([GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)], [[0, 0, 7, 6]])["0"]
     BlockList(first_token=32, block_ids=[7, 6])
@@ -170,7 +170,7 @@ def held_blocks(groups: Sequence[GroupShape], ids: Sequence[Sequence[int]]) -> d
 
 
 def _num_before(group: GroupShape, listed: Sequence[int]) -> int:
-    """Return how many blocks lie before those that are held: a state has one, and a window leaves null blocks."""
+    """Return how many blocks precede the held ones: a state has one block, and a window leaves null blocks."""
     if group.kind is CacheKind.STATE:
         return max(len(listed) - 1, 0)
     if group.kind is not CacheKind.SLIDING_WINDOW:
@@ -197,7 +197,7 @@ def _first_token(group: GroupShape, source_block_size: int, tokens: tuple[int, i
         window=group.window,
         source_block_size=source_block_size,
         destination_block_size=group.block_size,
-        # Whole pages need equal block sizes, and vLLM's first token then begins a block on both sides.
+        # Whole pages need equal block sizes; then vLLM's first token begins a block on both sides.
         whole_pages=False,
     )
 
@@ -212,7 +212,7 @@ def _tokens(
 ) -> GroupBlocks:
     sizes = source_block_size, group.block_size
     source, destination = (
-        _covering(index, side, listed, size, first_token, end_token)
+        _ids_covering(index, side, listed, size, first_token, end_token)
         for side, listed, size in zip(("prefill", "decode"), ids, sizes, strict=True)
     )
     return GroupBlocks(
@@ -226,7 +226,7 @@ def _tokens(
     )
 
 
-def _covering(
+def _ids_covering(
     index: int, side: str, listed: Sequence[int], block_size: int, first_token: int, end_token: int
 ) -> Integers:
     """Return the ids of the blocks that hold the tokens; every one must be real."""
@@ -236,15 +236,15 @@ def _covering(
     wanted = np.asarray(listed[first:end], dtype=np.int64)
     if len(wanted) < end - first or (wanted == NULL_BLOCK_ID).any():
         missing = first + (int((wanted == NULL_BLOCK_ID).argmax()) if (wanted == NULL_BLOCK_ID).any() else len(wanted))
-        raise _gone(index, side, f"block number {missing} of {len(listed)}, which tokens to {end_token} need")
+        raise _missing(index, side, f"block number {missing} of {len(listed)}, which tokens to {end_token} need")
     return wanted
 
 
 def _state(index: int, source: Sequence[int], destination: Sequence[int]) -> GroupBlocks:
-    """Return the load of a state: the last block of each list holds it."""
+    """Return the blocks of a state: the last block of each list."""
     for side, listed in (("prefill", source), ("decode", destination)):
         if not listed or listed[-1] == NULL_BLOCK_ID:
-            raise _gone(index, side, "state")
+            raise _missing(index, side, "state")
     return GroupBlocks(
         group=str(index),
         first_token=0,
@@ -254,9 +254,9 @@ def _state(index: int, source: Sequence[int], destination: Sequence[int]) -> Gro
     )
 
 
-def _gone(index: int, side: str, what: str) -> HandoffError:
+def _missing(index: int, side: str, what: str) -> HandoffError:
     return HandoffError(
         Reason.INVALID_REQUEST,
         f"cache group {index}: the {side} engine has no {what}.",
-        "Let the prefill engine generate one token only (max_tokens 1): what leaves a window is given back.",
+        "Let the prefill engine generate one token only (max_tokens 1): blocks that leave a window are freed.",
     )

@@ -1,12 +1,12 @@
-"""References to blocks that the engine's own requests no longer keep.
+"""References to blocks whose requests have ended.
 
-vLLM offers to delay a request's end until every worker reports it; the engine then steps a
-thousand times a second while anything is held, and its workers spin on the cores that compute.
-A reference in the block pool holds the blocks as well and lets the engine sleep.
+vLLM offers to delay a request's end until every worker reports it. The engine then steps a thousand times a second
+while blocks are held, and its workers spin on the cores that compute. References in the block pool keep the blocks too,
+and the engine can sleep.
 
-:class:`Quarantine` keeps the blocks of failed requests while a peer may still write into them. A peer that vanished
-without a word, or is stopped, cannot say that it writes no more. Its request need not wait for that: the request fails,
-and only its blocks wait. See docs/decisions/blocks-set-aside.md.
+:class:`Quarantine` keeps the blocks of failed requests while a peer may still write into them. A peer that has vanished
+or is stopped cannot acknowledge that it writes no more. The request fails at once; only its blocks wait. See
+docs/decisions/quarantined-blocks.md.
 """
 
 import logging
@@ -28,7 +28,7 @@ BlockIds = Sequence[Sequence[int]]
 
 
 class KeptBlocks:
-    """One reference per name and block; used on the scheduler's thread only."""
+    """One reference per name and block. Only the scheduler's thread uses it."""
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
@@ -39,9 +39,9 @@ class KeptBlocks:
         self._pool = pool
 
     def keep(self, name: str, block_ids: BlockIds) -> None:
-        """Add a reference to each block of a request, which still has its own.
+        """Add a reference to each block of a request that still has its own references.
 
-        Where a block has left a sliding window, the null block stands, which nobody owns.
+        The null block, in the place of a block that has left a sliding window, needs none.
         """
         assert self._pool is not None
         kept = (block_id for group in block_ids for block_id in group if block_id != NULL_BLOCK_ID)
@@ -58,7 +58,7 @@ class KeptBlocks:
 class Quarantine:
     """The requests into whose blocks a peer may still write, as each rank of the engine reports them.
 
-    :meth:`note` is for the server's thread, the rest for the scheduler's.
+    The server's thread calls :meth:`note`, the scheduler's thread the other methods.
     """
 
     def __init__(self, kept_blocks: KeptBlocks, num_ranks: int) -> None:
@@ -76,7 +76,7 @@ class Quarantine:
         return self._has_news
 
     def note(self, rank: int, number: int, request_ids: Iterable[str]) -> None:
-        """A rank reports all of its requests into whose blocks a peer may still write; its latest report counts.
+        """Take a rank's report of all its requests into whose blocks a peer may still write; the latest report counts.
 
         Raises :class:`HandoffError` (invalid-request) for a rank that the engine does not have.
         """
@@ -92,9 +92,9 @@ class Quarantine:
                 self._has_news = True
 
     def turn(self, loading: Mapping[str, BlockIds]) -> list[tuple[int, str]]:
-        """Keep the blocks of the reported requests, free those of requests that no rank reports any more.
+        """Keep the blocks of reported requests, and free the blocks of requests that no rank reports any more.
 
-        Return by rank the requests whose blocks are kept from now on, so that the rank may let the engine fail them.
+        Return, by rank, the requests whose blocks are kept from now on, so that the rank reports them as failed.
         ``loading`` are the blocks of the requests that the engine waits for; a report of any other request is ignored.
         """
         if not self._has_news:
@@ -115,10 +115,10 @@ class Quarantine:
                 request_id,
                 seconds,
             )
-        told, self._agreed = agreed - self._agreed, agreed
-        return sorted(told)
+        new, self._agreed = agreed - self._agreed, agreed
+        return sorted(new)
 
-    def num_others(self, loading: Mapping[str, BlockIds]) -> int:
+    def num_not_loading(self, loading: Mapping[str, BlockIds]) -> int:
         """Return how many quarantined requests the engine no longer waits for."""
         return len(self._kept_since.keys() - loading.keys())
 

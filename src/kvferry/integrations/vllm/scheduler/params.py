@@ -1,7 +1,7 @@
-"""``kv_transfer_params``: what a prefill engine answers, a router copies and a decode engine reads.
+"""``kv_transfer_params``: a prefill engine answers them, a router copies them, a decode engine reads them.
 
-The outer fields are those of vLLM's NIXL connector, so that routers which speak it work
-unmodified; what is kvferry's own lies under ``kvferry``.
+The outer fields are those of vLLM's NIXL connector, so that routers for that connector work unmodified; kvferry's own
+fields are under ``kvferry``.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.holds import Hold
 from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Identifier, LeaseSeconds, Unsigned
 from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.integrations.vllm.scheduler.router_beacon import decode_place
+from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id
 from kvferry.layout.group import MAX_BLOCK_SIZE
 from kvferry.layout.shard import MAX_GROUPS
 
@@ -28,7 +28,7 @@ BlockIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
 
 
 class Ferry(msgspec.Struct, frozen=True):
-    """kvferry's part: which hold, in which epoch, of how many tokens of which prompt, in blocks of which size."""
+    """kvferry's fields: the hold and its epoch, the prompt's tokens and digest, and the block size of each group."""
 
     version: Unsigned
     epoch: Unsigned
@@ -58,7 +58,7 @@ class RemoteParams(msgspec.Struct, frozen=True):
 
 
 class PushParams(msgspec.Struct, frozen=True):
-    """What a router that speaks Mooncake's protocol gives the decode side; other fields are ignored."""
+    """The fields of a router that speaks Mooncake's protocol; others are ignored."""
 
     transfer_id: Identifier
     remote_engine_id: Identifier
@@ -66,13 +66,13 @@ class PushParams(msgspec.Struct, frozen=True):
 
 
 def parse_push_params(params: Mapping[str, Any], request_id: str) -> PushParams:
-    """Return the decode side's view of ``kv_transfer_params``, or of the request's id where the router puts it there.
+    """Return the push that ``kv_transfer_params`` name, or the request's id where the router puts the address there.
 
     Raises :class:`HandoffError` (malformed-message).
     """
     given = dict(params)
-    if given.get("remote_engine_id") is None and (place := decode_place(request_id)) is not None:
-        given["remote_bootstrap_addr"], given["remote_engine_id"] = place
+    if given.get("remote_engine_id") is None and (found := decode_request_id(request_id)) is not None:
+        given["remote_bootstrap_addr"], given["remote_engine_id"] = found
     try:
         return msgspec.convert(given, PushParams)
     except msgspec.ValidationError as error:
@@ -87,7 +87,7 @@ def parse_push_params(params: Mapping[str, Any], request_id: str) -> PushParams:
 def answer_params(
     request: "Request", hold: Hold, block_ids: Sequence[Sequence[int]], engine: "PrefillEngine"
 ) -> dict[str, Any]:
-    """Return what the prefill engine answers for an exported request."""
+    """Return the ``kv_transfer_params`` that a prefill engine answers for a held request."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -111,7 +111,7 @@ def answer_params(
 
 
 class PrefillEngine(msgspec.Struct, frozen=True):
-    """What every answer of one prefill engine has in common."""
+    """The fields that all answers of one prefill engine share."""
 
     engine_id: str
     host: str
@@ -123,9 +123,9 @@ class PrefillEngine(msgspec.Struct, frozen=True):
 
 
 def parse_params(params: Mapping[str, Any], request: "Request") -> RemoteParams:
-    """Return the decode side's view of ``kv_transfer_params``, checked against its own prompt.
+    """Return the hold that ``kv_transfer_params`` name, with its prompt and blocks.
 
-    Raises :class:`HandoffError`: malformed-message, protocol-mismatch, invalid-request.
+    Raises :class:`HandoffError`: malformed-message, protocol-mismatch.
     """
     try:
         parsed = msgspec.convert(dict(params), RemoteParams)
@@ -145,7 +145,7 @@ def parse_params(params: Mapping[str, Any], request: "Request") -> RemoteParams:
 
 
 def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> None:
-    """Refuse to load a cache other than that of the prompt's first ``num_tokens``.
+    """Refuse a hold of another prompt than the request's first ``num_tokens`` tokens.
 
     Raises :class:`HandoffError` (invalid-request).
     """
@@ -153,8 +153,8 @@ def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> N
     if found.num_tokens != num_tokens or found.prompt_digest != prompt_digest(request, num_tokens):
         raise HandoffError(
             Reason.INVALID_REQUEST,
-            f"of the {request.num_prompt_tokens} prompt tokens of {request.request_id} the first {num_tokens} are not "
-            f"the {found.num_tokens} which {parsed.remote_request_id} prefilled.",
+            f"the first {num_tokens} of {request.num_prompt_tokens} prompt tokens of {request.request_id} are not "
+            f"the {found.num_tokens} tokens that {parsed.remote_request_id} prefilled.",
             "Send one prompt per request, and the same prompt, template, images and cache_salt to both engines, which "
             "have each adapter under one name and path.",
         )
@@ -163,10 +163,9 @@ def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> N
 def leave_last_token(request: "Request") -> None:
     """Let the prefill engine compute all of the prompt but its last token, which the decode engine computes.
 
-    Else that token would advance a Mamba state twice, or push a block that the decode engine needs out of a sliding
-    window. Applied once, to a request that is new. One of a single token,
-    and one that reads no cache (prompt log probabilities), for which the decode engine does not load either, stay
-    whole.
+    Otherwise that token would advance a Mamba state twice, or move a block that the decode engine needs out of a
+    sliding window. Call it once, for a new request. A prompt of a single token stays whole, and so does one that reads
+    no cache (prompt log probabilities), which the decode engine does not load either.
     """
     token_ids = token_ids_of(request)
     if request.num_prompt_tokens < 2 or token_ids is None or request.skip_reading_prefix_cache:
@@ -179,15 +178,15 @@ def leave_last_token(request: "Request") -> None:
 
 
 def token_ids_of(request: "Request") -> list[int] | None:
-    """Return the tokens of a prompt that is all tokens; None for embeddings, alone or between tokens."""
+    """Return the tokens of a prompt; None for a prompt with embeddings."""
     return request.prompt_token_ids if request.prompt_embeds is None else None
 
 
 def prompt_digest(request: "Request", num_tokens: int) -> str:
-    """Return a digest of all that the cache of the prompt's first ``num_tokens`` depends on besides the model.
+    """Return a digest of all inputs of the cache of the prompt's first ``num_tokens``, besides the model.
 
-    These are what vLLM hashes for its prefix cache: the tokens, what stands for images, sound and video and where, the
-    adapter by name and path, and the cache salt.
+    They are those that vLLM hashes for its prefix cache: the tokens, the identifiers and positions of images, sound and
+    video, the adapter's name and path, and the cache salt.
 
     Raises :class:`HandoffError` (unsupported) for prompts with embeddings.
     """
@@ -195,7 +194,7 @@ def prompt_digest(request: "Request", num_tokens: int) -> str:
     if token_ids is None:
         raise HandoffError(
             Reason.UNSUPPORTED,
-            f"{request.request_id} gives its prompt as embeddings, which the two engines cannot compare.",
+            f"{request.request_id} has a prompt with embeddings, which the two engines cannot compare.",
             "Send tokens or text, or send the request to an engine that computes its prompt itself.",
         )
     lora = request.lora_request
@@ -205,9 +204,9 @@ def prompt_digest(request: "Request", num_tokens: int) -> str:
             (each.modality, each.identifier, int(each.mm_position.offset), int(each.mm_position.length))
             for each in request.mm_features or ()
         ],
-        # Each engine numbers its adapters as it loads them.
+        # Not the adapter's number: each engine numbers adapters in the order of loading.
         None if lora is None else (lora.lora_name, lora.lora_path),
         request.cache_salt,
     )
-    # msgpack tells where each part ends.
+    # msgpack marks where each part ends.
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).hexdigest()

@@ -1,6 +1,6 @@
-"""What a scheduler's role is made of: a source part and a destination part, for pulls or for pushes, and their state.
+"""The parts of a scheduler's role: a source and a destination, for pulls or for pushes, and their state.
 
-The role (:mod:`role`) meets vLLM's calls and does what both modes share; a part does what differs.
+The role (:mod:`role`) answers vLLM's calls and does the work that pull and push share; the parts do the rest.
 """
 
 import threading
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class EngineState:
-    """What the role and its parts share. ``step`` are the orders of the step that is being prepared.
+    """The state that the role and its parts share. ``step`` has the orders for the next step.
 
-    ``holds_lock`` guards ``holds``, which the server's thread uses too. ``answers_at`` is known once the server runs.
+    ``holds_lock`` guards ``holds``, which the server's thread uses too. ``answers_at`` is set once the server runs.
     """
 
     settings: Settings
@@ -44,18 +44,18 @@ class EngineState:
 
 
 class Source(Protocol):
-    """The part that holds the prompts of this engine for decode engines."""
+    """The part that holds this engine's prompts for decode engines."""
 
     def begin(self, request: "Request") -> None:
-        """The engine has given blocks to a request whose prompt another engine wants."""
+        """The engine has given blocks to a request whose prompt goes to a decode engine."""
 
     def finish(
         self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
     ) -> dict[str, Any] | None:
-        """Such a request has ended: hold its blocks if the prompt ``is_complete``; return what to answer the client."""
+        """Such a request has ended: hold its blocks if the prompt ``is_complete``; return the answer's parameters."""
 
     def note_schedule(self, output: "SchedulerOutput") -> None:
-        """Order what the workers must know of the requests that the next step computes."""
+        """Add orders for the requests that the next step computes."""
 
     def forget(self, request_id: str) -> None:
         """The hold of a request has ended."""
@@ -68,37 +68,37 @@ class Source(Protocol):
 
 
 class Destination(Protocol):
-    """The part that knows where the prompts of this engine's requests come from."""
+    """The part that finds the prefill engines of this engine's requests."""
 
     timeout_seconds: float
-    """After this a load fails."""
+    """How long a load may take."""
 
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
-        """A new request names where its prompt comes from. Parameters that are wrong fail the request's load."""
+        """A new request names its prefill engine. Wrong parameters fail the request's load."""
 
     def is_expected(self, request_id: str) -> bool:
-        """Return whether the request names where its prompt comes from."""
+        """Return whether the request names a prefill engine."""
 
     def is_ready(self, request_id: str) -> bool:
-        """Return whether the prefill engine of an expected request is known, or known to be unknowable."""
+        """Return whether the prefill engine of an expected request is known, or the error that fails its load."""
 
     def block_sizes(self, request_id: str) -> Sequence[int]:
         """Return the prefill engine's block sizes by cache group; none where they are not known."""
 
     def hold_of(self, request_id: str) -> RemoteHold | None:
-        """Return the remote hold of an expected request, as far as it is known."""
+        """Return the remote hold of an expected request; None while the hold is not known."""
 
     def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> LoadOrder:
-        """Return the order to load these tokens. Raises :class:`KVFerryError` for what cannot be loaded."""
+        """Return the order to load these tokens. Raises :class:`KVFerryError` where they cannot be loaded."""
 
     def finish(self, request_id: str) -> None:
         """The request is done with its remote hold; unknown requests are ignored."""
 
     def fail(self, request_id: str) -> None:
-        """A load has failed in a rank: what is known of its prefill engine may be out of date."""
+        """A load has failed in a rank: knowledge of its prefill engine may be out of date."""
 
     def turn(self) -> None:
-        """A step is being prepared: go on with what waits for an answer."""
+        """A step is being prepared: take answers that have come."""
 
     @property
     def has_pending_work(self) -> bool:

@@ -41,8 +41,8 @@ class PullSource:
             hold = self._state.holds.begin(request.request_id)
         if hold is None:
             logger.warning(
-                "kvferry: %s will not be held for a decode engine: all guard words are taken, a request of this id is "
-                "still held, or the id is too long.",
+                "kvferry: %s is not held for a decode engine: all guard words are taken, a request of this id is still "
+                "held, or the id is too long.",
                 request.request_id,
             )
             return
@@ -51,7 +51,7 @@ class PullSource:
     def finish(
         self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
     ) -> dict[str, Any] | None:
-        """Hold the blocks of a complete prompt and return what names the hold to the decode engine."""
+        """Hold the blocks of a complete prompt and return the parameters that name the hold."""
         state = self._state
         with state.holds_lock:
             if not is_complete or token_ids_of(request) is None or not any(block_ids):
@@ -77,20 +77,20 @@ class PullSource:
         return answer_params(request, hold, block_ids, engine)
 
     def note_schedule(self, output: "SchedulerOutput") -> None:
-        """Name the guard words of the holds that the step writes."""
+        """Add the guard words of the holds that the step writes to its orders."""
         with self._state.holds_lock:
             holds = [self._state.holds.open_hold(request_id) for request_id in output.num_scheduled_tokens]
         words = [self._word(hold) for hold in holds if hold is not None]
         self._state.step.written = list(dict.fromkeys([*self._state.step.written, *words]))
 
     def forget(self, request_id: str) -> None:
-        """Nothing is known of a request besides its hold."""
+        """Do nothing: the hold is all that is known of a request."""
 
     def publish(self) -> None:
-        """Decode engines learn from answers where this engine is."""
+        """Do nothing: answers name this engine's address."""
 
     def close(self) -> None:
-        """The server is the role's."""
+        """Do nothing: the role closes the server."""
 
     def _word(self, hold: Hold) -> Held:
         assert hold.slot is not None, "a pull's hold has a guard word"
@@ -98,7 +98,7 @@ class PullSource:
 
 
 class PullDestination:
-    """Knows from a request's parameters which remote hold to read."""
+    """Takes the remote hold to read from a request's parameters."""
 
     has_pending_work = False
 
@@ -108,7 +108,7 @@ class PullDestination:
         self._expected: dict[str, RemoteParams | KVFerryError] = {}
 
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
-        """Keep the lease of the request's remote hold while the request waits."""
+        """Renew the lease of the request's remote hold from now on."""
         request_id = request.request_id
         try:
             parsed = self._expected[request_id] = parse_params(params, request)
@@ -122,11 +122,11 @@ class PullDestination:
         return request_id in self._expected
 
     def is_ready(self, request_id: str) -> bool:
-        """Return True: the parameters name all that a load needs."""
+        """Return True: the parameters have all that a load needs."""
         return True
 
     def block_sizes(self, request_id: str) -> Sequence[int]:
-        """Return the prefill engine's block sizes, as its answer gave them."""
+        """Return the prefill engine's block sizes from its answer."""
         expected = self._expected.get(request_id)
         return expected.kvferry.block_sizes if isinstance(expected, RemoteParams) else ()
 
@@ -152,12 +152,12 @@ class PullDestination:
         return LoadOrder(request_id, timeout, expected.hold, expected.kvferry.slot, end_token - first_token, blocks)
 
     def finish(self, request_id: str) -> None:
-        """Let the remote hold go once no other sample of the request uses it."""
+        """Release the remote hold once no other sample of the request uses it."""
         if self._expected.pop(request_id, None) is not None:
             self._state.leases.finish(request_id)
 
     def fail(self, request_id: str) -> None:
-        """The workers forget a prefill engine that they cannot read from."""
+        """Do nothing: the workers forget a prefill engine from which they cannot read."""
 
     def turn(self) -> None:
-        """Nothing waits for an answer."""
+        """Do nothing: no request waits for an answer."""

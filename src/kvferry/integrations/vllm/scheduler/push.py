@@ -16,7 +16,7 @@ from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Of
 from kvferry.integrations.vllm.scheduler.blocks import blocks_to_fill, check_cached_windows, held_blocks
 from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params, prompt_digest, token_ids_of
 from kvferry.integrations.vllm.scheduler.parts import EngineState
-from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_place
+from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_zmq_address
 from kvferry.integrations.vllm.step import LoadOrder, PushedPrompt
 from kvferry.layout.group import CacheKind
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WHOLE = (CacheKind.ATTENTION, CacheKind.MLA)
-"""Kinds of which nothing changes or leaves when the engine goes past the prompt."""
+"""Kinds whose blocks neither change nor are freed when the engine goes past the prompt."""
 
 
 class _Running(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class _Running(msgspec.Struct, frozen=True):
 
 
 class PushSource:
-    """Tells the workers how far each prompt is computed, and routers and decode engines where this engine is."""
+    """Tells the workers how far each prompt is computed, and tells routers and decode engines this engine's address."""
 
     def __init__(self, state: EngineState, vllm_config: "VllmConfig") -> None:
         transfer = vllm_config.kv_transfer_config
@@ -49,7 +49,7 @@ class PushSource:
         if state.settings.router_address and self._is_producer == transfer.is_kv_consumer:
             raise SettingsError(
                 Reason.INVALID_SETTING,
-                "router_address tells a router of a prefill or of a decode engine, and this engine is both.",
+                "router_address registers a prefill or a decode engine with a router, and this engine is both.",
                 'Set "kv_role" to "kv_producer" or "kv_consumer".',
             )
         self._running: dict[str, _Running] = {}
@@ -60,11 +60,11 @@ class PushSource:
         """Open a hold under the router's transfer id."""
         transfer_id = _transfer_of(request)
         if token_ids_of(request) is None:
-            logger.warning("kvferry: %s is not pushed: its prompt is given as embeddings.", request.request_id)
+            logger.warning("kvferry: %s is not pushed: its prompt has embeddings.", request.request_id)
             return
         if transfer_id is None:
             logger.warning(
-                "kvferry: %s is not pushed: the router gave it no transfer_id, of up to %d characters.",
+                "kvferry: %s is not pushed: the router gave it no transfer_id of 1 to %d characters.",
                 request.request_id,
                 MAX_IDENTIFIER_LENGTH,
             )
@@ -89,7 +89,7 @@ class PushSource:
             self._state.kept_blocks.keep(hold.handle.request_id, block_ids)
 
     def note_schedule(self, output: "SchedulerOutput") -> None:
-        """Tell the workers how far each prompt is computed when the step has run, and which blocks it may overwrite."""
+        """Tell the workers how far the step computes each prompt, and which blocks it may overwrite."""
         for request_id in output.preempted_req_ids or ():
             if (transfer_id := self._transfer_served_by(request_id)) is not None:
                 self._state.step.preempted.append(transfer_id)
@@ -102,23 +102,25 @@ class PushSource:
         self._running.pop(request_id, None)
 
     def publish(self) -> None:
-        """Answer bootstrap queries, and tell the router of this engine where it wants to be told."""
+        """Answer bootstrap queries, and register with the router that the settings name."""
         state, settings = self._state, self._state.settings
-        life = id_in_epoch(state.engine_id, state.epoch)
+        engine_id = id_in_epoch(state.engine_id, state.epoch)
         if self.bootstrap is None and self._is_producer:
             sizes = tuple(group.block_size for group in state.groups)
-            offer = Offer(PROTOCOL_VERSION, life, state.answers_at, sizes)
+            offer = Offer(PROTOCOL_VERSION, engine_id, state.answers_at, sizes)
             self.bootstrap = BootstrapServer(settings.host, settings.bootstrap_port, offer)
             logger.info("kvferry: bootstrap queries are answered on http://%s:%d", settings.host, self.bootstrap.port)
         if self._beacon is None and settings.router_address:
             control_port = state.answers_at.port
             bootstrap_port = control_port if self.bootstrap is None else self.bootstrap.port
-            place = encode_place(settings.reachable_host, bootstrap_port, control_port, life)
+            zmq_address = encode_zmq_address(settings.reachable_host, bootstrap_port, control_port, engine_id)
             kind = "P" if self._is_producer else "D"
-            self._beacon = RouterBeacon(settings.router_address, kind, settings.http_address, place, state.tp_size)
+            self._beacon = RouterBeacon(
+                settings.router_address, kind, settings.http_address, zmq_address, state.tp_size
+            )
 
     def close(self) -> None:
-        """Stop answering bootstrap queries and telling the router."""
+        """Stop answering bootstrap queries and stop the beacon."""
         for each in (self._beacon, self.bootstrap):
             if each is not None:
                 each.close()
@@ -137,8 +139,8 @@ class PushSource:
         num_tokens: int = request.num_prompt_tokens
         num_final = request.num_computed_tokens + num_scheduled
         if num_final > num_tokens and not all(group.kind in WHOLE for group in groups):
-            # A state goes past the prompt, and blocks that leave a window are given back.
-            logger.warning("kvferry: %s is not pushed: its prompt is computed with more than one token.", transfer_id)
+            # A state goes past the prompt, and blocks that leave a window are freed.
+            logger.warning("kvferry: %s is not pushed: the step computes more than the prompt.", transfer_id)
             with self._state.holds_lock:
                 self._state.holds.drop(request.request_id)
             return
@@ -148,7 +150,7 @@ class PushSource:
 
 
 class _Expected(msgspec.Struct, frozen=True):
-    """A request whose prompt is pushed here, and the offer of the engine that pushes it once that is known."""
+    """A request whose prompt is pushed here, and the offer of the prefill engine once it is known."""
 
     params: PushParams
     offer: Offer | None = None
@@ -171,15 +173,15 @@ class PushDestination:
         self.timeout_seconds = state.settings.push_timeout_seconds
         self._expected: dict[str, _Expected | KVFerryError] = {}
         self._to_release: dict[str, _Expected] = {}
-        self._bootstraps = BootstrapQueries()
+        self._queries = BootstrapQueries()
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether a transfer is to be released whose engine is not known yet."""
+        """Whether a transfer waits for its prefill engine to be known, to be released."""
         return bool(self._to_release)
 
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
-        """Ask for the prefill engine now, so that it is known when the request gets its turn."""
+        """Ask for the prefill engine now, so that it is known when the request is scheduled."""
         request_id = request.request_id
         try:
             self._expected[request_id] = _Expected(parse_push_params(params, request_id))
@@ -193,20 +195,20 @@ class PushDestination:
         return request_id in self._expected
 
     def is_ready(self, request_id: str) -> bool:
-        """Return whether the engine that pushes is known, or why it cannot be."""
+        """Return whether the prefill engine is known, or the error that fails the load."""
         expected = self._expected[request_id]
         if isinstance(expected, _Expected) and expected.offer is None:
             expected = self._expected[request_id] = self._found(request_id, expected)
         return isinstance(expected, KVFerryError) or expected.offer is not None
 
     def block_sizes(self, request_id: str) -> Sequence[int]:
-        """Return the prefill engine's block sizes, as its bootstrap server gave them."""
+        """Return the prefill engine's block sizes from its offer."""
         expected = self._expected.get(request_id)
         offer = expected.offer if isinstance(expected, _Expected) else None
         return () if offer is None else offer.block_sizes
 
     def hold_of(self, request_id: str) -> RemoteHold | None:
-        """Return the hold of the request's transfer once its engine is known."""
+        """Return the hold of the request's transfer; None while the prefill engine is not known."""
         expected = self._expected.get(request_id)
         return expected.hold if isinstance(expected, _Expected) else None
 
@@ -227,7 +229,7 @@ class PushDestination:
         return LoadOrder(request_id, self.timeout_seconds, expected.hold, 0, num_tokens, blocks, pushed=prompt)
 
     def finish(self, request_id: str) -> None:
-        """Release the transfer, now or once its engine is known."""
+        """Release the transfer, now or once the prefill engine is known."""
         expected = self._expected.pop(request_id, None)
         if isinstance(expected, _Expected) and expected.offer is None:
             self._to_release[request_id] = expected
@@ -235,13 +237,13 @@ class PushDestination:
             self._state.leases.finish(request_id)
 
     def fail(self, request_id: str) -> None:
-        """Ask anew which engine answers at a bootstrap address from which nothing came."""
+        """Query the bootstrap address of a failed load again: its prefill engine may have been restarted."""
         expected = self._expected.get(request_id)
         if isinstance(expected, _Expected):
-            self._bootstraps.forget(expected.params.remote_bootstrap_addr)
+            self._queries.forget(expected.params.remote_bootstrap_addr)
 
     def turn(self) -> None:
-        """Look for the engines of waiting requests, whose leases begin with the answer, and release ended ones."""
+        """Take answers to bootstrap queries: they start leases of waiting requests and release ended transfers."""
         for request_id, expected in list(self._to_release.items()):
             found = self._found(request_id, expected)
             if isinstance(found, KVFerryError) or found.offer is not None:
@@ -251,10 +253,10 @@ class PushDestination:
             self.is_ready(request_id)
 
     def _found(self, request_id: str, expected: _Expected) -> _Expected | KVFerryError:
-        """Return what is known once the bootstrap server has answered; before that, ``expected`` as it is."""
+        """Return the request with its offer, or the query's error; before the answer, ``expected`` unchanged."""
         params = expected.params
         try:
-            offer = self._bootstraps.get(params.remote_bootstrap_addr, params.remote_engine_id)
+            offer = self._queries.get(params.remote_bootstrap_addr, params.remote_engine_id)
         except KVFerryError as error:
             return error.without_traceback()
         if offer is None:
@@ -266,9 +268,9 @@ class PushDestination:
 
 
 def check_pushable(vllm_config: "VllmConfig") -> None:
-    """Refuse engines in which a push would not know what its source holds. Raises :class:`KVFerryError`."""
+    """Refuse engines in which a source cannot know its final blocks. Raises :class:`KVFerryError` (unsupported)."""
     parallel = vllm_config.parallel_config
-    # A rank of a dense model is told that it is alone; its engine's id tells that it is not.
+    # vLLM tells a data-parallel rank of a dense model that it is alone; only the engine's id shows the rank.
     engine_id = str(getattr(vllm_config.kv_transfer_config, "engine_id", None))
     suffix = f"_dp{parallel.data_parallel_index}"
     if parallel.data_parallel_size > 1 or engine_id.endswith(suffix):
@@ -280,19 +282,19 @@ def check_pushable(vllm_config: "VllmConfig") -> None:
     if vllm_config.use_v2_model_runner:
         raise KVFerryError(
             Reason.UNSUPPORTED,
-            "mode 'push' with vLLM's second model runner, which clears new blocks before it tells whose they were.",
+            "mode 'push' with vLLM's second model runner, which clears new blocks before it names preempted requests.",
             'Set VLLM_USE_V2_MODEL_RUNNER=0, or "mode" to "pull".',
         )
     if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
         raise KVFerryError(
             Reason.UNSUPPORTED,
-            "mode 'push' with pipeline stages and draft tokens: vLLM tells the last stage only when a step has ended.",
+            "mode 'push' with pipeline stages and draft tokens: vLLM tells only the last stage when a step has ended.",
             'Run without speculative decoding or with one stage, or set "mode" to "pull".',
         )
 
 
 def _transfer_of(request: "Request") -> str | None:
-    """Return the router's transfer id, the same on both engines; None for one that no message could carry."""
+    """Return the router's transfer id, the same on both engines; None where it is missing or too long for a message."""
     transfer_id = (request.kv_transfer_params or {}).get("transfer_id")
     if isinstance(transfer_id, str) and 0 < len(transfer_id) <= MAX_IDENTIFIER_LENGTH:
         return transfer_id

@@ -1,6 +1,6 @@
-"""The connector inside vLLM's scheduler: decides which prompts are held and loaded, and speaks for its engine.
+"""The connector inside vLLM's scheduler: decides which prompts are held and loaded, and answers for its engine.
 
-What pulls and pushes share is here; what differs is in a source part and a destination part, chosen once.
+The role does the work that pull and push share; a source part and a destination part, chosen once, do the rest.
 """
 
 import hmac
@@ -53,16 +53,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# JSON carries it through routers that know doubles only.
+# An epoch passes through JSON, which routers may parse as a double.
 EPOCH_BITS = 53
 SECRET_BYTES = 32
 MAX_LOADS = MAX_REQUESTS_PER_MESSAGE
-"""Loads at a time, quarantined ones included: a rank's report names as many as a message has."""
+"""Loads at a time, quarantined ones included: one report of a rank can name them all."""
 PARTS = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "prefill and decode"}
 
 
 class SchedulerRole:
-    """One engine among others, as its scheduler sees it; the engine may hold and load at once (``kv_both``)."""
+    """One engine, which may be a prefill and a decode engine at once (``kv_both``)."""
 
     def __init__(
         self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", engine_id: str, settings: Settings
@@ -101,12 +101,12 @@ class SchedulerRole:
         parts = PARTS[str(vllm_config.kv_transfer_config.kv_role)]
         self._start_line = f"{settings.mode}, {parts}, {resolved_layout(vllm_config)}"
 
-    # The engine's requests, as the scheduler meets them.
+    # Calls for requests.
 
     def on_new_request(self, request: "Request") -> None:
-        """Note where the prompt of a new request comes from, so that its lease is kept while the request waits.
+        """Take the prefill engine of a new request, so that its lease is renewed while the request waits.
 
-        The prompt of a request that another engine goes on with must end where that engine goes on.
+        A prompt for a decode engine is cut where the decode engine goes on.
         """
         params = request.kv_transfer_params
         if not params:
@@ -122,7 +122,7 @@ class SchedulerRole:
         Without effects: the engine may ask again or ignore the answer. One token alone is not worth a load: the engine
         computes the next one anyway.
         """
-        if not self._comes_from_elsewhere(request):
+        if not self._awaits_load(request):
             return 0, False
         # Loads end by their deadline and make room; quarantined blocks may not.
         is_full = bool(self._loading) and self._num_loads >= MAX_LOADS
@@ -132,17 +132,17 @@ class SchedulerRole:
         return (num_missing, True) if num_missing > 1 else (0, False)
 
     def groups_filled_whole(self, request: "Request") -> tuple[int, ...]:
-        """Return the cache groups of whose blocks this request's load leaves nothing for the engine to clear."""
+        """Return the cache groups whose blocks this request's load overwrites whole."""
         return groups_filled_whole(self._state.groups, self._destination.block_sizes(request.request_id))
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        """The engine has given the request blocks: order the load once, or let the remote hold go."""
+        """The engine has given the request blocks: order the load once, or release the remote hold."""
         params = request.kv_transfer_params
         if not params:
             return
         if params.get("do_remote_decode"):
             self._source.begin(request)
-        if not self._comes_from_elsewhere(request):
+        if not self._awaits_load(request):
             return
         params["do_remote_prefill"] = False
         if num_external_tokens == 0:
@@ -154,7 +154,7 @@ class SchedulerRole:
     def request_finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return False, since blocks are held by reference, and what to answer.
+        """Return False, since blocks are held by reference, and the answer's parameters.
 
         ``is_complete`` tells a finished prompt from an aborted one.
         """
@@ -162,7 +162,7 @@ class SchedulerRole:
         if not params:
             return False, None
         if request.request_id in self._loading:
-            # The ranks may still write: the remote hold stays until they have stopped.
+            # The ranks may still fill the blocks: the remote hold stays until they have stopped.
             self._state.step.aborted.append(request.request_id)
         else:
             self._destination.finish(request.request_id)
@@ -201,19 +201,19 @@ class SchedulerRole:
             self._destination.finish(request_id)
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must step although it has no request: to end holds that are over.
+        """Whether the engine must step although it has no request: to end holds, for example.
 
-        Where the engine cannot be woken, it has to keep stepping while anything is held.
+        Where the engine cannot be woken, it must keep stepping while there are holds.
         """
         holds = self._state.holds
         with self._state.holds_lock:
             has_news = self._quarantine.has_news or self._destination.has_pending_work or holds.has_ended
             return has_news or (self._wake_engine is None and holds.num_holds > 0)
 
-    # The engine's place among others.
+    # Peers.
 
     def publish(self, ranks: Sequence[RankEntry]) -> None:
-        """Serve handshakes with these ranks from now on. Raises as :func:`check_complete`."""
+        """Answer handshakes with a directory of these ranks from now on. Raises as :func:`check_complete`."""
         state = self._state
         directory = Directory(PROTOCOL_VERSION, state.engine_id, state.epoch, self._identity, tuple(ranks))
         check_complete(directory, self._num_ranks)
@@ -230,8 +230,8 @@ class SchedulerRole:
         self._server.close()
         self._state.leases.close()
 
-    def _comes_from_elsewhere(self, request: "Request") -> bool:
-        """Return whether the request's prompt is still to be loaded."""
+    def _awaits_load(self, request: "Request") -> bool:
+        """Return whether the request's prompt has not been loaded yet."""
         params = request.kv_transfer_params
         return bool(params and params.get("do_remote_prefill")) and self._destination.is_expected(request.request_id)
 
@@ -242,7 +242,7 @@ class SchedulerRole:
 
     @property
     def _num_loads(self) -> int:
-        return len(self._loading) + self._quarantine.num_others(self._loading)
+        return len(self._loading) + self._quarantine.num_not_loading(self._loading)
 
     def _load_order(
         self, request: "Request", block_ids: Sequence[Sequence[int]], num_external_tokens: int
@@ -262,10 +262,10 @@ class SchedulerRole:
             return LoadOrder(request.request_id, self._destination.timeout_seconds, hold, error=error)
 
     def _end_hold(self, ended: Ended) -> None:
-        """Tell the workers, then let the blocks go.
+        """Order the workers to clear the guard word or stop the push, and free the blocks.
 
-        The engine gives the blocks to another request in the next step at the earliest, and every worker clears the
-        guard word, or stops the push, before it runs this step.
+        The engine gives the blocks to another request in the next step at the earliest, and every worker carries the
+        order out before it runs that step.
         """
         state, hold, name = self._state, ended.hold, ended.handle.request_id
         if hold is None or hold.slot is None:
@@ -286,7 +286,7 @@ class SchedulerRole:
     # The server's thread.
 
     def _keep_up(self) -> None:
-        """Do what is due while the engine sleeps or takes a long step."""
+        """Renew leases and end holds while the engine sleeps or a step takes long."""
         self._state.leases.keep()
         with self._state.holds_lock:
             self._state.holds.expire(time.monotonic())
@@ -303,7 +303,7 @@ class SchedulerRole:
             self._wake_engine()
 
     def _answer(self, question: Question) -> Answer:
-        """Answer one question. Raises :class:`HandoffError` for what is refused."""
+        """Answer one question. Raises :class:`HandoffError` for a question that is refused."""
         match question:
             case DirectoryRequest():
                 return self._answer_directory_request(question)
@@ -328,7 +328,7 @@ class SchedulerRole:
     def _answer_directory_request(self, question: DirectoryRequest) -> Directory:
         check_version(question.version)
         if self._directory is None:
-            raise HandoffError(Reason.PEER_UNREACHABLE, "this engine has not finished starting.", "Ask again.")
+            raise HandoffError(Reason.PEER_UNREACHABLE, "this engine has not finished starting.", "Try again later.")
         return self._directory
 
     def _answer_still_writing(self, question: StillWriting) -> Noted:
@@ -337,7 +337,7 @@ class SchedulerRole:
             raise HandoffError(
                 Reason.PERMISSION_DENIED,
                 "the report does not carry this engine's secret.",
-                "Only this engine's own ranks may report; nothing else needs to.",
+                "Only this engine's own ranks may report.",
             )
         self._quarantine.note(question.rank, question.number, question.request_ids)
         self._wake()
@@ -345,7 +345,7 @@ class SchedulerRole:
 
 
 def transports_in_words(names: Iterable[str]) -> str:
-    """Return which transport is used when, the preferred first.
+    """Return the names of the transports for the log, the preferred one first.
 
     >>> transports_in_words(["cma", "nixl"])
     'cma on this host, else nixl'

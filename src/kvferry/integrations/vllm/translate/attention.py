@@ -13,11 +13,11 @@ from kvferry.layout.shard import Region
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Of CPU attention: those that keep a plane of keys, channel by channel, and then a plane of values, token by token. How
-# they arrange a quantised cache was not looked into: its pages move whole.
+# Instruction sets with which CPU attention keeps a plane of keys, channel by channel, and then a plane of values, token
+# by token. Their arrangement of a quantised cache is not known: its pages move whole.
 PLAIN_INSTRUCTION_SETS = ("vec", "vec16")
 
-# A scale for each token and head: these keep it in the slot, behind the keys and the values that it belongs to.
+# Back ends that keep the scale of each token and head in the slot, behind the keys and the values.
 _SCALES_IN_SLOTS = ("TRITON_ATTN",)
 
 
@@ -29,7 +29,7 @@ def attention_components(
     region: Region,
     rank: tuple[int, int],
 ) -> tuple[Component, ...]:
-    """Return the components of one group's layers; ``expected`` are blocks, heads and tokens, ``rank`` has its size.
+    """Return the components of one group's layers; ``expected`` are blocks, heads and tokens, ``rank`` is (rank, size).
 
     Raises :class:`LayoutError` (unsupported) for views of another shape.
     """
@@ -51,7 +51,7 @@ def attention_components(
 
 
 def check_scales_in_slots(vllm_config: "VllmConfig", layer_names: Iterable[str]) -> None:
-    """Raise :class:`LayoutError` (unsupported) unless a token's scales are in its slots, so that they move with it."""
+    """Raise :class:`LayoutError` (unsupported) unless slots have their tokens' scales, which then move too."""
     for name in layer_names:
         backend = vllm_config.compilation_config.static_forward_context[name].get_attn_backend().get_name()
         if backend not in _SCALES_IN_SLOTS:
@@ -62,10 +62,10 @@ def check_scales_in_slots(vllm_config: "VllmConfig", layer_names: Iterable[str])
 
 
 def fill_scales_in_slots(vllm_config: "VllmConfig", layer_names: Iterable[str]) -> None:
-    """Let kernels with scales in the slots set all of them to 1, as each does once, before its first step.
+    """Make kernels with scales in the slots set all scales to 1 now, which each would do before its first step.
 
-    That step may follow the first load, whose scales would be lost, and layers that read another's cache have kernels
-    of their own: name them too.
+    That step may follow the first load and would overwrite the loaded scales. A layer that reads another layer's cache
+    has its own kernel: name it too.
     """
     layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
     for name in layer_names:
@@ -74,7 +74,7 @@ def fill_scales_in_slots(vllm_config: "VllmConfig", layer_names: Iterable[str]) 
 
 
 def forget_scales(layer: Any) -> None:
-    """Let a kernel with scales in the slots make its views of them anew, of the cache that it meets next."""
+    """Make a kernel with scales in the slots renew its views of them for the cache of its next call."""
     if (kernel := _kernel_with_scales(layer)) is not None:
         kernel._k_scale_cache = kernel._v_scale_cache = None
 
@@ -103,7 +103,7 @@ def _content(view: torch.Tensor, offsets: Sequence[int], more: Mapping[str, Any]
 def _planes(name: str, view: torch.Tensor, offsets: Sequence[int], place: Mapping[str, Any]) -> tuple[Component, ...]:
     """Return keys and values of pages that hold a ``[channel][token]`` plane of K and a ``[token][channel]`` one of V.
 
-    The kernel takes a page for dense and cuts it in halves, so that K and V have the same number of channels.
+    The kernel assumes a dense page and cuts it in halves, so K and V have the same number of channels.
     """
     itemsize, num_tokens, num_channels = view.element_size(), view.shape[2], view.shape[3]
     if view.stride()[2:] != (num_channels, 1):
@@ -128,7 +128,7 @@ def _planes(name: str, view: torch.Tensor, offsets: Sequence[int], place: Mappin
 
 
 def _packing(vllm_config: "VllmConfig", layer_name: str, view: torch.Tensor) -> str | None:
-    """Name how a kernel arranges the inside of a ``(block, head)`` page; None where tokens lie apart.
+    """Return a name of a kernel's arrangement inside a ``(block, head)`` page; None where each token's bytes are apart.
 
     CPU attention keeps keys and values apart, arranged by instruction set, dtype and block size.
     """
@@ -146,8 +146,9 @@ def _packing(vllm_config: "VllmConfig", layer_name: str, view: torch.Tensor) -> 
 def _heads(vllm_config: "VllmConfig", kind: CacheKind, num_held: int, rank: tuple[int, int]) -> tuple[int, HeadRange]:
     """Return the group's global number of heads and those of this rank.
 
-    Groups may differ in heads, and vLLM names the model's only. Where a rank holds several, nothing is replicated.
-    Where it holds one, the number tells whether others hold the same, so no group may have more.
+    Groups may differ in heads, and vLLM names only the model's number. A rank that holds several heads shares none with
+    another rank. Where a rank holds one head, the number decides whether other ranks hold the same one, so no group may
+    have more heads than the model.
     """
     tp_rank, tp_size = rank
     if kind is CacheKind.MLA:
@@ -166,7 +167,7 @@ def _heads(vllm_config: "VllmConfig", kind: CacheKind, num_held: int, rank: tupl
 
 
 def _other_head_counts(vllm_config: "VllmConfig") -> dict[str, int]:
-    """Return the numbers of KV heads that the model names besides its own, and its drafter's."""
+    """Return all numbers of KV heads that the model's configuration names, and the drafter's."""
     found: dict[str, int] = {}
     text = getattr(vllm_config.model_config, "hf_text_config", None)
     for name, value in vars(text).items() if text is not None else ():

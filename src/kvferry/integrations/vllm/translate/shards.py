@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-# A model's files are sampled, not read whole: enough to tell two checkpoints apart, quick for any size.
+# A model's files are sampled, not read whole: quick for any size, and enough to tell two checkpoints apart.
 SAMPLE_BYTES = 64 * 1024
 SAMPLES_PER_FILE = 8
-_QUANTISATIONS = ("NONE", "FP8_PER_TENSOR")  # and those with scales in the slots
+_QUANTISATIONS = ("NONE", "FP8_PER_TENSOR")  # besides the modes with scales in the slots
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
-    """Refuse at start what this version cannot move. Raises :class:`LayoutError` (unsupported)."""
+    """Refuse an engine whose caches this version cannot move. Raises :class:`LayoutError` (unsupported)."""
     parallel = vllm_config.parallel_config
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         size = getattr(parallel, name)
@@ -46,7 +46,7 @@ def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig")
 
 
 def identity_of(vllm_config: "VllmConfig", settings: Settings) -> Identity:
-    """Return what a peer must agree on."""
+    """Return the identity on which a peer must agree."""
     model = vllm_config.model_config
     text = model.hf_text_config
     return Identity(
@@ -63,12 +63,12 @@ def identity_of(vllm_config: "VllmConfig", settings: Settings) -> Identity:
 
 
 def resolved_layout(vllm_config: "VllmConfig") -> NamedLayout:
-    """Return the layout that the engine settled on."""
+    """Return the layout that the engine uses."""
     return NamedLayout.parse(vllm_config.cache_config.get_resolved_kv_cache_layout().name)
 
 
 def group_shapes(kv_cache_config: "KVCacheConfig") -> tuple[GroupShape, ...]:
-    """Return what the scheduler must know of each cache group, in vLLM's order."""
+    """Return the shape of each cache group, in vLLM's order."""
     return tuple(_group_shape(spec_of(group)) for group in kv_cache_config.kv_cache_groups)
 
 
@@ -79,13 +79,13 @@ def shard_of(
     tp_rank: int,
     pp_rank: int = 0,
 ) -> Shard:
-    """Return what this rank holds, from the engine's own views of its one buffer: a group for each of vLLM's.
+    """Return this rank's shard, from the engine's own views of its one buffer: a group for each of vLLM's.
 
-    Groups overlay each other in the buffer and own disjoint block ids. A group is named by its index, which is the
-    same in every pipeline stage, and its layers by name; one of which this stage has no layer is left out.
-    ``kv_caches`` may hold more layers than the groups, those that read another layer's cache.
+    Groups overlay each other in the buffer and own disjoint block ids. The name of a group is its index, the same in
+    every pipeline stage; a group without a layer in this stage is left out. ``kv_caches`` may have more layers than the
+    groups: layers that read another layer's cache.
 
-    Raises :class:`LayoutError` when a view is not what the specification promises, or the stage has no cache.
+    Raises :class:`LayoutError` where a view differs from its specification, or the stage has no cache.
     """
     parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -140,7 +140,7 @@ def _group_shape(spec: Any) -> GroupShape:
     if isinstance(spec, MambaSpec):
         return GroupShape(CacheKind.STATE, block_size=1)
     if isinstance(spec, SlidingWindowSpec):
-        # vLLM keeps so many tokens more than attention reads; they lie in real blocks as well.
+        # vLLM keeps extra tokens, which attention does not read, in real blocks as well.
         window = spec.sliding_window + spec.extra_retained_tokens
         return GroupShape(CacheKind.SLIDING_WINDOW, spec.block_size, window)
     kind = CacheKind.MLA if isinstance(spec, MLAAttentionSpec) else CacheKind.ATTENTION
@@ -177,7 +177,7 @@ def _cache_group(
 
 
 def _scales(vllm_config: "VllmConfig", spec: Any, layers: Collection[str]) -> tuple[TensorScale, ...]:
-    """Return the scales that were loaded with the weights, of caches that have one for a layer's keys and values."""
+    """Return the scales loaded with the weights, for caches with one for a layer's keys and one for its values."""
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     if not isinstance(spec, AttentionSpec) or spec.kv_quant_mode.name != "FP8_PER_TENSOR":
@@ -205,7 +205,7 @@ def _check_views(views: Mapping[str, torch.Tensor], region: Region) -> None:
 
 
 def _kv_dtype(vllm_config: "VllmConfig") -> str:
-    """Return the types of all that is cached: of keys and values, and of states where the model has any."""
+    """Return the element types of the caches: keys and values, and states where the model has any."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     names: list[str] = [cache.cache_dtype]
     if model.is_hybrid or model.is_attention_free:
@@ -219,9 +219,10 @@ def _dtype_name(dtype: object) -> str:
 
 
 def _quantization(model: Any) -> str:
-    """Return how the weights are quantised: in the checkpoint, or while they are loaded, of which no file tells.
+    """Return how the weights are quantised: in the checkpoint, or while they are loaded, which no file records.
 
-    What runs a quantised checkpoint, such as ``gptq`` or ``gptq_marlin``, depends on the machine.
+    A checkpoint's method is left out: the kernel that runs it, such as ``gptq`` or ``gptq_marlin``, depends on the
+    machine.
     """
     is_in_checkpoint = model.model_arch_config.quantization_config is not None
     method = "checkpoint" if is_in_checkpoint else model.quantization or "none"
@@ -239,20 +240,20 @@ def _digest(text: str) -> str:
 
 
 def _commit_of(model: str, revision: str | None) -> str | None:
-    """Return the commit of a hub's model that this machine has at this revision, as the hub's cache tells."""
+    """Return the commit of a hub's model at this revision in this machine's cache; None where the cache has none."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         path = try_to_load_from_cache(model, "config.json", revision=revision)
     except ValueError:
-        return None  # no name of the hub's
+        return None  # not a name of a model on the hub
     return Path(path).parent.name if isinstance(path, str) else None
 
 
 def _weights_digest(model: str, revision: str | None) -> str:
     """Return a digest of sampled weight files of a local model; for a model of a hub, of its name and commit.
 
-    Not seen are changes between the samples, and which commit it is where the hub's cache does not tell.
+    The digest misses changes between the samples, and the commit where the hub's cache does not have the model.
     """
     directory = Path(model)
     if not directory.is_dir():

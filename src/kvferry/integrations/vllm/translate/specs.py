@@ -1,4 +1,4 @@
-"""What translation shares: the specification of a group's layers, and how what cannot be moved is refused."""
+"""Shared by the translation: the specification of a group's layers, and the refusal of a cache that cannot be moved."""
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -9,10 +9,9 @@ if TYPE_CHECKING:
 
 
 def spec_of(group: "KVCacheGroupSpec", layer_name: str | None = None) -> Any:
-    """Return the specification of a layer of the group.
+    """Return the specification of a layer of the group, without a name that of any layer.
 
-    Without a name that of any of its layers: a stage of a pipeline may hold none, and the scheduler is told the names
-    of the first stage only.
+    A pipeline stage may hold none of the group's layers, and vLLM tells the scheduler only the first stage's names.
     """
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
@@ -22,10 +21,10 @@ def spec_of(group: "KVCacheGroupSpec", layer_name: str | None = None) -> Any:
     return next(iter(spec.kv_cache_specs.values())) if layer_name is None else spec.kv_cache_specs[layer_name]
 
 
-UNEXPECTED = "This is not what kvferry knows of vLLM 0.32: please report it, with the engine's log."
-"""The remedy for what no setting can change."""
+UNEXPECTED = "kvferry does not expect this of vLLM 0.32: please report it, with the engine's log."
+"""The remedy where no setting helps."""
 
 
-def refuse(what: str, remedy: str = UNEXPECTED) -> NoReturn:
+def refuse(problem: str, remedy: str = UNEXPECTED) -> NoReturn:
     """Raise :class:`LayoutError` (unsupported)."""
-    raise LayoutError(Reason.UNSUPPORTED, f"{what}.", remedy)
+    raise LayoutError(Reason.UNSUPPORTED, f"{problem}.", remedy)

@@ -52,9 +52,9 @@ def state_components(
     region: Region,
     rank: tuple[int, int],
 ) -> tuple[Component, ...]:
-    """Return the components of one group's layers, of which ``layer`` is the first; ``rank`` has its size.
+    """Return the components of one group's layers, of which ``layer`` is the first; ``rank`` is (rank, size).
 
-    Raises :class:`LayoutError` (unsupported) where the specification is not that of the layer.
+    Raises :class:`LayoutError` (unsupported) where the specification does not fit the layer.
     """
     first = next(iter(views.values()))
     conv_shape, recurrent_shape = spec.shapes
@@ -90,7 +90,7 @@ def state_components(
 def _parts(spec: "MambaSpec", layer: Any, rank: tuple[int, int]) -> tuple[tuple[ConvSegment, ...], tuple[int, ...]]:
     """Return this rank's segments of the convolution, and the shape of the recurrent states of all ranks together.
 
-    The latter are heads, of which Mamba1's are its channels, and what each of them keeps.
+    The shape is the number of heads, which are channels in Mamba1, and the shape of one head's state.
     """
     if spec.mamba_type.name == "MAMBA1":
         return mamba1_segments(layer.intermediate_size, *rank), (layer.intermediate_size, layer.ssm_state_size)
@@ -102,7 +102,10 @@ def _parts(spec: "MambaSpec", layer: Any, rank: tuple[int, int]) -> tuple[tuple[
 
 
 def _mamba2_segments(layer: "MambaMixer2", rank: tuple[int, int]) -> tuple[ConvSegment, ...]:
-    """``layer.n_groups`` counts a group that every rank has once for each; its convolution then is no merged one."""
+    """Return the segments of Mamba2's convolution.
+
+    Where every rank has the one group, ``layer.n_groups`` counts it once for each rank and ``conv1d`` is not merged.
+    """
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
     num_groups = layer.n_groups if isinstance(layer.conv1d, MergedColumnParallelLinear) else 1
@@ -110,14 +113,14 @@ def _mamba2_segments(layer: "MambaMixer2", rank: tuple[int, int]) -> tuple[ConvS
 
 
 def _delta_heads(layer: Any) -> tuple[int, int, int, int]:
-    """Return the number and size of key heads, then of value heads. Kimi's layers have as many of both."""
+    """Return the number and size of key heads, then of value heads. Kimi's layers have equal ones."""
     if hasattr(layer, "num_k_heads"):
         return layer.num_k_heads, layer.head_k_dim, layer.num_v_heads, layer.head_v_dim
     return layer.num_heads, layer.head_dim, layer.num_heads, layer.head_dim
 
 
 def _conv_order() -> ConvOrder:
-    """VLLM asks for DS where the connector's name begins with Nixl, for SD elsewhere, and its environment decides."""
+    """Return vLLM's order: DS for connectors whose names begin with Nixl, else SD; its environment can name one."""
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
     return ConvOrder(get_conv_state_layout())

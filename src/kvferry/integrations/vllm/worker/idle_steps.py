@@ -1,13 +1,14 @@
-"""How long a step that computes nothing waits for what moves. See docs/decisions/idle-steps.md."""
+"""How long a step that computes nothing waits for transfers. See docs/decisions/idle-steps.md."""
 
 FIRST_SECONDS, LONGEST_SECONDS = 0.008, 0.032
 
 
 class IdleSteps:
-    """vLLM begins the next step at once while a request waits for its cache, and its processes take the cores on which
-    the bytes are copied, and for a push the prompt computed. So such a step waits: each twice as long as the last.
+    """The wait of each step that computes nothing, twice as long as the last one's.
 
-    A request that comes meanwhile waits as long, once.
+    While a request waits for its cache, vLLM starts step after step, and its processes take the cores on which bytes
+    are copied and, with pushes on one host, prompts are computed. A request that comes during such a wait waits as
+    long, once.
 
     >>> steps = IdleSteps()
     >>> [steps.wait(computes=False) for _ in range(4)], steps.wait(computes=True), steps.wait(computes=False)
@@ -18,13 +19,13 @@ class IdleSteps:
         self._next = FIRST_SECONDS
 
     def wait(self, *, computes: bool) -> float:
-        """Return the seconds that this step waits at most."""
+        """Return the most seconds that this step waits."""
         if computes:
-            self.begin_anew()
+            self.reset()
             return 0.0
         seconds, self._next = self._next, min(2 * self._next, LONGEST_SECONDS)
         return seconds
 
-    def begin_anew(self) -> None:
-        """Something has come: what comes next may come soon."""
+    def reset(self) -> None:
+        """Start with the shortest wait again: a load has ended, and the next one may end soon."""
         self._next = FIRST_SECONDS

@@ -1,6 +1,6 @@
-"""What a worker's role is made of: a source part and a destination part, for pulls or for pushes, and their rank.
+"""The parts of a worker's role: a source and a destination, for pulls or for pushes, and the rank that they share.
 
-The role (:mod:`role`) meets vLLM's calls and does what both modes share; a part does what differs.
+The role (:mod:`role`) answers vLLM's calls and does the work that pull and push share; the parts do the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from kvferry.transport.registry import TransportSet
 
 @dataclass(frozen=True)
 class Rank:
-    """What the role and its parts share: one rank, whose ``name`` no other rank has and whose ``shard`` is encoded."""
+    """One rank, which the role and its parts share. ``name`` is unique among all ranks, ``shard`` is encoded."""
 
     name: str
     shard: bytes
@@ -30,10 +30,10 @@ class Rank:
 
 
 class Source(Protocol):
-    """The part that lets other engines have this rank's cache."""
+    """The part that gives this rank's cache to other engines."""
 
-    def take_back(self, orders: StepMetadata) -> None:
-        """Void reads of blocks that the step may overwrite, before the step touches any block."""
+    def void_transfers(self, orders: StepMetadata) -> None:
+        """Void transfers out of blocks that the step may overwrite, before the step writes any block."""
 
     def begin_step(self, orders: StepMetadata) -> None:
         """The step is about to run."""
@@ -42,26 +42,26 @@ class Source(Protocol):
         """The step has launched an attention layer."""
 
     def finish_step(self) -> None:
-        """The step has launched everything that it writes."""
+        """The step has launched all of its writes."""
 
     def take_steps(self) -> Sequence[Mapping[str, Any]]:
-        """Return the steps that the transfer log wants to know of and that have ended since the last call."""
+        """Return the steps for the transfer log that have ended since the last call."""
 
     def end_holds(self) -> None:
-        """The engine stops: its blocks are about to go. Twice is fine."""
+        """The engine stops: its blocks are about to be freed. Twice is fine."""
 
     def close(self) -> None:
-        """Stop, after the executor has; twice is fine."""
+        """Stop, once the executor has stopped; twice is fine."""
 
 
 class Destination(Protocol):
     """The part that fills this rank's cache."""
 
     def expect(self, order: LoadOrder, launched_before: Mark) -> None:
-        """A load is ordered, before the step computes; the blocks are clear once ``launched_before`` is over."""
+        """Prepare a load before the step computes; the load may fill its blocks once ``launched_before`` is over."""
 
     def start(self, order: LoadOrder, launched_before: Mark) -> None:
-        """The step has begun to compute."""
+        """Start the load; the step has begun to compute."""
 
     def fail(self, order: LoadOrder) -> None:
         """The load has failed in this rank."""

@@ -27,40 +27,40 @@ class PullSource:
         """The memory of the guard words, to register beside the cache."""
         return Region(self._words.address, self._words.array.nbytes)
 
-    def take_back(self, orders: StepMetadata) -> None:
-        """Blocks of ended holds are given away in this step at the earliest: :meth:`begin_step` is in time."""
+    def void_transfers(self, orders: StepMetadata) -> None:
+        """Do nothing: no other request has blocks of ended holds before this step, so :meth:`begin_step` is in time."""
 
     def begin_step(self, orders: StepMetadata) -> None:
         """Clear the words of ended holds, then set those of the requests that this step writes."""
         self._step_words.begin(orders.ended_slots, orders.written)
 
     def finish_layer(self, name: str) -> None:
-        """A reader waits for the whole prompt."""
+        """Do nothing: a pull reads whole prompts."""
 
     def finish_step(self) -> None:
-        """Let readers believe what the step wrote, once it is done on the device."""
+        """Set the words of the written requests once the device has done the step."""
         self._step_words.finish()
 
     def take_steps(self) -> Sequence[Mapping[str, Any]]:
-        """A pull needs no record of the steps that computed its prompt."""
+        """Return none: a pull's log needs no steps."""
         return ()
 
     def end_holds(self) -> None:
-        """Clear every word: a reader that is still reading fails."""
+        """Clear every word, so that reads in progress fail."""
         self._step_words.close()
 
     def close(self) -> None:
-        """Nothing runs but the step's words."""
+        """Do nothing: :meth:`end_holds` has stopped all that runs."""
 
 
 class PullDestination:
-    """Reads the caches of the source ranks that a load's route names."""
+    """Reads the caches of the source ranks of a load's route."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
 
     def expect(self, order: LoadOrder, launched_before: Mark) -> None:
-        """A read needs no announcement."""
+        """Do nothing: a read needs no announcement."""
 
     def start(self, order: LoadOrder, launched_before: Mark) -> None:
         """Read on the transfer thread."""
@@ -68,10 +68,10 @@ class PullDestination:
         self._rank.executor.submit(Read(order.request_id, partial(self._reads, order, launched_before), deadline))
 
     def fail(self, order: LoadOrder) -> None:
-        """The scheduler releases the hold when all ranks have reported."""
+        """Do nothing: the scheduler releases the hold when all ranks have reported."""
 
     def close(self) -> None:
-        """Loads end with the executor."""
+        """Do nothing: reads end with the executor."""
 
     def _reads(self, order: LoadOrder, launched_before: Mark) -> Sequence[GuardedRead] | None:
         assert order.hold is not None

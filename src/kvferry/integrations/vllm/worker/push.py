@@ -1,4 +1,4 @@
-"""A worker's parts for pushes: writes out of this rank's cache, and announcements of blocks that others write."""
+"""A worker's parts for pushes: writes out of this rank's cache, and announcements of blocks that source ranks write."""
 
 import secrets
 import time
@@ -21,7 +21,7 @@ EPOCH_BITS = 53
 
 
 class PushEndPoint:
-    """Where a rank answers other ranks: announcements to its source part, reports to its destination part."""
+    """The control end point of a rank: its source part answers announcements, its destination part reports."""
 
     def __init__(self, host: str, reachable_host: str) -> None:
         self.writer: Writer | None = None
@@ -40,7 +40,7 @@ class PushEndPoint:
 
 
 class PushSource:
-    """Writes what this rank's steps have computed into the blocks that other ranks announce."""
+    """Writes this rank's computed blocks into the blocks that destination ranks announce."""
 
     def __init__(self, rank: Rank, end_point: PushEndPoint, spans: LayerSpans, keeps_events: bool) -> None:
         self._end_point = end_point
@@ -58,36 +58,36 @@ class PushSource:
             keeps_events,
         )
 
-    def take_back(self, orders: StepMetadata) -> None:
+    def void_transfers(self, orders: StepMetadata) -> None:
         """Void the writes out of blocks that the step may overwrite."""
         self.writer.engine = None if orders.engine is None else orders.engine.where
         self.writer.preempt(orders.preempted)
         self.writer.end(orders.ended_transfers)
 
     def begin_step(self, orders: StepMetadata) -> None:
-        """The step computes these prompts, layer by layer."""
+        """Tell the writer which prompts the step computes, layer by layer."""
         self._prompts = orders.prompts
         self.writer.begin_step(orders.prompts)
 
     def finish_layer(self, name: str) -> None:
-        """A span whose last layer has run can be written."""
+        """Let a span whose last layer has run be written."""
         self.writer.reach(name)
 
     def finish_step(self) -> None:
-        """What the step has computed of its prompts can be written."""
+        """Let the tokens that the step has computed be written."""
         self.writer.compute(self._prompts)
 
     def take_steps(self) -> Sequence[Mapping[str, Any]]:
-        """Return when steps that compute pushed prompts ran, where events are kept."""
+        """Return the steps that computed pushed prompts, where events are kept."""
         return self.writer.take_steps()
 
     def end_holds(self) -> None:
-        """Writes end with the executor."""
+        """Do nothing: writes end with the executor."""
 
     def close(self) -> None:
-        """Stop answering: a destination takes that for a proof that this rank writes no more.
+        """Stop answering, which proves to a destination that this rank writes no more.
 
-        Where a write has not ended yet, the end point closes with the process.
+        Where a write has not ended yet, only the end of the process closes the end point.
         """
         if self.writer.is_quiet:
             self._end_point.close()
@@ -96,7 +96,7 @@ class PushSource:
 
 
 class PushDestination:
-    """Announces the blocks of a load to the source ranks that write them, and waits until all have."""
+    """Announces the blocks of a load to the source ranks, and waits until all have written their parts."""
 
     def __init__(self, rank: Rank, end_point: PushEndPoint, answer_seconds: float, keeps_events: bool) -> None:
         self._rank = rank
@@ -116,7 +116,7 @@ class PushDestination:
         )
 
     def expect(self, order: LoadOrder, launched_before: Mark) -> None:
-        """Announce the blocks before the step computes: the source may be computing too."""
+        """Announce the blocks before the step computes: the source may be computing the prompt already."""
         assert order.pushed is not None
         deadline = time.monotonic() + order.timeout_seconds
         pushed = order.pushed
@@ -124,15 +124,15 @@ class PushDestination:
         self.announcer.announce(request, partial(self._sources, order, launched_before))
 
     def start(self, order: LoadOrder, launched_before: Mark) -> None:
-        """The blocks have been announced."""
+        """Do nothing: :meth:`expect` has announced the blocks."""
 
     def fail(self, order: LoadOrder) -> None:
-        """Let the prefill engine go: the other ranks of this engine wait for all parts."""
+        """Release the hold, so that the pushes to this engine's other ranks fail too instead of waiting."""
         if (hold := order.hold) is not None:
             self._client.send(hold.host, hold.port, Release(hold.epoch, (hold.handle,)), self._answer_seconds)
 
     def close(self) -> None:
-        """Awaited pushes end with the executor."""
+        """Stop the client; awaited pushes end with the executor."""
         self._client.close()
 
     def _sources(self, order: LoadOrder, launched_before: Mark) -> Sequence[SourceRank] | None:

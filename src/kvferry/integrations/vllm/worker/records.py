@@ -1,4 +1,4 @@
-"""What a worker records of its jobs: metrics for vLLM's log line and Prometheus, and a log of one line a job."""
+"""A worker's records of its jobs: metrics for vLLM's log line and Prometheus, and a log with a line for each job."""
 
 import json
 from collections.abc import Mapping
@@ -148,7 +148,7 @@ class TransferLog:
         self._file.write(json.dumps(line) + "\n")
 
     def write_push(self, result: JobResult) -> None:
-        """Append one push of this rank to one rank of a receiver, as its sender saw it."""
+        """Append one push of this rank to one destination rank."""
         if self._file is None:
             return
         line = {
@@ -166,7 +166,7 @@ class TransferLog:
         self._file.write(json.dumps(line) + "\n")
 
     def write_step(self, step: Mapping[str, Any]) -> None:
-        """Append one step of this rank that has computed prompts which are pushed."""
+        """Append one step of this rank that has computed pushed prompts."""
         if self._file is not None:
             self._file.write(json.dumps({"rank": self._rank, **step}) + "\n")
 

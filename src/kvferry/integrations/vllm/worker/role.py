@@ -1,6 +1,6 @@
-"""The connector inside a worker: makes one rank's cache reachable, and moves it beside the engine's step.
+"""The connector inside a worker: makes one rank's cache reachable, and moves caches beside the engine's step.
 
-What pulls and pushes share is here; what differs is in a source part and a destination part, chosen once.
+The role does the work that pull and push share; a source part and a destination part, chosen once, do the rest.
 """
 
 import logging
@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 SCRATCH_WORDS = 4096
 REPORT_SECONDS = 3600.0
-"""For so long a report is sent to this rank's own engine until it is acknowledged."""
+"""How long a report to this rank's own engine is sent again until it is acknowledged."""
 
 
 class WorkerRole:
-    """One rank of an engine, which may be a source and a destination at once."""
+    """One rank of an engine, which may be source and destination at once."""
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: Settings) -> None:
         self._vllm_config = vllm_config
@@ -72,7 +72,7 @@ class WorkerRole:
         self._num_reports = 0
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Make the engine's cache reachable and be ready to fill it."""
+        """Register the engine's cache with the transports and start the parts."""
         settings, config = self._settings, self._vllm_config
         shard = shard_of(config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank)
         for region in shard.regions:
@@ -94,7 +94,7 @@ class WorkerRole:
             transports=self._transports,
             executor=Executor(scratch, self._transfer_cores(), order, self._report_still_writing),
             order=order,
-            # What is pushed here is written by its source: there is nothing to connect to.
+            # A pushed cache is written by its sources: this rank connects to none.
             routes=Routes(
                 shard,
                 identity,
@@ -112,7 +112,7 @@ class WorkerRole:
         else:
             keeps_events = bool(settings.transfer_log)
             push_end_point = PushEndPoint(settings.host, settings.reachable_host)
-            self._source = PushSource(rank, push_end_point, LayerSpans(self._layers_that_tell()), keeps_events)
+            self._source = PushSource(rank, push_end_point, LayerSpans(self._layers_that_report()), keeps_events)
             self._destination = PushDestination(rank, push_end_point, timeout, keeps_events)
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
@@ -126,15 +126,15 @@ class WorkerRole:
         logger.debug("kvferry: rank %d moves\n%r", self._index, shard)
 
     def get_handshake_metadata(self) -> RankMetadata | None:
-        """Return what peers must know of this rank."""
+        """Return this rank's entry of the engine's directory."""
         return None if self._entry is None else RankMetadata(msgspec.msgpack.encode(self._entry))
 
     # Once per engine step, in this order.
 
-    def take_back(self, orders: StepMetadata) -> None:
-        """Before the step touches any block: no peer may rely on blocks that the step may overwrite."""
+    def void_transfers(self, orders: StepMetadata) -> None:
+        """Void transfers out of blocks that the step may overwrite, before the step writes any block."""
         if self._source is not None:
-            self._source.take_back(orders)
+            self._source.void_transfers(orders)
 
     def begin_step(self, orders: StepMetadata) -> None:
         """The step is about to run, and new blocks have been cleared."""
@@ -146,7 +146,7 @@ class WorkerRole:
                 self._rank.executor.quarantine(request_id)
         self._source.begin_step(orders)
         if orders.loads:
-            # What still runs may write the blocks that these loads were given: their last owner's step, or zeros.
+            # Launched work may still write the blocks of these loads: an earlier request's step, or the engine's zeros.
             self._launched_before = self._order.mark()
         for order in orders.loads:
             if order.error is None:
@@ -168,26 +168,26 @@ class WorkerRole:
             self._rank.executor.cancel(request_id, lease_lost(request_id))
 
     def finish_layer(self, name: str) -> None:
-        """The step has launched an attention layer, whose cache is written."""
+        """The step has launched an attention layer with its cache write."""
         if self._source is not None:
             self._source.finish_layer(name)
 
     def finish_step(self) -> None:
-        """The step has launched everything that it writes."""
+        """The step has launched all of its writes."""
         if self._source is not None:
             self._source.finish_step()
 
     def take_finished(self, wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
         """Return the requests received (failed ones included) and failed since the last call, each once.
 
-        Where there is nothing yet to tell, but something moves, wait so long for it.
+        Where there is no result yet, but a load runs, wait at most ``wait_seconds`` for one.
         """
         failed, self._failed = self._failed, set()
         received = set(failed)
         seconds = wait_seconds if wait_seconds and not failed and self._orders else 0.0
         for result in self._rank.executor.collect(seconds) if self._rank is not None else ():
             if result.job_id not in self._orders:
-                # A write of this rank's own, whose destination has been told.
+                # A write of this rank, which has reported it to the destination.
                 self._log.write_push(result)
                 continue
             received.add(result.job_id)
@@ -200,14 +200,14 @@ class WorkerRole:
         return received, failed
 
     def take_statistics(self) -> Statistics | None:
-        """Return what was measured since the last call."""
+        """Return the statistics since the last call; None where there is no new one."""
         if self._statistics.is_empty():
             return None
         statistics, self._statistics = self._statistics, Statistics()
         return statistics
 
     def shutdown(self) -> None:
-        """Hold nothing any more, stop the jobs, then let go of the memory; twice is fine."""
+        """End the holds, stop the jobs, then deregister the memory; twice is fine."""
         if self._source is not None:
             self._source.end_holds()
         if self._rank is not None:
@@ -224,35 +224,36 @@ class WorkerRole:
         self._log.close()
 
     def _report_still_writing(self, request_ids: frozenset[str]) -> None:
-        """Tell the engine, on the transfer thread, so that it keeps these requests' blocks and fails the requests."""
+        """Report to the engine, on the transfer thread: it keeps these requests' blocks and fails the requests."""
         if (engine := self._engine) is None:
             return
         self._client = self._client or Client()
         self._num_reports += 1
-        # A report names all of them: the engine frees the blocks of a request that a report leaves out. It admits no
-        # more loads than a report can name.
+        # A report names all of them: the engine frees the blocks of a request that a report leaves out. The engine
+        # admits no more loads than a report can name.
         question = StillWriting(
             engine.where.epoch, engine.secret, self._index, self._num_reports, tuple(sorted(request_ids))
         )
         self._client.send(engine.where.host, engine.where.port, question, REPORT_SECONDS)
 
-    def _layers_that_tell(self) -> dict[str, list[str]]:
-        """Return the layers that tell when they have run, by cache group, in the order of the computation.
+    def _layers_that_report(self) -> dict[str, list[str]]:
+        """Return the layers for which vLLM calls the connector, by cache group, in the order of computation.
 
-        Layers of states do not tell, and no layer does in micro-batches, each of which runs all layers.
+        vLLM does not call it for layers of states. With micro-batches, each of which runs all layers, a call does not
+        show that a layer has run for the whole step.
         """
         if self._vllm_config.parallel_config.use_ubatching:
             return {}
         groups = self._kv_cache_config.kv_cache_groups
         kinds = group_shapes(self._kv_cache_config)
         return {
-            str(index): sorted(group.layer_names, key=layer_place)
+            str(index): sorted(group.layer_names, key=computation_order)
             for index, group in enumerate(groups)
             if kinds[index].kind is not CacheKind.STATE and group.layer_names
         }
 
     def _refuse(self, order: LoadOrder, error: KVFerryError) -> None:
-        """Report a load that the scheduler, which logged why, could not order."""
+        """Report a load as failed that the scheduler could not order; the scheduler has logged why."""
         result = JobResult(order.request_id, error)
         self._failed.add(order.request_id)
         self._statistics.record(result)
@@ -280,13 +281,13 @@ def _use_huge_pages(region: Region) -> None:
     if region.device == "cpu":
         reason = collapse_to_huge_pages(region.base_address, region.length)
         if reason is not None:
-            logger.info("kvferry: the cache stays in small pages: %s", reason)
+            logger.info("kvferry: the cache is not put into huge pages: %s", reason)
 
 
-def layer_place(name: str) -> list[int]:
-    """Return what orders layers as they are computed: the numbers in a layer's name.
+def computation_order(name: str) -> list[int]:
+    """Return a sort key for the order of computation: the numbers in a layer's name.
 
-    >>> sorted(["model.layers.10.self_attn.attn", "model.layers.9.mixer"], key=layer_place)[0]
+    >>> sorted(["model.layers.10.self_attn.attn", "model.layers.9.mixer"], key=computation_order)[0]
     'model.layers.9.mixer'
     """
     return [int(part) for part in name.split(".") if part.isdigit()]
