@@ -186,7 +186,7 @@ class EngineOracle:
         """Push spans of so many layers from the next step on, which small models have several of."""
         role = _worker_role()
         assert isinstance(role._source, PushSource)
-        spans = role._source.writer.spans = LayerSpans(role._layers_that_tell(), json.loads(text))
+        spans = role._source.writer.spans = LayerSpans(role._layers_that_report(), json.loads(text))
         return {"spans": len(spans.layers_of)}
 
     def _oracle_layers(self) -> list["Layer"]:
