@@ -281,7 +281,7 @@ class Worker:
     def is_stage_free(self) -> bool:
         """Whether the whole stage can be taken at once."""
         assert self.role._rank is not None
-        stage = self.role._rank.routes._stage
+        stage = self.role._rank.source_engines._stage
         assert stage is not None
         taken = stage.take("probe", stage.region.length)
         stage.give_back("probe")

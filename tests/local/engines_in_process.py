@@ -13,7 +13,7 @@ from kvferry.errors import KVFerryError
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.read import GuardedRead, Read
-from kvferry.execution.route import Route, Routes
+from kvferry.execution.source_engines import SourceEngine, SourceEngines
 from kvferry.execution.stage import Stage
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
@@ -166,13 +166,13 @@ class DecodeRank:
         self.scratch = Scratch(num_words=16)
         self.transports: TransportSet = open_transports(transport)
         self.transports.register([*rank.regions, self.scratch.region, stage.region])
-        self.engines = Routes(rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds, stage, strategy)
+        self.engines = SourceEngines(rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds, stage, strategy)
 
     def close(self) -> None:
         self.engines.close()
         self.transports.close()
 
-    def engine(self, hold: RemoteHold) -> Route:
+    def engine(self, hold: RemoteHold) -> SourceEngine:
         """Ask until the handshake has ended."""
         end = time.monotonic() + 30
         while (engine := self.engines.get(hold)) is None:

@@ -13,7 +13,7 @@ from kvferry.execution.device import HOST as NO_DEVICE
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
-from kvferry.execution.route import Routes
+from kvferry.execution.source_engines import SourceEngines
 from kvferry.execution.write import Writer
 from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Handle, RankEntry
 from kvferry.handoff.push.sender import BlockList, Prompt
@@ -114,7 +114,7 @@ class SendingEngine:
 class ReceivingRank(Parts):
     def __init__(self, rank: Rank, engine_id: str = "d") -> None:
         super().__init__(rank)
-        self.engines = Routes(rank.shard, IDENTITY, self.transports, engine_id, SECONDS)
+        self.engines = SourceEngines(rank.shard, IDENTITY, self.transports, engine_id, SECONDS)
         name = f"{engine_id}/{rank.tp_rank}"
         shard = encode_shard(rank.shard)
         self.answerer = self.receiver = Announcer(

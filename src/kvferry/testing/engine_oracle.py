@@ -173,10 +173,10 @@ class EngineOracle:
             inner = transport._inner if isinstance(transport, FaultyTransport) else transport
             transports[name] = inner if plan is None else FaultyTransport(inner, plan)
         assert role._rank is not None
-        routes = role._rank.routes._engines
-        for route in routes.values():
-            route.route.close()
-        routes.clear()
+        engines = role._rank.source_engines._engines
+        for engine in engines.values():
+            engine.route.close()
+        engines.clear()
         if isinstance(role._source, PushSource):
             for destination in role._source.writer._destinations.values():
                 destination.peer.forget(0)

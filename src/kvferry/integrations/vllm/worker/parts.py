@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from kvferry.execution.device import DeviceOrder, Mark
 from kvferry.execution.executor import Executor
-from kvferry.execution.route import Routes
+from kvferry.execution.source_engines import SourceEngines
 from kvferry.handoff.messages import Identity
 from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
 from kvferry.transport.registry import TransportSet
@@ -26,7 +26,7 @@ class Rank:
     transports: TransportSet
     executor: Executor
     order: DeviceOrder
-    routes: Routes
+    source_engines: SourceEngines
 
 
 class Source(Protocol):

@@ -77,5 +77,5 @@ class PullDestination:
         assert order.hold is not None
         if not launched_before.is_over():
             return None
-        route = self._rank.routes.get(order.hold)
+        route = self._rank.source_engines.get(order.hold)
         return None if route is None else route.reads(order.hold, order.slot, order.blocks)

@@ -140,5 +140,5 @@ class PushDestination:
         assert order.pushed is not None
         if not launched_before.is_over():
             return None
-        route = self._rank.routes.get(order.hold)
+        route = self._rank.source_engines.get(order.hold)
         return None if route is None else route.sources(order.pushed.transfer_id, order.blocks)

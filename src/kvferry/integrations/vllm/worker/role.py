@@ -17,7 +17,7 @@ from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
 from kvferry.execution.memory import collapse_to_huge_pages
-from kvferry.execution.route import Routes
+from kvferry.execution.source_engines import SourceEngines
 from kvferry.execution.stage import Stage
 from kvferry.handoff.holds import lease_lost
 from kvferry.handoff.messages import RankEntry, StillWriting
@@ -95,7 +95,7 @@ class WorkerRole:
             executor=Executor(scratch, self._transfer_cores(), order, self._report_still_writing),
             order=order,
             # A pushed cache is written by its sources: this rank connects to none.
-            routes=Routes(
+            source_engines=SourceEngines(
                 shard,
                 identity,
                 self._transports,
@@ -217,7 +217,7 @@ class WorkerRole:
         if self._destination is not None:
             self._destination.close()
         if self._rank is not None:
-            self._rank.routes.close()
+            self._rank.source_engines.close()
         if self._client is not None:
             self._client.close()
         self._transports.close()
@@ -266,7 +266,7 @@ class WorkerRole:
         if result.error is None or self._rank is None or self._destination is None:
             return
         if isinstance(result.error, TransportError) and order.hold is not None:
-            self._rank.routes.suspect(order.hold)
+            self._rank.source_engines.suspect(order.hold)
         if result.error.reason is not Reason.ABORTED:
             logger.error("kvferry: rank %d failed to load %s: %s", self._index, result.job_id, result.error)
             self._destination.fail(order)

@@ -13,7 +13,8 @@ import pytest
 
 from kvferry.arrays import Integers
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution import route as module
+from kvferry.execution import route
+from kvferry.execution import source_engines as module
 from kvferry.execution.job import Phase
 from kvferry.execution.read import Read
 from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Released
@@ -189,7 +190,7 @@ def test_what_nobody_foresaw_is_remembered_too(
         num_plans += 1
         raise MemoryError
 
-    monkeypatch.setattr(module, "Planner", plan_without_end)
+    monkeypatch.setattr(route, "Planner", plan_without_end)
     first, second = decode.refusal(prefill.hold()), decode.refusal(prefill.hold())
     assert str(first) == str(second)
     assert "MemoryError" in first.message

@@ -1,0 +1,207 @@
+"""Source engines as one destination rank knows them: handshaken and planned once, used by every request."""
+
+import logging
+import queue
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.execution.announce import SourceRank
+from kvferry.execution.read import GuardedRead
+from kvferry.execution.route import Connections, Route
+from kvferry.execution.stage import Stage
+from kvferry.handoff.handshake import decode_shards, fetch_directory
+from kvferry.handoff.messages import Directory, Identity
+from kvferry.handoff.pull_read import WORD_BYTES, word_bytes
+from kvferry.handoff.push.part import Part, announced_blocks, selector_of
+from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unexpected_error
+from kvferry.layout.shard import Shard
+from kvferry.plan.planner import PairPlan
+from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
+from kvferry.plan.staging.scatter import NOTHING
+from kvferry.plan.staging.strategy import Strategy
+from kvferry.transport.registry import TransportSet
+
+logger = logging.getLogger(__name__)
+
+MAX_ENGINES = 1024
+
+
+class SourceEngine:
+    """A prefill engine in one epoch, as one decode rank knows it: its directory, and the route from its ranks."""
+
+    def __init__(self, directory: Directory, shard: Shard, route: Route) -> None:
+        self.route = route
+        self._directory, self._shard = directory, shard
+
+    def reads(self, hold: RemoteHold, slot: int, blocks: Sequence[GroupBlocks]) -> list[GuardedRead] | None:
+        """Return one guarded read per source rank that this rank needs for the request, None until the route is ready.
+
+        ``blocks`` are those of every cache group of the model; other ranks read the groups that this rank's pipeline
+        stage does not have. The request chooses the source ranks; source ranks that no request has read before are
+        connected and proved first. Raises as :meth:`Route.is_ready`, and :class:`HandoffError` (invalid-request).
+        """
+        blocks = of_rank(blocks, self._shard)
+        selector = selector_of(hold.handle.request_id)
+        if not self.route.is_ready(selector):
+            return None
+        return [self._read(plan, hold, slot, blocks) for plan in self.route.plans(selector)]
+
+    def sources(self, transfer_id: str, blocks: Sequence[GroupBlocks]) -> list[SourceRank] | None:
+        """Return the source ranks that push a request to this rank, each with its part; None until the route is ready.
+
+        ``blocks`` are as for :meth:`reads`, without source blocks. Raises as
+        :meth:`Route.is_ready`, and :class:`HandoffError` (unsupported) where the engine does not push.
+        """
+        blocks = of_rank(blocks, self._shard)
+        refuse_incomplete(blocks, self._shard)
+        selector = selector_of(transfer_id)
+        if not self.route.is_ready(selector):
+            return None
+        shards = tuple(entry.shard for entry in self._directory.ranks)
+        ranks = []
+        for plan in self.route.plans(selector):
+            index = plan.assignment.source_index
+            answers_at = self._directory.ranks[index].push_end_point
+            if answers_at is None:
+                raise HandoffError(
+                    Reason.UNSUPPORTED,
+                    f"engine {self._directory.engine_id} does not push.",
+                    'Set "mode": "push" on both engines.',
+                )
+            ranks.append(SourceRank(index, answers_at, Part(plan, announced_blocks(plan, blocks)), shards))
+        return ranks
+
+    def _read(self, plan: PairPlan, hold: RemoteHold, slot: int, blocks: Sequence[GroupBlocks]) -> GuardedRead:
+        entry = self._directory.ranks[plan.assignment.source_index]
+        if slot >= entry.num_words:
+            raise HandoffError(
+                Reason.INVALID_REQUEST,
+                f"{hold.handle.request_id} names guard word {slot}, but the source rank has {entry.num_words}.",
+                "Check that the router copies the prefill engine's kv_transfer_params whole.",
+            )
+        link, scatter = self.route.link(plan), self.route.scatter_plan(plan)
+        return GuardedRead(
+            transport=link.transport,
+            peer=link.peer,
+            word_address=entry.words_address + slot * WORD_BYTES,
+            expected_word=word_bytes(hold.epoch, hold.handle.generation),
+            descriptors=plan.lower(blocks) if scatter is None else NOTHING,
+            parts=() if scatter is None else scatter.parts(blocks),
+            stage=self.route.stage,
+        )
+
+
+class SourceEngines:
+    """The routes of one decode rank, by prefill engine. Handshakes run on other threads.
+
+    With a ``stage``, each pair of ranks moves its bytes by the ``strategy``; None leaves the choice to typical costs.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        identity: Identity,
+        transports: TransportSet,
+        sender: str,
+        timeout_seconds: float,
+        stage: Stage | None = None,
+        strategy: Strategy | None = None,
+        connects: bool = True,
+    ) -> None:
+        self._connects = connects
+        self._shard = shard
+        self._identity = identity
+        self._transports = transports
+        self._sender = sender
+        self._timeout_seconds = timeout_seconds
+        self._stage, self._strategy = stage, strategy
+        self._engines: dict[tuple[str, int, int], SourceEngine] = {}
+        self._handshakes: BackgroundCalls[tuple[str, int, int], Directory] = BackgroundCalls("handshake")
+        # Weak keys: an engine is forgotten with its handshake.
+        self._connecting: WeakKeyDictionary[BackgroundCall[Directory], SourceEngine] = WeakKeyDictionary()
+        self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
+
+    def get(self, hold: RemoteHold) -> SourceEngine | None:
+        """Return the engine, or None while its handshake runs or its ranks are being connected.
+
+        Raises the error of the handshake or connection in every request that waits for it, and for
+        :data:`kvferry.handoff.wire.background.FAILURE_SECONDS`; a later request tries again.
+        """
+        self._drop_suspects()
+        key = hold.engine
+        if key in self._engines:
+            self._engines[key] = self._engines.pop(key)  # to the end: used last
+            return self._engines[key]
+        handshake = self._handshakes.get(key, lambda: self._fetch(hold))
+        if handshake is None:
+            return None
+        engine = self._build(handshake)
+        if engine is None:
+            return None
+        self._handshakes.forget(key)
+        self._make_room(hold)
+        self._engines[key] = engine
+        return engine
+
+    def suspect(self, hold: RemoteHold) -> None:
+        """A transfer from this engine failed: the next request handshakes and connects anew. Any thread may call it."""
+        self._suspects.put(hold.engine)
+
+    def close(self) -> None:
+        """Stop the stage's copying thread; no job may run any more. Twice is fine."""
+        if self._stage is not None:
+            self._stage.close()
+
+    def _drop_suspects(self) -> None:
+        while not self._suspects.empty():
+            self._forget(self._suspects.get_nowait())
+
+    def _forget(self, key: tuple[str, int, int]) -> None:
+        """Forget an engine without closing its connections: jobs may still use them, and they end with the last job."""
+        self._engines.pop(key, None)
+
+    def _build(self, handshake: BackgroundCall[Directory]) -> SourceEngine | None:
+        """Return the engine once it is ready. Its handshake keeps the error of an engine that cannot be."""
+        try:
+            return self._ready(handshake)
+        except KVFerryError as error:
+            handshake.fail(error)
+            raise
+        except Exception as error:
+            # Kept as well: else every request would make the same plan again, and fail.
+            logger.exception("kvferry: a plan failed unexpectedly")
+            refused = unexpected_error("plan", error)
+            handshake.fail(refused)
+            raise refused from error
+
+    def _ready(self, handshake: BackgroundCall[Directory]) -> SourceEngine | None:
+        engine = self._connecting.pop(handshake, None)
+        if engine is None:
+            engine = self._plan(handshake.result())
+        try:
+            is_ready = engine.route.is_ready()
+        except Exception:
+            engine.route.close()
+            raise
+        if not is_ready:
+            self._connecting[handshake] = engine
+        return engine if is_ready else None
+
+    def _plan(self, directory: Directory) -> SourceEngine:
+        end_points = [entry.end_points for entry in directory.ranks]
+        peers = Connections(self._transports, end_points) if self._connects else None
+        route = Route(decode_shards(directory), self._shard, peers, self._stage, self._strategy)
+        return SourceEngine(directory, self._shard, route)
+
+    def _fetch(self, hold: RemoteHold) -> Directory:
+        return fetch_directory(hold.host, hold.port, self._sender, hold.epoch, self._identity, self._timeout_seconds)
+
+    def _make_room(self, hold: RemoteHold) -> None:
+        """Forget earlier epochs of this engine, and beyond :data:`MAX_ENGINES` the engine that was used longest ago."""
+        stale = [key for key in self._engines if key[:2] == hold.engine[:2]]
+        if not stale and len(self._engines) >= MAX_ENGINES:
+            stale.append(next(iter(self._engines)))
+        for key in stale:
+            self._forget(key)
