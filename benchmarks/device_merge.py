@@ -29,7 +29,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import Planner
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staging.scatter import Merge, ScatterPlan, placed
+from kvferry.plan.staging.scatter import Merge, ScatterPlan, stage_offsets
 from kvferry.plan.staging.strategy import TYPICAL_COSTS
 from kvferry.testing.dense_shards import shard_for
 from kvferry.units import format_bytes
@@ -78,8 +78,8 @@ class Case:
         )
         gap_bytes = TYPICAL_COSTS["nixl"].gap_bytes
         plans = Planner(sources, self._shard(0, cache_address, self.destination_tp)).plans(0)
-        pieces = [(0, part) for plan in plans for part in ScatterPlan(plan, gap_bytes).parts([request])]
-        begins, num_bytes = placed(pieces)
+        pieces = [(0, part) for plan in plans for part in ScatterPlan(plan, gap_bytes).staged_blocks([request])]
+        begins, num_bytes = stage_offsets(pieces)
         merges = [merge for begin, (_, part) in zip(begins, pieces, strict=True) for merge in part.merges(begin)]
         return merges, num_bytes
 

@@ -247,7 +247,7 @@ def test_a_stage_smaller_than_a_block_is_refused_at_the_handshake(prefill: Prefi
     error = decode.refusal(prefill.hold())
     decode.close()
     assert error.reason is Reason.UNSUPPORTED
-    assert "one block fills" in error.message
+    assert "one block needs a stage of" in error.message
 
 
 @pytest.mark.parametrize(("seconds_per_descriptor", "is_staged"), [(1e-3, True), (1e-9, False)])

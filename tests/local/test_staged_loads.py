@@ -86,7 +86,7 @@ class Pair:
                 word_address=self.words.address + 16,
                 expected_word=word_bytes(7, 3),
                 descriptors=NOTHING if is_staged else plan.lower([self.request]),
-                parts=ScatterPlan(plan, 0).parts([self.request]) if is_staged else (),
+                parts=ScatterPlan(plan, 0).staged_blocks([self.request]) if is_staged else (),
                 stage=self.stage,
             )
             for plan in self.plans
@@ -332,7 +332,7 @@ def test_loads_that_share_a_stage_all_end_and_a_small_one_does_not_wait_for_a_la
 
 def test_parts_without_a_stage_are_no_read() -> None:
     pair = Pair()
-    parts = ScatterPlan(pair.plans[0], 0).parts([pair.request])
+    parts = ScatterPlan(pair.plans[0], 0).staged_blocks([pair.request])
     with pytest.raises(TransportError):
         GuardedRead(pair.reader, pair.peer, 0, b"", np.empty((0, 3), dtype=np.uint64), parts)
 

@@ -21,9 +21,7 @@ from kvferry.plan.head_ranges import canonical, common, count, without
 from kvferry.plan.match import choose_sources
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
-from kvferry.plan.request import GroupBlocks
-from kvferry.plan.sample import sample_requests
-from kvferry.plan.window import first_token_to_move
+from kvferry.plan.request import GroupBlocks, first_token_to_move, sample_requests
 from kvferry.testing.dense_shards import shard_for
 
 SHARES = st.builds(

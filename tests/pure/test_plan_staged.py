@@ -15,10 +15,17 @@ from kvferry.errors import PlanError, Reason, VerificationError
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import PairPlan, Planner
-from kvferry.plan.proof.scattered import composed
-from kvferry.plan.proof.verify import verify_pair
+from kvferry.plan.proof.verify import compose, verify_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staging.scatter import Merge, Numbered, ScatterPlan, cut, joined, laid_out, placed
+from kvferry.plan.staging.scatter import (
+    Merge,
+    Numbered,
+    ScatterPlan,
+    cut_rounds,
+    join_merges,
+    lay_out_round,
+    stage_offsets,
+)
 from kvferry.plan.staging.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose
 from kvferry.testing.dense_shards import shard_for
 from kvferry.testing.strategies import Move, moves
@@ -29,11 +36,11 @@ CASES = int(os.environ.get("KVFERRY_CASES", "0"))
 
 def staged_rows(plan: PairPlan, requests: Sequence[GroupBlocks], gap_bytes: int, round_bytes: int) -> Descriptors:
     """Return what the rounds of a scatter amount to."""
-    parts: list[Numbered] = [(0, part) for part in ScatterPlan(plan, gap_bytes).parts(requests)]
+    parts: list[Numbered] = [(0, part) for part in ScatterPlan(plan, gap_bytes).staged_blocks(requests)]
     rows = [np.empty((0, 3), dtype=np.uint64)]
-    for pieces in cut(parts, round_bytes):
-        reads, merges, num_bytes = laid_out(pieces)
-        rows.append(composed(reads, merges, num_bytes, plan.source))
+    for pieces in cut_rounds(parts, round_bytes):
+        reads, merges, num_bytes = lay_out_round(pieces)
+        rows.append(compose(reads, merges, num_bytes, plan.source))
     return np.concatenate(rows)
 
 
@@ -90,12 +97,12 @@ MUTATIONS = {
 def test_a_wrong_stage_is_caught(move: Move, gap_bytes: int, at: int, mutation: str) -> None:
     asked = move.of(move.destinations[0])
     plan = Planner(move.sources, move.destinations[0]).plans(0)[0]
-    pieces: list[Numbered] = [(0, part) for part in ScatterPlan(plan, gap_bytes).parts(asked)]
+    pieces: list[Numbered] = [(0, part) for part in ScatterPlan(plan, gap_bytes).staged_blocks(asked)]
     assume(pieces)
-    reads, merges, num_bytes = laid_out(pieces)
+    reads, merges, num_bytes = lay_out_round(pieces)
     reads, merges = MUTATIONS[mutation]((reads.copy(), merges), at)
     with pytest.raises(VerificationError):
-        verify_round(composed(reads, merges, num_bytes, plan.source), plan, asked)
+        verify_round(compose(reads, merges, num_bytes, plan.source), plan, asked)
 
 
 SHAPE = {"layers": [str(layer) for layer in range(4)], "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
@@ -123,7 +130,7 @@ def test_a_head_merge_of_short_runs_is_read_in_whole_pages() -> None:
     request = GroupBlocks(
         group="full", first_token=0, last_token=64, source_block_ids=[9, 3, 7, 8], destination_block_ids=[1, 5, 2, 4]
     )
-    (part,) = ScatterPlan(plan, 0).parts([request])
+    (part,) = ScatterPlan(plan, 0).staged_blocks([request])
     reads = part.reads(0)
     # Blocks 7, 8 and 9 lie together in each of the 4 layers.
     assert len(reads) == 8
@@ -174,7 +181,7 @@ def test_what_lies_together_in_the_peers_memory_is_one_remote_run(source_tp: int
 
 def test_a_merge_over_a_transport_that_joins_what_lies_together_goes_directly() -> None:
     plan, cma = pair(NamedLayout.LBNHC, 2, 1), TYPICAL_COSTS["cma"]
-    apart = replace(cma, seconds_per_descriptor=cma.seconds_apart, seconds_per_remote_run=0.0)
+    apart = replace(cma, seconds_per_descriptor=cma.seconds_per_run, seconds_per_remote_run=0.0)
     assert choose(plan, apart).chosen.strategy is Strategy.SCATTER
     assert choose(plan, cma).chosen.strategy is Strategy.DIRECT
 
@@ -185,7 +192,7 @@ def test_a_stage_smaller_than_a_block_leaves_only_direct() -> None:
     assert choose(plan, TYPICAL_COSTS["nixl"], stage_bytes=block_bytes + 64).chosen.strategy is Strategy.SCATTER
     small = choose(plan, TYPICAL_COSTS["nixl"], stage_bytes=block_bytes)
     assert small.chosen.strategy is Strategy.DIRECT
-    assert "one block fills" in small.impossible
+    assert "one block needs a stage of" in small.impossible
     with pytest.raises(PlanError) as caught:
         choose(plan, TYPICAL_COSTS["nixl"], Strategy.SCATTER, stage_bytes=block_bytes)
     assert caught.value.reason is Reason.UNSUPPORTED
@@ -199,19 +206,19 @@ def test_ranks_that_fill_the_same_blocks_go_in_step_and_fill_them_by_one_copy() 
     sources = [shard(NamedLayout.LBNHC, rank, 2) for rank in range(2)]
     plans = Planner(sources, shard(NamedLayout.LBNHC)).plans(0)
     parts: list[Numbered] = [
-        (number, part) for number, plan in enumerate(plans) for part in ScatterPlan(plan, 0).parts([request])
+        (number, part) for number, plan in enumerate(plans) for part in ScatterPlan(plan, 0).staged_blocks([request])
     ]
     block_bytes = parts[0][1].template.block_bytes
-    rounds = list(cut(parts, 4 * block_bytes + 128))
+    rounds = list(cut_rounds(parts, 4 * block_bytes + 128))
     assert [[number for number, _ in pieces] for pieces in rounds] == [[0, 1]] * 30
     for pieces in rounds:
-        begins, _ = placed(pieces)
-        (merge,) = joined(
+        begins, _ = stage_offsets(pieces)
+        (merge,) = join_merges(
             [one for begin, (_, piece) in zip(begins, pieces, strict=True) for one in piece.merges(begin)]
         )
         assert merge.loops[0] == (2, begins[1], 4 * 256 * 2)
         assert merge.num_runs * merge.run_bytes == 4 * block_bytes
-    alone = list(cut(parts, block_bytes + 128))
+    alone = list(cut_rounds(parts, block_bytes + 128))
     assert sorted(len(pieces) for pieces in alone) == [1] * 120
 
 
@@ -224,11 +231,11 @@ def test_copies_are_joined_only_where_the_step_is_the_same_on_both_sides() -> No
         Merge(32, 64, 1016, 256, blocks, 4, ((2, 8, 32),)),
         Merge(48, 64, 2000, 256, blocks + 1, 4, ((2, 4, 32),)),
     ]
-    found = joined(merges[::-1])
+    found = join_merges(merges[::-1])
     assert sorted((merge.stage_offset, merge.num_runs) for merge in found) == [(0, 8), (16, 8), (32, 4), (48, 4)]
     everything = np.array([[0, 0, 128]])
     source = shard(NamedLayout.LBNHC)
-    rows = [composed(everything, some, 128, source).tolist() for some in (merges, found)]
+    rows = [compose(everything, some, 128, source).tolist() for some in (merges, found)]
     assert sorted(rows[0]) == sorted(rows[1])
 
 
@@ -238,10 +245,12 @@ def test_rounds_hold_no_more_than_asked_and_every_block_once() -> None:
     request = GroupBlocks(
         group="full", first_token=0, last_token=960, source_block_ids=ids, destination_block_ids=ids[::-1]
     )
-    parts: list[Numbered] = [(number, part) for number in range(2) for part in ScatterPlan(plan, 0).parts([request])]
+    parts: list[Numbered] = [
+        (number, part) for number in range(2) for part in ScatterPlan(plan, 0).staged_blocks([request])
+    ]
     limit = 7 * parts[0][1].template.block_bytes + 64
-    rounds = list(cut(parts, limit))
-    assert all(placed(pieces)[1] <= limit for pieces in rounds)
+    rounds = list(cut_rounds(parts, limit))
+    assert all(stage_offsets(pieces)[1] <= limit for pieces in rounds)
     for number in range(2):
         blocks = [piece.source_blocks for pieces in rounds for owner, piece in pieces if owner == number]
         assert sorted(np.concatenate(blocks)) == sorted(ids)

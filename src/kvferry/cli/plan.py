@@ -195,7 +195,7 @@ def _pair_lines(report: PairReport, plan: PlanReport) -> list[str]:
     lines = [f"{pair.source.rank_name} (prefill) to {pair.destination.rank_name} (decode): {report.summary}"]
     for name, group in pair.groups.items():
         matched = spans(group.source_group.layers & group.destination_group.layers)
-        parts = [part for part in pair.assignment.parts if part.group == name]
+        parts = [part for part in pair.assignment.components if part.group == name]
         lines.append(f"  {name}: layers {matched} match by name")
         lines += [f"    {_source_line(part, group, pair, plan)}" for part in parts]
     return lines + [f"  {line}" for line in explain_pair(pair)]
@@ -235,7 +235,7 @@ def _described(template: Template) -> tuple[int, tuple[str, ...]]:
     """Return a template's pieces and its copies in words, equal ones counted."""
     counts = Counter(map(copy_line, template.copies))
     lines = (f"{count} of: {line}" if count > 1 else line for line, count in counts.items())
-    return len(template.pieces), tuple(lines)
+    return len(template.runs), tuple(lines)
 
 
 def copy_line(copy: StridedCopy) -> str:

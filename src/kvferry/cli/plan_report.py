@@ -28,9 +28,8 @@ from kvferry.models.shards import RankMemory, model_shard
 from kvferry.plan.describe import Summary, summarize
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.request import GroupBlocks, first_token_to_move
 from kvferry.plan.staging.scatter import NOTHING
-from kvferry.plan.window import first_token_to_move
 from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Direction, Status, reach
 

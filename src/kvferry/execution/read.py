@@ -13,7 +13,7 @@ from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.stage import Stage
 from kvferry.handoff.pull_read import Action, PullRead, State
-from kvferry.plan.staging.scatter import NOTHING, Merge, Numbered, StagedPart, cut, joined, placed
+from kvferry.plan.staging.scatter import NOTHING, Merge, Numbered, StagedBlocks, cut_rounds, join_merges, stage_offsets
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport
 
 _PHASES = {
@@ -37,7 +37,7 @@ class GuardedRead:
     word_address: int
     expected_word: bytes
     descriptors: np.ndarray
-    parts: Sequence[StagedPart] = ()
+    parts: Sequence[StagedBlocks] = ()
     stage: Stage | None = None
 
     def __post_init__(self) -> None:
@@ -204,7 +204,7 @@ class Read:
 
     def _cut(self) -> deque[list[Numbered]]:
         parts = [(number, part) for number, read in enumerate(self._reads or ()) for part in read.parts]
-        return deque(cut(parts, self._stage.round_bytes)) if parts else deque()
+        return deque(cut_rounds(parts, self._stage.round_bytes)) if parts else deque()
 
     @property
     def _stage(self) -> Stage:
@@ -214,7 +214,7 @@ class Read:
         """Read the direct descriptors, with the first round, and one round into the stage, once the stage has room."""
         staged: list[tuple[int, np.ndarray]] = []
         if self._rounds:
-            begins, num_bytes = placed(self._rounds[0])
+            begins, num_bytes = stage_offsets(self._rounds[0])
             begin = self._stage.take(id(self), num_bytes)
             if begin is None:
                 return False
@@ -240,7 +240,7 @@ class Read:
         for begin, (number, part) in zip(begins, self._rounds[0], strict=True):
             lists.append((number, (part.reads(begin) + base).view(np.uint64)))
             merges += part.merges(begin)
-        self._merges = joined(merges)
+        self._merges = join_merges(merges)
         return lists
 
     def _put_in_place(self) -> None:

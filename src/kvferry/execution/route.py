@@ -8,11 +8,9 @@ from kvferry.execution.stage import Stage
 from kvferry.layout.shard import Shard
 from kvferry.plan.describe import describe_choice
 from kvferry.plan.planner import PairPlan, Planner
-from kvferry.plan.proof.scattered import composed
-from kvferry.plan.proof.verify import verify_destination
-from kvferry.plan.request import GroupBlocks
-from kvferry.plan.sample import sample_requests
-from kvferry.plan.staging.scatter import ScatterPlan, laid_out
+from kvferry.plan.proof.verify import compose, verify_destination
+from kvferry.plan.request import GroupBlocks, sample_requests
+from kvferry.plan.staging.scatter import ScatterPlan, lay_out_round
 from kvferry.plan.staging.strategy import Strategy, choose, typical_costs
 from kvferry.transport.registry import Connecting, Link, TransportSet
 
@@ -127,4 +125,4 @@ class Route:
         scatter = self.scatter_plan(plan)
         if scatter is None:
             return plan.lower(blocks)
-        return composed(*laid_out([(0, part) for part in scatter.parts(blocks)]), plan.source)
+        return compose(*lay_out_round([(0, part) for part in scatter.staged_blocks(blocks)]), plan.source)

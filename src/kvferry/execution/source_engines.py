@@ -88,7 +88,7 @@ class SourceEngine:
             word_address=entry.words_address + slot * WORD_BYTES,
             expected_word=word_bytes(hold.epoch, hold.handle.generation),
             descriptors=plan.lower(blocks) if scatter is None else NOTHING,
-            parts=() if scatter is None else scatter.parts(blocks),
+            parts=() if scatter is None else scatter.staged_blocks(blocks),
             stage=self.route.stage,
         )
 

@@ -1,1 +1,1 @@
-"""Which bytes go where: pure numpy, no clock, no configuration, no transport."""
+"""Which bytes go where: numpy only, no clock, no configuration, no transport."""

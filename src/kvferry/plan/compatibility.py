@@ -1,4 +1,4 @@
-"""Whether two ranks' caches can be matched at all. Each check raises with its reason and a remedy."""
+"""Checks that a plan between source ranks and a destination rank can exist. Each raises with a reason and remedy."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,7 +9,7 @@ from kvferry.layout.shard import Shard
 
 
 def check_layers(sources: Sequence[Shard], destination: Shard) -> None:
-    """Raise unless the sources hold the destination's groups and layers, each layer by one pipeline stage."""
+    """Raise unless the sources hold the destination's groups and layers, each layer in one pipeline stage."""
     if not sources:
         raise PlanError(Reason.MISSING_SOURCE, "there are no source ranks.", "Name every rank of the source engine.")
     for group in destination.groups:
@@ -23,33 +23,33 @@ def check_layers(sources: Sequence[Shard], destination: Shard) -> None:
         if destination.pp_size == 1 and held - group.layers:
             _refuse(
                 Reason.LAYER_MISMATCH,
-                f"group {group.name!r}: the sources have layers {_some(held - group.layers)}, the destination has not.",
+                f"group {group.name!r}: only the sources have layers {_some(held - group.layers)}.",
             )
         if sum(map(len, stages)) != len(held):
             _refuse(
                 Reason.LAYER_MISMATCH, f"group {group.name!r}: source ranks hold overlapping, unequal sets of layers."
             )
-    _check_no_more_groups(sources, destination)
+    _check_unknown_groups(sources, destination)
 
 
-def _check_no_more_groups(sources: Sequence[Shard], destination: Shard) -> None:
+def _check_unknown_groups(sources: Sequence[Shard], destination: Shard) -> None:
     known = {group.name for group in destination.groups}
-    more = {group.name for source in sources for group in source.groups} - known
-    if destination.pp_size == 1 and more:
-        _refuse(Reason.GROUP_MISMATCH, f"the sources have cache groups {_some(more)}, the destination has not.")
+    unknown = {group.name for source in sources for group in source.groups} - known
+    if destination.pp_size == 1 and unknown:
+        _refuse(Reason.GROUP_MISMATCH, f"only the sources have cache groups {_some(unknown)}.")
 
 
 def check_groups(
     held: Sequence[tuple[int, CacheGroup]], sources: Sequence[Shard], wanted: CacheGroup, destination: Shard
 ) -> None:
-    """Raise unless every source's group holds what the destination's does, piece by piece."""
+    """Raise unless every source's group has the components, scales and kind of the destination's group."""
     for index, group in held:
         between = f"group {wanted.name!r} between {sources[index].rank_name} and {destination.rank_name}"
         _check_group(group, wanted, between)
 
 
 def check_shares(held: Sequence[CacheGroup], wanted: CacheGroup) -> None:
-    """Raise unless the sources, which hold the same layers, deal out tokens alike and hold all that is needed."""
+    """Raise unless the sources, which hold the same layers, split tokens alike and hold all needed tokens."""
     splits = {group.token_share.split for group in held}
     if len(splits) > 1:
         _refuse(
@@ -81,8 +81,8 @@ def _check_group(source: CacheGroup, destination: CacheGroup, between: str) -> N
     if components.keys() != wanted:
         raise PlanError(
             Reason.SPLIT_ATOM,
-            f"{between}: content is kept as {sorted(components)} and as {sorted(wanted)}.",
-            "Describe K and V as separate components on both sides.",
+            f"{between}: the components {sorted(components)} and {sorted(wanted)} differ.",
+            "Describe K and V as separate components in both engines.",
         )
     for component in needed:
         where = f"{between}, component {component.name!r}"
@@ -107,10 +107,10 @@ def _check_pages(source: CacheGroup, destination: CacheGroup, where: str) -> Non
 
 
 def _check_scales(source: CacheGroup, destination: CacheGroup, between: str) -> None:
-    """Raise unless the layers that both hold were quantised by the same scales."""
-    both = source.layers & destination.layers
+    """Raise unless the common layers are quantised with the same scales."""
+    common = source.layers & destination.layers
     sent, received = (
-        {(scale.layer, scale.tensor): scale.value for scale in group.scales if scale.layer in both}
+        {(scale.layer, scale.tensor): scale.value for scale in group.scales if scale.layer in common}
         for group in (source, destination)
     )
     differing = min(

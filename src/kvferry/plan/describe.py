@@ -1,4 +1,4 @@
-"""What a lowered list amounts to, in a few numbers."""
+"""Text about a plan: its descriptors in a few numbers, and its choice of strategy."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from kvferry.units import format_bytes
 
 @dataclass(frozen=True)
 class Summary:
-    """One pair's list: how many descriptors, bytes, and runs of which length.
+    """The descriptors of one pair of ranks: their number, bytes, and lengths.
 
-    ``run_lengths`` are (length in bytes, how many), longest first. Str gives the run-length encoded form:
+    ``run_lengths`` are (length in bytes, number of runs), longest first. ``str`` is run-length encoded:
 
     >>> str(Summary(strategy="direct", descriptors=3, bytes=20, run_lengths=((8, 2), (4, 1))))
     'direct: 3 descriptors, 20 bytes, 2x8 1x4'
@@ -41,7 +41,7 @@ def summarize(descriptors: Descriptors) -> Summary:
 
 
 def describe_choice(choice: Choice) -> str:
-    """Return a pair's choice of strategy, what was rejected, and the times that were predicted, a line each.
+    """Return a pair's chosen and rejected strategies with their predicted times, one per line.
 
     >>> from kvferry.plan.staging.strategy import TYPICAL_COSTS, Strategy
     >>> direct, scatter = Prediction(Strategy.DIRECT, 4096, 8 << 20), Prediction(Strategy.SCATTER, 256, 8 << 20)
@@ -51,20 +51,20 @@ def describe_choice(choice: Choice) -> str:
     for 2048 tokens in scattered blocks over nixl:
       chosen   scatter    1.12 ms: 256 descriptors, 8.0 MiB on the wire
       rejected direct     9.57 ms: 4096 descriptors, 8.0 MiB on the wire
-      not had  scatter the stage is small.
+      excluded scatter the stage is small.
     """
     lines = [f"for {choice.num_tokens} tokens in scattered blocks over {choice.costs.transport}:"]
     lines.append(f"  chosen   {_describe(choice.chosen)}")
     lines += [f"  rejected {_describe(prediction)}" for prediction in choice.rejected]
     if choice.impossible:
-        lines.append(f"  not had  scatter {choice.impossible}")
+        lines.append(f"  excluded scatter {choice.impossible}")
     return "\n".join(lines)
 
 
 def _describe(prediction: Prediction) -> str:
     what = f"{prediction.num_descriptors} descriptors, {format_bytes(prediction.num_bytes)} on the wire"
     if prediction.num_copies:
-        what += f", {prediction.num_copied_runs} runs put in place by {prediction.num_copies} copies"
+        what += f", then {prediction.num_copied_runs} runs in {prediction.num_copies} copies"
     if prediction.gap_bytes:
-        what += f", gaps of up to {format_bytes(prediction.gap_bytes)} read along"
+        what += f", reads include gaps of up to {format_bytes(prediction.gap_bytes)}"
     return f"{prediction.strategy:7} {prediction.seconds * 1e3:7.2f} ms: {what}"

@@ -1,4 +1,4 @@
-"""Arithmetic of sets of heads, held as ranges: a convolution's state has many thousands of them."""
+"""Sets of heads as ranges: a convolution's state has many thousands of heads."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,11 +8,11 @@ import numpy as np
 from kvferry.layout.component import HeadRange
 
 Ranges = tuple[HeadRange, ...]
-"""Ascending, disjoint, and apart: a canonical form, so that equal sets are equal values."""
+"""Ascending ranges with gaps between them: a canonical form, so that equal sets are equal values."""
 
 
 class HeadOverlap(NamedTuple):
-    """Heads held by both sides: the first's local index on each side, and how many."""
+    """Heads that source and destination hold: the local index of the first head in each, and the number."""
 
     source_head: int
     destination_head: int
@@ -20,7 +20,7 @@ class HeadOverlap(NamedTuple):
 
 
 def canonical(heads: Sequence[HeadRange]) -> Ranges:
-    """Return disjoint ranges in any order as one ascending set.
+    """Return disjoint ranges, which may be in any order, as a set.
 
     >>> canonical([HeadRange(4, 6), HeadRange(0, 2), HeadRange(2, 3)])
     (0:3, 4:6)
@@ -35,7 +35,7 @@ def canonical(heads: Sequence[HeadRange]) -> Ranges:
 
 
 def count(heads: Sequence[HeadRange]) -> int:
-    """Return how many heads the ranges hold.
+    """Return the number of heads in the ranges.
 
     >>> count([HeadRange(0, 2), HeadRange(5, 6)])
     3
@@ -44,7 +44,7 @@ def count(heads: Sequence[HeadRange]) -> int:
 
 
 def common(left: Sequence[HeadRange], right: Sequence[HeadRange]) -> Ranges:
-    """Return the heads in both.
+    """Return the intersection.
 
     >>> common([HeadRange(0, 4), HeadRange(6, 8)], [HeadRange(3, 7)])
     (3:4, 6:7)
@@ -54,7 +54,7 @@ def common(left: Sequence[HeadRange], right: Sequence[HeadRange]) -> Ranges:
 
 
 def without(left: Sequence[HeadRange], right: Sequence[HeadRange]) -> Ranges:
-    """Return the heads of the first that are not in the second.
+    """Return the heads of ``left`` that are not in ``right``.
 
     >>> without([HeadRange(0, 8)], [HeadRange(3, 4), HeadRange(6, 8)])
     (0:3, 4:6)
@@ -67,14 +67,14 @@ def without(left: Sequence[HeadRange], right: Sequence[HeadRange]) -> Ranges:
 
 
 def _around(held: HeadRange, taken: HeadRange) -> list[tuple[int, int]]:
-    """Return the bounds of what lies before and after the taken heads; empty ones have no length."""
+    """Return the bounds of the heads before and after the taken ones; either may be empty."""
     return [(held.start, min(held.end, taken.start)), (max(held.start, taken.end), held.end)]
 
 
 def match_heads(
     source: Sequence[HeadRange], destination: Sequence[HeadRange], wanted: Sequence[HeadRange]
 ) -> list[HeadOverlap]:
-    """Return where the wanted heads lie on both sides, as stretches of consecutive local indices.
+    """Return the local indices of the wanted heads in source and destination, as stretches of consecutive heads.
 
     >>> match_heads([HeadRange(0, 4)], [HeadRange(2, 8)], [HeadRange(0, 8)])
     [HeadOverlap(source_head=2, destination_head=0, num_heads=2)]

@@ -1,4 +1,4 @@
-"""Spans of layers, which a source pushes before it has computed the rest of the model, and the plan of each."""
+"""Spans: layers that a push sends together, before the source has computed the rest of the model; and their plans."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,29 +12,30 @@ from kvferry.plan.match import Assignment
 from kvferry.plan.planner import GroupPlan, PairPlan, plan_pair
 
 LAYERS_PER_SPAN = 8
-"""Single layers took up to 1.4 times as long to a first token: each batch wakes threads (docs/decisions/push.md)."""
+"""With spans of one layer the time to first token was up to 1.4 times as long: each batch wakes threads
+(docs/decisions/push.md)."""
 SHORT_TOKENS = 256
-"""Up to so many tokens a prompt goes whole: spans save some 0.02 ms a token, which no first token has shown there.
+"""A prompt of at most so many tokens is pushed whole: spans save about 0.02 ms per token, too little to show.
 
-Measured were 64 tokens, where spans were slower, and 2048, where they save 45 ms (docs/decisions/push.md).
+Spans were slower at 64 tokens and saved 45 ms at 2048 tokens (docs/decisions/push.md).
 """
 
 
 class Span(NamedTuple):
-    """Layers of one cache group that a push sends together: all of them, or span ``number``, counted from 1."""
+    """Layers of one cache group that a push sends together: span ``number``, counted from 1, or with 0 all layers."""
 
     group: str
     number: int = 0
 
 
 SpanPlans = Mapping[str, Mapping[int, GroupPlan]]
-"""The plan of each span by its number, by cache group."""
+"""The plan of each span, by cache group and span number."""
 
 
 class LayerSpans:
-    """The layers of one rank, by cache group, of which its engine tells when they have run, in that order.
+    """The spans of one rank. ``layers`` are by cache group, in the order in which the engine computes them.
 
-    ``layers_of`` has the layers of each span, ``span_of`` the span of each layer.
+    ``layers_of`` maps each span to its layers, ``span_of`` each layer to its span.
 
     >>> spans = LayerSpans({"full": ["a", "b", "c"]}, layers_per_span=2)
     >>> spans.layers_of[Span("full", 1)], spans.span_of["c"]
@@ -48,7 +49,7 @@ class LayerSpans:
         self._plans: WeakKeyDictionary[PairPlan, SpanPlans] = WeakKeyDictionary()
 
     def plans(self, plan: PairPlan) -> SpanPlans:
-        """Return the plans of all spans of a pair, made once."""
+        """Return the plans of all spans of a pair; the first call makes them."""
         if plan not in self._plans:
             self._plans[plan] = {
                 group: plan_spans(plan, group, cut) for group, cut in self._spans.items() if group in plan.groups
@@ -57,9 +58,9 @@ class LayerSpans:
 
 
 def goes_whole(num_tokens: int, *, is_computed: bool, short_tokens: int = SHORT_TOKENS) -> bool:
-    """Return whether a prompt is pushed whole when it has been computed, rather than span by span while it is.
+    """Return whether a prompt is pushed whole, after it is computed, instead of span by span during its computation.
 
-    An engine that does not tell which layers have run sends all spans when a step ends, that is, a chunk.
+    An engine that does not report its computed layers sends all spans of a chunk at the end of the step.
 
     >>> [goes_whole(num_tokens, is_computed=False) for num_tokens in (256, 257)], goes_whole(4096, is_computed=True)
     ([True, False], True)
@@ -68,7 +69,7 @@ def goes_whole(num_tokens: int, *, is_computed: bool, short_tokens: int = SHORT_
 
 
 def cut_layers(layers: Sequence[str], layers_per_span: int) -> dict[int, tuple[str, ...]]:
-    """Cut layers, in the order in which they are computed, into spans by number; the last may be shorter.
+    """Cut layers, in the order of their computation, into numbered spans; the last may be shorter.
 
     >>> cut_layers(["0", "1", "2", "3", "4"], 2)
     {1: ('0', '1'), 2: ('2', '3'), 3: ('4',)}
@@ -78,20 +79,23 @@ def cut_layers(layers: Sequence[str], layers_per_span: int) -> dict[int, tuple[s
 
 
 def plan_spans(plan: PairPlan, group: str, spans: Mapping[int, Sequence[str]]) -> dict[int, GroupPlan]:
-    """Return the plan of each span of a group's layers, by number; together they write what the whole plan does.
+    """Return the plan of each span of a group's layers, by number; together they move the same bytes as ``plan``.
 
-    Layers that only one side holds are left out, as between stages of two pipelines, and spans of which none is left.
+    Layers that only the source or only the destination holds, as between pipeline stages, are left out, and so are
+    spans without common layers.
     """
-    both = plan.groups[group].source_group.layers & plan.groups[group].destination_group.layers
+    common = plan.groups[group].source_group.layers & plan.groups[group].destination_group.layers
     return {
-        number: _plan_layers(plan, group, both & set(layers)) for number, layers in spans.items() if both & set(layers)
+        number: _plan_layers(plan, group, common & set(layers))
+        for number, layers in spans.items()
+        if common & set(layers)
     }
 
 
 def _plan_layers(plan: PairPlan, group: str, layers: frozenset[str]) -> GroupPlan:
-    parts = tuple(part for part in plan.assignment.parts if part.group == group)
+    components = tuple(component for component in plan.assignment.components if component.group == group)
     source, destination = (_with_layers(shard, group, layers) for shard in (plan.source, plan.destination))
-    return plan_pair(source, destination, Assignment(plan.assignment.source_index, parts)).groups[group]
+    return plan_pair(source, destination, Assignment(plan.assignment.source_index, components)).groups[group]
 
 
 def _with_layers(shard: Shard, group: str, layers: frozenset[str]) -> Shard:

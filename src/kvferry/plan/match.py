@@ -1,8 +1,8 @@
-"""Which source rank serves which part of a destination rank, on global axes.
+"""Assignment of source ranks to the heads that a destination rank needs, on global axes.
 
-Layers are matched by name, components by name and heads by global index. Tokens need no match: they are one global
-axis, of which each rank holds a share that it splits into blocks and slots later. Everything that no plan can do is
-refused here, before any request exists.
+Layers and components are matched by name, heads by global index. Tokens need no match: they are one global axis, of
+which each rank holds a share; ``block_pairs`` splits that share into blocks and slots. Caches between which no plan
+exists are refused here, before any request arrives.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -29,15 +29,15 @@ class ComponentHeads(msgspec.Struct, frozen=True):
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """What one source rank, named by its index, sends to a destination rank. Hashable: plans are cached by it."""
+    """The heads that one source rank sends to a destination rank. Hashable, since plans are cached by assignment."""
 
     source_index: int
-    parts: tuple[ComponentHeads, ...]
+    components: tuple[ComponentHeads, ...]
 
 
 @dataclass(frozen=True)
-class _Task:
-    """Heads of one component that ranks with equal layers and token shares have to send between them."""
+class _Need:
+    """Heads of one component that the destination needs from source ranks with equal layers and token share."""
 
     group: str
     wanted: Component
@@ -46,19 +46,21 @@ class _Task:
     """Source ranks by the wanted heads that they hold."""
 
     @property
-    def choice(self) -> int:
-        """How many ranks there are to choose from, where there are fewest."""
+    def num_candidates(self) -> int:
+        """The smallest number of ranks that hold the same wanted heads."""
         return min(map(len, self.replicas.values()), default=0)
 
 
 def choose_sources(sources: Sequence[Shard], destination: Shard, selector: int) -> tuple[Assignment, ...]:
-    """Choose for each layer, head and token share that the destination needs the one source rank that sends it.
+    """Choose one source rank for each layer, head and token share that the destination needs.
 
-    As few ranks as possible are chosen: one that sends something else anyway comes first. Among ranks that hold the
-    same, ``selector`` (not negative, the same on both sides for one request, such as a stable hash of its id) and the
-    destination's rank choose, so that requests and ranks spread evenly. Equal arguments give equal assignments.
+    The choice takes as few ranks as possible: a rank that sends other heads anyway comes first. Among ranks that hold
+    the same heads, ``selector`` and the destination's rank choose, so that the load spreads evenly over requests and
+    ranks. ``selector`` is not negative and equal in both engines for one request, such as a stable hash of the request
+    id. Equal arguments give equal assignments.
 
-    Raises :class:`PlanError` when the peers do not fit or no source holds what is needed (``missing-source``).
+    Raises :class:`PlanError` when the caches do not fit together or no source holds the needed heads
+    (``missing-source``).
 
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.testing.dense_shards import shard_for
@@ -72,17 +74,17 @@ def choose_sources(sources: Sequence[Shard], destination: Shard, selector: int) 
     if selector < 0:
         raise PlanError(Reason.INVALID_REQUEST, f"selector is {selector}.", "Use a non-negative hash.")
     check_layers(sources, destination)
-    # Replicas come in numbers that divide the ranks, so this loses no balance and bounds the distinct assignments.
-    turn = (selector + destination.tp_rank) % len(sources)
+    # The number of replicas divides the number of ranks: the remainder keeps the balance and bounds the assignments.
+    choice = (selector + destination.tp_rank) % len(sources)
     chosen: dict[int, list[ComponentHeads]] = {}
-    # What only few ranks hold comes first, so that what many hold comes from one of these.
-    for task in sorted(_tasks(sources, destination), key=lambda task: task.choice):
-        for index, heads in _cover(task, turn, chosen):
-            chosen.setdefault(index, []).append(ComponentHeads(task.group, task.wanted.name, heads))
-    return tuple(Assignment(index, _merged(parts, destination)) for index, parts in sorted(chosen.items()))
+    # Heads with few candidates come first, so that their ranks also serve the heads with many.
+    for need in sorted(_needs(sources, destination), key=lambda need: need.num_candidates):
+        for index, heads in _cover(need, choice, chosen):
+            chosen.setdefault(index, []).append(ComponentHeads(need.group, need.wanted.name, heads))
+    return tuple(Assignment(index, _merged(components, destination)) for index, components in sorted(chosen.items()))
 
 
-def _tasks(sources: Sequence[Shard], destination: Shard) -> Iterator[_Task]:
+def _needs(sources: Sequence[Shard], destination: Shard) -> Iterator[_Need]:
     for group in destination.groups:
         for stage in _stages(sources, group):
             held = [(index, found) for index in stage if (found := sources[index].group(group.name))]
@@ -93,24 +95,24 @@ def _tasks(sources: Sequence[Shard], destination: Shard) -> Iterator[_Task]:
             )
             for _, share in shares:
                 if share.overlaps(group.token_share):
-                    holders = [(index, found) for index, found in held if found.token_share == share]
-                    tasks = [_task(group, component, share, holders) for component in group.components]
-                    # Padding that no source has alike is nobody's task.
-                    yield from (task for task in tasks if task.replicas or not task.wanted.is_padding)
+                    members = [(index, found) for index, found in held if found.token_share == share]
+                    needs = [_need(group, component, share, members) for component in group.components]
+                    # Padding without equal padding at a source does not move.
+                    yield from (need for need in needs if need.replicas or not need.wanted.is_padding)
 
 
-def _task(group: CacheGroup, wanted: Component, share: TokenShare, held: Sequence[tuple[int, CacheGroup]]) -> _Task:
+def _need(group: CacheGroup, wanted: Component, share: TokenShare, held: Sequence[tuple[int, CacheGroup]]) -> _Need:
     replicas: dict[Ranges, list[int]] = {}
     for index, found in held:
-        component = next((part for part in found.components if part.is_like(wanted)), None)
+        component = next((component for component in found.components if component.is_like(wanted)), None)
         overlap = common(component.heads, wanted.heads) if component is not None else ()
         if overlap:
             replicas.setdefault(overlap, []).append(index)
-    return _Task(group.name, wanted, share, replicas)
+    return _Need(group.name, wanted, share, replicas)
 
 
 def _stages(sources: Sequence[Shard], group: CacheGroup) -> list[list[int]]:
-    """Return the sources that hold layers of the group, together where they hold the same layers."""
+    """Return the indices of the sources that hold layers of the group, one list for each set of layers."""
     stages: dict[frozenset[str], list[int]] = {}
     for index, source in enumerate(sources):
         found = source.group(group.name)
@@ -119,43 +121,43 @@ def _stages(sources: Sequence[Shard], group: CacheGroup) -> list[list[int]]:
     return list(stages.values())
 
 
-def _cover(task: _Task, turn: int, chosen: Container[int]) -> list[tuple[int, Ranges]]:
-    """Cover the wanted heads greedily: always the ranks that hold most of what is left, one of them by turn."""
-    left, cover = canonical(task.wanted.heads), []
+def _cover(need: _Need, choice: int, chosen: Container[int]) -> list[tuple[int, Ranges]]:
+    """Cover the wanted heads greedily with the ranks that hold most of the remaining ones; ``choice`` selects among
+    replicas.
+    """
+    left, cover = canonical(need.wanted.heads), []
     while left:
-        best = max(task.replicas, key=lambda heads: (count(common(heads, left)), -heads[0].start), default=())
+        best = max(need.replicas, key=lambda heads: (count(common(heads, left)), -heads[0].start), default=())
         sent = common(best, left)
         if not sent:
-            raise _missing(task, left)
-        # Fewest ranks: one that sends something else anyway is taken again.
-        candidates = [index for index in task.replicas[best] if index in chosen] or task.replicas[best]
-        cover.append((candidates[turn % len(candidates)], sent))
+            raise _missing(need, left)
+
+        candidates = [index for index in need.replicas[best] if index in chosen] or need.replicas[best]
+        cover.append((candidates[choice % len(candidates)], sent))
         left = without(left, sent)
     return cover
 
 
-def _merged(parts: Sequence[ComponentHeads], destination: Shard) -> tuple[ComponentHeads, ...]:
-    """Return the parts in the destination's order, one for each component."""
-    heads: dict[tuple[str, str], Ranges] = {}
-    for part in parts:
-        # A rank belongs to one stage and has one share, so that its parts never name a component twice.
-        heads[part.group, part.component] = part.heads
+def _merged(components: Sequence[ComponentHeads], destination: Shard) -> tuple[ComponentHeads, ...]:
+    """Return the components in the destination's order."""
+    # A rank has one stage and one token share, so each component occurs once.
+    heads = {(component.group, component.component): component.heads for component in components}
     order = [(group.name, component.name) for group in destination.groups for component in group.components]
     return tuple(ComponentHeads(*key, heads[key]) for key in order if key in heads)
 
 
-def _missing(task: _Task, left: Ranges) -> PlanError:
-    share = "" if task.share.is_whole else f" in {task.share!r}"
+def _missing(need: _Need, left: Ranges) -> PlanError:
+    share = "" if need.share.is_whole else f" in {need.share!r}"
     return PlanError(
         Reason.MISSING_SOURCE,
-        f"group {task.group!r}, component {task.wanted.name!r}: no source rank holds heads {list(left)} of "
-        f"{task.wanted.total_heads}{share}.",
+        f"group {need.group!r}, component {need.wanted.name!r}: no source rank holds heads {list(left)} of "
+        f"{need.wanted.total_heads}{share}.",
         "Name every rank of the source engine.",
     )
 
 
 def match_layers(source: Component, destination: Component) -> Offsets:
-    """Return rows of source and destination offset, one for each layer that both hold."""
+    """Return rows of source and destination offset, one for each common layer."""
     offsets = dict(zip(source.layers, source.layer_offsets, strict=True))
     held = zip(destination.layers, destination.layer_offsets, strict=True)
     rows = [(offsets[layer], offset) for layer, offset in held if layer in offsets]

@@ -18,15 +18,15 @@ from kvferry.plan.template import Template, build_templates
 from kvferry.plan.wire import digest
 
 MAX_CACHED_PHASES = 256
-"""Templates of this many phases are kept for each group; block sizes without a common factor can make many."""
+"""Phases of a group whose templates are kept. Block sizes without a common factor have many phases."""
 MAX_FIRST_PHASES = 16
-"""Phases whose templates are built at handshake; the common case has one."""
+"""Phases whose templates are built at handshake; in most cases there is one."""
 MAX_DESCRIPTORS = 1 << 24
-"""Descriptors that one lowering may make."""
+"""Limit of the descriptors of one call of ``lower``."""
 
 
 class GroupPlan:
-    """The plan of one cache group: its templates by phase, made when first needed and kept."""
+    """The plan of one cache group between two ranks. Builds the template of a phase on first use and keeps it."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class GroupPlan:
         self._templates: dict[Phase, tuple[Template, ...]] = {}
 
     def first_phases(self) -> list[Phase]:
-        """Return the phases in which a request that begins at token 0 begins: of whole blocks, all in most cases."""
-        covers = [group.tokens_per_position for group in (self.source_group, self.destination_group)]
-        tokens = max(covers)
-        ids = [np.zeros(-(-tokens // each), dtype=np.int64) for each in covers]
+        """Return the phases of the first whole blocks of a request from token 0: in most cases all of its phases."""
+        tokens_each = [group.tokens_per_position for group in (self.source_group, self.destination_group)]
+        tokens = max(tokens_each)
+        ids = [np.zeros(-(-tokens // each), dtype=np.int64) for each in tokens_each]
         first = GroupBlocks(
             group=self.source_group.name,
             first_token=0,
@@ -67,7 +67,7 @@ class GroupPlan:
         return found
 
     def pairs(self, requests: Sequence[GroupBlocks]) -> list[BlockPairs]:
-        """Return the pairs of blocks of these requests of this group, once for each phase."""
+        """Return the pairs of blocks of these requests, which are all of this group, by phase."""
         refuse_twice(requests, self.destination_group)
         members: dict[Phase, list[BlockPairs]] = {}
         for blocks in requests:
@@ -83,24 +83,24 @@ class GroupPlan:
         ]
 
     def lower(self, requests: Sequence[GroupBlocks]) -> list[Offsets]:
-        """Return rows for these requests of this group, one array for each pair of regions and blocks."""
+        """Return rows of addresses for these requests of this group, one array per pair of regions."""
         pairs = self.pairs(requests)
         rows: dict[tuple[int, int], list[Offsets]] = {}
         joins, num_rows = len(pairs) > 1, 0
         for phase, source_blocks, destination_blocks in pairs:
             for template in self.templates(phase):
-                num_rows += len(template.pieces) * len(source_blocks)
+                num_rows += len(template.runs) * len(source_blocks)
                 _refuse_too_many(self.destination_group, num_rows)
                 lowered = template.lower(source_blocks, destination_blocks)
-                together = rows.setdefault((template.source_region, template.destination_region), [])
-                together.append(lowered)
-                joins = joins or template.may_join or len(together) > 1
-        # What can still be adjacent is joined by address. Never across regions: a transport registers them apart.
+                members = rows.setdefault((template.source_region, template.destination_region), [])
+                members.append(lowered)
+                joins = joins or template.may_join or len(members) > 1
+        # Rows never join across regions: a transport registers each region on its own.
         return [_join(rows[regions], joins) for regions in sorted(rows)]
 
 
 class PairPlan:
-    """What one source rank sends to one destination rank, for any request.
+    """The plan between one source rank and one destination rank, for any request.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.testing.dense_shards import shard_for
@@ -119,31 +119,31 @@ class PairPlan:
         self.source, self.destination, self.assignment = source, destination, assignment
         self.groups: dict[str, GroupPlan] = {}
         heads: dict[str, dict[str, tuple[HeadRange, ...]]] = {}
-        for part in assignment.parts:
-            heads.setdefault(part.group, {})[part.component] = part.heads
+        for component in assignment.components:
+            heads.setdefault(component.group, {})[component.component] = component.heads
         for name, by_component in heads.items():
             groups = (source.group(name), destination.group(name))
             if groups[0] is None or groups[1] is None:
                 raise PlanError(
                     Reason.GROUP_MISMATCH,
-                    f"{source.rank_name} was chosen to send group {name!r} to {destination.rank_name}, "
-                    "but not both hold it.",
-                    "Plan with the shards that the sources were chosen from.",
+                    f"{source.rank_name} is assigned to send group {name!r} to {destination.rank_name}, "
+                    "but one of them does not hold that group.",
+                    "Use the same shards for the assignment and the plan.",
                 )
             self.groups[name] = GroupPlan(source, destination, (groups[0], groups[1]), by_component)
 
     @property
     def heads(self) -> dict[tuple[str, str], tuple[HeadRange, ...]]:
-        """Global heads that this pair carries, by group and component."""
-        return {(part.group, part.component): part.heads for part in self.assignment.parts}
+        """Global heads that the source sends, by group and component."""
+        return {(component.group, component.component): component.heads for component in self.assignment.components}
 
     @cached_property
     def digest(self) -> str:
-        """Names both shards and what the source sends of them: groups, layers and heads."""
+        """A digest of both shards and of the groups and heads that the source sends."""
         return digest([self.source], self.destination, [self.assignment])
 
     def asked(self, requests: Sequence[GroupBlocks]) -> list[tuple[GroupPlan, list[GroupBlocks]]]:
-        """Return what is asked of each group that this source serves. Raises as :meth:`lower`."""
+        """Return the requests of each group that this source serves. Raises as :meth:`lower`."""
         refuse_incomplete(requests, self.destination)
         named = {blocks.group for blocks in requests}
         return [
@@ -155,39 +155,39 @@ class PairPlan:
     def lower(self, requests: Sequence[GroupBlocks]) -> Descriptors:
         """Return the descriptors, an array of shape (n, 3): source address, destination address, length in bytes.
 
-        Runs are joined wherever both sides advance; the result depends on the set of block pairs, not on their order.
-        A group of the destination that another source serves gives nothing here.
+        Runs are joined wherever both addresses advance together; the result depends on the set of block pairs, not on
+        their order. A group that only another source serves adds no descriptors.
 
-        Raises :class:`PlanError` (``invalid-request``) for an unknown group, one that is left out (see
-        :func:`kvferry.plan.request.refuse_incomplete`), and blocks that do not fit.
+        Raises :class:`PlanError` (``invalid-request``) for a group that is unknown or left out (see
+        :func:`kvferry.plan.request.refuse_incomplete`), and for blocks that do not fit.
         """
-        return _together([part for plan, asked in self.asked(requests) for part in plan.lower(asked)])
+        return _descriptors([rows for plan, asked in self.asked(requests) for rows in plan.lower(asked)])
 
     def lower_groups(self, requests: Sequence[GroupBlocks]) -> dict[str, Descriptors]:
-        """Return what :meth:`lower` does, by group."""
-        return {plan.source_group.name: _together(plan.lower(asked)) for plan, asked in self.asked(requests)}
+        """Return the descriptors of :meth:`lower` by group."""
+        return {plan.source_group.name: _descriptors(plan.lower(asked)) for plan, asked in self.asked(requests)}
 
 
 class Planner:
-    """The plans of one destination rank against every rank of a source engine, cached.
+    """The plans between every rank of a source engine and one destination rank, cached.
 
-    Made at handshake: what cannot be planned is refused here, by :func:`choose_sources`.
+    The constructor runs at handshake and raises as :func:`choose_sources` for caches that do not fit together.
     """
 
     def __init__(self, sources: Sequence[Shard], destination: Shard) -> None:
         self.sources, self.destination = tuple(sources), destination
         self._plans: dict[Assignment, PairPlan] = {}
-        self._turns: dict[int, tuple[PairPlan, ...]] = {}
+        self._by_selector: dict[int, tuple[PairPlan, ...]] = {}
         self.plans(0)
 
     def plans(self, selector: int) -> tuple[PairPlan, ...]:
         """Return one plan for each source rank that the selector chooses; see :func:`choose_sources`."""
-        # A selector counts only modulo the number of sources. A negative one is left to be refused.
-        turn = selector % len(self.sources) if selector > 0 and self.sources else selector
-        found = self._turns.get(turn)
+        # Selectors that are equal modulo the number of sources are the same; choose_sources refuses negative ones.
+        remainder = selector % len(self.sources) if selector > 0 and self.sources else selector
+        found = self._by_selector.get(remainder)
         if found is None:
-            chosen = choose_sources(self.sources, self.destination, turn)
-            found = self._turns[turn] = tuple(self._plan(assignment) for assignment in chosen)
+            chosen = choose_sources(self.sources, self.destination, remainder)
+            found = self._by_selector[remainder] = tuple(self._plan(assignment) for assignment in chosen)
         return found
 
     def _plan(self, assignment: Assignment) -> PairPlan:
@@ -199,9 +199,9 @@ class Planner:
 
 
 def plan_pair(source: Shard, destination: Shard, assignment: Assignment) -> PairPlan:
-    """Plan what ``assignment``, from :func:`choose_sources`, lets the source send to the destination.
+    """Return the plan of one ``assignment`` from :func:`choose_sources`.
 
-    The templates of whole blocks are built at once, so that a later request only applies block ids.
+    Builds the templates of whole blocks at once, so that a request only applies block ids.
     """
     plan = PairPlan(source, destination, assignment)
     for group in plan.groups.values():
@@ -210,7 +210,7 @@ def plan_pair(source: Shard, destination: Shard, assignment: Assignment) -> Pair
     return plan
 
 
-def _together(rows: list[Offsets]) -> Descriptors:
+def _descriptors(rows: list[Offsets]) -> Descriptors:
     if not rows:
         return np.empty((0, 3), dtype=np.uint64)
     return (rows[0] if len(rows) == 1 else np.concatenate(rows)).view(np.uint64)
@@ -225,6 +225,6 @@ def _refuse_too_many(group: CacheGroup, num_rows: int) -> None:
     if num_rows > MAX_DESCRIPTORS:
         raise PlanError(
             Reason.UNSUPPORTED,
-            f"group {group.name!r}: {num_rows} descriptors are needed, at most {MAX_DESCRIPTORS} are made at once.",
+            f"group {group.name!r} needs {num_rows} descriptors; the limit of one request is {MAX_DESCRIPTORS}.",
             "Use a layout whose runs are longer, such as BHLNC on both sides.",
         )

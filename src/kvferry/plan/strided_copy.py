@@ -1,15 +1,16 @@
-"""Fewest and longest pieces of a strided copy.
+"""Strided copies with the fewest and longest runs.
 
-A *layout* in CuTe's words is a function from integers to integers, written as (count, stride) loops. The copies here
-are pairs of such functions over one shared domain: the source's and the destination's. CuTe's ``coalesce`` folds
-neighbouring loops by four cases; here a fold must hold on both sides at once:
+A CuTe *layout* is a function from integers to integers, written as (count, stride) loops. A strided copy is a pair of
+such functions, source and destination, over one shared domain. CuTe's ``coalesce`` folds neighbouring loops in four
+cases; here a case must hold for source and destination at once:
 
 1. a loop of count 1 is dropped;
-2. a loop whose strides both equal the run's length prolongs the run;
+2. a loop whose strides both equal the run's length makes the run longer;
 3. a loop whose strides both equal the inner neighbour's stride times its count is merged into that neighbour;
 4. any other loop stays.
 
-Afterwards no loop has count 1 and no neighbours can be folded. The bytes copied, and from where, are the same.
+Afterwards no loop has count 1 and no neighbours can be folded. Every byte is copied from and to the same offset as
+before.
 """
 
 from collections.abc import Iterable
@@ -39,12 +40,12 @@ class StridedCopy:
 
     @property
     def num_runs(self) -> int:
-        """How many runs the loops make."""
+        """The number of runs."""
         return int(np.prod([count for count, _, _ in self.loops], dtype=np.int64))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes copied."""
+        """The number of bytes."""
         return self.num_runs * self.run_bytes
 
     def expand(self) -> Offsets:
@@ -61,7 +62,7 @@ class StridedCopy:
 
 
 def coalesce(copy: StridedCopy) -> StridedCopy:
-    """Fold loops by the four cases, after ordering them by destination stride.
+    """Order the loops by destination stride and fold them by the four cases.
 
     >>> coalesce(StridedCopy(0, 0, 2, ((128, 2, 2), (1, 7, 7), (16, 256, 256), (36, 4096, 4096))))
     StridedCopy(source_offset=0, destination_offset=0, run_bytes=147456, loops=())
@@ -97,7 +98,7 @@ def _continues(inner: Loop, source: int, destination: int) -> bool:
 
 
 def merge_rows(rows: Offsets) -> Offsets:
-    """Sort rows of source, destination, length by destination and join those adjacent on both sides.
+    """Sort rows of source, destination, length by destination; join rows adjacent at both source and destination.
 
     >>> merge_rows(np.array([[16, 116, 8], [0, 100, 16], [40, 124, 4]])).tolist()
     [[0, 100, 24], [40, 124, 4]]
@@ -118,10 +119,10 @@ def merge_rows(rows: Offsets) -> Offsets:
 
 
 def place(run_bytes: int, loops: tuple[Loop, ...], places: Offsets) -> list[StridedCopy]:
-    """Return the copies of one strided pattern at many places, given as rows of source and destination offset.
+    """Return the copies of one strided pattern at many places, which are rows of source and destination offset.
 
-    The places are layers, and components whose pattern is equal. Places whose patterns are adjacent on both sides
-    join into longer runs; what remains is split into maximal affine stretches, each one more loop.
+    A place is a layer, or a component with the same pattern. Patterns that are adjacent at source and destination join
+    into longer runs; the remaining places are split into maximal affine stretches, each of which becomes one loop.
 
     >>> places = np.array([[0, 0], [256, 256], [512, 512], [4096, 1024], [8192, 2048]])
     >>> [(copy.source_offset, copy.run_bytes, copy.loops) for copy in place(256, (), places)]

@@ -1,13 +1,12 @@
-"""Templates: everything about a copy between two ranks' blocks that does not depend on the block ids."""
+"""Templates: a plan's copies for block 0, to which a request applies its block ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-from kvferry.arrays import Integers, Offsets
+from kvferry.arrays import Flags, Integers, Offsets
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.component import Atom, Component, HeadRange
 from kvferry.layout.group import CacheGroup
@@ -17,15 +16,15 @@ from kvferry.plan.head_ranges import match_heads
 from kvferry.plan.match import match_layers
 from kvferry.plan.strided_copy import Loop, StridedCopy, coalesce, merge_rows, place
 
-MAX_PIECES = 1 << 18
-"""Pieces of one block. More come only of layouts that should be transposed by a kernel instead."""
+MAX_RUNS = 1 << 18
+"""Limit of one block's runs. Only pairs of layouts that a kernel should transpose instead have more."""
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """What one pair of blocks moves within one phase and one pair of regions.
+    """The copies for one pair of blocks of one phase, between one pair of regions.
 
-    The copies' offsets are addresses for block 0 on both sides; block b lies ``b * *_block_stride`` further on.
+    The copies' offsets are addresses in block 0; block b begins ``b * *_block_stride`` bytes later.
     """
 
     source_region: int
@@ -35,31 +34,31 @@ class Template:
     copies: tuple[StridedCopy, ...]
 
     @cached_property
-    def pieces(self) -> Offsets:
-        """Rows of source address, destination address and length for block 0, sorted, adjacent ones joined."""
+    def runs(self) -> Offsets:
+        """Rows of source address, destination address and length for block 0, sorted and joined."""
         return merge_rows(np.concatenate([copy.expand() for copy in self.copies]))
 
     @cached_property
-    def _prolongs(self) -> npt.NDArray[np.bool_]:
-        """Which pieces continue in the next block where both sides advance by one block."""
+    def _extends(self) -> Flags:
+        """Which runs continue in the next block when both block ids advance by one."""
         if self.source_block_stride != self.destination_block_stride:
-            return np.zeros(len(self.pieces), dtype=np.bool_)
-        return np.equal(self.pieces[:, 2], self.source_block_stride)
+            return np.zeros(len(self.runs), dtype=np.bool_)
+        return np.equal(self.runs[:, 2], self.source_block_stride)
 
     @cached_property
     def _is_block_major(self) -> bool:
-        """Whether a destination block's pieces lie before those of the next block, as in the cross-layer layouts."""
-        return int(self.pieces[-1, 1] - self.pieces[0, 1]) < self.destination_block_stride
+        """Whether all runs of a destination block lie before those of the next, as in cross-layer layouts."""
+        return int(self.runs[-1, 1] - self.runs[0, 1]) < self.destination_block_stride
 
     @cached_property
     def may_join(self) -> bool:
-        """Whether rows of different pieces can be adjacent: runs over blocks that meet, or a block's end and the next
-        block's begin.
+        """Whether rows of different runs can be adjacent: long runs over several blocks, or a block's last run and the
+        next block's first.
         """
-        if self._prolongs.any():
+        if self._extends.any():
             return True
         strides = np.array([self.source_block_stride, self.destination_block_stride])
-        shorter = self.pieces[~self._prolongs]
+        shorter = self.runs[~self._extends]
         starts = set(map(tuple, (shorter[:, :2] + strides).tolist()))
         return any(tuple(end) in starts for end in (shorter[:, :2] + shorter[:, 2:]).tolist())
 
@@ -67,32 +66,32 @@ class Template:
         """Return rows of source address, destination address and length for pairs of blocks in any order."""
         order = np.lexsort((source_blocks, destination_blocks))
         blocks = np.stack((source_blocks[order], destination_blocks[order]), axis=1)
-        prolongs = self._prolongs
-        if not prolongs.any():
-            return self._product(blocks, self.pieces)
+        extends = self._extends
+        if not extends.any():
+            return self._product(blocks, self.runs)
         starts = np.flatnonzero(np.concatenate(([True], (np.diff(blocks, axis=0) != 1).any(axis=1))))
-        runs = self._product(blocks[starts], self.pieces[prolongs], np.diff(starts, append=len(blocks)))
-        if prolongs.all():
+        runs = self._product(blocks[starts], self.runs[extends], np.diff(starts, append=len(blocks)))
+        if extends.all():
             return runs
-        return np.concatenate((runs, self._product(blocks, self.pieces[~prolongs])))
+        return np.concatenate((runs, self._product(blocks, self.runs[~extends])))
 
-    def _product(self, blocks: Integers, pieces: Offsets, num_blocks: Integers | None = None) -> Offsets:
-        """Place every piece in every block, in an order that is close to ascending by destination.
+    def _product(self, blocks: Integers, runs: Offsets, num_blocks: Integers | None = None) -> Offsets:
+        """Return every run in every block, in an order that is close to ascending by destination.
 
-        ``num_blocks`` prolongs the pieces of each block by so many blocks.
+        ``num_blocks`` multiplies the length of each block's runs.
         """
         if self._is_block_major:
-            memory = np.empty((len(blocks), len(pieces), 3), dtype=np.int64)
+            memory = np.empty((len(blocks), len(runs), 3), dtype=np.int64)
             rows = memory
         else:
-            memory = np.empty((len(pieces), len(blocks), 3), dtype=np.int64)
+            memory = np.empty((len(runs), len(blocks), 3), dtype=np.int64)
             rows = memory.swapaxes(0, 1)
-        np.add((blocks[:, 0] * self.source_block_stride)[:, None], pieces[:, 0], out=rows[:, :, 0])
-        np.add((blocks[:, 1] * self.destination_block_stride)[:, None], pieces[:, 1], out=rows[:, :, 1])
+        np.add((blocks[:, 0] * self.source_block_stride)[:, None], runs[:, 0], out=rows[:, :, 0])
+        np.add((blocks[:, 1] * self.destination_block_stride)[:, None], runs[:, 1], out=rows[:, :, 1])
         if num_blocks is None:
-            rows[:, :, 2] = pieces[:, 2]
+            rows[:, :, 2] = runs[:, 2]
         else:
-            np.multiply(num_blocks[:, None], pieces[:, 2], out=rows[:, :, 2])
+            np.multiply(num_blocks[:, None], runs[:, 2], out=rows[:, :, 2])
         return memory.reshape(-1, 3)
 
 
@@ -103,10 +102,11 @@ def build_templates(
     heads: Mapping[str, Sequence[HeadRange]],
     phase: Phase,
 ) -> tuple[Template, ...]:
-    """Build the templates of one group (its source and destination form) and phase: one for each pair of regions.
+    """Return the templates of one phase of a group, one for each pair of regions.
 
-    ``heads`` are those that move, by component. Raises :class:`PlanError` (``invalid-request``) for a phase that
-    splits a packed page, ``unsupported`` for blocks in too many pieces.
+    ``groups`` are the group at the source and at the destination, ``heads`` the global heads that move, by component.
+    Raises :class:`PlanError`: ``invalid-request`` for a phase that splits a packed page, ``unsupported`` for blocks
+    with more than ``MAX_RUNS`` runs.
     """
     patterns: dict[tuple[Component, Component], list[tuple[StridedCopy, Offsets]]] = {}
     for component in groups[1].components:
@@ -125,7 +125,7 @@ Pattern = tuple[int, tuple[Loop, ...]]
 def _by_memory(
     patterns: dict[tuple[Component, Component], list[tuple[StridedCopy, Offsets]]],
 ) -> dict[Memory, dict[Pattern, list[Offsets]]]:
-    """Collect the places of equal patterns in equal memory: K and V planes meet here and become one run again."""
+    """Collect the places of equal patterns in equal memory, so that K and V planes can become one run again."""
     memories: dict[Memory, dict[Pattern, list[Offsets]]] = {}
     for (source, destination), members in patterns.items():
         memory = (source.region, destination.region, source.block_stride, destination.block_stride)
@@ -139,13 +139,13 @@ def _template(memory: Memory, patterns: dict[Pattern, list[Offsets]]) -> Templat
     copies: list[StridedCopy] = []
     for (run_bytes, loops), places in patterns.items():
         copies += place(run_bytes, loops, np.concatenate(places))
-    num_pieces = sum(copy.num_runs for copy in copies)
-    if num_pieces > MAX_PIECES:
+    num_runs = sum(copy.num_runs for copy in copies)
+    if num_runs > MAX_RUNS:
         raise PlanError(
             Reason.UNSUPPORTED,
-            f"one block would move in {num_pieces} pieces of {min(copy.run_bytes for copy in copies)} bytes or more, "
-            f"at most {MAX_PIECES} are planned.",
-            "Use layouts that order tokens and channels alike on both sides.",
+            f"one block has {num_runs} runs, the shortest of {min(copy.run_bytes for copy in copies)} bytes; the limit "
+            f"is {MAX_RUNS}.",
+            "Use layouts with the same order of tokens and channels in both engines.",
         )
     return Template(*memory, copies=tuple(copies))
 
@@ -158,7 +158,7 @@ def _patterns(
     run: TokenRun,
     block_size: int,
 ) -> list[tuple[StridedCopy, Offsets]]:
-    """Return for each stretch of heads the copy within one layer and block, and the addresses where layers begin."""
+    """Return for each stretch of heads the copy within one layer and block, and the addresses of the layers."""
     sent, received = components
     bases = [source.regions[sent.region].base_address, destination.regions[received.region].base_address]
     places = match_layers(sent, received) + np.array(bases, dtype=np.int64)
@@ -182,9 +182,9 @@ def _page_copy(sent: Component, received: Component, run: TokenRun, block_size: 
         if run != TokenRun(0, 0, block_size):
             raise PlanError(
                 Reason.INVALID_REQUEST,
-                f"component {sent.name!r}: tokens {run.source_slot} to {run.source_slot + run.num_tokens} of a "
-                "page that is packed as a whole were asked for.",
-                "Ask for whole blocks.",
+                f"component {sent.name!r}: slots {run.source_slot} to {run.source_slot + run.num_tokens} of a packed "
+                "page cannot move alone.",
+                "Request whole blocks.",
             )
         return coalesce(StridedCopy(0, 0, block_size * sent.num_channels * sent.itemsize, (head_loop,)))
     channels = (sent.num_channels, sent.channel_stride, received.channel_stride)

@@ -1,4 +1,4 @@
-"""Shards as bytes for the handshake, and digests by which two sides name the same thing."""
+"""Shards as bytes for the handshake, and digests of plans."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from kvferry.plan.match import Assignment
 from kvferry.plan.request import GroupBlocks
 
 MAX_SHARD_BYTES = 1 << 20
-"""Longest encoding of a shard that is read from a peer."""
-SAME_VERSION = "Run the same kvferry version on both sides."
+"""Limit of the encoding of a shard."""
+SAME_VERSION = "Run the same kvferry version in both engines."
 
 _DIGEST_BYTES = 16
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -33,22 +33,22 @@ def encode_shard(shard: Shard) -> bytes:
     if len(encoded) > MAX_SHARD_BYTES:
         raise PlanError(
             Reason.UNSUPPORTED,
-            f"the description of {shard.rank_name} has {len(encoded)} bytes, at most {MAX_SHARD_BYTES} are sent.",
+            f"the shard of {shard.rank_name} encodes to {len(encoded)} bytes; the limit is {MAX_SHARD_BYTES}.",
             "Split the model's layers over more pipeline stages.",
         )
     return encoded
 
 
 def decode_shard(encoded: bytes) -> Shard:
-    """Return the shard, checked as if it had been built here.
+    """Return the shard, with all checks of its constructor.
 
-    Raises :class:`KVFerryError`: a shard that cannot exist keeps its own reason, anything else is
+    Raises :class:`KVFerryError`: for a shard that cannot exist with the reason of the failed check, else
     ``malformed-message``.
     """
     if len(encoded) > MAX_SHARD_BYTES:
         raise PlanError(
             Reason.MALFORMED_MESSAGE,
-            f"a shard of {len(encoded)} bytes was received, at most {MAX_SHARD_BYTES} are read.",
+            f"a received shard has {len(encoded)} bytes; the limit is {MAX_SHARD_BYTES}.",
             SAME_VERSION,
         )
     try:
@@ -67,9 +67,9 @@ def digest(
     assignments: Sequence[Assignment],
     requests: Sequence[GroupBlocks] = (),
 ) -> str:
-    """Return a digest of all that determines a lowered list: shards, assignments and block ids.
+    """Return a digest of all inputs of a lowered list: shards, assignments and block ids.
 
-    Equal plans have equal digests in every process, so that a sender's "done" can name what it did.
+    Equal plans have equal digests in every process, so that a message about a push can name its plan.
     """
     asked = [
         (

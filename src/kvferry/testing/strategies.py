@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from kvferry.layout.group import WHOLE, CacheKind, TokenShare
 from kvferry.layout.shard import Shard
-from kvferry.plan.request import GroupBlocks
-from kvferry.plan.window import first_token_to_move
+from kvferry.plan.request import GroupBlocks, first_token_to_move
 from kvferry.testing.random_models import (
     EngineLayout,
     GroupModel,

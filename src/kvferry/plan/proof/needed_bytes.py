@@ -1,7 +1,7 @@
-"""Which destination bytes a request needs, and from which source byte each must come: plainly enumerated.
+"""The destination bytes that a request needs, each with its source byte, by plain enumeration.
 
-For :mod:`kvferry.plan.proof.verify`, and so without the planner's code: tokens are listed one by one and located in
-both sides' blocks, layers found by name, heads by global index.
+:mod:`kvferry.plan.proof.verify` compares a plan with them, so nothing here uses the planner's code: tokens are listed
+one by one and located in the blocks of source and destination, layers are found by name, heads by global index.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +10,8 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kvferry.arrays import Integers
+from kvferry.arrays import Flags, Integers
 from kvferry.errors import Reason, VerificationError
 from kvferry.layout.component import Atom, Component, HeadRange
 from kvferry.layout.group import CacheGroup, CacheKind
@@ -25,7 +24,7 @@ Heads = Mapping[tuple[str, str], Sequence[HeadRange]]
 
 @dataclass(frozen=True)
 class Units:
-    """Needed intervals sorted by destination, and what each holds."""
+    """Needed intervals, sorted by destination. A unit is contiguous at source and destination."""
 
     source: Integers
     destination: Integers
@@ -44,10 +43,10 @@ class Units:
 
 
 def needed_from(source: Shard, destination: Shard, requests: Sequence[GroupBlocks], heads: Heads) -> Units:
-    """Return what the destination needs of these heads, as far as the source holds it.
+    """Return the units of these heads that the destination needs and the source holds.
 
-    Raises :class:`VerificationError` (``invalid-request``) for a request that leaves out a group or a state, or that
-    does not fit its blocks, and where two needs share a byte.
+    Raises :class:`VerificationError` (``invalid-request``) for a request that leaves out a group or a state or does
+    not fit its blocks, and for two units with a common byte.
     """
     _check_complete(requests, destination)
     whole = []
@@ -55,11 +54,11 @@ def needed_from(source: Shard, destination: Shard, requests: Sequence[GroupBlock
         held, wanted = source.group(blocks.group), _group(destination, blocks.group)
         if held is not None:
             whole.append(replace(blocks, last_token=_end_of_need(blocks, held, wanted)))
-    return _units(source, destination, whole, heads, holders=[source])
+    return _units(source, destination, whole, heads, sources=[source])
 
 
 def needed_in(destination: Shard, sources: Sequence[Shard], requests: Sequence[GroupBlocks]) -> Units:
-    """Return all that the destination needs, whoever sends it; its own blocks stand in for the source's.
+    """Return all units that the destination needs, from any source; the units' source addresses have no meaning.
 
     Raises as :func:`needed_from`.
     """
@@ -69,7 +68,7 @@ def needed_in(destination: Shard, sources: Sequence[Shard], requests: Sequence[G
         wanted = _group(destination, blocks.group)
         ends = {_end_of_need(blocks, held, wanted) for source in sources if (held := source.group(blocks.group))}
         if len(ends) > 1:
-            _invalid(f"group {blocks.group!r}: sources differ in block size.")
+            _invalid(f"group {blocks.group!r}: the sources differ in block size.")
         needs.append(
             GroupBlocks(
                 group=blocks.group,
@@ -81,22 +80,24 @@ def needed_in(destination: Shard, sources: Sequence[Shard], requests: Sequence[G
                 destination_first_token=blocks.destination_first_token,
             )
         )
-    everything = {(group.name, part.name): part.heads for group in destination.groups for part in group.components}
-    return _units(destination, destination, needs, everything, holders=sources)
+    everything = {
+        (group.name, component.name): component.heads for group in destination.groups for component in group.components
+    }
+    return _units(destination, destination, needs, everything, sources=sources)
 
 
-def _layers(component: Component, group_name: str, holders: Sequence[Shard]) -> set[str]:
-    """Return the layers that move, of padding those of which a holder has as much, and the same rank's of as many."""
+def _layers(component: Component, group_name: str, sources: Sequence[Shard]) -> set[str]:
+    """Return the layers that move. Padding moves only from a source with equal padding of the same rank."""
     if not component.is_padding:
         return set(component.layers)
     mine = (component.name, component.num_channels, component.total_heads, component.heads)
-    groups = [held for holder in holders if (held := holder.group(group_name))]
+    groups = [held for source in sources if (held := source.group(group_name))]
     return {
         layer
         for held in groups
-        for part in held.components
-        if part.is_padding and (part.name, part.num_channels, part.total_heads, part.heads) == mine
-        for layer in part.layers
+        for other in held.components
+        if other.is_padding and (other.name, other.num_channels, other.total_heads, other.heads) == mine
+        for layer in other.layers
     }
 
 
@@ -108,11 +109,11 @@ def _check_complete(requests: Sequence[GroupBlocks], destination: Shard) -> None
         tokens = any(blocks.last_token > blocks.first_token for blocks in requests)
         stateless = all(blocks.last_token == blocks.first_token for blocks in asked)
         if group.kind is CacheKind.STATE and tokens and stateless:
-            _invalid(f"tokens are asked for without the state of group {group.name!r}.")
+            _invalid(f"the request has tokens, but not the state of group {group.name!r}.")
 
 
 def _end_of_need(blocks: GroupBlocks, source: CacheGroup, destination: CacheGroup) -> int:
-    """Return where the needed tokens end: partly filled last blocks are needed whole where both sides agree on them."""
+    """Return where the needed tokens end: a partly filled last block is needed whole where both blocks are equal."""
     sizes = {
         (group.block_size, group.token_share.size, group.token_share.interleave) for group in (source, destination)
     }
@@ -147,7 +148,7 @@ class _Chunk:
 
 
 class _Stretches(NamedTuple):
-    """Stretches of an axis: the first global index, how long, and where the first lies on both sides."""
+    """Stretches of an axis: the first global index, the length, and the first's index at source and destination."""
 
     first: Integers
     length: Integers
@@ -156,7 +157,7 @@ class _Stretches(NamedTuple):
 
 
 def _units(
-    source: Shard, destination: Shard, requests: Sequence[GroupBlocks], heads: Heads, holders: Sequence[Shard]
+    source: Shard, destination: Shard, requests: Sequence[GroupBlocks], heads: Heads, sources: Sequence[Shard]
 ) -> Units:
     arrays: list[tuple[Integers, Integers, Integers]] = []
     chunks: list[_Chunk] = []
@@ -164,12 +165,12 @@ def _units(
         wanted, held = _group(destination, blocks.group), source.group(blocks.group)
         if held is None:
             continue
-        # The same for most components of a group.
+        # Most components of a group have the same tokens.
         tokens = cache(partial(_tokens, blocks, held, wanted))
         for component in wanted.components:
             if (blocks.group, component.name) not in heads:
                 continue
-            named = _layers(component, blocks.group, holders) & held.layers
+            named = _layers(component, blocks.group, sources) & held.layers
             layers = tuple(layer for layer in component.layers if layer in named)
             if not layers:
                 continue
@@ -188,7 +189,7 @@ def _units(
     twice = np.flatnonzero(units.destination[1:] < (units.destination + units.length)[:-1])
     if twice.size:
         _invalid(
-            f"two needs share a destination byte: {units.name(int(twice[0]))} and {units.name(int(twice[0]) + 1)}."
+            f"two units share a destination byte: {units.name(int(twice[0]))} and {units.name(int(twice[0]) + 1)}."
         )
     return units
 
@@ -204,13 +205,13 @@ def _component_units(
 ) -> tuple[_Chunk, Integers, Integers, Integers]:
     """Return the units of one component: coordinates, then source, destination and length in bytes."""
     sent, received = components
-    grain = _grain(groups[1].kind is CacheKind.STATE, components)
-    tokens = tokens_of(not grain.whole_tokens)
-    dealt = _heads(sent, received, heads, single=not grain.whole_heads)
+    shape = _unit_shape(groups[1].kind is CacheKind.STATE, components)
+    tokens = tokens_of(not shape.whole_tokens)
+    located = _heads(sent, received, heads, single=not shape.whole_heads)
     columns = []
     sides = (
-        (blocks.source_ids, tokens.source, dealt.source),
-        (blocks.destination_ids, tokens.destination, dealt.destination),
+        (blocks.source_ids, tokens.source, located.source),
+        (blocks.destination_ids, tokens.destination, located.destination),
     )
     for component, group, base, (ids, token, head) in zip(components, groups, bases, sides, strict=True):
         place = dict(zip(component.layers, component.layer_offsets, strict=True))
@@ -219,15 +220,15 @@ def _component_units(
         at_token = at_token + token % group.block_size * component.token_stride
         at_head = head * component.head_stride
         columns.append(
-            base + at_layer + at_token[:, None, None] + at_head[:, None] + grain.channels * component.channel_stride
+            base + at_layer + at_token[:, None, None] + at_head[:, None] + shape.channels * component.channel_stride
         )
-    length = np.broadcast_to(tokens.length[:, None, None] * dealt.length[:, None] * grain.num_bytes, columns[0].shape)
-    chunk = _Chunk(blocks.group, received.name, layers, tokens.first, dealt.first, len(grain.channels))
+    length = np.broadcast_to(tokens.length[:, None, None] * located.length[:, None] * shape.num_bytes, columns[0].shape)
+    chunk = _Chunk(blocks.group, received.name, layers, tokens.first, located.first, len(shape.channels))
     return chunk, columns[0].ravel(), columns[1].ravel(), length.ravel()
 
 
-class _Grain(NamedTuple):
-    """What of a component is contiguous on both sides, and so one unit: ``num_bytes`` for each token and head."""
+class _UnitShape(NamedTuple):
+    """The bytes that are contiguous at source and destination, and so one unit: ``num_bytes`` per token and head."""
 
     whole_tokens: bool
     whole_heads: bool
@@ -235,22 +236,22 @@ class _Grain(NamedTuple):
     num_bytes: int
 
 
-def _grain(is_state: bool, components: tuple[Component, Component]) -> _Grain:
+def _unit_shape(is_state: bool, components: tuple[Component, Component]) -> _UnitShape:
     item, num_channels = components[1].itemsize, components[1].num_channels
     content = num_channels * item
     channels_dense = all(component.channel_stride == item for component in components)
-    # Tokens prolong a unit of attention; a state has one token, and its heads do.
+    # A unit of attention extends over tokens; a state has one token, and its units extend over heads.
     strides = {component.head_stride if is_state else component.token_stride for component in components}
     packed = components[1].atom is Atom.PAGE
     together = packed or channels_dense
     long = (packed and not is_state) or strides == {content if together else item}
     one, each = np.zeros(1, dtype=np.int64), np.arange(num_channels, dtype=np.int64)
     channels, num_bytes = (one, content) if together else (each, item)
-    return _Grain(long and not is_state, long and is_state, channels, num_bytes)
+    return _UnitShape(long and not is_state, long and is_state, channels, num_bytes)
 
 
 def _heads(sent: Component, received: Component, wanted: Sequence[HeadRange], *, single: bool) -> _Stretches:
-    """Locate every head that both hold and that is wanted."""
+    """Locate every wanted head that source and destination hold."""
     named = _listed(sent.heads), _listed(received.heads)
     both, at_source, at_destination = np.intersect1d(named[0], named[1], assume_unique=True, return_indices=True)
     carried = np.isin(both, _listed(wanted))
@@ -262,31 +263,31 @@ def _listed(heads: Sequence[HeadRange]) -> Integers:
 
 
 def _tokens(blocks: GroupBlocks, source: CacheGroup, destination: CacheGroup, single: bool) -> _Stretches:
-    """Locate every needed token that both hold: its slot, counted over all blocks of each side's list."""
+    """Locate every needed token that source and destination hold, by its slot counted over all blocks of the list."""
     token = np.arange(blocks.first_token, blocks.last_token, dtype=np.int64)
     for group in (source, destination):
-        deal = group.token_share
-        token = token[(token // deal.interleave) % deal.size == deal.rank]
+        share = group.token_share
+        token = token[(token // share.interleave) % share.size == share.rank]
     sides: list[Integers] = []
     for group, ids, begin in (
         (source, blocks.source_ids, blocks.source_first_token),
         (destination, blocks.destination_ids, blocks.destination_first_token),
     ):
         if begin % (group.block_size * group.token_share.size) and group.token_share.size > 1:
-            _invalid(f"group {group.name!r}: the blocks begin at token {begin}, within those of a position.")
+            _invalid(f"group {group.name!r}: the blocks begin at token {begin}, inside a position of the list.")
         slot = _index_on_rank(token, group) - _index_on_rank(np.array([begin]), group)
         if len(slot) and int(slot[-1]) // group.block_size >= len(ids):
-            _invalid(f"group {group.name!r}: {len(ids)} blocks were named for {int(slot[-1]) + 1} tokens.")
+            _invalid(f"group {group.name!r}: the request names {len(ids)} blocks for {int(slot[-1]) + 1} tokens.")
         sides.append(slot)
     breaks = sides[0] % source.block_size == 0, sides[1] % destination.block_size == 0
     return _stretches(token, sides[0], sides[1], single, breaks[0] | breaks[1])
 
 
 def _index_on_rank(token: Integers, group: CacheGroup) -> Integers:
-    """Return how many tokens before this one its rank holds."""
-    deal = group.token_share
-    rounds = token // (deal.interleave * deal.size)
-    index: Integers = rounds * deal.interleave + token % deal.interleave
+    """Return the number of earlier tokens that the token's rank holds."""
+    share = group.token_share
+    rounds = token // (share.interleave * share.size)
+    index: Integers = rounds * share.interleave + token % share.interleave
     return index
 
 
@@ -295,9 +296,9 @@ def _stretches(
     source: Integers,
     destination: Integers,
     single: bool,
-    breaks: npt.NDArray[np.bool_] | None = None,
+    breaks: Flags | None = None,
 ) -> _Stretches:
-    """Cut an axis where either side does not go on to its next place, where told, or everywhere."""
+    """Cut an axis where ``source`` or ``destination`` does not advance by one, at ``breaks``, or everywhere."""
     starts = np.full(len(index), single)
     if not single:
         starts[1:] = (np.diff(source) != 1) | (np.diff(destination) != 1)

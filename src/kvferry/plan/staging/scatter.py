@@ -1,8 +1,9 @@
-"""Scatter: long runs of the source are read into a stage at the destination, strided copies take them into the cache.
+"""Scatter: the destination reads long runs of the source into a stage; strided copies move them into the cache.
 
-A source run is what is contiguous at the source alone, so a head split leaves whole pages where the pair of caches has
-one run for each token. A stage holds ``[block][run]`` where the source keeps a block's runs together, else
-``[run][block]``: either way consecutive source blocks make longer runs.
+A source run is contiguous at the source, whether or not it is at the destination. So a pair that splits heads reads
+whole pages, where descriptors between the two caches would carry one token of one head each. The stage is ordered
+``[block][run]`` where the source keeps a block's runs together, else ``[run][block]``: either order makes one run of
+consecutive source blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,23 +19,23 @@ from kvferry.plan.strided_copy import Loop, StridedCopy, fold, merge_rows, place
 from kvferry.plan.template import Template
 
 ALIGNMENT = 64
-"""Bytes to which each part of a stage is aligned."""
+"""Each group of blocks begins in the stage at a multiple of so many bytes."""
 MAX_COPIES = 4096
-"""Copies of one template; irregular layouts make more, and are moved directly."""
+"""Limit of one template's copies. Irregular layouts need more, and move directly."""
 MAX_CACHED_TEMPLATES = 1024
 ROUNDS_PER_STAGE = 4
-"""A load takes at most this part of the stage at a time, so that others find room beside it."""
+"""A read fills at most one such fraction of the stage at a time, so that other reads find room."""
 NOTHING: Descriptors = np.empty((0, 3), dtype=np.uint64)
-"""A list without descriptors."""
+"""An empty list of descriptors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merge:
-    """One strided copy from a stage into the cache, over all its blocks.
+    """One strided copy from a stage into the cache, over a list of blocks.
 
-    Block i of the stage lies ``i * stage_block_stride`` bytes behind ``stage_offset``; it goes to block
-    ``destination_blocks[i]``. ``loops`` are (count, stage stride, destination stride), innermost first, around runs of
-    ``run_bytes``; ``destination_address`` is that of block 0.
+    Block i of the stage begins at ``stage_offset + i * stage_block_stride`` and goes to block
+    ``destination_blocks[i]`` of the cache. ``loops`` are (count, stage stride, destination stride), innermost first,
+    around runs of ``run_bytes``; ``destination_address`` is that of block 0.
     """
 
     stage_offset: int
@@ -47,13 +48,13 @@ class Merge:
 
     @property
     def num_runs(self) -> int:
-        """Runs that are copied."""
+        """The number of runs."""
         return len(self.destination_blocks) * int(np.prod([count for count, _, _ in self.loops], dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class _StageCopy:
-    """A copy out of the stage. Loops are (count, stride over runs of the stage, stride within them, destination)."""
+    """A copy out of the stage. Loops are (count, stride over stage runs, stride within a run, destination stride)."""
 
     run_begin: int
     within_run: int
@@ -64,10 +65,10 @@ class _StageCopy:
 
 
 class StagedTemplate:
-    """A template whose source side goes through a stage.
+    """A template whose bytes go through a stage.
 
-    ``gap_bytes``: source runs apart by no more are read as one, the bytes between them for nothing. Raises
-    :class:`PlanError` (``unsupported``) where no regular copies take the stage apart.
+    Source runs with a gap of at most ``gap_bytes`` are read as one; the bytes of the gap are not used. Raises
+    :class:`PlanError` (``unsupported``) where the stage would need more than ``MAX_COPIES`` copies.
 
     >>> template = Template(0, 0, 64, 128, (StridedCopy(0, 1000, 8, ((4, 16, 8),)),))
     >>> StagedTemplate(template, gap_bytes=0).num_reads, StagedTemplate(template, gap_bytes=8).num_reads
@@ -76,13 +77,16 @@ class StagedTemplate:
 
     def __init__(self, template: Template, gap_bytes: int) -> None:
         self.template = template
-        starts, lengths = source_runs(template.pieces, gap_bytes)
+        starts, lengths = source_runs(template.runs, gap_bytes)
         self._starts, self._lengths = starts, lengths
-        self._begins = np.cumsum(lengths) - lengths
+        self._offsets = np.cumsum(lengths) - lengths
         self.is_block_major = bool(starts[-1] + lengths[-1] - starts[0] <= template.source_block_stride)
         self._copies = [found for copy in template.copies for found in self._stage_copies(copy)]
         if len(self._copies) > MAX_COPIES:
-            raise PlanError(Reason.UNSUPPORTED, f"a stage would be taken apart by {len(self._copies)} copies.")
+            raise PlanError(
+                Reason.UNSUPPORTED,
+                f"{len(self._copies)} copies would move the stage into the cache; the limit is {MAX_COPIES}.",
+            )
 
     @property
     def num_reads(self) -> int:
@@ -96,16 +100,16 @@ class StagedTemplate:
 
     @property
     def num_copies(self) -> int:
-        """Copies that take a stage apart, however many blocks it has."""
+        """Copies from the stage into the cache, for any number of blocks."""
         return len(self._copies)
 
     @property
     def num_copied_runs(self) -> int:
-        """Runs that these copies make of one block."""
+        """Runs of these copies for one block."""
         return int(sum(np.prod([loop[0] for loop in copy.loops], dtype=np.int64) for copy in self._copies))
 
     def reads(self, source_blocks: Integers, stage_offset: int) -> Offsets:
-        """Return rows of source address, stage offset and length, adjacent ones joined."""
+        """Return rows of source address, stage offset and length; adjacent rows are joined."""
         blocks = source_blocks * self.template.source_block_stride
         places = np.arange(len(blocks), dtype=np.int64)
         shape = (len(blocks), self.num_reads)
@@ -117,11 +121,11 @@ class StagedTemplate:
 
     def _stage_offsets(self, places: Integers, num_blocks: int) -> Integers:
         if self.is_block_major:
-            return places[:, None] * self.block_bytes + self._begins
-        return num_blocks * self._begins + places[:, None] * self._lengths
+            return places[:, None] * self.block_bytes + self._offsets
+        return num_blocks * self._offsets + places[:, None] * self._lengths
 
     def merges(self, destination_blocks: Integers, stage_offset: int) -> list[Merge]:
-        """Return the copies that take a stage of these blocks apart."""
+        """Return the copies that move a stage of these blocks into the cache."""
         scale = 1 if self.is_block_major else len(destination_blocks)
         merges = []
         for copy in self._copies:
@@ -141,41 +145,41 @@ class StagedTemplate:
         return merges
 
     def _stage_copies(self, copy: StridedCopy) -> Iterator[_StageCopy]:
-        """Express a copy's source side by places in the stage; it is split where these are not affine."""
+        """Express a copy's source offsets as offsets in the stage; split the copy where those are not affine."""
         counts = [count for count, _, _ in copy.loops][::-1]
         rows = copy.expand().reshape(*counts, 3)
         run = np.searchsorted(self._starts, rows[..., 0], side="right") - 1
-        spots = np.stack(
-            (self._begins[run], rows[..., 0] - self._starts[run], self._lengths[run], rows[..., 1]), axis=-1
+        places = np.stack(
+            (self._offsets[run], rows[..., 0] - self._starts[run], self._lengths[run], rows[..., 1]), axis=-1
         )
-        for affine in _affine_parts(spots, compare_lengths=not self.is_block_major):
+        for affine in _affine_parts(places, compare_lengths=not self.is_block_major):
             yield _stage_copy(affine, copy.run_bytes)
 
 
-def _stage_copy(spots: Integers, run_bytes: int) -> _StageCopy:
-    origin = spots[(0,) * (spots.ndim - 1)].tolist()
+def _stage_copy(places: Integers, run_bytes: int) -> _StageCopy:
+    origin = places[(0,) * (places.ndim - 1)].tolist()
     loops = []
-    for axis in reversed(range(spots.ndim - 1)):
-        count = spots.shape[axis]
+    for axis in reversed(range(places.ndim - 1)):
+        count = places.shape[axis]
         if count > 1:
-            over, within, _, to = _step(spots, axis).tolist()
+            over, within, _, to = _step(places, axis).tolist()
             loops.append((count, over, within, to))
     return _StageCopy(origin[0], origin[1], origin[2], origin[3], run_bytes, tuple(loops))
 
 
-def _step(spots: Integers, axis: int) -> Integers:
-    second = [0] * (spots.ndim - 1)
+def _step(places: Integers, axis: int) -> Integers:
+    second = [0] * (places.ndim - 1)
     second[axis] = 1
-    step: Integers = spots[tuple(second)] - spots[(0,) * (spots.ndim - 1)]
+    step: Integers = places[tuple(second)] - places[(0,) * (places.ndim - 1)]
     return step
 
 
-def _affine_parts(spots: Integers, compare_lengths: bool) -> Iterator[Integers]:
-    """Halve an array of spots along its outermost axis until each part is affine in its indices."""
+def _affine_parts(places: Integers, compare_lengths: bool) -> Iterator[Integers]:
+    """Halve an array of stage places along its outermost axis until every half is affine in its indices."""
     if not compare_lengths:
-        spots = spots.copy()
-        spots[..., 2] = 0
-    pending = [spots]
+        places = places.copy()
+        places[..., 2] = 0
+    pending = [places]
     while pending:
         part = pending.pop()
         axis = next((axis for axis in range(part.ndim - 1) if part.shape[axis] > 1), None)
@@ -186,29 +190,29 @@ def _affine_parts(spots: Integers, compare_lengths: bool) -> Iterator[Integers]:
         pending += np.split(part, [half], axis=axis)[::-1]
 
 
-def _is_affine(spots: Integers) -> bool:
-    expected = np.broadcast_to(spots[(0,) * (spots.ndim - 1)], spots.shape).copy()
-    for axis in range(spots.ndim - 1):
-        if spots.shape[axis] > 1:
-            index = np.arange(spots.shape[axis]).reshape(-1, *(1,) * (spots.ndim - 1 - axis))
-            expected += index * _step(spots, axis)
-    # All runs that one copy takes from a stage [run][block] have one length, which is its stride over blocks.
-    expected[..., 2] = spots[(0,) * (spots.ndim - 1)][2]
-    return bool(np.array_equal(expected, spots))
+def _is_affine(places: Integers) -> bool:
+    expected = np.broadcast_to(places[(0,) * (places.ndim - 1)], places.shape).copy()
+    for axis in range(places.ndim - 1):
+        if places.shape[axis] > 1:
+            index = np.arange(places.shape[axis]).reshape(-1, *(1,) * (places.ndim - 1 - axis))
+            expected += index * _step(places, axis)
+    # In a stage [run][block] the run's length is the stride over blocks, so all runs of one copy have one length.
+    expected[..., 2] = places[(0,) * (places.ndim - 1)][2]
+    return bool(np.array_equal(expected, places))
 
 
-def source_runs(pieces: Offsets, gap_bytes: int = 0) -> tuple[Integers, Integers]:
-    """Return starts and lengths of what one block's pieces are at the source, where gaps up to so many bytes do."""
-    order = np.argsort(pieces[:, 0], kind="stable")
-    starts, ends = pieces[order, 0], pieces[order, 0] + pieces[order, 2]
+def source_runs(runs: Offsets, gap_bytes: int = 0) -> tuple[Integers, Integers]:
+    """Return starts and lengths of one block's runs at the source, joined over gaps of up to ``gap_bytes``."""
+    order = np.argsort(runs[:, 0], kind="stable")
+    starts, ends = runs[order, 0], runs[order, 0] + runs[order, 2]
     first = np.concatenate(([True], starts[1:] - ends[:-1] > gap_bytes))
     last = np.concatenate((first[1:], [True]))
     return starts[first], ends[last] - starts[first]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StagedPart:
-    """Blocks of one template that go through a stage together."""
+class StagedBlocks:
+    """Pairs of blocks of one template that go through a stage together."""
 
     template: StagedTemplate
     source_blocks: Integers
@@ -219,9 +223,9 @@ class StagedPart:
         """Bytes in the stage."""
         return len(self.source_blocks) * self.template.block_bytes
 
-    def slice(self, start: int, stop: int) -> "StagedPart":
-        """Return some of the blocks."""
-        return StagedPart(self.template, self.source_blocks[start:stop], self.destination_blocks[start:stop])
+    def slice(self, start: int, stop: int) -> "StagedBlocks":
+        """Return the pairs ``start`` up to but not including ``stop``."""
+        return StagedBlocks(self.template, self.source_blocks[start:stop], self.destination_blocks[start:stop])
 
     def reads(self, stage_offset: int) -> Offsets:
         """Return rows of source address, stage offset and length."""
@@ -233,7 +237,7 @@ class StagedPart:
 
 
 class ScatterPlan:
-    """A pair's plan by way of a stage at the destination; see :class:`StagedTemplate` for ``gap_bytes``."""
+    """A pair's plan through a stage at the destination; see :class:`StagedTemplate` for ``gap_bytes``."""
 
     def __init__(self, plan: PairPlan, gap_bytes: int) -> None:
         self.plan, self.gap_bytes = plan, gap_bytes
@@ -248,65 +252,67 @@ class ScatterPlan:
             found = self._templates[template] = StagedTemplate(template, self.gap_bytes)
         return found
 
-    def parts(self, requests: Sequence[GroupBlocks]) -> list[StagedPart]:
-        """Return what goes through the stage, one part for each phase and pair of regions. Raises as ``lower``."""
+    def staged_blocks(self, requests: Sequence[GroupBlocks]) -> list[StagedBlocks]:
+        """Return the blocks that go through the stage, by phase and pair of regions. Raises as ``PairPlan.lower``."""
         found = []
         for plan, blocks in self.plan.asked(requests):
             for phase, source_blocks, destination_blocks in plan.pairs(blocks):
-                # In the order of the source, in which most blocks join.
+                # Most blocks join in the order of the source.
                 order = np.lexsort((destination_blocks, source_blocks))
                 pairs = source_blocks[order], destination_blocks[order]
-                found += [StagedPart(self.staged(template), *pairs) for template in plan.templates(phase)]
+                found += [StagedBlocks(self.staged(template), *pairs) for template in plan.templates(phase)]
         return found
 
 
-Numbered = tuple[int, StagedPart]
+Numbered = tuple[int, StagedBlocks]
+"""Staged blocks with the number of the read that they belong to, one for each source rank."""
 
 
-def cut(parts: Sequence[Numbered], max_bytes: int) -> Iterator[list[Numbered]]:
-    """Cut numbered parts (the number says whose they are) into rounds of at most so many bytes, a block at least.
+def cut_rounds(staged: Sequence[Numbered], max_bytes: int) -> Iterator[list[Numbered]]:
+    """Cut staged blocks into rounds of at most ``max_bytes``, but of at least one block.
 
-    Parts that fill the same blocks go in step, so that :func:`joined` finds what they write side by side.
+    Source ranks that fill the same destination blocks advance together, so that :func:`join_merges` finds copies to
+    neighbouring addresses in one round.
     """
-    together: list[Numbered] = []
+    current: list[Numbered] = []
     left = max_bytes
-    for band in _bands(parts, max_bytes):
-        block_bytes = sum(part.template.block_bytes for _, part in band)
-        start, num_blocks = 0, len(band[0][1].source_blocks)
+    for members in _by_destination(staged, max_bytes):
+        block_bytes = sum(blocks.template.block_bytes for _, blocks in members)
+        start, num_blocks = 0, len(members[0][1].source_blocks)
         while start < num_blocks:
-            fit = (left - ALIGNMENT * len(band)) // block_bytes
-            if fit <= 0 and together:
-                yield together
-                together, left = [], max_bytes
+            num_fitting = (left - ALIGNMENT * len(members)) // block_bytes
+            if num_fitting <= 0 and current:
+                yield current
+                current, left = [], max_bytes
                 continue
-            stop = min(num_blocks, start + max(fit, 1))
-            pieces = [(number, part.slice(start, stop)) for number, part in band]
-            together += pieces
-            left -= sum(aligned(piece.num_bytes) for _, piece in pieces)
+            stop = min(num_blocks, start + max(num_fitting, 1))
+            slices = [(number, blocks.slice(start, stop)) for number, blocks in members]
+            current += slices
+            left -= sum(aligned(blocks.num_bytes) for _, blocks in slices)
             start = stop
-    if together:
-        yield together
+    if current:
+        yield current
 
 
-def _bands(parts: Sequence[Numbered], max_bytes: int) -> Iterator[list[Numbered]]:
-    """Group parts that fill the same blocks, unless one block of all of them is more than a round."""
-    bands: dict[bytes, list[Numbered]] = {}
-    for numbered in parts:
-        bands.setdefault(numbered[1].destination_blocks.tobytes(), []).append(numbered)
-    for band in bands.values():
-        if sum(part.template.block_bytes + ALIGNMENT for _, part in band) <= max_bytes:
-            yield band
+def _by_destination(staged: Sequence[Numbered], max_bytes: int) -> Iterator[list[Numbered]]:
+    """Collect staged blocks that fill the same destination blocks, unless one block of all exceeds a round."""
+    by_destination: dict[bytes, list[Numbered]] = {}
+    for numbered in staged:
+        by_destination.setdefault(numbered[1].destination_blocks.tobytes(), []).append(numbered)
+    for members in by_destination.values():
+        if sum(blocks.template.block_bytes + ALIGNMENT for _, blocks in members) <= max_bytes:
+            yield members
         else:
-            yield from ([numbered] for numbered in band)
+            yield from ([numbered] for numbered in members)
 
 
-def joined(merges: Sequence[Merge]) -> list[Merge]:
-    """Join copies that are alike but for a constant step on both sides, such as the heads of two source ranks.
+def join_merges(merges: Sequence[Merge]) -> list[Merge]:
+    """Join copies that differ by a constant step in stage and cache, such as the heads of two source ranks.
 
-    One copy then writes whole stretches of the cache in the order of their addresses, which memory does faster.
+    One copy then writes whole stretches of the cache in ascending order, which is faster.
 
     >>> heads = [Merge(64 * rank, 8, 1000 + 2 * rank, 16, np.array([5, 4]), 2, ((4, 2, 4),)) for rank in range(2)]
-    >>> [(merge.destination_address, merge.loops) for merge in joined(heads)]
+    >>> [(merge.destination_address, merge.loops) for merge in join_merges(heads)]
     [(1000, ((2, 64, 2), (4, 2, 4)))]
     """
     alike: dict[tuple[object, ...], list[Merge]] = {}
@@ -314,10 +320,10 @@ def joined(merges: Sequence[Merge]) -> list[Merge]:
         strides = (merge.stage_block_stride, merge.destination_block_stride)
         key = (*strides, merge.run_bytes, merge.loops, merge.destination_blocks.tobytes())
         alike.setdefault(key, []).append(merge)
-    return [merge for members in alike.values() for merge in _joined(members)]
+    return [merge for members in alike.values() for merge in _join_alike(members)]
 
 
-def _joined(members: list[Merge]) -> list[Merge]:
+def _join_alike(members: list[Merge]) -> list[Merge]:
     first = members[0]
     places = np.array([(merge.stage_offset, merge.destination_address) for merge in members], dtype=np.int64)
     return [
@@ -333,23 +339,20 @@ def _joined(members: list[Merge]) -> list[Merge]:
 
 
 def aligned(num_bytes: int) -> int:
-    """Round up to the alignment of a stage's parts."""
+    """Round up to a multiple of ``ALIGNMENT``."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def placed(pieces: Sequence[Numbered]) -> tuple[list[int], int]:
-    """Return where each piece of a round begins in the stage, and the bytes of the round."""
-    sizes = [aligned(piece.num_bytes) for _, piece in pieces]
-    begins = np.cumsum([0, *sizes]).tolist()
-    return begins[:-1], begins[-1]
+def stage_offsets(staged: Sequence[Numbered]) -> tuple[list[int], int]:
+    """Return where the blocks of each member of a round begin in the stage, and the bytes of the round."""
+    sizes = [aligned(blocks.num_bytes) for _, blocks in staged]
+    offsets = np.cumsum([0, *sizes]).tolist()
+    return offsets[:-1], offsets[-1]
 
 
-def laid_out(pieces: Sequence[Numbered]) -> tuple[Integers, list[Merge], int]:
-    """Return a round's reads, whose stage offsets begin at 0, its copies, joined, and its bytes, whoever owns what.
-
-    There may be no piece; then there is nothing to read.
-    """
-    begins, num_bytes = placed(pieces)
-    together = [(begin, piece) for begin, (_, piece) in zip(begins, pieces, strict=True)]
-    reads = np.concatenate([np.empty((0, 3), dtype=np.int64), *(piece.reads(begin) for begin, piece in together)])
-    return reads, joined([copy for begin, piece in together for copy in piece.merges(begin)]), num_bytes
+def lay_out_round(staged: Sequence[Numbered]) -> tuple[Integers, list[Merge], int]:
+    """Return the reads of a round, its joined copies, and its bytes. A round may be empty."""
+    offsets, num_bytes = stage_offsets(staged)
+    members = [(offset, blocks) for offset, (_, blocks) in zip(offsets, staged, strict=True)]
+    reads = np.concatenate([np.empty((0, 3), dtype=np.int64), *(blocks.reads(offset) for offset, blocks in members)])
+    return reads, join_merges([merge for offset, blocks in members for merge in blocks.merges(offset)]), num_bytes

@@ -1,9 +1,9 @@
-"""Which way a pair's bytes go: straight between the caches, or by way of a stage. Predicted from typical costs.
+"""Choice of a strategy for a pair of ranks: directly between the caches, or through a stage; by predicted time.
 
-``descriptors * seconds_per_descriptor + remote runs * seconds_per_remote_run + bytes / bytes_per_second`` for the wire,
-and for what is staged ``copied bytes / copy_bytes_per_second + runs * seconds_per_copied_run + copies *
-seconds_per_copy`` on top. A remote run is what lies together in the peer's memory: heads that are merged have one for
-many descriptors.
+The transfer takes ``descriptors * seconds_per_descriptor + remote runs * seconds_per_remote_run + bytes /
+bytes_per_second``. The stage adds ``copied bytes / copy_bytes_per_second + copied runs * seconds_per_copied_run +
+copies * seconds_per_copy``. A remote run is contiguous in the source's memory and may need many descriptors, where
+the destination merges heads of several ranks.
 """
 
 from collections.abc import Iterator
@@ -13,27 +13,28 @@ from enum import StrEnum
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.plan.planner import PairPlan
-from kvferry.plan.staging.scatter import ScatterPlan, aligned, source_runs
+from kvferry.plan.staging.scatter import ALIGNMENT, ScatterPlan, aligned, source_runs
 from kvferry.plan.template import Template
 
 DEFAULT_STAGE_BYTES = 64 << 20
 LEAST_GAIN = 1.4
 NOMINAL_TOKENS = 2048
-"""Tokens of the request for which a pair chooses. All but the copies' fixed costs grows alike, so it matters little."""
+"""Tokens of the request that the prediction assumes. It matters little: only ``seconds_per_copy`` does not grow with
+the tokens."""
 
 
 class Strategy(StrEnum):
-    """How bytes get from one cache into another."""
+    """How bytes move from one cache into another."""
 
     DIRECT = "direct"
-    """Descriptors straight between the caches."""
+    """Descriptors from cache to cache."""
     SCATTER = "scatter"
-    """Long runs of the source into a stage at the destination, which copies them into its cache."""
+    """Long runs of the source into a stage at the destination, then copies into the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What moving takes over one transport. Seconds and bytes per second."""
+    """Time of moving bytes over one transport, in seconds and bytes per second."""
 
     transport: str
     seconds_per_descriptor: float
@@ -42,17 +43,17 @@ class Costs:
     seconds_per_copied_run: float
     seconds_per_copy: float
     seconds_per_remote_run: float = 0.0
-    """Besides those of its descriptors, where a transport takes what is contiguous in the peer's memory at once."""
+    """On top of the descriptors' time, for a transport that moves a run of the peer's memory in one operation."""
 
     @property
-    def seconds_apart(self) -> float:
-        """Seconds for a descriptor that is a remote run of its own."""
+    def seconds_per_run(self) -> float:
+        """Seconds for one descriptor with a remote run of its own."""
         return self.seconds_per_descriptor + self.seconds_per_remote_run
 
     @property
     def gap_bytes(self) -> int:
-        """Bytes that take as long as one descriptor: a smaller gap between two runs is read along with them."""
-        return int(self.seconds_apart * self.bytes_per_second)
+        """Bytes that take as long as one descriptor: reading a smaller gap is faster than a second descriptor."""
+        return int(self.seconds_per_run * self.bytes_per_second)
 
 
 TYPICAL_COSTS = {
@@ -60,11 +61,11 @@ TYPICAL_COSTS = {
     "nixl": Costs("nixl", 2.2e-6, 15e9, 12e9, 20e-9, 20e-6),
     "memcpy": Costs("memcpy", 0.3e-6, 15e9, 12e9, 20e-9, 20e-6),
 }
-"""As measured on one machine with two x86-64 server cores and huge pages."""
+"""Measured on one machine with two x86-64 server cores and huge pages."""
 
 
 def typical_costs(transport: str) -> Costs:
-    """Return what moving over a transport typically takes; one that was never measured is taken for ``nixl``.
+    """Return the typical costs of a transport; a transport without measurements has those of ``nixl``.
 
     >>> typical_costs("mooncake").transport
     'mooncake'
@@ -74,22 +75,22 @@ def typical_costs(transport: str) -> Costs:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one strategy would move, and how long that should take."""
+    """What one strategy would move, and in how many seconds."""
 
     strategy: Strategy
     num_descriptors: int
     num_bytes: int
-    """Bytes on the wire."""
+    """Bytes that the transport moves."""
     copied_bytes: int = 0
     num_copies: int = 0
     num_copied_runs: int = 0
     gap_bytes: int = 0
     num_remote_runs: int = 0
-    """Of the peer's memory; see :class:`Costs`."""
+    """Runs of the peer's memory; see :class:`Costs`."""
     seconds: float = 0.0
 
     def timed(self, costs: Costs) -> "Prediction":
-        """Return it with the time that it should take.
+        """Return the prediction with its time by ``costs``.
 
         >>> Prediction(Strategy.DIRECT, 1000, 15_000_000).timed(TYPICAL_COSTS["nixl"]).seconds
         0.0032
@@ -102,9 +103,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The strategy of one pair of ranks, and what was rejected, for a request of ``num_tokens`` in scattered blocks.
+    """The chosen and the rejected strategies of one pair of ranks, for ``num_tokens`` tokens in scattered blocks.
 
-    ``impossible`` says why the pair cannot have scatter, where that is so.
+    ``impossible`` says why the pair cannot use scatter; it is empty where the pair can.
     """
 
     chosen: Prediction
@@ -117,11 +118,11 @@ class Choice:
 def choose(
     plan: PairPlan, costs: Costs, strategy: Strategy | None = None, stage_bytes: int = DEFAULT_STAGE_BYTES
 ) -> Choice:
-    """Choose the strategy whose predicted time is shortest, or the ``strategy`` asked for.
+    """Choose the strategy with the shortest predicted time, or the one that ``strategy`` names.
 
-    A stage must be predicted to be ``LEAST_GAIN`` times as fast as the direct way: it takes memory and a core besides.
-    ``stage_bytes`` is the destination's stage. Raises :class:`PlanError` (``unsupported``) for a strategy that this
-    pair cannot have.
+    Scatter must be ``LEAST_GAIN`` times as fast as direct, since a stage also takes memory and a core. ``stage_bytes``
+    is the size of the destination's stage. Raises :class:`PlanError` (``unsupported``) for a strategy that this pair
+    cannot use.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.testing.dense_shards import shard_for
@@ -159,30 +160,31 @@ def _direct_prediction(plan: PairPlan, costs: Costs) -> Prediction:
     found = list(_nominal(plan))
     return Prediction(
         strategy=Strategy.DIRECT,
-        num_descriptors=sum(len(template.pieces) * blocks for template, blocks in found),
-        num_bytes=sum(int(template.pieces[:, 2].sum()) * blocks for template, blocks in found),
-        num_remote_runs=sum(len(source_runs(template.pieces)[0]) * blocks for template, blocks in found),
+        num_descriptors=sum(len(template.runs) * blocks for template, blocks in found),
+        num_bytes=sum(int(template.runs[:, 2].sum()) * blocks for template, blocks in found),
+        num_remote_runs=sum(len(source_runs(template.runs)[0]) * blocks for template, blocks in found),
     ).timed(costs)
 
 
 def _scatter_predictions(plan: PairPlan, costs: Costs, stage_bytes: int) -> list[Prediction]:
     plans = [ScatterPlan(plan, gap_bytes) for gap_bytes in sorted({0, costs.gap_bytes})]
     found = [_scatter_prediction(scatter, costs, stage_bytes) for scatter in plans]
-    # Gaps worth reading are named only where there are any.
+    # Without gaps both predictions are the same.
     return found[:1] if found[-1].num_bytes == found[0].num_bytes else found
 
 
 def _scatter_prediction(scatter: ScatterPlan, costs: Costs, stage_bytes: int) -> Prediction:
     nominal = [(template, scatter.staged(template), blocks) for template, blocks in _nominal(scatter.plan)]
     largest = max((staged.block_bytes for _, staged, _ in nominal), default=0)
-    if aligned(largest) + aligned(1) > stage_bytes:
-        raise PlanError(Reason.UNSUPPORTED, f"one block fills {largest} bytes, the stage has {stage_bytes}.")
+    needed = aligned(largest) + ALIGNMENT
+    if needed > stage_bytes:
+        raise PlanError(Reason.UNSUPPORTED, f"one block needs a stage of {needed} bytes, the stage has {stage_bytes}.")
     num_descriptors = sum(staged.num_reads * blocks for _, staged, blocks in nominal)
     return Prediction(
         strategy=Strategy.SCATTER,
         num_descriptors=num_descriptors,
         num_bytes=sum(staged.block_bytes * blocks for _, staged, blocks in nominal),
-        copied_bytes=sum(int(template.pieces[:, 2].sum()) * blocks for template, _, blocks in nominal),
+        copied_bytes=sum(int(template.runs[:, 2].sum()) * blocks for template, _, blocks in nominal),
         num_copies=sum(staged.num_copies for _, staged, _ in nominal),
         num_copied_runs=sum(staged.num_copied_runs * blocks for _, staged, blocks in nominal),
         gap_bytes=scatter.gap_bytes,
@@ -191,7 +193,7 @@ def _scatter_prediction(scatter: ScatterPlan, costs: Costs, stage_bytes: int) ->
 
 
 def _nominal(plan: PairPlan) -> Iterator[tuple[Template, int]]:
-    """Return the templates of whole blocks, and how many blocks of each the nominal request has."""
+    """Yield the templates of whole blocks, each with its number of blocks in the nominal request."""
     for group in plan.groups.values():
         phases = group.first_phases()
         blocks = -(-_num_blocks(group.destination_group) // len(phases))

@@ -13,8 +13,7 @@ from kvferry.arrays import Integers
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.push.sender import BlockList
 from kvferry.layout.group import CacheKind
-from kvferry.plan.request import GroupBlocks
-from kvferry.plan.window import first_token_to_move
+from kvferry.plan.request import GroupBlocks, first_token_to_move
 
 NULL_BLOCK_ID = 0
 """The id that vLLM puts in place of a block that a request does not have: the first of the pool, never allocated."""
