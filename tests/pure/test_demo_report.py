@@ -51,7 +51,18 @@ def test_closed_forms(
 def good_report() -> DemoReport:
     shape = CacheShape(*GQA, 16, 2, 1)
     lines = tuple(
-        RequestLine(tokens, tokens, 0, shape.expected_bytes(tokens), 4, 0.01, 0.001, "cma", True, None)
+        RequestLine(
+            received_tokens=tokens,
+            bytes=shape.expected_bytes(tokens),
+            descriptors=4,
+            wait_seconds=0.01,
+            transfer_seconds=0.001,
+            transport="cma",
+            layout="BHLNC",
+            prompt_tokens=tokens,
+            identical=True,
+            error=None,
+        )
         for tokens in (10, 100)
     )
     return DemoReport(
@@ -75,7 +86,7 @@ def test_a_good_run_has_no_problem() -> None:
     ("change", "problem"),
     [
         ({"identical": False}, "requests [1] differ"),
-        ({"computed_tokens": 2}, "computed more than one prompt token of requests [1]"),
+        ({"received_tokens": 98}, "computed more than one prompt token of requests [1]"),
         ({"error": "HTTP 500"}, "request 1: HTTP 500"),
         ({"bytes": 4096}, "bytes moved where the shapes ask for"),
         ({"received_tokens": 90}, "count 110 received tokens, the transfers 100"),
@@ -116,7 +127,7 @@ def test_ranks_are_added_up(tmp_path: Path) -> None:
         text = "\n".join(json.dumps(part) for part in (failed, entry))
         (tmp_path / f"log.rank{rank}").write_text(text + "\n")
     moved = read_transfer_log(tmp_path / "log")["a"]
-    assert (moved.num_tokens, moved.bytes, moved.descriptors) == (5, 128, 4)
+    assert (moved.received_tokens, moved.bytes, moved.descriptors) == (5, 128, 4)
     assert (moved.wait_seconds, moved.transfer_seconds, moved.transport) == (0.5, 0.25, "cma")
     assert read_failures(tmp_path / "log") == tuple(f"rank {rank} did not load a: it has exited." for rank in (0, 1))
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -74,6 +74,10 @@ SHORTEST_PROMPT, LONGEST_PROMPT = 10, 3000
 OUTPUT_TOKENS = 16
 CONCURRENT_REQUESTS = 4
 REQUEST_SECONDS = 180.0
+
+NOTHING_MOVED = MovedCache(
+    received_tokens=0, bytes=0, descriptors=0, wait_seconds=0.0, transfer_seconds=0.0, transport="-", layout="-"
+)
 
 Announce = Callable[[str, str], None]
 """Called with the name of a part and what it does now."""
@@ -284,19 +288,10 @@ def _line(prompt: Sequence[int], answer: Answer, alone: Answer, moved: dict[str,
     found = [
         cache for request_id, cache in moved.items() if answer.request_id and request_id.startswith(answer.request_id)
     ]
-    cache = found[0] if len(found) == 1 else MovedCache(0, 0, 0, 0.0, 0.0, "-", "-")
-    return RequestLine(
-        prompt_tokens=len(prompt),
-        received_tokens=cache.num_tokens,
-        computed_tokens=len(prompt) - cache.num_tokens,
-        bytes=cache.bytes,
-        descriptors=cache.descriptors,
-        wait_seconds=cache.wait_seconds,
-        transfer_seconds=cache.transfer_seconds,
-        transport=cache.transport,
-        identical=bool(answer.token_ids) and answer.token_ids == alone.token_ids,
-        error=answer.error or alone.error,
-    )
+    cache = found[0] if len(found) == 1 else NOTHING_MOVED
+    identical = bool(answer.token_ids) and answer.token_ids == alone.token_ids
+    error = answer.error or alone.error
+    return RequestLine(**asdict(cache), prompt_tokens=len(prompt), identical=identical, error=error)
 
 
 @contextmanager

@@ -51,20 +51,31 @@ class CacheShape:
         return self.num_layers * self.num_blocks(num_tokens) * self.num_rank_pairs
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLine:
-    """One request: what moved for it, and whether its answer is the one of the decode engine alone."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedCache:
+    """What the decode ranks logged for one request, added up; times are those of the slowest rank."""
 
-    prompt_tokens: int
     received_tokens: int
-    computed_tokens: int
     bytes: int
     descriptors: int
     wait_seconds: float
     transfer_seconds: float
     transport: str
+    layout: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLine(MovedCache):
+    """One request: what moved for it, and whether its answer is the one of the decode engine alone."""
+
+    prompt_tokens: int
     identical: bool
     error: str | None
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that the decode engine computed itself."""
+        return self.prompt_tokens - self.received_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +132,8 @@ class DemoReport:
                 "processes_left": self.processes_left,
             },
             "problems": list(self.problems),
-            "per_request": [asdict(line) for line in self.lines],
+            "per_request": [{**asdict(line), "computed_tokens": line.computed_tokens} for line in self.lines],
         }
-
-
-@dataclass(frozen=True, slots=True)
-class MovedCache:
-    """What the decode ranks logged for one request, added up; times are those of the slowest rank."""
-
-    num_tokens: int
-    bytes: int
-    descriptors: int
-    wait_seconds: float
-    transfer_seconds: float
-    transport: str
-    layout: str
 
 
 def read_transfer_log(path: Path) -> dict[str, MovedCache]:
@@ -171,7 +169,7 @@ def _logged(path: Path) -> Iterator[dict[str, Any]]:
 
 def _add_ranks(ranks: Sequence[Mapping[str, Any]]) -> MovedCache:
     return MovedCache(
-        num_tokens=min(rank["num_tokens"] for rank in ranks),
+        received_tokens=min(rank["num_tokens"] for rank in ranks),
         bytes=sum(rank["bytes"] for rank in ranks),
         descriptors=sum(rank["descriptors"] for rank in ranks),
         wait_seconds=max(rank["wait_seconds"] for rank in ranks),

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 MAX_POSITIONS = 8192
 VOCABULARY_SIZE = 2048
+SETTINGS = {
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "max_position_embeddings": MAX_POSITIONS,
+    "tie_word_embeddings": False,
+}
+"""Of every model, unless a recipe has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +63,21 @@ def _qwen3(
     name: str, dtype: Literal["float32", "bfloat16"], layers: int, hidden: int, kv_heads: int, head: int
 ) -> TinyModel:
     settings = {
-        "vocab_size": VOCABULARY_SIZE,
+        **SETTINGS,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": 8,
         "num_key_value_heads": kv_heads,
         "head_dim": head,
-        "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": False,
     }
     return TinyModel(name, "qwen3", dtype, layers, kv_heads, 2 * head, MappingProxyType(settings))
 
 
 def _deepseek_mla(name: str, layers: int) -> TinyModel:
     settings = {
-        "vocab_size": VOCABULARY_SIZE,
-        "hidden_size": 256,
-        "intermediate_size": 512,
+        **SETTINGS,
         "moe_intermediate_size": 64,
         "num_hidden_layers": layers,
-        "num_attention_heads": 8,
         "num_key_value_heads": 8,
         "kv_lora_rank": 512,
         "q_lora_rank": None,
@@ -88,26 +91,19 @@ def _deepseek_mla(name: str, layers: int) -> TinyModel:
         "topk_group": 1,
         "first_k_dense_replace": layers,
         "topk_method": "greedy",
-        "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": False,
     }
     return TinyModel(name, "deepseek_v2", "float32", layers, 1, 512 + 64, MappingProxyType(settings))
 
 
 def _gemma3(name: str, layer_types: Sequence[str], window: int) -> TinyModel:
     settings = {
-        "vocab_size": VOCABULARY_SIZE,
-        "hidden_size": 256,
-        "intermediate_size": 512,
+        **SETTINGS,
         "num_hidden_layers": len(layer_types),
-        "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 64,
         "query_pre_attn_scalar": 64,
         "sliding_window": window,
         "layer_types": [f"{kind}_attention" for kind in layer_types],
-        "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": False,
     }
     num_full = list(layer_types).count("full")
     return TinyModel(name, "gemma3_text", "float32", num_full, 4, 2 * 64, MappingProxyType(settings))
@@ -115,13 +111,10 @@ def _gemma3(name: str, layer_types: Sequence[str], window: int) -> TinyModel:
 
 def _granite_hybrid(name: str, layer_types: Sequence[str]) -> TinyModel:
     settings = {
-        "vocab_size": VOCABULARY_SIZE,
-        "hidden_size": 256,
-        "intermediate_size": 512,
+        **SETTINGS,
         "shared_intermediate_size": 512,
         "num_hidden_layers": len(layer_types),
         "layer_types": list(layer_types),
-        "num_attention_heads": 8,
         "num_key_value_heads": 1,
         "num_local_experts": 0,
         "attention_multiplier": 32**-0.5,
@@ -131,8 +124,6 @@ def _granite_hybrid(name: str, layer_types: Sequence[str]) -> TinyModel:
         "mamba_d_head": 64,
         "mamba_d_conv": 4,
         "mamba_expand": 2,
-        "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": False,
     }
     num_attention = list(layer_types).count("attention")
     return TinyModel(name, "granitemoehybrid", "float32", num_attention, 1, 2 * 32, MappingProxyType(settings))
