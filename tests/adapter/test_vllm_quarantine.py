@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.messages import StillWriting
+from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, StillWriting, decode_question, encode
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
 
 from .scheduler_requests import FULL, PROMPT, allocated, kept, next_step, prefill, request
@@ -109,6 +109,21 @@ def test_no_more_loads_are_admitted_than_a_report_has(
     reader.update_state_after_alloc(again, allocated([21, 22, 23, 24, 25]), 80)
     [order] = next_step(reader).loads
     assert order.error is None
+
+
+@pytest.mark.parametrize("length", [MAX_IDENTIFIER_LENGTH, MAX_IDENTIFIER_LENGTH + 1])
+def test_every_request_that_is_loaded_can_be_named_in_a_report(reader: Any, make_role: Any, length: int) -> None:
+    """A client chooses the id: a report with an id that is too long would be refused with all others in it."""
+    params, request_id = prefill(make_role(FULL), PROMPT, [5, 4, 3, 2, 1]), "x" * length
+    ours = request(PROMPT, params or {}, request_id)
+    reader.on_new_request(ours)
+    reader.update_state_after_alloc(ours, allocated([21, 22, 23, 24, 25]), 80)
+    [order] = next_step(reader).loads
+    if order.error is None:
+        decode_question(encode(StillWriting(reader._state.epoch, reader._secret, 0, 1, ("d", request_id))))
+    else:
+        assert order.error.reason is Reason.INVALID_REQUEST
+    assert (order.error is None) == (length <= MAX_IDENTIFIER_LENGTH)
 
 
 def test_a_report_of_a_rank_that_is_none_is_refused(reader: Any) -> None:

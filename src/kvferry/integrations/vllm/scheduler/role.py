@@ -14,6 +14,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.handshake import check_complete, check_version
 from kvferry.handoff.holds import Ended, Ending, Holds, check_epoch
 from kvferry.handoff.messages import (
+    MAX_IDENTIFIER_LENGTH,
     MAX_REQUESTS_PER_MESSAGE,
     PROTOCOL_VERSION,
     Answer,
@@ -255,6 +256,7 @@ class SchedulerRole:
                     f"the blocks of {MAX_LOADS} failed requests are quarantined: peers may still write into them.",
                     "The log names the requests. Restart this engine if their prefill engines are gone.",
                 )
+            _check_reportable(request.request_id)
             return self._destination.order(request, (end_token - num_external_tokens, end_token), block_ids)
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error)
@@ -342,6 +344,19 @@ class SchedulerRole:
         self._quarantine.note(question.rank, question.number, question.request_ids)
         self._wake()
         return Noted(self._state.epoch)
+
+
+def _check_reportable(request_id: str) -> None:
+    """Refuse an id that no report could name: a rank's whole report would be refused, with all others in it.
+
+    Raises :class:`HandoffError` (invalid-request).
+    """
+    if len(request_id) > MAX_IDENTIFIER_LENGTH:
+        raise HandoffError(
+            Reason.INVALID_REQUEST,
+            f"the request's id has {len(request_id)} characters, a message carries up to {MAX_IDENTIFIER_LENGTH}.",
+            "Send a shorter X-Request-Id.",
+        )
 
 
 def transports_in_words(names: Iterable[str]) -> str:
