@@ -126,6 +126,18 @@ def test_every_request_that_is_loaded_can_be_named_in_a_report(reader: Any, make
     assert (order.error is None) == (length <= MAX_IDENTIFIER_LENGTH)
 
 
+def test_quarantined_blocks_and_those_of_a_hold_are_kept_apart_whatever_the_hold_is_called(reader: Any) -> None:
+    """A push's hold is called by the transfer id, which a client can write."""
+    assert report(reader, 0, 1, "d") == [(0, "d")]
+    held = request(PROMPT, {"do_remote_decode": True}, "quarantine/d")
+    reader.update_state_after_alloc(held, allocated([1, 2, 3, 4, 5]), 0)
+    reader.request_finished(held, ([1, 2, 3, 4, 5],), is_complete=True)
+    assert sorted(kept(reader)) == [1, 2, 3, 4, 5, *BLOCKS]
+    reader._answer(StillWriting(reader._state.epoch, reader._secret, 0, 2, ()))
+    next_step(reader)
+    assert sorted(kept(reader)) == [1, 2, 3, 4, 5]
+
+
 def test_a_report_of_a_rank_that_is_none_is_refused(reader: Any) -> None:
     """Whoever reaches the end point could have it remember any number of them."""
     with pytest.raises(HandoffError) as refused:

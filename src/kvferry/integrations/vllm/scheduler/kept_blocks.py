@@ -12,7 +12,7 @@ docs/decisions/quarantined-blocks.md.
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.errors import HandoffError, Reason
@@ -32,13 +32,13 @@ class KeptBlocks:
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
-        self._blocks: dict[str, list[KVCacheBlock]] = {}
+        self._blocks: dict[Hashable, list[KVCacheBlock]] = {}
 
     def bind(self, pool: "BlockPool") -> None:
         """Take references in this pool from now on."""
         self._pool = pool
 
-    def keep(self, name: str, block_ids: BlockIds) -> None:
+    def keep(self, name: Hashable, block_ids: BlockIds) -> None:
         """Add a reference to each block of a request that still has its own references.
 
         The null block, in the place of a block that has left a sliding window, needs none.
@@ -49,7 +49,7 @@ class KeptBlocks:
         self._pool.touch(blocks)
         self._blocks[name] = blocks
 
-    def free(self, name: str) -> None:
+    def free(self, name: Hashable) -> None:
         """Drop the references under this name, the tail first, as vLLM does: a prefix stays cached longest."""
         assert self._pool is not None
         self._pool.free_blocks(reversed(self._blocks.pop(name)))
@@ -127,5 +127,6 @@ class Quarantine:
         return {request_id: now - since for request_id, since in sorted(self._kept_since.items())}
 
 
-def _name(request_id: str) -> str:
-    return f"quarantine/{request_id}"
+def _name(request_id: str) -> Hashable:
+    # No text: a hold's name, which a client can choose, is never equal to it.
+    return "quarantine", request_id
