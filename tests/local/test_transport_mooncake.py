@@ -79,7 +79,7 @@ def test_a_fence_ends_after_all_that_was_posted_before_it(pair: Pair, direction:
     batch = post[direction](pair.peer.name, [int(pair.local.ctypes.data)], [pair.remote.address], [BYTES])
     fence = mooncake.Slice(pair.peer, batch=0, num_descriptors=0, num_bytes=0)
     transport._post_fence(fence)
-    while transport._fence_status(fence) in mooncake._UNDER_WAY:
+    while transport._fence_status(fence) in mooncake._RUNNING:
         time.sleep(0.0001)
     assert engine.transfer_check_status(batch) == mooncake._COMPLETED
 

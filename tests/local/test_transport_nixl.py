@@ -11,8 +11,8 @@ from kvferry.errors import Reason, TransportError
 from kvferry.testing.transport_peer import PeerProcess, pattern, start_peer
 from kvferry.testing.transport_suite import Pair, many_pieces, open_pair
 from kvferry.transport import nixl, nixl_agents
-from kvferry.transport.end_points import NixlEndPoint
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.nixl_agents import NixlEndPoint
 from kvferry.transport.protocol import Direction, Region, Status, reach
 
 pytest.importorskip("nixl")

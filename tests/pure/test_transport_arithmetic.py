@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.layout.shard import Region
-from kvferry.transport.piece_stream import PieceStream
+from kvferry.transport.range_stream import RangeStream
 from kvferry.transport.regions import RegionTable
-from kvferry.transport.submission import slice_bounds, split_long
+from kvferry.transport.sliced import slice_bounds, split_long
 
 pieces = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 12)), min_size=1, max_size=20)
 
@@ -21,7 +21,7 @@ def addresses_of(items: list[tuple[int, int]]) -> list[int]:
 @given(pieces, st.data())
 def test_a_cut_is_that_part_of_the_stream(items: list[tuple[int, int]], data: st.DataObject) -> None:
     columns = np.array(items, np.uint64)
-    stream = PieceStream(columns[:, 0], columns[:, 1])
+    stream = RangeStream(columns[:, 0], columns[:, 1])
     flat = addresses_of(items)
     start = data.draw(st.integers(0, len(flat) - 1))
     stop = data.draw(st.integers(start + 1, len(flat)))
@@ -35,7 +35,7 @@ def test_reach_is_as_far_as_so_many_merged_pieces_go(
     items: list[tuple[int, int]], most: int, data: st.DataObject
 ) -> None:
     columns = np.array(items, np.uint64)
-    stream = PieceStream(columns[:, 0], columns[:, 1])
+    stream = RangeStream(columns[:, 0], columns[:, 1])
     flat = addresses_of(items)
     start = data.draw(st.integers(0, len(flat) - 1))
     stop = stream.reach(start, most)

@@ -1,7 +1,7 @@
 """Cross-memory attach: ``process_vm_readv`` and ``process_vm_writev`` between processes of one user on one host.
 
-The kernel copies straight from one process's pages to another's; the peer takes no part, so a peer that is stopped or
-busy slows nothing. See ``man 2 process_vm_readv``.
+The kernel copies from one process's pages to another's. The peer takes no part, so a stopped or busy peer does not
+delay a transfer. See ``man 2 process_vm_readv``.
 """
 
 import ctypes
@@ -32,19 +32,19 @@ from kvferry.transport.end_points import (
     unpack_regions,
 )
 from kvferry.transport.host_memory import HostMemoryTransport
-from kvferry.transport.piece_stream import PieceStream
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
+from kvferry.transport.range_stream import RangeStream
 from kvferry.transport.regions import check_regions
 from kvferry.transport.submission import Sides, check_submission
 
 logger = logging.getLogger(__name__)
 
-MAX_PIECES_PER_CALL = 1024  # the kernel's UIO_MAXIOV, for each side
-# Some milliseconds, after which a driver can attend to other work. Not less: every poll ends with a wait for the
-# interpreter, and inside an engine that wait is about half a millisecond.
+MAX_RANGES_PER_CALL = 1024  # the kernel's UIO_MAXIOV, for local and for remote ranges
+# Some milliseconds of copying, so that the calling thread can do other work in between. Not less: every poll ends with
+# a wait for the interpreter, which takes about half a millisecond inside an engine.
 MAX_BYTES_PER_SHARE = 64 << 20
-MAX_PIECES_PER_SHARE = 8 * MAX_PIECES_PER_CALL
-# A millisecond: less is not worth waking a thread for.
+MAX_RANGES_PER_SHARE = 8 * MAX_RANGES_PER_CALL
+# A millisecond of copying: less is not worth waking a thread.
 MIN_BYTES_PER_THREAD = 4 << 20
 
 _PR_SET_PTRACER = 0x59616D61
@@ -71,16 +71,16 @@ def _bind(name: str) -> "ctypes._NamedFuncPointer":
 
 @dataclass(slots=True, eq=False)
 class CmaPeer(Peer):
-    """A process whose memory can be read, held by its open ``/proc/<pid>/stat``."""
+    """A process, identified by its open ``/proc/<pid>/stat``."""
 
     identity: ProcessIdentity
     stat_file: io.FileIO
 
     def verify(self) -> TransportError | None:
-        """Return why this is no longer the process that was connected to.
+        """Return an error if the process has ended, else None.
 
-        An open stat file stays bound to its process: after the process's end it reads as ESRCH even when the pid
-        has been given to another one.
+        An open stat file stays bound to its process: after the end of the process a read fails with ESRCH, even where
+        another process has the pid.
         """
         try:
             start_time = parse_start_time(os.pread(self.stat_file.fileno(), 1024, 0))
@@ -89,23 +89,23 @@ class CmaPeer(Peer):
         return None if start_time == self.identity.start_time else _changed(self.identity, start_time)
 
     def close(self) -> None:
-        """Forget the process."""
+        """Close the stat file."""
         self.stat_file.close()
 
 
 @dataclass(slots=True, eq=False)
 class CmaTransfer(Transfer):
-    """A transfer as two streams of pieces with one common position."""
+    """A transfer as two streams of ranges with one common position."""
 
-    local: PieceStream = field(kw_only=True)
-    remote: PieceStream = field(kw_only=True)
+    local: RangeStream = field(kw_only=True)
+    remote: RangeStream = field(kw_only=True)
 
 
 class CmaTransport(HostMemoryTransport):
-    """Moves bytes in ``poll``, on each copying thread at most 8192 pieces or 64 MiB, 1024 pieces with a system call.
+    """Moves bytes in ``poll``: per copying thread at most 8192 ranges or 64 MiB, per system call 1024 ranges.
 
-    What is large is copied by several threads while ``poll`` waits: pinning small pages, of which there are 18,000 in
-    70 MB, keeps one core from using the memory's whole rate.
+    Several threads copy a large transfer while ``poll`` waits: one core alone does not reach the memory's bandwidth,
+    since the kernel pins each small page, of which 70 MB have 18,000.
     """
 
     capabilities = Capabilities(name="cma")
@@ -118,7 +118,7 @@ class CmaTransport(HostMemoryTransport):
         self._threads = CopyThreads()
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Add memory; also lets peers of this user attach where Yama asks for consent."""
+        """Add memory; also allow peers of this user to attach where Yama requires that."""
         self._check_open()
         check_regions(regions, "cma")
         _allow_attach()
@@ -135,7 +135,7 @@ class CmaTransport(HostMemoryTransport):
         )
 
     def connect(self, end_point: bytes) -> Transfer:
-        """Check that the peer is a living process of this host, and read its nonce."""
+        """Check that the peer is a running process of this host, and read its nonce."""
         self._check_open()
         remote = decode_end_point(end_point, ProcessEndPoint, "cma")
         _check_same_host(self._identity, remote.identity)
@@ -153,7 +153,7 @@ class CmaTransport(HostMemoryTransport):
         return reached(peer)
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
-        """Check both sides and queue; the copying happens in ``poll``."""
+        """Check the descriptors and queue them; ``poll`` copies."""
         self._check_open()
         assert isinstance(peer, CmaPeer)
         sides = check_submission(descriptors, direction, self._local, peer.regions)
@@ -163,15 +163,15 @@ class CmaTransport(HostMemoryTransport):
             direction=direction,
             num_descriptors=len(descriptors),
             num_bytes=int(sides.lengths.sum()),
-            local=PieceStream(sides.local, sides.lengths),
-            remote=PieceStream(sides.remote, sides.lengths),
+            local=RangeStream(sides.local, sides.lengths),
+            remote=RangeStream(sides.remote, sides.lengths),
         )
         if not transfer.num_bytes:
             transfer.status = Status.DONE
         return transfer
 
     def _advance(self, transfer: Transfer) -> Status:
-        """Copy a share, or for many bytes one on each copying thread."""
+        """Copy one share, or for many bytes one share on each copying thread."""
         assert isinstance(transfer, CmaTransfer)
         assert isinstance(transfer.peer, CmaPeer)
         if transfer.bytes_done == 0 and (error := transfer.peer.verify()):
@@ -179,7 +179,7 @@ class CmaTransport(HostMemoryTransport):
         if error := self._copy_shares(transfer, transfer.peer):
             return transfer.fail(error)
         if transfer.bytes_done == transfer.num_bytes:
-            # Bytes are believed only if they came from the process that was connected to.
+            # The bytes are valid only if they came from the connected process.
             if error := transfer.peer.verify():
                 return transfer.fail(error)
             transfer.status = Status.DONE
@@ -190,7 +190,7 @@ class CmaTransport(HostMemoryTransport):
         return transfer.cancel()
 
     def close(self) -> None:
-        """Refuse everything from now on."""
+        """Refuse all later calls."""
         self._closed = True
         self._threads.close()
 
@@ -202,14 +202,14 @@ class CmaTransport(HostMemoryTransport):
                 return _explain(error_number or errno.EFAULT, peer, start)
             transfer.bytes_done = start + moved
             if transfer.bytes_done < stop:
-                break  # may be inside a piece; the next poll goes on from there, later shares included
+                break  # possibly inside a range; the next poll continues from there and repeats the later shares
         return None
 
     def _copy(self, transfer: CmaTransfer, peer: CmaPeer, start: int, stop: int) -> tuple[int, int]:
-        """Return the bytes copied, and the error's number, which belongs to the calling thread, where none were."""
+        """Return the copied bytes and, where the first call failed, the calling thread's error number."""
         position = start
         while position < stop:
-            end = _reach(transfer, position, stop, MAX_PIECES_PER_CALL)
+            end = _reach(transfer, position, stop, MAX_RANGES_PER_CALL)
             local, remote = transfer.local.cut(position, end), transfer.remote.cut(position, end)
             moved = self._calls[transfer.direction](
                 peer.identity.pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
@@ -222,15 +222,15 @@ class CmaTransport(HostMemoryTransport):
         return position - start, 0
 
     def _probe(self, peer: CmaPeer, remote: ProcessEndPoint) -> None:
-        """Read the peer's nonce and compare."""
+        """Read the peer's nonce; raise unless it is equal."""
         if error := peer.verify():
             raise error
         buffer = np.zeros(NONCE_BYTES, np.uint8)
-        pieces = np.array(
+        ranges = np.array(
             [[buffer.ctypes.data, NONCE_BYTES], [remote.nonce_address, NONCE_BYTES]],
             np.uint64,
         )
-        address = pieces.ctypes.data
+        address = ranges.ctypes.data
         moved = self._calls[Direction.READ](peer.identity.pid, address, 1, address + 16, 1, 0)
         if moved < 0:
             raise _explain(ctypes.get_errno(), peer, 0)
@@ -239,21 +239,21 @@ class CmaTransport(HostMemoryTransport):
 
 
 def _shares(transfer: CmaTransfer, num_threads: int) -> list[tuple[int, int]]:
-    """Return the next ranges of positions to copy at once, neighbours in order."""
+    """Return the next (start, stop) positions to copy in parallel, in order and without gaps."""
     start = transfer.bytes_done
     fair = -(-(transfer.num_bytes - start) // num_threads)
     share = min(max(fair, MIN_BYTES_PER_THREAD), MAX_BYTES_PER_SHARE)
     shares: list[tuple[int, int]] = []
     while len(shares) < num_threads and start < transfer.num_bytes:
-        stop = _reach(transfer, start, min(start + share, transfer.num_bytes), MAX_PIECES_PER_SHARE)
+        stop = _reach(transfer, start, min(start + share, transfer.num_bytes), MAX_RANGES_PER_SHARE)
         shares.append((start, stop))
         start = stop
     return shares
 
 
-def _reach(transfer: CmaTransfer, start: int, stop: int, max_pieces: int) -> int:
-    """Return up to where so many pieces of either side reach from ``start``, at most ``stop``."""
-    return min(stop, transfer.local.reach(start, max_pieces), transfer.remote.reach(start, max_pieces))
+def _reach(transfer: CmaTransfer, start: int, stop: int, max_ranges: int) -> int:
+    """Return the position that ``max_ranges`` local and ``max_ranges`` remote ranges reach, at most ``stop``."""
+    return min(stop, transfer.local.reach(start, max_ranges), transfer.remote.reach(start, max_ranges))
 
 
 def _in_remote_order(sides: Sides) -> Sides:
@@ -273,8 +273,8 @@ def _died(identity: ProcessIdentity) -> TransportError:
 def _changed(identity: ProcessIdentity, start_time: int) -> TransportError:
     return TransportError(
         Reason.PEER_CHANGED,
-        f"process {identity.pid} is not the peer that made this end point (started at tick {start_time}, the peer at "
-        f"{identity.start_time}; its nonce must match too).",
+        f"process {identity.pid} is not the peer of this end point (started at tick {start_time}, the peer at "
+        f"{identity.start_time}; the nonce must match too).",
         "Ask the peer for a new end point.",
     )
 
@@ -294,7 +294,7 @@ def _explain(number: int, peer: CmaPeer, position: int) -> TransportError:
     if number == errno.EFAULT and (error := peer.verify()):
         return error
     message = f"copying from or to process {pid} stopped after {position} bytes: {os.strerror(number)}."
-    return TransportError(Reason.TRANSFER_FAILED, message, "Is all registered memory of both sides still mapped?")
+    return TransportError(Reason.TRANSFER_FAILED, message, "Is all registered memory of both engines still mapped?")
 
 
 def _check_same_host(own: ProcessIdentity, other: ProcessIdentity) -> None:
@@ -324,7 +324,7 @@ def _read_ptrace_scope() -> str:
 
 
 def _allow_attach() -> None:
-    """Under Yama's scope 1 only a parent may attach unless this process consents."""
+    """Allow all processes of this user to attach: under Yama's scope 1 only a parent may do so by default."""
     if _read_ptrace_scope() != "1":
         return
     library = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""Threads beside the caller's own, for copies that one core cannot make as fast as the memory allows."""
+"""Copies on several threads, where one core does not reach the memory's bandwidth."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -6,15 +6,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 MAX_THREADS = 4
-"""The caller's included. Copies are bound by memory: more cores only take from those that compute."""
+"""The calling thread included. Copies are bound by memory: more cores only take time from computation."""
 
 Result = TypeVar("Result")
 
 
 class CopyThreads:
-    """Runs calls that let the interpreter go side by side: the last on the caller's thread, which waits for all.
+    """Runs calls that release the interpreter in parallel: the last on the calling thread, which waits for all.
 
-    The threads start when first needed, with the cores and the scheduling priority of the thread that needs them.
+    The threads start on first use, with the cores and the scheduling priority of the calling thread.
 
     >>> threads = CopyThreads()
     >>> threads.run([lambda: "one", lambda: "two"])
@@ -27,27 +27,27 @@ class CopyThreads:
 
     @property
     def num_usable(self) -> int:
-        """How many calls are worth making at once: one per core of the calling thread, up to ``MAX_THREADS``."""
+        """The number of calls worth running in parallel: one per core of the calling thread, up to ``MAX_THREADS``."""
         return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
     def run(self, calls: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Return what the calls returned, in their order, or raise what one raised, once all have ended."""
-        *beside, own = calls
+        """Wait for all calls; return their results in order, or raise the error of one."""
+        *others, last = calls
         futures: list[Future[Result]] = []
         try:
-            futures.extend(self.start(call) for call in beside)
-            result = own()
+            futures.extend(self.start(call) for call in others)
+            result = last()
         finally:
-            # Whoever is told of an error may use the memory again: nothing is copied into it any more.
+            # The caller may reuse the memory as soon as this method raises.
             wait(futures)
         return [*(future.result() for future in futures), result]
 
     def start(self, call: Callable[[], Result]) -> Future[Result]:
-        """Return at once; the call runs beside the caller."""
+        """Start a call on another thread."""
         return self._started_pool().submit(call)
 
     def close(self) -> None:
-        """End the threads once all that was started has ended; twice is fine."""
+        """Wait for all started calls and end the threads; twice is fine."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -60,6 +60,6 @@ class CopyThreads:
 
 
 def _schedule(policy: int, parameters: os.sched_param) -> None:
-    """Take on the scheduling of the thread that started this one, which real-time threads do not hand down."""
+    """Set the scheduling of the calling thread: a real-time thread's children do not inherit it."""
     if os.sched_getscheduler(0) != policy:
         os.sched_setscheduler(0, policy, parameters)

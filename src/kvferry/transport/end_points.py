@@ -1,4 +1,4 @@
-"""End points: who I am, where my memory is, and a nonce to read."""
+"""End points: the identity of a process, its registered regions, and a nonce in its memory."""
 
 import os
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ RegionList = Annotated[list[tuple[Address, Length]], msgspec.Meta(max_length=MAX
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One process for ever: a pid may be reused, a pid with its start time and boot id is not."""
+    """One process. A pid may be reused; pid, start time and boot id together are unique."""
 
     boot_id: Annotated[str, msgspec.Meta(max_length=64)]
     pid_namespace: Annotated[int, msgspec.Meta(ge=0)]
@@ -31,7 +31,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProcessEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a peer on this host needs to reach this process's memory."""
+    """What another process on this host needs to reach this process's memory."""
 
     transport: Literal["cma", "memcpy"]
     version: Literal[1]
@@ -41,23 +41,11 @@ class ProcessEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
-class NixlEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A NIXL agent's metadata, its registered memory, and a nonce in it."""
-
-    transport: Literal["nixl"]
-    version: Literal[1]
-    agent_name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-    metadata: Annotated[bytes, msgspec.Meta(min_length=1, max_length=2 << 20)]
-    regions: RegionList
-    nonce_address: Address
-    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-
-
 EndPoint = TypeVar("EndPoint", bound=msgspec.Struct)
 
 
 def decode_end_point(payload: bytes, kind: type[EndPoint], transport: str) -> EndPoint:
-    """Decode and bound bytes that a peer sent.
+    """Decode an end point of at most ``MAX_END_POINT_BYTES`` that a peer sent.
 
     >>> decode_end_point(b"garbage", ProcessEndPoint, "cma")
     Traceback (most recent call last):
@@ -68,28 +56,28 @@ def decode_end_point(payload: bytes, kind: type[EndPoint], transport: str) -> En
             raise msgspec.DecodeError(f"{len(payload)} bytes, more than {MAX_END_POINT_BYTES}")
         decoded = msgspec.msgpack.decode(payload, type=kind)
         if getattr(decoded, "transport", transport) != transport:
-            raise msgspec.ValidationError("it is for another transport")
+            raise msgspec.ValidationError("the end point is for another transport")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TransportError(
             Reason.MALFORMED_MESSAGE,
             f"this is not a {transport} end point: {error}.",
-            "Both sides must run the same transport of the same kvferry version.",
+            "Run the same transport of the same kvferry version in both engines.",
         ) from error
     return decoded
 
 
 def pack_regions(table: RegionTable) -> RegionList:
-    """Return regions as the pairs that travel."""
+    """Return regions as (address, length), for an end point."""
     return [(region.base_address, region.length) for region in table.regions]
 
 
 def unpack_regions(pairs: Sequence[tuple[int, int]]) -> RegionTable:
-    """Return the table of regions that arrived."""
+    """Return the regions of a received end point."""
     return RegionTable([Region(start, length) for start, length in pairs])
 
 
 def own_identity() -> ProcessIdentity:
-    """Return who this process is; read afresh, since a fork changes it."""
+    """Return the identity of this process. Not cached, since a fork changes it."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot_id = file.read().strip()
     return ProcessIdentity(
@@ -102,7 +90,7 @@ def own_identity() -> ProcessIdentity:
 
 
 def read_stat(pid: int) -> bytes:
-    """Return ``/proc/<pid>/stat``; raises ``ProcessLookupError`` or ``FileNotFoundError`` when there is none."""
+    """Return ``/proc/<pid>/stat``; raises ``ProcessLookupError`` or ``FileNotFoundError`` for a pid without process."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read()
 
@@ -120,7 +108,7 @@ def parse_start_time(stat: bytes) -> int:
 
 
 class Nonce:
-    """Random bytes at a fixed address, which a peer reads to learn that it reached the right memory."""
+    """Random bytes at a fixed address. A peer that reads them has reached the right memory."""
 
     def __init__(self) -> None:
         self.value = os.urandom(NONCE_BYTES)

@@ -1,4 +1,4 @@
-"""Faults on purpose: a decorator over any transport, for negative controls and tests."""
+"""Injected faults: a decorator over any transport, for negative controls and tests."""
 
 import ctypes
 import logging
@@ -13,8 +13,8 @@ import numpy as np
 from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
-from kvferry.transport.piece_stream import PieceStream
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, Transport
+from kvferry.transport.range_stream import RangeStream
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class SwapRanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exchange what landed in two ranges of ``length`` bytes; positions count the submission's bytes in order."""
+    """Exchange two ranges of ``length`` bytes that landed; positions count the submission's bytes in order."""
 
     first: Position
     second: Position
@@ -31,23 +31,23 @@ class SwapRanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.first + self.length > self.second:
-            raise SettingsError(Reason.INVALID_SETTING, f"{self} overlap or are out of order.")
+            raise SettingsError(Reason.INVALID_SETTING, f"the ranges of {self} overlap or are out of order.")
 
 
 class ZeroRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Overwrite what landed in a range with zeros; the position counts the submission's bytes in order."""
+    """Overwrite a range that landed with zeros; the position counts the submission's bytes in order."""
 
     position: Position
     length: Count
 
 
 class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What goes wrong with every submission that is large enough for the fault and has at least ``min_bytes``.
+    """The faults of every submission that has at least ``min_bytes`` and is large enough for the fault.
 
-    ``swap`` and ``zero`` (a ``READ`` only) change what landed, just before ``DONE``; ``drop`` silently leaves the
-    descriptor of that index out; ``fail_after`` moves so many descriptors and then fails; ``delay_seconds`` keeps a
-    finished transfer pending; ``hang`` keeps it pending for ever, with nothing moved. Small submissions, such as a
-    guard word, pass untouched.
+    ``swap`` and ``zero`` (``READ`` only) change the bytes that landed, just before ``DONE``; ``drop`` silently omits
+    the descriptor of that index; ``fail_after`` moves so many descriptors and then fails; ``delay_seconds`` keeps a
+    finished transfer pending; ``hang`` moves no bytes and keeps the transfer pending. Small submissions, such as a
+    guard word, have no faults.
 
     >>> msgspec.convert({"zero": {"position": 4096, "length": 512}}, FaultPlan).zero
     ZeroRange(position=4096, length=512)
@@ -62,7 +62,7 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_bytes: Count = 256
 
     def fits(self, num_descriptors: int, num_bytes: int) -> bool:
-        """Return whether a submission is large enough for every fault named."""
+        """Return whether a submission is large enough for every fault of the plan."""
         needed_bytes = [self.min_bytes]
         if self.swap is not None:
             needed_bytes.append(self.swap.second + self.swap.length)
@@ -74,15 +74,15 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True, eq=False)
 class FaultyTransfer(Transfer):
-    """What was asked for, around a transfer of what really moves."""
+    """The submitted transfer, around the transfer of the descriptors that really move."""
 
     inner: Transfer = field(kw_only=True)
-    landed: PieceStream = field(kw_only=True)
+    landed: RangeStream = field(kw_only=True)
     not_before: float = field(kw_only=True)
 
 
 class FaultyTransport:
-    """Another transport with a :class:`FaultPlan`; ``num_injected`` counts the submissions that met it."""
+    """Another transport with a :class:`FaultPlan`; ``num_injected`` counts the submissions with a fault."""
 
     def __init__(self, inner: Transport, plan: FaultPlan) -> None:
         self.num_injected = 0
@@ -92,19 +92,19 @@ class FaultyTransport:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the transport inside."""
+        """The capabilities of the inner transport."""
         return self._inner.capabilities
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Register with the transport inside."""
+        """Register with the inner transport."""
         return self._inner.register(regions)
 
     def connect(self, end_point: bytes) -> Transfer:
-        """Connect with the transport inside."""
+        """Connect with the inner transport."""
         return self._inner.connect(end_point)
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
-        """Submit what the plan leaves of the list."""
+        """Submit the descriptors that the plan lets move."""
         num_bytes = int(descriptors[:, 2].sum())
         if not self._plan.fits(len(descriptors), num_bytes):
             return self._inner.submit(peer, direction, descriptors)
@@ -117,12 +117,12 @@ class FaultyTransport:
             len(descriptors),
             num_bytes,
             inner=self._inner.submit(peer, direction, self._moved(descriptors)),
-            landed=PieceStream(descriptors[:, 1], descriptors[:, 2]),
+            landed=RangeStream(descriptors[:, 1], descriptors[:, 2]),
             not_before=time.monotonic() + self._plan.delay_seconds,
         )
 
     def poll(self, transfer: Transfer) -> Status:
-        """Poll inside; at its end do the harm."""
+        """Poll the inner transfer; at its end inject the fault."""
         if not isinstance(transfer, FaultyTransfer):
             return self._inner.poll(transfer)
         if transfer.status is not Status.PENDING:
@@ -132,7 +132,7 @@ class FaultyTransport:
         return self._finish(transfer) if status is Status.DONE else _end(transfer, status)
 
     def cancel(self, transfer: Transfer) -> Status:
-        """Cancel inside; what has ended there is cancelled at once."""
+        """Cancel the inner transfer; if that has ended, the transfer is cancelled at once."""
         if not isinstance(transfer, FaultyTransfer):
             return self._inner.cancel(transfer)
         if transfer.status is not Status.PENDING:
@@ -141,7 +141,7 @@ class FaultyTransport:
         return _end(transfer, Status.CANCELLED if status is Status.DONE else status)
 
     def close(self) -> None:
-        """Close the transport inside."""
+        """Close the inner transport."""
         self._inner.close()
 
     def _moved(self, descriptors: Descriptors) -> Descriptors:
@@ -175,12 +175,12 @@ def _end(transfer: FaultyTransfer, status: Status) -> Status:
     return status
 
 
-def _read(landed: PieceStream, position: int, length: int) -> bytes:
-    pieces = landed.cut(position, position + length).tolist()
-    return b"".join(ctypes.string_at(address, size) for address, size in pieces)
+def _read(landed: RangeStream, position: int, length: int) -> bytes:
+    ranges = landed.cut(position, position + length).tolist()
+    return b"".join(ctypes.string_at(address, size) for address, size in ranges)
 
 
-def _write(landed: PieceStream, position: int, content: bytes) -> None:
+def _write(landed: RangeStream, position: int, content: bytes) -> None:
     written = 0
     for address, size in landed.cut(position, position + len(content)).tolist():
         ctypes.memmove(address, content[written : written + size], size)

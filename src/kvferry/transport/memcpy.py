@@ -1,4 +1,4 @@
-"""Copies inside one process: for tests, for one-process engines, and as the roof that others are measured against."""
+"""Copies inside one process: for tests, for one-process engines, and as the upper bound in measurements."""
 
 import ctypes
 import os
@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.arrays import Descriptors
+from kvferry.arrays import Addresses, Descriptors, Integers
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.end_points import (
@@ -27,26 +27,26 @@ from kvferry.transport.submission import check_submission
 
 MAX_BYTES_PER_POLL = 16 << 20
 GATHER_BYTES = 256 << 10  # a gather goes through a buffer that stays in the second-level cache
-MEMMOVE_FROM = 16 << 10  # measured: from here on one memmove per piece beats gather and scatter
+MEMMOVE_FROM = 16 << 10  # measured: from this length on one memmove per descriptor is faster than gather and scatter
 
 _open_nonces: set[bytes] = set()
 
 
 @dataclass(slots=True, eq=False)
 class MemcpyPeer(Peer):
-    """Another memcpy transport of this process; it is gone once that one is closed."""
+    """Another memcpy transport of this process, until that transport is closed."""
 
     nonce: bytes
 
     @property
     def is_open(self) -> bool:
-        """Whether the other transport still vouches for its memory."""
+        """Whether the other transport is open, and so its memory mapped."""
         return self.nonce in _open_nonces
 
 
 @dataclass(slots=True, eq=False)
 class MemcpyTransfer(Transfer):
-    """A transfer as an iterator over its copies, each of which yields the bytes it moved."""
+    """A transfer as an iterator that makes one copy per step and yields the copied bytes."""
 
     copies: Iterator[int] = field(kw_only=True)
 
@@ -77,13 +77,13 @@ class MemcpyTransport(HostMemoryTransport):
         return msgspec.msgpack.encode(end_point)
 
     def connect(self, end_point: bytes) -> Transfer:
-        """Accept an end point that was made in this process and is still open."""
+        """Accept an end point of an open memcpy transport of this process."""
         self._check_open()
         remote = decode_end_point(end_point, ProcessEndPoint, "memcpy")
         if remote.identity != own_identity():
             raise TransportError(
                 Reason.TRANSPORT_UNAVAILABLE,
-                f"memcpy stays inside process {os.getpid()}; this end point is of process {remote.identity.pid}.",
+                f"memcpy stays inside process {os.getpid()}; the end point is of process {remote.identity.pid}.",
                 "Use the cma or nixl transport between processes.",
             )
         if remote.nonce not in _open_nonces:
@@ -91,7 +91,7 @@ class MemcpyTransport(HostMemoryTransport):
         return reached(MemcpyPeer(name="memcpy", regions=unpack_regions(remote.regions), nonce=remote.nonce))
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
-        """Check both sides and queue; the copying happens in ``poll``."""
+        """Check the descriptors and queue them; ``poll`` copies."""
         self._check_open()
         assert isinstance(peer, MemcpyPeer)
         sides = check_submission(descriptors, direction, self._local, peer.regions)
@@ -107,7 +107,7 @@ class MemcpyTransport(HostMemoryTransport):
         return transfer
 
     def _advance(self, transfer: Transfer) -> Status:
-        """Copy up to 16 MiB (one whole piece when it is larger)."""
+        """Copy up to 16 MiB, or one descriptor that is larger."""
         assert isinstance(transfer, MemcpyTransfer)
         assert isinstance(transfer.peer, MemcpyPeer)
         if not transfer.peer.is_open:
@@ -124,19 +124,19 @@ class MemcpyTransport(HostMemoryTransport):
         return transfer.cancel()
 
     def close(self) -> None:
-        """Refuse everything from now on, and no longer vouch for the memory."""
+        """Refuse all later calls, also transfers of peers."""
         self._closed = True
         _open_nonces.discard(self._nonce.value)
 
 
 def _peer_closed() -> TransportError:
     return TransportError(
-        Reason.PEER_DIED, "the memcpy transport that made this end point is closed.", "Take an end point of one in use."
+        Reason.PEER_DIED, "the memcpy transport of this end point is closed.", "Use an end point of an open transport."
     )
 
 
 def _copies(descriptors: Descriptors) -> Iterator[int]:
-    """Copy group by group of equal length, so that numpy loops over the pieces of each."""
+    """Copy descriptors of equal length together, so that numpy loops over them."""
     lengths = descriptors[:, 2]
     for length in np.unique(lengths).tolist():
         sources, destinations = descriptors[lengths == length, :2].T
@@ -146,13 +146,13 @@ def _copies(descriptors: Descriptors) -> Iterator[int]:
             yield from _gather(sources, destinations, length)
 
 
-def _move_each(sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64], length: int) -> Iterator[int]:
+def _move_each(sources: Addresses, destinations: Addresses, length: int) -> Iterator[int]:
     for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
         ctypes.memmove(destination, source, length)
         yield length
 
 
-def _gather(sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64], length: int) -> Iterator[int]:
+def _gather(sources: Addresses, destinations: Addresses, length: int) -> Iterator[int]:
     source_rows, source_index = _rows(sources, length)
     destination_rows, destination_index = _rows(destinations, length)
     pieces = max(1, GATHER_BYTES // length)
@@ -175,10 +175,10 @@ class _AddressSpan:
         }
 
 
-def _rows(addresses: npt.NDArray[np.uint64], length: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
-    """Return an array in which piece ``i`` is element ``index[i]``, and the index.
+def _rows(addresses: Addresses, length: int) -> tuple[npt.NDArray[np.void], Integers]:
+    """Return an array in which range ``i`` is element ``index[i]``, and the index.
 
-    Its elements may overlap, and memory between pieces that belongs to nobody is never touched.
+    The array's elements may overlap. Memory between the ranges is never accessed.
     """
     base = int(addresses.min())
     offsets = (addresses - np.uint64(base)).astype(np.int64)

@@ -1,10 +1,11 @@
 """Mooncake Transfer Engine over TCP: host memory between processes that reach each other's ports.
 
-The engine calls a batch failed while other requests of it may still write, and of a batch that runs it says without
-blocking only whether the first request has ended. So each slice of a transfer is one batch and then a *fence*: a batch
-of one request, which reads the peer's nonce. With one lane per peer requests end strictly in order, so that a slice
-has ended, well or not, when its fence has; and a right nonce says that the peer was still the peer after the bytes.
-Nothing posted can be revoked: a cancelled or failed transfer stays ``PENDING`` until its fences have ended.
+Mooncake's engine reports a batch as failed while other requests of the batch may still write; for a running batch it
+reports without blocking only whether the first request has ended. So a slice of a transfer is one batch and then a
+*fence*: a batch of one request, which reads the peer's nonce. With one connection per peer (Mooncake's "lane") requests
+end strictly in order: a slice has ended, successfully or not, when its fence has, and an equal nonce proves that the
+peer was the same after the bytes. Posted requests cannot be revoked: a cancelled or failed transfer stays ``PENDING``
+until its fences have ended.
 """
 
 import errno
@@ -45,11 +46,11 @@ CLOSE_SECONDS = 2.0
 
 _HOST = r"[0-9A-Za-z]([0-9A-Za-z.\-]{0,251}[0-9A-Za-z])?"
 _COMPLETED = 1
-_UNDER_WAY = (0, -2)  # -2: longer than Mooncake's own limit for a request, and still under way
+_RUNNING = (0, -2)  # -2: over Mooncake's own time limit for a request, and still running
 
 
 class MooncakeEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an engine answers, its registered memory, and a nonce in it."""
+    """The address of a Mooncake engine, its registered memory, and a nonce in that memory."""
 
     transport: Literal["mooncake"]
     version: Literal[1]
@@ -62,7 +63,7 @@ class MooncakeEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True, eq=False)
 class MooncakePeer(Peer):
-    """A remote engine; ``name`` is ``host:port``, by which Mooncake knows it."""
+    """A remote Mooncake engine; ``name`` is ``host:port``, Mooncake's name of the engine."""
 
     nonce_address: int
     nonce: bytes
@@ -70,7 +71,7 @@ class MooncakePeer(Peer):
 
 @dataclass(slots=True, eq=False)
 class Slice:
-    """A posted part of a transfer. ``batch`` is 0 where there is only a fence, ``fence`` 0 where that is missing."""
+    """A posted slice of a transfer. ``batch`` is 0 for a fence alone, ``fence`` 0 until the fence is posted."""
 
     peer: MooncakePeer
     batch: int
@@ -88,13 +89,13 @@ class MooncakeTransfer(SlicedTransfer):
 
 
 class Greeting:
-    """Sees that a process runs at a port: Mooncake hangs up on a caller that says nothing, a stopped one cannot.
+    """Checks that a process runs at a port: Mooncake closes a connection without a message, a stopped process cannot.
 
-    Mooncake itself would wait for a minute, and would start no other transfer meanwhile. Raises ``OSError``.
+    Without this check Mooncake would wait for a minute and start no other transfer. Raises ``OSError``.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self._has_spoken = False
+        self._is_shut_down = False
         self._socket = socket.socket()
         self._socket.setblocking(False)
         try:
@@ -106,39 +107,39 @@ class Greeting:
             raise
 
     def is_over(self) -> bool:
-        """Return whether the other side has hung up."""
+        """Return whether the peer has closed the connection."""
         if number := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(number, os.strerror(number))
         try:
-            if not self._has_spoken:
+            if not self._is_shut_down:
                 self._socket.shutdown(socket.SHUT_WR)
-                self._has_spoken = True
+                self._is_shut_down = True
             self._socket.recv(1)
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno == errno.ENOTCONN and not self._has_spoken:
+            if error.errno == errno.ENOTCONN and not self._is_shut_down:
                 return False
             raise
         return True
 
     def close(self) -> None:
-        """Hang up; twice is fine."""
+        """Close the socket; twice is fine."""
         self._socket.close()
 
 
 @dataclass(slots=True, eq=False)
 class MooncakeConnection(Connection):
-    """A connection to an engine that is first seen to run."""
+    """A connection that reads the nonce once the greeting is over."""
 
     greeting: Greeting = field(kw_only=True)
 
 
 class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
-    """One engine, reached on loopback, or at the address in ``MC_TCP_BIND_ADDRESS``.
+    """One Mooncake engine, on loopback or at the address in ``MC_TCP_BIND_ADDRESS``.
 
-    Mooncake neither authenticates nor encrypts: on loopback only this host's processes reach it, elsewhere whoever
-    reaches its ports can read and write registered memory.
+    Mooncake neither authenticates nor encrypts. On loopback only processes of this host reach the engine; at another
+    address every host that reaches its ports can read and write registered memory.
     """
 
     _transfer_type = MooncakeTransfer
@@ -154,11 +155,11 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         self._slices: set[Slice] = set()
         self._num_queued: Counter[str] = Counter()  # descriptors and fences, by peer
         self._nonce = Nonce()
-        self._engine: Any = open_engine(self._host)  # nothing else may hold it, or ``close`` would not end it
+        self._engine: Any = open_engine(self._host)  # the only reference: ``close`` ends the engine by dropping it
         self._register_memory(Region(self._nonce.address, NONCE_BYTES))
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Register memory with the engine and return where it answers."""
+        """Register memory with the engine and return an end point with the engine's address."""
         self._check_open()
         check_regions(regions, "mooncake")
         for region in RegionTable(regions).regions:
@@ -176,7 +177,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         return msgspec.msgpack.encode(end_point)
 
     def connect(self, end_point: bytes) -> Transfer:
-        """See that the peer runs and read its nonce, for at most ``CONNECT_SECONDS``. A host name is looked up here."""
+        """Check that the peer runs and read its nonce, in at most ``CONNECT_SECONDS``. Resolves host names itself."""
         self._check_open()
         remote = decode_end_point(end_point, MooncakeEndPoint, "mooncake")
         if remote.nonce == self._nonce.value:
@@ -201,16 +202,16 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         )
 
     def close(self) -> None:
-        """Wait up to ``CLOSE_SECONDS`` for the wire to be quiet and end the engine, which takes up to a second.
+        """Wait up to ``CLOSE_SECONDS`` for running slices and end the engine, which takes up to a second.
 
-        No byte lands in local memory afterwards; what a peer had received of a ``WRITE`` it may still apply.
+        No byte lands in local memory afterwards; a peer may still write bytes of a ``WRITE`` that it has received.
         """
         if self._closed:
             return
         self._closed = True
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._slices and time.monotonic() < deadline:
-            self._slices = {part for part in self._slices if self._fence_status(part) in _UNDER_WAY}
+            self._slices = {posted for posted in self._slices if self._fence_status(posted) in _RUNNING}
             time.sleep(0.0005)
         self._engine = None
         self._slices.clear()
@@ -222,7 +223,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
             raise TransportError(
                 Reason.INVALID_REQUEST,
                 f"Mooncake refuses to register {region} (code {code}).",
-                "Is it registered already, or does it overlap with what is?",
+                "Is the region registered already, or does it overlap with a registered region?",
             )
 
     def _is_reached(self, connection: MooncakeConnection) -> bool:
@@ -241,7 +242,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         return True
 
     def _read_nonce(self, peer: MooncakePeer) -> MooncakeTransfer:
-        """Return a transfer of nothing but a fence."""
+        """Return a transfer with a fence and no batch."""
         transfer = MooncakeTransfer(peer, Direction.READ, 0, 0, descriptors=np.empty((0, 3), np.uint64), bounds=[0])
         self._start(transfer, Slice(peer, batch=0, num_descriptors=0, num_bytes=0))
         return transfer
@@ -253,16 +254,16 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         return TransportError(
             Reason.PEER_UNREACHABLE,
             f"Mooncake does not reach {name}: {found}.",
-            "Is it running? A peer on another host needs MC_TCP_BIND_ADDRESS set to its address there.",
+            "Is the peer running? On another host it needs MC_TCP_BIND_ADDRESS set to its address.",
         )
 
     def _has_room(self, transfer: MooncakeTransfer) -> bool:
         room = MAX_QUEUED_DESCRIPTORS - self._num_queued[transfer.peer.name]
         return len(transfer.running) < MAX_SLICES_IN_FLIGHT and room > MAX_DESCRIPTORS_PER_SLICE
 
-    def _post(self, transfer: MooncakeTransfer, pieces: Descriptors) -> None:
+    def _post(self, transfer: MooncakeTransfer, descriptors: Descriptors) -> None:
         assert isinstance(transfer.peer, MooncakePeer)
-        sources, destinations, lengths = pieces.T
+        sources, destinations, lengths = descriptors.T
         if transfer.direction is Direction.READ:
             batch = self._engine.batch_transfer_async_read(
                 transfer.peer.name, destinations.tolist(), sources.tolist(), lengths.tolist()
@@ -272,55 +273,55 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
                 transfer.peer.name, sources.tolist(), destinations.tolist(), lengths.tolist()
             )
         if batch:
-            self._start(transfer, Slice(transfer.peer, batch, len(pieces), int(lengths.sum())))
+            self._start(transfer, Slice(transfer.peer, batch, len(descriptors), int(lengths.sum())))
         else:
             transfer.end_failed(_refused(transfer.peer))
 
-    def _start(self, transfer: MooncakeTransfer, part: Slice) -> None:
-        """Follow a slice whose batch is posted, if it has one, from its fence on."""
-        self._slices.add(part)
-        self._num_queued[part.peer.name] += part.num_descriptors + 1
-        transfer.running.append(part)
-        self._post_fence(part)
+    def _start(self, transfer: MooncakeTransfer, posted: Slice) -> None:
+        """Post the fence of a slice, whose batch is posted, and keep the slice."""
+        self._slices.add(posted)
+        self._num_queued[posted.peer.name] += posted.num_descriptors + 1
+        transfer.running.append(posted)
+        self._post_fence(posted)
 
-    def _post_fence(self, part: Slice) -> None:
-        part.fence = self._engine.batch_transfer_async_read(
-            part.peer.name, [part.landed_nonce.ctypes.data], [part.peer.nonce_address], [NONCE_BYTES]
+    def _post_fence(self, posted: Slice) -> None:
+        posted.fence = self._engine.batch_transfer_async_read(
+            posted.peer.name, [posted.landed_nonce.ctypes.data], [posted.peer.nonce_address], [NONCE_BYTES]
         )
 
-    def _fence_status(self, part: Slice) -> int:
-        """Ask the engine, which forgets a fence that has ended: ask no more then."""
-        if not part.fence:  # the engine took the batch but not the fence; without one nobody can tell when it ends
-            self._post_fence(part)
-            return _UNDER_WAY[0]
-        return int(self._engine.transfer_check_status(part.fence))
+    def _fence_status(self, posted: Slice) -> int:
+        """Return the engine's status of a fence. The engine forgets a fence that has ended: do not call again then."""
+        if not posted.fence:  # the engine has refused the fence; without a fence the end of the batch is unknown
+            self._post_fence(posted)
+            return _RUNNING[0]
+        return int(self._engine.transfer_check_status(posted.fence))
 
     def _reap(self, transfer: MooncakeTransfer) -> None:
         while transfer.running:
-            part = transfer.running[0]
-            fence_status = self._fence_status(part)
-            if fence_status in _UNDER_WAY:
+            posted = transfer.running[0]
+            fence_status = self._fence_status(posted)
+            if fence_status in _RUNNING:
                 return
             transfer.running.popleft()
-            self._slices.discard(part)
-            self._num_queued[part.peer.name] -= part.num_descriptors + 1
-            if error := self._error_of(part, fence_status == _COMPLETED):
+            self._slices.discard(posted)
+            self._num_queued[posted.peer.name] -= posted.num_descriptors + 1
+            if error := self._error_of(posted, fence_status == _COMPLETED):
                 transfer.end_failed(error)
             else:
-                transfer.bytes_done += part.num_bytes
+                transfer.bytes_done += posted.num_bytes
 
-    def _error_of(self, part: Slice, fence_completed: bool) -> TransportError | None:
-        """Return what went wrong with a slice whose fence has ended; the engine forgets its batch."""
-        moved = part.batch == 0 or self._engine.get_batch_transfer_status([part.batch]) == 0
+    def _error_of(self, posted: Slice, fence_completed: bool) -> TransportError | None:
+        """Return the error of a slice whose fence has ended, or None; the engine forgets the batch."""
+        moved = posted.batch == 0 or self._engine.get_batch_transfer_status([posted.batch]) == 0
         if not fence_completed:
             return TransportError(
-                Reason.PEER_DIED, f"the connection to {part.peer.name} is lost.", "Reconnect when the peer is back."
+                Reason.PEER_DIED, f"the connection to {posted.peer.name} is lost.", "Reconnect when the peer is back."
             )
-        if part.landed_nonce.tobytes() != part.peer.nonce:
+        if posted.landed_nonce.tobytes() != posted.peer.nonce:
             return TransportError(
-                Reason.PEER_CHANGED, f"{part.peer.name} holds another nonce.", "Ask the peer for a new end point."
+                Reason.PEER_CHANGED, f"{posted.peer.name} holds another nonce.", "Ask the peer for a new end point."
             )
-        return None if moved else _refused(part.peer)
+        return None if moved else _refused(posted.peer)
 
 
 def _check_host(host: str) -> None:
@@ -328,13 +329,13 @@ def _check_host(host: str) -> None:
         raise SettingsError(
             Reason.INVALID_SETTING,
             f"MC_TCP_BIND_ADDRESS is {host!r}.",
-            "Name this host's IPv4 address or host name as peers see it, or unset it for loopback.",
+            "Set this host's IPv4 address or host name as peers see it, or unset the variable for loopback.",
         )
 
 
 def _refused(peer: MooncakePeer) -> TransportError:
     return TransportError(
         Reason.TRANSFER_FAILED,
-        f"{peer.name} refused a piece, or the connection was lost under it.",
-        "Is all of that memory still registered there, and every piece inside one register call's memory?",
+        f"{peer.name} refused a descriptor, or the connection was lost.",
+        "Is all memory still registered at the peer, and every descriptor inside the memory of one register call?",
     )

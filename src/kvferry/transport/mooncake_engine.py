@@ -1,4 +1,4 @@
-"""Opens Mooncake's engine so that what its transport relies on holds: one ordered lane per peer, loopback only."""
+"""Opens Mooncake's engine with one ordered connection per peer ("lane"), by default reachable on loopback only."""
 
 import importlib
 import logging
@@ -16,7 +16,7 @@ from kvferry.errors import Reason, TransportError
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-MAX_QUEUED_DESCRIPTORS = 65535  # the most that Mooncake lets a lane queue for one peer; a fuller lane fails them
+MAX_QUEUED_DESCRIPTORS = 65535  # Mooncake's limit of one peer's queue; beyond it descriptors fail
 _VERSION = "0.3.13"
 _DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 _REMEDY = (
@@ -28,24 +28,25 @@ _INTERFACE = b"lo\0"
 _ENVIRONMENT: dict[str, str | None] = {
     "MC_FORCE_TCP": "1",
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
-    "MC_TCP_LANES_PER_PEER": "1",  # more lanes overtake each other, and a fence would say nothing
+    "MC_TCP_LANES_PER_PEER": "1",  # several lanes overtake each other, and a fence would prove nothing
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(MAX_QUEUED_DESCRIPTORS),
-    "MC_TRANSFER_TIMEOUT": "86400",  # a batch that ends after more seconds counts as failed; deadlines are the caller's
+    "MC_TRANSFER_TIMEOUT": "86400",  # seconds after which a batch counts as failed; the caller has its own deadlines
     "MC_USE_TENT": None,
     "MC_USE_TEV1": None,
     "MC_DISABLE_METACACHE": None,
     "MC_USE_IPV6": None,
 }
-"""What Mooncake reads when it is imported or an engine starts; None removes."""
+"""Variables that Mooncake reads on import and when an engine starts; None removes the variable."""
 
 _opening = threading.Lock()
 
 
 def open_engine(host: str) -> Any:
-    """Start an engine whose peers reach it as ``host``.
+    """Start an engine that peers reach at ``host``.
 
-    On loopback its two ports take connections from this host only. Raises ``TransportError``
-    (``TRANSPORT_UNAVAILABLE``) where the package or a library is missing, of another version, or does not start.
+    On loopback its two ports accept connections from this host only. Raises ``TransportError``
+    (``TRANSPORT_UNAVAILABLE``) where the package or a library is missing or of another version, or the engine does not
+    start.
     """
     with _opening:
         before = _listener_ids()
@@ -60,14 +61,14 @@ def open_engine(host: str) -> Any:
             _confine_to_loopback(before)
             return engine
     logger.warning(
-        "mooncake: whoever reaches TCP port %d of any address of this host can read and write registered memory",
+        "mooncake: every process that reaches TCP port %d of this host can read and write registered memory",
         engine.get_rpc_port(),
     )
     return engine
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address is one that only this host can reach.
+    """Return whether only this host can reach an address.
 
     >>> is_loopback("127.0.0.1"), is_loopback("192.0.2.2")
     (True, False)
@@ -83,8 +84,8 @@ def _import_engine() -> Any:
     found = [installed for name in _DISTRIBUTIONS if (installed := _installed_version(name))]
     if not any(installed == _VERSION or installed.startswith(f"{_VERSION}.") for installed in found):
         raise _unavailable(
-            f"the mooncake transport relies on the request order of Mooncake {_VERSION}; "
-            f"installed is {', '.join(found) or 'an unknown version'}.",
+            f"the mooncake transport needs the request order of Mooncake {_VERSION}; "
+            f"the installed version is {', '.join(found) or 'unknown'}.",
             _REMEDY,
         )
     return engine_class
@@ -99,7 +100,7 @@ def _installed_version(distribution: str) -> str | None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """Mooncake takes its settings from the environment only: set them while an engine starts."""
+    """Set Mooncake's settings, which it reads from the environment only, while an engine starts."""
     wanted = {"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "WARNING"), **_ENVIRONMENT}
     saved = {name: os.environ.get(name) for name in wanted}
     _apply(wanted)
@@ -118,13 +119,12 @@ def _apply(settings: dict[str, str | None]) -> None:
 
 
 def _confine_to_loopback(before: set[int]) -> None:
-    """Mooncake listens on all interfaces and asks nobody who they are, so its listeners are bound to one interface."""
+    """Bind Mooncake's listeners to loopback: Mooncake listens on all interfaces and does not authenticate peers."""
     with ExitStack() as stack:
         listeners = [stack.enter_context(found) for identity, found in _listeners() if identity not in before]
         if len(listeners) != _NUM_LISTENERS:
             raise _unavailable(
-                f"Mooncake's {_NUM_LISTENERS} listening sockets cannot be told from others that were opened at the "
-                f"same time: found {len(listeners)}.",
+                f"{len(listeners)} listening sockets opened while Mooncake started, which opens {_NUM_LISTENERS}.",
                 "Try again.",
             )
         try:
@@ -132,8 +132,8 @@ def _confine_to_loopback(before: set[int]) -> None:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _INTERFACE)
         except OSError as error:
             raise _unavailable(
-                f"Mooncake listens on all interfaces, and the kernel does not let it be bound to loopback: {error}.",
-                "In a trusted network, set MC_TCP_BIND_ADDRESS to the address that peers shall use.",
+                f"Mooncake listens on all interfaces, and the kernel does not bind its sockets to loopback: {error}.",
+                "In a trusted network, set MC_TCP_BIND_ADDRESS to this host's address.",
             ) from error
 
 
@@ -146,8 +146,8 @@ def _listener_ids() -> set[int]:
 
 
 def _listeners() -> Iterator[tuple[int, socket.socket]]:
-    """Yield inode and a duplicate of every TCP socket of this process that listens on all addresses."""
-    seen = set()  # a number listed may by now be one of the duplicates
+    """Yield inode and duplicate of every TCP socket of this process that listens on all addresses."""
+    seen = set()  # a listed file descriptor may meanwhile be one of the duplicates
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.fstat(int(name))

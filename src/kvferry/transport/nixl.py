@@ -1,7 +1,7 @@
 """NIXL (UCX back end): host memory over shared memory, TCP or RDMA, between any two hosts.
 
-NIXL cannot revoke a posted transfer, and posting on a warm shared-memory end point blocks for the copy. So a
-submission is posted in slices, each small enough for a responsive driver, and a cancelled or failed transfer stays
+NIXL cannot revoke a posted transfer, and posting on a warm shared-memory end point blocks for the copy. So a transfer
+is posted in slices that are small enough for every call to return soon, and a cancelled or failed transfer stays
 ``PENDING`` until every posted slice has ended.
 """
 
@@ -22,27 +22,26 @@ from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.end_points import (
     NONCE_BYTES,
-    NixlEndPoint,
     decode_end_point,
     pack_regions,
 )
-from kvferry.transport.nixl_agents import NixlPeer, RemoteAgents
+from kvferry.transport.nixl_agents import NixlEndPoint, NixlPeer, RemoteAgents
 from kvferry.transport.protocol import Capabilities, Direction, Status, Transfer
 from kvferry.transport.regions import RegionTable, check_regions
 from kvferry.transport.sliced import Connection, SlicedTransfer, SlicedTransport
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_DELAY_MICROSECONDS = 1000  # with 0, the Python wrapper's value, NIXL's progress thread burns a core
+PROGRESS_DELAY_MICROSECONDS = 1000  # with 0, the Python wrapper's value, NIXL's progress thread occupies a core
 MAX_DESCRIPTORS_PER_SLICE = 512
 MAX_BYTES_PER_SLICE = 8 << 20
 MAX_SLICES_IN_FLIGHT = 8
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 2.0
 _NUM_LANDINGS = 1024
-"""Places for nonces, and so the connections that can be begun at once."""
+"""Places for peers' nonces: the limit of concurrent connections."""
 
-_still_writing: list[object] = []  # agents that were closed with a transfer on the wire: destroying one could crash
+_still_writing: list[object] = []  # agents that were closed with a transfer running: destroying one could crash
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +53,7 @@ class NixlTransfer(SlicedTransfer):
 
 @dataclass(slots=True, eq=False)
 class NixlConnection(Connection):
-    """A connection to an agent whose metadata is loaded, since now or since ``was_known`` before."""
+    """A connection to an agent. ``was_known``: the agent was loaded before this connection."""
 
     remote: NixlEndPoint = field(kw_only=True)
     was_known: bool = field(kw_only=True)
@@ -78,14 +77,14 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         self._running_handles: dict[int, str] = {}
         self._remote_agents = RemoteAgents(self._nixl, self._agent, self._running_handles)
         self._registrations: list[Any] = []
-        # The own nonce, and places for those of peers.
+        # The first nonce is this agent's; the others are places for peers' nonces.
         self._nonces = np.frombuffer(bytearray(os.urandom(NONCE_BYTES * (1 + _NUM_LANDINGS))), np.uint8)
         self._nonce_address = int(self._nonces.ctypes.data)
         self._landings = [self._nonce_address + NONCE_BYTES * (1 + place) for place in range(_NUM_LANDINGS)]
         self._register_memory([Region(self._nonce_address, self._nonces.nbytes)])
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Register memory with NIXL and return the agent's metadata with it."""
+        """Register memory with NIXL and return an end point with the agent's metadata."""
         self._check_open()
         check_regions(regions, "nixl")
         self._register_memory(RegionTable(regions).regions)
@@ -102,7 +101,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         return msgspec.msgpack.encode(end_point)
 
     def connect(self, end_point: bytes) -> Transfer:
-        """Load the peer's metadata and read its nonce, for at most ``CONNECT_SECONDS``."""
+        """Load the peer's metadata and read its nonce, in at most ``CONNECT_SECONDS``."""
         self._check_open()
         remote = decode_end_point(end_point, NixlEndPoint, "nixl")
         if remote.agent_name == self._name:
@@ -119,12 +118,12 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         )
 
     def close(self) -> None:
-        """Wait up to ``CLOSE_SECONDS`` for the wire to be quiet and destroy the agent."""
+        """Wait up to ``CLOSE_SECONDS`` for running transfers and destroy the agent."""
         if self._closed:
             return
         self._closed = True
-        if not self._is_quiet_within(CLOSE_SECONDS):
-            logger.warning("closed with %d NIXL transfers on the wire; the agent stays", len(self._running_handles))
+        if not self._end_within(CLOSE_SECONDS):
+            logger.warning("closed with %d NIXL transfers running; the agent stays", len(self._running_handles))
             _still_writing.append((self._agent, self._nonces))
             return
         self._remote_agents.close()
@@ -135,7 +134,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
 
     def _create_agent(self) -> tuple[Any, int]:
         config = self._nixl.nixlAgentConfig()
-        config.useProgThread = True  # a target that nobody polls must still answer
+        config.useProgThread = True  # an agent must answer even while no thread polls it
         config.pthrDelay = PROGRESS_DELAY_MICROSECONDS
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
         try:
@@ -159,7 +158,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
             raise TransportError(
                 Reason.INVALID_REQUEST,
                 f"NIXL refuses to register {regions}: {error!r}.",
-                "Is all of it mapped, and registered only once?",
+                "Is all of the memory mapped, and registered only once?",
             ) from error
         self._registrations.append(registration)
 
@@ -186,7 +185,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         connection.reading = self._queue(connection.peer, Direction.READ, row)
 
     def _load_anew(self, connection: NixlConnection, error: TransportError) -> None:
-        """Try once more with what had been loaded before, in case NIXL has forgotten it; else raise."""
+        """Load a known agent again, in case NIXL has dropped it, and read the nonce once more; else raise."""
         assert connection.reading is not None
         if not connection.was_known or self._remote_agents.is_in_use(connection.remote.agent_name):
             raise error
@@ -202,20 +201,20 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         return TransportError(
             Reason.PEER_UNREACHABLE,
             f"{name}: {found}.",
-            "Is it running, and are its addresses reachable (UCX_NET_DEVICES)?",
+            "Is that engine running, and are its addresses reachable (UCX_NET_DEVICES)?",
         )
 
     def _has_room(self, transfer: NixlTransfer) -> bool:
         return len(transfer.running) < MAX_SLICES_IN_FLIGHT
 
-    def _post(self, transfer: NixlTransfer, pieces: Descriptors) -> None:
+    def _post(self, transfer: NixlTransfer, descriptors: Descriptors) -> None:
         assert isinstance(transfer.peer, NixlPeer)
         local_column = 1 if transfer.direction is Direction.READ else 0
         try:
             handle = self._agent.createXferReq(
                 self._operations[transfer.direction],
-                self._descriptor_list(pieces, local_column),
-                self._descriptor_list(pieces, 1 - local_column),
+                self._descriptor_list(descriptors, local_column),
+                self._descriptor_list(descriptors, 1 - local_column),
                 transfer.peer.agent_name,
                 "",
                 [self._backend],
@@ -223,13 +222,13 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         except Exception as error:
             transfer.end_failed(_translate(error, transfer))
             return
-        transfer.running[handle] = int(pieces[:, 2].sum())
+        transfer.running[handle] = int(descriptors[:, 2].sum())
         self._running_handles[handle] = transfer.peer.agent_name
         self._check(transfer, handle, self._agent.postXferReq)
 
-    def _descriptor_list(self, pieces: Descriptors, column: int) -> Any:
-        rows = np.zeros((len(pieces), 3), np.uint64)
-        rows[:, 0], rows[:, 1] = pieces[:, column], pieces[:, 2]
+    def _descriptor_list(self, descriptors: Descriptors, column: int) -> Any:
+        rows = np.zeros((len(descriptors), 3), np.uint64)
+        rows[:, 0], rows[:, 1] = descriptors[:, column], descriptors[:, 2]
         return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, rows)
 
     def _reap(self, transfer: NixlTransfer) -> None:
@@ -238,7 +237,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
             self._check(transfer, handle, self._agent.getXferStatus)
 
     def _check(self, transfer: NixlTransfer, handle: int, ask: Any) -> None:
-        """Ask NIXL about a handle and take it back if it has ended."""
+        """Call ``ask`` with a handle and release the handle if its transfer has ended."""
         error = None
         try:
             if ask(handle) == self._nixl.NIXL_IN_PROG:
@@ -259,7 +258,8 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         except Exception:
             logger.warning("NIXL did not release an ended transfer", exc_info=True)
 
-    def _is_quiet_within(self, seconds: float) -> bool:
+    def _end_within(self, seconds: float) -> bool:
+        """Wait for running transfers; return whether all have ended."""
         deadline = time.monotonic() + seconds
         while self._running_handles and time.monotonic() < deadline:
             for handle in list(self._running_handles):
@@ -275,7 +275,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
 
 
 def _landing(reading: SlicedTransfer) -> int:
-    """Return where the nonce goes that is read."""
+    """Return the address to which the nonce is read."""
     return int(reading.descriptors[0, 1])
 
 
@@ -301,11 +301,11 @@ def _translate(error: Exception, transfer: NixlTransfer) -> TransportError:
     if kind == "nixlNotFoundError":
         return TransportError(
             Reason.UNREGISTERED_RANGE,
-            f"NIXL knows no such memory, or {name} no longer: {error}.",
-            "A piece must not cross from one register call's memory into another's; a closed peer cannot be used.",
+            f"NIXL does not know the memory of a descriptor, or {name} any more: {error}.",
+            "A descriptor must not cross from one register call's memory into another's; the peer must be open.",
         )
     return TransportError(
         Reason.TRANSFER_FAILED,
         f"NIXL failed on a transfer with {name}: {error!r}.",
-        "Send the request again; the logs of both sides have what UCX says.",
+        "Send the request again; the logs of both engines have UCX's messages.",
     )

@@ -1,33 +1,47 @@
-"""The agents that a NIXL agent reads from: loaded once, counted by their peers, few kept that have none."""
+"""The remote agents that a NIXL agent has loaded, each with the number of its open peers."""
 
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from kvferry.errors import Reason, TransportError
-from kvferry.transport.end_points import NixlEndPoint, unpack_regions
+from kvferry.transport.end_points import NONCE_BYTES, Address, RegionList, unpack_regions
 from kvferry.transport.protocol import Peer
 
 logger = logging.getLogger(__name__)
 
 MAX_UNUSED = 16
-"""Agents without a peer that are kept, in case one connects again: one that NIXL 1.5.1 loads again just after it was
-made to forget it may not answer, as was seen between engines."""
+"""Agents without an open peer that stay loaded for a later connection: an agent that NIXL 1.5.1 forgets and loads
+again at once may not answer, as seen between engines."""
+
+
+class NixlEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A NIXL agent's metadata, its registered memory, and a nonce in it."""
+
+    transport: Literal["nixl"]
+    version: Literal[1]
+    agent_name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    metadata: Annotated[bytes, msgspec.Meta(min_length=1, max_length=2 << 20)]
+    regions: RegionList
+    nonce_address: Address
+    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
 @dataclass(slots=True, eq=False)
 class NixlPeer(Peer):
-    """A remote agent, of which NIXL may let go when the last peer is closed or collected."""
+    """A remote agent. NIXL may forget the agent when its last peer is closed or collected."""
 
     agent_name: str
     left: deque[str]
-    """Where the transport learns, on its own thread, of peers that are gone."""
+    """Names of agents whose peers were closed, for the transport's thread."""
     is_closed: bool = False
 
     def close(self) -> None:
-        """Forget the agent; from any thread."""
+        """Release the agent; from any thread."""
         if not self.is_closed:
             self.is_closed = True
             self.left.append(self.agent_name)
@@ -36,7 +50,7 @@ class NixlPeer(Peer):
 
 
 class RemoteAgents:
-    """What ``agent`` knows of others. ``running`` maps the handles of posted transfers to the agent of each."""
+    """The remote agents of ``agent``. ``running`` maps the handles of posted transfers to their agents' names."""
 
     def __init__(self, nixl: Any, agent: Any, running: Mapping[int, str]) -> None:
         self._nixl = nixl
@@ -48,15 +62,15 @@ class RemoteAgents:
         self._unused: dict[str, None] = {}
 
     def is_known(self, remote: NixlEndPoint) -> bool:
-        """Return whether this very end point's metadata was loaded before."""
+        """Return whether this end point's metadata is loaded."""
         return self._metadata.get(remote.agent_name) == remote.metadata
 
     def is_in_use(self, name: str) -> bool:
-        """Return whether a transfer with this agent is posted: forgetting it would be a crash."""
+        """Return whether a transfer with this agent is posted. Forgetting such an agent would crash."""
         return name in self._running.values()
 
     def peer(self, remote: NixlEndPoint) -> NixlPeer:
-        """Load an end point's metadata, unless it is known, and return one more peer of its agent."""
+        """Load an end point's metadata, unless loaded already, and return a new peer of its agent."""
         name = remote.agent_name
         if not self.is_known(remote):
             self._replace(remote)
@@ -65,12 +79,12 @@ class RemoteAgents:
         return NixlPeer(name, unpack_regions(remote.regions), name, self._left)
 
     def load_anew(self, remote: NixlEndPoint) -> None:
-        """Load once more what is known: NIXL forgets an agent whose connection it has lost."""
+        """Forget and load an agent again: NIXL drops an agent whose connection it has lost."""
         self._forget(remote.agent_name)
         self._load(remote.agent_name, remote.metadata)
 
     def let_go(self) -> None:
-        """Forget the agents that no peer has needed for longest and of which nothing runs, but for some."""
+        """Forget agents without peer and without transfer, the longest unused first, down to ``MAX_UNUSED``."""
         while self._left:
             name = self._left.popleft()
             self._num_peers[name] -= 1
@@ -85,18 +99,18 @@ class RemoteAgents:
                 self._forget(name)
 
     def close(self) -> None:
-        """Forget all."""
+        """Forget all agents."""
         for name in list(self._metadata):
             self._forget(name)
 
     def _replace(self, remote: NixlEndPoint) -> None:
-        """Load metadata in place of an older end point of the same agent, which is kept if the new one is no good."""
+        """Load metadata in place of an older end point of the same agent; restore the older where that fails."""
         name, former = remote.agent_name, self._metadata.get(remote.agent_name)
         if self.is_in_use(name):
             raise TransportError(
                 Reason.PEER_UNREACHABLE,
-                f"{name} sent a new end point while transfers over its old one are running.",
-                "Connect again when they have ended.",
+                f"{name} sent a new end point while transfers over its old end point are running.",
+                "Connect again when those transfers have ended.",
             )
         self._forget(name)
         try:
@@ -117,7 +131,7 @@ class RemoteAgents:
         if loaded != name:
             if loaded not in self._metadata:
                 self._agent.invalidateRemoteMD(loaded)
-            raise _malformed(f"its metadata is of agent {loaded!r}, not {name!r}")
+            raise _malformed(f"the metadata is of agent {loaded!r}, not {name!r}")
         self._metadata[name] = metadata
 
     def _forget(self, name: str) -> None:
@@ -125,11 +139,11 @@ class RemoteAgents:
             return
         try:
             self._agent.invalidateRemoteMD(name)
-        except Exception:  # it disconnected by itself
+        except Exception:  # the agent has disconnected
             logger.debug("NIXL had already dropped %s", name, exc_info=True)
 
 
 def _malformed(found: str) -> TransportError:
     return TransportError(
-        Reason.MALFORMED_MESSAGE, f"this is not a nixl end point: {found}.", "Both sides must run NIXL 1.5.1."
+        Reason.MALFORMED_MESSAGE, f"this is not a nixl end point: {found}.", "Run NIXL 1.5.1 in both engines."
     )

@@ -1,4 +1,4 @@
-"""A transport that moves nothing and remembers what it was asked to move."""
+"""A transport that moves no bytes and records the submissions."""
 
 import os
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from kvferry.transport.submission import check_submission
 
 
 class NullEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The regions, which need not exist."""
+    """The registered regions, which need not exist."""
 
     transport: Literal["null"]
     version: Literal[1]
@@ -25,16 +25,16 @@ class NullEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NullTransport(HostMemoryTransport):
-    """Counts descriptors and bytes; addresses are checked against the regions but never touched.
+    """Counts descriptors and bytes; addresses are checked against the regions but never accessed.
 
-    With ``keep_descriptors`` the submitted arrays are in ``descriptor_lists``.
+    With ``keep_descriptors``, ``descriptor_lists`` holds the submitted arrays.
 
     >>> import numpy as np
-    >>> holder, reader = NullTransport(), NullTransport()
-    >>> peer = reader.connect(holder.register([Region(1 << 20, 4096)])).peer
-    >>> _ = reader.register([Region(2 << 20, 4096)])
-    >>> transfer = reader.submit(peer, Direction.READ, np.array([[1 << 20, 2 << 20, 512]], np.uint64))
-    >>> str(reader.poll(transfer)), reader.num_descriptors, reader.num_bytes
+    >>> source, destination = NullTransport(), NullTransport()
+    >>> peer = destination.connect(source.register([Region(1 << 20, 4096)])).peer
+    >>> _ = destination.register([Region(2 << 20, 4096)])
+    >>> transfer = destination.submit(peer, Direction.READ, np.array([[1 << 20, 2 << 20, 512]], np.uint64))
+    >>> str(destination.poll(transfer)), destination.num_descriptors, destination.num_bytes
     ('done', 1, 512)
     """
 
@@ -64,7 +64,7 @@ class NullTransport(HostMemoryTransport):
         return reached(Peer(name=f"null:{remote.pid}", regions=unpack_regions(remote.regions)))
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
-        """Check both sides and count."""
+        """Check the descriptors and count them."""
         self._check_open()
         sides = check_submission(descriptors, direction, self._local, peer.regions)
         transfer = Transfer(peer, direction, len(descriptors), int(sides.lengths.sum()))
@@ -82,7 +82,7 @@ class NullTransport(HostMemoryTransport):
         return transfer.cancel()
 
     def close(self) -> None:
-        """Refuse everything from now on."""
+        """Refuse all later calls."""
         self._closed = True
 
     def _advance(self, transfer: Transfer) -> Status:

@@ -1,4 +1,4 @@
-"""Tries a transport for real: a child process registers memory, this one reads it."""
+"""Tries a transport: a child process registers memory, this process reads it."""
 
 import importlib
 import os
@@ -22,7 +22,7 @@ PROBE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Whether a transport works between two processes of this machine; if not, ``reason`` and ``remedy`` say why."""
+    """Whether a transport works between two processes of this machine; if not, why, and what to do."""
 
     name: str
     works: bool
@@ -31,7 +31,7 @@ class ProbeResult:
 
 
 def probe(name: str, factory: str) -> ProbeResult:
-    """Try the transport that ``factory`` (``module:class``) makes; bounded, and raises nothing."""
+    """Try the transport of ``factory`` (``module:class``), in bounded time. Raises no ``KVFerryError``."""
     try:
         transport = make(factory)
         try:
@@ -71,7 +71,7 @@ def _await_end_point(replies: IO[bytes], errors: IO[bytes]) -> tuple[int, bytes]
         if not ready:
             raise TransportError(
                 Reason.DEADLINE_EXCEEDED,
-                f"the other process was not ready in {PROBE_SECONDS} s.",
+                f"the child process was not ready after {PROBE_SECONDS} s.",
                 "Try again when fewer programs use this machine.",
             )
         chunk = replies.read(1 << 16)
@@ -80,8 +80,8 @@ def _await_end_point(replies: IO[bytes], errors: IO[bytes]) -> tuple[int, bytes]
             found = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
             raise TransportError(
                 Reason.TRANSPORT_UNAVAILABLE,
-                f"the other process could not start it: {found}.",
-                "Name another transport, or reinstall what this one needs.",
+                f"the child process could not open the transport: {found}.",
+                "Name another transport, or reinstall this transport's library.",
             )
         message += chunk
     address, _, end_point = message.decode().strip().partition(" ")
@@ -103,13 +103,13 @@ def _read_pattern(transport: Transport, address: int, end_point: bytes) -> None:
         raise TransportError(
             Reason.DEADLINE_EXCEEDED,
             f"1 MiB did not arrive within {PROBE_SECONDS} s.",
-            "Check what limits this process (a container, a firewall), or name another transport.",
+            "Check the limits of this process (a container, a firewall), or name another transport.",
         )
     if not np.array_equal(local, _pattern()):
         raise TransportError(
             Reason.TRANSFER_FAILED,
-            "other bytes arrived than were sent.",
-            "Name another transport: this one must not be used here.",
+            "the received bytes differ from the sent bytes.",
+            "Name another transport: this one is not safe on this machine.",
         )
 
 

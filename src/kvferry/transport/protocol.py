@@ -1,9 +1,9 @@
-"""What a transport is: six verbs, driven by the caller's thread.
+"""The interface of a transport: six verbs, called by one thread at a time.
 
-``register`` my memory and hand the end point to a peer, ``connect`` to a peer's end point, ``submit`` descriptors,
-``poll`` until the transfer ends, ``cancel``, ``close``. A transport starts no thread of its own and is driven by one
-thread at a time; ``poll`` makes a bounded amount of progress and returns. To connect is a transfer like any other: it
-reads a nonce, and its peer is one once it is ``DONE``.
+``register`` local memory and send the end point to a peer, ``connect`` to a peer's end point, ``submit`` descriptors,
+``poll`` until the transfer ends, ``cancel``, ``close``. A transport makes progress only inside these calls; ``poll``
+makes a bounded amount of progress and returns. A connection is a transfer too: it reads a nonce, and its peer can be
+used once the transfer is ``DONE``.
 """
 
 import time
@@ -39,7 +39,7 @@ class Direction(StrEnum):
 
 
 class Status(StrEnum):
-    """Where a transfer stands. All but ``PENDING`` are final."""
+    """The status of a transfer. All but ``PENDING`` are final."""
 
     PENDING = "pending"
     DONE = "done"
@@ -49,11 +49,11 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport can do, as plain data.
+    """The abilities of a transport.
 
-    ``same_process_only`` bounds where a peer may be. ``cancel_is_immediate`` says that ``cancel`` returns ``CANCELLED``
-    at once; otherwise a cancelled transfer stays ``PENDING`` until the wire is quiet. ``moves_bytes`` is false only for
-    the null transport.
+    ``same_process_only``: peers are in this process. ``cancel_is_immediate``: ``cancel`` returns ``CANCELLED`` at once;
+    otherwise a cancelled transfer stays ``PENDING`` until no more bytes can land. ``moves_bytes`` is false only for the
+    null transport.
     """
 
     name: str
@@ -64,18 +64,18 @@ class Capabilities:
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """Memory that can be reached: the other side's registered regions. Forget it with ``close`` (twice is fine)."""
+    """A reachable peer and its registered regions. ``close`` releases the connection (twice is fine)."""
 
     name: str
     regions: RegionTable
 
     def close(self) -> None:
-        """Release what the connection holds; transfers that use it must have ended."""
+        """Release the connection; its transfers must have ended."""
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One submission and how far it is. ``error`` is set exactly when ``status`` is ``FAILED``."""
+    """One submission and its progress. ``error`` is set exactly when ``status`` is ``FAILED``."""
 
     peer: Peer
     direction: Direction
@@ -99,51 +99,51 @@ class Transfer:
 
 
 class Transport(Protocol):
-    """A way to move bytes between registered memory of two sides."""
+    """Moves bytes between the registered memory of this process and of peers."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this transport can do."""
+        """The abilities of this transport."""
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Add memory and return the end point: opaque, all a peer needs to reach everything registered so far.
+        """Add memory and return the end point: opaque bytes with which a peer reaches all memory registered so far.
 
         The memory must stay mapped until ``close``.
         """
 
     def connect(self, end_point: bytes) -> Transfer:
-        """Begin to reach a peer by really reading from it; ``transfer.peer`` is for use once that is ``DONE``.
+        """Begin to connect to a peer by reading its nonce; ``transfer.peer`` can be used once the transfer is ``DONE``.
 
-        It ends within some seconds, however the peer fares, and at once when cancelled. Raises, or fails with,
-        ``TransportError``: ``MALFORMED_MESSAGE`` (raised) for bytes that are no end point, ``TRANSPORT_UNAVAILABLE``,
-        ``PERMISSION_DENIED``, ``PEER_UNREACHABLE``, ``PEER_DIED`` or ``PEER_CHANGED`` with the remedy.
+        The transfer ends within some seconds even if the peer is stopped or dead, and at once when cancelled. Raises,
+        or fails with, ``TransportError``: ``MALFORMED_MESSAGE`` (raised) for bytes that are not an end point,
+        ``TRANSPORT_UNAVAILABLE``, ``PERMISSION_DENIED``, ``PEER_UNREACHABLE``, ``PEER_DIED`` or ``PEER_CHANGED``.
         """
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
-        """Check and start (or queue) the copies; an empty list is ``DONE`` at once.
+        """Check the descriptors and start or queue the copies; an empty list is ``DONE`` at once.
 
-        Both sides of every descriptor are checked before a byte moves. Raises ``TransportError`` for what the caller
-        did wrong (``INVALID_REQUEST``, ``UNREGISTERED_RANGE``, ``UNSUPPORTED``, ``CLOSED``); what goes wrong later
-        is a ``FAILED`` transfer. A zero length is refused (``INVALID_REQUEST``).
+        Source and destination of every descriptor are checked before a byte moves. Raises ``TransportError`` for errors
+        of the caller: ``INVALID_REQUEST`` (also for a length of 0), ``UNREGISTERED_RANGE``, ``UNSUPPORTED``,
+        ``CLOSED``. Later errors end the transfer as ``FAILED``.
         """
 
     def poll(self, transfer: Transfer) -> Status:
-        """Make bounded progress on the caller's thread and return the status. Raises nothing for a failed peer."""
+        """Make bounded progress on the caller's thread and return the status. A failed peer raises no error."""
 
     def cancel(self, transfer: Transfer) -> Status:
-        """Stop. After ``CANCELLED`` no more bytes land; ``PENDING`` means: keep polling until it is quiet."""
+        """Stop. After ``CANCELLED`` no more bytes land; while ``PENDING``, keep polling."""
 
     def close(self) -> None:
-        """Release everything; pending transfers fail with ``CLOSED``. Twice is fine."""
+        """Release all resources; pending transfers fail with ``CLOSED``. Twice is fine."""
 
 
 def reached(peer: Peer) -> Transfer:
-    """Return the transfer of a connection that was made, nonce and all, within ``connect``."""
+    """Return the transfer of a connection that ``connect`` has already completed."""
     return Transfer(peer, Direction.READ, num_descriptors=0, num_bytes=0, status=Status.DONE)
 
 
 def reach(transport: Transport, end_point: bytes) -> Peer:
-    """Connect and wait for it, where nothing else is to be done meanwhile. Raises as :meth:`Transport.connect`."""
+    """Connect and wait. Raises as :meth:`Transport.connect`."""
     transfer = transport.connect(end_point)
     while transport.poll(transfer) is Status.PENDING:
         time.sleep(0.0002)

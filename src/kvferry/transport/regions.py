@@ -1,4 +1,4 @@
-"""Registered memory, and the check that descriptors stay inside it."""
+"""Registered memory, and the check that ranges lie inside it."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,7 @@ from kvferry.layout.shard import Region
 
 
 def _merge(regions: Iterable[Region]) -> list[tuple[int, int]]:
-    """Return ascending ``(start, end)`` with overlapping and touching regions made one."""
+    """Return ascending ``(start, end)``; overlapping and touching regions become one."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted((region.base_address, region.base_address + region.length) for region in regions):
         if merged and start <= merged[-1][1]:
@@ -22,9 +22,9 @@ def _merge(regions: Iterable[Region]) -> list[tuple[int, int]]:
 
 
 class RegionTable:
-    """A set of regions that answers "is this range inside?" for many ranges at once.
+    """A set of regions that checks many ranges at once.
 
-    Regions that overlap or touch count as one, so a range may run from one into the next.
+    Regions that overlap or touch count as one, so a range may extend from one into the next.
 
     >>> table = RegionTable([Region(100, 50), Region(150, 50), Region(300, 10)])
     >>> table.regions
@@ -50,7 +50,7 @@ class RegionTable:
         else:
             nearest = np.searchsorted(self._starts[1:], addresses, side="right")
             starts, ends = self._starts[nearest], self._ends[nearest]
-        # An address beyond the end wraps the subtraction, so it is tested apart.
+        # For an address beyond the end the subtraction wraps around, so that case has its own comparison.
         inside = (addresses >= starts) & (addresses <= ends) & (lengths <= ends - addresses)
         return np.flatnonzero(~inside)
 
@@ -61,6 +61,6 @@ def check_regions(regions: Sequence[Region], transport: str) -> None:
         if region.device != "cpu":
             raise TransportError(
                 Reason.UNSUPPORTED,
-                f"{transport} moves host memory only; the region {region} is not.",
+                f"{transport} moves host memory only; region {region} is not host memory.",
                 "Register memory of the device 'cpu'.",
             )

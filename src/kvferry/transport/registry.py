@@ -1,4 +1,4 @@
-"""Transports by name, and the choice between them when two sides offer several."""
+"""Transports by name, and the choice among those that two engines have in common."""
 
 import difflib
 import logging
@@ -21,10 +21,10 @@ FACTORIES: dict[str, str] = {
     "memcpy": "kvferry.transport.memcpy:MemcpyTransport",
     "null": "kvferry.transport.null:NullTransport",
 }
-"""Name -> module and class; a module is imported only when its transport is opened."""
+"""Module and class by name. A module is imported when its transport is opened."""
 
 AUTO = ("cma", "nixl")
-"""What ``auto`` opens, the preferred first."""
+"""The transports that ``auto`` opens, in order of preference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Link:
 
 
 class Connecting:
-    """A peer being reached with the first transport that both sides have and that works; all happens in ``poll``."""
+    """A connection in progress: ``poll`` tries the common transports in order of preference until one works."""
 
     def __init__(self, transports: Mapping[str, Transport], end_points: Mapping[str, bytes]) -> None:
         self._transports, self._end_points = transports, end_points
@@ -47,9 +47,10 @@ class Connecting:
         self._refusals: list[TransportError] = []
 
     def poll(self) -> Link | None:
-        """Return the link once there is one, always the same, None before.
+        """Return the link, or None while connecting. Later calls return the same link.
 
-        A malformed end point is an error at once. Otherwise raises ``TransportError`` with what each transport said.
+        Raises ``TransportError``: at once for a malformed end point, else with the errors of all transports once every
+        transport has failed.
         """
         while self._untried and self._reached is None:
             name = self._untried[0]
@@ -76,7 +77,7 @@ class Connecting:
             self._transports[self._untried[0]].cancel(self._transfer)
 
     def _peer(self, name: str) -> Peer | None:
-        """Go on with this transport and return the peer once it is reached."""
+        """Advance the connection of this transport; return the peer, or None while connecting."""
         transport = self._transports[name]
         if self._transfer is None:
             self._transfer = transport.connect(self._end_points[name])
@@ -87,8 +88,8 @@ class Connecting:
         return self._transfer.peer
 
     def _link(self, name: str, peer: Peer) -> Link:
-        others = "; ".join(f"not another, since {error.message}" for error in self._refusals)
-        logger.info("using the %s transport for %s: %s", name, peer.name, others or "first choice, and it works")
+        failed = "; ".join(f"a preferred transport failed: {error.message}" for error in self._refusals)
+        logger.info("using the %s transport for %s: %s", name, peer.name, failed or "the preferred transport")
         return Link(name, self._transports[name], peer)
 
     def _unreachable(self) -> TransportError:
@@ -96,9 +97,9 @@ class Connecting:
         if not refusals:
             return TransportError(
                 Reason.TRANSPORT_UNAVAILABLE,
-                f"no transport in common: this side has {', '.join(self._transports)}, "
-                f"the peer offers {', '.join(sorted(self._end_points)[:8]) or 'none'}.",
-                "Set the same transport, or auto, on both sides.",
+                f"no transport in common: this engine has {', '.join(self._transports)}, "
+                f"the peer has {', '.join(sorted(self._end_points)[:8]) or 'none'}.",
+                "Set the same transport, or auto, in both engines.",
             )
         if len(refusals) == 1:
             return refusals[0].without_traceback()
@@ -107,7 +108,7 @@ class Connecting:
 
 
 class TransportSet:
-    """The open transports of one side: registers memory with all of them, connects with the best that works."""
+    """The open transports of one rank. Registers memory with all, connects with the first that works."""
 
     def __init__(self, transports: Mapping[str, Transport]) -> None:
         self.transports = dict(transports)
@@ -117,7 +118,7 @@ class TransportSet:
         return {name: transport.register(regions) for name, transport in self.transports.items()}
 
     def connect(self, end_points: Mapping[str, bytes]) -> Connecting:
-        """Begin to reach a peer."""
+        """Begin to connect to a peer."""
         return Connecting(self.transports, end_points)
 
     def close(self) -> None:
@@ -129,7 +130,7 @@ class TransportSet:
 def open_transport(name: str, faults: FaultPlan | None = None) -> Transport:
     """Open one transport by name.
 
-    Raises ``SettingsError`` for an unknown name, ``TransportError`` when it cannot work on this machine.
+    Raises ``SettingsError`` for an unknown name, ``TransportError`` for a transport that cannot work on this machine.
 
     >>> open_transport("cam")
     Traceback (most recent call last):
@@ -141,7 +142,7 @@ def open_transport(name: str, faults: FaultPlan | None = None) -> Transport:
 
 
 def open_transports(setting: str = "auto", faults: FaultPlan | None = None) -> TransportSet:
-    """Open the transport named, or with ``auto`` every one that works here (at least one, or ``TransportError``)."""
+    """Open one transport, or with ``auto`` all that work here. Raises ``TransportError`` where none works."""
     if setting != "auto":
         return TransportSet({setting: open_transport(setting, faults)})
     opened: dict[str, Transport] = {}
@@ -150,7 +151,7 @@ def open_transports(setting: str = "auto", faults: FaultPlan | None = None) -> T
         try:
             opened[name] = open_transport(name, faults)
         except TransportError as error:
-            logger.info("the %s transport is not available here: %s", name, error)
+            logger.info("the %s transport is not available: %s", name, error)
             refusals.append(error)
     if not opened:
         message = " ".join(error.message for error in refusals)
@@ -160,7 +161,7 @@ def open_transports(setting: str = "auto", faults: FaultPlan | None = None) -> T
 
 
 def check_setting(setting: str) -> None:
-    """Refuse a name that is no transport, naming the nearest (``UNKNOWN_SETTING``). ``auto`` is a set, not one."""
+    """Raise ``SettingsError`` (``unknown-setting``) with the nearest name, unless the name is one transport's."""
     if setting in FACTORIES:
         return
     known = ["auto", *FACTORIES]
@@ -173,5 +174,5 @@ def check_setting(setting: str) -> None:
 
 
 def probe_all() -> list[ProbeResult]:
-    """Try each transport of ``auto`` against a child process, and say what works, or why not and what to do."""
+    """Try each transport of ``auto`` against a child process."""
     return [probe(name, FACTORIES[name]) for name in AUTO]

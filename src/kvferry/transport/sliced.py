@@ -1,8 +1,8 @@
-"""Transfers posted in slices that nobody can revoke: what NIXL and Mooncake have in common.
+"""Transfers in slices, for libraries that cannot revoke a posted transfer: NIXL and Mooncake.
 
-A slice is small enough for a responsive driver. A cancelled or failed transfer posts nothing more and stays
-``PENDING`` until every posted slice has ended. Only a connection ends in time whatever its peer does: what it reads,
-a nonce, lands in memory of the transport's own.
+A slice is small, so that each call returns soon. A cancelled or failed transfer posts no more slices and stays
+``PENDING`` until every posted slice has ended. A connection ends in time even if its peer never answers, since the
+nonce that a connection reads lands in memory of the transport.
 """
 
 import time
@@ -11,11 +11,13 @@ from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Generic, Self, TypeVar
 
-from kvferry.arrays import Descriptors
+import numpy as np
+
+from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import TransportError
 from kvferry.transport.host_memory import HostMemoryTransport
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer
-from kvferry.transport.submission import check_submission, slice_bounds, split_long
+from kvferry.transport.submission import check_submission
 
 
 @dataclass(slots=True, eq=False)
@@ -26,41 +28,41 @@ class SlicedTransfer(Transfer):
     bounds: list[int] = field(kw_only=True)
     next_slice: int = 0
     running: Sized = ()
-    """What was posted and has not ended."""
+    """The posted slices that have not ended."""
     ending: Status | None = None
-    """Set by an error or ``cancel``: post nothing more and end so once the wire is quiet."""
+    """Set by an error or ``cancel``: the status once all posted slices have ended. No more slices are posted."""
 
     @classmethod
     def cut(
         cls, peer: Peer, direction: Direction, descriptors: Descriptors, max_descriptors: int, max_bytes: int
     ) -> Self:
-        """Return a submission in slices of so many descriptors, and of less than twice so many bytes, at most."""
-        pieces = split_long(descriptors, max_bytes)
-        bounds = slice_bounds(pieces[:, 2], max_descriptors, max_bytes)
+        """Return a transfer in slices of up to ``max_descriptors`` and of less than twice ``max_bytes``."""
+        split = split_long(descriptors, max_bytes)
+        bounds = slice_bounds(split[:, 2], max_descriptors, max_bytes)
         num_bytes = int(descriptors[:, 2].sum())
-        transfer = cls(peer, direction, len(descriptors), num_bytes, descriptors=pieces, bounds=bounds)
+        transfer = cls(peer, direction, len(descriptors), num_bytes, descriptors=split, bounds=bounds)
         if not num_bytes:
             transfer.status = Status.DONE
         return transfer
 
     @property
     def has_more(self) -> bool:
-        """Whether there is a slice left that is to be posted."""
+        """Whether a slice remains to be posted."""
         return self.ending is None and self.next_slice < len(self.bounds) - 1
 
     def take_slice(self) -> Descriptors:
-        """Return the next slice, once."""
+        """Return the next slice and advance."""
         start, stop = self.bounds[self.next_slice : self.next_slice + 2]
         self.next_slice += 1
         return self.descriptors[start:stop]
 
     def end_failed(self, error: TransportError) -> None:
-        """Post nothing more and fail once the wire is quiet; the first error stays."""
+        """Post no more slices and fail with the first such error once all posted slices have ended."""
         if self.ending is not Status.FAILED:
             self.ending, self.error = Status.FAILED, error
 
     def settle(self) -> Status:
-        """Take on the final status if the wire is quiet."""
+        """Set the final status if all posted slices have ended; return the status."""
         if not len(self.running):
             if self.ending is not None:
                 self.status = self.ending
@@ -74,18 +76,18 @@ AnyTransfer = TypeVar("AnyTransfer", bound=SlicedTransfer)
 
 @dataclass(slots=True, eq=False)
 class Connection(Transfer):
-    """A peer being reached, until ``deadline`` on the monotonic clock."""
+    """A connection in progress, until ``deadline`` on the monotonic clock."""
 
     deadline: float = field(kw_only=True)
     reading: SlicedTransfer | None = None
-    """Of the nonce. It may go on when the connection has ended, which its transport then keeps."""
+    """The read of the nonce. It may outlast the connection; the transport then keeps the connection until it ends."""
 
 
 AnyConnection = TypeVar("AnyConnection", bound=Connection)
 
 
 class SlicedTransport(HostMemoryTransport, Generic[AnyTransfer, AnyConnection]):
-    """``submit``, ``poll`` and ``cancel`` of a transport whose transfers are sliced."""
+    """``submit``, ``poll`` and ``cancel`` of a transport with sliced transfers."""
 
     _transfer_type: type[AnyTransfer]
     _connection_type: type[AnyConnection]
@@ -97,13 +99,13 @@ class SlicedTransport(HostMemoryTransport, Generic[AnyTransfer, AnyConnection]):
         self._connections: set[AnyConnection] = set()
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
-        """Check both sides and queue; slices are posted in ``poll``."""
+        """Check the descriptors and queue them; ``poll`` posts the slices."""
         self._check_open()
         check_submission(descriptors, direction, self._local, peer.regions)
         return self._queue(peer, direction, descriptors)
 
     def _advance(self, transfer: Transfer) -> Status:
-        """Take back ended slices and post at most one more."""
+        """Collect ended slices and post at most one more."""
         if isinstance(transfer, self._connection_type):
             return self._poll_connection(transfer)
         assert isinstance(transfer, self._transfer_type)
@@ -113,7 +115,7 @@ class SlicedTransport(HostMemoryTransport, Generic[AnyTransfer, AnyConnection]):
         return transfer.settle()
 
     def cancel(self, transfer: Transfer) -> Status:
-        """Post nothing more; ``CANCELLED`` once what was posted has ended, which a stopped peer may delay."""
+        """Post no more slices; ``CANCELLED`` once all posted slices have ended, which a stopped peer may delay."""
         if isinstance(transfer, self._connection_type):
             if transfer.status is Status.PENDING:
                 transfer.status = Status.CANCELLED
@@ -128,20 +130,20 @@ class SlicedTransport(HostMemoryTransport, Generic[AnyTransfer, AnyConnection]):
         return self._transfer_type.cut(peer, direction, descriptors, self._slice_descriptors, self._slice_bytes)
 
     def _follow(self, connection: AnyConnection) -> AnyConnection:
-        """Keep a connection until its reading has ended, whoever polls it."""
+        """Keep a connection until its read of the nonce has ended."""
         self._connections.add(connection)
         return connection
 
     def _check_answered(self, name: str) -> None:
-        """Raise while this peer owes an answer to a connection that was given up: it would owe ever more.
+        """Raise while a cancelled connection to this peer still waits for its nonce, so that no more pile up.
 
-        On the way go on with all connections, as whoever began one may not ask for it any more.
+        Polls all connections first: the caller of a cancelled connection does not poll it any more.
         """
         for connection in list(self._connections):
             self.poll(connection)
             self._let_go_if_quiet(connection)
         if any(each.peer.name == name and each.status is not Status.PENDING for each in self._connections):
-            raise self._unanswered(name, "it has not yet answered when last it was asked")
+            raise self._unanswered(name, "it has not yet answered the last connection")
 
     def _poll_connection(self, connection: AnyConnection) -> Status:
         try:
@@ -156,7 +158,7 @@ class SlicedTransport(HostMemoryTransport, Generic[AnyTransfer, AnyConnection]):
         return connection.status
 
     def _end(self, connection: AnyConnection) -> None:
-        """Stop reading, and let go of a peer that was not reached."""
+        """Cancel the read of the nonce; close a peer that was not reached."""
         if connection.reading is not None:
             self.cancel(connection.reading)
         if connection.status is not Status.DONE:
@@ -172,24 +174,57 @@ class SlicedTransport(HostMemoryTransport, Generic[AnyTransfer, AnyConnection]):
 
     @abstractmethod
     def _is_reached(self, connection: AnyConnection) -> bool:
-        """Go on with a connection; return whether the nonce was the peer's. Raises what is in the way."""
+        """Advance a connection; return whether the peer's nonce was read. Raises ``TransportError``."""
 
     @abstractmethod
     def _take_back(self, connection: AnyConnection) -> None:
-        """Take back what an ended connection, of which nothing runs, had."""
+        """Release the resources of a connection that has ended and reads no more."""
 
     @abstractmethod
     def _unanswered(self, name: str, found: str) -> TransportError:
-        """Return the error of a peer that does not answer."""
+        """Return the error for a peer that does not answer."""
 
     @abstractmethod
     def _has_room(self, transfer: AnyTransfer) -> bool:
         """Return whether one more slice may be posted now."""
 
     @abstractmethod
-    def _post(self, transfer: AnyTransfer, pieces: Descriptors) -> None:
+    def _post(self, transfer: AnyTransfer, descriptors: Descriptors) -> None:
         """Post one slice."""
 
     @abstractmethod
     def _reap(self, transfer: AnyTransfer) -> None:
-        """Take back the slices that have ended."""
+        """Collect the slices that have ended."""
+
+
+def split_long(descriptors: Descriptors, max_bytes: int) -> Descriptors:
+    """Return a copy in which descriptors longer than ``max_bytes`` are split, in order.
+
+    >>> split_long(np.array([[0, 100, 5], [50, 200, 2]], np.uint64), 2).tolist()
+    [[0, 100, 2], [2, 102, 2], [4, 104, 1], [50, 200, 2]]
+    """
+    limit = np.uint64(max_bytes)
+    if not (descriptors[:, 2] > limit).any():
+        return descriptors.copy()
+    counts = (descriptors[:, 2] + limit - np.uint64(1)) // limit
+    split = np.repeat(descriptors, counts.astype(np.int64), axis=0)
+    first = np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
+    skipped = (np.arange(len(split), dtype=np.uint64) - first) * limit
+    split[:, :2] += skipped[:, None]
+    split[:, 2] = np.minimum(split[:, 2] - skipped, limit)
+    return split
+
+
+def slice_bounds(lengths: Addresses, max_descriptors: int, max_bytes: int) -> list[int]:
+    """Return the bounds of slices of at most ``max_descriptors`` and of less than twice ``max_bytes``.
+
+    No length may exceed ``max_bytes``.
+
+    >>> slice_bounds(np.array([8, 1, 1, 8], np.uint64), 2, 8)
+    [0, 1, 2, 4]
+    """
+    starts = np.cumsum(lengths) - lengths
+    by_bytes = np.flatnonzero(np.diff(starts // np.uint64(max_bytes))) + 1
+    by_count = np.arange(0, len(lengths), max_descriptors)
+    bounds: list[int] = np.union1d(by_bytes, by_count).tolist()
+    return [*bounds, len(lengths)] if bounds else [0]

@@ -1,4 +1,4 @@
-"""The checks every backend makes of a submission before a byte moves."""
+"""The checks of a submission, which every backend makes before a byte moves."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ MAX_DESCRIPTORS = 1 << 22
 
 
 class Sides(NamedTuple):
-    """The columns of a descriptor array by side."""
+    """The columns of a descriptor array as local and remote addresses."""
 
     local: Addresses
     remote: Addresses
@@ -21,9 +21,10 @@ class Sides(NamedTuple):
 
 
 def check_submission(descriptors: Descriptors, direction: Direction, local: RegionTable, remote: RegionTable) -> Sides:
-    """Return the two sides of descriptors that are well formed and inside both sides' registered memory.
+    """Return local addresses, remote addresses and lengths.
 
-    Raises ``TransportError``: ``INVALID_REQUEST``, ``UNREGISTERED_RANGE``.
+    Raises ``TransportError``: ``INVALID_REQUEST`` for an array that is not a list of descriptors,
+    ``UNREGISTERED_RANGE`` for ranges outside registered memory.
     """
     _check_shape(descriptors)
     sources, destinations, lengths = descriptors.T
@@ -34,17 +35,17 @@ def check_submission(descriptors: Descriptors, direction: Direction, local: Regi
 
 
 def _check_shape(descriptors: Addresses) -> None:
-    """Refuse arrays that are not descriptors at all (``INVALID_REQUEST``)."""
+
     if descriptors.ndim != 2 or descriptors.shape[1] != 3 or descriptors.dtype != np.uint64:
         raise TransportError(
             Reason.INVALID_REQUEST,
             f"descriptors must be a uint64 array of shape (n, 3), not {descriptors.dtype} {descriptors.shape}.",
-            "Take them from a plan's lower().",
+            "Submit the descriptors of a plan's lower().",
         )
     if len(descriptors) > MAX_DESCRIPTORS:
         raise TransportError(
             Reason.INVALID_REQUEST,
-            f"{len(descriptors)} descriptors in one submission; a transport takes {MAX_DESCRIPTORS}.",
+            f"the submission has {len(descriptors)} descriptors; the limit is {MAX_DESCRIPTORS}.",
             "Split the list.",
         )
     if len(descriptors) and not descriptors[:, 2].all():
@@ -53,15 +54,15 @@ def _check_shape(descriptors: Addresses) -> None:
 
 
 def _check_inside(side: str, table: RegionTable, addresses: Addresses, lengths: Addresses) -> None:
-    """Refuse ranges outside the regions registered on ``side`` (``UNREGISTERED_RANGE``)."""
+
     outside = table.outside(addresses, lengths)
     if len(outside):
         first = int(outside[0])
         raise TransportError(
             Reason.UNREGISTERED_RANGE,
-            f"{len(outside)} of {len(addresses)} descriptors leave the {side} side's registered memory; the first is "
+            f"{len(outside)} of {len(addresses)} descriptors lie outside the {side} registered memory; the first is "
             f"descriptor {first}: {int(lengths[first])} bytes at {int(addresses[first]):#x}.",
-            f"Registered there: {_describe(table)}.",
+            f"Registered {side} memory: {_describe(table)}.",
         )
 
 
@@ -69,36 +70,3 @@ def _describe(table: RegionTable) -> str:
     spans = [f"[{r.base_address:#x}, {r.base_address + r.length:#x})" for r in table.regions[:4]]
     more = f" and {len(table.regions) - 4} more" if len(table.regions) > 4 else ""
     return (", ".join(spans) or "nothing") + more
-
-
-def split_long(descriptors: Descriptors, max_bytes: int) -> Descriptors:
-    """Return the descriptors with those longer than ``max_bytes`` cut into pieces, in order.
-
-    >>> split_long(np.array([[0, 100, 5], [50, 200, 2]], np.uint64), 2).tolist()
-    [[0, 100, 2], [2, 102, 2], [4, 104, 1], [50, 200, 2]]
-    """
-    limit = np.uint64(max_bytes)
-    if not (descriptors[:, 2] > limit).any():
-        return descriptors.copy()
-    counts = (descriptors[:, 2] + limit - np.uint64(1)) // limit
-    pieces = np.repeat(descriptors, counts.astype(np.int64), axis=0)
-    first = np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
-    skipped = (np.arange(len(pieces), dtype=np.uint64) - first) * limit
-    pieces[:, :2] += skipped[:, None]
-    pieces[:, 2] = np.minimum(pieces[:, 2] - skipped, limit)
-    return pieces
-
-
-def slice_bounds(lengths: Addresses, max_descriptors: int, max_bytes: int) -> list[int]:
-    """Return where slices of a list start and stop: at most so many descriptors, less than twice so many bytes each.
-
-    No length may exceed ``max_bytes``.
-
-    >>> slice_bounds(np.array([8, 1, 1, 8], np.uint64), 2, 8)
-    [0, 1, 2, 4]
-    """
-    starts = np.cumsum(lengths) - lengths
-    by_bytes = np.flatnonzero(np.diff(starts // np.uint64(max_bytes))) + 1
-    by_count = np.arange(0, len(lengths), max_descriptors)
-    bounds: list[int] = np.union1d(by_bytes, by_count).tolist()
-    return [*bounds, len(lengths)] if bounds else [0]
