@@ -1,5 +1,6 @@
 """Blocks that are kept because somebody may still write there: what ranks report, and what the scheduler does."""
 
+import time
 from typing import Any
 
 import pytest
@@ -159,3 +160,11 @@ class Reported:
 
     def __init__(self, request_ids: set[str]) -> None:
         self.finished_recving = self.failed_recving = request_ids
+
+
+def test_the_age_of_a_quarantine_can_be_seen(reader: Any) -> None:
+    assert reader._quarantine.snapshot(0.0) == {}
+    assert report(reader, 0, 1, "d") == [(0, "d")]
+    now = time.monotonic()
+    assert 0.0 <= reader._quarantine.snapshot(now)["d"] < 60.0
+    assert reader._quarantine.snapshot(now + 10.0)["d"] >= 10.0

@@ -43,11 +43,6 @@ class StridedCopy:
         """The number of runs."""
         return int(np.prod([count for count, _, _ in self.loops], dtype=np.int64))
 
-    @property
-    def num_bytes(self) -> int:
-        """The number of bytes."""
-        return self.num_runs * self.run_bytes
-
     def expand(self) -> Offsets:
         """Return the runs as rows of source offset, destination offset, length.
 

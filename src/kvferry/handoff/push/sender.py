@@ -79,11 +79,6 @@ class Sending:
         self.error: KVFerryError | None = None
         self._end_if_complete()
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether no batch is in flight."""
-        return not self._in_flight
-
     def take(self, final: Mapping[Span, int]) -> Batch:
         """Return the next batch, which is in flight from now on; empty while another one is or none is final."""
         if self.state is not PushState.OPEN or self._in_flight:
