@@ -401,8 +401,7 @@ class Sender:
                 Reason.INVALID_REQUEST,
                 f"{key.receiver} announced blocks for {request.num_tokens} tokens of {request.transfer_id}, which is "
                 f"another prompt here, of {prompt.num_tokens} tokens.",
-                "Send the same prompt, template, images and cache_salt to both engines, which have each adapter under "
-                "one name and path.",
+                "Send the same prompt, template, images and adapter to both engines.",
             )
         )
         self._record_outcome(key)

@@ -155,8 +155,7 @@ def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> N
             Reason.INVALID_REQUEST,
             f"the first {num_tokens} of {request.num_prompt_tokens} prompt tokens of {request.request_id} are not "
             f"the {found.num_tokens} tokens that {parsed.remote_request_id} prefilled.",
-            "Send one prompt per request, and the same prompt, template, images and cache_salt to both engines, which "
-            "have each adapter under one name and path.",
+            "Send one prompt per request, and the same prompt, template, images and adapter to both engines.",
         )
 
 
@@ -185,8 +184,8 @@ def token_ids_of(request: "Request") -> list[int] | None:
 def prompt_digest(request: "Request", num_tokens: int) -> str:
     """Return a digest of all inputs of the cache of the prompt's first ``num_tokens``, besides the model.
 
-    They are those that vLLM hashes for its prefix cache: the tokens, the identifiers and positions of images, sound and
-    video, the adapter's name and path, and the cache salt.
+    They are the tokens, the identifiers and positions of images, sound and video, and the adapter's name. A cache salt
+    changes no byte of a cache.
 
     Raises :class:`HandoffError` (unsupported) for prompts with embeddings.
     """
@@ -204,9 +203,8 @@ def prompt_digest(request: "Request", num_tokens: int) -> str:
             (each.modality, each.identifier, int(each.mm_position.offset), int(each.mm_position.length))
             for each in request.mm_features or ()
         ],
-        # Not the adapter's number: each engine numbers adapters in the order of loading.
-        None if lora is None else (lora.lora_name, lora.lora_path),
-        request.cache_salt,
+        # Not the adapter's number, nor its path: each engine numbers and mounts adapters by itself.
+        None if lora is None else lora.lora_name,
     )
     # msgpack marks where each part ends.
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).hexdigest()
