@@ -1,4 +1,4 @@
-"""What the pull benchmark found: medians, ratios with intervals, targets met and missed."""
+"""The results of the pull benchmark: medians, ratios with intervals, targets met and missed."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +15,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The median of kvferry's figure divided by the in-tree one's, pair by pair, and its interval."""
+    """The median, over pairs of requests, of kvferry's figure divided by the in-tree figure, and its interval."""
 
     median: float
     low: float
@@ -44,12 +44,12 @@ class Result:
         return median_ratio([getattr(s, field) for s in self.kvferry], [getattr(s, field) for s in self.in_tree])
 
     def medians_ratio(self, field: str) -> float:
-        """Return the quotient of the medians, which the targets are about."""
+        """Return the quotient of the medians, to which the targets apply."""
         ours, theirs = (np.median([getattr(s, field) for s in samples]) for samples in (self.kvferry, self.in_tree))
         return float(ours / theirs)
 
     def checks(self) -> dict[str, dict[str, float | bool]]:
-        """Return each target with what was found."""
+        """Return each target with the measured ratio."""
         found = {
             "stopwatch": (self.medians_ratio("stopwatch_seconds"), self.target),
             "client": (self.medians_ratio("client_seconds"), 1.0),
@@ -59,7 +59,7 @@ class Result:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything, samples included."""
+        """Return the results with all samples."""
         return {
             "case": asdict(self.case),
             "thp_mem_alloc_enable": self.thp,
@@ -79,9 +79,9 @@ RATIO_FIELDS = ("stopwatch_seconds", "transfer_seconds", "client_seconds")
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Return the median of the pairs' quotients between two of their order statistics.
+    """Return the median of the pairs' quotients, and two of their order statistics as its interval.
 
-    The interval is the sign test's: it holds the true median with at least 95 % whatever the distribution.
+    The interval is that of the sign test: it contains the true median with at least 95 % for any distribution.
 
     >>> str(median_ratio([1, 2, 3, 4, 5, 6, 7, 8, 9], [10] * 9))
     '0.50 [0.20, 0.80]'
@@ -92,7 +92,7 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def interval_rank(num_samples: int) -> int:
-    """Return how many samples to leave out at each end so that the rest hold the median with 95 %.
+    """Return the number of samples to omit at each end so that the others enclose the median with 95 %.
 
     >>> interval_rank(9), interval_rank(15)
     (1, 3)
@@ -105,7 +105,7 @@ def interval_rank(num_samples: int) -> int:
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the medians, and for descriptors the smallest and largest too."""
+    """Return the medians, and for descriptors also the smallest and the largest number."""
     descriptors = [sample.num_descriptors for sample in samples]
     median = {
         name: float(np.median([getattr(sample, name) for sample in samples]))
@@ -126,7 +126,7 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def print_results(results: Sequence[Result], console: Console) -> None:
-    """Print one row per connector and case, one per ratio, and what was missed."""
+    """Print one row per connector and case, one per ratio, and the result of each target."""
     table = Table(title="pull on real vLLM engines; medians, times in ms")
     for column in (
         "case",

@@ -1,4 +1,4 @@
-"""What the push benchmark found: medians with intervals, ratios to the pull, targets met and missed."""
+"""The results of the push benchmark: medians with intervals, ratios to the pull, targets met and missed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,14 +16,14 @@ TIMES = ("wait_seconds", "first_token_seconds", "prefill_seconds")
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure and its interval, by resampling rounds."""
+    """A figure and its interval, from resampled rounds."""
 
     value: float
     low: float
     high: float
 
     def text(self, factor: float, digits: int) -> str:
-        """Return it as people read it."""
+        """Return figure and interval as text."""
         value, low, high = (f"{factor * each:.{digits}f}" for each in (self.value, self.low, self.high))
         return f"{value} [{low}, {high}]"
 
@@ -39,7 +39,7 @@ def median(values: Sequence[float]) -> Estimate:
 
 
 def medians_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Return the quotient of two medians; rounds, in which both were measured, are resampled together.
+    """Return the quotient of two medians. Each resampling takes the same rounds of both.
 
     >>> medians_ratio([1.0, 2.0, 1.0], [2.0, 4.0, 2.0])
     Estimate(value=0.5, low=0.5, high=0.5)
@@ -68,7 +68,7 @@ class Result:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds in which both modes were measured."""
+        """The number of rounds with a sample of each mode."""
         return min(map(len, self.samples.values()))
 
     def values(self, mode: str, name: str) -> list[float]:
@@ -76,11 +76,11 @@ class Result:
         return [getattr(sample, name) for sample in self.samples[mode][: self.num_rounds]]
 
     def ratio(self, name: str) -> Estimate:
-        """Return the ratio of one figure's medians, the push's to the pull's."""
+        """Return the median of one figure of the push divided by that of the pull."""
         return medians_ratio(self.values("push", name), self.values("pull", name))
 
     def check(self) -> dict[str, Any]:
-        """Return the target of the push with what was found."""
+        """Return the target of the push with the measured ratio."""
         ratio = self.ratio(self.case.figure)
         return {"figure": self.case.figure, "ratio": asdict(ratio), "target": self.case.target, **self._met(ratio)}
 
@@ -88,7 +88,7 @@ class Result:
         return {"met": ratio.value <= self.case.target}
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything, samples included."""
+        """Return the results with all samples."""
         return {
             "case": asdict(self.case),
             "rounds": self.num_rounds,

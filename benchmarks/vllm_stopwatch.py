@@ -1,7 +1,7 @@
-"""A stopwatch around any vLLM KV connector, for comparing connectors by one clock that is outside of both.
+"""A stopwatch around any vLLM KV connector, so that one clock, independent of the connectors, compares them.
 
-It times, in a worker, from the ``start_load_kv`` whose metadata brings a request's load to the return of the
-``get_transfer_results`` that reports the request, and notes when the last step that ran layers had run them. Start the
+In a worker the stopwatch measures from the ``start_load_kv`` whose metadata contain a request's load to the return of
+the ``get_transfer_results`` that reports the request, and records the end of the last step that ran layers. Start the
 engine with ``--worker-extension-cls vllm_stopwatch.StopwatchExtension``, ``VLLM_SERVER_DEV_MODE=1`` and this folder on
 ``PYTHONPATH``; then POST to ``/collective_rpc`` ``{"method": "install_stopwatch"}`` once, and ``{"method":
 "read_stopwatch"}`` after each request.
@@ -15,9 +15,9 @@ import msgspec
 
 
 class Lap(msgspec.Struct, frozen=True):
-    """One request on one worker. ``start_call_seconds`` is how long ``start_load_kv`` held the engine.
+    """One request on one worker. ``start_call_seconds`` is the duration of the call of ``start_load_kv``.
 
-    It was ``reported_at`` on the monotonic clock, which processes of one host share.
+    ``reported_at`` is on the monotonic clock, which all processes of one host share.
     """
 
     request_id: str
@@ -28,7 +28,7 @@ class Lap(msgspec.Struct, frozen=True):
 
 
 class Stopwatch:
-    """Wraps methods of one connector object, and notes the statistics that the connector gives itself.
+    """Wraps methods of one connector object, and records the connector's own statistics.
 
     >>> from types import SimpleNamespace
     >>> connector = SimpleNamespace(
@@ -59,7 +59,7 @@ class Stopwatch:
         connector.wait_for_save = self._noting_step(connector.wait_for_save)
 
     def read(self) -> dict[str, Any]:
-        """Return the laps and the connector's own statistics since the last reading, and when the last step ended."""
+        """Return the laps and the connector's own statistics since the last reading, and the end of the last step."""
         laps, self._laps = self._laps, []
         statistics, self._statistics = self._statistics, []
         return {
@@ -110,7 +110,7 @@ class Stopwatch:
         def get_kv_connector_stats() -> Any:
             statistics = call()
             if statistics is not None:
-                # Copied: the engine goes on adding to it.
+                # A copy, since the engine adds to the statistics later.
                 self._statistics.append(msgspec.json.decode(msgspec.json.encode(statistics.data)))
             return statistics
 
@@ -118,7 +118,7 @@ class Stopwatch:
 
 
 class StopwatchExtension:
-    """The worker extension: vLLM makes it a base of its worker class."""
+    """The worker extension: vLLM adds this class to the bases of its worker class."""
 
     def install_stopwatch(self) -> None:
         """Put the stopwatch around this worker's connector."""
@@ -127,12 +127,12 @@ class StopwatchExtension:
         self._kvferry_stopwatch = Stopwatch(get_kv_transfer_group())
 
     def read_stopwatch(self) -> dict[str, Any]:
-        """Return what was measured since the last reading."""
+        """Return the measurements since the last reading."""
         return self._kvferry_stopwatch.read()
 
 
 def requests_to_load(metadata: Any) -> list[str]:
-    """Return the ids of the requests whose loads a step's connector metadata brings (NIXL's or kvferry's)."""
+    """Return the ids of the requests to load in a step's connector metadata (NIXL's or kvferry's)."""
     if hasattr(metadata, "reqs_to_recv"):
         return list(metadata.reqs_to_recv)
     return [order.request_id for order in metadata.loads]

@@ -1,4 +1,4 @@
-"""Child processes that cannot outlive their owner, with a log file and a bounded end."""
+"""Child processes that end with their owner, with a log file and a bounded time to end."""
 
 import contextlib
 import os
@@ -23,19 +23,19 @@ TAIL_LINES = 20
 
 
 class LaunchError(KVFerryError):
-    """A child process that could not start, ended early, or was not ready in time."""
+    """A child process could not start, ended early, or was not ready in time."""
 
 
 @dataclass(slots=True)
 class ChildProcess:
-    """A command that runs in a process group of its own, below a supervisor.
+    """A command in its own process group, below a supervisor.
 
-    Not in a session: Linux shares out a core between sessions first (autogroups), and gave one whose workers yield in a
-    loop all of it, see docs/decisions/sleeping-workers.md.
+    The command has no session of its own: Linux divides a core between sessions first (autogroups), and gave all of a
+    core to a session whose workers yield in a loop, see docs/decisions/sleeping-workers.md.
 
-    The whole family ends when :meth:`stop` or :meth:`kill` is called, when the command itself ends, and when the
-    owner ends for whatever reason. ``log_path`` has its standard output and error; ``scratch`` is the folder for its
-    temporary files and goes with it.
+    The command and all of its processes end when :meth:`stop` or :meth:`kill` is called, when the command ends, and
+    when the owner ends for any reason. ``log_path`` is the file of standard output and error; ``scratch`` is the
+    folder of temporary files, which is removed at the end.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         grace_seconds: float = GRACE_SECONDS,
     ) -> Self:
-        """Start ``command`` with ``environment`` on top of the owner's."""
+        """Start ``command`` with the owner's environment, updated by ``environment``."""
         scratch = Path(tempfile.mkdtemp(prefix="kvferry-"))
         with log_path.open("wb") as log:
             supervisor = subprocess.Popen(
@@ -78,9 +78,9 @@ class ChildProcess:
         return self.supervisor.poll()
 
     def process_ids(self) -> tuple[int, ...]:
-        """Return the ids of all living processes of the command, the supervisor apart."""
+        """Return the ids of all living processes of the command, without the supervisor."""
         own = self.supervisor.pid
-        # Some may have made a group of their own. Below a supervisor that was waited for is whoever has its id now.
+        # A process may have left the group. After the supervisor's end another process may have its id.
         below = living_descendants(own) if self.supervisor.poll() is None else []
         return tuple(sorted({*group_processes(own), *below} - {own}))
 
@@ -89,19 +89,19 @@ class ChildProcess:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
     def request_stop(self) -> None:
-        """Ask the command to end, without waiting: several children can so end at the same time."""
+        """Ask the command to end, without waiting, so that several children can end at the same time."""
         if self.supervisor.stdin is not None:
             self.supervisor.stdin.close()
 
     def stop(self, timeout_seconds: float = GRACE_SECONDS + KILL_SECONDS) -> None:
-        """End the command and all of its processes: politely, then by force. May be called again."""
+        """End the command and all of its processes: by ``SIGTERM``, then by ``SIGKILL``. Twice is fine."""
         self.request_stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.supervisor.wait(timeout_seconds)
         self.kill()
 
     def kill(self) -> None:
-        """End all processes by ``SIGKILL`` and wait for them. May be called again."""
+        """End all processes by ``SIGKILL`` and wait for them. Twice is fine."""
         deadline = time.monotonic() + KILL_SECONDS
         segments = mapped_segments(self.process_ids())
         while remaining := self.process_ids():
@@ -118,7 +118,7 @@ class ChildProcess:
 
 
 def stop_all(children: Sequence[ChildProcess]) -> None:
-    """Stop ``children`` at the same time; every one is stopped even when one refuses."""
+    """Stop all ``children`` at the same time, even if one of them raises."""
     with contextlib.ExitStack() as stack:
         for child in children:
             stack.callback(child.stop)
@@ -126,7 +126,7 @@ def stop_all(children: Sequence[ChildProcess]) -> None:
 
 
 def group_processes(group_id: int) -> tuple[int, ...]:
-    """Return the living processes of a process group, zombies apart.
+    """Return the living processes of a process group, without zombies.
 
     >>> os.getpid() in group_processes(os.getpgid(0))
     True

@@ -1,4 +1,4 @@
-"""What an engine or a router says of itself at ``/metrics``."""
+"""The metrics of an engine or a router at ``/metrics``."""
 
 import urllib.request
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Where an engine's prompt tokens came from, since its start or between two scrapes.
+    """An engine's prompt tokens by origin, since its start or between two scrapes.
 
-    ``received`` came by transfer, ``cached`` were hits in its own prefix cache, ``computed`` it computed.
+    ``received`` by transfer, ``cached`` from the engine's own prefix cache, ``computed`` by the engine.
 
     >>> PromptTokens(received=7, cached=0, computed=3) - PromptTokens(received=5, cached=0, computed=2)
     PromptTokens(received=2, cached=0, computed=1)
@@ -30,10 +30,10 @@ class PromptTokens:
 
 
 def scrape_metrics(url: str) -> dict[str, float]:
-    """Return the samples at ``url``/metrics, by name and distinguishing labels.
+    """Return the samples at ``url``/metrics, by name and labels.
 
-    The model's name and the engine's index are left out of the keys and values that so fall together are added;
-    buckets of histograms are left out. Needs ``prometheus_client``, which vLLM brings.
+    The keys omit the model's name and the engine's index; samples with the same key are added. Buckets of histograms
+    are omitted. Needs ``prometheus_client``, which vLLM installs.
     """
     with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_SECONDS) as response:
         return parse_metrics(response.read().decode())
@@ -62,7 +62,7 @@ def _key(name: str, labels: Mapping[str, str]) -> str:
 
 
 def prompt_tokens(metrics: Mapping[str, float]) -> PromptTokens:
-    """Return where the prompt tokens came from, out of an engine's metrics."""
+    """Return the prompt tokens by origin from an engine's metrics."""
     received, cached, computed = (
         int(metrics[f'{PROMPT_TOKENS}{{source="{source}"}}'])
         for source in ("external_kv_transfer", "local_cache_hit", "local_compute")
@@ -71,12 +71,12 @@ def prompt_tokens(metrics: Mapping[str, float]) -> PromptTokens:
 
 
 def cache_usage(metrics: Mapping[str, float]) -> float:
-    """Return the part of an engine's KV cache blocks that are in use, 0 to 1."""
+    """Return the used fraction of an engine's KV cache blocks, 0 to 1."""
     return metrics["vllm:kv_cache_usage_perc"]
 
 
 def cache_block_size(url: str) -> int:
-    """Return the tokens in a block of the engine at ``url``; the engine may have chosen it."""
+    """Return the tokens of a block of the engine at ``url``, which may have chosen the size itself."""
     from prometheus_client.parser import text_string_to_metric_families
 
     with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_SECONDS) as response:

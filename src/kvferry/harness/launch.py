@@ -32,10 +32,10 @@ HOST = "127.0.0.1"
 FIRST_PORT = 20000
 READY_SECONDS = 240.0
 POLL_SECONDS = 0.1
-# On a CPU vLLM makes the buffers between pipeline stages while it warms up, which it leaves out with --enforce-eager
-# and with VLLM_CPU_CI_ENV. A trace that goes to no compiler needs none installed.
+# On a CPU vLLM allocates the buffers between pipeline stages during warm-up, which --enforce-eager and VLLM_CPU_CI_ENV
+# switch off. The eager back end needs no installed compiler.
 PIPELINE_WITHOUT_COMPILER = ("--compilation-config", '{"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}')
-# Not with -m: vLLM's processes would each import the module of the API server again, for some seconds.
+# With -m each of vLLM's processes would import the module of the API server again, which takes some seconds.
 API_SERVER = ("-c", "from vllm.entrypoints.launchers.api_server.entry import main; main()")
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 Progress = Callable[[str, float], None]
@@ -46,13 +46,13 @@ Progress = Callable[[str, float], None]
 class EngineSettings:
     """One vLLM engine on the CPU.
 
-    ``role`` None starts an engine without a connector. ``kv_cache_bytes`` is per rank. ``cores`` names the cores
-    of each rank as vLLM does (``("0", "1")``, ``("0,1",)``); by default each rank has one, and they take turns.
-    A pipeline is traced and warmed up, which takes some seconds more; any other engine runs eagerly.
+    Without ``role`` the engine has no connector. ``kv_cache_bytes`` is per rank. ``cores`` lists the cores of each rank
+    in vLLM's form (``("0", "1")``, ``("0,1",)``); by default each rank has one core, and the ranks take turns over the
+    cores. An engine with a pipeline is traced and warmed up, which takes some more seconds; other engines run eagerly.
     ``data_parallel_size`` engine cores serve behind one API server, or behind as many as ``program`` starts.
-    ``connector_module`` names the module to take the connector from (``kv_connector_module_path``), not a plugin.
-    ``layout`` is the user's wish (``VLLM_KV_CACHE_LAYOUT``); None leaves it to the connector. ``arguments`` and
-    ``variables`` are passed on as they are.
+    ``connector_module`` is the module of the connector (``kv_connector_module_path``), for use without the plugin.
+    ``layout`` is the layout that the user sets (``VLLM_KV_CACHE_LAYOUT``); with None the connector chooses. Further
+    command line ``arguments`` and environment ``variables`` are passed to the engine.
     """
 
     model: Path
@@ -77,7 +77,7 @@ class EngineSettings:
 
     @property
     def num_ranks(self) -> int:
-        """How many workers the engine has."""
+        """The number of workers of the engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     def command(self, port: int) -> list[str]:
@@ -111,11 +111,11 @@ class EngineSettings:
         return config
 
     def environment(self, port: int) -> dict[str, str]:
-        """Return the variables to set for the API server."""
+        """Return the environment variables of the API server."""
         variables = {
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(self.cores or spread_over_cores(self.num_ranks)),
             "VLLM_CPU_CI_ENV": "0" if self.pipeline_parallel_size > 1 else "1",
-            # The first request of a rank with a part of the vocabulary would wait 40 s for a C++ compiler.
+            # Otherwise the first request of a rank with a part of the vocabulary waits 40 s for a C++ compiler.
             "TORCHDYNAMO_DISABLE": "0" if self.pipeline_parallel_size > 1 else "1",
             SLEEPING_WORKERS: "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -129,10 +129,10 @@ class EngineSettings:
 
 
 def spread_over_cores(num_ranks: int, *, from_last: bool = False) -> tuple[str, ...]:
-    """Return for each rank the one core on which it computes, the ranks taking turns over this process's cores.
+    """Return one core for each rank; the ranks take turns over the cores of this process.
 
-    Two engines disturb each other least when one starts with the first core and the other with the last: a rank
-    with several threads stalls at every barrier while another engine's rank spins on one of its cores.
+    Two engines disturb each other least when one starts with the first core and the other with the last: a rank with
+    several threads stalls at every barrier while another engine's rank spins on one of the cores.
 
     >>> len(spread_over_cores(3)), spread_over_cores(1)[0] == str(min(os.sched_getaffinity(0)))
     (3, True)
@@ -158,11 +158,11 @@ class Server:
         self.stop()
 
     def metrics(self) -> dict[str, float]:
-        """Return the server's metrics now; see :func:`engine_metrics.scrape_metrics`."""
+        """Return the server's current metrics; see :func:`engine_metrics.scrape_metrics`."""
         return scrape_metrics(self.url)
 
     def is_ready(self) -> bool:
-        """Return whether the server answers; :class:`LaunchError` with the log's end when its process is gone."""
+        """Return whether the server answers. Raises :class:`LaunchError` where its process has ended."""
         status = self.process.exit_status()
         if status is not None:
             raise LaunchError(
@@ -184,7 +184,7 @@ class Server:
 def start_engine(name: str, settings: EngineSettings, log_folder: Path, port: int | None = None) -> Server:
     """Start an API server and return at once; :func:`wait_until_ready` waits for it.
 
-    Raises :class:`LaunchError` when ``port`` is in use. Without ``port`` a free one is found.
+    Raises :class:`LaunchError` when ``port`` is in use. Without ``port`` the engine gets a free port.
     """
     port = _usable_port(name, port)
     process = ChildProcess.start(name, settings.command(port), log_folder / f"{name}.log", settings.environment(port))
@@ -198,7 +198,7 @@ def start_router(
     port: int | None = None,
     arguments: Sequence[str] = (),
 ) -> Server:
-    """Start an unmodified vllm-router for prefill/decode disaggregation and return at once."""
+    """Start a vllm-router for prefill/decode disaggregation and return at once."""
     port = _usable_port("router", port)
     program = Path(sys.executable).with_name("vllm-router")
     command = [str(program), "--host", HOST, "--port", str(port), "--vllm-pd-disaggregation"]
@@ -214,8 +214,8 @@ def wait_until_ready(
 ) -> None:
     """Wait until every server answers.
 
-    Raises :class:`LaunchError` as soon as one has ended, and when one is not ready ``timeout_seconds`` after its
-    start; the message has the end of its log. The servers are left as they are: the caller stops them.
+    Raises :class:`LaunchError` with the end of the log as soon as a server has ended, or is not ready
+    ``timeout_seconds`` after its start. The caller stops the servers.
     """
     waiting = list(servers)
     while waiting:
@@ -241,10 +241,10 @@ def stop_servers(servers: Sequence[Server]) -> None:
 
 
 def free_port(avoid: int | None = None) -> int:
-    """Return a port that nobody listens on.
+    """Return a port on which no process listens.
 
-    It lies below the range from which the kernel serves connections that name no port: an engine binds it some
-    seconds later, and until then no outgoing connection can take it by chance.
+    The port lies below the kernel's range for outgoing connections, so that no outgoing connection takes the port
+    before the engine binds it some seconds later.
 
     >>> 20000 <= free_port() < 61000
     True
@@ -259,7 +259,7 @@ def free_port(avoid: int | None = None) -> int:
 
 
 def port_is_free(port: int) -> bool:
-    """Return whether this machine lets one listen on ``port`` now."""
+    """Return whether a process can listen on ``port`` now."""
     with closing(socket.socket()) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,10 +1,10 @@
-"""Runs one command and ends its whole family of processes when the owner goes away.
+"""Runs one command and ends all of its processes when the owner stops it or dies.
 
-``python supervisor.py GRACE_SECONDS SCRATCH COMMAND...`` is what :mod:`child_process` starts, one per command.
-Standard input is a pipe whose other end the owner holds: end of file means that the owner stopped the command or died
-in any way, ``SIGKILL`` included. The supervisor adopts orphans (``PR_SET_CHILD_SUBREAPER``), so that a crashed
-engine's workers are found and ended too, and removes what they leave: the folder ``SCRATCH`` (their ``TMPDIR``) and
-shared memory. It needs the standard library only and starts in about 20 ms.
+:mod:`child_process` starts ``python supervisor.py GRACE_SECONDS SCRATCH COMMAND...`` once per command. Standard input
+is a pipe from the owner: end of file means that the owner stopped the command or died, by ``SIGKILL`` too. The
+supervisor adopts orphans (``PR_SET_CHILD_SUBREAPER``), so that it also ends the workers of a crashed engine, and
+removes the folder ``SCRATCH`` (their ``TMPDIR``) and their shared memory. It needs the standard library only and starts
+in about 20 ms.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.02
 SHARED_MEMORY = Path("/dev/shm")
-# multiprocessing's segments, and those of vLLM's tensor parallel ranks on a CPU, which nothing else removes.
+# Segments of multiprocessing, and of vLLM's tensor-parallel ranks on a CPU, which vLLM itself does not remove.
 SEGMENT_PREFIXES = ("psm_", "vllm_dist_")
 
 
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _forget_owner(_number: int, _frame: object) -> None:
-    """A signal is taken like an owner that went away."""
+    """Handle a signal like the end of the owner."""
     with contextlib.suppress(OSError):
         os.close(0)
 
@@ -70,7 +70,7 @@ def _wait_for_end(child: "subprocess.Popen[bytes]", wakeup: int) -> None:
 
 
 def end_family(grace_seconds: float) -> None:
-    """End every descendant, whatever its process group: ask, wait, then kill."""
+    """End every descendant, of any process group: SIGTERM, then after ``grace_seconds`` SIGKILL."""
     deadline = time.monotonic() + grace_seconds
     _signal_descendants(signal.SIGTERM)
     while living_descendants(os.getpid()) and time.monotonic() < deadline:
@@ -80,7 +80,7 @@ def end_family(grace_seconds: float) -> None:
 
 
 def _signal_descendants(number: signal.Signals) -> int:
-    """Send a signal to every living descendant; return how many there were."""
+    """Send a signal to every living descendant; return their number."""
     descendants = living_descendants(os.getpid())
     for process_id in descendants:
         with contextlib.suppress(ProcessLookupError):
@@ -101,9 +101,9 @@ def mapped_segments(process_ids: Iterable[int]) -> set[str]:
 
 
 def remove_leftovers(scratch: Path, segments: Iterable[str]) -> None:
-    """Remove the command's temporary folder and its shared memory. May be called again.
+    """Remove the command's temporary folder and its shared memory. Twice is fine.
 
-    vLLM names the segments of its ranks after a file in the folder, so they are found even when no process lives.
+    vLLM names the segments of its ranks after a file in the folder, so they are found even after the processes' end.
     """
     named_after = [path.name for path in scratch.glob("vllm_dist_*")]
     segments = {*segments, *(path.name for name in named_after for path in SHARED_MEMORY.glob(f"{name}-*"))}
@@ -113,7 +113,7 @@ def remove_leftovers(scratch: Path, segments: Iterable[str]) -> None:
 
 
 def living_descendants(ancestor_id: int) -> list[int]:
-    """Return the living processes below one, whatever their process group."""
+    """Return the living descendants of a process, of any process group."""
     family = [ancestor_id]
     for process_id in family:
         for children in Path(f"/proc/{process_id}/task").glob("*/children"):
@@ -123,7 +123,7 @@ def living_descendants(ancestor_id: int) -> list[int]:
 
 
 def is_dead(process_id: int) -> bool:
-    """Return whether the process is gone or a zombie."""
+    """Return whether the process has ended or is a zombie."""
     try:
         stat = Path(f"/proc/{process_id}/stat").read_text()
     except OSError:

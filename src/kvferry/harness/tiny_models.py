@@ -1,7 +1,6 @@
-"""Tiny random models, made on the spot, for the demo, tests and benchmarks.
+"""Tiny random models for the demo, tests and benchmarks, made on this machine without a download.
 
-Nothing is downloaded. The weights are random but deterministic: the same name and
-library version give the same folder, so it can be made once and kept.
+The weights are random but deterministic: equal names and library versions give equal folders, so a folder can be kept.
 """
 
 import hashlib
@@ -30,16 +29,16 @@ SETTINGS = {
     "max_position_embeddings": MAX_POSITIONS,
     "tie_word_embeddings": False,
 }
-"""Of every model, unless a recipe has its own."""
+"""Fields of every model's configuration; a recipe may override them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
     """The recipe of a tiny model.
 
-    ``dtype`` is the type its weights are saved in. ``num_layers`` (those whose cache grows with the prompt, windows
-    and states left out), ``num_kv_heads`` and ``content_size`` (elements that one token and one KV head store in one
-    layer, K and V together) give the size of its cache in closed form.
+    ``dtype`` is the type of the saved weights. ``num_layers`` (layers whose cache grows with the prompt, so without
+    windows and states), ``num_kv_heads`` and ``content_size`` (elements of one token and one KV head in one layer, K
+    and V together) give the size of the cache in closed form.
 
     >>> TINY_MODELS["kv-heavy"].kv_bytes_per_token()
     147456
@@ -54,7 +53,7 @@ class TinyModel:
     settings: Mapping[str, Any]
 
     def kv_bytes_per_token(self) -> int:
-        """Return the bytes that one token adds to the cache over all layers that keep the whole prompt."""
+        """Return the bytes that one token adds to the cache of all layers that keep the whole prompt."""
         itemsize = {"float32": 4, "bfloat16": 2}[self.dtype]
         return self.num_layers * self.num_kv_heads * self.content_size * itemsize
 
@@ -135,7 +134,7 @@ TINY_MODELS: Mapping[str, TinyModel] = MappingProxyType(
         for model in (
             _qwen3("qwen3-tiny", "float32", layers=8, hidden=256, kv_heads=4, head=64),
             _deepseek_mla("deepseek-mla-tiny", layers=4),
-            # Two kinds of layers in numbers that make three groups, one of them short.
+            # Two kinds of layers, which form three groups, one of them with fewer layers.
             _gemma3("gemma3-tiny", ["sliding", "sliding", "full", "sliding", "full"], window=128),
             _granite_hybrid("granite-tiny", ["mamba", "mamba", "attention", "mamba", "attention"]),
             _qwen3("kv-heavy", "bfloat16", layers=36, hidden=64, kv_heads=8, head=128),
@@ -143,13 +142,13 @@ TINY_MODELS: Mapping[str, TinyModel] = MappingProxyType(
         )
     }
 )
-"""Every tiny model by name. ``kv-heavy`` has the cache of an 8B model and almost no compute."""
+"""Every tiny model by name. ``kv-heavy`` has the cache of an 8B model and almost no computation."""
 
 
 def make_tiny_model(name: str, folder: Path) -> Path:
-    """Make the model ``name`` below ``folder``, unless it is there, and return its path.
+    """Make the model ``name`` below ``folder``, unless it exists, and return its path.
 
-    The path carries a digest of the recipe. Several processes may call this at once.
+    The path contains a digest of the recipe. Several processes may call this function at once.
     Raises :class:`SettingsError` for an unknown name. Needs ``transformers``.
     """
     model = find_tiny_model(name)
@@ -183,7 +182,7 @@ def _write_atomically(path: Path, save: Callable[[Path], None]) -> None:
         draft.chmod(0o755)
         os.rename(draft, path)
     except OSError:
-        if not path.exists():  # when it exists, another process was quicker: its folder is the same
+        if not path.exists():  # another process may have made the same folder meanwhile
             raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -205,7 +204,7 @@ def _save(model: TinyModel, path: Path) -> None:
 
 
 def _spread_weights(network: Any) -> None:
-    """Make the attention matter: with the default small weights, logits hardly depend on the context."""
+    """Enlarge the weights: with the small defaults the logits hardly depend on the context."""
     import torch
 
     with torch.no_grad():

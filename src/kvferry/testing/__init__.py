@@ -1,1 +1,1 @@
-"""What tests of layouts, plans, transports and tiers need. Shipped, and imported by nothing else in the package."""
+"""Test suites, oracles and drawn cases. Shipped, and imported by no other folder of the package."""

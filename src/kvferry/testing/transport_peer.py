@@ -1,7 +1,7 @@
-"""The other side of a transport test: a process that registers a buffer and obeys one-line commands.
+"""The peer in a transport test: a process that registers a buffer and executes one-line commands.
 
-Run as ``python -m kvferry.testing.transport_peer <module:factory> <bytes> <reply file descriptor>``. It ends when its
-standard input does.
+Run as ``python -m kvferry.testing.transport_peer <module:factory> <bytes> <reply file descriptor>``. The process ends
+at the end of its standard input.
 """
 
 import json
@@ -28,12 +28,12 @@ ANSWER_SECONDS = 30.0
 
 @lru_cache(maxsize=4)
 def pattern(seed: int, num_bytes: int) -> Bytes:
-    """Return the content that ``fill(seed)`` gives a buffer."""
+    """Return the content of a buffer after ``fill(seed)``."""
     return np.frombuffer(np.random.default_rng(seed).bytes(num_bytes), np.uint8)
 
 
 class InProcessPeer:
-    """A peer in this very process, for transports that go no further; ``kill`` closes its transport."""
+    """A peer in this process, for transports inside one process; ``kill`` closes its transport."""
 
     def __init__(self, factory: str, num_bytes: int) -> None:
         self._transport = make(factory)
@@ -50,14 +50,14 @@ class InProcessPeer:
         return zlib.crc32(self._buffer.data)
 
     def kill(self) -> None:
-        """End it."""
+        """Close the peer's transport."""
         self._transport.close()
 
     close = kill
 
 
 class PeerProcess:
-    """A peer in a process of its own. Every wait is bounded and ``close`` leaves nothing behind."""
+    """A peer in another process. Every wait is bounded; ``close`` ends the process."""
 
     def __init__(self, factory: str, num_bytes: int) -> None:
         reading, writing = os.pipe()
@@ -75,7 +75,7 @@ class PeerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The id of the peer's process."""
         return self._process.pid
 
     def fill(self, seed: int) -> None:
@@ -87,21 +87,21 @@ class PeerProcess:
         return int(self._ask({"checksum": True})["checksum"])
 
     def kill(self) -> None:
-        """SIGKILL, and wait."""
+        """Send SIGKILL and wait for the end of the process."""
         self._process.kill()
         self._process.wait(ANSWER_SECONDS)
 
     def stop(self) -> None:
-        """SIGSTOP; returns when all threads have stopped: on a busy host they may answer until then."""
+        """Send SIGSTOP and wait until all threads have stopped: on a busy host they may answer until then."""
         self._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End it, whatever its state."""
+        """End the process in any state; twice is fine."""
         if self._replies is None:
             return
         self.kill()

@@ -1,4 +1,4 @@
-"""What transports of host memory have in common: registered regions, and that nothing goes on once they are closed."""
+"""The base of all transports of host memory: the registered regions, and the end of all transfers by ``close``."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from kvferry.transport.regions import RegionTable
 
 
 class HostMemoryTransport(ABC):
-    """Keeps the regions of this side, and fails what is pending when it is polled after ``close``."""
+    """Keeps the local regions; after ``close`` a poll of a pending transfer fails it."""
 
     capabilities: Capabilities
 
@@ -20,7 +20,7 @@ class HostMemoryTransport(ABC):
         self._closed = False
 
     def poll(self, transfer: Transfer) -> Status:
-        """Make bounded progress."""
+        """Make bounded progress and return the status."""
         if transfer.status is not Status.PENDING:
             return transfer.status
         if self._closed:
@@ -32,7 +32,7 @@ class HostMemoryTransport(ABC):
         """Make bounded progress on a pending transfer and return its status."""
 
     def _add(self, regions: Sequence[Region]) -> None:
-        """Let descriptors be in these regions too."""
+        """Add regions to the local ones."""
         self._regions.extend(regions)
         self._local = RegionTable(self._regions)
 
