@@ -1,11 +1,11 @@
-"""Measures the kernel that takes stages apart on a GPU, against one large copy within the device.
+"""Measures the GPU kernel that copies a stage into the cache, and for comparison one large copy within the device.
 
     python benchmarks/device_merge.py --json device_merge.json
 
-A case is one decode rank's request: what the planner reads into the stage for a pair of engines, in scattered blocks,
-is merged into a cache (TP 2 to 1: two ranks' heads side by side; TP 1 to 2: half the heads of each page). Before it is
-timed, the bytes of a case of up to 512 MiB are compared with the CPU's copies. Kernel and large copy are timed in turn
-by CUDA events, queued behind a pause so that no launch is waited for; medians count. Bytes are those moved, once.
+A case is one decode rank's request in scattered blocks: the kernel copies a stage that the planner fills for a pair of
+engines into a cache (TP 2 to 1: the heads of two ranks side by side; TP 1 to 2: half the heads of each page). For cases
+of up to 512 MiB the bytes are first compared with the CPU's copies. Kernel and large copy take turns and are timed by
+CUDA events behind a pause, so that launches are not part of the time; the result is the median. Each byte counts once.
 """
 
 import json
@@ -36,7 +36,7 @@ from kvferry.units import format_bytes
 
 BLOCK_SIZE, KV_HEADS, HEAD_SIZE, ITEMSIZE = 16, 8, 128, 2
 MODELS = {"Llama 8B": 32, "Llama 70B": 80}
-"""Layers; both have 8 KV heads of 128."""
+"""Numbers of layers; both models have 8 KV heads of 128 channels."""
 LAYOUTS = (NamedLayout.LBNHC, NamedLayout.BLNHC, NamedLayout.BHLNC)
 LARGE_BYTES = 1 << 30
 CHECKED_BYTES = 512 << 20
@@ -57,16 +57,16 @@ class Case:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the request; the cache has no others."""
+        """The blocks of the request, which are all blocks of the cache."""
         return -(-self.tokens // BLOCK_SIZE)
 
     @property
     def cache_bytes(self) -> int:
-        """The decode rank's cache."""
+        """Bytes of the decode rank's cache."""
         return self._shard(0, 1 << 40, self.destination_tp).regions[0].length
 
     def merges(self, cache_address: int) -> tuple[list[Merge], int]:
-        """Return the copies from a stage that holds the whole request, and the bytes of that stage."""
+        """Return the copies from a stage with the whole request, and the bytes of that stage."""
         sources = [self._shard(rank, (rank + 1) << 44, self.source_tp) for rank in range(self.source_tp)]
         generator = np.random.default_rng(0)
         request = GroupBlocks(
@@ -78,9 +78,9 @@ class Case:
         )
         gap_bytes = TYPICAL_COSTS["nixl"].gap_bytes
         plans = Planner(sources, self._shard(0, cache_address, self.destination_tp)).plans(0)
-        pieces = [(0, part) for plan in plans for part in ScatterPlan(plan, gap_bytes).staged_blocks([request])]
-        begins, num_bytes = stage_offsets(pieces)
-        merges = [merge for begin, (_, part) in zip(begins, pieces, strict=True) for merge in part.merges(begin)]
+        staged = [(0, blocks) for plan in plans for blocks in ScatterPlan(plan, gap_bytes).staged_blocks([request])]
+        offsets, num_bytes = stage_offsets(staged)
+        merges = [merge for at, (_, blocks) in zip(offsets, staged, strict=True) for merge in blocks.merges(at)]
         return merges, num_bytes
 
     def _shard(self, tp_rank: int, base_address: int, tp_size: int) -> Shard:
@@ -100,7 +100,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One case: rates are 10^9 bytes a second, ``share`` is the kernel's of the large copy's."""
+    """One case. Rates are 10^9 bytes per second; ``share`` is the kernel's rate divided by the large copy's."""
 
     model: str
     engines: str
@@ -143,17 +143,17 @@ class Bench:
 
 
 def main(
-    models: Annotated[str, typer.Option(help="Models, with commas.")] = ",".join(MODELS),
-    tokens: Annotated[str, typer.Option(help="Tokens of a request, with commas.")] = "1024,10240",
+    models: Annotated[str, typer.Option(help="Models, separated by commas.")] = ",".join(MODELS),
+    tokens: Annotated[str, typer.Option(help="Tokens of a request, separated by commas.")] = "1024,10240",
     repeat: Annotated[int, typer.Option(min=1)] = 20,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
 ) -> None:
     """Print the table. Exit code 1 if a byte is wrong, 2 without a GPU."""
     unknown = set(models.split(",")) - set(MODELS)
     if unknown:
         raise typer.BadParameter(f"there is no {sorted(unknown)}; there are {list(MODELS)}.")
     if not torch.cuda.is_available():
-        typer.echo("this benchmark needs a CUDA device, and torch finds none here: nothing was measured.", err=True)
+        typer.echo("this benchmark needs a CUDA device, and torch finds none: no measurement.", err=True)
         raise typer.Exit(NO_DEVICE)
     device = torch.device("cuda", torch.cuda.current_device())
     large = tuple(torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
@@ -165,13 +165,13 @@ def main(
 
 
 def cases(models: str, tokens: str) -> Iterator[Case]:
-    """Yield every case, both directions."""
+    """Yield the cases of all models, requests, pairs of engines and layouts."""
     for model, number, engines, layout in product(models.split(","), tokens.split(","), ((2, 1), (1, 2)), LAYOUTS):
         yield Case(model, MODELS[model], *engines, int(number), layout)
 
 
 def fitting(found: Iterator[Case], device: torch.device) -> Iterator[Case]:
-    """Yield the cases for which the device has room, and name the others."""
+    """Yield the cases that fit into the device's memory; print the others."""
     for case in found:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
@@ -210,7 +210,7 @@ def measure(case: Case, device: torch.device, large: Sequence[torch.Tensor], rep
 
 
 def medians(operations: Sequence[Callable[[], object]], repeat: int) -> list[float]:
-    """Return the median seconds of each, timed in turn after one run of each that is not counted."""
+    """Return the median seconds of each operation. They take turns; the first run of each does not count."""
     seconds: list[list[float]] = [[] for _ in operations]
     for number in range(repeat + 1):
         for operation, found in zip(operations, seconds, strict=True):
@@ -221,7 +221,7 @@ def medians(operations: Sequence[Callable[[], object]], repeat: int) -> list[flo
 
 
 def elapsed_seconds(operation: Callable[[], object]) -> float:
-    """Return what the device takes for it; the pause before hides how long the host takes to launch."""
+    """Return the device's seconds for an operation. The pause before it hides the time of the launch."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(PAUSE_CYCLES)  # type: ignore[no-untyped-call]
     start.record()
@@ -233,7 +233,7 @@ def elapsed_seconds(operation: Callable[[], object]) -> float:
 
 def print_rows(rows: Sequence[Row], device: str) -> None:
     """Print one line for each case."""
-    table = Table(title=f"Stages taken apart on {device}, GB/s; large copy of {format_bytes(LARGE_BYTES)}")
+    table = Table(title=f"Stage to cache on {device}, GB/s; large copy of {format_bytes(LARGE_BYTES)}")
     for column in ("model", "engines", "layout"):
         table.add_column(column)
     for column in ("tokens", "bytes", "run", "prepare", "merge", "copy", "share"):

@@ -1,8 +1,8 @@
-"""How long one request's plan takes on one core.
+"""Measures how long the plan of one request takes on one core.
 
     python benchmarks/plan.py --repeats 101 --json plan.json
 
-Each case lowers a plan from Python lists of block ids to the array of descriptors, and has a time that it may take.
+Each case lowers a plan from Python lists of block ids to the array of descriptors; most cases have a time budget.
 """
 
 import json
@@ -28,7 +28,7 @@ from kvferry.units import format_seconds
 
 @dataclass(frozen=True)
 class Case:
-    """One plan to lower, and the time that it may take."""
+    """One plan to lower, and its time budget."""
 
     name: str
     num_layers: int
@@ -41,7 +41,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """What lowering one case took. Seconds; ``lower_s`` and ``verify_s`` are medians, ``template_s`` a single run."""
+    """The seconds of one case; ``lower_s`` and ``verify_s`` are medians, ``template_s`` is a single run."""
 
     name: str
     descriptors: int
@@ -67,12 +67,12 @@ CASES = (
     Case("LBHNC, block 16 to 32", 36, 640, _engine(LBHNC), _engine(LBHNC, 1, 32)),
     Case("BHLNC, from token 8 on", 36, 640, _engine(BHLNC), _engine(BHLNC), first_token=8),
 )
-"""8 KV heads of 128 bfloat16 channels throughout. The last two need the slower joining by address."""
+"""All have 8 KV heads of 128 bfloat16 channels. The last two need the slower joining by address."""
 
 
 def main(
-    repeats: Annotated[int, typer.Option(help="Times that each plan is lowered.", min=3)] = 51,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured here.")] = None,
+    repeats: Annotated[int, typer.Option(help="Number of runs of each case.", min=3)] = 51,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this file.")] = None,
 ) -> None:
     """Print the table. Exit code 1 if a median is above its budget."""
     timings = []
@@ -90,7 +90,7 @@ def main(
 
 
 def measure(case: Case, repeats: int) -> Timing:
-    """Lower one case again and again and return the times."""
+    """Lower one case ``repeats`` times and return the times."""
     caches = [AttentionCache(num_kv_heads=8, head_size=128, itemsize=2)] * case.num_layers
     tokens = case.num_blocks * case.prefill.block_size
     num_destination = -(-tokens // case.decode.block_size)

@@ -1,11 +1,11 @@
-"""Counts the descriptors of one request for well-known models, with a cross-layer layout and with a per-layer one.
+"""Counts the descriptors of one request for well-known models, with a cross-layer layout and with a per-layer layout.
 
     python benchmarks/plan_models.py tests/pure/model_configs --json models.json
 
-Each ``*.json`` in the folder is a Hugging Face configuration, of which only the fields that decide the cache are
-needed. Both engines use one layout; block ids are scattered, so that no two blocks are neighbours on both sides. The
-per-layer layout, LBHNC, is the peer. The cross-layer one is BHLNC, or the nearest that the model allows. Plans of up to
-``--verify`` tokens are checked byte by byte.
+Each ``*.json`` in the folder is a Hugging Face configuration with at least the fields that determine the cache. Both
+engines use one layout; block ids are scattered, so that no two blocks are neighbours in both engines. The per-layer
+layout is LBHNC. The cross-layer layout is BHLNC, or the nearest that the model allows. Plans of up to ``--verify``
+tokens are proved.
 """
 
 import json
@@ -25,7 +25,7 @@ from kvferry.units import format_bytes
 
 @dataclass(frozen=True)
 class Row:
-    """One model and request: what each layout needs. ``verified`` says whether both plans were checked."""
+    """The descriptors of one model and request by layout. ``verified``: both plans were proved."""
 
     model: str
     groups: str
@@ -42,10 +42,10 @@ def main(
     tokens: Annotated[str, typer.Option(help="Tokens of the request, with commas.")] = "1024,10240,102400",
     prefill_tp: Annotated[int, typer.Option(min=1)] = 4,
     decode_tp: Annotated[int, typer.Option(min=1)] = 2,
-    verify: Annotated[int, typer.Option(min=0, help="Check plans of up to so many tokens.")] = 1024,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    verify: Annotated[int, typer.Option(min=0, help="Prove plans of up to so many tokens.")] = 1024,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
 ) -> None:
-    """Print the table. Exit code 1 if a checked plan is wrong."""
+    """Print the table. Exit code 1 if a proof fails."""
     configs = sorted(folder.glob("*.json"))
     if not configs:
         raise typer.BadParameter(f"{folder} holds no *.json.")

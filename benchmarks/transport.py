@@ -1,8 +1,8 @@
-"""Rates of transports between two processes, beside memcpy in one process and a plain NIXL program.
+"""Measures transports between two processes, and for comparison memcpy in one process and a plain NIXL program.
 
-python benchmarks/transport.py --transport cma --sizes 64K,512K --no-small --json transport.json
+    python benchmarks/transport.py --transport cma --sizes 64K,512K --no-small --json transport.json
 
-Bytes are compared before anything is timed, and all take turns, so that a disturbance meets every one of them.
+Each transport's bytes are compared before any is timed. All take turns, so that a disturbance affects all of them.
 """
 
 import json
@@ -25,7 +25,7 @@ from transport_movers import (
     copied_exactly,
     huge_share,
     open_movers,
-    scattered_pieces,
+    scattered_offsets,
 )
 
 from kvferry.arrays import Descriptors
@@ -43,17 +43,17 @@ def main(
     transport: Annotated[str, typer.Option(help="Transports to measure, separated by commas.")] = "cma,nixl",
     huge: Annotated[bool, typer.Option(help="Measure in huge pages.")] = True,
     small: Annotated[bool, typer.Option(help="Measure in 4 KiB pages.")] = True,
-    sizes: Annotated[str, typer.Option(help="Piece sizes, separated by commas.")] = "4K,16K,64K,512K,64M",
+    sizes: Annotated[str, typer.Option(help="Bytes of a descriptor, separated by commas.")] = "4K,16K,64K,512K,64M",
     total: Annotated[str, typer.Option(help="Bytes to move, a multiple of every size.")] = "64M",
     repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 9,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured here.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this file.")] = None,
 ) -> None:
     """Print the rates, and in huge pages whether they meet the targets."""
     names = [name.strip() for name in transport.split(",")]
-    num_bytes, piece_bytes = parse_size(total), [parse_size(size) for size in sizes.split(",")]
-    for size in piece_bytes:
+    num_bytes, descriptor_bytes = parse_size(total), [parse_size(size) for size in sizes.split(",")]
+    for size in descriptor_bytes:
         if num_bytes % size:
-            raise typer.BadParameter(f"{num_bytes} bytes are not a multiple of pieces of {size}.")
+            raise typer.BadParameter(f"{num_bytes} bytes are not a multiple of descriptors of {size} bytes.")
     for name in names:
         check_setting(name)
     halves = []
@@ -61,7 +61,7 @@ def main(
         for kind, wanted in ((True, huge), (False, small)):
             if wanted:
                 announce("transports in huge pages" if kind else "transports in 4 KiB pages")
-                halves.append(measure_pages(names, num_bytes, piece_bytes, repeat, kind))
+                halves.append(measure_pages(names, num_bytes, descriptor_bytes, repeat, kind))
     verdicts = [verdict for half in halves if half["pages"] == "huge" for verdict in judge(half)]
     console = open_console()
     for half in halves:
@@ -81,7 +81,7 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"([1-9]\d*)([KMG]?)(iB)?", text.strip())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no size: write it like 4K, 512K or 64M.")
+        raise typer.BadParameter(f"{text!r} is not a size such as 4K, 512K or 64M.")
     return int(match[1]) * UNITS[match[2]]
 
 
@@ -100,31 +100,31 @@ def measure_pages(
             measures["plain nixl"] = plain
         rows = []
         for size in sizes:
-            pieces = scattered_pieces(num_bytes, size)
+            offsets = scattered_offsets(num_bytes, size)
             for name in names:
                 local[:] = 0
-                movers[name](pieces)
-                if not copied_exactly(pieces, source, local):
-                    raise AssertionError(f"{name} did not copy pieces of {size} bytes exactly")
-            rows.append(_measure_size(measures, pieces, repeat))
+                movers[name](offsets)
+                if not copied_exactly(offsets, source, local):
+                    raise AssertionError(f"{name} did not copy descriptors of {size} bytes exactly")
+            rows.append(_measure_size(measures, offsets, repeat))
         return {"pages": "huge" if huge else "4 KiB", "huge_share": huge_share(local), "idle": idle, "rows": rows}
 
 
-def _measure_size(measures: Mapping[str, Measure], pieces: Descriptors, repeat: int) -> dict[str, Any]:
-    """Interleave: one round of all, so that a disturbance meets every one of them."""
+def _measure_size(measures: Mapping[str, Measure], offsets: Descriptors, repeat: int) -> dict[str, Any]:
+    """Run one after the other in every round, so that a disturbance affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in measures}
     for measure in measures.values():
-        measure(pieces)
+        measure(offsets)
     for _ in range(repeat):
         for name, measure in measures.items():
-            seconds[name].append(measure(pieces))
-    num_bytes = int(pieces[:, 2].sum())
+            seconds[name].append(measure(offsets))
+    num_bytes = int(offsets[:, 2].sum())
     rates = {name: num_bytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
-    return {"piece_bytes": int(pieces[0, 2]), "descriptors": len(pieces), "gb_per_second": rates}
+    return {"descriptor_bytes": int(offsets[0, 2]), "descriptors": len(offsets), "gb_per_second": rates}
 
 
 def _idle_share(child_cpu_seconds: Callable[[], float]) -> dict[str, float]:
-    """Return which share of a core this process and the other one use while nothing moves."""
+    """Return the fractions of a core that this process and the child process use while no bytes move."""
     time.sleep(0.2)
     before, child_before, started = _own_cpu_seconds(), child_cpu_seconds(), time.perf_counter()
     time.sleep(IDLE_SECONDS)
@@ -141,10 +141,10 @@ def _own_cpu_seconds() -> float:
 
 
 def judge(half: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the targets with what was measured; they are for huge pages."""
+    """Return the targets, which are for huge pages, with the measured values."""
     verdicts = []
     for row in half["rows"]:
-        rates, size = row["gb_per_second"], row["piece_bytes"]
+        rates, size = row["gb_per_second"], row["descriptor_bytes"]
         if "cma" in rates and size >= 64 << 10:
             verdicts.append(
                 _verdict(size, "cma / memcpy", rates["cma"] / rates["memcpy"], 0.7 if size >= 512 << 10 else 0.6)
@@ -173,15 +173,16 @@ def print_half(console: Console, half: Mapping[str, Any]) -> None:
     """Print the rates in one kind of pages."""
     names = list(half["rows"][0]["gb_per_second"])
     share = f"{half['huge_share']:.0%} of them huge"
-    table = Table("piece", "descriptors", *(f"{name} GB/s" for name in names), title=f"{half['pages']} pages ({share})")
+    columns = ("size", "descriptors", *(f"{name} GB/s" for name in names))
+    table = Table(*columns, title=f"{half['pages']} pages ({share})")
     for row in half["rows"]:
         rates = [f"{row['gb_per_second'][name]:.2f}" for name in names]
-        table.add_row(format_bytes(row["piece_bytes"]), str(row["descriptors"]), *rates)
+        table.add_row(format_bytes(row["descriptor_bytes"]), str(row["descriptors"]), *rates)
     console.print(table)
 
 
 def print_verdicts(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> None:
-    """Print each target with the figure measured."""
+    """Print each target with the measured value."""
     table = Table("target", "measured", "wanted", "", title="Targets (huge pages)")
     for verdict in verdicts:
         wanted = f"{verdict['target']:.2f}"

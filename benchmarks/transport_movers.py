@@ -1,4 +1,4 @@
-"""What moves pieces for ``transport.py``: buffers, the other process, and one mover for each way."""
+"""Buffers, the child process, and the movers that ``transport.py`` compares."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ _SEED = 20
 
 
 def allocate(num_bytes: int, huge: bool) -> Bytes:
-    """Return touched memory, filled with a fixed pattern, in huge or in 4 KiB pages."""
+    """Return mapped memory with a fixed pattern, in huge or in 4 KiB pages."""
     mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     whole = np.frombuffer(mapping, np.uint8)
@@ -38,7 +38,7 @@ def allocate(num_bytes: int, huge: bool) -> Bytes:
 
 
 def huge_share(buffer: Bytes) -> float:
-    """Return which part of the buffer's mapping lies in huge pages, as the kernel says."""
+    """Return the fraction of the buffer's mapping that the kernel keeps in huge pages."""
     address = int(buffer.ctypes.data)
     inside, share = False, 0.0
     with open("/proc/self/smaps", encoding="ascii") as file:
@@ -52,46 +52,46 @@ def huge_share(buffer: Bytes) -> float:
     return min(share, 1.0)
 
 
-def scattered_pieces(num_bytes: int, piece_bytes: int) -> Descriptors:
-    """Return pieces (remote offset, local offset, length) of equal length, shuffled and with gaps on both sides.
+def scattered_offsets(num_bytes: int, descriptor_bytes: int) -> Descriptors:
+    """Return rows of remote offset, local offset and length: equal lengths, in random order, with gaps.
 
-    Two pieces never touch, so that no transport can merge them; both buffers need ``2 * num_bytes``.
+    No two rows are adjacent, so no transport can merge them; both buffers need ``2 * num_bytes``.
 
-    >>> scattered_pieces(8, 4).shape, sorted(scattered_pieces(8, 4)[:, 0].tolist())
+    >>> scattered_offsets(8, 4).shape, sorted(scattered_offsets(8, 4)[:, 0].tolist())
     ((2, 3), [0, 8])
     """
-    generator = np.random.default_rng(piece_bytes)
-    pieces = np.empty((num_bytes // piece_bytes, 3), np.uint64)
+    generator = np.random.default_rng(descriptor_bytes)
+    offsets = np.empty((num_bytes // descriptor_bytes, 3), np.uint64)
     for column in (0, 1):
-        pieces[:, column] = generator.permutation(len(pieces)) * 2 * piece_bytes
-    pieces[:, 2] = piece_bytes
-    return pieces
+        offsets[:, column] = generator.permutation(len(offsets)) * 2 * descriptor_bytes
+    offsets[:, 2] = descriptor_bytes
+    return offsets
 
 
-def copied_exactly(pieces: Descriptors, source: Bytes, destination: Bytes) -> bool:
-    """Return whether every piece arrived."""
-    length = int(pieces[0, 2])
-    rows = (pieces[:, :2] // np.uint64(length)).astype(np.int64)
+def copied_exactly(offsets: Descriptors, source: Bytes, destination: Bytes) -> bool:
+    """Return whether the bytes of every row arrived."""
+    length = int(offsets[0, 2])
+    rows = (offsets[:, :2] // np.uint64(length)).astype(np.int64)
     return bool((source.reshape(-1, length)[rows[:, 0]] == destination.reshape(-1, length)[rows[:, 1]]).all())
 
 
 class Mover:
-    """One transport with its peer, ready to move pieces."""
+    """One transport with a connected peer."""
 
     def __init__(self, transport: Transport, peer: Peer, remote_address: int, local: Bytes) -> None:
         self.transport = transport
         self.peer = peer
         self._base = np.array([remote_address, local.ctypes.data, 0], np.uint64)
 
-    def __call__(self, pieces: Descriptors) -> float:
-        """Read the pieces and return the seconds, submit and end included."""
-        descriptors = pieces + self._base
+    def __call__(self, offsets: Descriptors) -> float:
+        """Read the rows and return the seconds from before ``submit`` to the end."""
+        descriptors = offsets + self._base
         started = time.perf_counter()
         transfer = self.transport.submit(self.peer, Direction.READ, descriptors)
         while self.transport.poll(transfer) is Status.PENDING:
             if time.perf_counter() - started > ANSWER_SECONDS:
                 self.transport.cancel(transfer)
-                raise TransportError(Reason.DEADLINE_EXCEEDED, f"{self.peer.name}: no end in {ANSWER_SECONDS} s.")
+                raise TransportError(Reason.DEADLINE_EXCEEDED, f"{self.peer.name}: no end after {ANSWER_SECONDS} s.")
         seconds = time.perf_counter() - started
         if transfer.error is not None:
             raise transfer.error
@@ -99,19 +99,19 @@ class Mover:
 
 
 class PlainNixlMover:
-    """The program one writes from NIXL's documentation: wrapper, defaults, one transfer for the whole list."""
+    """NIXL as its documentation shows it: Python wrapper, default settings, one transfer for the whole list."""
 
     def __init__(self, metadata: bytes, remote_address: int, local: Bytes) -> None:
         self._agent = plain_nixl_agent(local)
         self._remote_agent = self._agent.add_remote_agent(metadata)
         self._base = np.array([remote_address, local.ctypes.data, 0], np.uint64)
 
-    def __call__(self, pieces: Descriptors) -> float:
-        """Read the pieces and return the seconds, from descriptors to release."""
-        descriptors = pieces + self._base
+    def __call__(self, offsets: Descriptors) -> float:
+        """Read the rows and return the seconds from the descriptor lists to the release of the transfer."""
+        descriptors = offsets + self._base
         agent = self._agent
         started = time.perf_counter()
-        remote, local = np.zeros((2, len(pieces), 3), np.uint64)
+        remote, local = np.zeros((2, len(offsets), 3), np.uint64)
         remote[:, 0], remote[:, 1] = descriptors[:, 0], descriptors[:, 2]
         local[:, 0], local[:, 1] = descriptors[:, 1], descriptors[:, 2]
         handle = agent.initialize_xfer(
@@ -125,41 +125,41 @@ class PlainNixlMover:
 
 
 def plain_nixl_agent(buffer: Bytes) -> Any:
-    """Return an agent with NIXL's documented defaults that has the buffer registered."""
+    """Return an agent with NIXL's documented defaults and the buffer registered."""
     from nixl._api import nixl_agent  # type: ignore[import-untyped]
 
     for handler in logging.getLogger("nixl").handlers:
         if isinstance(handler, logging.StreamHandler):
-            handler.setStream(sys.stderr)  # it logs to stdout, which may be a JSON object's
+            handler.setStream(sys.stderr)  # standard output is for results
     agent = nixl_agent(f"plain-{os.getpid()}")
     agent.register_memory([(int(buffer.ctypes.data), buffer.nbytes, 0, "")], "DRAM")
     return agent
 
 
 class MemcpyMover:
-    """One process, the same pieces: the better of one ``memmove`` per piece and a gather into dense memory."""
+    """Copies inside one process: the faster of one ``memmove`` per row and a gather into dense memory."""
 
     def __init__(self, source: Bytes, destination: Bytes) -> None:
         self._source, self._destination = source, destination
 
-    def __call__(self, pieces: Descriptors) -> float:
-        """Copy the pieces both ways and return the shorter time."""
-        return min(self._gather(pieces), self._move_each(pieces))
+    def __call__(self, offsets: Descriptors) -> float:
+        """Copy the rows by both methods and return the shorter time."""
+        return min(self._gather(offsets), self._move_each(offsets))
 
-    def _gather(self, pieces: Descriptors) -> float:
-        length = int(pieces[0, 2])
-        index = (pieces[:, 0] // np.uint64(length)).astype(np.int64)
+    def _gather(self, offsets: Descriptors) -> float:
+        length = int(offsets[0, 2])
+        index = (offsets[:, 0] // np.uint64(length)).astype(np.int64)
         rows = self._source.reshape(-1, length)
-        dense = self._destination[: len(pieces) * length].reshape(-1, length)
+        dense = self._destination[: len(offsets) * length].reshape(-1, length)
         started = time.perf_counter()
         np.take(rows, index, axis=0, out=dense, mode="clip")
         return time.perf_counter() - started
 
-    def _move_each(self, pieces: Descriptors) -> float:
+    def _move_each(self, offsets: Descriptors) -> float:
         from ctypes import memmove
 
         base = np.array([self._source.ctypes.data, self._destination.ctypes.data, 0], np.uint64)
-        rows = (pieces + base).tolist()
+        rows = (offsets + base).tolist()
         started = time.perf_counter()
         for source, destination, length in rows:
             memmove(destination, source, length)
@@ -167,7 +167,7 @@ class MemcpyMover:
 
 
 class Child:
-    """The other process, which answers one JSON line per JSON line and ends with its standard input."""
+    """The child process, which answers every JSON line with one and ends with its standard input."""
 
     def __init__(self, role: str, *arguments: object) -> None:
         reading, writing = os.pipe()
@@ -193,24 +193,24 @@ class Child:
             ready, _, _ = select.select([self._replies], [], [], max(0.0, deadline - time.monotonic()))
             chunk = os.read(self._replies.fileno(), 1 << 16) if ready else b""
             if not chunk:
-                raise TransportError(Reason.PEER_DIED, "the measurement's other process ended or does not answer.")
+                raise TransportError(Reason.PEER_DIED, "the measurement's child process ended or does not answer.")
             self._buffered += chunk
         line, _, self._buffered = self._buffered.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def cpu_seconds(self) -> float:
-        """Return the processor time it has used."""
+        """Return the processor time of the child process."""
         with open(f"/proc/{self._process.pid}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def pause(self, paused: bool) -> None:
-        """Stop it and its own children (their spinning threads would disturb others), or let them go on."""
+        """Stop or resume the child's process group, whose spinning threads would disturb other measurements."""
         os.killpg(self._process.pid, signal.SIGSTOP if paused else signal.SIGCONT)
 
     def close(self) -> None:
-        """End it with its children: by the end of its input, else by a signal."""
+        """End the child and its children: by the end of their input, else by SIGKILL."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with suppress(ProcessLookupError):
@@ -224,7 +224,7 @@ class Child:
 
 
 class PlainNixl:
-    """A plain NIXL pair in two processes of its own, paused while others are measured."""
+    """A plain NIXL pair in two more processes, stopped while others are measured."""
 
     def __init__(self, num_bytes: int, huge: bool) -> None:
         self._child = Child("plain", num_bytes, int(huge))
@@ -235,11 +235,11 @@ class PlainNixl:
             raise
         self._child.pause(True)
 
-    def __call__(self, pieces: Descriptors) -> float:
-        """Let the pair move the pieces once to wake up and once for the clock."""
+    def __call__(self, offsets: Descriptors) -> float:
+        """Let the pair move the rows twice and return the seconds of the second time."""
         self._child.pause(False)
         try:
-            return float(self._child.ask({"piece_bytes": int(pieces[0, 2])})["seconds"])
+            return float(self._child.ask({"descriptor_bytes": int(offsets[0, 2])})["seconds"])
         finally:
             self._child.pause(True)
 
@@ -252,7 +252,7 @@ class PlainNixl:
 def open_movers(
     names: Sequence[str], num_bytes: int, local: Bytes, huge: bool
 ) -> Iterator[tuple[dict[str, Mover], Child]]:
-    """Open transports and connect each to one other process that has ``2 * num_bytes`` of memory."""
+    """Open transports and connect each to one child process with ``2 * num_bytes`` of memory."""
     transports = TransportSet({name: open_transport(name) for name in names})
     child = Child("peer", num_bytes, int(huge), ",".join(names))
     try:
@@ -289,7 +289,7 @@ def _serve_plain_peer(replies: int, num_bytes: int, huge: bool) -> None:
 
 
 def _serve_plain(replies: int, num_bytes: int, huge: bool) -> None:
-    """The initiator of the plain pair; its peer is its own child in the same process group."""
+    """Serve the initiator of the plain pair; the peer is a child in the same process group."""
     reading, writing = os.pipe()
     command = [sys.executable, __file__, "plain-peer", str(writing)]
     arguments = [*command, str(num_bytes), str(int(huge))]
@@ -297,12 +297,12 @@ def _serve_plain(replies: int, num_bytes: int, huge: bool) -> None:
         hello = json.loads(file.readline())
         local = allocate(2 * num_bytes, huge)
         mover = PlainNixlMover(bytes.fromhex(hello["metadata"]), hello["address"], local)
-        mover(scattered_pieces(num_bytes, num_bytes))
+        mover(scattered_offsets(num_bytes, num_bytes))
         _reply(replies, {})
         for line in sys.stdin:
-            pieces = scattered_pieces(num_bytes, json.loads(line)["piece_bytes"])
-            mover(pieces)
-            _reply(replies, {"seconds": mover(pieces)})
+            offsets = scattered_offsets(num_bytes, json.loads(line)["descriptor_bytes"])
+            mover(offsets)
+            _reply(replies, {"seconds": mover(offsets)})
 
 
 def _main(role: str, replies: str, num_bytes: str, huge: str, *names: str) -> None:

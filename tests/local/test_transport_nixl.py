@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.errors import Reason, TransportError
 from kvferry.testing.transport_peer import PeerProcess, pattern, start_peer
-from kvferry.testing.transport_suite import Pair, many_pieces, open_pair
+from kvferry.testing.transport_suite import Pair, many_offsets, open_pair
 from kvferry.transport import nixl, nixl_agents
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agents import NixlEndPoint
@@ -44,7 +44,7 @@ def test_an_idle_agent_costs_no_core(pair: Pair) -> None:
 
 
 def test_nothing_is_posted_after_a_cancel(pair: Pair) -> None:
-    transfer = pair.start(Direction.READ, many_pieces())
+    transfer = pair.start(Direction.READ, many_offsets())
     while transfer.running:
         pair.transport._reap(transfer)
     moved = transfer.bytes_done

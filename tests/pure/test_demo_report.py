@@ -88,7 +88,7 @@ def test_a_good_run_has_no_problem() -> None:
         ({"identical": False}, "requests [1] differ"),
         ({"received_tokens": 98}, "computed more than one prompt token of requests [1]"),
         ({"error": "HTTP 500"}, "request 1: HTTP 500"),
-        ({"bytes": 4096}, "bytes moved where the shapes ask for"),
+        ({"bytes": 4096}, "bytes moved, the sizes of the caches give"),
         ({"received_tokens": 90}, "count 110 received tokens, the transfers 100"),
     ],
 )
@@ -104,7 +104,10 @@ def test_what_is_wrong_with_a_request_is_found(change: dict[str, object], proble
         ({"cache_usages": {"prefill": 0.01, "decode": 0.0}}, "still in use"),
         ({"processes_left": 1}, "1 processes are left"),
         ({"received": PromptTokens(received=110, cached=0, computed=3)}, "count 3 computed tokens"),
-        ({"reference": PromptTokens(received=0, cached=10, computed=100)}, "the reference was not computed"),
+        (
+            {"reference": PromptTokens(received=0, cached=10, computed=100)},
+            "did not compute all prompts of the reference",
+        ),
         ({"failures": ("rank 0 did not load x: it was lost.",)}, "rank 0 did not load x: it was lost."),
     ],
 )

@@ -1,4 +1,4 @@
-"""Where the commands print."""
+"""The output of the commands."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ DRAWN_PER_SECOND = 2.0
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """Return a console; one that is no terminal (a file, a pipe) is wide enough for every table.
+    """Return a console; a file or a pipe gets a width that fits every table.
 
     >>> open_console().width >= 40
     True
@@ -20,14 +20,14 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 Announce = Callable[[str], None]
-"""Called with what a command does now."""
+"""Called with a text about the current step of a command."""
 
 
 @contextmanager
 def progress(first: str) -> Iterator[Announce]:
-    """Yield a function that shows on standard error what is done now, in one line that vanishes; only on a terminal.
+    """Yield a function that shows the current step on standard error, in one line that vanishes; only on a terminal.
 
-    The line is drawn seldom, since benchmarks measure beside it.
+    The line is drawn ``DRAWN_PER_SECOND`` times a second, so that drawing does not disturb a benchmark.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

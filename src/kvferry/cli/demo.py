@@ -1,6 +1,6 @@
 """``kvferry demo``: prefill on one vLLM engine, decode on another, and compare with one engine alone.
 
-An unmodified vllm-router stands before the two engines.
+Requests go through vllm-router.
 """
 
 import json
@@ -61,12 +61,12 @@ TRANSFER_LOG = "transfers.jsonl"
 MAX_MODEL_LEN = 4096
 DTYPE = "float32"  # as the engines are started
 PATIENCE = {"lease_seconds": 180.0, "load_timeout_seconds": 120.0}
-"""Long: with five processes that compute on two cores, one may get none for half a minute."""
+"""Long limits: with five computing processes on two cores, a process may get no core for half a minute."""
 CACHE_BYTES = 768 << 20
-"""Of one engine, over its ranks."""
+"""Bytes of one engine's cache, over all ranks."""
 
 TELL_SECONDS = 3.0
-"""Within this an engine has told a new router of itself."""
+"""Time within which an engine registers with a new router."""
 
 FREE_SECONDS = 2.0
 FEWEST_PROMPTS = 2
@@ -80,12 +80,12 @@ NOTHING_MOVED = MovedCache(
 )
 
 Announce = Callable[[str, str], None]
-"""Called with the name of a part and what it does now."""
+"""Called with the name of a server and a text about its current step."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """What the demo was asked to run. ``layout`` and ``block_size`` None leave the choice to connector and engine."""
+    """The options of the demo. With None the connector chooses ``layout`` and the engine ``block_size``."""
 
     prefill_tp: int = 2
     decode_tp: int = 1
@@ -97,11 +97,11 @@ class DemoSettings:
 
     @property
     def is_push(self) -> bool:
-        """Whether the prefill engine writes while it computes."""
+        """Whether the prefill engine pushes."""
         return self.mode == "push"
 
     def engine(self, role: Role, tp_size: int, model: Path, folder: Path, **more: str) -> EngineSettings:
-        """Return the settings of the engine with ``role``; ``more`` goes to its connector."""
+        """Return the settings of the engine with ``role``; ``more`` are settings of its connector."""
         settings: dict[str, str | float] = {"mode": self.mode, "transport": self.transport, **PATIENCE}
         if self.layout is not None:
             settings["layout"] = self.layout
@@ -130,19 +130,19 @@ class DemoEngines:
     router: Server
 
     def cache_usages(self) -> dict[str, float]:
-        """Return the part of each engine's cache blocks that is in use now."""
+        """Return the used fraction of each engine's cache blocks."""
         return {
             name: cache_usage(server.metrics()) for name, server in (("prefill", self.prefill), ("decode", self.decode))
         }
 
     def remaining_processes(self) -> int:
-        """Return how many of their processes live."""
+        """Return the number of their living processes."""
         return sum(len(server.process.process_ids()) for server in (self.prefill, self.decode, self.router))
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server answered: the tokens, or the error that came in their place."""
+    """The answer of a server: the tokens, or an error."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -155,15 +155,16 @@ def demo(
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the decode engine.")] = 1,
     layout: Annotated[str | None, typer.Option(help="KV cache layout; the connector chooses by default.")] = None,
     transport: Annotated[str, typer.Option(help="auto, cma or nixl.")] = "auto",
-    prompts: Annotated[int, typer.Option(min=FEWEST_PROMPTS, help="How many prompts to send.")] = 16,
-    block_size: Annotated[int | None, typer.Option(help="Tokens in a block; the engine chooses by default.")] = None,
+    prompts: Annotated[int, typer.Option(min=FEWEST_PROMPTS, help="Number of prompts.")] = 16,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a block; the engine chooses by default.")] = None,
     mode: Annotated[str, typer.Option(help="How caches move: pull, or push.")] = "pull",
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with the model and the logs.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")] = False,
 ) -> None:
     """Prefill on one vLLM engine, decode on another, and compare each answer with one engine alone.
 
-    Exit code 1: a token differs, the decode engine computed what it should have received, or something leaked.
+    Exit code 1: a token differs, the decode engine computed tokens instead of receiving them, or blocks or processes
+    are left.
 
     Try:
 
@@ -193,7 +194,7 @@ def demo(
 
 @contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """Treat a request to end like Ctrl-C, so that everything is cleaned up either way."""
+    """Handle SIGTERM and SIGHUP like Ctrl-C, so that servers and files are cleaned up."""
 
     def interrupt(_number: int, _frame: Any) -> NoReturn:
         raise KeyboardInterrupt
@@ -208,9 +209,9 @@ def _interrupted_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _folder(keep: bool, console: Console) -> Iterator[Path]:
-    """Yield a temporary folder for the model and the logs; it is kept when asked for and when something failed."""
+    """Yield a temporary folder for the model and the logs. The folder stays with ``keep`` and after a failure."""
     folder = Path(tempfile.mkdtemp(prefix="kvferry-demo-"))
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torchinductor")  # importing torch makes it
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torchinductor")  # importing torch creates this folder
     try:
         yield folder
     except (LaunchError, typer.Exit):
@@ -229,7 +230,7 @@ def _run(model: str, settings: DemoSettings, folder: Path, console: Console) -> 
         caches = model_caches(path, DTYPE)
         cache, tp_sizes = uniform_cache(caches), (settings.prefill_tp, settings.decode_tp)
         for tp_size in tp_sizes:
-            cache.heads(0, tp_size)  # heads that cannot be dealt to so many ranks are refused before anything starts
+            cache.heads(0, tp_size)  # raises before the engines start where so many ranks cannot split the heads
         prompts = make_prompts(settings.num_prompts, _vocabulary_size(path))
         started_at = time.monotonic()
         with running_engines(settings, path, folder, lambda name, what: status.update(f"{name}: {what}")) as engines:
@@ -275,7 +276,7 @@ def _measure(
 
 
 def _wait_until_free(engines: DemoEngines) -> tuple[dict[str, float], float]:
-    """Return both engines' cache usage once it is zero, or after two seconds, and how long that took."""
+    """Wait up to two seconds for both caches to be free; return their usage and the waited seconds."""
     began_at = time.monotonic()
     while True:
         usages, seconds = engines.cache_usages(), time.monotonic() - began_at
@@ -296,7 +297,7 @@ def _line(prompt: Sequence[int], answer: Answer, alone: Answer, moved: dict[str,
 
 @contextmanager
 def running_engines(settings: DemoSettings, model: Path, folder: Path, announce: Announce) -> Iterator[DemoEngines]:
-    """Start both engines at the same time, then the router; end all of them on leaving, however that happens."""
+    """Start both engines at the same time, then the router; end all of them on every exit."""
     servers: list[Server] = []
 
     def announce_age(name: str, seconds: float) -> None:
@@ -326,7 +327,7 @@ def running_engines(settings: DemoSettings, model: Path, folder: Path, announce:
 
 
 def _start_router(settings: DemoSettings, servers: Sequence[Server], discovery: str, folder: Path) -> Server:
-    """Start the router; for pushes in the one mode in which it sends to both engines at once."""
+    """Start the router; for pushes in its one mode that sends a request to both engines at once."""
     if settings.is_push:
         arguments = ("--kv-connector", "moriio", "--vllm-discovery-address", discovery)
         return start_router([], [], folder, arguments=arguments)
@@ -334,7 +335,7 @@ def _start_router(settings: DemoSettings, servers: Sequence[Server], discovery: 
 
 
 def make_prompts(num_prompts: int, vocabulary_size: int) -> list[list[int]]:
-    """Return prompts of random tokens, their lengths spread evenly by ratio from 10 to 3000.
+    """Return prompts of random tokens; their lengths are a geometric series from 10 to 3000.
 
     >>> [len(prompt) for prompt in make_prompts(5, vocabulary_size=100)]
     [10, 42, 173, 721, 3000]
@@ -352,8 +353,8 @@ def send_prompts(
 ) -> list[Answer]:
     """Send the prompts, four at a time, and return the answers in the same order.
 
-    ``on_answer`` is called with the number of prompts that have been answered. An interrupt does not wait for
-    requests under way: they end with the servers.
+    ``on_answer`` is called with the number of answers. An interrupt does not wait for running requests, which end with
+    the servers.
     """
     pool = ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="prompt")
     try:

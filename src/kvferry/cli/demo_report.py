@@ -1,4 +1,4 @@
-"""What the demo found: one line per request, totals, and whether all is as it should be."""
+"""The report of the demo: one line per request, totals, and problems."""
 
 import json
 import math
@@ -23,7 +23,7 @@ VERBS = {"pull": "moved", "push": "pushed"}
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """How large the model's cache is and how it is split: enough to say in closed form what has to move."""
+    """The sizes of the model's cache and of the engines, from which the bytes to move follow in closed form."""
 
     num_layers: int
     cache: AttentionCache
@@ -33,12 +33,12 @@ class CacheShape:
 
     @property
     def num_rank_pairs(self) -> int:
-        """Pairs of a prefill rank and a decode rank between which bytes must move."""
+        """The number of pairs of a prefill rank and a decode rank between which bytes must move."""
         prefill, decode = (len(self.cache.heads(0, tp_size)) for tp_size in (self.prefill_tp, self.decode_tp))
         return self.decode_tp * math.ceil(decode / prefill)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the blocks that ``num_tokens`` occupy."""
+        """Return the number of blocks of ``num_tokens``."""
         return math.ceil(num_tokens / self.block_size)
 
     def expected_bytes(self, num_tokens: int) -> int:
@@ -53,7 +53,7 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovedCache:
-    """What the decode ranks logged for one request, added up; times are those of the slowest rank."""
+    """The sums over the decode ranks' logs for one request; times are those of the slowest rank."""
 
     received_tokens: int
     bytes: int
@@ -66,7 +66,7 @@ class MovedCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLine(MovedCache):
-    """One request: what moved for it, and whether its answer is the one of the decode engine alone."""
+    """One request: the bytes that moved, and whether its answer equals that of the decode engine alone."""
 
     prompt_tokens: int
     identical: bool
@@ -74,13 +74,13 @@ class RequestLine(MovedCache):
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that the decode engine computed itself."""
+        """The number of prompt tokens that the decode engine computed."""
         return self.prompt_tokens - self.received_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """The whole run. ``received`` and ``reference`` are the decode engine's own metrics over each wave."""
+    """The whole run. ``received`` and ``reference`` are the decode engine's metrics with the router, and alone."""
 
     lines: tuple[RequestLine, ...]
     shape: CacheShape
@@ -100,16 +100,16 @@ class DemoReport:
 
     @property
     def expected_bytes(self) -> int:
-        """The closed form over all requests."""
+        """The bytes of all requests by the closed form."""
         return sum(self.shape.expected_bytes(line.prompt_tokens) for line in self.lines)
 
     @property
     def per_layer_descriptors(self) -> int:
-        """What a per-layer layout would have needed over all requests."""
+        """The descriptors of all requests in a per-layer layout."""
         return sum(self.shape.per_layer_descriptors(line.prompt_tokens) for line in self.lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {
             "requests": len(self.lines),
             "identical": self.total("identical"),
@@ -137,7 +137,7 @@ class DemoReport:
 
 
 def read_transfer_log(path: Path) -> dict[str, MovedCache]:
-    """Return by request id what every decode rank logged in ``path``.rank0, ``path``.rank1, ..."""
+    """Return the moved cache by request id from the decode ranks' logs ``path``.rank0, ``path``.rank1, ..."""
     lines: dict[str, list[dict[str, Any]]] = {}
     for line in _logged(path):
         if not line["error"]:
@@ -146,13 +146,13 @@ def read_transfer_log(path: Path) -> dict[str, MovedCache]:
 
 
 def read_failures(path: Path) -> tuple[str, ...]:
-    """Return why loads failed, one sentence for each that the decode ranks logged."""
+    """Return a sentence about each failed load in the decode ranks' logs."""
     failed = (line for line in _logged(path) if line["error"])
     return tuple(f"rank {line['rank']} did not load {line['request_id']}: {line['message']}" for line in failed)
 
 
 def read_complaints(logs: Sequence[Path]) -> tuple[str, ...]:
-    """Return the last errors and warnings of kvferry, and the last errors of anybody, in the engines' logs."""
+    """Return the last errors, and the last warnings of kvferry, in the engines' logs."""
     found = (
         f"{path.name}: {line.strip()}"
         for path in logs
@@ -180,7 +180,7 @@ def _add_ranks(ranks: Sequence[Mapping[str, Any]]) -> MovedCache:
 
 
 def find_problems(report: DemoReport) -> list[str]:
-    """Return what is wrong with a run, one sentence each; nothing when all is well."""
+    """Return a sentence about each problem of a run."""
     problems = [f"request {index}: {line.error}" for index, line in enumerate(report.lines) if line.error]
     problems += report.failures
     different = [index for index, line in enumerate(report.lines) if not line.identical]
@@ -197,9 +197,9 @@ def find_problems(report: DemoReport) -> list[str]:
     if report.received.computed > len(report.lines):
         problems.append(f"the engine's metrics count {report.received.computed} computed tokens")
     if report.total("bytes") != report.expected_bytes:
-        problems.append(f"{report.total('bytes')} bytes moved where the shapes ask for {report.expected_bytes}")
+        problems.append(f"{report.total('bytes')} bytes moved, the sizes of the caches give {report.expected_bytes}")
     if report.reference.computed != report.total("prompt_tokens"):
-        problems.append("the reference was not computed by the decode engine alone")
+        problems.append("the decode engine did not compute all prompts of the reference")
     if any(report.cache_usages.values()):
         problems.append(f"cache blocks are still in use: {dict(report.cache_usages)}")
     if report.processes_left:
@@ -208,7 +208,7 @@ def find_problems(report: DemoReport) -> list[str]:
 
 
 def print_report(report: DemoReport, console: Console) -> None:
-    """Print a line per request, the totals beside a per-layer layout's, and what is wrong, if anything."""
+    """Print a line per request, the totals, the descriptors of a per-layer layout, and the problems."""
     table = Table(
         title=f"KV cache {VERBS[report.mode]} from prefill (TP {report.shape.prefill_tp}) to decode (TP "
         f"{report.shape.decode_tp}), "
@@ -226,7 +226,7 @@ def print_report(report: DemoReport, console: Console) -> None:
         f"Expected bytes: {report.expected_bytes}, moved: {report.total('bytes')}."
     )
     if report.mode == "push":
-        console.print("A push's wait begins when the decode engine has blocks: the prompt is computed meanwhile.")
+        console.print("The wait of a push begins when the decode engine has blocks and includes the prefill.")
     console.print(f"Both caches were free {report.seconds_until_free:.2f} s after the last answer.")
     for problem in report.problems:
         console.print(f"[red]problem:[/red] {escape(problem)}")

@@ -1,4 +1,4 @@
-"""``kvferry doctor --kernels``: which KV cache layouts vLLM's kernels read and write rightly on this machine."""
+"""``kvferry doctor --kernels``: the KV cache layouts that vLLM's kernels read and write correctly on this machine."""
 
 import json
 import os
@@ -19,26 +19,26 @@ from kvferry.integrations.vllm.kernels.check import Outcome, Verdict
 from kvferry.layout.named_layouts import NamedLayout
 
 MEASURING_SECONDS = 1800.0
-# What the connector asks for unless told otherwise; of MLA on a CPU it asks for nothing.
+# The layouts that the connector requests by default; it requests none for MLA on a CPU.
 ASKED_BY_DEFAULT = (NamedLayout.BHLNC, NamedLayout.BLHNC)
 NEVER_ASKED = "CPU_MLA"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The verdicts that were reached, and why there are no more where the kernels' process did not end well."""
+    """The verdicts, and the error of the kernels' process where it failed."""
 
     verdicts: tuple[Verdict, ...]
     complaint: str = ""
 
     @property
     def is_healthy(self) -> bool:
-        """Whether no layout fails that the connector would ask for by default."""
+        """Whether all layouts work that the connector requests by default."""
         return not self.complaint and not any(is_asked(verdict) and verdict.fails for verdict in self.verdicts)
 
 
 def is_asked(verdict: Verdict) -> bool:
-    """Tell whether the connector asks for the verdict's layout by default."""
+    """Return whether the connector requests the verdict's layout by default."""
     return verdict.layout in ASKED_BY_DEFAULT and verdict.case.backend != NEVER_ASKED
 
 
@@ -54,7 +54,7 @@ def report_kernels(model: str | None, json_output: bool) -> int:
 
 
 def measure_in_child(model: str | None = None) -> Measured:
-    """Run the kernels in a process of their own, on one core: one that crashes must not take the report with it."""
+    """Run the kernels in a child process, on one core, so that a crash of a kernel does not end the report."""
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         path = Path(folder, "verdicts")
         path.touch()
@@ -120,5 +120,5 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
         sizes = (str(case.head_size), str(case.block_size))
         outcome = f"[{colour}]{verdict.outcome}[/]"
         table.add_row(case.backend, case.dtype, *sizes, layout, outcome, f"{verdict.difference:.3g}")
-    table.caption = "* asked for by default. Differences are from the answers on the per-layer layout LBHNC."
+    table.caption = "* requested by default. Differences are from the results on the per-layer layout LBHNC."
     return table

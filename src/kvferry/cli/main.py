@@ -1,4 +1,4 @@
-"""The command ``kvferry``. A command's module is imported when it is looked up, and what is heavy when it runs."""
+"""The command ``kvferry``. Imports a command's module for the command's help, and heavy libraries when it runs."""
 
 import importlib
 import sys
@@ -13,7 +13,7 @@ ERROR_EXIT_CODE = 2
 
 
 class Commands(TyperGroup):
-    """``kvferry COMMAND``; each command is a function of a module that is imported on demand."""
+    """``kvferry COMMAND``: each command is a function of a module, imported on demand."""
 
     functions: ClassVar[dict[str, str]] = {
         "demo": "kvferry.cli.demo:demo",
@@ -23,11 +23,11 @@ class Commands(TyperGroup):
     }
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in the order in which the help shows them."""
+        """Return the names in the order of the help."""
         return list(self.functions)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command, its module imported; None for an unknown name."""
+        """Import a command's module and return the command; None for an unknown name."""
         if cmd_name not in self.functions:
             return None
         module, function = self.functions[cmd_name].split(":")
@@ -55,7 +55,7 @@ def _kvferry(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Moves KV caches between inference engines and memory tiers, exactly and in few pieces."""
+    """Moves KV caches between inference engines and memory tiers, exactly and in few descriptors."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""``kvferry plan``: what would move between two engines, in how many pieces, checked."""
+"""``kvferry plan``: the descriptors between two engines, proved and explained."""
 
 import json
 from collections import Counter
@@ -29,12 +29,12 @@ from kvferry.units import format_bytes
 
 MAX_TOKENS = 1 << 26
 COSTS = [TYPICAL_COSTS[name] for name in ("cma", "nixl")]
-"""Of the transports whose choices are shown."""
+"""Costs of the transports whose choices the explanation shows."""
 ENGINE_HELP = "tp=,pp=,layout=,block_size=,layers=20+16 of the {} engine."
 MAX_COPIES = 6
-"""Patterns shown of one template."""
+"""Patterns of one template in the explanation."""
 MAX_RUN_LENGTHS = 4
-"""Run lengths shown of one row of the table; JSON has all."""
+"""Run lengths of one row of the table; the JSON object has all."""
 
 
 def plan(
@@ -42,20 +42,20 @@ def plan(
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of the model, over all ranks.", min=1)] = None,
     head_size: Annotated[int | None, typer.Option(help="Channels of K, and of V, per head.", min=1)] = None,
     dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(ITEM_SIZES)}.")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens in a block, unless an engine names its own.", min=1)] = 16,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block, unless an engine sets its own.", min=1)] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens of the request.", min=1, max=MAX_TOKENS)] = 1024,
     prefill: Annotated[str, typer.Option(help=ENGINE_HELP.format("prefill"))] = "tp=1",
     decode: Annotated[str, typer.Option(help=ENGINE_HELP.format("decode"))] = "tp=1",
     blocks: Annotated[Blocks, typer.Option(help="Order of the block ids.")] = Blocks.SCATTERED,
     model: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or a folder with one.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of scattered ids and of the choice among replicas.", min=0)] = 0,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why: sources, runs, strategy, refusals.")] = False,
-    draw: Annotated[Path | None, typer.Option(help="Draw both sides' memory into this SVG file.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain sources, runs, strategy, refusals.")] = False,
+    draw: Annotated[Path | None, typer.Option(help="Draw the memory of both engines into this SVG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Print what would move from a prefill to a decode engine: per pair of ranks and cache group.
+    """Print the descriptors from a prefill to a decode engine, per pair of ranks and cache group.
 
-    Nothing is moved. Every list is checked by arithmetic that shares no code with the planner.
+    No bytes are moved. A proof that shares no code with the planner checks every list.
 
     Try:
 
@@ -84,7 +84,7 @@ def plan(
 
 
 def refuse(error: KVFerryError, as_json: bool) -> NoReturn:
-    """Print an error as JSON and exit with code 2; without JSON leave it to the command line, which does the same."""
+    """Print an error as JSON and exit with code 2; without ``as_json`` raise the error."""
     if not as_json:
         raise error
     reasons = {"reason": error.reason.value, "message": error.message, "remedy": error.remedy}
@@ -101,14 +101,14 @@ def _write(path: Path, text: str) -> None:
 
 
 def _print_report(report: PlanReport, explanation: list[str]) -> None:
-    table = Table(title="What would move", caption="run lengths: how many x how long")
+    table = Table(title="What would move", caption="run lengths: number x length")
     for column in ("prefill rank", "decode rank", "group", "descriptors", "bytes", "run lengths", "verified"):
         table.add_column(column, justify="left" if column in ("group", "run lengths", "verified") else "right")
     for pair in report.pairs:
         ranks = _rank(report.prefill.wanted.tp, report.prefill.wanted.pp, pair.prefill_rank)
         ranks += _rank(report.decode.wanted.tp, report.decode.wanted.pp, pair.decode_rank)
-        for turn, (group, summary) in enumerate(pair.groups):
-            shown = ranks if turn == 0 else ["", ""]
+        for index, (group, summary) in enumerate(pair.groups):
+            shown = ranks if index == 0 else ["", ""]
             table.add_row(*shown, group, *_cells(summary), "NO" if pair.failure else "yes")
         table.add_section()
     total = "yes" if report.verified else "NO"
@@ -134,7 +134,7 @@ def _cells(summary: Summary) -> list[str]:
 
 
 def explain_plan(report: PlanReport) -> list[str]:
-    """Return the explanation of a whole plan: engines and groups, then each pair, then what was refused."""
+    """Return the explanation of a whole plan: engines and groups, then each pair, then refusals and changes."""
     lines = [_engine_line(engine) for engine in (report.prefill, report.decode)]
     for group, request in zip(report.prefill.groups, report.requests, strict=True):
         lines.append(_group_line(group, request))
@@ -147,7 +147,7 @@ def explain_plan(report: PlanReport) -> list[str]:
 
 
 def explain_pair(pair: PairPlan) -> list[str]:
-    """Return why one pair's list is as it is: the templates of whole blocks, once for all groups that share them."""
+    """Return the templates of whole blocks of one pair as text, once for all groups with equal templates."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, group in pair.groups.items():
         alike.setdefault(tuple(_template_lines(group)), []).append(name)
@@ -155,7 +155,7 @@ def explain_pair(pair: PairPlan) -> list[str]:
 
 
 def explain_choice(pair: PairPlan) -> list[str]:
-    """Return the strategy that each transport's costs choose for engines that have stages, and what was rejected."""
+    """Return the chosen and rejected strategies for each transport's costs, for engines with stages."""
     choices = [describe_choice(choose(pair, each)).splitlines() for each in COSTS]
     return [line for first, *others in choices for line in (f"strategy {first}", *others)]
 
@@ -186,7 +186,7 @@ def _group_line(group: LayerGroup, request: GroupBlocks) -> str:
     else:
         asked = f"tokens {request.first_token} to {request.last_token}"
     if group.cache.window:
-        asked += f", all that a window of {group.cache.window} needs, from the first block that reaches into it"
+        asked += f", from the first block that reaches into the window of {group.cache.window} tokens"
     return f"group {group.name}: {len(group.layers)} layers ({spans(group.layers)}), {asked}"
 
 
@@ -195,27 +195,27 @@ def _pair_lines(report: PairReport, plan: PlanReport) -> list[str]:
     lines = [f"{pair.source.rank_name} (prefill) to {pair.destination.rank_name} (decode): {report.summary}"]
     for name, group in pair.groups.items():
         matched = spans(group.source_group.layers & group.destination_group.layers)
-        parts = [part for part in pair.assignment.components if part.group == name]
+        components = [component for component in pair.assignment.components if component.group == name]
         lines.append(f"  {name}: layers {matched} match by name")
-        lines += [f"    {_source_line(part, group, pair, plan)}" for part in parts]
+        lines += [f"    {_source_line(component, group, pair, plan)}" for component in components]
     return lines + [f"  {line}" for line in explain_pair(pair)]
 
 
-def _source_line(part: ComponentHeads, group: GroupPlan, pair: PairPlan, plan: PlanReport) -> str:
-    replicas = _replicas(part, group.source_group, plan.sources)
-    heads = " ".join(map(repr, part.heads))
-    chosen = f"{part.component} heads {heads} from {pair.source.rank_name}"
+def _source_line(component: ComponentHeads, group: GroupPlan, pair: PairPlan, plan: PlanReport) -> str:
+    replicas = _replicas(component, group.source_group, plan.sources)
+    heads = " ".join(map(repr, component.heads))
+    chosen = f"{component.component} heads {heads} from {pair.source.rank_name}"
     if replicas == 1:
         return f"{chosen}, the only rank that holds them"
     return f"{chosen}, one of {replicas} ranks that hold them, by selector {plan.selector}"
 
 
-def _replicas(part: ComponentHeads, sent: CacheGroup, sources: Sequence[Shard]) -> int:
-    """Count the source ranks that could have sent these heads of these layers."""
-    groups = [found for source in sources if (found := source.group(part.group)) and found.layers == sent.layers]
-    held = [group.component(part.component).heads for group in groups]
+def _replicas(component: ComponentHeads, sent: CacheGroup, sources: Sequence[Shard]) -> int:
+    """Return the number of source ranks that hold these heads of these layers."""
+    groups = [found for source in sources if (found := source.group(component.group)) and found.layers == sent.layers]
+    held = [group.component(component.component).heads for group in groups]
     return sum(
-        all(any(one.start <= head.start and head.end <= one.end for one in heads) for head in part.heads)
+        all(any(one.start <= head.start and head.end <= one.end for one in heads) for head in component.heads)
         for heads in held
     )
 
@@ -224,22 +224,22 @@ def _template_lines(group: GroupPlan) -> list[str]:
     lines = []
     templates = [template for phase in group.first_phases() for template in group.templates(phase)]
     for template in dict.fromkeys(_described(template) for template in templates):
-        num_pieces, copies = template
-        lines.append(f"a block moves in {num_pieces} piece{'s' if num_pieces > 1 else ''}:")
+        num_runs, copies = template
+        lines.append(f"a block moves in {num_runs} run{'s' if num_runs > 1 else ''}:")
         lines += [f"  {line}" for line in copies[:MAX_COPIES]]
         lines += [f"  and {len(copies) - MAX_COPIES} other patterns"] if len(copies) > MAX_COPIES else []
     return lines
 
 
 def _described(template: Template) -> tuple[int, tuple[str, ...]]:
-    """Return a template's pieces and its copies in words, equal ones counted."""
+    """Return the number of a template's runs and the lines of its copies; equal copies share a line."""
     counts = Counter(map(copy_line, template.copies))
     lines = (f"{count} of: {line}" if count > 1 else line for line, count in counts.items())
     return len(template.runs), tuple(lines)
 
 
 def copy_line(copy: StridedCopy) -> str:
-    """Return a copy as its run and the loops that could not be joined with it.
+    """Return a copy as its run and the loops around the run.
 
     >>> copy_line(StridedCopy(0, 0, 4096, ((8, 8192, 4096),)))
     'run of 4.0 KiB, times 8 (source every 8192 bytes, destination every 4096)'

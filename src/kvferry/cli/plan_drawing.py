@@ -1,8 +1,8 @@
-"""A plan as a picture: both sides' memory as bars of blocks, and every run as a band between them.
+"""A plan as a picture: the memory of both engines as bars of blocks, and every run as a band between two bars.
 
-Sources stand on the left and destinations on the right, one bar for each rank and region, byte 0 at the top. A cell is
-as long as the stride from block to block: in a cross-layer layout a whole block, in any other the page of a block in
-one layer. All cells have one height, so that within a bar the height is to scale.
+Sources are on the left and destinations on the right, with one bar for each rank and region and byte 0 at the top. The
+length of a cell is the stride from block to block: in a cross-layer layout a whole block, in any other layout the page
+of a block in one layer. All cells have one height, so each bar is to scale.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from xml.etree import ElementTree
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.arrays import Descriptors
+from kvferry.arrays import Addresses, Descriptors, Flags
 from kvferry.cli.plan_report import PlanReport
 from kvferry.layout.shard import Region, Shard
 from kvferry.units import format_bytes
 
 MAX_BARS = 8
-"""Bars drawn on one side."""
+"""Limit of the bars of one engine."""
 MAX_CELLS = 192
-"""Cells drawn of one bar."""
+"""Limit of the cells of one bar."""
 MAX_BANDS = 4096
 CELL, BAR, GAP, TOP, SCALE = 14, 110, 46, 60, 90
 LEFT_BAR, RIGHT_BAR, WIDTH = SCALE, 780, 1000
@@ -30,7 +30,7 @@ FREE, NULL = "#eeeeee", "#bbbbbb"
 
 @dataclass(frozen=True)
 class Bar:
-    """One region as drawn: where it stands, and how many of its cells are shown."""
+    """The bar of one region: its place in the picture, and its cells."""
 
     shard: Shard
     region: Region
@@ -44,20 +44,20 @@ class Bar:
 
     @property
     def shown(self) -> int:
-        """Cells that are drawn."""
+        """The number of drawn cells."""
         return min(self.num_cells, MAX_CELLS)
 
     @property
     def height(self) -> int:
-        """Height of the drawn cells."""
+        """The height of the drawn cells."""
         return self.shown * CELL
 
-    def place(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-        """Return how far down the picture addresses of this region lie."""
+    def place(self, addresses: Addresses) -> npt.NDArray[np.float64]:
+        """Return the y coordinates of addresses of this region."""
         offsets = (addresses - np.uint64(self.region.base_address)).astype(np.float64)
         return self.y + offsets / self.cell_bytes * CELL
 
-    def shows(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    def shows(self, addresses: Addresses, lengths: Addresses) -> Flags:
         """Return which runs lie within the drawn cells."""
         base = np.uint64(self.region.base_address)
         end = base + np.uint64(min(self.shown * self.cell_bytes, self.region.length))
@@ -67,10 +67,10 @@ class Bar:
 def draw_plan(report: PlanReport) -> str:
     """Return the plan as an SVG document. Equal plans give equal documents.
 
-    Every band is a ``polygon`` of class ``band`` with ``data-source``, ``data-destination`` and ``data-length``, the
-    descriptor that it stands for. What is left out, because it would not fit, is said in the element ``left-out``.
+    Every band is a ``polygon`` of class ``band`` with its descriptor in ``data-source``, ``data-destination`` and
+    ``data-length``. The element ``left-out`` counts the bars, cells and runs beyond the limits of the picture.
     """
-    colours = {group.name: COLOURS[turn % len(COLOURS)] for turn, group in enumerate(report.prefill.groups)}
+    colours = {group.name: COLOURS[index % len(COLOURS)] for index, group in enumerate(report.prefill.groups)}
     sides = (
         _bars(report.sources, "source", LEFT_BAR),
         _bars(report.destinations, "destination", RIGHT_BAR),
@@ -98,10 +98,12 @@ def _bars(shards: Sequence[Shard], side: str, x: int) -> list[Bar]:
     y = TOP + 20
     for shard in shards:
         for number, region in enumerate(shard.regions):
-            held = [group for group in shard.groups if any(part.region == number for part in group.components)]
-            cell = min(part.block_stride for group in held for part in group.components if part.region == number)
+            here = [(group, each) for group in shard.groups for each in group.components if each.region == number]
+            cell = min(component.block_stride for _, component in here)
             cells = -(-region.length // cell)
-            bars.append(Bar(shard, region, side, len(bars), x, y, cell, cells, max(group.num_blocks for group in held)))
+            bars.append(
+                Bar(shard, region, side, len(bars), x, y, cell, cells, max(group.num_blocks for group, _ in here))
+            )
             y += bars[-1].height + GAP
     return bars
 
@@ -128,14 +130,14 @@ def _draw_bar(svg: ElementTree.Element, bar: Bar, report: PlanReport, colours: d
 
 
 def _draw_scale(svg: ElementTree.Element, bar: Bar) -> None:
-    """Write byte offsets beside the bar, on its outer side, at every eighth cell."""
+    """Write byte offsets at the outer edge of the bar, at every eighth cell."""
     for cell in range(0, bar.shown + 1, 8):
         x, anchor = (bar.x - 6, "end") if bar.side == "source" else (bar.x + BAR + 6, "start")
         _text(svg, x, bar.y + cell * CELL + 4, format_bytes(cell * bar.cell_bytes), anchor=anchor)
 
 
 def _draw_bands(svg: ElementTree.Element, bars: Sequence[Bar], report: PlanReport, colours: dict[str, str]) -> int:
-    """Draw one band for each run that lies in drawn cells on both sides, and return how many."""
+    """Draw one band for each run between drawn cells; return the number of bands."""
     drawn = 0
     group = ElementTree.SubElement(svg, "g", {"id": "bands"})
     for pair in report.pairs:
@@ -173,17 +175,17 @@ def _left_out(sides: Sequence[Sequence[Bar]], num_bands: int) -> str:
         "cells": sum(bar.num_cells - bar.shown for bar in drawn),
         "runs": num_bands,
     }
-    said = [f"{count} {name}" for name, count in counts.items() if count]
-    return f"Left out: {', '.join(said)}." if said else ""
+    found = [f"{count} {name}" for name, count in counts.items() if count]
+    return f"Left out: {', '.join(found)}." if found else ""
 
 
 def _draw_legend(svg: ElementTree.Element, y: int, colours: dict[str, str], left_out: str) -> None:
     legend = ElementTree.SubElement(svg, "g", {"id": "legend"})
-    names = {**{f"group {name}": colour for name, colour in colours.items()}, "block 0, the engine's own": NULL}
+    names = {**{f"group {name}": colour for name, colour in colours.items()}, "block 0, the null block": NULL}
     names["block of no group"] = FREE
-    for turn, (name, colour) in enumerate(names.items()):
-        ElementTree.SubElement(legend, "rect", _numbers(x=10, y=y + 24 * turn, width=16, height=12), fill=colour)
-        _text(legend, 34, y + 24 * turn + 10, name)
+    for index, (name, colour) in enumerate(names.items()):
+        ElementTree.SubElement(legend, "rect", _numbers(x=10, y=y + 24 * index, width=16, height=12), fill=colour)
+        _text(legend, 34, y + 24 * index + 10, name)
     if left_out:
         _text(svg, 10, 40, left_out, identity="left-out")
 

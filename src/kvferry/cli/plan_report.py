@@ -1,4 +1,4 @@
-"""A plan of one request between two engines whose ranks lie at made-up addresses: made, counted and checked."""
+"""The plan of one request between two engines at invented addresses: its descriptors and its proof."""
 
 import difflib
 import itertools
@@ -34,13 +34,13 @@ from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Direction, Status, reach
 
 RANK_SPACING = 1 << 44
-"""Distance of the ranks' made-up base addresses, far above any cache."""
+"""Distance of the ranks' invented base addresses, far above the size of any cache."""
 MAX_RANKS = 1024
 
 
 @dataclass(frozen=True)
 class EngineShape:
-    """How one engine keeps its cache. ``stages`` are the layers of each pipeline stage; vLLM's split where empty."""
+    """The sizes and layout of one engine. ``stages``: layers of each pipeline stage; empty for vLLM's split."""
 
     tp: int
     layout: NamedLayout
@@ -50,13 +50,13 @@ class EngineShape:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks, all pipeline stages together."""
+        """The number of ranks of all pipeline stages."""
         return self.tp * self.pp
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine with a model: its groups, and what the model made of the wanted block size and layout."""
+    """An engine with a model: its groups, and the block size and layout that the model requires."""
 
     name: str
     wanted: EngineShape
@@ -65,28 +65,28 @@ class Engine:
     groups: tuple[LayerGroup, ...]
 
     def notes(self) -> list[str]:
-        """Return in sentences what the model changed of what was wanted."""
-        said = []
+        """Return a sentence about each wanted value that the model changes."""
+        found = []
         if self.layout is not self.wanted.layout:
-            said.append(
+            found.append(
                 f"{self.name}: layout {self.wanted.layout} is refused: pages of states and of attention differ in "
-                f"shape, and each must lie in one piece. Planned with {self.layout}, the nearest that can hold them."
+                f"shape, and each must be contiguous. Planned with {self.layout}, the nearest possible layout."
             )
         if self.block_size != self.wanted.block_size:
             page = page_bytes(self.groups, self.block_size, self.wanted.tp)
-            said.append(
+            found.append(
                 f"{self.name}: attention blocks have {self.block_size} tokens instead of {self.wanted.block_size}, so "
-                f"that a page, {page} bytes, holds a state at TP {self.wanted.tp}."
+                f"that a page of {page} bytes holds a state at TP {self.wanted.tp}."
             )
-        return said
+        return found
 
     def shards(self, num_blocks: int, base_address: int) -> list[Shard]:
-        """Return the shards of all ranks, stage by stage, at made-up addresses."""
+        """Return the shards of all ranks, stage by stage, at invented addresses."""
         wanted, num_layers = self.wanted, sum(len(group.layers) for group in self.groups)
         stages = wanted.stages or split_layers(num_layers, wanted.pp)
         if sum(stages) != num_layers:
             what = f"{self.name}: layers={'+'.join(map(str, stages))} are {sum(stages)}, the model has {num_layers}."
-            raise SettingsError(Reason.INVALID_SETTING, what, "Name the layers of every stage.")
+            raise SettingsError(Reason.INVALID_SETTING, what, "Give the number of layers of every stage.")
         ends = [0, *itertools.accumulate(stages)]
         held = [frozenset(map(str, range(*bounds))) for bounds in itertools.pairwise(ends)]
         memory = {"layout": self.layout, "block_size": self.block_size, "num_blocks": num_blocks}
@@ -109,7 +109,7 @@ class Engine:
 
 
 class Blocks(StrEnum):
-    """In which order the engines' allocators handed out the block ids."""
+    """The order of a request's block ids in both engines."""
 
     CONTIGUOUS = "contiguous"
     DESCENDING = "descending"
@@ -118,7 +118,7 @@ class Blocks(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class PairReport:
-    """What one prefill rank sends to one decode rank: in all, and by cache group."""
+    """The descriptors from one prefill rank to one decode rank, in total and by cache group."""
 
     pair: PairPlan
     decode_rank: int
@@ -141,7 +141,7 @@ class PairReport:
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
-    """All pairs, and whether every decode rank gets exactly what it needs."""
+    """All pairs of ranks, and the failures of their proofs."""
 
     prefill: Engine
     decode: Engine
@@ -154,17 +154,17 @@ class PlanReport:
 
     @property
     def descriptors(self) -> int:
-        """Descriptors of all pairs."""
+        """The number of descriptors of all pairs."""
         return sum(pair.summary.descriptors for pair in self.pairs)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all pairs."""
+        """The bytes of all pairs."""
         return sum(pair.summary.bytes for pair in self.pairs)
 
     @property
     def verified(self) -> bool:
-        """Whether no check failed."""
+        """Whether no proof failed."""
         return not self.failures
 
     def as_json(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _engine_json(engine: Engine) -> dict[str, Any]:
 
 
 def engine_of(name: str, shape: EngineShape, caches: Sequence[LayerCache]) -> Engine:
-    """Return the engine that holds a model whose layers, named by their numbers, keep this.
+    """Return the engine of a model with these caches, one per layer; the layers' names are their numbers.
 
     >>> from kvferry.models.layer_caches import AttentionCache
     >>> caches = [AttentionCache(num_kv_heads=2, head_size=64, itemsize=2)] * 4
@@ -212,7 +212,7 @@ def engine_of(name: str, shape: EngineShape, caches: Sequence[LayerCache]) -> En
 
 
 def parse_engine(option: str, text: str, block_size: int) -> EngineShape:
-    """Return the engine that ``tp=2,pp=2,layout=BHLNC,block_size=32,layers=20+16`` describes.
+    """Return the shape of an engine from text such as ``tp=2,pp=2,layout=BHLNC,block_size=32,layers=20+16``.
 
     >>> parse_engine("--prefill", "tp=2,layout=bhlnc", 16)
     EngineShape(tp=2, layout=<NamedLayout.BHLNC: 'BHLNC'>, block_size=16, pp=1, stages=())
@@ -224,8 +224,8 @@ def parse_engine(option: str, text: str, block_size: int) -> EngineShape:
     kvferry.errors.SettingsError: --prefill: 'pt' is unknown. Did you mean 'tp'? [unknown-setting]
     """
     values = {"tp": "1", "layout": "BHLNC", "block_size": str(block_size), "pp": "", "layers": ""}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
+    for pair in filter(None, (pair.strip() for pair in text.split(","))):
+        key, equals, value = (word.strip() for word in pair.partition("="))
         key = "block_size" if key == "block-size" else key
         if key not in values:
             nearest = difflib.get_close_matches(key, values, n=1, cutoff=0.0)[0]
@@ -235,15 +235,15 @@ def parse_engine(option: str, text: str, block_size: int) -> EngineShape:
             raise SettingsError(Reason.INVALID_SETTING, f"{option}: {key!r} has no value.", f"Write {key}=VALUE.")
         values[key] = value
     layers = values["layers"]
-    stages = tuple(_positive(option, "layers", part) for part in layers.split("+")) if layers else ()
+    stages = tuple(_positive(option, "layers", number) for number in layers.split("+")) if layers else ()
     pp = _positive(option, "pp", values["pp"] or str(len(stages) or 1))
     if stages and len(stages) != pp:
         what = f"{option}: layers={layers} are {len(stages)} stages, pp is {pp}."
-        raise SettingsError(Reason.INVALID_SETTING, what, "Name the layers of every stage.")
+        raise SettingsError(Reason.INVALID_SETTING, what, "Give the number of layers of every stage.")
     tp, size = (_positive(option, key, values[key]) for key in ("tp", "block_size"))
     if tp * pp > MAX_RANKS:
         what = f"{option}: {tp} times {pp} ranks."
-        raise SettingsError(Reason.INVALID_SETTING, what, f"At most {MAX_RANKS} are planned.")
+        raise SettingsError(Reason.INVALID_SETTING, what, f"At most {MAX_RANKS} ranks are possible.")
     return EngineShape(tp, NamedLayout.parse(values["layout"]), size, pp, stages)
 
 
@@ -265,9 +265,9 @@ def make_report(
     verify: bool = True,
     announce: Announce = lambda text: None,
 ) -> PlanReport:
-    """Plan one request between two engines, hand the lists to the counting transport, and check them.
+    """Plan one request between two engines, submit the lists to the null transport, and prove them.
 
-    ``announce`` is called with each step: the check of a million tokens takes many seconds.
+    ``announce`` is called with each step: the proof of a million tokens takes many seconds.
     """
     engines = engine_of("prefill", prefill, caches), engine_of("decode", decode, caches)
     requests, num_blocks = make_requests(engines[0], engines[1], tokens, blocks, seed)
@@ -320,27 +320,27 @@ def _destination_failures(
 
 
 def submitted(pair: PairPlan, descriptors: Descriptors) -> Descriptors:
-    """Hand the pair's list to the transport that only counts, and return what it was handed."""
-    holder, receiver = NullTransport(), NullTransport(keep_descriptors=True)
+    """Submit the pair's list to the null transport, which checks the regions, and return the submitted list."""
+    source, destination = NullTransport(), NullTransport(keep_descriptors=True)
     try:
-        receiver.register(pair.destination.regions)
-        peer = reach(receiver, holder.register(pair.source.regions))
-        transfer = receiver.submit(peer, Direction.READ, descriptors)
-        if receiver.poll(transfer) is not Status.DONE:
-            raise SettingsError(Reason.TRANSFER_FAILED, f"the counting transport said {transfer.error}.")
-        return receiver.descriptor_lists[-1]
+        destination.register(pair.destination.regions)
+        peer = reach(destination, source.register(pair.source.regions))
+        transfer = destination.submit(peer, Direction.READ, descriptors)
+        if destination.poll(transfer) is not Status.DONE:
+            raise SettingsError(Reason.TRANSFER_FAILED, f"the null transport failed: {transfer.error}.")
+        return destination.descriptor_lists[-1]
     finally:
-        holder.close()
-        receiver.close()
+        source.close()
+        destination.close()
 
 
 def make_requests(
     prefill: Engine, decode: Engine, tokens: int, blocks: Blocks, seed: int
 ) -> tuple[list[GroupBlocks], tuple[int, int]]:
-    """Return what one request asks of each group, and how many blocks that takes of each engine.
+    """Return one request for each group, and the number of blocks that each engine needs.
 
-    Block 0 is the engine's own (vLLM's null block). Groups share a pool, so each gets ids that no other has. Of a
-    sliding window only what the next token needs is asked; of a state the one block that holds it.
+    Block 0 is vLLM's null block. Groups share a pool of blocks, so no two groups have the same id. Of a sliding window
+    the request has only the tokens that the next token needs, of a state the one block.
     """
     taken = [1, 1]
     requests = []
@@ -375,9 +375,9 @@ def _first_token(group: LayerGroup, tokens: int, sizes: tuple[int, int]) -> int:
 
 
 def block_ids(blocks: Blocks, num_source: int, num_destination: int, seed: int) -> tuple[list[int], list[int]]:
-    """Return the ids of a request's blocks on both sides, from 1 on.
+    """Return the ids of a request's blocks at source and destination, from 1 on.
 
-    Scattered ids are such that no two blocks are neighbours on both sides, as far as there is a choice.
+    No two scattered blocks are neighbours in both lists, where the number of blocks allows that.
 
     >>> block_ids(Blocks.DESCENDING, 3, 3, 0)
     ([3, 2, 1], [3, 2, 1])
@@ -394,7 +394,7 @@ def block_ids(blocks: Blocks, num_source: int, num_destination: int, seed: int) 
 
 
 def _part_neighbours(source: Any, destination: Any, generator: np.random.Generator) -> None:
-    """Exchange source ids until no two pairs are neighbours on both sides. One exchange in n makes a new pair."""
+    """Exchange source ids until no two blocks are neighbours in both lists. One exchange in n makes new neighbours."""
     order = np.argsort(destination)
     while len(order) > 1:
         neighbours = order[1:][np.diff(source[order]) == 1]

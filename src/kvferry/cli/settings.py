@@ -1,4 +1,4 @@
-"""``kvferry settings``: the settings of the connector, as the class that checks them declares them."""
+"""``kvferry settings``: the settings of the connector, from the class that checks them."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -33,7 +33,7 @@ yielding, for engines with fewer cores than ranks. Start such engines in one ses
 
 @dataclass(frozen=True, slots=True)
 class SettingDescription:
-    """What is known of one setting. ``default`` is as JSON has it; ``unset`` says what an empty one stands for."""
+    """One setting. ``default`` is a JSON value; ``unset`` is the meaning of an empty default."""
 
     name: str
     default: Any
@@ -45,7 +45,7 @@ class SettingDescription:
 
     @property
     def shown_default(self) -> str:
-        """The default for people."""
+        """The default as text."""
         return self.unset or (f"{self.default:g}" if isinstance(self.default, float) else str(self.default))
 
 
@@ -76,7 +76,7 @@ def settings(
 
 
 def describe_settings() -> tuple[SettingDescription, ...]:
-    """Return the settings in the order in which the class declares them.
+    """Return the settings in the order of the class.
 
     >>> [each.shown_default for each in describe_settings() if each.name in ("lease_seconds", "layout")]
     ['chosen', '60']
@@ -102,7 +102,7 @@ def _describe(field: msgspec.inspect.Field) -> SettingDescription:
 
 
 def _allowed(kind: msgspec.inspect.Type, values: tuple[str, ...]) -> str:
-    """Return in words what a setting may be; empty where its type says all."""
+    """Return the allowed values of a setting as text; empty where the type allows any value."""
     match kind:
         case msgspec.inspect.LiteralType():
             return ", ".join(f"`{value}`" for value in kind.values)

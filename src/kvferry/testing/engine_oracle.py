@@ -1,11 +1,11 @@
-"""A vLLM worker extension that labels, finds and spoils KV cache blocks, for tests only.
+"""A vLLM worker extension that labels, finds and poisons KV cache blocks, for tests only.
 
 Start the engine with ``--worker-extension-cls kvferry.testing.engine_oracle.EngineOracle`` and
-``VLLM_SERVER_DEV_MODE=1``; each method is then called in every worker through ``POST /collective_rpc``. Arguments
-are JSON texts, since that end point passes strings.
+``VLLM_SERVER_DEV_MODE=1``; ``POST /collective_rpc`` then calls a method in every worker. Arguments are JSON texts,
+since that URL passes strings.
 
-The labels know nothing of kvferry: they are written and looked for through vLLM's own views, per layer ``[B, H, N, C]``
-and a Mamba layer's states, and which heads and channels a rank has follows from vLLM's configuration and rank.
+The labels do not depend on kvferry: the oracle writes and reads them through vLLM's own views, per layer
+``[B, H, N, C]`` and a Mamba layer's states, and takes a rank's heads and channels from vLLM's configuration and rank.
 """
 
 import json
@@ -24,7 +24,7 @@ from kvferry.transport.faults import FaultPlan, FaultyTransport
 if TYPE_CHECKING:
     from kvferry.integrations.vllm.worker.role import WorkerRole
 
-# Elements of a foreign page that may equal a label by chance: labels are 23 bits wide.
+# Limit of the elements of another page that equal a label by chance: labels have 23 bits.
 CHANCE = 4
 EXPONENT_OF_ONE_HALF = 0x3F000000
 # Not a number: read as one float32 and as two bfloat16.
@@ -32,16 +32,16 @@ NAN = 0x7FC07FC0
 Labels = NDArray[np.int32]
 
 
-def labels_of(nonce: str, what: str, first: int, shape: tuple[int, int]) -> Labels:
-    """Return an int32 hash for each channel of the tokens (or heads, or channels) from ``first`` on of ``what``.
+def labels_of(nonce: str, name: str, first: int, shape: tuple[int, int]) -> Labels:
+    """Return an int32 hash for each channel of the rows (tokens, heads or channels) of ``name`` from ``first`` on.
 
-    Read as float32 every label lies in [0.5, 1), so that an engine may compute with it.
+    Read as float32 every label lies in [0.5, 1), so that an engine can compute with it.
 
     >>> labels = labels_of("x", "layer 0", 0, (4, 3))
     >>> bool(labels.view(np.float32).max() < 1), np.array_equal(labels[2:], labels_of("x", "layer 0", 2, (2, 3)))
     (True, True)
     """
-    seed = zlib.crc32(f"{nonce}|{what}".encode())
+    seed = zlib.crc32(f"{nonce}|{name}".encode())
     mixed = np.arange(first * shape[1], (first + shape[0]) * shape[1], dtype=np.uint64)
     mixed += np.uint64(seed) << np.uint64(32)
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
@@ -51,9 +51,9 @@ def labels_of(nonce: str, what: str, first: int, shape: tuple[int, int]) -> Labe
 
 
 def page_of(tokens: NDArray[Any], has_planes: bool) -> NDArray[Any]:
-    """Return a page as the engine keeps it, of what each token (rows) and channel (columns) has.
+    """Return a page in the engine's order from an array of tokens (rows) and channels (columns).
 
-    A page is either one row a token, or (CPU attention) a plane of keys, channel by channel, then a plane of values.
+    A page has one row per token, or (CPU attention) a plane of keys, channel by channel, then a plane of values.
 
     >>> page_of(np.array([[1, 2], [3, 4]]), has_planes=True).tolist()
     [[1, 3], [2, 4]]
@@ -75,7 +75,7 @@ class EngineOracle:
     def oracle_label(self, text: str) -> dict[str, Any]:
         """Write labels over the blocks of one request: ``block_ids`` has a list for each cache group, in prompt order.
 
-        The null block, which stands for those that have left a window, is left alone. The last block holds the state.
+        The null block, which replaces blocks before a window, is not written. The last block holds the state.
         """
         order = json.loads(text)
         for layer in self._oracle_layers():
@@ -90,9 +90,9 @@ class EngineOracle:
         return {"groups": len(order["block_ids"])}
 
     def oracle_remember(self, text: str) -> dict[str, Any]:
-        """Take note of every page's content, for :meth:`oracle_find` to tell which ones have changed.
+        """Store a checksum of every page, from which :meth:`oracle_find` finds the pages that have changed.
 
-        States are looked for when the next load has come in: the engine's next step already goes on from them.
+        Labels of states are searched for as soon as the next load finishes: the engine's next step changes the states.
         """
         order = json.loads(text)
         self._oracle_sums = {layer.name: _page_sums(layer.view) for layer in self._oracle_layers()}
@@ -105,7 +105,7 @@ class EngineOracle:
             received: tuple[set[str], set[str]] = take_finished(wait_seconds)
             if received[0]:
                 for name in states:
-                    found = [_holders(view, labels) for view, labels in self._oracle_state(name, order["nonce"])]
+                    found = [_blocks_with(view, labels) for view, labels in self._oracle_state(name, order["nonce"])]
                     self._oracle_arrived.setdefault(name, []).extend(found)
             return received
 
@@ -113,12 +113,12 @@ class EngineOracle:
         return {"layers": len(self._oracle_sums)}
 
     def oracle_find(self, text: str) -> dict[str, Any]:
-        """Look for the labelled prompt of ``num_tokens`` in this engine's own pages, in every layer and local head.
+        """Search this engine's own pages for the labelled prompt of ``num_tokens``, in every layer and local head.
 
-        ``block_ids`` names for each group and each of its prompt blocks the one block that holds it, none for blocks
-        before its window, and no group of which this rank has no layer; ``problems`` says what is wrong. The engine
-        computes the last prompt token itself: exactly that token's places (one key and one value per head) may differ,
-        those behind it, which hold no token, and those before the window.
+        In the answer, ``block_ids`` has for each group that this rank holds, and for each prompt block, the one block
+        that holds the labels, or none for a block before the window. ``problems`` lists all differences. The engine
+        computes the last prompt token itself: only that token's elements (one key and one value per head), the empty
+        slots after it, and the tokens before the window may differ.
         """
         order = json.loads(text)
         problems: list[str] = []
@@ -151,10 +151,10 @@ class EngineOracle:
         return {"is_registered": CONNECTOR_NAME in KVConnectorFactory._registry}
 
     def oracle_poison(self) -> dict[str, Any]:
-        """Fill every block but the null block with NaN, as if a request that is gone had left it there.
+        """Fill every block but the null block with NaN, as an earlier request may leave it.
 
-        Only while no request has blocks. An engine whose groups share pages meets such bytes without anybody's fault:
-        what was a state of one type is NaN when read as keys of another.
+        Call only while no request has blocks. An engine whose groups share pages can read such bytes without an error
+        of kvferry: a state of one type can be NaN when read as keys of another.
         """
         layers = self._oracle_layers()
         for layer in layers:
@@ -162,9 +162,9 @@ class EngineOracle:
         return {"layers": len(layers)}
 
     def oracle_faults(self, text: str) -> dict[str, Any]:
-        """Put a :class:`FaultPlan` between this engine and its transports, or take it out again (``null``).
+        """Inject a :class:`FaultPlan` into this engine's transports, or remove it (``null``).
 
-        Only while no transfer is under way. Peers are met anew, through the transports as they now are.
+        Call only while no transfer is running. The engine then connects to its peers again.
         """
         plan = msgspec.json.decode(text, type=FaultPlan | None)
         role = _worker_role()
@@ -183,14 +183,14 @@ class EngineOracle:
         return {"transports": sorted(transports)}
 
     def oracle_spans(self, text: str) -> dict[str, Any]:
-        """Push spans of so many layers from the next step on, which small models have several of."""
+        """Push spans of so many layers from the next step on, so that a small model has several spans."""
         role = _worker_role()
         assert isinstance(role._source, PushSource)
         spans = role._source.writer.spans = LayerSpans(role._layers_that_report(), json.loads(text))
         return {"spans": len(spans.layers_of)}
 
     def _oracle_layers(self) -> list["Layer"]:
-        """Return each layer with its cache as int32, its heads' global indices and what its group keeps."""
+        """Return each layer with its cache as int32 and the global indices of its heads."""
         from vllm.model_executor.models.utils import extract_layer_index
         from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -212,9 +212,9 @@ class EngineOracle:
         return page_of(labels, not self.vllm_config.model_config.use_mla)
 
     def _oracle_state(self, name: str, nonce: str) -> list[tuple[NDArray[np.int32], Labels]]:
-        """Return the convolution's and the recurrent states of a Mamba2 layer, and the labels of this rank's part.
+        """Return the convolution's and the recurrent states of a Mamba2 layer, each with the labels of this rank.
 
-        The layer keeps them as ``[B, taps, channels]`` (or the last two the other way round) and ``[B, heads, ..]``.
+        Their shapes are ``[B, taps, channels]`` or ``[B, channels, taps]``, and ``[B, heads, ..]``.
         """
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
         from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -231,7 +231,7 @@ class EngineOracle:
         return [(conv, conv_labels if is_conv_state_dim_first() else conv_labels.T), (recurrent, recurrent_labels)]
 
     def _oracle_heads(self, view: Any) -> Sequence[int]:
-        """Ranks get equal shares of the heads; where there are fewer heads than ranks, neighbours share one."""
+        """Return a rank's global heads: equal shares, or one head for several neighbouring ranks."""
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         model, tp_size = self.vllm_config.model_config, self.vllm_config.parallel_config.tensor_parallel_size
@@ -252,7 +252,7 @@ class EngineOracle:
             num_elements = layer.view.shape[3] * 4 // layer.itemsize
             wanted = np.broadcast_to(((slots >= first) & (slots < last))[:, None], (layer.block_size, num_elements))
             elements = page_of(wanted, not self.vllm_config.model_config.use_mla)
-            # A label of four bytes may hold elements of several tokens.
+            # A label of four bytes may cover elements of several tokens.
             must_equal = elements.reshape(*layer.view.shape[2:], -1).all(axis=-1)
             for local_head, head in enumerate(layer.heads):
                 equal = layer.view[:, local_head] == self._oracle_page(order["nonce"], layer, head, index)
@@ -260,29 +260,29 @@ class EngineOracle:
                 whole = [int(block_id) for block_id in candidates if equal[block_id][must_equal].all()]
                 if len(whole) != 1 or len(candidates) != 1:
                     where = f"{layer.name}, head {head}, prompt block {index}"
-                    problems.append(f"{where}: whole in the blocks {whole}, some of it in {candidates.tolist()}")
+                    problems.append(f"{where}: whole in the blocks {whole}, in part in {candidates.tolist()}")
                 found.setdefault(index, set()).update(whole)
 
     def _oracle_find_state(self, layer: "Layer", found: set[int], problems: list[str]) -> None:
         arrived = self._oracle_arrived.get(layer.name, [])
-        if len(arrived) != 2 or any(len(holders) != 1 for holders in arrived):
-            problems.append(f"{layer.name}: convolution and state came whole into the blocks {arrived}")
-        found.update(block_id for holders in arrived for block_id in holders)
+        if len(arrived) != 2 or any(len(block_ids) != 1 for block_ids in arrived):
+            problems.append(f"{layer.name}: convolution and state are whole in the blocks {arrived}")
+        found.update(block_id for block_ids in arrived for block_id in block_ids)
 
     def _oracle_changes_outside(self, expected: set[int]) -> list[str]:
-        """Name blocks that changed since :meth:`oracle_remember` and are none of the prompt's."""
+        """Describe the blocks that changed since :meth:`oracle_remember` and do not belong to the prompt."""
         problems = []
         for layer in self._oracle_layers():
             before = getattr(self, "_oracle_sums", {}).get(layer.name)
             if before is not None:
                 changed = set(np.flatnonzero((before != _page_sums(layer.view)).any(axis=1)).tolist()) - expected
                 if changed:
-                    problems.append(f"{layer.name}: the foreign blocks {sorted(changed)} were written")
+                    problems.append(f"{layer.name}: blocks {sorted(changed)} of no prompt were written")
         return problems
 
 
 class Layer(NamedTuple):
-    """One layer's cache as vLLM's worker sees it. A ``window`` of 0 means that everything is kept."""
+    """One layer's cache in vLLM's worker. A ``window`` of 0 means all tokens."""
 
     name: str
     group: int
@@ -296,24 +296,24 @@ class Layer(NamedTuple):
 
 
 def _conv_channels(layer: Any, rank: int, size: int) -> list[tuple[str, int, int]]:
-    """Return the parts of a convolution that a rank has: name, first global channel, number of channels."""
+    """Return a rank's segments of a convolution: name, first global channel, number of channels."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
     own = layer.intermediate_size // size
     grouped = layer.n_groups * layer.ssm_state_size // size
-    # The one group of a model is the same on every rank, and layer.n_groups then counts it once for each.
+    # Every rank holds the one group of a model; layer.n_groups then counts the group once per rank.
     first = rank * grouped if isinstance(layer.conv1d, MergedColumnParallelLinear) else 0
     return [("x", rank * own, own), ("B", first, grouped), ("C", first, grouped)]
 
 
-def _holders(view: NDArray[np.int32], labels: Labels) -> list[int]:
-    """Return the blocks that hold these labels whole."""
+def _blocks_with(view: NDArray[np.int32], labels: Labels) -> list[int]:
+    """Return the blocks that hold all of these labels."""
     inner = tuple(range(1, view.ndim))
     return [int(block_id) for block_id in np.flatnonzero((view == labels).all(axis=inner))]
 
 
 def _as_int32(view: Any) -> NDArray[np.int32]:
-    array: NDArray[np.int32] = view.detach().numpy().view(np.int32)  # of bytes, where a page is a state's
+    array: NDArray[np.int32] = view.detach().numpy().view(np.int32)  # a state's page is a view of bytes
     if array.ndim != 4 or not np.shares_memory(array, view.numpy()):
         raise ValueError(f"expected a [B, H, N, C] view of 4-byte elements, found {view.shape} of {view.dtype}")
     return array

@@ -1,9 +1,9 @@
-"""Says whether a move was right by labelling real memory, moving it, and reading it back.
+"""An oracle of moves: labels real memory, moves it, and compares every byte.
 
-Each element of the source is labelled with its logical coordinates (group, component, layer, token or state, head,
-channel). After the move every element of the destination that was asked for must bear the label of its own
-coordinates, and every other byte must be as it was. Elements are reached through numpy views of real arrays, never
-through plan code.
+Each element of the source gets a label of its logical coordinates (group, component, layer, token or state, head,
+channel). After the move every requested element of the destination must have the label of its own coordinates, and
+every other byte must be unchanged. The oracle accesses elements through numpy views of real arrays and uses no code of
+the planner.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from kvferry.arrays import Bytes, Integers
+from kvferry.arrays import Bytes, Descriptors, Integers
 from kvferry.layout.component import Component, HeadRange
 from kvferry.layout.group import CacheGroup
 from kvferry.layout.shard import Region, Shard
@@ -24,11 +23,11 @@ Views = Mapping[tuple[str, str, str], Bytes]
 
 
 class OracleMismatch(AssertionError):
-    """The destination does not hold what it should."""
+    """The destination holds wrong bytes."""
 
 
 class Arena:
-    """One buffer in which all ranks of a test live, so that a list of real addresses can be carried out at once.
+    """One buffer for the memory of all ranks of a test, so that one call carries out a list of real addresses.
 
     >>> arena = Arena(64)
     >>> source, destination = arena.allocate(8), arena.allocate(8)
@@ -49,8 +48,8 @@ class Arena:
             raise MemoryError(f"{self._used} bytes of an arena of {len(self.buffer)}")
         return self.buffer[begin : self._used]
 
-    def move(self, rows: npt.NDArray[np.uint64]) -> None:
-        """Copy length bytes from source to destination address for each row; all are read before any is written."""
+    def move(self, rows: Descriptors) -> None:
+        """Copy every row, length bytes from source to destination address. All reads come before all writes."""
         base = self.buffer.ctypes.data
         source, destination, length = rows.astype(np.int64).T
         for side, start in (("source", source - base), ("destination", destination - base)):
@@ -65,7 +64,7 @@ class Arena:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Real memory of one rank: the shard that describes it, its bytes, and views by which the oracle reaches them."""
+    """Real memory of one rank: its shard, its bytes, and the oracle's views of the elements."""
 
     shard: Shard
     regions: tuple[Bytes, ...]
@@ -82,7 +81,7 @@ class RankMemory:
 
 
 def strided_memory(arena: Arena, shard: Shard) -> RankMemory:
-    """Give a shard real memory; it is returned with true base addresses, its views strided as its components say."""
+    """Allocate the regions of a shard; return the shard with real base addresses and views by its strides."""
     regions = tuple(arena.allocate(region.length) for region in shard.regions)
     placed = tuple(
         Region(memory.ctypes.data, region.length, region.device)
@@ -90,21 +89,27 @@ def strided_memory(arena: Arena, shard: Shard) -> RankMemory:
     )
     views: dict[tuple[str, str, str], Bytes] = {}
     for group in shard.groups:
-        for part in group.components:
-            heads = sum(held.end - held.start for held in part.heads)
-            shape = (group.num_blocks, heads, group.block_size, part.num_channels, part.itemsize)
-            strides = (part.block_stride, part.head_stride, part.token_stride, part.channel_stride, 1)
-            for layer, offset in zip(part.layers, part.layer_offsets, strict=True):
-                memory = regions[part.region][offset:]
-                views[group.name, part.name, layer] = np.lib.stride_tricks.as_strided(memory, shape, strides)
+        for component in group.components:
+            heads = sum(held.end - held.start for held in component.heads)
+            shape = (group.num_blocks, heads, group.block_size, component.num_channels, component.itemsize)
+            strides = (
+                component.block_stride,
+                component.head_stride,
+                component.token_stride,
+                component.channel_stride,
+                1,
+            )
+            for layer, offset in zip(component.layers, component.layer_offsets, strict=True):
+                memory = regions[component.region][offset:]
+                views[group.name, component.name, layer] = np.lib.stride_tricks.as_strided(memory, shape, strides)
     return RankMemory(msgspec.structs.replace(shard, regions=placed), regions, views)
 
 
 @dataclass(frozen=True)
 class Labels:
-    """A number for every coordinate, the same for both sides: what the elements are labelled with.
+    """A number for every coordinate, equal at source and destination.
 
-    Elements narrower than the largest number hold one *digit* of it; all digits together prove the identity.
+    An element too narrow for the number holds one *digit* of it; all digits together identify the coordinate.
     """
 
     groups: tuple[str, ...]
@@ -115,7 +120,7 @@ class Labels:
     num_channels: int
     itemsize: int
     padding: frozenset[tuple[str, str, int, int, tuple[HeadRange, ...]]]
-    """The sources' padding, by group, layer, size and whose of the ranks: that which moves."""
+    """The padding that moves, which is the sources': group, layer, size, number of ranks, and rank."""
 
     @classmethod
     def of(cls, sources: Sequence[RankMemory], destinations: Sequence[RankMemory], num_tokens: int) -> "Labels":
@@ -131,18 +136,18 @@ class Labels:
             num_channels=max(component.num_channels for component in components),
             itemsize=min(component.itemsize for component in components),
             padding=frozenset(
-                _padding(group, part, layer)
+                _padding(group, component, layer)
                 for rank in sources
                 for group in rank.shard.groups
-                for part in group.components
-                if part.is_padding
-                for layer in part.layers
+                for component in group.components
+                if component.is_padding
+                for layer in component.layers
             ),
         )
 
     @property
     def num_digits(self) -> int:
-        """Passes needed to tell all coordinates apart."""
+        """The digits of the largest number."""
         count = len(self.groups) * len(self.components) * len(self.layers)
         count *= self.num_tokens * self.num_heads * self.num_channels
         return -(-max(1, count.bit_length()) // (8 * self.itemsize))
@@ -170,8 +175,8 @@ class Labels:
 
     def _number(self, place: tuple[int, int, int], token: Integers, head: Integers, channel: Integers) -> Integers:
         group, component, layer = place
-        part = (group * len(self.components) + component) * len(self.layers) + layer
-        return ((part * self.num_tokens + token) * self.num_heads + head) * self.num_channels + channel + 1
+        prefix = (group * len(self.components) + component) * len(self.layers) + layer
+        return ((prefix * self.num_tokens + token) * self.num_heads + head) * self.num_channels + channel + 1
 
     def _digit_bytes(self, number: Integers, digit: int, itemsize: int) -> Bytes:
         shift = 8 * (digit * self.itemsize + np.arange(itemsize, dtype=np.int64))
@@ -179,8 +184,8 @@ class Labels:
         return digits.astype(np.uint8)
 
 
-def _padding(group: CacheGroup, part: Component, layer: str) -> tuple[str, str, int, int, tuple[HeadRange, ...]]:
-    return group.name, layer, part.num_channels, part.total_heads, part.heads
+def _padding(group: CacheGroup, component: Component, layer: str) -> tuple[str, str, int, int, tuple[HeadRange, ...]]:
+    return group.name, layer, component.num_channels, component.total_heads, component.heads
 
 
 def check_moved(
@@ -188,11 +193,11 @@ def check_moved(
     sources: Sequence[RankMemory],
     destinations: Sequence[RankMemory],
     requests: Sequence[GroupBlocks],
-    rows: npt.NDArray[np.uint64],
+    rows: Descriptors,
 ) -> None:
     """Label the sources, carry out the rows, and compare every byte of the destinations.
 
-    Where block sizes and slots agree on both sides, a partly filled last block is expected whole.
+    Where block sizes and slots of source and destination agree, a partly filled last block must move whole.
     Raises :class:`OracleMismatch`.
     """
     ends = [_end(blocks, sources, destinations) for blocks in requests]
@@ -217,7 +222,7 @@ def check_moved(
 
 
 def _end(blocks: GroupBlocks, sources: Sequence[RankMemory], destinations: Sequence[RankMemory]) -> int:
-    """Return the end of what moves: each engine's ranks agree on it, as far as they hold the group."""
+    """Return the end of the tokens that move, from a source rank and a destination rank that hold the group."""
     sent, received = (
         next((rank.shard for rank in ranks if rank.shard.group(blocks.group)), ranks[0].shard)
         for ranks in (sources, destinations)
@@ -226,10 +231,7 @@ def _end(blocks: GroupBlocks, sources: Sequence[RankMemory], destinations: Seque
 
 
 def _held(group: CacheGroup, token: Integers, begin: int) -> tuple[Integers, Integers]:
-    """Return the tokens of a rank's share, and how many slots each lies behind the first slot of the block list.
-
-    The rank's tokens are counted one by one, not computed.
-    """
+    """Return the tokens of a rank's share and their slots, counted one by one from the start of the block list."""
     share = group.token_share
     listed = np.arange(begin, int(token[-1]) + 1 if len(token) else begin, dtype=np.int64)
     mine = listed[(listed // share.interleave) % share.size == share.rank]
@@ -238,7 +240,7 @@ def _held(group: CacheGroup, token: Integers, begin: int) -> tuple[Integers, Int
 
 
 def expected_end(blocks: GroupBlocks, source: Shard, destination: Shard) -> int:
-    """Return the end of the tokens that a request's move carries."""
+    """Return the end of the tokens that move for a request."""
     sent, received = source.group(blocks.group), destination.group(blocks.group)
     if sent is None or received is None or blocks.first_token == blocks.last_token:
         return blocks.last_token
@@ -252,7 +254,7 @@ def expected_end(blocks: GroupBlocks, source: Shard, destination: Shard) -> int:
 
 
 def compare(rank: RankMemory, expected: Sequence[Bytes]) -> None:
-    """Raise :class:`OracleMismatch`, naming the first wrong byte, unless a rank holds exactly these bytes."""
+    """Raise :class:`OracleMismatch` with the first wrong byte unless a rank holds exactly these bytes."""
     for index, (found, wanted) in enumerate(zip(rank.regions, expected, strict=True)):
         wrong = np.flatnonzero(found != wanted)
         if wrong.size:

@@ -1,7 +1,6 @@
-"""Random models and the memory of their ranks, for the strategies: every kind of group, several to a shard.
+"""Random models and the shards of their ranks, with several groups of every kind.
 
-Details of a layout come from a seeded generator; what is worth shrinking is drawn by
-:mod:`kvferry.testing.strategies`.
+A seeded generator chooses the details of a layout; :mod:`kvferry.testing.strategies` draws the values worth shrinking.
 """
 
 import math
@@ -30,8 +29,8 @@ PACKING = "kernel:packed"
 
 
 @dataclass(frozen=True)
-class Part:
-    """A component of attention: what of it each head and token keeps."""
+class ComponentShape:
+    """The size of a component of attention for one head and token."""
 
     name: str
     num_channels: int
@@ -40,20 +39,20 @@ class Part:
 
 @dataclass(frozen=True)
 class GroupModel:
-    """A cache group of a model, whatever the engine. ``num_heads`` are KV heads, or those of a recurrent state."""
+    """A cache group of a model, the same for every engine. ``num_heads``: KV heads, or heads of a recurrent state."""
 
     name: str
     kind: CacheKind
     layers: tuple[str, ...]
     num_heads: int
-    parts: tuple[Part, ...]
+    components: tuple[ComponentShape, ...]
     window: int = 0
     packed: bool = False
     family: str = ""
-    """Of a state: ``mamba1``, ``mamba2``, ``delta``. The parts of a state are the convolution's and the recurrent."""
+    """Of a state: ``mamba1``, ``mamba2``, ``mamba2-groups`` or ``delta``. Components: convolution, recurrent state."""
 
     def fits(self, tp_size: int) -> bool:
-        """Return whether so many ranks can share the group out."""
+        """Return whether the group can be split over so many ranks."""
         if self.kind is CacheKind.STATE:
             return self.num_heads % tp_size == 0
         return self.kind is CacheKind.MLA or max(self.num_heads, tp_size) % min(self.num_heads, tp_size) == 0
@@ -61,7 +60,7 @@ class GroupModel:
 
 @dataclass(frozen=True)
 class RankShape:
-    """What a rank is: its layers, its place among the tensor-parallel ranks, and of each group blocks and tokens."""
+    """A rank's layers, its tensor-parallel rank, and its block size and token share of each group."""
 
     layers: frozenset[str]
     tp_rank: int
@@ -72,10 +71,10 @@ class RankShape:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How an engine lays out its groups.
+    """How an engine places its groups in memory.
 
-    ``rows``: a block's bytes together. ``slots``: a layer's together, in pages of one size. In both, a rank's groups
-    overlay each other. ``apart``: each group in a region of its own.
+    ``rows``: a block's bytes are contiguous. ``slots``: a layer's bytes are contiguous, in pages of one size. In both,
+    a rank's groups overlay each other. ``apart``: each group has its own region.
     """
 
     placement: str
@@ -86,28 +85,28 @@ class EngineLayout:
 def rank_shard(
     model: Sequence[GroupModel], shape: RankShape, layout: EngineLayout, base_address: int, **ranks: int
 ) -> Shard:
-    """Return the shard of one rank. Ranks of equal seeds lay out their groups alike."""
+    """Return the shard of one rank. Ranks with equal seeds have equal layouts."""
     generator = random.Random(layout.seed)
     drafts = [(group, draft) for group in model if (draft := _draft(group, shape, layout))]
     stride = max(draft.num_bytes for _, draft in drafts) + generator.choice((0, 0, 3, 16))
     groups, lengths = [], [0] * (len(drafts) if layout.placement == "apart" else 1)
     for index, (group, draft) in enumerate(drafts):
         region = index % len(lengths)
-        parts, length = _place(draft, layout, stride, region)
+        components, length = _place(draft, layout, stride, region)
         lengths[region] = max(lengths[region], length)
-        groups.append(_group(group, shape, layout.num_blocks, parts))
+        groups.append(_group(group, shape, layout.num_blocks, components))
     begins = [base_address + sum(lengths[:index]) for index in range(len(lengths))]
     regions = tuple(Region(begin, length) for begin, length in zip(begins, lengths, strict=True))
     return Shard(regions=regions, groups=tuple(groups), **ranks)
 
 
-def _group(model: GroupModel, shape: RankShape, num_blocks: int, parts: Sequence[Component]) -> CacheGroup:
+def _group(model: GroupModel, shape: RankShape, num_blocks: int, components: Sequence[Component]) -> CacheGroup:
     return CacheGroup(
         name=model.name,
         kind=model.kind,
         block_size=shape.block_sizes[model.name],
         num_blocks=num_blocks,
-        components=tuple(parts),
+        components=tuple(components),
         window=model.window,
         token_share=shape.shares[model.name],
     )
@@ -117,7 +116,7 @@ def _group(model: GroupModel, shape: RankShape, num_blocks: int, parts: Sequence
 class _Draft:
     """A group's components within one block (``rows``), one page (``slots``) or all memory (``apart``)."""
 
-    parts: tuple[Component, ...]
+    components: tuple[Component, ...]
     num_bytes: int
     is_state: bool
 
@@ -143,7 +142,7 @@ def _state_draft(
     counts: dict[str, int],
     generator: random.Random,
 ) -> _Draft:
-    conv, recurrent = model.parts
+    conv, recurrent = model.components
     segments = _segments(model, shape.tp_rank, shape.tp_size)
     held = heads_of_rank(model.num_heads, shape.tp_rank, shape.tp_size)
     conv_bytes = sum(len(segment.held) for segment in segments) * conv.num_channels * conv.itemsize
@@ -157,7 +156,7 @@ def _state_draft(
         block_stride=strides.get("B", page),
     )
     order = generator.choice(list(ConvOrder))
-    parts = conv_components(pages, segments, state_len=conv.num_channels, order=order, itemsize=conv.itemsize)
+    taps = conv_components(pages, segments, state_len=conv.num_channels, order=order, itemsize=conv.itemsize)
     state = recurrent_component(
         pages,
         held,
@@ -167,7 +166,7 @@ def _state_draft(
         page_offset=conv_bytes + gap,
     )
     tail = padding_components(pages, body, page, shape.tp_rank, shape.tp_size) if generator.random() < 0.75 else ()
-    return _Draft((*parts, state, *tail), num_bytes, is_state=True)
+    return _Draft((*taps, state, *tail), num_bytes, is_state=True)
 
 
 def _segments(model: GroupModel, tp_rank: int, tp_size: int) -> tuple[ConvSegment, ...]:
@@ -195,22 +194,24 @@ def _attention_draft(
     order = _shuffled(axes + ("H" if model.packed else "HN"), generator)
     cut = generator.randrange(len(order) + 1)
     outer, inner = order[:cut], order[cut:] + ("N" if model.packed else "")
-    parts: list[tuple[Part, int, dict[str, int]]] = []
+    placed: list[tuple[ComponentShape, int, dict[str, int]]] = []
     begin = 0
-    for part in model.parts:
+    for component in model.components:
         own = _shuffled(inner[:-1] if model.packed else inner + "C", generator)
-        # A packing names the inside of a page, which is therefore alike on both engines.
-        own += "" if not model.packed else "NC" if parts else "CN"
-        strides, length = _strides(own, {**counts, "C": part.num_channels}, part.itemsize)
-        parts.append((part, begin, strides))
+        # A packing names the order inside a page, so both engines have the same order.
+        own += "" if not model.packed else "NC" if placed else "CN"
+        strides, length = _strides(own, {**counts, "C": component.num_channels}, component.itemsize)
+        placed.append((component, begin, strides))
         begin += length + generator.choice((0, 0, 0, 2))
     around, num_bytes = _strides(outer, counts, begin)
-    components = [_component(part, first, {**around, **own}, layers, held, total, model) for part, first, own in parts]
+    components = [
+        _component(component, first, {**around, **own}, layers, held, total, model) for component, first, own in placed
+    ]
     return _Draft(tuple(components), num_bytes, is_state=False)
 
 
 def _component(
-    part: Part,
+    component: ComponentShape,
     first: int,
     strides: dict[str, int],
     layers: Sequence[str],
@@ -219,13 +220,13 @@ def _component(
     model: GroupModel,
 ) -> Component:
     return Component(
-        name=part.name,
+        name=component.name,
         layers=tuple(layers),
         layer_offsets=tuple(first + index * strides.get("L", 0) for index in range(len(layers))),
         heads=(held,),
         total_heads=total,
-        num_channels=part.num_channels,
-        itemsize=part.itemsize,
+        num_channels=component.num_channels,
+        itemsize=component.itemsize,
         block_stride=strides.get("B", 1),
         head_stride=strides["H"],
         token_stride=strides["N"],
@@ -236,7 +237,7 @@ def _component(
 
 
 def _strides(order: str, counts: dict[str, int], unit: int) -> tuple[dict[str, int], int]:
-    """Return the stride of each axis of a dense array of such units, outermost first, and its length."""
+    """Return the stride of each axis of a dense array of units, outermost axis first, and the array's length."""
     strides = {}
     for axis in reversed(order):
         strides[axis] = unit
@@ -249,25 +250,25 @@ def _shuffled(axes: str, generator: random.Random) -> str:
 
 
 def _place(draft: _Draft, layout: EngineLayout, stride: int, region: int) -> tuple[list[Component], int]:
-    """Return the components in their region and how far they reach."""
+    """Return the components in their region and the bytes that they take."""
     if layout.placement == "apart":
-        return [msgspec.structs.replace(part, region=region) for part in draft.parts], draft.num_bytes
+        return [msgspec.structs.replace(component, region=region) for component in draft.components], draft.num_bytes
     layer_stride = 0 if layout.placement == "rows" else layout.num_blocks * stride
     placed = []
-    for part in draft.parts:
-        offsets = tuple(offset + index * layer_stride for index, offset in enumerate(part.layer_offsets))
-        token_stride = stride if draft.is_state else part.token_stride
+    for component in draft.components:
+        offsets = tuple(offset + index * layer_stride for index, offset in enumerate(component.layer_offsets))
+        token_stride = stride if draft.is_state else component.token_stride
         placed.append(
-            msgspec.structs.replace(part, layer_offsets=offsets, block_stride=stride, token_stride=token_stride)
+            msgspec.structs.replace(component, layer_offsets=offsets, block_stride=stride, token_stride=token_stride)
         )
-    layers = len(draft.parts[0].layers) if layout.placement == "slots" else 1
+    layers = len(draft.components[0].layers) if layout.placement == "slots" else 1
     return placed, layers * layout.num_blocks * stride
 
 
 def common_tp_sizes(model: Sequence[GroupModel], largest: int) -> list[int]:
     """Return the tensor-parallel sizes that fit every group.
 
-    >>> heads = GroupModel("0", CacheKind.ATTENTION, ("0",), 6, (Part("kv", 2, 1),))
+    >>> heads = GroupModel("0", CacheKind.ATTENTION, ("0",), 6, (ComponentShape("kv", 2, 1),))
     >>> common_tp_sizes([heads], 8)
     [1, 2, 3, 6]
     """
@@ -275,7 +276,7 @@ def common_tp_sizes(model: Sequence[GroupModel], largest: int) -> list[int]:
 
 
 def positions(tokens: int, block_size: int, share: TokenShare) -> int:
-    """Return how many blocks so many tokens fill on each rank.
+    """Return the number of blocks that so many tokens fill on each rank.
 
     >>> positions(33, 16, TokenShare(0, 2, 1))
     2

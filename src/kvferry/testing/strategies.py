@@ -1,7 +1,7 @@
-"""Hypothesis strategies: two engines of one model, and a request between them.
+"""Hypothesis strategies: two engines of one model, and a request that moves between them.
 
-A model has up to three cache groups of any kind. Each engine has its own layouts, tensor-parallel size (replication
-included), uneven pipeline stages, context-parallel size and interleave, and block sizes.
+A model has up to three cache groups of any kind. Each engine has its own layouts, tensor-parallel size (with
+replication), uneven pipeline stages, context-parallel size and interleave, and block sizes.
 """
 
 import itertools
@@ -15,9 +15,9 @@ from kvferry.layout.group import WHOLE, CacheKind, TokenShare
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks, first_token_to_move
 from kvferry.testing.random_models import (
+    ComponentShape,
     EngineLayout,
     GroupModel,
-    Part,
     RankShape,
     common_tp_sizes,
     positions,
@@ -27,18 +27,18 @@ from kvferry.testing.random_models import (
 RANK_SPACING = 1 << 32
 MAX_TOKENS = 18
 MAX_RANKS = 6
-"""Of an engine. A case costs by pairs of ranks, and more of them show nothing new."""
+"""Ranks of one engine. The time of a case grows with the pairs of ranks; more ranks find no more errors."""
 SOURCE, DESTINATION = 0, 1
 
-# Made once: to make a strategy costs as much as to draw from it.
+# Built once: building a strategy takes as long as drawing from it.
 BITS, SEEDS = st.booleans(), st.integers(0, 1 << 32)
 KINDS, FAMILIES = st.sampled_from(CacheKind), st.sampled_from(["mamba1", "mamba2", "mamba2-groups", "delta"])
 HEADS = {prime: st.sampled_from([1, prime, prime, 2 * prime]) for prime in (2, 3)}
-"""By the one prime of their tensor-parallel sizes, so that groups of one model have sizes in common."""
+"""Numbers of heads by the prime of their tensor-parallel sizes, so that the groups of a model have common sizes."""
 STATE_HEADS = {prime: st.sampled_from([prime, 2 * prime]) for prime in HEADS}
 PRIMES = st.sampled_from([2, 2, 2, 3])
 WIDTHS, OTHER_WIDTHS, ITEMSIZES = st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2, 4])
-NUM_GROUPS, NUM_PARTS, WINDOWS, BLOCK_SIZES = (st.integers(1, largest) for largest in (3, 3, 9, 6))
+NUM_GROUPS, NUM_COMPONENTS, WINDOWS, BLOCK_SIZES = (st.integers(1, largest) for largest in (3, 3, 9, 6))
 CONTEXT_PARALLEL_SIZES, NUM_STAGES = st.sampled_from([1, 1, 1, 2, 2, 3]), st.sampled_from([1, 1, 1, 2, 2, 3])
 PROMPTS = st.sampled_from([*range(1, MAX_TOKENS + 1)] * 3 + [0])
 PLACEMENTS = st.sampled_from(["rows", "slots", "apart"])
@@ -47,7 +47,7 @@ UP_TO = [st.integers(0, largest) for largest in range(MAX_TOKENS + 1)]
 
 @dataclass(frozen=True)
 class Move:
-    """Every rank of both engines, and what is asked of each group."""
+    """Every rank of both engines, and a request for each group."""
 
     sources: tuple[Shard, ...]
     destinations: tuple[Shard, ...]
@@ -55,7 +55,7 @@ class Move:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens and states that are asked for."""
+        """The number of requested tokens and states."""
         return sum(blocks.num_tokens for blocks in self.requests)
 
     def of(self, destination: Shard) -> list[GroupBlocks]:
@@ -68,13 +68,17 @@ def _group_model(draw: st.DrawFn, name: str, layers: tuple[str, ...], prime: int
     kind = draw(KINDS)
     width, other, itemsize = draw(WIDTHS), draw(OTHER_WIDTHS), draw(ITEMSIZES)
     if kind is CacheKind.STATE:
-        parts = (Part("conv", other, itemsize), Part("ssm", width, 4))
-        return GroupModel(name, kind, layers, draw(STATE_HEADS[prime]), parts, family=draw(FAMILIES))
+        components = (ComponentShape("conv", other, itemsize), ComponentShape("ssm", width, 4))
+        return GroupModel(name, kind, layers, draw(STATE_HEADS[prime]), components, family=draw(FAMILIES))
     num_heads = draw(HEADS[prime])
     packed = draw(BITS) and draw(BITS)
     names = ("latent", "rope") if kind is CacheKind.MLA else ("k", "v")
-    every = (Part(names[0], width, itemsize), Part(names[1], other, itemsize), Part("scale", 1, 4))
-    kept = every[: draw(NUM_PARTS)]
+    every = (
+        ComponentShape(names[0], width, itemsize),
+        ComponentShape(names[1], other, itemsize),
+        ComponentShape("scale", 1, 4),
+    )
+    kept = every[: draw(NUM_COMPONENTS)]
     window = draw(WINDOWS) if kind is CacheKind.SLIDING_WINDOW else 0
     return GroupModel(name, kind, layers, num_heads, kept, window=window, packed=packed)
 
@@ -92,16 +96,16 @@ class Tokens:
 
     block_size: int
     share: TokenShare
-    """The first rank's."""
+    """The token share of the first rank."""
 
     @property
-    def covers(self) -> int:
-        """Tokens that one position of a list of blocks covers."""
+    def tokens_each(self) -> int:
+        """Tokens that one position of a list of blocks stands for."""
         return self.block_size * self.share.size
 
 
 def _token_splits(draw: st.DrawFn, model: Sequence[GroupModel]) -> tuple[dict[str, Tokens], dict[str, Tokens]]:
-    """Return for both engines how each group's tokens are split; packed pages are split alike."""
+    """Return for both engines how they split each group's tokens; packed pages have equal splits."""
     sizes = [draw(CONTEXT_PARALLEL_SIZES) for _ in (SOURCE, DESTINATION)]
     if any(group.packed for group in model):
         sizes[DESTINATION] = sizes[SOURCE]
@@ -129,7 +133,7 @@ def _split(draw: st.DrawFn, group: GroupModel, size: int) -> Tokens:
 def _requests(
     draw: st.DrawFn, model: Sequence[GroupModel], splits: tuple[dict[str, Tokens], dict[str, Tokens]]
 ) -> tuple[list[GroupBlocks], list[int]]:
-    """Return a request, and how many blocks each engine needs: block 0 is the null block, all others are used once."""
+    """Return a request and the number of blocks of each engine. Block 0 is the null block, all others occur once."""
     prompt = draw(PROMPTS)
     generator = random.Random(draw(SEEDS))
     wanted = {group.name: _wanted(draw, group, prompt, *(split[group.name] for split in splits)) for group in model}
@@ -143,7 +147,7 @@ def _requests(
             positions(last - begin, split[name].block_size, split[name].share)
             for begin, split in zip(begins, splits, strict=True)
         ]
-        # Blocks that look ahead of the prompt follow in either list.
+        # Either list may end with look-ahead blocks.
         ahead = [0 if name in states else generator.choice((0, 0, 2)) for _ in lists]
         counts[name] = [count + more for count, more in zip(lists, ahead, strict=True)]
     for side in (SOURCE, DESTINATION):
@@ -156,26 +160,26 @@ def _requests(
 def _wanted(
     draw: st.DrawFn, group: GroupModel, prompt: int, source: Tokens, destination: Tokens
 ) -> tuple[int, int, list[int]]:
-    """Return the first and last token that move, and the token with which each side's list of blocks begins."""
+    """Return the first and last token that move, and the first tokens of both lists of blocks."""
     if group.kind is CacheKind.STATE:
         return 0, min(prompt, 1), [0, 0]
-    # Nothing, a part or (rarely) all of the prompt is there already.
+    # The decode engine has none, some or (rarely) all of the prompt's tokens already.
     first = draw(UP_TO[prompt if draw(BITS) else max(prompt - 1, 0)]) if draw(BITS) else 0
     if group.kind is CacheKind.SLIDING_WINDOW:
         first = first_token_to_move(
             num_computed_tokens=prompt,
             first_token=first,
             window=group.window,
-            source_block_size=source.covers,
-            destination_block_size=destination.covers,
+            source_block_size=source.tokens_each,
+            destination_block_size=destination.tokens_each,
             whole_pages=group.packed,
         )
     if group.packed:
-        first -= first % destination.covers
+        first -= first % destination.tokens_each
     begins = [draw(UP_TO[first]) for _ in (SOURCE, DESTINATION)]
     for side, split in enumerate((source, destination)):
         if group.packed or split.share.size > 1 or group.kind is CacheKind.SLIDING_WINDOW:
-            begins[side] -= begins[side] % split.covers
+            begins[side] -= begins[side] % split.tokens_each
     return first, prompt, begins
 
 
@@ -186,14 +190,14 @@ def _take(
     splits: tuple[dict[str, Tokens], dict[str, Tokens]],
     ids: tuple[list[int], ...],
 ) -> list[GroupBlocks]:
-    """Give each group its blocks; those that lie before a window are null."""
+    """Give each group its blocks; blocks before a window are null blocks."""
     asked = []
     for group in model:
         first, last, begins = wanted[group.name]
         lists = []
         for side, begin in enumerate(begins):
             taken = [ids[side].pop() for _ in range(counts[group.name][side])]
-            before = (first - begin) // splits[side][group.name].covers if group.window else 0
+            before = (first - begin) // splits[side][group.name].tokens_each if group.window else 0
             lists.append([0] * before + taken[before:])
         asked.append(
             GroupBlocks(
@@ -217,7 +221,7 @@ def _engine(
     sizes: tuple[int, int],
     base_address: int,
 ) -> tuple[Shard, ...]:
-    """Return all ranks of an engine of so many tensor-parallel ranks and pipeline stages."""
+    """Return all ranks of an engine. ``sizes`` are the tensor-parallel size and the number of pipeline stages."""
     tp_size, num_stages = sizes
     layout = EngineLayout(draw(PLACEMENTS), num_blocks, draw(SEEDS))
     cp_size = max(split.share.size for split in splits.values())
@@ -233,7 +237,7 @@ def _engine(
 
 
 def _sizes(draw: st.DrawFn, model: Sequence[GroupModel], splits: Sequence[dict[str, Tokens]]) -> list[tuple[int, int]]:
-    """Return for both engines the tensor-parallel size, mostly not the same, and the number of pipeline stages."""
+    """Return for both engines the tensor-parallel size, in most cases different, and the number of pipeline stages."""
     num_layers = sum(len(group.layers) for group in model)
     sizes: list[tuple[int, int]] = []
     for side in splits:
@@ -252,7 +256,7 @@ def _share(first: TokenShare, cp_rank: int) -> TokenShare:
 
 
 def _stages(model: Sequence[GroupModel], num_stages: int, seed: int) -> list[frozenset[str]]:
-    """Deal layers to pipeline stages, unevenly and in any order."""
+    """Split layers into pipeline stages, unevenly and in any order."""
     generator = random.Random(seed)
     order = [layer for group in model for layer in group.layers]
     generator.shuffle(order)
@@ -263,7 +267,7 @@ def _stages(model: Sequence[GroupModel], num_stages: int, seed: int) -> list[fro
 
 @st.composite
 def moves(draw: st.DrawFn) -> Move:
-    """Return two engines of one model and a request that can be moved between them."""
+    """Return two engines of one model and a request that can move between them."""
     model = _model(draw)
     splits = _token_splits(draw, model)
     asked, num_blocks = _requests(draw, model, splits)

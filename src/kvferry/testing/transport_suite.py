@@ -1,10 +1,10 @@
-"""What every transport must do, as tests. Subclass it in a test module and name your transport's factory:
+"""The tests that every transport must pass. Subclass the suite in a test module and set your transport's factory:
 
     class TestMyTransport(TransportSuite):
         factory = "my_package.my_transport:MyTransport"
 
-Needs pytest. Peers are processes of their own (``kvferry.testing.transport_peer``) unless the transport's capabilities
-say ``same_process_only``; every wait is bounded.
+Needs pytest. Peers are other processes (``kvferry.testing.transport_peer``), unless the transport's capabilities have
+``same_process_only``; every wait is bounded.
 """
 
 import time
@@ -29,27 +29,27 @@ BUFFER_BYTES = 24 << 20
 FINISH_SECONDS = 20.0
 DEATH_SECONDS = 5.0
 POLL_SECONDS = 1.0
-"""No single call may hold its caller longer than this."""
+"""Limit of the duration of one call."""
 
 
 @dataclass(slots=True)
 class Pair:
-    """One side: its transport and buffer, connected to a peer."""
+    """A local transport and buffer, connected to a peer."""
 
     transport: Transport
     local: Bytes
     remote: PeerProcess | InProcessPeer
     peer: Peer
 
-    def submit(self, direction: Direction, pieces: Descriptors) -> Transfer:
-        """Submit pieces given as (remote offset, local offset, length)."""
-        descriptors = pieces + np.array([self.remote.address, self.local.ctypes.data, 0], np.uint64)
+    def submit(self, direction: Direction, offsets: Descriptors) -> Transfer:
+        """Submit rows of remote offset, local offset and length."""
+        descriptors = offsets + np.array([self.remote.address, self.local.ctypes.data, 0], np.uint64)
         if direction is Direction.WRITE:
             descriptors[:, [0, 1]] = descriptors[:, [1, 0]]
         return self.transport.submit(self.peer, direction, descriptors)
 
     def finish(self, transfer: Transfer, seconds: float = FINISH_SECONDS) -> Status:
-        """Poll to the end, and check that each call is short and that the end comes."""
+        """Poll until the transfer ends; check that each call is short and that the transfer ends in time."""
         deadline = time.monotonic() + seconds
         while True:
             before = time.monotonic()
@@ -61,13 +61,13 @@ class Pair:
                 return status
             assert now < deadline, f"still pending after {seconds} s"
 
-    def start(self, direction: Direction, pieces: Descriptors) -> Transfer:
+    def start(self, direction: Direction, offsets: Descriptors) -> Transfer:
         """Submit and poll until some bytes, but not all, have moved."""
-        transfer = self.submit(direction, pieces)
+        transfer = self.submit(direction, offsets)
         deadline = time.monotonic() + FINISH_SECONDS
         while self.transport.poll(transfer) is Status.PENDING and not transfer.bytes_done:
             assert time.monotonic() < deadline
-        assert transfer.status is Status.PENDING, "the transfer ended before anything could be done to it"
+        assert transfer.status is Status.PENDING, "the transfer ended before the test could act on it"
         return transfer
 
 
@@ -84,41 +84,41 @@ def open_pair(factory: str, num_bytes: int = BUFFER_BYTES) -> Iterator[Pair]:
         transport.close()
 
 
-def random_pieces(seed: int, lengths: npt.NDArray[np.int64]) -> Descriptors:
-    """Return pieces (remote offset, local offset, length) in random order on both sides, with gaps."""
+def random_offsets(seed: int, lengths: npt.NDArray[np.int64]) -> Descriptors:
+    """Return rows of remote offset, local offset and length, each in random order and with gaps."""
     generator = np.random.default_rng(seed)
-    pieces = np.empty((len(lengths), 3), np.uint64)
-    pieces[:, 2] = lengths
+    offsets = np.empty((len(lengths), 3), np.uint64)
+    offsets[:, 2] = lengths
     for column in (0, 1):
         order = generator.permutation(len(lengths))
         room = lengths[order] + generator.integers(0, 8, len(lengths))
-        pieces[order, column] = np.cumsum(room) - room
-    assert int((pieces[:, :2].max(axis=1) + pieces[:, 2]).max()) <= BUFFER_BYTES
-    return pieces
+        offsets[order, column] = np.cumsum(room) - room
+    assert int((offsets[:, :2].max(axis=1) + offsets[:, 2]).max()) <= BUFFER_BYTES
+    return offsets
 
 
-def many_pieces() -> Descriptors:
-    """Return a long transfer: 1.6 GB as pieces of 8 KiB that overwrite each other."""
+def many_offsets() -> Descriptors:
+    """Return a long transfer: 1.6 GB in rows of 8 KiB that overwrite each other."""
     offsets = np.random.default_rng(7).integers(0, BUFFER_BYTES // 8192, (200_000, 2)) * 8192
     return np.column_stack([offsets, np.full(len(offsets), 8192)]).astype(np.uint64)
 
 
-def apply(pieces: Descriptors, source: Bytes, destination: Bytes, source_column: int) -> Bytes:
-    """Return ``destination`` as it must look afterwards."""
+def apply(offsets: Descriptors, source: Bytes, destination: Bytes, source_column: int) -> Bytes:
+    """Return the expected content of ``destination`` after the transfer."""
     expected = destination.copy()
-    for piece in pieces.tolist():
-        start, target, length = piece[source_column], piece[1 - source_column], piece[2]
+    for row in offsets.tolist():
+        start, target, length = row[source_column], row[1 - source_column], row[2]
         expected[target : target + length] = source[start : start + length]
     return expected
 
 
-PIECES = {
+OFFSETS = {
     "one": np.array([[5, 77, 1 << 20]], np.uint64),
     "one_of_all": np.array([[0, 0, BUFFER_BYTES]], np.uint64),
-    "random_lengths": random_pieces(1, np.random.default_rng(2).integers(1, 30_000, 1500)),
-    "pieces_of_1_kib": random_pieces(3, np.full(20_000, 1024)),
-    "odd_equal_lengths": random_pieces(4, np.full(3000, 4097)),
-    "large_unequal": random_pieces(5, np.array([9_000_001, 5_000_000, 3, 8_388_609])),
+    "random_lengths": random_offsets(1, np.random.default_rng(2).integers(1, 30_000, 1500)),
+    "descriptors_of_1_kib": random_offsets(3, np.full(20_000, 1024)),
+    "odd_equal_lengths": random_offsets(4, np.full(3000, 4097)),
+    "large_unequal": random_offsets(5, np.array([9_000_001, 5_000_000, 3, 8_388_609])),
     "adjacent_on_both_sides": np.array([[i * 4096, 8192 + i * 4096, 4096] for i in range(3000)], np.uint64),
     "adjacent_remote_only": np.array([[i * 4096, (2999 - i) * 4096, 4096] for i in range(3000)], np.uint64),
     "adjacent_local_only": np.array([[(2999 - i) * 4096, i * 4096, 4096] for i in range(3000)], np.uint64),
@@ -126,67 +126,67 @@ PIECES = {
 
 
 class TransportSuite:
-    """The tests; see the module's text."""
+    """The tests; see the module's docstring."""
 
     factory: ClassVar[str]
 
     @pytest.fixture(scope="class")
     @classmethod
     def shared_pair(cls) -> Iterator[Pair]:
-        """One pair for the tests that leave it intact."""
+        """One pair for all tests that do not harm the peer."""
         with open_pair(cls.factory) as pair:
             yield pair
 
     @pytest.fixture
     def pair(self, shared_pair: Pair) -> Pair:
-        """The shared pair, both buffers with known content."""
+        """The shared pair, with known content in both buffers."""
         shared_pair.local[:] = pattern(1, BUFFER_BYTES)
         shared_pair.remote.fill(2)
         return shared_pair
 
     @pytest.fixture
     def own_pair(self) -> Iterator[Pair]:
-        """A pair whose peer may be harmed."""
+        """A pair whose peer a test may stop or kill."""
         with open_pair(self.factory) as pair:
             pair.remote.fill(2)
             yield pair
 
-    @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
-    def test_read_is_exact(self, pair: Pair, pieces: Descriptors) -> None:
-        """Every byte asked for, and no other, arrives."""
+    @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS.keys())
+    def test_read_is_exact(self, pair: Pair, offsets: Descriptors) -> None:
+        """Every requested byte arrives, and no other byte changes."""
         _needs_bytes(pair.transport)
-        transfer = pair.submit(Direction.READ, pieces)
+        transfer = pair.submit(Direction.READ, offsets)
         assert pair.finish(transfer) is Status.DONE
-        assert (transfer.num_descriptors, transfer.bytes_done) == (len(pieces), int(pieces[:, 2].sum()))
-        expected = apply(pieces, pattern(2, BUFFER_BYTES), pattern(1, BUFFER_BYTES), 0)
+        assert (transfer.num_descriptors, transfer.bytes_done) == (len(offsets), int(offsets[:, 2].sum()))
+        expected = apply(offsets, pattern(2, BUFFER_BYTES), pattern(1, BUFFER_BYTES), 0)
         assert np.array_equal(pair.local, expected)
 
-    @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
-    def test_write_is_exact(self, pair: Pair, pieces: Descriptors) -> None:
-        """Every byte given, and no other, arrives; the source is untouched."""
+    @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS.keys())
+    def test_write_is_exact(self, pair: Pair, offsets: Descriptors) -> None:
+        """Every submitted byte arrives, and no other byte changes, at the source neither."""
         _needs_bytes(pair.transport)
-        assert pair.finish(pair.submit(Direction.WRITE, pieces)) is Status.DONE
-        expected = apply(pieces, pattern(1, BUFFER_BYTES), pattern(2, BUFFER_BYTES), 1)
+        assert pair.finish(pair.submit(Direction.WRITE, offsets)) is Status.DONE
+        expected = apply(offsets, pattern(1, BUFFER_BYTES), pattern(2, BUFFER_BYTES), 1)
         assert pair.remote.checksum() == zlib.crc32(expected.data)
         assert np.array_equal(pair.local, pattern(1, BUFFER_BYTES))
 
     def test_counts(self, pair: Pair) -> None:
-        """A transfer says how much it is and, at its end, that all of it is done."""
-        transfer = pair.submit(Direction.READ, PIECES["random_lengths"])
-        assert transfer.num_descriptors == len(PIECES["random_lengths"])
-        assert transfer.num_bytes == int(PIECES["random_lengths"][:, 2].sum())
+        """A transfer has its number of descriptors and bytes, and at its end all bytes are done."""
+        transfer = pair.submit(Direction.READ, OFFSETS["random_lengths"])
+        assert transfer.num_descriptors == len(OFFSETS["random_lengths"])
+        assert transfer.num_bytes == int(OFFSETS["random_lengths"][:, 2].sum())
         assert pair.finish(transfer) is Status.DONE
         assert transfer.bytes_done == transfer.num_bytes
         assert pair.transport.poll(transfer) is Status.DONE
         assert pair.transport.cancel(transfer) is Status.DONE
 
     def test_empty_list_is_done_at_once(self, pair: Pair) -> None:
-        """Nothing to move is no error."""
+        """An empty list is not an error."""
         assert pair.transport.poll(pair.submit(Direction.READ, np.empty((0, 3), np.uint64))) is Status.DONE
 
     @pytest.mark.parametrize("direction", list(Direction))
     @pytest.mark.parametrize(
-        "piece",
+        "row",
         [
             [BUFFER_BYTES - 8, 0, 9],
             [0, BUFFER_BYTES - 8, 9],
@@ -196,17 +196,17 @@ class TransportSuite:
             [0, 0, (1 << 64) - 1],
         ],
     )
-    def test_unregistered_memory_is_refused(self, pair: Pair, direction: Direction, piece: list[int]) -> None:
-        """One bad range among good ones refuses the whole list before a byte moves."""
-        pieces = np.array([[0, 0, 4096], piece, [8192, 8192, 4096]], np.uint64)
+    def test_unregistered_memory_is_refused(self, pair: Pair, direction: Direction, row: list[int]) -> None:
+        """One bad row among good ones refuses the whole list before a byte moves."""
+        offsets = np.array([[0, 0, 4096], row, [8192, 8192, 4096]], np.uint64)
         with pytest.raises(TransportError) as caught:
-            pair.submit(direction, pieces)
+            pair.submit(direction, offsets)
         assert caught.value.reason is Reason.UNREGISTERED_RANGE
         assert "descriptor 1" in str(caught.value)
         assert np.array_equal(pair.local, pattern(1, BUFFER_BYTES))
 
     def test_zero_length_is_refused(self, pair: Pair) -> None:
-        """A piece of no bytes is a planner's mistake."""
+        """A descriptor of length 0 is refused."""
         with pytest.raises(TransportError) as caught:
             pair.submit(Direction.READ, np.array([[0, 0, 4], [0, 0, 0]], np.uint64))
         assert caught.value.reason is Reason.INVALID_REQUEST
@@ -220,15 +220,15 @@ class TransportSuite:
 
     @pytest.mark.parametrize("garbage", [b"", b"garbage", bytes(range(256)) * 40, b"\x81" * 100_000])
     def test_garbage_end_point_is_refused(self, pair: Pair, garbage: bytes) -> None:
-        """Bytes that are no end point, or part of one, are refused and the transport lives on."""
+        """Garbage, and an end point that is cut or extended, are refused; the transport still works."""
         for wrong in (garbage, pair.remote.end_point[:-3], pair.remote.end_point + garbage[:1] + b"x"):
             with pytest.raises(TransportError) as caught:
                 pair.transport.connect(wrong)
             assert caught.value.reason is Reason.MALFORMED_MESSAGE
-        assert pair.finish(pair.submit(Direction.READ, PIECES["one"])) is Status.DONE
+        assert pair.finish(pair.submit(Direction.READ, OFFSETS["one"])) is Status.DONE
 
     def test_two_peers_and_two_transfers_at_once(self, pair: Pair) -> None:
-        """Transfers from two peers advance side by side."""
+        """Two transfers from two peers both finish."""
         with start_peer(self.factory, BUFFER_BYTES, _is_local(pair.transport)) as other:
             other.fill(3)
             second = Pair(pair.transport, pair.local, other, reach(pair.transport, other.end_point))
@@ -246,9 +246,9 @@ class TransportSuite:
 
     @pytest.mark.parametrize("direction", list(Direction))
     def test_killed_peer_is_an_error(self, own_pair: Pair, direction: Direction) -> None:
-        """A peer that dies in the middle fails the transfer in time, and connecting to it again is refused."""
+        """A transfer fails in time when its peer dies, and a new connection to that peer is refused."""
         _needs_bytes(own_pair.transport)
-        transfer = own_pair.start(direction, many_pieces())
+        transfer = own_pair.start(direction, many_offsets())
         own_pair.remote.kill()
         assert own_pair.finish(transfer, DEATH_SECONDS) is Status.FAILED
         assert transfer.error is not None
@@ -261,11 +261,11 @@ class TransportSuite:
         fresh.close()
 
     def test_stopped_peer_does_not_hold_the_caller(self, own_pair: Pair) -> None:
-        """With a stopped peer polls return at once; when it goes on, the transfer is done, or is quiet if cancelled."""
+        """Polls return at once while the peer is stopped; when the peer resumes, the transfer is done or cancelled."""
         if not isinstance(own_pair.remote, PeerProcess):
             pytest.skip("the peer is this process")
         _needs_bytes(own_pair.transport)
-        transfer = own_pair.start(Direction.READ, many_pieces())
+        transfer = own_pair.start(Direction.READ, many_offsets())
         own_pair.remote.stop()
         try:
             deadline = time.monotonic() + 1.0
@@ -279,7 +279,7 @@ class TransportSuite:
         assert own_pair.finish(transfer) in (Status.DONE, Status.CANCELLED)
 
     def test_connecting_to_a_stopped_peer_does_not_hold_the_caller(self, own_pair: Pair) -> None:
-        """Every call returns at once, also ``cancel``, which ends it; when the peer goes on it is soon reached."""
+        """Every call returns at once; ``cancel`` ends the connection; a resumed peer can soon be reached."""
         if not isinstance(own_pair.remote, PeerProcess):
             pytest.skip("the peer is this process")
         transport, end_point = make(self.factory), own_pair.remote.end_point
@@ -296,9 +296,9 @@ class TransportSuite:
         transport.close()
 
     def test_nothing_lands_after_cancelled(self, own_pair: Pair) -> None:
-        """``cancel`` ends in ``CANCELLED``, at once where the transport claims so, and memory is quiet from then on."""
+        """``cancel`` ends in ``CANCELLED``, at once where the capabilities say so, and no byte lands afterwards."""
         _needs_bytes(own_pair.transport)
-        transfer = own_pair.start(Direction.READ, many_pieces())
+        transfer = own_pair.start(Direction.READ, many_offsets())
         status = own_pair.transport.cancel(transfer)
         if own_pair.transport.capabilities.cancel_is_immediate:
             assert status is Status.CANCELLED
@@ -308,12 +308,12 @@ class TransportSuite:
         own_pair.remote.fill(9)  # what lands late has other content
         time.sleep(0.2)
         assert np.array_equal(own_pair.local, landed)
-        assert own_pair.finish(own_pair.submit(Direction.READ, PIECES["one"])) is Status.DONE
+        assert own_pair.finish(own_pair.submit(Direction.READ, OFFSETS["one"])) is Status.DONE
 
     def test_nothing_is_written_after_cancelled(self, own_pair: Pair) -> None:
-        """A receiver gives its blocks back to its engine on this word."""
+        """No byte is written after ``CANCELLED``: the decode engine then frees the blocks."""
         _needs_bytes(own_pair.transport)
-        transfer = own_pair.start(Direction.WRITE, many_pieces())
+        transfer = own_pair.start(Direction.WRITE, many_offsets())
         own_pair.transport.cancel(transfer)
         assert own_pair.finish(transfer) is Status.CANCELLED
         landed = own_pair.remote.checksum()
@@ -322,15 +322,15 @@ class TransportSuite:
         assert own_pair.remote.checksum() == landed
 
     def test_close_twice_and_nothing_afterwards(self, own_pair: Pair) -> None:
-        """``close`` is idempotent, fails what was pending, and refuses what comes later."""
-        transfer = own_pair.submit(Direction.READ, PIECES["one"])
+        """``close`` is idempotent, fails pending transfers, and refuses later calls."""
+        transfer = own_pair.submit(Direction.READ, OFFSETS["one"])
         own_pair.transport.close()
         own_pair.transport.close()
         assert own_pair.transport.poll(transfer) is Status.FAILED
         assert transfer.error is not None
         assert transfer.error.reason is Reason.CLOSED
         for refused in (
-            lambda: own_pair.submit(Direction.READ, PIECES["one"]),
+            lambda: own_pair.submit(Direction.READ, OFFSETS["one"]),
             lambda: own_pair.transport.connect(own_pair.remote.end_point),
             lambda: own_pair.transport.register([]),
         ):
@@ -343,7 +343,7 @@ Result = TypeVar("Result")
 
 
 def _at_once(call: Callable[[], Result]) -> Result:
-    """Return what the call returns, before long."""
+    """Return the result of a call that must be short."""
     before = time.monotonic()
     result = call()
     seconds = time.monotonic() - before
@@ -352,7 +352,7 @@ def _at_once(call: Callable[[], Result]) -> Result:
 
 
 def _reach_soon(transport: Transport, end_point: bytes) -> Peer:
-    """Connect, again while the peer owes an answer to who asked before."""
+    """Connect, again while the transport still waits for an earlier cancelled connection to the peer."""
     deadline = time.monotonic() + FINISH_SECONDS
     while True:
         try:
