@@ -1,6 +1,6 @@
 """What the random cases cover, counted: a property says nothing about what is never drawn.
 
-``python tests/pure/test_drawn_cases.py 4000`` prints the shares.
+``python -m tests.pure.test_drawn_cases 4000`` prints the shares.
 """
 
 import sys
@@ -14,7 +14,8 @@ from kvferry.layout.component import Atom, Component
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.strategies import Move, moves
+
+from .strategies import Move, moves
 
 SHARES = {
     "attention": 40,

@@ -172,7 +172,6 @@ def refusal(arguments: str) -> dict[str, str]:
         (f"{SHAPE} --prefill layers=20+15", Reason.INVALID_SETTING, "every stage"),
         (f"{SHAPE} --prefill pp=37", Reason.INVALID_LAYOUT, "no more stages"),
         (f"{SHAPE} --prefill tp=512,pp=3", Reason.INVALID_SETTING, "At most 1024"),
-        (f"{SHAPE} --draw /nowhere/plan.svg", Reason.INVALID_SETTING, "folder"),
         ("--layers 2", Reason.INVALID_SETTING, "--model"),
         ("--model /nowhere/config.json", Reason.INVALID_SETTING, "by hand"),
     ],

@@ -25,8 +25,8 @@ from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
 from kvferry.testing.dense_shards import Content, shard_for
 from kvferry.testing.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
-from kvferry.testing.strategies import Move, moves
 
+from .strategies import Move, moves
 from .test_plan_staged import GAPS, ROUNDS, staged_rows
 
 Lowered = list[tuple[PairPlan, Descriptors]]

@@ -28,7 +28,8 @@ from kvferry.plan.staging.scatter import (
 )
 from kvferry.plan.staging.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose
 from kvferry.testing.dense_shards import shard_for
-from kvferry.testing.strategies import Move, moves
+
+from .strategies import Move, moves
 
 GAPS, ROUNDS = st.sampled_from([0, 1, 8, 64, 1 << 20]), st.sampled_from([1, 300, 1 << 30])
 CASES = int(os.environ.get("KVFERRY_CASES", "0"))

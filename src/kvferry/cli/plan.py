@@ -10,9 +10,8 @@ import typer
 from rich.table import Table
 
 from kvferry.cli.console import open_console, progress
-from kvferry.cli.plan_drawing import draw_plan
 from kvferry.cli.plan_report import Blocks, Engine, PairReport, PlanReport, make_report, parse_engine
-from kvferry.errors import KVFerryError, Reason, SettingsError
+from kvferry.errors import KVFerryError
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Shard
 from kvferry.models.config import ITEM_SIZES
@@ -50,7 +49,6 @@ def plan(
     model: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or a folder with one.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of scattered ids and of the choice among replicas.", min=0)] = 0,
     explain: Annotated[bool, typer.Option("--explain", help="Explain sources, runs, strategy, refusals.")] = False,
-    draw: Annotated[Path | None, typer.Option(help="Draw the memory of both engines into this SVG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Print the descriptors from a prefill to a decode engine, per pair of ranks and cache group.
@@ -61,17 +59,15 @@ def plan(
 
     kvferry plan --layers 36 --kv-heads 8 --head-size 128 --prefill tp=2,layout=BHLNC --decode tp=1,layout=BHLNC
 
-    kvferry plan --model path/to/config.json --tokens 10240 --prefill tp=4 --decode tp=2,pp=2 --explain --draw plan.svg
+    kvferry plan --model path/to/config.json --tokens 10240 --prefill tp=4 --decode tp=2,pp=2 --explain
     """
     try:
         caches = caches_of(model, layers, kv_heads, head_size, dtype)
         engines = parse_engine("--prefill", prefill, block_size), parse_engine("--decode", decode, block_size)
         with progress("planning") as announce:
             report = make_report(caches, *engines, tokens, blocks, seed, announce=announce)
-            announce("writing")
+            announce("explaining")
             explanation = explain_plan(report) if explain else []
-            if draw is not None:
-                _write(draw, draw_plan(report))
     except KVFerryError as error:
         refuse(error, as_json)
     if as_json:
@@ -90,14 +86,6 @@ def refuse(error: KVFerryError, as_json: bool) -> NoReturn:
     reasons = {"reason": error.reason.value, "message": error.message, "remedy": error.remedy}
     typer.echo(json.dumps({"error": reasons}, indent=2))
     raise typer.Exit(2)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        what = f"--draw: {path} cannot be written: {error}."
-        raise SettingsError(Reason.INVALID_SETTING, what, "Name a file in a folder that exists.") from None
 
 
 def _print_report(report: PlanReport, explanation: list[str]) -> None:

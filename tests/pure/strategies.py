@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kvferry.layout.group import WHOLE, CacheKind, TokenShare
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks, first_token_to_move
-from kvferry.testing.random_models import (
+
+from .random_models import (
     ComponentShape,
     EngineLayout,
     GroupModel,

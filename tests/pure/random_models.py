@@ -1,6 +1,6 @@
 """Random models and the shards of their ranks, with several groups of every kind.
 
-A seeded generator chooses the details of a layout; :mod:`kvferry.testing.strategies` draws the values worth shrinking.
+A seeded generator chooses the details of a layout; ``strategies.py`` draws the values worth shrinking.
 """
 
 import math
