@@ -22,9 +22,9 @@ from kvferry.plan.planner import Planner
 from kvferry.plan.proof.verify import verify_destination
 from kvferry.plan.request import GroupBlocks, of_rank
 from kvferry.testing.oracle import Arena, Labels, RankMemory, check_moved, compare, strided_memory
-from kvferry.testing.strategies import Move, moves
 
 from .arrangements import ask, attention, hybrid
+from .strategies import Move, moves
 
 SLAB_BLOCKS = 20
 
