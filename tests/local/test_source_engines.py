@@ -296,7 +296,7 @@ def test_no_connection_is_left_of_an_engine_that_is_refused(
 
 def test_nothing_is_left_of_engines_that_are_refused_or_given_up_over_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nixl")
-    monkeypatch.setattr("kvferry.transport.nixl_agents.MAX_UNUSED", 0)
+    monkeypatch.setattr("kvferry.transport.nixl.MAX_UNUSED", 0)
     prefill, decode = PrefillEngine("nixl", filled_ranks()), DecodeRank("nixl", Rank(0, 1))
     transport = decode.transports.transports["nixl"]
     try:

@@ -15,9 +15,9 @@ from kvferry.testing.transport_suite import Pair, TransportSuite, many_offsets, 
 from kvferry.transport.faults import FaultPlan, FaultyTransport, SwapRanges, ZeroRange
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.null import NullTransport
-from kvferry.transport.probe import probe
+from kvferry.transport.probe import probe, probe_all
 from kvferry.transport.protocol import Direction, Peer, Region, Status, Transfer, Transport, reach
-from kvferry.transport.registry import AUTO, TransportSet, open_transports, probe_all
+from kvferry.transport.registry import AUTO, TransportSet, open_transports
 
 BYTES = 1 << 16
 

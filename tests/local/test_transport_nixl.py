@@ -10,9 +10,8 @@ import pytest
 from kvferry.errors import Reason, TransportError
 from kvferry.testing.transport_peer import PeerProcess, pattern, start_peer
 from kvferry.testing.transport_suite import Pair, many_offsets, open_pair
-from kvferry.transport import nixl, nixl_agents
-from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.nixl_agents import NixlEndPoint
+from kvferry.transport import nixl
+from kvferry.transport.nixl import NixlEndPoint, NixlTransport
 from kvferry.transport.protocol import Direction, Region, Status, reach
 
 pytest.importorskip("nixl")
@@ -78,7 +77,7 @@ PIECE = np.array([[0, 0, 4096]], np.uint64)
 
 @pytest.fixture
 def keeps_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agents, "MAX_UNUSED", 0)
+    monkeypatch.setattr(nixl, "MAX_UNUSED", 0)
 
 
 def is_known(transport: NixlTransport, agent_name: str) -> bool:
@@ -98,7 +97,7 @@ def test_a_living_peer_is_reached_again_after_its_connection_was_lost(own_pair: 
 
 
 def test_the_last_agents_without_a_peer_are_kept(own_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agents, "MAX_UNUSED", 1)
+    monkeypatch.setattr(nixl, "MAX_UNUSED", 1)
     transport, name = own_pair.transport, own_pair.peer.agent_name
     own_pair.peer.close()
     connect_to_another(transport)

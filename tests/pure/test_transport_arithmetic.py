@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.layout.shard import Region
-from kvferry.transport.range_stream import RangeStream
-from kvferry.transport.regions import RegionTable
+from kvferry.transport.regions import RangeStream, RegionTable
 from kvferry.transport.sliced import slice_bounds, split_long
 
 pieces = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 12)), min_size=1, max_size=20)

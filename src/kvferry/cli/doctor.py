@@ -186,7 +186,7 @@ def check_router() -> Iterator[Finding]:
 
 def check_transports() -> Iterator[Finding]:
     """Try every transport with a second process: bytes must arrive."""
-    from kvferry.transport.registry import probe_all
+    from kvferry.transport.probe import probe_all
 
     results = list(probe_all())
     working = {result.name for result in results if result.works}

@@ -321,14 +321,14 @@ def _destination_failures(
 
 def submitted(pair: PairPlan, descriptors: Descriptors) -> Descriptors:
     """Submit the pair's list to the null transport, which checks the regions, and return the submitted list."""
-    source, destination = NullTransport(), NullTransport(keep_descriptors=True)
+    source, destination = NullTransport(), NullTransport()
     try:
         destination.register(pair.destination.regions)
         peer = reach(destination, source.register(pair.source.regions))
         transfer = destination.submit(peer, Direction.READ, descriptors)
         if destination.poll(transfer) is not Status.DONE:
             raise SettingsError(Reason.TRANSFER_FAILED, f"the null transport failed: {transfer.error}.")
-        return destination.descriptor_lists[-1]
+        return destination.last_submitted
     finally:
         source.close()
         destination.close()

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvferry.arrays import Bytes
 from kvferry.layout.shard import Region
-from kvferry.transport.probe import make
+from kvferry.transport.registry import make
 
 ANSWER_SECONDS = 30.0
 

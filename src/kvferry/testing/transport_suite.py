@@ -22,8 +22,8 @@ from kvferry.arrays import Bytes, Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.testing.transport_peer import InProcessPeer, PeerProcess, pattern, start_peer
-from kvferry.transport.probe import make
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport, reach
+from kvferry.transport.registry import make
 
 BUFFER_BYTES = 24 << 20
 FINISH_SECONDS = 20.0

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
 import numpy as np
 
 from kvferry.arrays import Descriptors
@@ -27,15 +26,12 @@ from kvferry.transport.end_points import (
     ProcessIdentity,
     decode_end_point,
     own_identity,
-    pack_regions,
     parse_start_time,
     unpack_regions,
 )
-from kvferry.transport.host_memory import HostMemoryTransport
+from kvferry.transport.host_memory import HostMemoryTransport, Sides
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
-from kvferry.transport.range_stream import RangeStream
-from kvferry.transport.regions import check_regions
-from kvferry.transport.submission import Sides, check_submission
+from kvferry.transport.regions import RangeStream
 
 logger = logging.getLogger(__name__)
 
@@ -114,37 +110,15 @@ class CmaTransport(HostMemoryTransport):
         super().__init__()
         self._calls = {Direction.READ: _bind("process_vm_readv"), Direction.WRITE: _bind("process_vm_writev")}
         self._nonce = Nonce()
-        self._identity = own_identity()
         self._threads = CopyThreads()
-
-    def register(self, regions: Sequence[Region]) -> bytes:
-        """Add memory; also allow peers of this user to attach where Yama requires that."""
-        self._check_open()
-        check_regions(regions, "cma")
-        _allow_attach()
-        self._add(regions)
-        return msgspec.msgpack.encode(
-            ProcessEndPoint(
-                transport="cma",
-                version=1,
-                identity=self._identity,
-                regions=pack_regions(self._local),
-                nonce_address=self._nonce.address,
-                nonce=self._nonce.value,
-            )
-        )
 
     def connect(self, end_point: bytes) -> Transfer:
         """Check that the peer is a running process of this host, and read its nonce."""
         self._check_open()
         remote = decode_end_point(end_point, ProcessEndPoint, "cma")
-        _check_same_host(self._identity, remote.identity)
-        peer = CmaPeer(
-            name=f"cma:{remote.identity.pid}",
-            regions=unpack_regions(remote.regions),
-            identity=remote.identity,
-            stat_file=_open_stat(remote.identity),
-        )
+        identity = remote.identity
+        _check_same_host(own_identity(), identity)
+        peer = CmaPeer(f"cma:{identity.pid}", unpack_regions(remote.regions), identity, _open_stat(identity))
         try:
             self._probe(peer, remote)
         except TransportError:
@@ -152,13 +126,21 @@ class CmaTransport(HostMemoryTransport):
             raise
         return reached(peer)
 
-    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
-        """Check the descriptors and queue them; ``poll`` copies."""
-        self._check_open()
-        assert isinstance(peer, CmaPeer)
-        sides = check_submission(descriptors, direction, self._local, peer.regions)
-        sides = _in_remote_order(sides)
-        transfer = CmaTransfer(
+    def close(self) -> None:
+        """Refuse all later calls."""
+        super().close()
+        self._threads.close()
+
+    def _make_reachable(self, regions: Sequence[Region]) -> None:
+        """Allow peers of this user to attach where Yama requires that."""
+        _allow_attach()
+
+    def _end_point(self) -> ProcessEndPoint:
+        return ProcessEndPoint.own("cma", self._local, self._nonce)
+
+    def _queue(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> CmaTransfer:
+        sides = _in_remote_order(Sides.of(descriptors, direction))
+        return CmaTransfer(
             peer=peer,
             direction=direction,
             num_descriptors=len(descriptors),
@@ -166,9 +148,6 @@ class CmaTransport(HostMemoryTransport):
             local=RangeStream(sides.local, sides.lengths),
             remote=RangeStream(sides.remote, sides.lengths),
         )
-        if not transfer.num_bytes:
-            transfer.status = Status.DONE
-        return transfer
 
     def _advance(self, transfer: Transfer) -> Status:
         """Copy one share, or for many bytes one share on each copying thread."""
@@ -184,15 +163,6 @@ class CmaTransport(HostMemoryTransport):
                 return transfer.fail(error)
             transfer.status = Status.DONE
         return transfer.status
-
-    def cancel(self, transfer: Transfer) -> Status:
-        """Stop at once: bytes move only inside ``poll``."""
-        return transfer.cancel()
-
-    def close(self) -> None:
-        """Refuse all later calls."""
-        self._closed = True
-        self._threads.close()
 
     def _copy_shares(self, transfer: CmaTransfer, peer: CmaPeer) -> TransportError | None:
         shares = _shares(transfer, self._threads.num_usable)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ NONCE_BYTES = 16
 Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Length = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 RegionList = Annotated[list[tuple[Address, Length]], msgspec.Meta(max_length=MAX_REGIONS)]
+NonceBytes = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,7 +39,12 @@ class ProcessEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     identity: ProcessIdentity
     regions: RegionList
     nonce_address: Address
-    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    nonce: NonceBytes
+
+    @classmethod
+    def own(cls, transport: Literal["cma", "memcpy"], regions: RegionTable, nonce: "Nonce") -> Self:
+        """Return the end point of this process."""
+        return cls(transport, 1, own_identity(), pack_regions(regions), nonce.address, nonce.value)
 
 
 EndPoint = TypeVar("EndPoint", bound=msgspec.Struct)

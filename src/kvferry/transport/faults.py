@@ -14,7 +14,7 @@ from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, Transport
-from kvferry.transport.range_stream import RangeStream
+from kvferry.transport.regions import RangeStream
 
 logger = logging.getLogger(__name__)
 

@@ -1,16 +1,43 @@
-"""The base of all transports of host memory: the registered regions, and the end of all transfers by ``close``."""
+"""What all transports of host memory share: registered regions, checked submissions, and ``close``."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple, Self
 
+import msgspec
+import numpy as np
+
+from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
-from kvferry.transport.protocol import Capabilities, Status, Transfer
+from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable
+
+MAX_DESCRIPTORS = 1 << 22
+
+
+class Sides(NamedTuple):
+    """The columns of a descriptor array as local and remote addresses."""
+
+    local: Addresses
+    remote: Addresses
+    lengths: Addresses
+
+    @classmethod
+    def of(cls, descriptors: Descriptors, direction: Direction) -> Self:
+        """Return the columns of descriptors that move in this direction."""
+        sources, destinations, lengths = descriptors.T
+        return (
+            cls(destinations, sources, lengths) if direction is Direction.READ else cls(sources, destinations, lengths)
+        )
 
 
 class HostMemoryTransport(ABC):
-    """Keeps the local regions; after ``close`` a poll of a pending transfer fails it."""
+    """``register``, ``submit``, ``poll``, ``cancel`` and ``close``; a subclass connects and moves the bytes.
+
+    Where bytes move inside ``poll`` only, as here, ``cancel`` stops at once. After ``close`` a poll of a pending
+    transfer fails it.
+    """
 
     capabilities: Capabilities
 
@@ -18,6 +45,36 @@ class HostMemoryTransport(ABC):
         self._regions: list[Region] = []
         self._local = RegionTable([])
         self._closed = False
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        """Add memory and return the end point. Raises ``TransportError`` (``UNSUPPORTED``) for other than host memory.
+
+        ``_make_reachable`` raises further errors.
+        """
+        self._check_open()
+        for region in regions:
+            if region.device != "cpu":
+                raise TransportError(
+                    Reason.UNSUPPORTED,
+                    f"{self.capabilities.name} moves host memory only; region {region} is not host memory.",
+                    "Register memory of the device 'cpu'.",
+                )
+        self._make_reachable(regions)
+        self._regions.extend(regions)
+        self._local = RegionTable(self._regions)
+        return msgspec.msgpack.encode(self._end_point())
+
+    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
+        """Check the descriptors and queue them; ``poll`` moves the bytes."""
+        self._check_open()
+        _check_shape(descriptors)
+        sides = Sides.of(descriptors, direction)
+        _check_inside("local", self._local, sides.local, sides.lengths)
+        _check_inside("remote", peer.regions, sides.remote, sides.lengths)
+        transfer = self._queue(peer, direction, descriptors)
+        if not len(descriptors):
+            transfer.status = Status.DONE
+        return transfer
 
     def poll(self, transfer: Transfer) -> Status:
         """Make bounded progress and return the status."""
@@ -27,14 +84,29 @@ class HostMemoryTransport(ABC):
             return transfer.fail(self._closed_error())
         return self._advance(transfer)
 
+    def cancel(self, transfer: Transfer) -> Status:
+        """Stop at once: bytes move only inside ``poll``."""
+        return transfer.cancel()
+
+    def close(self) -> None:
+        """Refuse all later calls."""
+        self._closed = True
+
+    def _make_reachable(self, regions: Sequence[Region]) -> None:
+        """Prepare new memory for peers; most transports need nothing. Raises ``TransportError``."""
+        return
+
+    @abstractmethod
+    def _end_point(self) -> msgspec.Struct:
+        """Return what a peer needs to reach all registered memory."""
+
+    @abstractmethod
+    def _queue(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
+        """Return a pending transfer of checked descriptors; the caller may change the array afterwards."""
+
     @abstractmethod
     def _advance(self, transfer: Transfer) -> Status:
         """Make bounded progress on a pending transfer and return its status."""
-
-    def _add(self, regions: Sequence[Region]) -> None:
-        """Add regions to the local ones."""
-        self._regions.extend(regions)
-        self._local = RegionTable(self._regions)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -42,3 +114,39 @@ class HostMemoryTransport(ABC):
 
     def _closed_error(self) -> TransportError:
         return TransportError(Reason.CLOSED, f"this {self.capabilities.name} transport is closed.", "Open another.")
+
+
+def _check_shape(descriptors: Addresses) -> None:
+    if descriptors.ndim != 2 or descriptors.shape[1] != 3 or descriptors.dtype != np.uint64:
+        raise TransportError(
+            Reason.INVALID_REQUEST,
+            f"descriptors must be a uint64 array of shape (n, 3), not {descriptors.dtype} {descriptors.shape}.",
+            "Submit the descriptors of a plan's lower().",
+        )
+    if len(descriptors) > MAX_DESCRIPTORS:
+        raise TransportError(
+            Reason.INVALID_REQUEST,
+            f"the submission has {len(descriptors)} descriptors; the limit is {MAX_DESCRIPTORS}.",
+            "Split the list.",
+        )
+    if len(descriptors) and not descriptors[:, 2].all():
+        first = int(np.argmin(descriptors[:, 2] != 0))
+        raise TransportError(Reason.INVALID_REQUEST, f"descriptor {first} has length 0.", "Leave it out.")
+
+
+def _check_inside(side: str, table: RegionTable, addresses: Addresses, lengths: Addresses) -> None:
+    outside = table.outside(addresses, lengths)
+    if len(outside):
+        first = int(outside[0])
+        raise TransportError(
+            Reason.UNREGISTERED_RANGE,
+            f"{len(outside)} of {len(addresses)} descriptors lie outside the {side} registered memory; the first is "
+            f"descriptor {first}: {int(lengths[first])} bytes at {int(addresses[first]):#x}.",
+            f"Registered {side} memory: {_describe(table)}.",
+        )
+
+
+def _describe(table: RegionTable) -> str:
+    spans = [f"[{r.base_address:#x}, {r.base_address + r.length:#x})" for r in table.regions[:4]]
+    more = f" and {len(table.regions) - 4} more" if len(table.regions) > 4 else ""
+    return (", ".join(spans) or "nothing") + more

@@ -2,28 +2,17 @@
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.arrays import Addresses, Descriptors, Integers
 from kvferry.errors import Reason, TransportError
-from kvferry.layout.shard import Region
-from kvferry.transport.end_points import (
-    Nonce,
-    ProcessEndPoint,
-    decode_end_point,
-    own_identity,
-    pack_regions,
-    unpack_regions,
-)
+from kvferry.transport.end_points import Nonce, ProcessEndPoint, decode_end_point, own_identity, unpack_regions
 from kvferry.transport.host_memory import HostMemoryTransport
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
-from kvferry.transport.regions import check_regions
-from kvferry.transport.submission import check_submission
 
 MAX_BYTES_PER_POLL = 16 << 20
 GATHER_BYTES = 256 << 10  # a gather goes through a buffer that stays in the second-level cache
@@ -61,21 +50,6 @@ class MemcpyTransport(HostMemoryTransport):
         self._nonce = Nonce()
         _open_nonces.add(self._nonce.value)
 
-    def register(self, regions: Sequence[Region]) -> bytes:
-        """Add memory and return the end point."""
-        self._check_open()
-        check_regions(regions, "memcpy")
-        self._add(regions)
-        end_point = ProcessEndPoint(
-            transport="memcpy",
-            version=1,
-            identity=own_identity(),
-            regions=pack_regions(self._local),
-            nonce_address=self._nonce.address,
-            nonce=self._nonce.value,
-        )
-        return msgspec.msgpack.encode(end_point)
-
     def connect(self, end_point: bytes) -> Transfer:
         """Accept an end point of an open memcpy transport of this process."""
         self._check_open()
@@ -90,21 +64,17 @@ class MemcpyTransport(HostMemoryTransport):
             raise _peer_closed()
         return reached(MemcpyPeer(name="memcpy", regions=unpack_regions(remote.regions), nonce=remote.nonce))
 
-    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
-        """Check the descriptors and queue them; ``poll`` copies."""
-        self._check_open()
-        assert isinstance(peer, MemcpyPeer)
-        sides = check_submission(descriptors, direction, self._local, peer.regions)
-        transfer = MemcpyTransfer(
-            peer=peer,
-            direction=direction,
-            num_descriptors=len(descriptors),
-            num_bytes=int(sides.lengths.sum()),
-            copies=_copies(descriptors.copy()),
-        )
-        if not transfer.num_bytes:
-            transfer.status = Status.DONE
-        return transfer
+    def close(self) -> None:
+        """Refuse all later calls, also transfers of peers."""
+        super().close()
+        _open_nonces.discard(self._nonce.value)
+
+    def _end_point(self) -> ProcessEndPoint:
+        return ProcessEndPoint.own("memcpy", self._local, self._nonce)
+
+    def _queue(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> MemcpyTransfer:
+        copies = _copies(descriptors.copy())
+        return MemcpyTransfer(peer, direction, len(descriptors), int(descriptors[:, 2].sum()), copies=copies)
 
     def _advance(self, transfer: Transfer) -> Status:
         """Copy up to 16 MiB, or one descriptor that is larger."""
@@ -118,15 +88,6 @@ class MemcpyTransport(HostMemoryTransport):
         if transfer.bytes_done == transfer.num_bytes:
             transfer.status = Status.DONE
         return transfer.status
-
-    def cancel(self, transfer: Transfer) -> Status:
-        """Stop at once: bytes move only inside ``poll``."""
-        return transfer.cancel()
-
-    def close(self) -> None:
-        """Refuse all later calls, also transfers of peers."""
-        self._closed = True
-        _open_nonces.discard(self._nonce.value)
 
 
 def _peer_closed() -> TransportError:
@@ -155,10 +116,10 @@ def _move_each(sources: Addresses, destinations: Addresses, length: int) -> Iter
 def _gather(sources: Addresses, destinations: Addresses, length: int) -> Iterator[int]:
     source_rows, source_index = _rows(sources, length)
     destination_rows, destination_index = _rows(destinations, length)
-    pieces = max(1, GATHER_BYTES // length)
-    for start in range(0, len(sources), pieces):
-        chosen = source_index[start : start + pieces]
-        destination_rows[destination_index[start : start + pieces]] = source_rows[chosen]
+    num_rows = max(1, GATHER_BYTES // length)
+    for start in range(0, len(sources), num_rows):
+        chosen = source_index[start : start + num_rows]
+        destination_rows[destination_index[start : start + num_rows]] = source_rows[chosen]
         yield len(chosen) * length
 
 

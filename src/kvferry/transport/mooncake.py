@@ -28,6 +28,7 @@ from kvferry.transport.end_points import (
     NONCE_BYTES,
     Address,
     Nonce,
+    NonceBytes,
     RegionList,
     decode_end_point,
     pack_regions,
@@ -35,8 +36,15 @@ from kvferry.transport.end_points import (
 )
 from kvferry.transport.mooncake_engine import LOOPBACK, MAX_QUEUED_DESCRIPTORS, open_engine
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
-from kvferry.transport.regions import RegionTable, check_regions
-from kvferry.transport.sliced import Connection, SlicedTransfer, SlicedTransport
+from kvferry.transport.regions import RegionTable
+from kvferry.transport.sliced import (
+    Connection,
+    SlicedTransfer,
+    SlicedTransport,
+    cannot_reach_itself,
+    connection_lost,
+    other_nonce,
+)
 
 MAX_DESCRIPTORS_PER_SLICE = 256
 MAX_BYTES_PER_SLICE = 8 << 20
@@ -58,7 +66,7 @@ class MooncakeEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
     regions: RegionList
     nonce_address: Address
-    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    nonce: NonceBytes
 
 
 @dataclass(slots=True, eq=False)
@@ -158,14 +166,12 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         self._engine: Any = open_engine(self._host)  # the only reference: ``close`` ends the engine by dropping it
         self._register_memory(Region(self._nonce.address, NONCE_BYTES))
 
-    def register(self, regions: Sequence[Region]) -> bytes:
-        """Register memory with the engine and return an end point with the engine's address."""
-        self._check_open()
-        check_regions(regions, "mooncake")
+    def _make_reachable(self, regions: Sequence[Region]) -> None:
         for region in RegionTable(regions).regions:
             self._register_memory(region)
-        self._add(regions)
-        end_point = MooncakeEndPoint(
+
+    def _end_point(self) -> MooncakeEndPoint:
+        return MooncakeEndPoint(
             transport="mooncake",
             version=1,
             host=self._host,
@@ -174,16 +180,13 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
             nonce_address=self._nonce.address,
             nonce=self._nonce.value,
         )
-        return msgspec.msgpack.encode(end_point)
 
     def connect(self, end_point: bytes) -> Transfer:
         """Check that the peer runs and read its nonce, in at most ``CONNECT_SECONDS``. Resolves host names itself."""
         self._check_open()
         remote = decode_end_point(end_point, MooncakeEndPoint, "mooncake")
         if remote.nonce == self._nonce.value:
-            raise TransportError(
-                Reason.UNSUPPORTED, "a Mooncake engine cannot connect to itself.", "Open a second transport."
-            )
+            raise cannot_reach_itself("mooncake")
         name = f"{remote.host}:{remote.port}"
         self._check_answered(name)
         peer = MooncakePeer(
@@ -314,13 +317,9 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         """Return the error of a slice whose fence has ended, or None; the engine forgets the batch."""
         moved = posted.batch == 0 or self._engine.get_batch_transfer_status([posted.batch]) == 0
         if not fence_completed:
-            return TransportError(
-                Reason.PEER_DIED, f"the connection to {posted.peer.name} is lost.", "Reconnect when the peer is back."
-            )
+            return connection_lost(posted.peer.name)
         if posted.landed_nonce.tobytes() != posted.peer.nonce:
-            return TransportError(
-                Reason.PEER_CHANGED, f"{posted.peer.name} holds another nonce.", "Ask the peer for a new end point."
-            )
+            return other_nonce(posted.peer.name)
         return None if moved else _refused(posted.peer)
 
 

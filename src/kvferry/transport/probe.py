@@ -1,6 +1,5 @@
 """Tries a transport: a child process registers memory, this process reads it."""
 
-import importlib
 import os
 import select
 import subprocess
@@ -15,6 +14,7 @@ import numpy as np
 from kvferry.errors import KVFerryError, Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.protocol import Direction, Status, Transport, reach
+from kvferry.transport.registry import AUTO, FACTORIES, make
 
 PROBE_BYTES = 1 << 20
 PROBE_SECONDS = 30.0
@@ -43,11 +43,9 @@ def probe(name: str, factory: str) -> ProbeResult:
     return ProbeResult(name, True)
 
 
-def make(factory: str) -> Transport:
-    """Import ``module:class`` and open the transport."""
-    module, attribute = factory.split(":")
-    transport: Transport = getattr(importlib.import_module(module), attribute)()
-    return transport
+def probe_all() -> list[ProbeResult]:
+    """Try each transport of ``auto``."""
+    return [probe(name, FACTORIES[name]) for name in AUTO]
 
 
 def _read_from_child(factory: str, transport: Transport) -> None:

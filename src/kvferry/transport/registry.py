@@ -1,6 +1,7 @@
 """Transports by name, and the choice among those that two engines have in common."""
 
 import difflib
+import importlib
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.faults import FaultPlan, FaultyTransport
-from kvferry.transport.probe import ProbeResult, make, probe
 from kvferry.transport.protocol import Peer, Status, Transfer, Transport
 
 logger = logging.getLogger(__name__)
@@ -127,6 +127,13 @@ class TransportSet:
             transport.close()
 
 
+def make(factory: str) -> Transport:
+    """Import ``module:class`` and open the transport."""
+    module, attribute = factory.split(":")
+    transport: Transport = getattr(importlib.import_module(module), attribute)()
+    return transport
+
+
 def open_transport(name: str, faults: FaultPlan | None = None) -> Transport:
     """Open one transport by name.
 
@@ -171,8 +178,3 @@ def check_setting(setting: str) -> None:
         f"there is no transport {setting!r}.",
         f"Did you mean {nearest!r}? There are {', '.join(known)}.",
     )
-
-
-def probe_all() -> list[ProbeResult]:
-    """Try each transport of ``auto`` against a child process."""
-    return [probe(name, FACTORIES[name]) for name in AUTO]

@@ -9,15 +9,14 @@ import time
 from abc import abstractmethod
 from collections.abc import Sized
 from dataclasses import dataclass, field
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from kvferry.arrays import Addresses, Descriptors
-from kvferry.errors import TransportError
+from kvferry.errors import Reason, TransportError
 from kvferry.transport.host_memory import HostMemoryTransport
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer
-from kvferry.transport.submission import check_submission
 
 
 @dataclass(slots=True, eq=False)
@@ -31,19 +30,6 @@ class SlicedTransfer(Transfer):
     """The posted slices that have not ended."""
     ending: Status | None = None
     """Set by an error or ``cancel``: the status once all posted slices have ended. No more slices are posted."""
-
-    @classmethod
-    def cut(
-        cls, peer: Peer, direction: Direction, descriptors: Descriptors, max_descriptors: int, max_bytes: int
-    ) -> Self:
-        """Return a transfer in slices of up to ``max_descriptors`` and of less than twice ``max_bytes``."""
-        split = split_long(descriptors, max_bytes)
-        bounds = slice_bounds(split[:, 2], max_descriptors, max_bytes)
-        num_bytes = int(descriptors[:, 2].sum())
-        transfer = cls(peer, direction, len(descriptors), num_bytes, descriptors=split, bounds=bounds)
-        if not num_bytes:
-            transfer.status = Status.DONE
-        return transfer
 
     @property
     def has_more(self) -> bool:
@@ -87,7 +73,7 @@ AnyConnection = TypeVar("AnyConnection", bound=Connection)
 
 
 class SlicedTransport(HostMemoryTransport, Generic[AnyTransfer, AnyConnection]):
-    """``submit``, ``poll`` and ``cancel`` of a transport with sliced transfers."""
+    """Polls and cancels transfers in slices of up to ``_slice_descriptors`` and less than twice ``_slice_bytes``."""
 
     _transfer_type: type[AnyTransfer]
     _connection_type: type[AnyConnection]
@@ -97,12 +83,6 @@ class SlicedTransport(HostMemoryTransport, Generic[AnyTransfer, AnyConnection]):
     def __init__(self) -> None:
         super().__init__()
         self._connections: set[AnyConnection] = set()
-
-    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
-        """Check the descriptors and queue them; ``poll`` posts the slices."""
-        self._check_open()
-        check_submission(descriptors, direction, self._local, peer.regions)
-        return self._queue(peer, direction, descriptors)
 
     def _advance(self, transfer: Transfer) -> Status:
         """Collect ended slices and post at most one more."""
@@ -127,7 +107,10 @@ class SlicedTransport(HostMemoryTransport, Generic[AnyTransfer, AnyConnection]):
         return self.poll(transfer)
 
     def _queue(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> AnyTransfer:
-        return self._transfer_type.cut(peer, direction, descriptors, self._slice_descriptors, self._slice_bytes)
+        split = split_long(descriptors, self._slice_bytes)
+        bounds = slice_bounds(split[:, 2], self._slice_descriptors, self._slice_bytes)
+        num_bytes = int(descriptors[:, 2].sum())
+        return self._transfer_type(peer, direction, len(descriptors), num_bytes, descriptors=split, bounds=bounds)
 
     def _follow(self, connection: AnyConnection) -> AnyConnection:
         """Keep a connection until its read of the nonce has ended."""
@@ -195,6 +178,23 @@ class SlicedTransport(HostMemoryTransport, Generic[AnyTransfer, AnyConnection]):
     @abstractmethod
     def _reap(self, transfer: AnyTransfer) -> None:
         """Collect the slices that have ended."""
+
+
+def cannot_reach_itself(transport: str) -> TransportError:
+    """Return the error of a connection to the transport's own end point."""
+    return TransportError(
+        Reason.UNSUPPORTED, f"a {transport} transport cannot connect to itself.", "Open a second transport."
+    )
+
+
+def connection_lost(name: str) -> TransportError:
+    """Return the error of a transfer whose peer is gone."""
+    return TransportError(Reason.PEER_DIED, f"the connection to {name} is lost.", "Reconnect when the peer is back.")
+
+
+def other_nonce(name: str) -> TransportError:
+    """Return the error of a peer that is not the one of the end point."""
+    return TransportError(Reason.PEER_CHANGED, f"{name} holds another nonce.", "Ask the peer for a new end point.")
 
 
 def split_long(descriptors: Descriptors, max_bytes: int) -> Descriptors:
