@@ -257,7 +257,8 @@ class Worker:
         config: Any = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=1), kv_transfer_config=SimpleNamespace(engine_id="d")
         )
-        settings = Settings(transport="memcpy", strategy=strategy, stage_bytes=1 << 16)  # type: ignore[arg-type]
+        patch.setattr(worker_role, "DEFAULT_STAGE_BYTES", 1 << 16)
+        settings = Settings(transport="memcpy", strategy=strategy)  # type: ignore[arg-type]
         self.role = worker_role.WorkerRole(config, None, settings)  # type: ignore[arg-type]
         self.role.register_kv_caches({})
         self.orders = StepMetadata(loads=[LoadOrder("a", 30.0, self.prefill.hold(), SLOT, 8, tuple(blocks()))])

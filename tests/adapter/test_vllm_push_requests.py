@@ -378,7 +378,7 @@ def test_engines_that_cannot_push_are_refused_at_start(changed: dict[str, Any], 
 
 @pytest.mark.parametrize(
     "given",
-    [{"bootstrap_port": 8998}, {"push_timeout_seconds": 9}],
+    [{"bootstrap_port": 8998}, {"router_address": "127.0.0.1:9", "http_address": "127.0.0.1:8"}],
     ids=str,
 )
 def test_settings_for_pushes_are_refused_where_caches_are_pulled(given: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from kvferry.plan.staging.strategy import Strategy
     [
         ("lease_second", "lease_seconds"),
         ("trasnport", "transport"),
-        ("stagebytes", "stage_bytes"),
+        ("loadtimeout", "load_timeout_seconds"),
         ("Layout", "layout"),
     ],
 )
@@ -38,7 +38,6 @@ def test_an_unknown_setting_names_the_nearest(wrong: str, nearest: str) -> None:
         {"host": ""},
         {"mode": "fetch"},
         {"strategy": "fast"},
-        {"stage_bytes": 100},
         {"transfer_cores": [-1]},
         {"faults": {"zerro": {}}},
     ],
@@ -58,7 +57,7 @@ def test_a_load_ends_before_the_lease_of_what_it_reads() -> None:
             parse_settings(settings)
         assert refusal.value.reason is Reason.INVALID_SETTING
         assert "Set lease_seconds above" in refusal.value.remedy
-    assert parse_settings({"load_timeout_seconds": 60, "lease_seconds": 60.5}).load_timeout_seconds == 60
+    assert parse_settings({"load_timeout_seconds": 60, "lease_seconds": 60.5}).load_seconds == 60
 
 
 def test_an_unknown_transport_is_refused_before_the_model_is_loaded() -> None:
@@ -78,6 +77,14 @@ def test_a_transfer_log_needs_a_folder(tmp_path: Path) -> None:
 def test_a_handshake_ends_before_the_load_that_waits_for_it() -> None:
     assert parse_settings({}).handshake_timeout_seconds == 15
     assert parse_settings({"load_timeout_seconds": 10}).handshake_timeout_seconds == 5
+    assert parse_settings({"mode": "push"}).handshake_timeout_seconds == 15
+    assert parse_settings({"mode": "push", "load_timeout_seconds": 10}).handshake_timeout_seconds == 5
+
+
+def test_a_push_waits_for_its_prompt_by_default() -> None:
+    assert (parse_settings({}).load_seconds, parse_settings({"mode": "push"}).load_seconds) == (30, 120)
+    given = parse_settings({"mode": "push", "load_timeout_seconds": 600})
+    assert given.load_seconds == 600, "an announced push reads nothing under a lease"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "[::]", "*"])
@@ -93,7 +100,7 @@ def test_every_interface_is_no_address_to_give_to_peers(host: str) -> None:
 def test_a_strategy_is_chosen_or_named() -> None:
     assert parse_settings({}).wanted_strategy is Strategy.DIRECT
     assert parse_settings({"strategy": "auto"}).wanted_strategy is None
-    assert parse_settings({"strategy": "scatter", "stage_bytes": 1 << 20}).wanted_strategy is Strategy.SCATTER
+    assert parse_settings({"strategy": "scatter"}).wanted_strategy is Strategy.SCATTER
 
 
 @pytest.mark.parametrize(("strategy", "scatters"), [("direct", False), ("scatter", True), ("auto", True)])

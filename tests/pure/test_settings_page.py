@@ -51,7 +51,7 @@ def test_a_setting_has_one_sentence_and_its_default(about: SettingDescription) -
     [
         ("port", "0 to 65535", [-1, 65536]),
         ("lease_seconds", "above 0, at most 86400", [0, 86401]),
-        ("stage_bytes", "65536 to 68719476736", [65535, 68719476737]),
+        ("load_timeout_seconds", "above 0, at most 86400", [0, 86401]),
         ("mode", "`pull`, `push`", ["fetch"]),
         ("transport", "`auto`, `cma`, `nixl`, `mooncake`, `memcpy`, `null`", ["pigeon"]),
     ],

@@ -108,6 +108,8 @@ def _allowed(kind: msgspec.inspect.Type, values: tuple[str, ...]) -> str:
             return ", ".join(f"`{value}`" for value in kind.values)
         case msgspec.inspect.IntType(ge=int(least), le=int(most)):
             return f"{least} to {most}"
+        case msgspec.inspect.UnionType(types=(msgspec.inspect.Metadata(type=given), msgspec.inspect.NoneType())):
+            return _allowed(given, values)
         case msgspec.inspect.FloatType(gt=float() | int() as least, le=float() | int() as most):
             return f"above {least:g}, at most {most:g}"
         case _:

@@ -261,7 +261,7 @@ def _no_handshake(request: PushedRequest, seconds: float) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
         f"no blocks could be announced for {request.job_id} within {seconds:.1f} s.",
-        "Check the prefill engine; push_timeout_seconds sets the limit.",
+        "Check the prefill engine; load_timeout_seconds sets the limit.",
     )
 
 

@@ -81,7 +81,7 @@ class Stage:
             raise PlanError(
                 Reason.UNSUPPORTED,
                 f"{num_bytes} bytes were asked of a stage of {self.memory.nbytes}.",
-                "Raise stage_bytes.",
+                'Set "strategy" to "direct".',
             )
         self._waiting.setdefault(owner)
         if next(iter(self._waiting)) != owner:

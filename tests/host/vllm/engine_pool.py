@@ -109,7 +109,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     # As vLLM runs unless it is told otherwise: layers are parts of a compiled graph.
     "gqa-push-compiled": ("gqa", {"mode": "push", "layers_per_span": 3, "cores": LAST_CORE} | COMPILED),
     # Waits for a prompt, and for whoever writes, no longer than for this.
-    "gqa-push-hasty": ("gqa", {"mode": "push", "push_timeout_seconds": 15.0, "cores": LAST_CORE}),
+    "gqa-push-hasty": ("gqa", {"mode": "push", "load_timeout_seconds": 15.0, "cores": LAST_CORE}),
     "gqa-push-layers": ("gqa", {"mode": "push", "layers_per_span": 3, "cores": LAST_CORE}),
     "mla-reference": ("mla", {"role": None, "cores": BOTH_CORES}),
     "mla-tp1": ("mla", {}),
@@ -146,7 +146,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-tp1-other": ("granite", {"prefix_caching": False, "cores": LAST_CORE}),
     "granite-tp2": ("granite", {"tensor_parallel_size": 2, "prefix_caching": False}),
 }
-PASSED_ON = {"transport", "strategy", "mode", "push_timeout_seconds"}
+PASSED_ON = {"transport", "strategy", "mode", "load_timeout_seconds"}
 """What differs in the connector's settings, not in the engine's."""
 # What runs together; memory for all at once is not asked for. Those of two stages that follow one another stay.
 STAGES: tuple[tuple[str, ...], ...] = (

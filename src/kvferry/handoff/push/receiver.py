@@ -162,5 +162,5 @@ def _late(request_id: str, writers: list[int]) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
         f"{request_id} was not pushed in time by source ranks {writers}.",
-        "Check that the router sent the prompt to the prefill engine too; push_timeout_seconds sets the limit.",
+        "Check that the router sent the prompt to the prefill engine too; load_timeout_seconds sets the limit.",
     )

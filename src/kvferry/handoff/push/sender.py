@@ -151,7 +151,7 @@ def _late(transfer_id: str) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
         f"the prompt of {transfer_id} was not pushed within the time that the destination gave.",
-        "push_timeout_seconds on the decode side sets the limit.",
+        "load_timeout_seconds on the decode side sets the limit.",
     )
 
 

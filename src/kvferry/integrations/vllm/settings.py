@@ -10,7 +10,7 @@ import msgspec
 from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.wire.addresses import is_wildcard
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES, Strategy
+from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.faults import FaultPlan
 from kvferry.transport.registry import FACTORIES
 from kvferry.transport.registry import check_setting as check_transport
@@ -18,7 +18,8 @@ from kvferry.transport.registry import check_setting as check_transport
 LAST_PORT = 65535
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400, extra={"unit": "seconds"})]
 Port = Annotated[int, msgspec.Meta(ge=0, le=LAST_PORT)]
-_FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address", "push_timeout_seconds"))
+_FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address"))
+LOAD_SECONDS, PUSH_SECONDS = 30.0, 120.0
 
 
 def _about(meaning: str, **more: str | tuple[str, ...]) -> msgspec.Meta:
@@ -63,14 +64,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         _about("With `router_address`, the address of this engine's own API server.", unit="host:port", unset="none"),
     ] = ""
-    push_timeout_seconds: Annotated[
-        Seconds,
-        _about(
-            "With `push`, how long a decode engine waits until a prompt is computed and pushed; some 10 s later the "
-            "request fails even if the prefill engine is stopped.",
-            page="decisions/quarantined-blocks.md",
-        ),
-    ] = 120.0
     transport: Annotated[
         str,
         _about(
@@ -110,31 +103,28 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_seconds: Annotated[
         Seconds,
         _about(
-            "How long a finished prompt is held for a decode engine that does not renew; must be above "
+            "How long a finished prompt is held for a decode engine that does not renew; with `pull` it must be above "
             "`load_timeout_seconds`.",
         ),
     ] = 60.0
     load_timeout_seconds: Annotated[
-        Seconds,
+        Seconds | None,
         _about(
-            "After this a load fails; must be below `lease_seconds`, and a handshake may take half of it.",
+            "How long a decode engine waits for a prompt, with `push` also until it is computed; some 10 s later the "
+            "request fails even if the prefill engine is stopped.",
+            unit="seconds",
+            unset=f"`{LOAD_SECONDS:g}, with push {PUSH_SECONDS:g}`",
+            page="decisions/quarantined-blocks.md",
         ),
-    ] = 30.0
+    ] = None
     strategy: Annotated[
         Literal["auto", "direct", "scatter"],
         _about(
-            "How a decode engine reads: `direct` from cache to cache, `scatter` long runs into a stage and copies from "
-            "there, `auto` chooses for each pair of ranks by typical costs; with `push` only `direct`.",
+            "How a decode engine reads: `direct` from cache to cache, `scatter` long runs into a stage of 64 MiB and "
+            "copies from there, `auto` chooses for each pair of ranks by typical costs; with `push` only `direct`.",
             page="decisions/packing-at-the-source.md",
         ),
     ] = "direct"
-    stage_bytes: Annotated[
-        Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 36)],
-        _about(
-            "Memory of the stage of each rank that reads with `scatter` or `auto`; larger loads go in rounds.",
-            unit="bytes",
-        ),
-    ] = DEFAULT_STAGE_BYTES
     transfer_cores: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=0)], ...],
         _about(
@@ -169,9 +159,20 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None if self.strategy == "auto" else Strategy(self.strategy)
 
     @property
+    def load_seconds(self) -> float:
+        """How long a load may take, with ``push`` from the announcement on."""
+        if self.load_timeout_seconds is not None:
+            return self.load_timeout_seconds
+        return PUSH_SECONDS if self.mode == "push" else LOAD_SECONDS
+
+    @property
     def handshake_timeout_seconds(self) -> float:
-        """How long a prefill engine may take to answer a handshake: the other half of the time is for the load."""
-        return self.load_timeout_seconds / 2
+        """How long a prefill engine may take to answer a handshake: half of a load's time is left for the load.
+
+        A push waits for a prompt, so its time says little of handshakes; a lease bounds what an engine may leave
+        unanswered.
+        """
+        return min(self.load_seconds / 2, self.lease_seconds / 4)
 
     @property
     def reachable_host(self) -> str:
@@ -221,8 +222,8 @@ def _if_default(name: str, given: Mapping[str, Any]) -> str:
 
 
 def _check_times(settings: Settings, given: Mapping[str, Any]) -> None:
-    load, lease = settings.load_timeout_seconds, settings.lease_seconds
-    if load >= lease:
+    load, lease = settings.load_seconds, settings.lease_seconds
+    if settings.mode == "pull" and load >= lease:
         raise SettingsError(
             Reason.INVALID_SETTING,
             f"load_timeout_seconds ({load:g}{_if_default('load_timeout_seconds', given)}) must be below lease_seconds "

@@ -104,7 +104,7 @@ class PullDestination:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        self.timeout_seconds = state.settings.load_timeout_seconds
+        self.timeout_seconds = state.settings.load_seconds
         self._expected: dict[str, RemoteParams | KVFerryError] = {}
 
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:

@@ -170,7 +170,7 @@ class PushDestination:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        self.timeout_seconds = state.settings.push_timeout_seconds
+        self.timeout_seconds = state.settings.load_seconds
         self._expected: dict[str, _Expected | KVFerryError] = {}
         self._to_release: dict[str, _Expected] = {}
         self._queries = BootstrapQueries()

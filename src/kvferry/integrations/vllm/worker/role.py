@@ -32,6 +32,7 @@ from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Region
 from kvferry.plan.layer_spans import LayerSpans
+from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES
 from kvferry.plan.wire import encode_shard
 from kvferry.transport.registry import open_transports
 
@@ -78,7 +79,7 @@ class WorkerRole:
         for region in shard.regions:
             _use_huge_pages(region)
         self._order = order = device_order(region.device for region in shard.regions)
-        stage = Stage(settings.stage_bytes, order) if settings.scatters else None
+        stage = Stage(DEFAULT_STAGE_BYTES, order) if settings.scatters else None
         scratch = Scratch(SCRATCH_WORDS)
         pull_source = PullSource(order) if settings.mode == "pull" else None
         regions = [*shard.regions, scratch.region, *([] if stage is None else [stage.region])]
