@@ -20,7 +20,7 @@ setup: ## Make .venv with everything pinned (once per change of pyproject.toml)
 demo: setup ## Prefill on one vLLM engine, decode on another, compare with one engine alone
 	@.venv/bin/kvferry demo --mode $(MODE) $(ARGS)
 
-# Two processes for the tests that wait more than they compute; of engines two would be too many.
+# These tests wait more than they compute, so two processes run them. Engines compute: one process runs those tests.
 test: setup ## Every test, real vLLM engines included (about 18 minutes on 2 cores)
 	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local tests/adapter src $(ARGS)
 	@$(PYTEST) tests/host $(ARGS)
@@ -33,7 +33,7 @@ test-matrix: setup ## Every pair of engines and every refusal; writes docs/matri
 test-fast: setup ## The tests that need neither vLLM nor Mooncake (2 minutes on 2 cores)
 	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local src -m "not mooncake" --ignore=src/kvferry/integrations $(ARGS)
 
-# Pieces of their own seeds: one process would remember every case that it drew.
+# Many runs, each with a seed of its own: one process would remember every drawn case.
 test-full: setup ## 100,000 drawn cases through every strategy (35 minutes on 2 idle cores)
 	@seq 80 | xargs -P "$$(nproc)" -I{} env KVFERRY_CASES=1250 $(PYTEST) -p no:cacheprovider --hypothesis-seed={} \
 	  tests/pure/test_plan_properties.py tests/pure/test_plan_staged.py $(ARGS)

@@ -1,4 +1,4 @@
-"""With KVFERRY_MATRIX naming a folder, keeps in it what the tests of pairs and of refusals measured."""
+"""Where KVFERRY_MATRIX names a folder, writes the results of the tests of pairs and of refusals to it."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""How much Python does a piece of work do, counted and not timed: loops over descriptors or blocks show here."""
+"""Counts the Python lines of an operation, so that a loop over descriptors or blocks is found without timing."""
 
 import gc
 import sys

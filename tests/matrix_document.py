@@ -1,4 +1,4 @@
-"""Writes docs/matrix.md from what the tests left in a folder: ``python -m tests.matrix_document FOLDER``.
+"""Writes docs/matrix.md from the tests' results in a folder: ``python -m tests.matrix_document FOLDER``.
 
 Nothing here knows a result: a pair whose tests did not run is written as not run, one of which any failed as failed.
 """
@@ -31,7 +31,7 @@ CHECKS = {
     "test_a_fault_in_the_transport_is_seen[zero]": "zeroed head seen",
     "test_swapped_labels_are_noticed": "swapped labels seen",
 }
-"""What every pair must pass; tests beyond these count when they ran."""
+"""The tests that every pair must pass; other tests count where they ran."""
 PAIR_COLUMNS = (
     *("pair", "model", "prefill", "decode", "block", "layout", "transport", "descriptors", "strategy"),
     *("requests", "identical", "received / computed", "result"),
@@ -41,7 +41,7 @@ PUSH_CHECKS = {
     "test_behind_vllm_router_as_it_is": "behind vllm-router",
     "test_tokens_depend_on_what_is_pushed": "a lost write seen",
 }
-"""The same of every pair of which one engine pushes."""
+"""The tests that every pair with a pushing engine must pass."""
 PUSH_COLUMNS = ("pair", "model", "prefill", "decode", "transport", "shown besides", "result")
 REFUSAL_COLUMNS = ("combination", "refused by", "code that must come", "code that came", "result")
 
@@ -96,7 +96,7 @@ def shape_of(engine: str) -> str:
 
 
 def result_of(found: dict[str, Any], checks_of_all: Mapping[str, str] = CHECKS) -> str:
-    """Return how a pair's tests ended, of which ``checks_of_all`` names those that every pair must pass.
+    """Return the outcome of a pair's tests; every pair must pass ``checks_of_all``.
 
     >>> result_of({}), result_of({"checks": {TOKENS: {"outcome": "failed", "message": "tokens differ | for 2"}}})[:36]
     ('not run', '**failed**: tokens (tokens differ fo')
@@ -113,19 +113,19 @@ def result_of(found: dict[str, Any], checks_of_all: Mapping[str, str] = CHECKS) 
 
 
 def first_line(message: str) -> str:
-    """Return the beginning of a message as it may stand in a table."""
+    """Return the beginning of a message in a form for a table."""
     line = (message.strip().splitlines() or [""])[0]
     return line.replace("|", "").replace("  ", " ")[:120]
 
 
 def both(values: Sequence[Any]) -> str:
-    """Return what both engines have, or what each has."""
+    """Return the common value of both engines, or both values."""
     unique = dict.fromkeys(map(str, values))
     return " to ".join(map(str, values)) if len(unique) > 1 else next(iter(unique), "")
 
 
 def pair_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
-    """Return the cells of a pair; those of what was not measured are empty."""
+    """Return the cells of a pair; cells without a measurement are empty."""
     measured = found.get("measured", {})
     traffic = measured.get("traffic", {})
     return (

@@ -1,4 +1,4 @@
-"""The fixed list of combinations that must be refused, each with its reason code. Tests named after them do so."""
+"""The list of combinations that must be refused, each with its reason code. Tests of the same names check them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,7 +7,7 @@ from kvferry.errors import Reason
 
 
 class Where(StrEnum):
-    """What refuses, in the test."""
+    """The place of the refusal in the test."""
 
     ENGINES = "two vLLM engines, at the handshake"
     START = "a vLLM engine, at its start"

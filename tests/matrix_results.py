@@ -1,4 +1,4 @@
-"""What the tests measured, one JSON file for each pair of engines and each refused combination."""
+"""The tests' measurements, one JSON file for each pair of engines and each refused combination."""
 
 import json
 import os
@@ -37,11 +37,11 @@ class Results:
         self._write(f"refused-{name}", {"found": found, "message": message[:LONGEST_MESSAGE]})
 
     def pair(self, name: str) -> dict[str, Any]:
-        """Return what is known of a pair; nothing when none of its tests ran."""
+        """Return the results of a pair; None when none of its tests ran."""
         return self._read(f"pair-{name}")
 
     def refusal(self, name: str) -> dict[str, Any]:
-        """Return what is known of a refused combination; nothing when its test did not run."""
+        """Return the result of a refused combination; None when its test did not run."""
         return self._read(f"refused-{name}")
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Results:
 
 
 def tree() -> str:
-    """Return the commit that ran, and whether its sources had been changed."""
+    """Return the commit of the run, and whether its sources were modified."""
     commit, changes = (
         subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout.strip()
         for arguments in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "src", "tests"))
@@ -64,7 +64,7 @@ def tree() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what decides the results."""
+    """Return the versions of the packages that decide the results."""
     found = {}
     for package in PACKAGES:
         try:

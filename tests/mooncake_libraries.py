@@ -1,4 +1,4 @@
-"""Lets Mooncake's engine find libibverbs, which the set-up keeps apart from what other processes find.
+"""Lets Mooncake's engine find libibverbs, which the set-up keeps out of the search path of other processes.
 
 With libibverbs where every process finds it, NIXL 1.5.1 loads it too, and crashes when a process ends: two copies of
 libnl. ``UCX_MODULES`` keeps NIXL from that.

@@ -1,4 +1,4 @@
-"""What several tests of the adapter need, for which vLLM is imported into this process."""
+"""Fixtures for several tests of the adapter. They import vLLM into this process."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Requests as vLLM makes them, and scheduler's roles that meet them without an engine."""
+"""vLLM's requests and the scheduler's roles, without an engine."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -91,8 +91,8 @@ def allocated(*groups: list[int]) -> Any:
     return SimpleNamespace(get_block_ids=lambda: groups)
 
 
-def prefill(role: Any, prompt: list[int], *groups: list[int], **sampling: Any) -> dict[str, Any] | None:
-    """Let a request run on the prefill side; return what it answers."""
+def run_prefill(role: Any, prompt: list[int], *groups: list[int], **sampling: Any) -> dict[str, Any] | None:
+    """Run a request on the prefill engine; return the engine's answer."""
     ours = request(prompt, {"do_remote_decode": True}, **sampling)
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated(*groups), 0)
@@ -105,7 +105,7 @@ def prefill(role: Any, prompt: list[int], *groups: list[int], **sampling: Any) -
 def scheduled(
     num_tokens: dict[str, int], block_ids: dict[str, tuple[list[int], ...]] | None = None, preempted: Any = ()
 ) -> Any:
-    """Return what vLLM's scheduler says of a step that computes so many tokens of each request."""
+    """Return the output of vLLM's scheduler for a step that computes so many tokens of each request."""
     state = SimpleNamespace(get_block_ids=(block_ids or {}).get)
     return SimpleNamespace(num_scheduled_tokens=num_tokens, preempted_req_ids=preempted, kv_connector_block_state=state)
 
@@ -116,5 +116,5 @@ def next_step(role: Any, *request_ids: str) -> Any:
 
 
 def kept(role: Any) -> list[int]:
-    """Return the blocks of which the role keeps references."""
+    """Return the blocks that the role keeps."""
     return role._state.kept_blocks._pool.held  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Device order, with streams that a test runs: every race is seen without the wait, and is gone with it."""
+"""Device order, with streams that a test runs: without the wait the test sees the race, with the wait it does not."""
 
 import ctypes
 import threading
@@ -193,7 +193,7 @@ def test_at_the_end_nothing_is_held_even_where_a_step_is_done_later(order: CudaO
     words.close()
 
 
-def test_a_step_whose_end_was_not_told_is_done_with_the_next(order: CudaOrder, forward: FakeStream) -> None:
+def test_a_step_without_a_reported_end_is_done_with_the_next(order: CudaOrder, forward: FakeStream) -> None:
     guard = GuardWords(4)
     words = StepWords(guard, order)
     words.begin([], [HELD])
@@ -314,7 +314,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DeviceOrd
         worker.close()
 
 
-def test_a_worker_changes_the_words_that_its_readers_are_told_of(make_worker: Callable[..., Worker]) -> None:
+def test_a_worker_changes_the_words_at_the_published_address(make_worker: Callable[..., Worker]) -> None:
     from kvferry.integrations.vllm.step import StepMetadata
 
     role = make_worker(HOST).role

@@ -1,4 +1,4 @@
-"""Two prompts have one digest only where a cache of the one serves the other."""
+"""Two prompts have equal digests only where the cache of one is right for the other."""
 
 from itertools import combinations
 from typing import Any
@@ -72,12 +72,12 @@ def test_parts_do_not_run_into_each_other() -> None:
         assert digest(**one) != digest(**other)
 
 
-def test_what_engines_number_by_themselves_changes_nothing() -> None:
+def test_numbers_that_engines_assign_do_not_change_the_digest() -> None:
     ours, theirs = ({"request_id": f"r{n}", "lora_request": lora(number=n), "arrival_time": float(n)} for n in (1, 2))
     assert digest(**ours) == digest(**theirs)
 
 
-def test_a_salt_and_the_place_of_an_adapter_change_nothing() -> None:
+def test_a_salt_and_the_path_of_an_adapter_do_not_change_the_digest() -> None:
     """Routers may salt one request only; hosts mount the same adapter in folders of their own."""
     ours, theirs = ({"lora_request": lora(path=f"/{name}/a"), "cache_salt": name} for name in "ab")
     assert digest(**ours) == digest(**theirs)
@@ -85,20 +85,20 @@ def test_a_salt_and_the_place_of_an_adapter_change_nothing() -> None:
 
 def test_a_prompt_with_another_image_is_not_loaded(make_role: Any) -> None:
     """Its tokens are the same: an image is so many placeholders."""
-    sender, reader = make_role(FULL), make_role(FULL)
+    prefill, decode = make_role(FULL), make_role(FULL)
     sent = request(PROMPT, {"do_remote_decode": True})
     sent.mm_features = [image("a")]
-    sender.on_new_request(sent)
-    sender.update_state_after_alloc(sent, allocated([1, 2, 3, 4, 5]), 0)
+    prefill.on_new_request(sent)
+    prefill.update_state_after_alloc(sent, allocated([1, 2, 3, 4, 5]), 0)
     sent.num_computed_tokens = sent.num_prompt_tokens
-    _, params = sender.request_finished(sent, ([1, 2, 3, 4, 5],), is_complete=True)
+    _, params = prefill.request_finished(sent, ([1, 2, 3, 4, 5],), is_complete=True)
     errors = []
     for number, identifier in enumerate("ab"):
         ours = request(PROMPT, dict(params), f"d{number}")
         ours.mm_features = [image(identifier)]
-        reader.on_new_request(ours)
-        reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
-        [order] = next_step(reader).loads
+        decode.on_new_request(ours)
+        decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
+        [order] = next_step(decode).loads
         errors.append(order.error)
     same, other = errors
     assert same is None

@@ -1,4 +1,4 @@
-"""What a push writes, through vLLM's own views."""
+"""The bytes that a push writes, through vLLM's own views."""
 
 import ctypes
 

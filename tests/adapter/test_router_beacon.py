@@ -1,4 +1,4 @@
-"""How a router that sends to both engines at once learns of them, and what comes back in request ids."""
+"""Registration with a router that sends to both engines at once, and the addresses in the router's request ids."""
 
 import time
 from contextlib import suppress
@@ -22,7 +22,7 @@ PLACE = encode_zmq_address("127.0.0.1", 8998, 5600, "p@7")
 TO_DECODE = {"do_remote_prefill": True, "transfer_id": "tx-1", "remote_engine_id": None, "remote_block_ids": None}
 
 
-def test_a_router_is_told_again_and_again() -> None:
+def test_an_engine_registers_with_the_router_again_and_again() -> None:
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     with socket:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -66,7 +66,7 @@ def test_request_ids_say_where_the_prompt_comes_from() -> None:
         "1",
     ],
 )
-def test_a_request_id_made_to_take_long_takes_no_time(
+def test_a_hostile_request_id_is_parsed_quickly(
     repeated: str, num_characters: int, max_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the bound on its length, and without. A search for a pattern took 7.5 s for 16 KiB of such an id."""
@@ -79,7 +79,7 @@ def test_a_request_id_made_to_take_long_takes_no_time(
     assert time.process_time() - begin < 0.2
 
 
-def test_a_request_id_is_looked_at_up_to_a_length() -> None:
+def test_a_request_id_over_the_limit_is_not_parsed() -> None:
     ends = f"___prefill_addr_{PLACE}___decode_addr_"
     longest = "x" * (router_beacon.MAX_REQUEST_ID - len(ends)) + ends
     assert router_beacon.decode_request_id(longest) == ("http://127.0.0.1:8998", "p@7")
@@ -100,13 +100,13 @@ def test_addresses_that_make_no_sense_are_refused(given: dict[str, Any]) -> None
     assert refused.value.reason is Reason.INVALID_SETTING
 
 
-def test_an_engine_of_both_kinds_is_not_told_of(make_role: Any) -> None:
+def test_an_engine_of_both_roles_is_not_registered(make_role: Any) -> None:
     with pytest.raises(SettingsError) as refused:
         make_role(FULL, mode="push", router_address="127.0.0.1:1", http_address="127.0.0.1:2")
     assert "kv_role" in str(refused.value)
 
 
-def test_a_routers_name_that_is_slow_to_look_up_holds_up_no_other_socket() -> None:
+def test_a_slow_lookup_of_a_routers_name_delays_no_other_socket() -> None:
     """It is looked up on the thread that serves all sockets of a context, the engine's control end point among them."""
     beacon = RouterBeacon("127.0.0.1:1", "P", "127.0.0.1:8100", PLACE, tp_size=1)
     try:
@@ -115,7 +115,7 @@ def test_a_routers_name_that_is_slow_to_look_up_holds_up_no_other_socket() -> No
         beacon.close()
 
 
-def test_what_is_no_address_is_refused() -> None:
+def test_an_invalid_address_is_refused() -> None:
     with pytest.raises(SettingsError) as refused:
         RouterBeacon("no address", "P", "127.0.0.1:8100", PLACE, tp_size=1)
     assert refused.value.reason is Reason.INVALID_SETTING

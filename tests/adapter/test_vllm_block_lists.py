@@ -1,4 +1,4 @@
-"""Which blocks a load moves: windows, states, and lists that lack what is needed."""
+"""The blocks of a load: windows, states, and lists without the needed blocks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Pipelines as vLLM's engine core sees them: whom it counts, whose blocks it defers, how it hands ranks over."""
+"""Pipelines in vLLM's engine core: the count of ranks, deferred blocks, and the published ranks."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What an engine tells its peers: where it listens, of which ranks it is made, which model it serves."""
+"""The published facts of an engine: its address, its ranks, and its model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,13 +25,13 @@ from kvferry.integrations.vllm.translate.shards import identity_of
 from kvferry.integrations.vllm.worker.pull import PullSource
 from kvferry.integrations.vllm.worker.role import WorkerRole
 
-from .scheduler_requests import FULL, PROMPT, prefill
+from .scheduler_requests import FULL, PROMPT, run_prefill
 
 
 def test_answers_name_the_host_at_which_peers_reach_the_engine(make_role: Any) -> None:
     for settings, host in (({}, "127.0.0.1"), ({"host": "0.0.0.0", "advertised_host": "prefill-0"}, "prefill-0")):
         role = make_role(FULL, **settings)
-        answer = prefill(role, PROMPT, list(range(5)))
+        answer = run_prefill(role, PROMPT, list(range(5)))
         assert answer is not None
         assert (answer["remote_host"], answer["remote_port"]) == (host, role._server.port)
 
@@ -40,7 +40,7 @@ def rank_of(shard: bytes) -> RankMetadata:
     return RankMetadata(msgspec.msgpack.encode(RankEntry(0, 0, shard, {}, 0, 0)))
 
 
-def test_an_engine_of_which_not_all_ranks_were_heard_does_not_start(make_role: Any) -> None:
+def test_an_engine_with_a_silent_rank_does_not_start(make_role: Any) -> None:
     """Below MultiConnector vLLM hands the first connector's words to all: nobody would find a rank of ours."""
     connector: Any = KVFerryConnector.__new__(KVFerryConnector)
     connector._scheduler_role = make_role(FULL)
@@ -82,7 +82,7 @@ def test_an_engine_says_once_how_it_moves_caches(
     assert lines[0].endswith(f"; engine engine-0 at {address}")
 
 
-def test_a_worker_that_ends_tells_readers_before_it_waits_for_its_own_loads() -> None:
+def test_a_worker_that_ends_clears_its_guard_words_before_it_waits_for_its_own_loads() -> None:
     source, held = PullSource(HOST), []
     source.begin_step(StepMetadata(written=[(2, 7, 1)]))
     guard = source._words.array

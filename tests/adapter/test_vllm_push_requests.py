@@ -1,4 +1,4 @@
-"""The scheduler's role where caches are pushed, without an engine: what it tells its workers, holds and orders."""
+"""The scheduler's role in push mode, without an engine: its orders to workers, its holds and its loads."""
 
 import time
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from kvferry.integrations.vllm.scheduler.params import prompt_digest
 from kvferry.integrations.vllm.scheduler.push import check_pushable
 from kvferry.integrations.vllm.settings import parse_settings
 
-from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, allocated, kept, next_step, prefill, request, scheduled
+from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, allocated, kept, next_step, request, run_prefill, scheduled
 
 TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
 A_RANK = RankEntry(0, 0, b"", {}, 0, 0)
@@ -44,17 +44,17 @@ def step(role: Any, ours: Request, num_tokens: int, *groups: list[int]) -> Any:
     return orders
 
 
-def pushed_to(role: Any, sender: Any, prompt: list[int] = PROMPT, **changed: Any) -> tuple[Request, Any]:
+def pushed_to(role: Any, prefill: Any, prompt: list[int] = PROMPT, **changed: Any) -> tuple[Request, Any]:
     """Let a decode engine meet a request as a router sends it, once it knows where it comes from."""
-    ours = request(list(prompt), to_decode(sender) | changed, "d")
+    ours = request(list(prompt), to_decode(prefill) | changed, "d")
     role.on_new_request(ours)
     return ours, awaited(role, ours)
 
 
-def to_decode(sender: Any) -> dict[str, Any]:
+def to_decode(prefill: Any) -> dict[str, Any]:
     """Return what a router tells the decode engine."""
-    address = f"http://127.0.0.1:{sender._source.bootstrap.port}"
-    life = id_in_epoch(sender._state.engine_id, sender._state.epoch)
+    address = f"http://127.0.0.1:{prefill._source.bootstrap.port}"
+    life = id_in_epoch(prefill._state.engine_id, prefill._state.epoch)
     return {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": life, "remote_bootstrap_addr": address}
 
 
@@ -67,7 +67,7 @@ def awaited(role: Any, ours: Request) -> Any:
     return found
 
 
-def test_workers_learn_where_their_own_engine_ends_a_hold(make_role: Any) -> None:
+def test_workers_learn_the_address_at_which_their_engine_ends_a_hold(make_role: Any) -> None:
     """A rank whose write failed asks it to, as the receiver would."""
     role = make_role(FULL, mode="push")
     ours = begin(role)
@@ -142,7 +142,7 @@ def test_an_aborted_prompt_ends_in_the_next_step(make_role: Any) -> None:
     assert (orders.ended_transfers, kept(role)) == (["x"], [])
 
 
-def test_a_prompt_that_ends_before_it_has_begun_is_told_to_those_who_wait_for_it(make_role: Any) -> None:
+def test_a_prompt_that_ends_before_its_first_step_ends_its_transfer(make_role: Any) -> None:
     """As one that is aborted in the queue, or rejected by the prefill engine: nobody will push it any more."""
     role = make_role(FULL, mode="push")
     ours = request(list(PROMPT), TO_PREFILL)
@@ -153,7 +153,7 @@ def test_a_prompt_that_ends_before_it_has_begun_is_told_to_those_who_wait_for_it
     assert role._answer(Renew(role._state.epoch, (handle_of_transfer("x"),))).lost == (handle_of_transfer("x"),)
 
 
-def test_a_sample_that_ends_before_it_has_begun_ends_no_push_of_another(make_role: Any) -> None:
+def test_a_sample_that_ends_before_its_first_step_ends_no_push_of_another(make_role: Any) -> None:
     role = make_role(FULL, mode="push")
     ours = begin(role, request_id="0_r")
     other = request(list(PROMPT), TO_PREFILL, "1_r")
@@ -200,13 +200,13 @@ def test_trap_14_blocks_that_left_the_window_are_not_named(make_role: Any) -> No
 
 def test_the_last_token_of_a_model_with_windows_is_left_to_the_decode_engine(make_role: Any) -> None:
     """One prompt in a block's length would push the first block that this token attends to out of the window."""
-    sender, reader = make_role(FULL, WINDOW, mode="push"), make_role(FULL, WINDOW, mode="push")
-    sender.publish([A_RANK])
-    prefilled = begin(sender)
-    [(_, sent)] = step(sender, prefilled, 79, [5, 4, 3, 2, 1], [0, 0, 8, 7, 6]).prompts
-    ours, _ = pushed_to(reader, sender)
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), 79)
-    [order] = next_step(reader).loads
+    prefill, decode = make_role(FULL, WINDOW, mode="push"), make_role(FULL, WINDOW, mode="push")
+    prefill.publish([A_RANK])
+    prefilled = begin(prefill)
+    [(_, sent)] = step(prefill, prefilled, 79, [5, 4, 3, 2, 1], [0, 0, 8, 7, 6]).prompts
+    ours, _ = pushed_to(decode, prefill)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), 79)
+    [order] = next_step(decode).loads
     assert (sent.num_tokens, sent.num_final, sent.digest) == (79, END, order.pushed.digest)
     assert order.pushed.num_tokens == 79
 
@@ -221,41 +221,41 @@ def test_a_state_that_goes_past_the_prompt_is_no_longer_pushed(make_role: Any) -
     assert (orders.prompts, orders.ended_transfers) == ([], ["x"])
 
 
-def test_the_decode_side_orders_what_it_lacks(make_role: Any) -> None:
-    sender, reader = make_role(FULL, WINDOW, mode="push"), make_role(FULL, WINDOW, mode="push")
-    sender.publish([A_RANK])
-    ours, found = pushed_to(reader, sender)
+def test_the_decode_engine_loads_only_the_blocks_that_it_lacks(make_role: Any) -> None:
+    prefill, decode = make_role(FULL, WINDOW, mode="push"), make_role(FULL, WINDOW, mode="push")
+    prefill.publish([A_RANK])
+    ours, found = pushed_to(decode, prefill)
     assert found == (79, True)
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), 79 - 16)
-    [order] = next_step(reader).loads
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), 79 - 16)
+    [order] = next_step(decode).loads
     assert order.error is None
     assert (order.pushed.transfer_id, order.pushed.num_tokens) == ("x", 79)
-    assert (order.hold.port, order.hold.epoch) == (sender._server.port, sender._state.epoch)
+    assert (order.hold.port, order.hold.epoch) == (prefill._server.port, prefill._state.epoch)
     lists = [(blocks.first_token, blocks.last_token, blocks.destination_ids.tolist()) for blocks in order.blocks]
     assert lists == [(16, 79, [12, 13, 14, 15]), (32, 79, [16, 17, 18])]
 
 
-def test_trap_13_a_router_that_remembers_a_former_engine_is_an_error(make_role: Any) -> None:
+def test_trap_13_a_router_that_names_an_earlier_epoch_is_an_error(make_role: Any) -> None:
     """It asks once, at its start. The decode engine does not compute the prompt in silence."""
-    sender, reader = make_role(FULL, mode="push"), make_role(FULL, mode="push")
-    sender.publish([A_RANK])
-    ours, _ = pushed_to(reader, sender, remote_engine_id=id_in_epoch(sender._state.engine_id, 1))
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
-    [order] = next_step(reader).loads
+    prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    prefill.publish([A_RANK])
+    ours, _ = pushed_to(decode, prefill, remote_engine_id=id_in_epoch(prefill._state.engine_id, 1))
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
+    [order] = next_step(decode).loads
     assert order.error.reason is Reason.PEER_CHANGED
     assert "restart the router" in str(order.error)
 
 
-def test_an_engine_from_which_nothing_came_is_asked_anew_which_one_it_is(make_role: Any) -> None:
+def test_after_a_failed_push_the_prefill_engines_id_is_queried_again(make_role: Any) -> None:
     """Else a router that remembers a former life of it is not found out where this engine remembers it too."""
-    sender, reader = make_role(FULL, mode="push"), make_role(FULL, mode="push")
-    sender.publish([A_RANK])
-    ours, _ = pushed_to(reader, sender)
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
-    next_step(reader)
-    assert len(reader._destination._queries._offers) == 1
-    reader.update_connector_output(SimpleNamespace(finished_recving={"d"}, failed_recving={"d"}))
-    assert len(reader._destination._queries._offers) == 0
+    prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    prefill.publish([A_RANK])
+    ours, _ = pushed_to(decode, prefill)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
+    next_step(decode)
+    assert len(decode._destination._queries._offers) == 1
+    decode.update_connector_output(SimpleNamespace(finished_recving={"d"}, failed_recving={"d"}))
+    assert len(decode._destination._queries._offers) == 0
 
 
 def embedded(params: dict[str, Any], num_tokens: int = 3, *, mixed: bool = False) -> Request:
@@ -275,23 +275,23 @@ def embedded(params: dict[str, Any], num_tokens: int = 3, *, mixed: bool = False
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_prompt_of_embeddings_is_not_taken_for_another_one(mode: str, mixed: bool, make_role: Any) -> None:
     """Both engines compare digests of tokens, and two such prompts of a length would have the same."""
-    sender, reader = make_role(FULL, mode=mode), make_role(FULL, mode=mode)
+    prefill, decode = make_role(FULL, mode=mode), make_role(FULL, mode=mode)
     ours = embedded({"do_remote_decode": True, "transfer_id": "x"}, mixed=mixed)
-    sender.on_new_request(ours)
-    sender.update_state_after_alloc(ours, allocated([5]), 0)
-    assert sender.request_finished(ours, ([5],), is_complete=True) == (False, None)
-    assert kept(sender) == []
+    prefill.on_new_request(ours)
+    prefill.update_state_after_alloc(ours, allocated([5]), 0)
+    assert prefill.request_finished(ours, ([5],), is_complete=True) == (False, None)
+    assert kept(prefill) == []
     with pytest.raises(KVFerryError) as refused:
         prompt_digest(ours, 3)
     assert refused.value.reason is Reason.UNSUPPORTED
     assert refused.value.remedy
-    sender.publish([A_RANK])
-    params = prefill(make_role(FULL), list(range(3)), [5]) if mode == "pull" else to_decode(sender)
+    prefill.publish([A_RANK])
+    params = run_prefill(make_role(FULL), list(range(3)), [5]) if mode == "pull" else to_decode(prefill)
     theirs = embedded(params or {}, mixed=mixed)
-    reader.on_new_request(theirs)
-    assert awaited(reader, theirs) == (3, True)
-    reader.update_state_after_alloc(theirs, allocated([5]), 3)
-    [order] = next_step(reader).loads
+    decode.on_new_request(theirs)
+    assert awaited(decode, theirs) == (3, True)
+    decode.update_state_after_alloc(theirs, allocated([5]), 3)
+    [order] = next_step(decode).loads
     assert order.error.reason is Reason.UNSUPPORTED
 
 
@@ -305,45 +305,45 @@ def test_a_prompt_with_embeddings_is_not_cut(mode: str, make_role: Any) -> None:
 
 def test_a_request_that_waits_for_its_turn_is_renewed_as_soon_as_its_source_is_known(make_role: Any) -> None:
     """While all of an engine's places are taken it is not asked how many tokens are there."""
-    sender, reader = make_role(FULL, mode="push"), make_role(FULL, mode="push")
-    sender.publish([A_RANK])
-    reader.on_new_request(request(list(PROMPT), to_decode(sender), "d"))
+    prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    prefill.publish([A_RANK])
+    decode.on_new_request(request(list(PROMPT), to_decode(prefill), "d"))
 
     end = time.monotonic() + SECONDS
-    while reader._state.leases._holds.lease_of("d") is None:
+    while decode._state.leases._holds.lease_of("d") is None:
         assert time.monotonic() < end
-        next_step(reader)
+        next_step(decode)
         time.sleep(0.01)
 
 
-def test_a_rejected_request_lets_the_sender_go(make_role: Any) -> None:
-    sender, reader = make_role(FULL, mode="push"), make_role(FULL, mode="push")
-    sender.publish([A_RANK])
-    prefilled = begin(sender)
-    step(sender, prefilled, 80, [5, 4, 3, 2, 1])
-    sender.request_finished(prefilled, ([5, 4, 3, 2, 1],), is_complete=True)
-    address = f"http://127.0.0.1:{sender._source.bootstrap.port}"
-    life = id_in_epoch(sender._state.engine_id, sender._state.epoch)
+def test_a_rejected_request_releases_the_hold_of_a_push(make_role: Any) -> None:
+    prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    prefill.publish([A_RANK])
+    prefilled = begin(prefill)
+    step(prefill, prefilled, 80, [5, 4, 3, 2, 1])
+    prefill.request_finished(prefilled, ([5, 4, 3, 2, 1],), is_complete=True)
+    address = f"http://127.0.0.1:{prefill._source.bootstrap.port}"
+    life = id_in_epoch(prefill._state.engine_id, prefill._state.epoch)
     params = {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": life, "remote_bootstrap_addr": address}
     ours = request([0], params, "d")
-    reader.on_new_request(ours)
-    reader.request_finished(ours, ([],), is_complete=False)
+    decode.on_new_request(ours)
+    decode.request_finished(ours, ([],), is_complete=False)
     end = time.monotonic() + SECONDS
-    while kept(sender):
+    while kept(prefill):
         assert time.monotonic() < end
-        next_step(reader)
-        next_step(sender)
+        next_step(decode)
+        next_step(prefill)
         time.sleep(0.01)
-    assert not reader.has_pending_work()
+    assert not decode.has_pending_work()
 
 
 def test_parameters_that_name_no_push_are_an_error(make_role: Any) -> None:
-    reader = make_role(FULL, mode="push")
+    decode = make_role(FULL, mode="push")
     ours = request(PROMPT, {"do_remote_prefill": True, "remote_host": "h"}, "d")
-    reader.on_new_request(ours)
-    assert reader.get_num_new_matched_tokens(ours, 0) == (80, True)
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
-    [order] = next_step(reader).loads
+    decode.on_new_request(ours)
+    assert decode.get_num_new_matched_tokens(ours, 0) == (80, True)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
+    [order] = next_step(decode).loads
     assert order.error.reason is Reason.MALFORMED_MESSAGE
 
 
@@ -403,10 +403,10 @@ def test_a_stage_is_refused_where_nothing_is_read(strategy: str) -> None:
 
 
 def test_peers_are_told_the_advertised_host(make_role: Any) -> None:
-    sender = make_role(FULL, mode="push", host="0.0.0.0", advertised_host="localhost")
-    reader = make_role(FULL, mode="push")
-    sender.publish([A_RANK])
-    ours, _ = pushed_to(reader, sender)
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
-    [order] = next_step(reader).loads
-    assert (order.hold.host, order.hold.port) == ("localhost", sender._server.port)
+    prefill = make_role(FULL, mode="push", host="0.0.0.0", advertised_host="localhost")
+    decode = make_role(FULL, mode="push")
+    prefill.publish([A_RANK])
+    ours, _ = pushed_to(decode, prefill)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
+    [order] = next_step(decode).loads
+    assert (order.hold.host, order.hold.port) == ("localhost", prefill._server.port)

@@ -1,4 +1,4 @@
-"""Workers' roles where caches are pushed: steps as vLLM gives them, real messages and bytes, no engine."""
+"""The workers' roles in push mode: vLLM's steps, real messages and bytes, no engine."""
 
 import json
 import threading
@@ -164,7 +164,7 @@ def test_a_prompt_in_chunks_is_received_once_all_ranks_have_pushed(workers: Work
     assert [role.take_finished() for role in workers.senders] == [(set(), set())] * 2
 
 
-def test_both_sides_log_a_line_per_request_and_rank_and_the_sender_one_per_step(workers: Workers) -> None:
+def test_both_engines_log_a_line_per_request_and_rank_and_the_sender_one_per_step(workers: Workers) -> None:
     workers.announce()
     workers.compute(END)
     assert workers.finished() == ({"r"}, set())
@@ -190,7 +190,7 @@ def lines(path: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("use_ubatching", [False, True])
-def test_layers_of_states_and_of_micro_batches_do_not_tell(
+def test_layers_of_states_and_of_micro_batches_report_nothing(
     use_ubatching: bool, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     role = workers.receiver
@@ -232,16 +232,14 @@ def test_a_prompt_that_one_rank_gives_up_fails(workers: Workers) -> None:
     assert workers.finished() == ({"r"}, {"r"})
 
 
-def test_a_rank_whose_part_fails_lets_the_prefill_engine_go(workers: Workers) -> None:
+def test_a_rank_whose_push_fails_releases_the_hold(workers: Workers) -> None:
     """VLLM fails a request when all of its ranks have ended: others would wait for a prompt that nobody takes."""
     workers.announce(seconds=0.2)
     assert workers.finished() == ({"r"}, {"r"})
     wait_until(lambda: workers.released == [Release(EPOCH, (Handle("x", 0),))])
 
 
-def test_a_source_that_says_nothing_more_does_not_keep_the_request(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_source_does_not_keep_the_request(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host may be gone, or it stopped: the engine keeps the blocks, and the request fails without them."""
     monkeypatch.setattr(executor, "QUIET_SECONDS", 0.1)
     monkeypatch.setattr(announce, "nothing_listens", lambda *_: is_gone)
@@ -334,7 +332,7 @@ def recorded(collect: Callable[[], list[Any]], waits: list[float]) -> Callable[[
     return lambda seconds: waits.append(seconds) or collect()  # type: ignore[func-returns-value]
 
 
-def test_nothing_is_waited_for_where_nothing_moves(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_wait_where_nothing_moves(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     for role in (workers.receiver, *workers.senders):
         monkeypatch.setattr(role._rank.executor, "collect", recorded(role._rank.executor.collect, waits))

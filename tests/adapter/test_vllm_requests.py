@@ -1,4 +1,4 @@
-"""The scheduler's role without an engine: what it answers, holds and orders, request by request."""
+"""The scheduler's role without an engine: its answers, holds and loads, request by request."""
 
 import gc
 import logging
@@ -30,20 +30,20 @@ from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS
 from kvferry.layout.group import CacheKind
 
-from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, BlockPool, allocated, kept, next_step, prefill, request
+from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, BlockPool, allocated, kept, next_step, request, run_prefill
 
 
 def test_blocks_that_a_load_fills_in_part_are_left_for_the_engine_to_clear(make_role: Any) -> None:
     """What is behind the last token there may be NaN as a key or value. Of pages that move whole no byte is left."""
-    sender = make_role(FULL, STATE)
-    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1], [9])
+    prefill = make_role(FULL, STATE)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1], [9])
     foreign = {**(params or {}), "kvferry": {}}
     longer = GroupShape(CacheKind.ATTENTION, 32)
     cases = [((FULL, STATE), params, (0, 1)), ((longer, STATE), params, (1,)), ((FULL, STATE), foreign, ())]
     for groups, asked, filled in cases:
-        reader, ours = make_role(*groups), request(PROMPT, asked or {}, "d")
-        reader.on_new_request(ours)
-        assert reader.groups_filled_whole(ours) == filled
+        decode, ours = make_role(*groups), request(PROMPT, asked or {}, "d")
+        decode.on_new_request(ours)
+        assert decode.groups_filled_whole(ours) == filled
 
 
 @pytest.mark.parametrize(("source_size", "cleared"), [(16, [1, 2, 3]), (32, [])])
@@ -53,12 +53,12 @@ def test_vllm_clears_the_blocks_that_a_load_fills_in_part(source_size: int, clea
     state = MambaSpec(block_size=4096, shapes=((4, 4),), dtypes=(torch.float32,), page_size_padded=full.page_size_bytes)
     groups = [KVCacheGroupSpec(["attention"], full), KVCacheGroupSpec(["state"], state)]
     manager = KVCacheManager(KVCacheConfig(8, [], groups), 4096, 4096, 32, enable_caching=False)
-    sender = make_role(GroupShape(CacheKind.ATTENTION, source_size), STATE)
-    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1], [9])
-    reader, ours = make_role(GroupShape(CacheKind.ATTENTION, 32), STATE), request(PROMPT, params or {}, "d")
-    reader.on_new_request(ours)
-    num_tokens, _ = reader.get_num_new_matched_tokens(ours, 0)
-    filled = reader.groups_filled_whole(ours)
+    prefill = make_role(GroupShape(CacheKind.ATTENTION, source_size), STATE)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1], [9])
+    decode, ours = make_role(GroupShape(CacheKind.ATTENTION, 32), STATE), request(PROMPT, params or {}, "d")
+    decode.on_new_request(ours)
+    num_tokens, _ = decode.get_num_new_matched_tokens(ours, 0)
+    filled = decode.groups_filled_whole(ours)
     manager.allocate_slots(ours, 0, num_external_computed_tokens=num_tokens, skip_zeroing_group_ids=filled)
     assert manager.take_new_block_ids() == cleared
 
@@ -89,29 +89,29 @@ def test_a_state_that_went_past_the_prompt_is_not_exported(make_role: Any) -> No
     assert role._state.holds.num_holds == 0
 
 
-def test_a_state_of_the_whole_prompt_is_refused_by_the_reader(make_role: Any) -> None:
+def test_the_decode_engine_refuses_a_state_of_the_whole_prompt(make_role: Any) -> None:
     """As where the prefill engine was asked for the prompt's log probabilities and the decode engine was not."""
-    sender, reader = make_role(FULL, STATE), make_role(FULL, STATE)
-    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1], [9], prompt_logprobs=1)
+    prefill, decode = make_role(FULL, STATE), make_role(FULL, STATE)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1], [9], prompt_logprobs=1)
     assert params is not None
     ours = request(PROMPT, params, "d")
-    reader.on_new_request(ours)
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [16]), len(PROMPT) - 1)
-    [order] = next_step(reader).loads
+    decode.on_new_request(ours)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [16]), len(PROMPT) - 1)
+    [order] = next_step(decode).loads
     assert order.error is not None
     assert order.error.reason is Reason.INVALID_REQUEST
 
 
 def test_blocks_that_left_the_window_are_neither_held_nor_loaded(make_role: Any) -> None:
-    sender, reader = make_role(FULL, WINDOW), make_role(FULL, WINDOW)
-    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1], [0, 0, 8, 7, 6])
+    prefill, decode = make_role(FULL, WINDOW), make_role(FULL, WINDOW)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1], [0, 0, 8, 7, 6])
     assert params is not None
-    assert sorted(kept(sender)) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(kept(prefill)) == [1, 2, 3, 4, 5, 6, 7, 8]
     ours = request(PROMPT, params, "d")
-    reader.on_new_request(ours)
-    assert reader.get_num_new_matched_tokens(ours, 0) == (len(PROMPT) - 1, True)
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), len(PROMPT) - 1)
-    [order] = next_step(reader).loads
+    decode.on_new_request(ours)
+    assert decode.get_num_new_matched_tokens(ours, 0) == (len(PROMPT) - 1, True)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), len(PROMPT) - 1)
+    [order] = next_step(decode).loads
     assert [blocks.source_ids.tolist() for blocks in order.blocks] == [[5, 4, 3, 2, 1], [8, 7, 6]]
     assert [blocks.first_token for blocks in order.blocks] == [0, 32]
 
@@ -128,25 +128,25 @@ def test_a_window_block_that_a_load_would_fill_in_part_is_not_cached_as_a_whole(
 
     vLLM would find it again for a prompt that begins alike and ends at 70, which attends to 31.
     """
-    sender = make_role(WINDOW, mode=mode)
-    reader = make_role(GroupShape(CacheKind.SLIDING_WINDOW, block_size, 40), prefix_caching=prefix_caching, mode=mode)
+    prefill = make_role(WINDOW, mode=mode)
+    decode = make_role(GroupShape(CacheKind.SLIDING_WINDOW, block_size, 40), prefix_caching=prefix_caching, mode=mode)
     if mode == "push":
-        sender.publish([RankEntry(0, 0, b"", {}, 0, 0)])
+        prefill.publish([RankEntry(0, 0, b"", {}, 0, 0)])
         life, address = (
-            id_in_epoch(sender._state.engine_id, sender._state.epoch),
-            f"http://127.0.0.1:{sender._source.bootstrap.port}",
+            id_in_epoch(prefill._state.engine_id, prefill._state.epoch),
+            f"http://127.0.0.1:{prefill._source.bootstrap.port}",
         )
         params = {"transfer_id": "x", "do_remote_prefill": True}
         params |= {"remote_engine_id": life, "remote_bootstrap_addr": address}
     else:
-        params = prefill(sender, PROMPT, [0, 0, 8, 7, 6]) or {}
+        params = run_prefill(prefill, PROMPT, [0, 0, 8, 7, 6]) or {}
     ours = request(PROMPT, params, "d")
-    reader.on_new_request(ours)
-    while reader.get_num_new_matched_tokens(ours, 0)[0] is None:
+    decode.on_new_request(ours)
+    while decode.get_num_new_matched_tokens(ours, 0)[0] is None:
         time.sleep(0.01)
     num_blocks = -(-79 // block_size)
-    reader.update_state_after_alloc(ours, allocated([*range(11, 11 + num_blocks)]), 79)
-    [order] = next_step(reader).loads
+    decode.update_state_after_alloc(ours, allocated([*range(11, 11 + num_blocks)]), 79)
+    [order] = next_step(decode).loads
     if not is_refused:
         assert order.error is None
         return
@@ -155,13 +155,13 @@ def test_a_window_block_that_a_load_would_fill_in_part_is_not_cached_as_a_whole(
 
 
 def test_a_window_that_the_prefill_engine_has_lost_is_refused_with_a_reason(make_role: Any) -> None:
-    sender, reader = make_role(FULL, WINDOW), make_role(FULL, WINDOW)
-    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1], [0, 0, 0, 7, 6])
+    prefill, decode = make_role(FULL, WINDOW), make_role(FULL, WINDOW)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1], [0, 0, 0, 7, 6])
     assert params is not None
     ours = request(PROMPT, params, "d")
-    reader.on_new_request(ours)
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), len(PROMPT) - 1)
-    [order] = next_step(reader).loads
+    decode.on_new_request(ours)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), len(PROMPT) - 1)
+    [order] = next_step(decode).loads
     assert order.error is not None
     assert "prefill engine has no block number 2 of 5" in str(order.error)
 
@@ -175,29 +175,29 @@ def test_no_prompt_loses_what_its_last_token_attends_to(num_tokens: int, make_ro
         return [first_id + at if at >= num_skipped // 16 else 0 for at in range(-(-num_computed // 16))]
 
     window: Any = SimpleNamespace(sliding_window=WINDOW.window, extra_retained_tokens=0)
-    sender, reader = make_role(WINDOW), make_role(WINDOW)
+    prefill, decode = make_role(WINDOW), make_role(WINDOW)
     sent = request(list(range(num_tokens)), {"do_remote_decode": True})
-    sender.on_new_request(sent)
-    params = prefill(sender, list(range(num_tokens)), listed(10, sent.num_prompt_tokens))
+    prefill.on_new_request(sent)
+    params = run_prefill(prefill, list(range(num_tokens)), listed(10, sent.num_prompt_tokens))
     ours = request(list(range(num_tokens)), params or {}, "d")
-    reader.on_new_request(ours)
-    num_loaded, _ = reader.get_num_new_matched_tokens(ours, 0)
-    reader.update_state_after_alloc(ours, allocated(listed(30, num_loaded)), num_loaded)
-    assert [order.error for order in next_step(reader).loads] == [None] * (num_loaded > 0)
+    decode.on_new_request(ours)
+    num_loaded, _ = decode.get_num_new_matched_tokens(ours, 0)
+    decode.update_state_after_alloc(ours, allocated(listed(30, num_loaded)), num_loaded)
+    assert [order.error for order in next_step(decode).loads] == [None] * (num_loaded > 0)
 
 
-def test_renewals_are_taken_in_while_a_step_takes_long(make_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the server's thread runs on the reader's side; each renewal follows from the answer to the last."""
+def test_leases_are_renewed_during_a_long_step(make_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the server's thread of the decode engine runs; each renewal follows from the answer to the last one."""
     monkeypatch.setattr(hold_messages, "RENEW_SHARE", 0.001)
-    sender, reader = make_role(FULL), make_role(FULL)
-    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1])
-    reader.on_new_request(request(PROMPT, params or {}, "d"))
-    ends = {reader._state.leases._holds.lease_of("d").end}
+    prefill, decode = make_role(FULL), make_role(FULL)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
+    decode.on_new_request(request(PROMPT, params or {}, "d"))
+    ends = {decode._state.leases._holds.lease_of("d").end}
     deadline = time.monotonic() + 20
     while len(ends) < 4:
         assert time.monotonic() < deadline, f"the lease was renewed {len(ends) - 1} times"
         time.sleep(0.01)
-        ends.add(reader._state.leases._holds.lease_of("d").end)
+        ends.add(decode._state.leases._holds.lease_of("d").end)
 
 
 @pytest.mark.parametrize("ending", ["released", "expired", "aborted"])
@@ -235,29 +235,29 @@ def test_the_step_that_frees_the_blocks_of_a_hold_clears_its_guard_word(ending: 
 @pytest.mark.parametrize(("lease_seconds", "longest"), [(5.0, 5.0), (60.0, 30.0)])
 def test_a_load_ends_with_the_lease_of_its_hold(lease_seconds: float, longest: float, make_role: Any) -> None:
     """Past the lease the prefill engine reuses the blocks: what is read then is read in vain."""
-    sender = make_role(FULL, lease_seconds=lease_seconds)
-    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1])
-    reader, ours = make_role(FULL, load_timeout_seconds=30.0), request(PROMPT, params or {}, "d")
-    reader.on_new_request(ours)
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
-    [order] = next_step(reader).loads
+    prefill = make_role(FULL, lease_seconds=lease_seconds)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
+    decode, ours = make_role(FULL, load_timeout_seconds=30.0), request(PROMPT, params or {}, "d")
+    decode.on_new_request(ours)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
+    [order] = next_step(decode).loads
     assert order.error is None
     assert longest - 2.0 < order.timeout_seconds <= longest
 
 
 def test_a_hold_that_was_lost_during_a_step_ends_the_load_with_that_reason(make_role: Any) -> None:
-    sender, reader = make_role(FULL), make_role(FULL)
-    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1])
+    prefill, decode = make_role(FULL), make_role(FULL)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
     ours = request(PROMPT, params or {}, "d")
-    reader.on_new_request(ours)
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
-    next_step(reader)
-    with sender._state.holds_lock:
-        sender._state.holds.expire(time.monotonic() + 1e6)
-    with reader._state.leases._lock:
-        reader._state.leases._holds._renew_at = dict.fromkeys(reader._state.leases._holds._renew_at, 0.0)
+    decode.on_new_request(ours)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
+    next_step(decode)
+    with prefill._state.holds_lock:
+        prefill._state.holds.expire(time.monotonic() + 1e6)
+    with decode._state.leases._lock:
+        decode._state.leases._holds._renew_at = dict.fromkeys(decode._state.leases._holds._renew_at, 0.0)
     deadline = time.monotonic() + 20
-    while not (lost := next_step(reader).lost):
+    while not (lost := next_step(decode).lost):
         assert time.monotonic() < deadline, "nothing was lost"
         time.sleep(0.01)
     assert lost == ["d"]
@@ -269,11 +269,11 @@ def test_why_a_request_cannot_be_loaded_keeps_no_frame_alive(
 ) -> None:
     """It is known until the request ends, which a client may delay."""
     caplog.set_level(logging.CRITICAL, "kvferry")  # pytest would keep what is logged
-    reader, ours = make_role(FULL, mode=mode), request(PROMPT, {"do_remote_prefill": True}, "d")
+    decode, ours = make_role(FULL, mode=mode), request(PROMPT, {"do_remote_prefill": True}, "d")
     alive = weakref.ref(ours)
-    reader.on_new_request(ours)
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
-    [order] = next_step(reader).loads
+    decode.on_new_request(ours)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
+    [order] = next_step(decode).loads
     assert order.error.reason is Reason.MALFORMED_MESSAGE
     assert order.error.remedy
     del ours, order
@@ -286,26 +286,26 @@ def test_a_hold_is_released_once_all_ranks_have_reported_the_load_and_not_before
     is_aborted: bool, make_role: Any
 ) -> None:
     """A rank may go on reading for a while after its request was aborted."""
-    sender, reader = make_role(FULL), make_role(FULL)
-    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1])
+    prefill, decode = make_role(FULL), make_role(FULL)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
     ours = request(PROMPT, params or {}, "d")
-    reader.on_new_request(ours)
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
-    next_step(reader)
+    decode.on_new_request(ours)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
+    next_step(decode)
     if is_aborted:
-        reader.request_finished(ours, ([11, 12, 13, 14, 15],), is_complete=False)
-        assert next_step(reader).aborted == ["d"]
+        decode.request_finished(ours, ([11, 12, 13, 14, 15],), is_complete=False)
+        assert next_step(decode).aborted == ["d"]
     for _ in range(30):
         time.sleep(0.01)
-        next_step(reader)
-        next_step(sender)
-        assert sorted(kept(sender)) == [1, 2, 3, 4, 5]
-    reader.update_connector_output(SimpleNamespace(finished_recving={"d"}, failed_recving=set()))
+        next_step(decode)
+        next_step(prefill)
+        assert sorted(kept(prefill)) == [1, 2, 3, 4, 5]
+    decode.update_connector_output(SimpleNamespace(finished_recving={"d"}, failed_recving=set()))
     deadline = time.monotonic() + 20
-    while kept(sender):
+    while kept(prefill):
         assert time.monotonic() < deadline, "the hold is not released"
         time.sleep(0.01)
-        next_step(sender)
+        next_step(prefill)
 
 
 def test_references_are_dropped_tail_first_and_the_null_block_has_none() -> None:

@@ -88,7 +88,7 @@ def test_a_push_waits_for_its_prompt_by_default() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "[::]", "*"])
-def test_every_interface_is_no_address_to_give_to_peers(host: str) -> None:
+def test_every_interface_is_refused_as_an_advertised_address(host: str) -> None:
     for settings in ({"host": host}, {"advertised_host": host}):
         with pytest.raises(KVFerryError, match="means every interface") as refusal:
             parse_settings(settings)
@@ -144,7 +144,7 @@ def test_cross_layer_mla_is_refused_on_cpus(layout: NamedLayout, monkeypatch: py
     layout_choice.check_layout(engine(use_mla=True), NamedLayout.LBNHC, Settings())
 
 
-def test_a_dropped_wish_is_explained(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layout_that_the_engine_does_not_use_is_explained(caplog: pytest.LogCaptureFixture) -> None:
     from kvferry.integrations.vllm.layout_choice import check_layout
 
     check_layout(engine(), NamedLayout.BHLNC, Settings())

@@ -96,7 +96,7 @@ def test_groups_that_interleave_their_layers_overlay_each_other(monkeypatch: pyt
     assert [list(map(repr, group.component("v").heads)) for group in shard.groups] == [["2:4"]] * 3
 
 
-def test_a_layer_that_reads_anothers_cache_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_reads_the_cache_of_another_layer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = block_rows(num_pages=1)
     caches = {"0": attention_view(rows, 0), "1": attention_view(rows, 0)}
     shard = translate.shard_of(engine(monkeypatch), groups((["0"], FULL)), caches, tp_rank=0)

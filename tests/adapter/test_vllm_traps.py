@@ -1,4 +1,4 @@
-"""Traps of vLLM 0.32, each of which was worth a day: driven through vLLM's own objects, without an engine."""
+"""Traps of vLLM 0.32 that are hard to find, through vLLM's own objects, without an engine."""
 
 import asyncio
 import time
@@ -31,22 +31,22 @@ from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.request import GroupBlocks
 
-from .scheduler_requests import FULL, PROMPT, STATE, allocated, next_step, prefill, request
+from .scheduler_requests import FULL, PROMPT, STATE, allocated, next_step, request, run_prefill
 from .test_vllm_states import DESTINATION_BLOCK, KINDS, SOURCE_BLOCK, Rank, carry_out
 from .vllm_caches import CacheRank, full, move, window
 
 
 def test_trap_1_the_last_prompt_token_does_not_advance_a_mamba_state_twice(make_role: Any) -> None:
     """Mamba and "N-1": the prefill side drops the last token, the decode side asks for one less and computes it."""
-    sender, reader = make_role(FULL, STATE), make_role(FULL, STATE)
-    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1], [9], max_tokens=20)
+    prefill, decode = make_role(FULL, STATE), make_role(FULL, STATE)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1], [9], max_tokens=20)
     assert params is not None
     assert params["kvferry"]["num_tokens"] == len(PROMPT) - 1
     ours = request(PROMPT, params, "d", max_tokens=8)
-    reader.on_new_request(ours)
-    assert reader.get_num_new_matched_tokens(ours, 0) == (len(PROMPT) - 1, True)
-    reader.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [16]), len(PROMPT) - 1)
-    [order] = next_step(reader).loads
+    decode.on_new_request(ours)
+    assert decode.get_num_new_matched_tokens(ours, 0) == (len(PROMPT) - 1, True)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [16]), len(PROMPT) - 1)
+    [order] = next_step(decode).loads
     assert order.error is None
     assert [blocks.last_token for blocks in order.blocks] == [len(PROMPT) - 1, 1]
     assert [blocks.source_ids.tolist() for blocks in order.blocks] == [[5, 4, 3, 2, 1], [9]]
@@ -138,16 +138,16 @@ def test_trap_6_groups_interleave_their_layers_and_shorter_ones_leave_the_tail_o
 def test_trap_7_block_sizes_differ_without_anybody_asking(sizes: tuple[int, int], make_role: Any) -> None:
     """A hybrid's block size depends on TP: P and D each have their own, which the answer tells and the load obeys."""
     source, destination = (CacheRank({"0": full(1, size), "1": full(1, size)}, "BLHNC") for size in sizes)
-    sender, reader = (make_role(*group_shapes(rank.config)) for rank in (source, destination))
+    prefill, decode = (make_role(*group_shapes(rank.config)) for rank in (source, destination))
     blocks = [list(range(5, 5 - -(-len(PROMPT) // size), -1)) for size in sizes]
-    params = prefill(sender, PROMPT, blocks[0])
+    params = run_prefill(prefill, PROMPT, blocks[0])
     assert params is not None
     assert params["kvferry"]["block_sizes"] == [sizes[0]]
     ours = request(PROMPT, params, "d")
-    reader.on_new_request(ours)
-    num_tokens, _ = reader.get_num_new_matched_tokens(ours, 0)
-    reader.update_state_after_alloc(ours, allocated(blocks[1]), num_tokens)
-    [order] = next_step(reader).loads
+    decode.on_new_request(ours)
+    num_tokens, _ = decode.get_num_new_matched_tokens(ours, 0)
+    decode.update_state_after_alloc(ours, allocated(blocks[1]), num_tokens)
+    [order] = next_step(decode).loads
     assert order.error is None
     source.label(order.blocks)
     move([source], destination, order.blocks)
@@ -156,34 +156,34 @@ def test_trap_7_block_sizes_differ_without_anybody_asking(sizes: tuple[int, int]
 
 def test_trap_8_asking_again_has_no_effect_and_the_load_is_ordered_once(make_role: Any) -> None:
     """``get_num_new_matched_tokens`` is called again after a failed allocation, preemption and load failure."""
-    sender, reader = make_role(FULL), make_role(FULL)
-    ours = request(PROMPT, prefill(sender, PROMPT, [5, 4, 3, 2, 1]) or {}, "d")
-    reader.on_new_request(ours)
-    assert {reader.get_num_new_matched_tokens(ours, 16) for _ in range(3)} == {(64, True)}
-    assert next_step(reader).loads == [], "ordered by a question"
-    reader.update_state_after_alloc(ours, allocated([10, 11, 12, 13, 14]), 64)
-    assert len(next_step(reader).loads) == 1
-    assert reader.get_num_new_matched_tokens(ours, 0) == (0, False)
-    reader.update_state_after_alloc(ours, allocated([10, 11, 12, 13, 14]), 0)
-    assert next_step(reader).loads == []
+    prefill, decode = make_role(FULL), make_role(FULL)
+    ours = request(PROMPT, run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1]) or {}, "d")
+    decode.on_new_request(ours)
+    assert {decode.get_num_new_matched_tokens(ours, 16) for _ in range(3)} == {(64, True)}
+    assert next_step(decode).loads == [], "ordered by a question"
+    decode.update_state_after_alloc(ours, allocated([10, 11, 12, 13, 14]), 64)
+    assert len(next_step(decode).loads) == 1
+    assert decode.get_num_new_matched_tokens(ours, 0) == (0, False)
+    decode.update_state_after_alloc(ours, allocated([10, 11, 12, 13, 14]), 0)
+    assert next_step(decode).loads == []
 
 
 def test_trap_8_an_answer_that_was_dropped_lets_the_remote_hold_go(make_role: Any) -> None:
     """The answer may be dropped (``prompt_logprobs``, partial tails): without external tokens the hold is released."""
-    sender, reader = make_role(FULL), make_role(FULL)
-    ours = request(PROMPT, prefill(sender, PROMPT, [5, 4, 3, 2, 1]) or {}, "d")
-    reader.on_new_request(ours)
-    reader.get_num_new_matched_tokens(ours, 0)
-    assert reader._state.leases._holds.num_used == 1
-    reader.update_state_after_alloc(ours, allocated([10, 11, 12, 13, 14]), 0)
-    assert reader._state.leases._holds.num_used == 0
-    assert next_step(reader).loads == []
+    prefill, decode = make_role(FULL), make_role(FULL)
+    ours = request(PROMPT, run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1]) or {}, "d")
+    decode.on_new_request(ours)
+    decode.get_num_new_matched_tokens(ours, 0)
+    assert decode._state.leases._holds.num_used == 1
+    decode.update_state_after_alloc(ours, allocated([10, 11, 12, 13, 14]), 0)
+    assert decode._state.leases._holds.num_used == 0
+    assert next_step(decode).loads == []
 
 
 def test_trap_10_a_rejection_before_admission_lets_the_remote_hold_go(make_role: Any) -> None:
     """It arrives as a request that is aborted at once, with the prompt ``[0]``: made here by vLLM itself."""
-    sender, reader = make_role(FULL), make_role(FULL)
-    params = prefill(sender, PROMPT, [5, 4, 3, 2, 1])
+    prefill, decode = make_role(FULL), make_role(FULL)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
     admitted: list[Any] = []
 
     async def admit(found: Any) -> None:
@@ -194,11 +194,11 @@ def test_trap_10_a_rejection_before_admission_lets_the_remote_hold_go(make_role:
     [rejected] = admitted
     assert (rejected.prompt_token_ids, rejected.abort_immediately) == ([0], True)
     ours = Request.from_engine_core_request(rejected, None)
-    reader.on_new_request(ours)
-    assert reader._state.leases._holds.num_used == 1
-    assert reader.request_finished(ours, ([],), is_complete=False) == (False, None)
-    assert reader._state.leases._holds.num_used == 0
-    assert next_step(reader).loads == []
+    decode.on_new_request(ours)
+    assert decode._state.leases._holds.num_used == 1
+    assert decode.request_finished(ours, ([],), is_complete=False) == (False, None)
+    assert decode._state.leases._holds.num_used == 0
+    assert next_step(decode).loads == []
 
 
 class CountedRank:

@@ -1,4 +1,4 @@
-"""The replacement of the waits in vLLM's message queues, and who asks for it."""
+"""The replacement of the waits in vLLM's message queues, and its variable."""
 
 import multiprocessing
 import resource
@@ -50,7 +50,7 @@ def conditions(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("value", ["1", "0", None])
-def test_a_reader_sleeps_between_looks_where_the_variable_is_set(
+def test_a_worker_sleeps_between_polls_where_the_variable_is_set(
     value: str | None, conditions: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if value is not None:
@@ -66,7 +66,7 @@ def test_a_reader_sleeps_between_looks_where_the_variable_is_set(
     assert (switches > NUM_WAITS // 2) == (value == "1")
 
 
-def test_one_who_has_looked_for_long_sleeps_until_it_is_told_or_looks_again(
+def test_after_many_polls_a_worker_sleeps_until_a_message_or_the_next_poll(
     conditions: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "1")

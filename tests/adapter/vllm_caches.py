@@ -92,7 +92,7 @@ class CacheRank:
             self.caches[layer][block] = self.expected(layer, position)
 
     def check(self, requests: Sequence[GroupBlocks], num_tokens: int) -> None:
-        """Compare every attention block of a request, and see that nothing else was written."""
+        """Compare every attention block of a request, and check that no other byte was written."""
         storage = next(iter(self.caches.values())).untyped_storage()
         found = torch.tensor([], dtype=torch.float32).set_(storage)  # type: ignore[call-overload]
         seen = 0

@@ -43,12 +43,12 @@ ROW_BYTES = len(LAYERS) * HEADS * BLOCK_SIZE * HEAD_SIZE * 2 * ITEMSIZE
 
 
 def filled_ranks(tp_size: int = 2, layout: NamedLayout = NamedLayout.BHLNC) -> "list[Rank]":
-    """Return the ranks of a prefill engine, each filled with what no other has."""
+    """Return the ranks of a prefill engine, each filled with its own bytes."""
     return [Rank(tp_rank, tp_size, layout=layout).fill() for tp_rank in range(tp_size)]
 
 
 class HoldsCache(Protocol):
-    """A rank of either engine: what it holds, and the memory that holds it."""
+    """A rank of either engine: its shard and its memory."""
 
     shard: Shard
 
@@ -86,7 +86,7 @@ class Rank:
         return [Region(self.cache.ctypes.data, self.cache.nbytes)]
 
     def fill(self) -> "Rank":
-        """Fill it with what no other rank has."""
+        """Fill the memory with bytes of this rank alone."""
         self.cache[:] = np.random.default_rng(self.tp_rank).integers(0, 256, self.cache.shape, dtype=np.uint8)
         return self
 
@@ -173,7 +173,7 @@ class DecodeRank:
         self.transports.close()
 
     def engine(self, hold: RemoteHold) -> SourceEngine:
-        """Ask until the handshake has ended."""
+        """Poll until the handshake has ended."""
         end = time.monotonic() + 30
         while (engine := self.engines.get(hold)) is None:
             assert time.monotonic() < end, "the handshake does not end"
@@ -181,7 +181,7 @@ class DecodeRank:
         return engine
 
     def refusal(self, hold: RemoteHold) -> KVFerryError:
-        """Ask until the handshake has failed."""
+        """Poll until the handshake has failed."""
         with pytest.raises(KVFerryError) as caught:
             self.engine(hold)
         return caught.value
@@ -202,7 +202,7 @@ class DecodeRank:
         return load.result(time.monotonic())
 
     def start(self, hold: RemoteHold, blocks: Sequence[GroupBlocks], seconds: float = 30.0) -> Read:
-        """Return a load that nobody has advanced yet."""
+        """Return a load before its first turn."""
 
         def prepare() -> list[GuardedRead] | None:
             engine = self.engines.get(hold)
@@ -212,7 +212,7 @@ class DecodeRank:
 
 
 def whole_blocks(group: str, source_ids: Sequence[int], destination_ids: Sequence[int]) -> GroupBlocks:
-    """Ask for a prompt that fills its blocks."""
+    """Return the request for a prompt that fills its blocks."""
     return GroupBlocks(
         group=group,
         first_token=0,

@@ -31,8 +31,8 @@ from .engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, LAYERS, Rank,
 SECONDS = 20.0
 
 
-class Goes(Enum):
-    """What of a prompt goes together."""
+class Batches(Enum):
+    """The batches in which a prompt is pushed."""
 
     WHOLE = "a short prompt"
     CHUNKS = "layers that do not tell when they have run"
@@ -40,7 +40,7 @@ class Goes(Enum):
 
 
 class Parts:
-    """What every rank has: transports, a transfer thread, a client and a listener."""
+    """The parts of every rank: transports, a transfer thread, a client and a listener."""
 
     def __init__(self, rank: Rank, faults: FaultPlan | None = None) -> None:
         self.rank = rank
@@ -64,13 +64,13 @@ class Parts:
 
 
 class SendingRank(Parts):
-    def __init__(self, rank: Rank, faults: FaultPlan | None, goes: Goes) -> None:
+    def __init__(self, rank: Rank, faults: FaultPlan | None, batches: Batches) -> None:
         super().__init__(rank, faults)
         shard = encode_shard(rank.shard)
         parts = self.transports, self.executor, self.client, NO_DEVICE
-        spans = LayerSpans({} if goes is Goes.CHUNKS else {"full": LAYERS}, layers_per_span=1)
-        short_tokens = SHORT_TOKENS if goes is Goes.WHOLE else 0
-        self.answerer = self.pusher = Writer(shard, self.epoch, IDENTITY, *parts, spans, True, short_tokens)
+        spans = LayerSpans({} if batches is Batches.CHUNKS else {"full": LAYERS}, layers_per_span=1)
+        short_tokens = SHORT_TOKENS if batches is Batches.WHOLE else 0
+        self.answerer = self.writer = Writer(shard, self.epoch, IDENTITY, *parts, spans, True, short_tokens)
         self.entry = RankEntry(rank.shard.tp_rank, 0, shard, self.end_points, 0, 0, push_end_point=self.answers_at)
 
 
@@ -79,10 +79,10 @@ class SendingEngine:
         self,
         tp_size: int,
         faults: FaultPlan | None,
-        goes: Goes,
+        batches: Batches,
         layout: NamedLayout = NamedLayout.BHLNC,
     ) -> None:
-        self.ranks = [SendingRank(rank, faults, goes) for rank in filled_ranks(tp_size, layout)]
+        self.ranks = [SendingRank(rank, faults, batches) for rank in filled_ranks(tp_size, layout)]
         entries = tuple(rank.entry for rank in self.ranks)
         self.listener = Server(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries))
 
@@ -93,10 +93,10 @@ class SendingEngine:
         num_tokens = len(ids) * BLOCK_SIZE
         for rank in self.ranks:
             prompt = Prompt(num_tokens, digest, {"full": BlockList(0, ids)}, num_final)
-            rank.pusher.compute([(transfer_id, prompt)])
+            rank.writer.compute([(transfer_id, prompt)])
 
     def pushed(self, count: int) -> list[JobResult]:
-        """Return how so many pushes of the first rank ended, as the rank itself tells."""
+        """Return the results of so many pushes, from the first rank's own report."""
         results: list[JobResult] = []
         end = time.monotonic() + SECONDS
         while len(results) < count:
@@ -117,7 +117,7 @@ class ReceivingRank(Parts):
         self.engines = SourceEngines(rank.shard, IDENTITY, self.transports, engine_id, SECONDS)
         name = f"{engine_id}/{rank.tp_rank}"
         shard = encode_shard(rank.shard)
-        self.answerer = self.receiver = Announcer(
+        self.answerer = self.announcer = Announcer(
             name, IDENTITY, shard, self.end_points, self.answers_at, self.executor, self.client, SECONDS, True
         )
 
@@ -131,7 +131,7 @@ class ReceivingRank(Parts):
             engine = self.engines.get(hold)
             return None if engine is None else engine.sources(transfer_id, blocks)
 
-        self.receiver.announce(request, find)
+        self.announcer.announce(request, find)
 
     def result(self, seconds: float = SECONDS) -> JobResult:
         end = time.monotonic() + seconds
@@ -156,10 +156,10 @@ class Pairs:
         source_tp: int = 1,
         target_tp: int = 1,
         faults: FaultPlan | None = None,
-        goes: Goes = Goes.CHUNKS,
+        batches: Batches = Batches.CHUNKS,
         layout: NamedLayout = NamedLayout.BHLNC,
     ) -> tuple[SendingEngine, list[ReceivingRank]]:
-        self.senders.append(SendingEngine(source_tp, faults, goes, layout))
+        self.senders.append(SendingEngine(source_tp, faults, batches, layout))
         ranks = [Rank(tp_rank, target_tp, layout=layout) for tp_rank in range(target_tp)]
         self.receivers = [ReceivingRank(rank) for rank in ranks]
         return self.senders[-1], self.receivers

@@ -1,4 +1,4 @@
-"""What kvferry uses of ``torch.cuda``, on a CPU: streams whose work is done only when a test runs them."""
+"""The part of ``torch.cuda`` that kvferry uses, on a CPU: streams do their work only when a test runs them."""
 
 import threading
 from collections import deque

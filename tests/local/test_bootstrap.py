@@ -1,4 +1,4 @@
-"""Where decode engines learn which engine pushes, and what becomes of addresses that say nothing of use."""
+"""Bootstrap servers, at which decode engines query the id of the pushing engine, and bad addresses and answers."""
 
 import socket
 import threading
@@ -91,7 +91,7 @@ def answered(port: int) -> list[Entry] | None:
         return None
 
 
-def test_what_speaks_no_http_is_told_of_as_such() -> None:
+def test_a_server_without_http_is_named_in_the_error() -> None:
     with socket.create_server((HOST, 0)) as server:
 
         def answer() -> None:
@@ -198,7 +198,7 @@ def test_offers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(offers._offers) == ["b", "c"]
 
 
-def test_a_taken_port_and_a_host_that_is_not_here_are_told_apart() -> None:
+def test_a_taken_port_and_a_foreign_host_have_different_errors() -> None:
     served = BootstrapServer(HOST, 0, offer())
     try:
         for host, port, reason in ((HOST, served.port, Reason.PORT_IN_USE), ("192.0.2.1", 0, Reason.INVALID_SETTING)):

@@ -1,4 +1,4 @@
-"""The client over real sockets: answers, silence, garbage, addresses that cannot be, and nothing left behind."""
+"""The client over real sockets: answers, silence, garbage, impossible addresses, and a close without leaks."""
 
 import os
 import socket
@@ -138,7 +138,7 @@ def test_a_peer_that_appears_late_gets_the_message(client: Client) -> None:
 
 
 @pytest.mark.usefixtures("resend_soon")
-def test_a_parcel_comes_back_unanswered_at_its_deadline(client: Client) -> None:
+def test_a_question_comes_back_unanswered_at_its_deadline(client: Client) -> None:
     with RawPeer(lambda sequence, data: []) as peer:
         sent_at = time.monotonic()
         client.send(HOST, peer.port, Release(7, ()), timeout_seconds=0.3)
@@ -216,9 +216,7 @@ def test_what_cannot_be_sent_comes_back_and_stops_nothing(
         listener.close()
 
 
-def test_a_name_that_is_looked_up_for_long_holds_nobody_else_up(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_lookup_of_a_name_delays_no_other_question(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else zmq would look it up on the one thread that serves every socket."""
     may_answer, look_up = threading.Event(), socket.getaddrinfo
 
@@ -282,7 +280,7 @@ def test_connections_are_bounded_and_the_idle_one_gives_way(client: Client, monk
     listener.close()
 
 
-def test_a_fault_in_a_turn_does_not_end_the_courier(
+def test_a_fault_in_a_turn_does_not_end_the_clients_thread(
     client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     close_idle, resend = Client._close_idle, Client._send
@@ -308,7 +306,7 @@ def test_a_fault_in_a_turn_does_not_end_the_courier(
         listener.close()
 
 
-def test_a_refusals_remedy_reaches_who_asked() -> None:
+def test_a_refusals_remedy_reaches_the_client() -> None:
     def refuse(question: Question) -> Answer:
         raise HandoffError(Reason.PEER_CHANGED, "another epoch.", "Send the prompt again.")
 
@@ -322,7 +320,7 @@ def test_a_refusals_remedy_reaches_who_asked() -> None:
         listener.close()
 
 
-def test_the_sender_never_waits_for_the_courier(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sending_never_waits_for_the_clients_thread(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many questions are queued while the thread is held up."""
     held_up = threading.Event()
     monkeypatch.setattr(Client, "_take_outgoing", lambda self, poller: held_up.wait(20))
@@ -382,7 +380,7 @@ def test_close_leaves_no_thread_and_no_socket(monkeypatch: pytest.MonkeyPatch) -
         assert client._context.closed
 
 
-def test_couriers_may_follow_each_other_at_once() -> None:
+def test_a_client_can_be_opened_at_once_after_another_closed() -> None:
     for _ in range(100):
         Client().close()
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it; in a process of its own where that matters."""
+"""The command line, in its own process where a test needs that."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_help_has_examples_that_parse_and_json_is_offered(name: str) -> None:
         command.make_context(name, arguments)
 
 
-def test_a_plan_tells_a_terminal_what_it_does_and_nothing_else() -> None:
+def test_a_plan_shows_its_progress_on_a_terminal_only() -> None:
     """Progress goes to standard error where that is a terminal: standard output stays JSON."""
     arguments = ["plan", "--layers", "2", "--kv-heads", "2", "--head-size", "8", "--prefill", "tp=2", "--json"]
     command = [sys.executable, "-m", "kvferry.cli.main", *arguments]
@@ -88,7 +88,7 @@ def test_an_interrupted_command_leaves_no_process(tmp_path: Path) -> None:
     endless = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(f'{{os.getpid()}} '); time.sleep(200)"
     program = (
         "from kvferry.cli import doctor, main\n"
-        f"doctor.CHECKS = (lambda: iter([doctor._error_of(*doctor.PYTHON, {endless!r})]),)\n"
+        f"doctor.CHECKS = (lambda: iter([doctor.error_of(*doctor.PYTHON, {endless!r})]),)\n"
         "main.main()"
     )
     command = subprocess.Popen(
@@ -106,7 +106,7 @@ def test_an_interrupted_command_leaves_no_process(tmp_path: Path) -> None:
     os.close(child)
 
 
-def test_doctor_tells_of_a_torch_that_is_missing() -> None:
+def test_doctor_names_a_missing_torch() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\nfrom kvferry.cli.doctor import check_torch; print(*check_torch())"
     )
@@ -171,7 +171,7 @@ def test_doctor_fails_when_something_essential_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")
-    monkeypatch.setattr(doctor, "_error_of", lambda *command: None)
+    monkeypatch.setattr(doctor, "error_of", lambda *command: None)
     monkeypatch.setattr(doctor, "CHECKS", (doctor.check_vllm,))
     with pytest.raises(typer.Exit) as ended:
         doctor.doctor(json_output=True)
@@ -189,7 +189,7 @@ def test_doctor_says_how_engines_start(
 ) -> None:
     works = {"serve": command_works, "-m": module_works}
     monkeypatch.setattr(doctor, "_program", lambda name: "/bin/vllm")
-    monkeypatch.setattr(doctor, "_error_of", lambda program, what, *_: None if works[what] else f"no {what}")
+    monkeypatch.setattr(doctor, "error_of", lambda program, what, *_: None if works[what] else f"no {what}")
     [finding] = doctor.check_serve()
     assert finding.health is health
     assert ("no serve" in finding.found) is not command_works
@@ -204,8 +204,8 @@ def test_doctor_names_the_ports_that_engine_and_router_want(monkeypatch: pytest.
 
 
 def test_doctor_says_what_an_import_complains_about() -> None:
-    assert doctor._error_of(*doctor.PYTHON, "pass") is None
-    assert doctor._error_of(*doctor.PYTHON, "raise RuntimeError('operator does not exist')") == (
+    assert doctor.error_of(*doctor.PYTHON, "pass") is None
+    assert doctor.error_of(*doctor.PYTHON, "raise RuntimeError('operator does not exist')") == (
         "RuntimeError: operator does not exist"
     )
 

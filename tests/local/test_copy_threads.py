@@ -1,4 +1,4 @@
-"""Threads beside the caller's own: whatever goes wrong, none of them copies any more once ``run`` has ended."""
+"""Copies on several threads: after the end of ``run`` no thread copies any more, also after an error."""
 
 import threading
 import time
@@ -33,7 +33,7 @@ def refuse() -> str:
     raise MemoryError("no more")
 
 
-def test_what_runs_beside_has_ended_when_the_callers_own_call_raises(threads: CopyThreads) -> None:
+def test_other_copies_have_ended_when_the_callers_own_copy_raises(threads: CopyThreads) -> None:
     slow = SlowCopy()
 
     def own() -> str:
@@ -45,14 +45,14 @@ def test_what_runs_beside_has_ended_when_the_callers_own_call_raises(threads: Co
     assert slow.has_ended
 
 
-def test_what_runs_beside_has_ended_when_another_call_raises(threads: CopyThreads) -> None:
+def test_other_copies_have_ended_when_one_of_them_raises(threads: CopyThreads) -> None:
     slow = SlowCopy()
     with pytest.raises(MemoryError):
         threads.run([refuse, slow, lambda: "own"])
     assert slow.has_ended
 
 
-def test_what_was_started_has_ended_when_no_thread_can_be_had(
+def test_started_copies_have_ended_when_no_further_thread_can_start(
     threads: CopyThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = SlowCopy()

@@ -1,4 +1,4 @@
-"""The kernel for stages on a GPU, run by Triton's interpreter on host memory: labelled bytes, and the CPU's way."""
+"""The GPU kernel for stages, in Triton's interpreter on host memory: its bytes are those of the CPU's copies."""
 
 import importlib.util
 import itertools

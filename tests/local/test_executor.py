@@ -1,4 +1,4 @@
-"""Loads and the thread that runs them: real bytes over memcpy, every ending over a transport that follows a script."""
+"""Loads and the transfer thread: real bytes over memcpy, and every way to end over a scripted transport."""
 
 import ctypes
 import os
@@ -121,7 +121,7 @@ class Source:
         self.destination = np.zeros(num_bytes, dtype=np.uint8)
         self.words = GuardWords(num_slots=4)
         self.words.set(SLOT, EPOCH, GENERATION)
-        # Descending pieces of unequal length, as block ids come.
+        # Descending descriptors of unequal length, as block ids come.
         edges = np.array([0, num_bytes // 8, num_bytes // 2, num_bytes], dtype=np.uint64)
         starts, lengths = edges[:-1][::-1], np.diff(edges)[::-1]
         base = np.uint64(self.data.ctypes.data), np.uint64(self.destination.ctypes.data)
@@ -185,13 +185,13 @@ def executor(scratch: Scratch) -> Iterator[Executor]:
 
 def test_two_ranks_commit_with_exact_bytes_over_memcpy(scratch: Scratch) -> None:
     sources = [Source(seed) for seed in range(2)]
-    holders = [MemcpyTransport() for _ in sources]
-    reader = MemcpyTransport()
-    reader.register([scratch.region, *(region(source.destination) for source in sources)])
+    transports = [MemcpyTransport() for _ in sources]
+    destination = MemcpyTransport()
+    destination.register([scratch.region, *(region(source.destination) for source in sources)])
     reads = []
-    for source, holder in zip(sources, holders, strict=True):
-        end_point = holder.register([region(source.data), region(source.words.array)])
-        reads.append(source.read(reader, reach(reader, end_point)))
+    for source, transport in zip(sources, transports, strict=True):
+        end_point = transport.register([region(source.data), region(source.words.array)])
+        reads.append(source.read(destination, reach(destination, end_point)))
     result = run(load_of(lambda: reads), scratch)
     assert result.error is None
     assert all(source.is_whole for source in sources)
@@ -279,9 +279,7 @@ def test_deadline_while_the_data_is_pending_waits_until_the_transfer_is_quiet(
     assert scratch.has_room(8)
 
 
-def test_of_a_load_that_fails_no_byte_is_counted(
-    transport: ScriptedTransport, source: Source, scratch: Scratch
-) -> None:
+def test_a_failed_load_counts_no_bytes(transport: ScriptedTransport, source: Source, scratch: Scratch) -> None:
     """The words before are right, all data lands, the words behind are wrong: nothing of it is used."""
     transport.after_data = lambda: source.words.clear(SLOT)
     result = run(load_of(lambda: [source.read(transport)]), scratch)
@@ -309,10 +307,10 @@ def test_one_failed_rank_stops_the_others(transport: ScriptedTransport, source: 
 
 
 def test_a_submission_that_is_refused_stops_those_before_it(scratch: Scratch, source: Source) -> None:
-    slow, reader = ScriptedTransport(), MemcpyTransport()
+    slow, memcpy = ScriptedTransport(), MemcpyTransport()
     slow.holds_words = True
-    peer = reach(reader, reader.register([region(source.data)]))
-    error = error_of(run(load_of(lambda: [Source(1).read(slow), source.read(reader, peer)]), scratch))
+    peer = reach(memcpy, memcpy.register([region(source.data)]))
+    error = error_of(run(load_of(lambda: [Source(1).read(slow), source.read(memcpy, peer)]), scratch))
     assert error.reason is Reason.UNREGISTERED_RANGE
     assert slow.num_pending == 0
     assert scratch.has_room(8)
@@ -542,7 +540,7 @@ def test_every_load_ends_exactly_once_whatever_happens(seed: int) -> None:
     assert sum(transport.num_pending for transport in transports) == 0
 
 
-def test_a_transfer_that_does_not_end_is_told_of_and_keeps_its_load(
+def test_a_transfer_that_does_not_end_is_logged_and_keeps_its_load(
     transport: ScriptedTransport, source: Source, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As over NIXL from a stopped process: what may still land keeps its blocks, and the log says so."""
@@ -564,7 +562,7 @@ def test_a_transfer_that_does_not_end_is_told_of_and_keeps_its_load(
         executor.close()
 
 
-def test_a_load_that_is_set_aside_ends_before_it_is_quiet_and_its_quiet_is_told(
+def test_a_quarantined_load_ends_before_it_is_quiet_and_is_reported_when_quiet(
     transport: ScriptedTransport, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not before it has been told of that it is not quiet: until then nobody keeps its blocks."""

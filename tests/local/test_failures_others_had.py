@@ -1,4 +1,4 @@
-"""Failures that users of other systems reported, where threads, memory or sockets are needed to bring them about."""
+"""Failures that users of other systems reported and that need threads, memory or sockets to reproduce."""
 
 import time
 from functools import partial
@@ -38,7 +38,7 @@ class OneIsSlow(Watched):
 def test_vllm_ascend_10548_parallel_pulls_do_not_race_the_merge() -> None:
     """vllm-ascend#10548: heads pulled from several ranks at once were merged before all of them had come."""
     pair = Pair()
-    slow = OneIsSlow(pair.reader)
+    slow = OneIsSlow(pair.destination)
     load = pair.load(transport=slow)
     for _ in range(50):
         load.advance(pair.scratch, time.monotonic())
@@ -109,26 +109,26 @@ def test_nixl_176_15000_segments_do_not_hold_their_caller_up(monkeypatch: pytest
     handed_over: list[int] = []
     post = NixlTransport._post
 
-    def counted(self: NixlTransport, transfer: NixlTransfer, pieces: Descriptors) -> None:
-        handed_over.append(len(pieces))
-        post(self, transfer, pieces)
+    def counted(self: NixlTransport, transfer: NixlTransfer, descriptors: Descriptors) -> None:
+        handed_over.append(len(descriptors))
+        post(self, transfer, descriptors)
 
     monkeypatch.setattr(NixlTransport, "_post", counted)
-    pieces = random_offsets(176, np.full(15000, 256))
+    descriptors = random_offsets(176, np.full(15000, 256))
     with open_pair("kvferry.transport.nixl:NixlTransport") as pair:
         pair.remote.fill(2)
         handed_over.clear()
-        ways = [partial(pair.submit, Direction.READ, pieces[:count]) for count in (1500, 15000)]
+        ways = [partial(pair.submit, Direction.READ, descriptors[:count]) for count in (1500, 15000)]
         assert len({lines_of(way) for way in ways}) == 1
         assert [containers_of(way) for way in ways] == [0, 0]
         assert not handed_over
-        transfer = pair.submit(Direction.READ, pieces)
+        transfer = pair.submit(Direction.READ, descriptors)
         num_polls = 1
         while pair.transport.poll(transfer) is Status.PENDING:
             num_polls += 1
         assert transfer.status is Status.DONE
-        assert sum(handed_over) == len(pieces)
+        assert sum(handed_over) == len(descriptors)
         assert len(handed_over) <= num_polls, "one call of NIXL's each"
         assert max(handed_over) <= 1000
         assert len(handed_over) <= 100, "nor one by one"
-        assert np.array_equal(pair.local, apply(pieces, pattern(2, len(pair.local)), np.zeros_like(pair.local), 0))
+        assert np.array_equal(pair.local, apply(descriptors, pattern(2, len(pair.local)), np.zeros_like(pair.local), 0))

@@ -1,4 +1,4 @@
-"""Releases and renewals through a real client to a real holder, and what comes of them."""
+"""Releases and renewals from a real client to the real server of a prefill engine, and their outcomes."""
 
 import threading
 import time
@@ -26,16 +26,16 @@ from kvferry.handoff.wire.server import Server
 HOST, EPOCH, LEASE = "127.0.0.1", 7, 60.0
 
 
-class Holder:
+class PrefillServer:
     """A prefill engine's control side: a real listener before a real state machine."""
 
     def __init__(self, num_holds: int = 0) -> None:
-        self.side = Holds(EPOCH, num_slots=max(1, num_holds), lease_seconds=LEASE)
+        self.holds = Holds(EPOCH, num_slots=max(1, num_holds), lease_seconds=LEASE)
         self.handles = []
         for number in range(num_holds):
-            hold = self.side.begin(f"r{number}")
+            hold = self.holds.begin(f"r{number}")
             assert hold is not None
-            self.side.hold(f"r{number}", time.monotonic())
+            self.holds.hold(f"r{number}", time.monotonic())
             self.handles.append(hold.handle)
         self.questions: list[Question] = []
         self.may_answer = threading.Event()
@@ -46,10 +46,10 @@ class Holder:
         self.questions.append(question)
         self.may_answer.wait(20)
         if isinstance(question, Renew):
-            lost = self.side.renew(question.epoch, question.handles, time.monotonic())
+            lost = self.holds.renew(question.epoch, question.handles, time.monotonic())
             return Renewed(EPOCH, LEASE, tuple(lost))
         assert isinstance(question, Release)
-        self.side.release(question.epoch, question.handles)
+        self.holds.release(question.epoch, question.handles)
         return Released(EPOCH)
 
     def remote(self, handle: Handle, epoch: int = EPOCH) -> RemoteHold:
@@ -64,10 +64,10 @@ class Holder:
 
 
 @pytest.fixture
-def holder() -> Iterator[Holder]:
-    holder = Holder(num_holds=3)
-    yield holder
-    holder.close()
+def prefill() -> Iterator[PrefillServer]:
+    prefill = PrefillServer(num_holds=3)
+    yield prefill
+    prefill.close()
 
 
 @pytest.fixture
@@ -87,43 +87,43 @@ def collect(messages: HoldMessages, number: int = 1) -> list[RenewalOutcome]:
     return outcomes
 
 
-def wait_for_end_of_all(holder: Holder) -> None:
+def wait_for_end_of_all(prefill: PrefillServer) -> None:
     end = time.monotonic() + 20
-    while holder.side.num_holds:
+    while prefill.holds.num_holds:
         assert time.monotonic() < end, "a hold was not released"
         time.sleep(0.002)
 
 
-def test_a_release_ends_the_holds_and_is_no_outcome(holder: Holder, messages: HoldMessages) -> None:
-    messages.release(holder.remotes(), timeout_seconds=20)
-    wait_for_end_of_all(holder)
-    assert len(holder.questions) == 1, "one message to one destination"
+def test_a_release_ends_the_holds_and_is_no_outcome(prefill: PrefillServer, messages: HoldMessages) -> None:
+    messages.release(prefill.remotes(), timeout_seconds=20)
+    wait_for_end_of_all(prefill)
+    assert len(prefill.questions) == 1, "one message to one destination"
     time.sleep(0.05)
     assert messages.collect() == []
 
 
-def test_a_renewal_tells_the_held_from_the_lost(holder: Holder, messages: HoldMessages) -> None:
-    gone = holder.remote(Handle("r0", 999))
+def test_a_renewal_tells_the_held_from_the_lost(prefill: PrefillServer, messages: HoldMessages) -> None:
+    gone = prefill.remote(Handle("r0", 999))
     before = time.monotonic()
-    messages.renew([*holder.remotes(), gone], timeout_seconds=20)
+    messages.renew([*prefill.remotes(), gone], timeout_seconds=20)
     (outcome,) = collect(messages)
-    assert outcome.held == tuple(holder.remotes())
+    assert outcome.held == tuple(prefill.remotes())
     assert outcome.lost == (gone,)
     assert outcome.lease_seconds == LEASE
     assert before <= outcome.sent_at <= time.monotonic()
 
 
-def test_a_restarted_holder_has_lost_all(holder: Holder, messages: HoldMessages) -> None:
-    former = [holder.remote(handle, epoch=EPOCH - 1) for handle in holder.handles]
-    messages.renew([*former, holder.remote(holder.handles[0])], timeout_seconds=20)
+def test_a_restarted_engine_has_lost_all_holds(prefill: PrefillServer, messages: HoldMessages) -> None:
+    former = [prefill.remote(handle, epoch=EPOCH - 1) for handle in prefill.handles]
+    messages.renew([*former, prefill.remote(prefill.handles[0])], timeout_seconds=20)
     outcomes = collect(messages, 2)
     assert {outcome.lost for outcome in outcomes} == {tuple(former), ()}
-    assert {outcome.held for outcome in outcomes} == {(), (holder.remote(holder.handles[0]),)}
+    assert {outcome.held for outcome in outcomes} == {(), (prefill.remote(prefill.handles[0]),)}
 
 
 @pytest.mark.parametrize("answer", [Refusal("unsupported", "a fault"), Released(EPOCH)])
-def test_another_refusal_loses_nothing_and_may_be_asked_again(
-    holder: Holder, messages: HoldMessages, answer: Answer, monkeypatch: pytest.MonkeyPatch
+def test_after_another_refusal_no_hold_is_lost_and_renewals_go_on(
+    prefill: PrefillServer, messages: HoldMessages, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing = Server(HOST, 0, lambda question: answer)
     hold = RemoteHold("p", EPOCH, HOST, refusing.port, Handle("a", 1))
@@ -139,54 +139,54 @@ def test_another_refusal_loses_nothing_and_may_be_asked_again(
         refusing.close()
 
 
-def test_what_is_on_its_way_is_not_asked_twice(holder: Holder, messages: HoldMessages) -> None:
-    """A silent holder must not gather a message for each time that a lease was due."""
-    holder.may_answer.clear()
-    first, second = holder.remotes()[:2]
+def test_a_pending_renewal_is_not_sent_twice(prefill: PrefillServer, messages: HoldMessages) -> None:
+    """A silent prefill must not gather a message for each time that a lease was due."""
+    prefill.may_answer.clear()
+    first, second = prefill.remotes()[:2]
     messages.renew([first], timeout_seconds=20)
     for _ in range(10):
         messages.renew([first, second], timeout_seconds=20)
-    holder.may_answer.set()
+    prefill.may_answer.set()
     outcomes = collect(messages, 2)
     assert [outcome.held for outcome in outcomes] == [(first,), (second,)]
     messages.renew([first], timeout_seconds=20)
     assert [outcome.held for outcome in collect(messages)] == [(first,)]
 
 
-def test_the_answer_after_one_that_never_came_counts(
-    holder: Holder, messages: HoldMessages, monkeypatch: pytest.MonkeyPatch
+def test_a_renewal_works_after_one_without_an_answer(
+    prefill: PrefillServer, messages: HoldMessages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "RESEND_SECONDS", 0.05)
-    holder.may_answer.clear()
-    messages.renew(holder.remotes(), timeout_seconds=0.1)
+    prefill.may_answer.clear()
+    messages.renew(prefill.remotes(), timeout_seconds=0.1)
     end = time.monotonic() + 20
     while messages._holds_of and time.monotonic() < end:
         messages.collect()
         time.sleep(0.002)
     assert not messages._holds_of, "a renewal that timed out is still thought to be on its way"
-    holder.may_answer.set()
-    messages.renew(holder.remotes(), timeout_seconds=20)
-    assert [outcome.held for outcome in collect(messages)] == [tuple(holder.remotes())]
+    prefill.may_answer.set()
+    messages.renew(prefill.remotes(), timeout_seconds=20)
+    assert [outcome.held for outcome in collect(messages)] == [tuple(prefill.remotes())]
 
 
 def test_more_holds_than_a_message_takes_go_in_several(messages: HoldMessages) -> None:
-    holder = Holder(num_holds=MAX_REQUESTS_PER_MESSAGE + 1)
+    prefill = PrefillServer(num_holds=MAX_REQUESTS_PER_MESSAGE + 1)
     try:
-        messages.renew(holder.remotes(), timeout_seconds=20)
+        messages.renew(prefill.remotes(), timeout_seconds=20)
         outcomes = collect(messages, 2)
         assert sorted(len(outcome.held) for outcome in outcomes) == [1, MAX_REQUESTS_PER_MESSAGE]
-        messages.release(holder.remotes(), timeout_seconds=20)
-        wait_for_end_of_all(holder)
-        assert len(holder.questions) == 4
+        messages.release(prefill.remotes(), timeout_seconds=20)
+        wait_for_end_of_all(prefill)
+        assert len(prefill.questions) == 4
     finally:
-        holder.close()
+        prefill.close()
 
 
-def test_a_hold_at_a_bad_address_harms_no_other(holder: Holder, messages: HoldMessages) -> None:
+def test_a_hold_at_a_bad_address_affects_no_other(prefill: PrefillServer, messages: HoldMessages) -> None:
     bad = RemoteHold("p", EPOCH, "no such host", 5600, Handle("a", 1))
     messages.release([bad], timeout_seconds=20)
-    messages.renew([bad, *holder.remotes()], timeout_seconds=20)
-    assert [outcome.held for outcome in collect(messages)] == [tuple(holder.remotes())]
+    messages.renew([bad, *prefill.remotes()], timeout_seconds=20)
+    assert [outcome.held for outcome in collect(messages)] == [tuple(prefill.remotes())]
 
 
 def test_close_twice(messages: HoldMessages) -> None:

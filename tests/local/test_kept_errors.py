@@ -1,4 +1,4 @@
-"""An error that is kept for later keeps nothing alive of the frames that it passed, and says all that it said."""
+"""A stored error keeps its whole text and no object of the frames that raised it."""
 
 import gc
 import time

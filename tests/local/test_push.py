@@ -24,7 +24,7 @@ from kvferry.handoff.wire.server import Server
 from kvferry.transport.faults import FaultPlan
 
 from .engines_in_process import BLOCK_SIZE, HEADS, HOST, IDENTITY, LAYERS, Rank
-from .engines_that_push import SECONDS, Goes, Pairs, ReceivingRank, SendingRank, check_arrived
+from .engines_that_push import SECONDS, Batches, Pairs, ReceivingRank, SendingRank, check_arrived
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_an_aborted_prompt_fails_the_push_at_once(engines: Pairs) -> None:
     receiver.receive(sender.hold(), [0, 3])
     sender.compute(BLOCK_SIZE, [5, 1])
     assert receiver.is_waiting()
-    sender.ranks[1].pusher.end(["x"])
+    sender.ranks[1].writer.end(["x"])
     error = receiver.result(5.0).error
     assert error is not None
     assert error.reason is Reason.LEASE_EXPIRED
@@ -123,7 +123,7 @@ def test_pushes_that_are_asked_for_are_bounded(engines: Pairs, monkeypatch: pyte
     sender, [receiver] = engines.open()
     for number in range(2):
         receiver.receive(sender.hold(), [0, 3], f"x{number}", f"r{number}")
-    wait_until(lambda: sender.ranks[0].pusher._sender.num_open == 2)
+    wait_until(lambda: sender.ranks[0].writer._sender.num_open == 2)
     receiver.receive(sender.hold(), [0, 3], "y", "s")
     refused = receiver.result(5.0).error
     assert refused is not None
@@ -134,7 +134,7 @@ def test_pushes_that_are_asked_for_are_bounded(engines: Pairs, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["a write fails", "the prompt ends"])
-def test_an_engine_is_told_of_a_hold_that_a_dead_receiver_could_not_release(fails: bool, engines: Pairs) -> None:
+def test_the_sender_releases_the_hold_of_a_dead_receiver(fails: bool, engines: Pairs) -> None:
     """Another push of the same prompt may go on where only the prompt's end is the reason."""
     sender, [receiver] = engines.open(faults=FaultPlan(fail_after=1) if fails else None)
     [source], asked = sender.ranks, list[Question]()
@@ -145,13 +145,13 @@ def test_an_engine_is_told_of_a_hold_that_a_dead_receiver_could_not_release(fail
 
     engine = Server(HOST, 0, answer)
     try:
-        source.pusher.engine = EndPoint(HOST, engine.port, 7)
+        source.writer.engine = EndPoint(HOST, engine.port, 7)
         receiver.receive(sender.hold(), [0, 3])
         assert receiver.is_waiting()
         if fails:
             sender.compute(END, [5, 1])
         else:
-            source.pusher.end(["x"])
+            source.writer.end(["x"])
         assert receiver.result(5.0).error is not None
         if fails:
             wait_until(lambda: bool(asked))
@@ -220,24 +220,24 @@ def test_a_push_that_fails_for_another_reason_keeps_the_connection(engines: Pair
     sender.compute(END, [5, 1])
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.result().error is None
-    [known] = source.pusher._destinations.values()
+    [known] = source.writer._destinations.values()
     link = known.peer.poll(0)
     assert link is not None
     receiver.receive(sender.hold(), [0, 3], "y", "s")
     assert receiver.is_waiting()
-    source.pusher.end(["y"])
+    source.writer.end(["y"])
     assert receiver.result().error is not None
     wait_until(lambda: not source.executor._active)
     assert known.peer.poll(0) is link
 
 
-def test_a_sender_that_has_forgotten_a_receiver_is_told_of_it_again(engines: Pairs) -> None:
+def test_a_receiver_introduces_itself_again_to_a_sender_that_forgot_the_receiver(engines: Pairs) -> None:
     sender, [receiver] = engines.open()
     [source] = sender.ranks
     sender.compute(END, [5, 1])
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.result().error is None
-    source.pusher._destinations.clear()
+    source.writer._destinations.clear()
     receiver.receive(sender.hold(), [0, 3])
     error = receiver.result().error
     assert error is not None
@@ -246,7 +246,7 @@ def test_a_sender_that_has_forgotten_a_receiver_is_told_of_it_again(engines: Pai
     assert receiver.result().error is None
 
 
-def test_of_a_receiver_that_was_restarted_its_former_self_is_forgotten(engines: Pairs) -> None:
+def test_a_restarted_receiver_replaces_its_earlier_epoch(engines: Pairs) -> None:
     sender, [former] = engines.open()
     [source] = sender.ranks
     sender.compute(END, [5, 1])
@@ -256,12 +256,10 @@ def test_of_a_receiver_that_was_restarted_its_former_self_is_forgotten(engines: 
     engines.receivers.append(latter)
     latter.receive(sender.hold(), [0, 3])
     assert latter.result().error is None
-    assert [epoch for _, epoch in source.pusher._destinations] == [latter.epoch]
+    assert [epoch for _, epoch in source.writer._destinations] == [latter.epoch]
 
 
-def test_the_receivers_that_are_kept_are_those_that_were_pushed_to_last(
-    engines: Pairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_most_recent_receivers_are_kept(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "MAX_DESTINATIONS", 2)
     sender, [first] = engines.open()
     [source] = sender.ranks
@@ -271,10 +269,10 @@ def test_the_receivers_that_are_kept_are_those_that_were_pushed_to_last(
     for receiver in (first, others[0], first, others[1]):
         receiver.receive(sender.hold(), [0, 3])
         assert receiver.result().error is None
-    assert [name for name, _ in source.pusher._destinations] == ["d/0", "f/0"]
+    assert [name for name, _ in source.writer._destinations] == ["d/0", "f/0"]
 
 
-def test_sources_that_were_introduced_to_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_introduced_sources_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announce, "MAX_SOURCES", 2)
     client = Mock()
     receiver = Announcer("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), client, SECONDS)
@@ -287,7 +285,7 @@ def test_sources_that_were_introduced_to_are_not_remembered_for_ever(monkeypatch
     assert receiver.is_introduced(EndPoint(HOST, 4, 7), ())
 
 
-def test_one_look_whether_a_source_lives_is_for_all_pushes_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_check_of_a_source_serves_all_pushes_that_wait_for_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Mock(return_value=False)
     monkeypatch.setattr(announce, "nothing_listens", looks)
     monkeypatch.setattr(announce, "PROBE_AGAIN_SECONDS", 1000.0)
@@ -302,7 +300,7 @@ def test_one_look_whether_a_source_lives_is_for_all_pushes_that_wait_for_it(monk
     wait_until(lambda: receiver.has_ended(where))
 
 
-def test_a_look_that_fails_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_check_of_a_source_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Mock(side_effect=ValueError)
     monkeypatch.setattr(announce, "nothing_listens", looks)
     monkeypatch.setattr(announce, "PROBE_AGAIN_SECONDS", 1000.0)
@@ -313,7 +311,7 @@ def test_a_look_that_fails_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert looks.call_count == 1
 
 
-def test_more_blocks_than_an_announcement_has_are_refused_before_any_source_is_told(
+def test_too_many_blocks_for_an_announcement_are_refused_before_any_is_sent(
     engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announce, "MAX_ANNOUNCED_BLOCKS", 1)
@@ -324,7 +322,7 @@ def test_more_blocks_than_an_announcement_has_are_refused_before_any_source_is_t
     error = receiver.result(5.0).error
     assert error is not None
     assert error.reason is Reason.UNSUPPORTED
-    assert sender.ranks[0].pusher._sender.num_open == 1
+    assert sender.ranks[0].writer._sender.num_open == 1
 
 
 def test_what_a_sender_of_many_ranks_holds_may_be_too_long_to_repeat(
@@ -390,7 +388,7 @@ def test_a_preempted_prompt_is_pushed_again(engines: Pairs) -> None:
     receivers[0].receive(sender.hold(), [0, 3])
     sender.compute(BLOCK_SIZE, [5, 1])
     time.sleep(0.1)
-    sender.ranks[0].pusher.preempt(["x"])
+    sender.ranks[0].writer.preempt(["x"])
     sender.ranks[0].rank.cache[[5, 1]] = 0
     sender.compute(END, [2, 4])
     assert receivers[0].result().error is None
@@ -411,13 +409,13 @@ def layer_bytes(rank: Rank, block: int, layer: int) -> np.ndarray:
 
 
 def test_a_layer_arrives_before_the_next_has_run(engines: Pairs) -> None:
-    sender, [receiver] = engines.open(goes=Goes.SPANS)
+    sender, [receiver] = engines.open(batches=Batches.SPANS)
     receiver.receive(sender.hold(), [0, 3])
     [source] = sender.ranks
     prompt = Prompt(2 * BLOCK_SIZE, "prompt", {"full": BlockList(0, [5, 1])}, END)
     assert receiver.is_waiting()
-    source.pusher.begin_step([("x", prompt)])
-    source.pusher.reach("0")
+    source.writer.begin_step([("x", prompt)])
+    source.writer.reach("0")
     for block, target in ((5, 0), (1, 3)):
         wait_until(
             lambda block=block, target=target: np.array_equal(
@@ -426,33 +424,33 @@ def test_a_layer_arrives_before_the_next_has_run(engines: Pairs) -> None:
         )
         assert not layer_bytes(receiver.rank, target, 1).any()
     assert receiver.is_waiting()
-    source.pusher.reach("1")
-    source.pusher.compute([("x", prompt)])
+    source.writer.reach("1")
+    source.writer.compute([("x", prompt)])
     assert receiver.result().error is None
     check_arrived(sender, [receiver], [5, 1], [0, 3])
 
 
 def test_layers_of_a_later_step_do_not_vouch_for_what_it_has_not_run(engines: Pairs) -> None:
     """A step forgets which layers the one before had run."""
-    sender, [receiver] = engines.open(goes=Goes.SPANS)
+    sender, [receiver] = engines.open(batches=Batches.SPANS)
     receiver.receive(sender.hold(), [0, 3])
     [source] = sender.ranks
     first = Prompt(2 * BLOCK_SIZE, "prompt", {"full": BlockList(0, [5, 1])}, BLOCK_SIZE)
     last = Prompt(2 * BLOCK_SIZE, "prompt", {"full": BlockList(0, [5, 1])}, END)
-    source.pusher.begin_step([("x", first)])
+    source.writer.begin_step([("x", first)])
     for layer in LAYERS:
-        source.pusher.reach(layer)
-    source.pusher.compute([("x", first)])
-    source.pusher.begin_step([("x", last)])
+        source.writer.reach(layer)
+    source.writer.compute([("x", first)])
+    source.writer.begin_step([("x", last)])
     wait_until(lambda: np.array_equal(receiver.rank.cache[0], source.rank.cache[5]))
     assert receiver.is_waiting()
     assert not receiver.rank.cache[3].any()
-    source.pusher.compute([("x", last)])
+    source.writer.compute([("x", last)])
     assert receiver.result().error is None
 
 
 def test_a_whole_prompt_goes_when_it_has_been_computed(engines: Pairs) -> None:
-    sender, [receiver] = engines.open(goes=Goes.WHOLE)
+    sender, [receiver] = engines.open(batches=Batches.WHOLE)
     receiver.receive(sender.hold(), [0, 3])
     sender.compute(BLOCK_SIZE, [5, 1])
     assert receiver.is_waiting()
@@ -468,23 +466,23 @@ def step(source: SendingRank, transfer_id: str, ids: Sequence[int], seconds_per_
     """Compute a prompt in one step, in which every layer takes so long and tells when it has run."""
     num_tokens = len(ids) * BLOCK_SIZE
     prompt = Prompt(num_tokens, "prompt", {"full": BlockList(0, ids)}, END)
-    source.pusher.begin_step([(transfer_id, prompt)])
+    source.writer.begin_step([(transfer_id, prompt)])
     for layer in LAYERS:
         time.sleep(seconds_per_layer)
-        source.pusher.reach(layer)
-    source.pusher.compute([(transfer_id, prompt)])
+        source.writer.reach(layer)
+    source.writer.compute([(transfer_id, prompt)])
 
 
 def test_events_show_each_span_pushed_while_the_next_is_computed(engines: Pairs) -> None:
-    sender, [receiver] = engines.open(goes=Goes.SPANS)
+    sender, [receiver] = engines.open(batches=Batches.SPANS)
     [source] = sender.ranks
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.is_waiting()
     step(source, "x", [5, 1], seconds_per_layer=0.1)
     received = receiver.result().events
     [result] = sender.pushed(1)
-    sent, [computed] = result.events, source.pusher.take_steps()
-    assert source.pusher.take_steps() == []
+    sent, [computed] = result.events, source.writer.take_steps()
+    assert source.writer.take_steps() == []
     first, second = sent["batches"]
     assert [batch["spans"] for batch in (first, second)] == [
         [{"group": "full", "layers": [layer], "tokens": [0, 2 * BLOCK_SIZE]}] for layer in LAYERS
@@ -513,7 +511,7 @@ def test_events_show_each_span_pushed_while_the_next_is_computed(engines: Pairs)
 
 
 def test_a_prompt_that_was_computed_before_its_blocks_were_announced_goes_whole(engines: Pairs) -> None:
-    sender, [receiver] = engines.open(goes=Goes.SPANS)
+    sender, [receiver] = engines.open(batches=Batches.SPANS)
     for transfer_id, num_batches in (("x", len(LAYERS)), ("y", 1)):
         if transfer_id == "x":
             receiver.receive(sender.hold(), [0, 3], transfer_id)

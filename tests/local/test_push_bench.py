@@ -1,4 +1,4 @@
-"""The push benchmark's report, on samples that are made up."""
+"""The push benchmark's report, from invented samples."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""What is pushed chunk by chunk is what a pull moves at once: labels through vLLM's own views, and equal parts."""
+"""Chunks of a push write the same bytes as one pull: labels through vLLM's own views."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -81,7 +81,7 @@ def test_a_span_that_a_stage_of_a_pipeline_does_not_hold_is_not_awaited() -> Non
     assert (push.state, rows.tolist()) == (PushState.OVER, plan.lower(requests).tolist())
 
 
-def test_all_spans_together_go_in_as_few_pieces_as_the_whole() -> None:
+def test_all_spans_together_take_as_few_descriptors_as_the_whole() -> None:
     [plan] = Planner([Rank(0, 1).shard], Rank(0, 1).shard).plans(0)
     requests = [whole_blocks("full", [1, 4], [3, 0])]
     plans = plan_spans(plan, "full", cut_layers(LAYERS, 1))

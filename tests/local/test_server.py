@@ -1,4 +1,4 @@
-"""The control end point over real sockets: whatever arrives, it answers the next question."""
+"""The server over real sockets: after any input the server answers the next question."""
 
 import errno
 import random
@@ -43,7 +43,7 @@ def answer(question: Question) -> Answer:
     if isinstance(question, Renew):
         raise HandoffError(Reason.PEER_CHANGED, "another epoch.")
     if question.epoch == 13:  # type: ignore[union-attr]
-        raise RuntimeError("a fault in the holder")
+        raise RuntimeError("a fault in the engine")
     if question.epoch == 14:  # type: ignore[union-attr]
         return Released(1 << 70)  # cannot be encoded
     return Released(question.epoch)  # type: ignore[union-attr]
@@ -56,7 +56,7 @@ def listener() -> Iterator[Server]:
     listener.close()
 
 
-def test_closing_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_returns_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.handoff.wire.server.POLL_SECONDS", 60.0)
     listener = Server(HOST, 0, answer)
     wait_until(lambda: listener._thread.is_alive())
@@ -107,7 +107,7 @@ def test_a_message_over_the_bound_is_not_even_taken(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_peer_that_only_asks_has_few_questions_waiting() -> None:
-    """It reads no answer, and the holder is busy: what it sends stays on its side."""
+    """It reads no answer, and the engine is busy: what it sends stays on its side."""
     is_asked, may_answer = threading.Event(), threading.Event()
 
     def answer_later(question: Question) -> Answer:
@@ -149,17 +149,17 @@ def test_bytes_that_are_not_even_zmq_are_survived(listener: Server) -> None:
         (Release(14, ()), Reason.UNSUPPORTED),
     ],
 )
-def test_what_the_holder_cannot_answer_is_refused(listener: Server, question: Question, reason: Reason) -> None:
+def test_a_question_without_an_answer_is_refused(listener: Server, question: Question, reason: Reason) -> None:
     with pytest.raises(HandoffError) as caught:
         ask(HOST, listener.port, question, timeout_seconds=20)
     assert caught.value.reason is reason
     assert answers(listener)
 
 
-def test_a_fault_of_the_holder_is_not_told_to_peers(listener: Server) -> None:
+def test_peers_do_not_see_the_text_of_an_unexpected_error(listener: Server) -> None:
     with pytest.raises(HandoffError) as caught:
         ask(HOST, listener.port, Release(13, ()), timeout_seconds=20)
-    assert "a fault in the holder" not in str(caught.value)
+    assert "a fault in the engine" not in str(caught.value)
 
 
 def test_a_reason_of_a_later_version_is_a_protocol_mismatch() -> None:
@@ -233,7 +233,7 @@ def test_a_peer_may_take_its_time(listener: Server) -> None:
     assert found == [[number, encode(Released(7))] for number in (b"1", b"2")]
 
 
-def test_of_too_many_connections_the_one_closes_that_asked_nothing_for_longest(
+def test_the_longest_idle_connection_closes_when_there_are_too_many(
     listener: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 3)

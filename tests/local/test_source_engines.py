@@ -1,4 +1,4 @@
-"""Prefill engines as a decode rank meets them: real handshakes, real bytes, and every way to be refused."""
+"""A decode rank's source engines: real handshakes, real bytes, and every refusal."""
 
 import socket
 import time
@@ -179,7 +179,7 @@ def test_a_plan_that_lowers_wrongly_is_found_before_any_byte_moves(
     assert decode.refusal(prefill.hold()).reason is Reason.WRONG_SOURCE
 
 
-def test_what_nobody_foresaw_is_remembered_too(
+def test_an_unexpected_error_is_remembered_too(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "FAILURE_SECONDS", 60.0)
@@ -423,7 +423,7 @@ def test_a_listener_that_never_answers_is_unreachable_in_time(prefill: PrefillEn
         decode.transports.close()
 
 
-def test_all_that_waited_for_a_handshake_learn_of_its_failure(
+def test_a_failed_handshake_fails_every_request_that_waits_for_it(
     prefill: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thirty loads for a dead engine must not each wait for a handshake of their own, one after the other."""
@@ -457,7 +457,7 @@ def test_a_failed_handshake_is_tried_again_by_a_later_request(
         prefill.close()
 
 
-def test_a_failure_that_nobody_waited_for_does_not_meet_a_later_request(
+def test_a_failure_without_a_waiting_request_does_not_affect_a_later_request(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request was aborted before the handshake failed; an hour later the engine is well."""
@@ -484,7 +484,7 @@ def test_forgotten_failures_do_not_gather(decode: DecodeRank, monkeypatch: pytes
     assert len(decode.engines._handshakes) == 1
 
 
-def test_a_handshake_that_nobody_comes_for_is_let_go(
+def test_an_abandoned_handshake_is_dropped(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request was aborted; what the engine told of itself may be long."""
@@ -521,7 +521,7 @@ def test_only_so_many_handshakes_run_and_the_next_ones_wait(
         other.close()
 
 
-def test_a_restarted_engine_replaces_its_former_life(prefill: PrefillEngine, decode: DecodeRank) -> None:
+def test_a_restarted_engine_replaces_its_earlier_epoch(prefill: PrefillEngine, decode: DecodeRank) -> None:
     former = decode.engine(prefill.hold())
     prefill.epoch += 1
     prefill.begin_hold()
@@ -548,7 +548,7 @@ def test_the_number_of_engines_is_bounded(decode: DecodeRank, monkeypatch: pytes
             prefill.close()
 
 
-def test_an_engine_that_gives_way_is_read_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_loads_from_an_engine_that_is_forgotten_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     """The load was under way when so many others came that its engine was forgotten."""
     monkeypatch.setattr(module, "MAX_ENGINES", 1)
     decode = DecodeRank("cma", Rank(0, 1))

@@ -1,4 +1,4 @@
-"""Loads by way of a stage: real bytes over memcpy and cma, in rounds, and what a failure leaves behind."""
+"""Loads through a stage: real bytes over memcpy and cma, in rounds, and the state after a failure."""
 
 import threading
 import time
@@ -55,11 +55,11 @@ class Pair:
         self.cache = np.zeros((*SHAPE, row), dtype=np.uint8)
         self.words, self.stage, self.scratch = GuardWords(8), Stage(stage_bytes), Scratch(64)
         self.words.set(1, 7, 3)
-        self.holder, self.reader = open_transport(name), open_transport(name)
+        self.source, self.destination = open_transport(name), open_transport(name)
         held = [*self.sources, self.words.array]
-        self.peer = reach(self.reader, self.holder.register([Region(m.ctypes.data, m.nbytes) for m in held]))
+        self.peer = reach(self.destination, self.source.register([Region(m.ctypes.data, m.nbytes) for m in held]))
         cache = Region(self.cache.ctypes.data, self.cache.nbytes)
-        self.reader.register([cache, self.stage.region, self.scratch.region])
+        self.destination.register([cache, self.stage.region, self.scratch.region])
         shards = [shard(memory, rank, 2) for rank, memory in enumerate(self.sources)]
         self.plans = Planner(shards, shard(self.cache)).plans(0)
         generator = np.random.default_rng(5)
@@ -81,7 +81,7 @@ class Pair:
     ) -> Read:
         reads = [
             GuardedRead(
-                transport=transport or self.reader,
+                transport=transport or self.destination,
                 peer=self.peer,
                 word_address=self.words.address + 16,
                 expected_word=word_bytes(7, 3),
@@ -157,7 +157,7 @@ def test_a_head_merge_is_exact_in_one_round_and_in_many(name: str, stage_bytes: 
 @pytest.mark.parametrize("round_number", [1, 2, 3])
 def test_a_source_that_changed_never_touches_the_cache_again(round_number: int) -> None:
     pair = Pair(stage_bytes=1 << 16)
-    watched = Watched(pair.reader)
+    watched = Watched(pair.destination)
     before: list[np.ndarray] = []
 
     def change() -> None:
@@ -179,7 +179,7 @@ def test_a_source_that_changed_never_touches_the_cache_again(round_number: int) 
 
 def test_a_cancelled_load_keeps_its_stage_until_it_is_quiet_and_then_gives_it_back() -> None:
     pair = Pair()
-    watched = Watched(pair.reader)
+    watched = Watched(pair.destination)
     watched.holds = True
     load = pair.load(transport=watched)
     for _ in range(20):
@@ -217,7 +217,7 @@ def advance_until(load: Read, scratch: Scratch, is_so: Callable[[], bool]) -> No
 
 def test_the_next_round_is_read_while_one_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, pair = HeldCopies(monkeypatch), Pair(stage_bytes=1 << 16)
-    watched = Watched(pair.reader)
+    watched = Watched(pair.destination)
     load = pair.load(transport=watched)
     advance_until(load, pair.scratch, lambda: copies.num_begun > 0 and watched.num_data >= 4)
     assert not pair.cache.any()
@@ -280,7 +280,7 @@ def test_a_copy_that_fails_fails_its_load(stage_bytes: int, monkeypatch: pytest.
 def test_no_moment_of_a_transfer_is_counted_twice(is_staged: bool) -> None:
     """50 ms pass while data moves; a load that goes directly has nothing to copy afterwards."""
     pair = Pair()
-    watched = Watched(pair.reader)
+    watched = Watched(pair.destination)
     watched.after_data = lambda: time.sleep(0.025)
     result = run(pair.load(transport=watched, is_staged=is_staged), pair.scratch)
     assert result.error is None
@@ -307,7 +307,7 @@ def reads_once(event: threading.Event, prepare: Prepare) -> Sequence[GuardedRead
 def test_loads_that_share_a_stage_all_end_and_a_small_one_does_not_wait_for_a_large_one() -> None:
     large, small = Pair(stage_bytes=1 << 16, num_blocks=40), Pair(stage_bytes=1 << 16, num_blocks=1)
     small.stage, small.scratch = large.stage, large.scratch
-    small.reader.register([large.stage.region, large.scratch.region])
+    small.destination.register([large.stage.region, large.scratch.region])
     loads = [large.load("large"), *(small.load(f"small {number}") for number in range(8))]
     all_there = threading.Event()
     executor = Executor(large.scratch)
@@ -334,7 +334,7 @@ def test_parts_without_a_stage_are_no_read() -> None:
     pair = Pair()
     parts = ScatterPlan(pair.plans[0], 0).staged_blocks([pair.request])
     with pytest.raises(TransportError):
-        GuardedRead(pair.reader, pair.peer, 0, b"", np.empty((0, 3), dtype=np.uint64), parts)
+        GuardedRead(pair.destination, pair.peer, 0, b"", np.empty((0, 3), dtype=np.uint64), parts)
 
 
 def test_more_than_the_whole_stage_is_refused() -> None:

@@ -120,7 +120,7 @@ def test_a_connection_that_is_given_up_is_cancelled() -> None:
     assert begun.status is Status.CANCELLED
 
 
-def test_when_nothing_reaches_every_reason_is_told() -> None:
+def test_when_no_transport_connects_every_reason_is_named() -> None:
     end_point = NullTransport().register([])
     with pytest.raises(TransportError, match=r"no entry\. no entry\. Ask the doorman") as caught:
         TransportSet({"cma": Refusing(), "nixl": Refusing()}).connect({"cma": end_point, "nixl": end_point}).poll()
@@ -174,7 +174,7 @@ def test_a_probe_says_why_not() -> None:
 
 
 @pytest.fixture
-def holder() -> Iterator[tuple[Transport, np.ndarray, bytes]]:
+def remote_memory() -> Iterator[tuple[Transport, np.ndarray, bytes]]:
     transport, (source, region) = MemcpyTransport(), memory()
     source[:] = pattern(1, BYTES)
     yield transport, source, transport.register([region])
@@ -182,36 +182,36 @@ def holder() -> Iterator[tuple[Transport, np.ndarray, bytes]]:
 
 
 def read_with(plan: FaultPlan, end_point: bytes, source: np.ndarray) -> tuple[Transfer, np.ndarray, FaultyTransport]:
-    """Read the whole buffer backwards in 16 pieces, for at most a quarter second."""
+    """Read the whole buffer backwards by 16 descriptors, for at most a quarter second."""
     transport, (local, region) = FaultyTransport(MemcpyTransport(), plan), memory()
     transport.register([region])
     starts = np.arange(16, dtype=np.uint64) * np.uint64(BYTES // 16)
     sources, destinations = starts + np.uint64(source.ctypes.data), starts[::-1] + np.uint64(local.ctypes.data)
-    pieces = np.column_stack([sources, destinations, np.full(16, BYTES // 16, np.uint64)])
-    transfer = transport.submit(reach(transport, end_point), Direction.READ, pieces)
+    descriptors = np.column_stack([sources, destinations, np.full(16, BYTES // 16, np.uint64)])
+    transfer = transport.submit(reach(transport, end_point), Direction.READ, descriptors)
     deadline = time.monotonic() + 0.25
     while transport.poll(transfer) is Status.PENDING and time.monotonic() < deadline:
         pass
     return transfer, local.reshape(16, -1)[::-1].reshape(-1), transport
 
 
-PIECE = BYTES // 16
+DESCRIPTOR_BYTES = BYTES // 16
 
 
 @pytest.mark.parametrize(
     ("plan", "wrong"),
     [
         (FaultPlan(), []),
-        (FaultPlan(zero=ZeroRange(PIECE - 10, 20)), [(PIECE - 10, PIECE + 10)]),
-        (FaultPlan(swap=SwapRanges(0, PIECE, PIECE)), [(0, 2 * PIECE)]),
-        (FaultPlan(drop=3), [(3 * PIECE, 4 * PIECE)]),
+        (FaultPlan(zero=ZeroRange(DESCRIPTOR_BYTES - 10, 20)), [(DESCRIPTOR_BYTES - 10, DESCRIPTOR_BYTES + 10)]),
+        (FaultPlan(swap=SwapRanges(0, DESCRIPTOR_BYTES, DESCRIPTOR_BYTES)), [(0, 2 * DESCRIPTOR_BYTES)]),
+        (FaultPlan(drop=3), [(3 * DESCRIPTOR_BYTES, 4 * DESCRIPTOR_BYTES)]),
         (FaultPlan(zero=ZeroRange(0, 20), min_bytes=BYTES + 1), []),
     ],
 )
 def test_faults_harm_exactly_what_they_name(
-    holder: tuple[Transport, np.ndarray, bytes], plan: FaultPlan, wrong: list[tuple[int, int]]
+    remote_memory: tuple[Transport, np.ndarray, bytes], plan: FaultPlan, wrong: list[tuple[int, int]]
 ) -> None:
-    _, source, end_point = holder
+    _, source, end_point = remote_memory
     transfer, landed, transport = read_with(plan, end_point, source)
     assert transfer.status is Status.DONE
     assert transport.num_injected == (plan.min_bytes <= BYTES)
@@ -223,12 +223,12 @@ def test_faults_harm_exactly_what_they_name(
         assert len(differs) > 0.9 * (stop - start)
 
 
-def test_faults_that_fail_hang_and_delay(holder: tuple[Transport, np.ndarray, bytes]) -> None:
-    _, source, end_point = holder
+def test_faults_that_fail_hang_and_delay(remote_memory: tuple[Transport, np.ndarray, bytes]) -> None:
+    _, source, end_point = remote_memory
     failed, landed, _ = read_with(FaultPlan(fail_after=2), end_point, source)
     assert failed.status is Status.FAILED
-    assert np.array_equal(landed[: 2 * PIECE], source[: 2 * PIECE])
-    assert not landed[2 * PIECE :].any()
+    assert np.array_equal(landed[: 2 * DESCRIPTOR_BYTES], source[: 2 * DESCRIPTOR_BYTES])
+    assert not landed[2 * DESCRIPTOR_BYTES :].any()
     hanging, landed, transport = read_with(FaultPlan(hang=True), end_point, source)
     assert hanging.status is Status.PENDING
     assert not landed.any()

@@ -89,31 +89,31 @@ def test_permission_denied_names_the_remedy(pair: Pair) -> None:
 
 
 def test_partial_calls_are_continued_exactly(pair: Pair) -> None:
-    """A kernel that moves at most 1000 bytes a call, so that every call ends inside a piece."""
+    """A kernel that moves at most 1000 bytes a call, so that every call ends inside a descriptor."""
     read = pair.transport._calls[Direction.READ]
     sizes = []
 
     def short(pid: int, local: int, num_local: int, remote: int, num_remote: int, flags: int) -> int:
-        pieces = np.ctypeslib.as_array((ctypes.c_uint64 * (2 * num_local)).from_address(local)).reshape(-1, 2)
-        kept = int(np.searchsorted(np.cumsum(pieces[:, 1]), 1000)) + 1
-        before = int(pieces[: kept - 1, 1].sum())
-        pieces[kept - 1, 1] = min(int(pieces[kept - 1, 1]), 1000 - before)
+        descriptors = np.ctypeslib.as_array((ctypes.c_uint64 * (2 * num_local)).from_address(local)).reshape(-1, 2)
+        kept = int(np.searchsorted(np.cumsum(descriptors[:, 1]), 1000)) + 1
+        before = int(descriptors[: kept - 1, 1].sum())
+        descriptors[kept - 1, 1] = min(int(descriptors[kept - 1, 1]), 1000 - before)
         sizes.append(int(read(pid, local, kept, remote, num_remote, flags)))
         return sizes[-1]
 
     pair.transport._calls = dict.fromkeys(Direction, short)
-    pieces = np.array([[i * 700, 500_000 - i * 900, 650] for i in range(500)], np.uint64)
-    assert pair.finish(pair.submit(Direction.READ, pieces)) is Status.DONE
+    descriptors = np.array([[i * 700, 500_000 - i * 900, 650] for i in range(500)], np.uint64)
+    assert pair.finish(pair.submit(Direction.READ, descriptors)) is Status.DONE
     assert max(sizes) == 1000
     pair.transport._calls = dict.fromkeys(Direction, read)
-    check_same_again(pair, pieces)
+    check_same_again(pair, descriptors)
 
 
-def check_same_again(pair: Pair, pieces: np.ndarray) -> None:
+def check_same_again(pair: Pair, descriptors: np.ndarray) -> None:
     """What has landed must be what lands again, by calls that nothing disturbs."""
     landed = pair.local.copy()
     pair.local[:] = 0
-    assert pair.finish(pair.submit(Direction.READ, pieces)) is Status.DONE
+    assert pair.finish(pair.submit(Direction.READ, descriptors)) is Status.DONE
     assert landed.any()
     assert np.array_equal(landed, pair.local)
 
@@ -142,10 +142,10 @@ def test_threads_copy_their_shares_exactly_though_calls_stop_short(pair: Pair, m
 
 
 def test_one_poll_makes_as_many_calls_as_its_share_needs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three calls move 3000 pieces; where the second stops short nothing behind it is taken for copied."""
+    """Three calls move 3000 descriptors; where the second stops short nothing behind it is taken for copied."""
     monkeypatch.setattr(CopyThreads, "num_usable", 1)
     read = pair.transport._calls[Direction.READ]
-    pieces = np.array([[i * 300, 1_000_000 - i * 300, 200] for i in range(3000)], np.uint64)
+    descriptors = np.array([[i * 300, 1_000_000 - i * 300, 200] for i in range(3000)], np.uint64)
     sizes: list[int] = []
 
     def short_second(pid: int, local: int, num_local: int, *rest: int) -> int:
@@ -153,13 +153,13 @@ def test_one_poll_makes_as_many_calls_as_its_share_needs(pair: Pair, monkeypatch
         return sizes[-1]
 
     pair.transport._calls = dict.fromkeys(Direction, short_second)
-    transfer = pair.submit(Direction.READ, pieces)
+    transfer = pair.submit(Direction.READ, descriptors)
     assert pair.transport.poll(transfer) is Status.PENDING
     assert sizes == [1024 * 200, 10 * 200]
     assert transfer.bytes_done == 1034 * 200
     assert pair.transport.poll(transfer) is Status.DONE
     assert len(sizes) == 4
-    check_same_again(pair, pieces)
+    check_same_again(pair, descriptors)
 
 
 def test_an_error_on_another_thread_is_explained(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What is particular to Mooncake: fences, honest ends, loopback only, its settings in the environment."""
+"""Properties of the Mooncake transport alone: fences, true ends, loopback only, settings in the environment."""
 
 import logging
 import os
@@ -84,16 +84,16 @@ def test_a_fence_ends_after_all_that_was_posted_before_it(pair: Pair, direction:
     assert engine.transfer_check_status(batch) == mooncake._COMPLETED
 
 
-def test_a_transfer_with_a_refused_piece_fails_when_its_other_pieces_have_ended(pair: Pair) -> None:
-    """Mooncake calls the batch failed at once; the pieces after the refused one land nevertheless."""
+def test_a_transfer_with_a_refused_descriptor_fails_when_all_others_have_ended(pair: Pair) -> None:
+    """Mooncake calls the batch failed at once; the descriptors after the refused one land nevertheless."""
     below = pair.remote.address - 4096
     wider = changed(pair.remote.end_point, regions=[(below, BYTES + 4096)])
     peer = reach(pair.transport, wider)
     offsets = np.arange(60, dtype=np.uint64) * np.uint64(65536)
     sources = np.append(np.uint64(below), np.uint64(pair.remote.address) + offsets[1:])
-    pieces = np.column_stack([sources, np.uint64(pair.local.ctypes.data) + offsets, np.full(60, 65536, np.uint64)])
-    pieces[0, 2] = 4096
-    transfer = pair.transport.submit(peer, Direction.READ, pieces)
+    descriptors = np.column_stack([sources, np.uint64(pair.local.ctypes.data) + offsets, np.full(60, 65536, np.uint64)])
+    descriptors[0, 2] = 4096
+    transfer = pair.transport.submit(peer, Direction.READ, descriptors)
     assert pair.finish(transfer) is Status.FAILED
     assert transfer.error is not None
     assert transfer.error.reason is Reason.TRANSFER_FAILED
@@ -150,7 +150,7 @@ def test_nothing_lands_after_close_even_from_a_stopped_peer(own_pair: Pair, monk
     assert is_quiet(own_pair)
 
 
-def test_a_full_lane_is_not_filled_further(pair: Pair) -> None:
+def test_a_full_queue_of_a_peer_gets_no_more_descriptors(pair: Pair) -> None:
     """Mooncake fails what a full lane does not take, and out of order."""
     queued = pair.transport._num_queued
     assert queued[pair.peer.name] == 0
@@ -213,7 +213,7 @@ def test_an_engine_that_cannot_be_confined_is_refused(monkeypatch: pytest.Monkey
     assert refusal(MooncakeTransport).reason is Reason.TRANSPORT_UNAVAILABLE
 
 
-def test_an_address_for_other_hosts_is_a_wish_and_a_warning(
+def test_an_address_for_other_hosts_is_used_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "kvferry.invalid")

@@ -1,4 +1,4 @@
-"""What is particular to NIXL: no idle core, no posting after a cancel, agents and their metadata."""
+"""Properties of the NIXL transport alone: no idle core, no posting after a cancel, agents and their metadata."""
 
 import time
 from collections.abc import Iterator
@@ -202,20 +202,20 @@ def test_a_transport_does_not_connect_to_itself(pair: Pair) -> None:
 
 
 def test_memory_registered_later_is_reached_by_the_later_end_point() -> None:
-    holder, reader = NixlTransport(), NixlTransport()
+    source, destination = NixlTransport(), NixlTransport()
     first, second, local = np.zeros(4096, np.uint8), pattern(1, 4096).copy(), np.zeros(4096, np.uint8)
-    reader.register([Region(int(local.ctypes.data), 4096)])
+    destination.register([Region(int(local.ctypes.data), 4096)])
     descriptors = np.array([[second.ctypes.data, local.ctypes.data, 4096]], np.uint64)
-    early = reach(reader, holder.register([Region(int(first.ctypes.data), 4096)]))
+    early = reach(destination, source.register([Region(int(first.ctypes.data), 4096)]))
     with pytest.raises(TransportError) as caught:
-        reader.submit(early, Direction.READ, descriptors)
+        destination.submit(early, Direction.READ, descriptors)
     assert caught.value.reason is Reason.UNREGISTERED_RANGE
-    late = reach(reader, holder.register([Region(int(second.ctypes.data), 4096)]))
-    transfer = reader.submit(late, Direction.READ, descriptors)
+    late = reach(destination, source.register([Region(int(second.ctypes.data), 4096)]))
+    transfer = destination.submit(late, Direction.READ, descriptors)
     deadline = time.monotonic() + 20
-    while reader.poll(transfer) is Status.PENDING and time.monotonic() < deadline:
+    while destination.poll(transfer) is Status.PENDING and time.monotonic() < deadline:
         time.sleep(0.001)
     assert transfer.status is Status.DONE
     assert np.array_equal(local, second)
-    reader.close()
-    holder.close()
+    destination.close()
+    source.close()

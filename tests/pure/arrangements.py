@@ -1,4 +1,4 @@
-"""Ranks as engines lay them out, and a move between such ranks of which every byte is compared."""
+"""Shards in the layouts of engines, and a move between ranks that compares every byte."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Memory of dense shards whose views come from a layout's name alone, by which the shards' strides are checked."""
+"""Memory of dense shards with views from the layout's name alone, which checks the shards' strides."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""The demo's closed forms and its verdict."""
+"""The demo's closed forms and its problems."""
 
 import json
 from dataclasses import replace
@@ -8,14 +8,14 @@ import pytest
 
 from kvferry.cli.console import open_console
 from kvferry.cli.demo_report import (
-    MOST_COMPLAINTS,
+    MAX_LOG_PROBLEMS,
     CacheShape,
     DemoReport,
     RequestLine,
     find_problems,
     print_report,
-    read_complaints,
     read_failures,
+    read_log_problems,
     read_transfer_log,
 )
 from kvferry.harness.engine_metrics import PromptTokens
@@ -135,9 +135,9 @@ def test_ranks_are_added_up(tmp_path: Path) -> None:
     assert read_failures(tmp_path / "log") == tuple(f"rank {rank} did not load a: it has exited." for rank in (0, 1))
 
 
-def test_complaints_are_the_last_of_the_logs(tmp_path: Path) -> None:
+def test_the_last_errors_of_the_logs_are_read(tmp_path: Path) -> None:
     log = tmp_path / "decode.log"
     log.write_text("ERROR one\nWARNING of vllm\nWARNING kvferry: two\nINFO kvferry: fine\n")
-    assert read_complaints([log]) == ("decode.log: ERROR one", "decode.log: WARNING kvferry: two")
-    log.write_text("ERROR first\n" + "ERROR again\n" * MOST_COMPLAINTS)
-    assert read_complaints([log]) == ("decode.log: ERROR again",) * MOST_COMPLAINTS
+    assert read_log_problems([log]) == ("decode.log: ERROR one", "decode.log: WARNING kvferry: two")
+    log.write_text("ERROR first\n" + "ERROR again\n" * MAX_LOG_PROBLEMS)
+    assert read_log_problems([log]) == ("decode.log: ERROR again",) * MAX_LOG_PROBLEMS

@@ -201,7 +201,7 @@ def drawn() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("feature", SHARES)
-def test_enough_is_drawn_of(feature: str, drawn: dict[str, float]) -> None:
+def test_every_feature_is_drawn_often_enough(feature: str, drawn: dict[str, float]) -> None:
     assert drawn.get(feature, 0) >= SHARES[feature] / 4
 
 

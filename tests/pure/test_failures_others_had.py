@@ -48,8 +48,8 @@ def loaded(tp_rank: int, tp_size: int, num_groups: int, layer: int) -> np.ndarra
     shared = 1 if num_groups == 1 else tp_size
     parts = [(8, tp_size), (3 * num_groups, shared), (3 * num_groups, shared)]
     channels = [
-        1000 * segment + np.split(np.arange(width), pieces)[tp_rank % pieces]
-        for segment, (width, pieces) in enumerate(parts)
+        1000 * segment + np.split(np.arange(width), num_shares)[tp_rank % num_shares]
+        for segment, (width, num_shares) in enumerate(parts)
     ]
     return np.concatenate(channels)[:, None] * 9 + np.arange(3) + 3 * layer + 1
 

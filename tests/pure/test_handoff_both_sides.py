@@ -1,8 +1,8 @@
 """Both sides of a pull, a network that drops, doubles, delays and reorders, and memory that is reused at once.
 
-Time is logical and the two clocks are apart. The holds, the guard words, what a step does to them and what a reader
-concludes from them are the product's. The memory model has what a one-sided read meets: the step that lets blocks go
-overwrites them, and reads see one piece at a time. A simulation is told by its seed alone.
+Time is logical and the two clocks are apart. The holds, the guard words, the effect of a step on them and the decode
+engine's conclusions are the product's. The memory model has what a one-sided read meets: the step that lets blocks go
+overwrites them, and reads see one value at a time. A simulation is told by its seed alone.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
 
 NUM_SLOTS, LEASE, LINGER, SHARE = 2, 60.0, 0.5, 0.25
 CLOCK_OFFSET = 12345.0
-NUM_PIECES = 3
+NUM_VALUES = 3
 OVERWRITTEN = -1
 NUM_STEPS = 300
 
 
-class Offer(msgspec.Struct, frozen=True):
+class HeldPrompt(msgspec.Struct, frozen=True):
     """What the prefill engine answered its client: a hold, where its word lies, and which prompt it is of."""
 
     remote: RemoteHold
@@ -36,11 +36,11 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct):
-    """A load in progress, and the pieces seen so far."""
+    """A load in progress, and the values seen so far."""
 
     pull: PullRead
-    offer: Offer
-    pieces: list[int]
+    held_prompt: HeldPrompt
+    values: list[int]
     is_aborted: bool = False
 
 
@@ -55,9 +55,9 @@ class TwoSides:
         self.epoch = 0
         self.restart()
         self.decode = RemoteHolds(LINGER, SHARE)
-        self.offers: list[Offer] = []
+        self.held_prompts: list[HeldPrompt] = []
         self.network: list[Callable[[], None]] = []
-        self.waiting: dict[str, Offer] = {}
+        self.waiting: dict[str, HeldPrompt] = {}
         self.reads: list[Read] = []
         self.let_go: set[RemoteHold] = set()
         self.confirmed_ends: dict[RemoteHold, float] = {}
@@ -72,7 +72,7 @@ class TwoSides:
             self.step_prefill: 15,
             self.arrive: 10,
             self.start_read: 12,
-            self.read_a_piece: 40,
+            self.read_a_value: 40,
             self.abort: 3,
             self.step_decode: 15,
             self.deliver: 25,
@@ -123,7 +123,9 @@ class TwoSides:
             prompt = self.blocks[self.prompt_of[hold.handle]] = self.prompt_of[hold.handle]
             assert self.word_is_right(self.epoch, hold.handle, hold.slot), "a hold began without its word"
             self.prefill.hold(hold.request_id, self.now)
-            self.offers.append(Offer(RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle), hold.slot, prompt))
+            self.held_prompts.append(
+                HeldPrompt(RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle), hold.slot, prompt)
+            )
         self.step_words.finish()
 
     def word_of(self, hold: Hold) -> Held:
@@ -133,57 +135,57 @@ class TwoSides:
     def check_ending(self, hold: Hold, ending: Ending) -> None:
         remote = RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle)
         if ending is Ending.RELEASED and hold.handle.request_id == "a":
-            assert remote in self.let_go, "released although no reader let it go"
+            assert remote in self.let_go, "released although no request released it"
         if ending is Ending.EXPIRED:
-            assert self.confirmed_ends.get(remote, 0.0) <= self.decode_now, "the reader's lease outlived the holder's"
+            assert self.confirmed_ends.get(remote, 0.0) <= self.decode_now, "a lease outlived its hold"
 
     # The decode engine.
 
     def arrive(self) -> None:
-        if not self.offers:
+        if not self.held_prompts:
             return
-        offer = self.random.choice(self.offers[-3:])
+        held_prompt = self.random.choice(self.held_prompts[-3:])
         self.num_requests += 1
         request_id = self.random.choice(["r{}", "{}_s"]).format(self.num_requests)
-        self.decode.arrive(request_id, offer.remote, LEASE, self.decode_now)
-        self.waiting[request_id] = offer
+        self.decode.arrive(request_id, held_prompt.remote, LEASE, self.decode_now)
+        self.waiting[request_id] = held_prompt
 
     def start_read(self) -> None:
         if not self.waiting:
             return
         request_id = self.random.choice(list(self.waiting))
-        offer = self.waiting.pop(request_id)
+        held_prompt = self.waiting.pop(request_id)
         lease = self.decode.lease_of(request_id)
         if lease is None or lease.is_over(self.decode_now):
             self.decode.finish(request_id, self.decode_now)
             return
         pull = PullRead(request_id, self.decode_now, lease.end)
-        pull.begin([word_bytes(offer.remote.epoch, offer.remote.handle.generation)], num_rounds=1)
-        if Action.READ_DATA in pull.words_read([self.word(offer.slot)], self.decode_now):
+        pull.begin([word_bytes(held_prompt.remote.epoch, held_prompt.remote.handle.generation)], num_rounds=1)
+        if Action.READ_DATA in pull.words_read([self.word(held_prompt.slot)], self.decode_now):
             pull.round_begun()
-            self.reads.append(Read(pull, offer, []))
+            self.reads.append(Read(pull, held_prompt, []))
         else:
             self.decode.finish(request_id, self.decode_now)
 
-    def read_a_piece(self) -> None:
+    def read_a_value(self) -> None:
         if not self.reads:
             return
         read = self.random.choice(self.reads)
-        if len(read.pieces) < NUM_PIECES:
-            read.pieces.append(self.blocks[read.offer.prompt])
+        if len(read.values) < NUM_VALUES:
+            read.values.append(self.blocks[read.held_prompt.prompt])
             return
         self.reads.remove(read)
         read.pull.data_read()
-        read.pull.words_read([self.word(read.offer.slot)], self.decode_now)
+        read.pull.words_read([self.word(read.held_prompt.slot)], self.decode_now)
         if Action.COMMIT not in read.pull.copied():
             self.num_caught += 1
         elif not read.is_aborted:
-            assert read.pieces == [read.offer.prompt] * NUM_PIECES, "committed bytes of another request"
+            assert read.values == [read.held_prompt.prompt] * NUM_VALUES, "committed bytes of another request"
             self.num_commits += 1
         self.decode.finish(read.pull.job_id, self.decode_now)
 
     def abort(self) -> None:
-        """A waiting request goes at once; the pieces of one that reads still land before its hold is let go."""
+        """A waiting request goes at once; the values of one that reads still land before its hold is let go."""
         if self.reads:
             self.random.choice(self.reads).is_aborted = True
         if self.waiting:
@@ -193,16 +195,16 @@ class TwoSides:
 
     def step_decode(self) -> None:
         for remote in self.decode.take_releases(self.decode_now):
-            assert not self.readers_of(remote), "released under a reader"
+            assert not self.requests_of(remote), "released while a request reads"
             self.let_go.add(remote)
             self.confirmed_ends.pop(remote, None)
             self.network.append(partial(self.receive_release, remote))
         for remote in self.decode.take_renewals(self.decode_now):
             self.network.append(partial(self.receive_renew, remote, self.decode_now))
 
-    def readers_of(self, remote: RemoteHold) -> list[str]:
-        waiting = [request_id for request_id, offer in self.waiting.items() if offer.remote == remote]
-        return waiting + [read.pull.job_id for read in self.reads if read.offer.remote == remote]
+    def requests_of(self, remote: RemoteHold) -> list[str]:
+        waiting = [request_id for request_id, held_prompt in self.waiting.items() if held_prompt.remote == remote]
+        return waiting + [read.pull.job_id for read in self.reads if read.held_prompt.remote == remote]
 
     # The network.
 
@@ -244,13 +246,13 @@ class TwoSides:
 
     def receive_renewed(self, remote: RemoteHold, sent_at: float) -> None:
         self.decode.renewed([remote], sent_at, LEASE)
-        for request_id in self.readers_of(remote):
+        for request_id in self.requests_of(remote):
             if lease := self.decode.lease_of(request_id):
                 self.confirmed_ends[remote] = lease.end
 
     def receive_lost(self, remote: RemoteHold) -> None:
         lost = self.decode.lost([remote])
-        assert sorted(lost) == sorted(self.readers_of(remote))
+        assert sorted(lost) == sorted(self.requests_of(remote))
         assert not any(self.decode.lease_of(request_id) for request_id in lost)
         for read in self.reads:
             read.is_aborted |= read.pull.job_id in lost
@@ -266,7 +268,7 @@ class TwoSides:
 
     def come_to_rest(self) -> None:
         while self.reads:
-            self.read_a_piece()
+            self.read_a_value()
         while self.waiting:
             self.abort()
         self.now += LEASE

@@ -1,4 +1,4 @@
-"""The holder's state machine against a model of it, over arbitrary sequences of events."""
+"""The state machine of the prefill engine's holds against a model of it, over arbitrary sequences of events."""
 
 from collections import Counter
 
@@ -224,7 +224,7 @@ def test_releasing_the_named_sample_releases_its_siblings_and_nobody_else() -> N
     assert side.num_holds == 2
 
 
-def test_a_handle_of_a_former_generation_ends_nothing() -> None:
+def test_a_handle_of_an_earlier_generation_ends_nothing() -> None:
     side = Holds(EPOCH, 1, LEASE)
     former = held(side, "a")
     side.release(EPOCH, [former.handle])

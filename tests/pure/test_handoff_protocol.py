@@ -1,4 +1,4 @@
-"""Messages of the control plane: round trips, and whatever is not a message is refused in one way."""
+"""Messages of the control plane: round trips, and one kind of refusal for any other bytes."""
 
 import string
 
@@ -247,7 +247,7 @@ TIMESTAMP_OUT_OF_RANGE = b"\xc7\x0c\xff" + b"\xff" * 12
     ],
     ids=lambda data: f"{len(data)}-{data[:12].hex()}",
 )
-def test_what_breaks_a_bound_is_refused(data: bytes) -> None:
+def test_a_field_beyond_its_bound_is_refused(data: bytes) -> None:
     assert decode_or_refuse(data) == []
 
 

@@ -1,4 +1,4 @@
-"""The receiver's state machine against a model of it, over arbitrary sequences of events."""
+"""The state machine of the decode engine's remote holds against a model of it, over arbitrary sequences of events."""
 
 from collections import Counter
 from itertools import pairwise
@@ -27,7 +27,7 @@ class Model(msgspec.Struct):
     """What one remote hold should be."""
 
     lease_end: float
-    readers: set[str]
+    requests: set[str]
     linger_until: float = 0.0
     is_lost: bool = False
 
@@ -47,7 +47,7 @@ class RemoteHoldsMachine(RuleBasedStateMachine):
     def finish_in_model(self, request_id: str) -> None:
         hold = self.reads.pop(request_id, None)
         if hold is not None:
-            self.model[hold].readers.remove(request_id)
+            self.model[hold].requests.remove(request_id)
             if sampling_family(request_id) != request_id:
                 self.model[hold].linger_until = self.now + LINGER
 
@@ -59,7 +59,7 @@ class RemoteHoldsMachine(RuleBasedStateMachine):
         if hold not in self.model:
             self.model[hold] = Model(self.now + LEASE, set())
             self.times_read[hold] += 1
-        self.model[hold].readers.add(request_id)
+        self.model[hold].requests.add(request_id)
         self.reads[request_id] = hold
 
     @rule(request_id=request_ids)
@@ -77,9 +77,9 @@ class RemoteHoldsMachine(RuleBasedStateMachine):
 
     @rule(holds=some_holds)
     def lost(self, holds: list[RemoteHold]) -> None:
-        readers = self.side.lost(holds)
-        expected = [reader for hold in holds if hold in self.model for reader in self.model[hold].readers]
-        assert sorted(readers) == sorted(expected)
+        requests = self.side.lost(holds)
+        expected = [request_id for hold in holds if hold in self.model for request_id in self.model[hold].requests]
+        assert sorted(requests) == sorted(expected)
         for hold in holds:
             if hold in self.model:
                 self.model[hold].is_lost = True
@@ -89,7 +89,7 @@ class RemoteHoldsMachine(RuleBasedStateMachine):
         expected = {
             hold
             for hold, model in self.model.items()
-            if not model.readers and (model.is_lost or model.linger_until <= self.now)
+            if not model.requests and (model.is_lost or model.linger_until <= self.now)
         }
         releases = self.side.take_releases(self.now)
         assert len(releases) == len(set(releases))
@@ -170,7 +170,7 @@ def test_a_request_alone_releases_at_once() -> None:
     assert side.take_releases(now=0.0) == []
 
 
-def test_a_silent_holder_is_asked_more_often_towards_the_end_but_not_without_bound() -> None:
+def test_renewals_to_a_silent_engine_become_more_frequent_within_a_bound() -> None:
     side = RemoteHolds(LINGER, SHARE)
     side.arrive("x", HOLDS[0], LEASE, now=0.0)
     asked = [tick / 100 for tick in range(0, 7001) if side.take_renewals(tick / 100)]
@@ -186,7 +186,7 @@ def test_one_engine_in_two_epochs_is_two_destinations() -> None:
     assert HOLDS[1].engine == HOLDS[0].engine
 
 
-def test_naming_another_hold_lets_the_former_go() -> None:
+def test_naming_another_hold_releases_the_earlier_hold() -> None:
     side = RemoteHolds(LINGER, SHARE)
     side.arrive("x", HOLDS[0], LEASE, now=0.0)
     side.arrive("x", HOLDS[1], LEASE, now=1.0)

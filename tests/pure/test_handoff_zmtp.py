@@ -1,4 +1,4 @@
-"""Messages out of bytes as they come, cut anywhere, and whatever they are. The server's tests speak to zmq itself."""
+"""Messages from bytes that are cut anywhere, and from any bytes. The server's tests use zmq itself."""
 
 from contextlib import suppress
 
@@ -60,7 +60,7 @@ def test_any_bytes_are_messages_within_the_bounds_or_refused(data: bytes, is_gre
     ],
     ids=["another protocol", "version 2", "security", "a third frame", "a long frame", "a long command", "a flag"],
 )
-def test_what_cannot_become_a_message_is_refused_as_soon_as_that_is_seen(said: bytes) -> None:
+def test_an_impossible_message_is_refused_before_its_end(said: bytes) -> None:
     inbox = Inbox(2, MAX_BYTES)
     inbox.add(said)
     with pytest.raises(HandoffError) as caught:

@@ -1,4 +1,4 @@
-"""Spans of layers: each layer lies in one of them, and together they write what the whole plan does."""
+"""Spans of layers: each layer is in one span, and all spans together write the bytes of the whole plan."""
 
 from collections.abc import Iterable
 

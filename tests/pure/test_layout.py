@@ -1,4 +1,4 @@
-"""Shards from shapes, what they print, and what they refuse."""
+"""Layouts, components, groups and shards: their strides, text and refusals."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The document of the matrix says what the results say, and nothing that they do not."""
+"""The document of the matrix has exactly the content of the results."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Cache groups of well-known models, as vLLM forms them, and what a request needs of them."""
+"""Cache groups of well-known models, as vLLM forms them, and the descriptors of a request."""
 
 import json
 import math
@@ -200,7 +200,7 @@ def test_states_that_fill_their_pages_are_one_descriptor() -> None:
     assert [summary.descriptors for _, summary in report.pairs[0].groups] == [1, 1, 1, 1]
 
 
-def test_a_layout_that_cannot_hold_states_is_replaced_and_said() -> None:
+def test_a_layout_that_cannot_hold_states_is_replaced_with_a_note() -> None:
     report = report_of("granite-4-h-small", "BHLNC", 1024, 1, 1)
     assert report.prefill.layout is NamedLayout.BLHNC
     assert any("layout BHLNC is refused" in note for note in report.prefill.notes())

@@ -54,7 +54,7 @@ def padded_stage(layers: list[str], page: int, pp_rank: int = 0, pp_size: int = 
 
 
 @pytest.mark.parametrize("page", [180, 188])
-def test_stages_that_are_padded_unlike_each_other(page: int) -> None:
+def test_stages_with_different_padding(page: int) -> None:
     """Padding moves where the stage that holds the layer has the same, and is left alone in the other layers."""
     sources = [padded_stage(["0"], page, 0, 2), padded_stage(["1"], 196, 1, 2)]
     (first, second) = moved(sources, [padded_stage(["0", "1"], 196)], STATE)

@@ -1,4 +1,4 @@
-"""``kvferry plan``: the contract, and what it refuses."""
+"""``kvferry plan``: its figures, its text and its refusals."""
 
 import json
 from pathlib import Path

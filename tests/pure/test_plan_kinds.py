@@ -1,4 +1,4 @@
-"""Token shares, windows, scales, samples and layers of one side only: what is planned, and what is refused."""
+"""Plans and refusals for token shares, windows, scales, samples, and layers of one engine only."""
 
 import math
 from functools import partial
@@ -186,7 +186,7 @@ def test_every_share_is_needed_and_replicas_are_chosen_within_one() -> None:
     assert len(Planner(only, same_share).plans(0)) == 1
 
 
-def test_sources_that_deal_out_tokens_unlike_each_other() -> None:
+def test_sources_with_different_splits_of_tokens() -> None:
     sources = [shared(TokenShare(0, 2, 1)), shared(TokenShare(1, 2, 2))]
     refused(Reason.GROUP_MISMATCH, lambda: Planner(sources, rank(kind=CacheKind.MLA)))
 
@@ -287,7 +287,7 @@ def test_clipping_a_window(sizes: tuple[int, int], whole: bool) -> None:
                 assert found == computed
 
 
-def test_layers_that_one_side_has_alone() -> None:
+def test_layers_of_one_engine_only() -> None:
     """Refused, unless the destination is a stage, which holds only some."""
     stages = [rank(layers=["2"], pp_rank=1, pp_size=2), rank(layers=["0", "1"], pp_size=2)]
     refused(Reason.LAYER_MISMATCH, lambda: Planner(stages, rank()))

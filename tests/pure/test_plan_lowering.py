@@ -1,4 +1,4 @@
-"""Coalescing, templates, several groups and regions, and the time that lowering may take."""
+"""Coalescing, templates, and several groups and regions."""
 
 from itertools import permutations, product
 

@@ -1,4 +1,4 @@
-"""Padding moves, so that runs join, where all ranks have the same; else it is left alone."""
+"""Padding moves, so that runs join, where all ranks have equal padding; otherwise no padding moves."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What cannot be done is refused with its reason: peers at handshake, requests before anything moves."""
+"""Refusals with their reasons: of peers at the handshake, of requests before any byte moves."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -220,8 +220,8 @@ def test_digests_tell_plans_apart() -> None:
 
 
 @pytest.mark.parametrize("num_layers", [63, 64])
-def test_blocks_in_too_many_pieces_are_refused_at_handshake(num_layers: int) -> None:
-    """A layer has 4 heads * 8 tokens * 128 channels = 4096 pieces of K and some of V, and 64 * 4096 is the limit."""
+def test_blocks_of_too_many_runs_are_refused_at_handshake(num_layers: int) -> None:
+    """A layer needs 4 heads * 8 tokens * 128 channels = 4096 runs for K and some for V; 64 * 4096 is the limit."""
     shape = {"layers": [str(index) for index in range(num_layers)], "head_size": 128, "block_size": 8}
     source = rank(content=Content.TRANSPOSED_KEYS, **shape)
     destination = rank(content=Content.PLANES, base_address=1 << 50, **shape)

@@ -1,4 +1,4 @@
-"""Staged moves: wrong ones are caught, and when they are chosen. Right ones are tried with the direct ones."""
+"""Staged moves: the proof finds wrong moves; the choice of strategy. test_plan_properties.py tests right moves."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -39,8 +39,8 @@ def staged_rows(plan: PairPlan, requests: Sequence[GroupBlocks], gap_bytes: int,
     """Return what the rounds of a scatter amount to."""
     parts: list[Numbered] = [(0, part) for part in ScatterPlan(plan, gap_bytes).staged_blocks(requests)]
     rows = [np.empty((0, 3), dtype=np.uint64)]
-    for pieces in cut_rounds(parts, round_bytes):
-        reads, merges, num_bytes = lay_out_round(pieces)
+    for staged in cut_rounds(parts, round_bytes):
+        reads, merges, num_bytes = lay_out_round(staged)
         rows.append(compose(reads, merges, num_bytes, plan.source))
     return np.concatenate(rows)
 
@@ -98,9 +98,9 @@ MUTATIONS = {
 def test_a_wrong_stage_is_caught(move: Move, gap_bytes: int, at: int, mutation: str) -> None:
     asked = move.of(move.destinations[0])
     plan = Planner(move.sources, move.destinations[0]).plans(0)[0]
-    pieces: list[Numbered] = [(0, part) for part in ScatterPlan(plan, gap_bytes).staged_blocks(asked)]
-    assume(pieces)
-    reads, merges, num_bytes = lay_out_round(pieces)
+    staged: list[Numbered] = [(0, part) for part in ScatterPlan(plan, gap_bytes).staged_blocks(asked)]
+    assume(staged)
+    reads, merges, num_bytes = lay_out_round(staged)
     reads, merges = MUTATIONS[mutation]((reads.copy(), merges), at)
     with pytest.raises(VerificationError):
         verify_round(compose(reads, merges, num_bytes, plan.source), plan, asked)
@@ -211,16 +211,16 @@ def test_ranks_that_fill_the_same_blocks_go_in_step_and_fill_them_by_one_copy() 
     ]
     block_bytes = parts[0][1].template.block_bytes
     rounds = list(cut_rounds(parts, 4 * block_bytes + 128))
-    assert [[number for number, _ in pieces] for pieces in rounds] == [[0, 1]] * 30
-    for pieces in rounds:
-        begins, _ = stage_offsets(pieces)
+    assert [[number for number, _ in staged] for staged in rounds] == [[0, 1]] * 30
+    for staged in rounds:
+        begins, _ = stage_offsets(staged)
         (merge,) = join_merges(
-            [one for begin, (_, piece) in zip(begins, pieces, strict=True) for one in piece.merges(begin)]
+            [one for begin, (_, each) in zip(begins, staged, strict=True) for one in each.merges(begin)]
         )
         assert merge.loops[0] == (2, begins[1], 4 * 256 * 2)
         assert merge.num_runs * merge.run_bytes == 4 * block_bytes
     alone = list(cut_rounds(parts, block_bytes + 128))
-    assert sorted(len(pieces) for pieces in alone) == [1] * 120
+    assert sorted(len(staged) for staged in alone) == [1] * 120
 
 
 def test_copies_are_joined_only_where_the_step_is_the_same_on_both_sides() -> None:
@@ -251,8 +251,8 @@ def test_rounds_hold_no_more_than_asked_and_every_block_once() -> None:
     ]
     limit = 7 * parts[0][1].template.block_bytes + 64
     rounds = list(cut_rounds(parts, limit))
-    assert all(stage_offsets(pieces)[1] <= limit for pieces in rounds)
+    assert all(stage_offsets(staged)[1] <= limit for staged in rounds)
     for number in range(2):
-        blocks = [piece.source_blocks for pieces in rounds for owner, piece in pieces if owner == number]
+        blocks = [each.source_blocks for staged in rounds for owner, each in staged if owner == number]
         assert sorted(np.concatenate(blocks)) == sorted(ids)
     assert len(rounds) == 20

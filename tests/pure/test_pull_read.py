@@ -1,4 +1,4 @@
-"""The automaton of a pull, over every sequence of inputs up to a length, against what a commit must have seen."""
+"""The state machine of a pull, over every sequence of inputs up to a length: no commit without right guard words."""
 
 from collections.abc import Iterator
 

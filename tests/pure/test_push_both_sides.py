@@ -152,7 +152,7 @@ class BothSides:
         self.sources = [Source(self.epoch) for _ in range(NUM_SOURCES)]
         self.final.clear()
 
-    # The sender's pusher.
+    # The sender's writes.
 
     def start_write(self) -> None:
         source = self.random.choice(self.sources)

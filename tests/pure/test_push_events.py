@@ -1,4 +1,4 @@
-"""Events of a push: which batches landed, and that no push's record grows without end."""
+"""Events of a push: landed batches, and bounded lists."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_a_batch_that_failed_has_not_landed() -> None:
     ]
 
 
-def test_nothing_grows_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lists_of_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "MAX_BATCHES", 3)
     events = PushEvents(REQUEST, {})
     for number in range(9):

@@ -1,4 +1,4 @@
-"""What is known to be broken in a layer-by-layer push of others, each driven through what is to prevent it here."""
+"""Known faults of other systems' layer-by-layer pushes, each as a test of the code that prevents the fault here."""
 
 from collections.abc import Sequence
 
@@ -137,7 +137,7 @@ def test_states_of_all_ranks_are_awaited(source_tp: int, target_tp: int, layers_
         assert any(Span("state") in part.needs for part in parts)
 
 
-def test_sglang_23515_a_short_prompt_goes_in_as_few_pieces_as_one_transfer() -> None:
+def test_sglang_23515_a_short_prompt_takes_as_few_descriptors_as_one_transfer() -> None:
     """SGLang PR #23515: pushed layer by layer, short prompts were 18 % slower."""
     layers = ["0", "2", "4"]
     [plan] = Planner([attention(0, 1, layers)], attention(0, 1, layers, base_address=1 << 20)).plans(0)

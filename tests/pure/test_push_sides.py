@@ -1,4 +1,4 @@
-"""The two sides of a push one by one: each rule by itself."""
+"""The state machines of a push's sender and receiver, one rule at a time."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def prompt(num_final: int, digest: str = "p") -> Prompt:
 # The sender.
 
 
-def test_a_pusher_that_falls_behind_sends_one_larger_batch() -> None:
+def test_a_sender_that_falls_behind_sends_one_larger_batch() -> None:
     """Back-pressure: whatever becomes final while something is on its way goes together, and nothing queues up."""
     push = sending(full=Need(0, 100, 16))
     assert push.take({FULL: 16}) == (Cut(FULL, 0, 16),)
@@ -54,7 +54,7 @@ def test_a_state_goes_only_when_the_prompt_has_ended() -> None:
     assert (push.state, push.error) == (PushState.OVER, None)
 
 
-def test_what_was_on_its_way_at_a_preemption_goes_again() -> None:
+def test_blocks_in_flight_at_a_preemption_are_sent_again() -> None:
     push = sending(full=Need(0, 32, 16))
     assert push.take({FULL: 16}) == (Cut(FULL, 0, 16),)
     push.void()
@@ -62,7 +62,7 @@ def test_what_was_on_its_way_at_a_preemption_goes_again() -> None:
     assert push.take({FULL: END}) == (Cut(FULL, 0, 32),)
 
 
-def test_a_failed_push_is_over_only_when_nothing_is_on_its_way() -> None:
+def test_a_failed_push_ends_only_after_its_last_running_write() -> None:
     push = sending(full=Need(0, 32, 16))
     push.take({FULL: 16})
     push.fail(GAVE_UP)
@@ -129,7 +129,7 @@ def test_another_prompt_fails_the_push_in_either_order() -> None:
         assert over.error.reason is Reason.INVALID_REQUEST
 
 
-def test_a_restarted_receiver_ends_the_pushes_to_its_former_self_alone() -> None:
+def test_a_restarted_receiver_ends_only_the_pushes_to_its_earlier_epoch() -> None:
     side = Sender()
     other = PushKey("e", 1, 1)
     side.announce(asked())
@@ -152,7 +152,7 @@ def test_several_receivers_are_served_from_one_prompt() -> None:
     assert [over.error for key in keys if (over := side.outcome(key))] == [None] * 3
 
 
-def test_what_is_late_is_given_up() -> None:
+def test_a_late_push_is_given_up() -> None:
     side = Sender()
     side.announce(asked())
     side.tick(KEY, 29.9)
@@ -218,7 +218,7 @@ def test_a_failed_push_waits_for_every_source_that_may_write() -> None:
     assert (push.is_over, str(push.error)) == (True, str(GAVE_UP))
 
 
-def test_a_done_on_its_way_ends_the_wait_for_an_acknowledgement() -> None:
+def test_a_late_done_ends_the_wait_for_an_acknowledgement() -> None:
     push = Receiving("r", {0: "a"}, deadline=30.0)
     push.announcing(0)
     push.due(30.0)
@@ -238,13 +238,13 @@ def test_a_committed_push_is_not_harmed_by_what_comes_later() -> None:
     assert (push.is_over, push.error) == (True, None)
 
 
-def test_a_done_of_a_source_that_was_never_told_is_nothing() -> None:
+def test_a_done_of_a_source_without_an_announcement_is_ignored() -> None:
     push = Receiving("r", {0: "a"}, deadline=30.0)
     push.done(0, "a")
     assert not push.is_over
 
 
-def test_a_span_that_has_run_wakes_nobody_who_does_not_want_it() -> None:
+def test_a_span_that_has_run_wakes_only_pushes_that_need_the_span() -> None:
     side, wanted, other = Sender(), Span("0", 1), Span("0", 2)
     running = {"x": Prompt(32, "p", {}, num_final=END)}
     early = PushRequest(KEY, "x", 32, "p", {wanted: Need(0, 32, 16)}, deadline=9.0)
@@ -281,7 +281,7 @@ def test_a_revocation_is_repeated_only_after_it_was_answered() -> None:
     assert (steps(push, 5.0), push.is_over) == ([], True)
 
 
-def test_sources_that_may_be_writing_are_looked_at_once_a_second() -> None:
+def test_sources_that_may_be_writing_are_checked_once_a_second() -> None:
     push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
     push.announcing(0)
     push.announcing(1)
@@ -291,7 +291,7 @@ def test_sources_that_may_be_writing_are_looked_at_once_a_second() -> None:
     assert steps(push, 1.0) == [("CHECK_ALIVE", 0)]
 
 
-def test_the_deadline_ends_a_push_that_waits_and_the_snapshot_tells() -> None:
+def test_the_deadline_ends_a_waiting_push_and_the_snapshot_says_so() -> None:
     push = Receiving("r", {0: "a"}, deadline=30.0)
     push.announcing(0)
     push.due(0.5)

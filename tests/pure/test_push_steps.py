@@ -1,4 +1,4 @@
-"""What a step of the engine vouches for: layers in spans, and a device that does later what is launched."""
+"""The layers that are final after a step of the engine: spans, and a device that lags behind the launches."""
 
 import threading
 import time
@@ -56,16 +56,16 @@ def prompt(num_final: int) -> Prompt:
 
 def made(order: Any, *, keeps_events: bool = False) -> Writer:
     spans = LayerSpans({"full": LAYERS}, layers_per_span=2)
-    pusher = Writer(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, spans, keeps_events)
+    writer = Writer(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, spans, keeps_events)
     needs = {span: Need(0, 40, 16) for span in (FIRST, SECOND)}
-    pusher._sender.announce(PushRequest(KEY, "x", 40, "p", needs, deadline=1e12))
-    return pusher
+    writer._sender.announce(PushRequest(KEY, "x", 40, "p", needs, deadline=1e12))
+    return writer
 
 
-def taken(pusher: Writer) -> dict[int, int]:
+def taken(writer: Writer) -> dict[int, int]:
     """Take and land what goes now; return up to which token, by span."""
-    batch = pusher._sender.take(KEY)
-    pusher._sender.landed(KEY)
+    batch = writer._sender.take(KEY)
+    writer._sender.landed(KEY)
     return {cut.span.number: cut.end_token for cut in batch}
 
 
@@ -77,95 +77,95 @@ def device() -> Iterator[Device]:
 
 
 def test_a_span_is_final_when_all_of_its_layers_have_run_in_whatever_order() -> None:
-    pusher = made(HOST)
-    pusher.begin_step([("x", prompt(16))])
+    writer = made(HOST)
+    writer.begin_step([("x", prompt(16))])
     for layer in ("1", "3", "2"):
-        pusher.reach(layer)
-    assert taken(pusher) == {2: 16}
-    pusher.reach("0")
-    assert taken(pusher) == {1: 16}
-    pusher.compute([("x", prompt(16))])
-    pusher.begin_step([("x", prompt(END))])
-    pusher.reach("0")
-    assert taken(pusher) == {}, "layers of the step before do not count"
+        writer.reach(layer)
+    assert taken(writer) == {2: 16}
+    writer.reach("0")
+    assert taken(writer) == {1: 16}
+    writer.compute([("x", prompt(16))])
+    writer.begin_step([("x", prompt(END))])
+    writer.reach("0")
+    assert taken(writer) == {}, "layers of the step before do not count"
 
 
 def test_of_steps_that_nobody_takes_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "MAX_STEPS", 2)
-    pusher = made(HOST, keeps_events=True)
+    writer = made(HOST, keeps_events=True)
     for num_final in (8, 16, END):
-        pusher.begin_step([("x", prompt(num_final))])
-        pusher.compute([("x", prompt(num_final))])
-        pusher.begin_step([])
-        pusher.compute([])
-    assert [step["prompts"] for step in pusher.take_steps()] == [{"x": 16}, {"x": 40}]
-    assert pusher.take_steps() == []
+        writer.begin_step([("x", prompt(num_final))])
+        writer.compute([("x", prompt(num_final))])
+        writer.begin_step([])
+        writer.compute([])
+    assert [step["prompts"] for step in writer.take_steps()] == [{"x": 16}, {"x": 40}]
+    assert writer.take_steps() == []
 
 
-def test_where_no_layer_tells_all_spans_are_final_together_when_a_step_ends() -> None:
+def test_where_no_layer_reports_all_spans_are_final_together_when_a_step_ends() -> None:
     """As in a step that a graph replays: then chunks go, each by the plan of all layers."""
-    pusher = made(HOST)
-    pusher.begin_step([("x", prompt(16))])
-    assert taken(pusher) == {}
-    pusher.compute([("x", prompt(16))])
-    assert taken(pusher) == {1: 16, 2: 16}
+    writer = made(HOST)
+    writer.begin_step([("x", prompt(16))])
+    assert taken(writer) == {}
+    writer.compute([("x", prompt(16))])
+    assert taken(writer) == {1: 16, 2: 16}
 
 
 def test_a_layer_outside_of_a_step_vouches_for_nothing() -> None:
     """As one of a dummy run between two steps."""
-    pusher = made(HOST)
-    pusher.begin_step([("x", prompt(16))])
-    pusher.compute([("x", prompt(16))])
-    assert taken(pusher) == {1: 16, 2: 16}
+    writer = made(HOST)
+    writer.begin_step([("x", prompt(16))])
+    writer.compute([("x", prompt(16))])
+    assert taken(writer) == {1: 16, 2: 16}
     for layer in ("0", "1"):
-        pusher.reach(layer)
-    assert pusher._sender._done_spans == set()
+        writer.reach(layer)
+    assert writer._sender._done_spans == set()
 
 
 def test_what_the_device_has_not_done_is_not_pushed_though_the_next_step_is_launched(device: Device) -> None:
-    pusher = made(device)
+    writer = made(device)
     for num_final in (16, END):
-        pusher.begin_step([("x", prompt(num_final))])
+        writer.begin_step([("x", prompt(num_final))])
         for layer in ("0", "1", "2", "3"):
-            pusher.reach(layer)
-        pusher.compute([("x", prompt(num_final))])
-    settle(pusher, device, 0)
-    assert taken(pusher) == {}
-    settle(pusher, device, 2)  # the first step has begun and run its first span
-    assert taken(pusher) == {1: 16}
-    settle(pusher, device, 3)  # it has ended, and the second has begun
-    assert taken(pusher) == {2: 16}
-    settle(pusher, device, 1)
-    assert taken(pusher) == {1: 40}
-    settle(pusher, device, 2)
-    assert taken(pusher) == {2: 40}
+            writer.reach(layer)
+        writer.compute([("x", prompt(num_final))])
+    settle(writer, device, 0)
+    assert taken(writer) == {}
+    settle(writer, device, 2)  # the first step has begun and run its first span
+    assert taken(writer) == {1: 16}
+    settle(writer, device, 3)  # it has ended, and the second has begun
+    assert taken(writer) == {2: 16}
+    settle(writer, device, 1)
+    assert taken(writer) == {1: 40}
+    settle(writer, device, 2)
+    assert taken(writer) == {2: 40}
 
 
 def test_a_step_that_was_launched_before_a_preemption_begins_nothing_after_it(device: Device) -> None:
-    pusher = made(device)
-    pusher.begin_step([("x", prompt(16))])
-    pusher.reach("0")
-    pusher.reach("1")
-    pusher.compute([("x", prompt(16))])
-    pusher.preempt(["x"])
-    settle(pusher, device, 3)
-    assert taken(pusher) == {}
-    assert pusher._sender.prompt_of(KEY) is None
+    writer = made(device)
+    writer.begin_step([("x", prompt(16))])
+    writer.reach("0")
+    writer.reach("1")
+    writer.compute([("x", prompt(16))])
+    writer.preempt(["x"])
+    settle(writer, device, 3)
+    assert taken(writer) == {}
+    assert writer._sender.prompt_of(KEY) is None
 
 
 def test_nothing_is_kept_of_a_prompt_that_ended_in_the_step_that_computes_it(device: Device) -> None:
-    pusher = made(device)
-    pusher.preempt(["x"])
-    pusher.end(["x"])
-    pusher.begin_step([("x", prompt(16))])
-    pusher.compute([("x", prompt(16))])
-    settle(pusher, device, 2)
-    assert (pusher._num_preemptions, pusher._sender._prompts, pusher._sender._running) == ({}, {}, {})
+    writer = made(device)
+    writer.preempt(["x"])
+    writer.end(["x"])
+    writer.begin_step([("x", prompt(16))])
+    writer.compute([("x", prompt(16))])
+    settle(writer, device, 2)
+    assert (writer._num_preemptions, writer._sender._prompts, writer._sender._running) == ({}, {}, {})
 
 
-def settle(pusher: Writer, device: Device, num_marks: int) -> None:
+def settle(writer: Writer, device: Device, num_marks: int) -> None:
     """Let the device come so far, and what follows be done: whoever waits for the next mark has done all before it."""
-    pusher._deferred.add(device.mark(), lambda: None)
+    writer._deferred.add(device.mark(), lambda: None)
     device.run(num_marks)
     end = time.monotonic() + SECONDS
     while device.num_awaited <= device.num_over:

@@ -1,4 +1,4 @@
-"""What the repository promises to those who clone it."""
+"""Scripts, dependencies and links of the repository."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""``kvferry settings`` and docs/settings.md: every setting, as the class that checks settings declares it."""
+"""``kvferry settings`` and docs/settings.md: every setting, from the class that checks settings."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The shape of the package: who may import whom, how large things may be, how quick the import is."""
+"""The structure of the package: allowed imports, lengths of functions, and the time of the import."""
 
 import ast
 import statistics

@@ -1,4 +1,4 @@
-"""Pieces, slices and region tables against plain Python."""
+"""Ranges, slices and region tables against plain Python."""
 
 import itertools
 
@@ -10,14 +10,14 @@ from kvferry.layout.shard import Region
 from kvferry.transport.regions import RangeStream, RegionTable
 from kvferry.transport.sliced import slice_bounds, split_long
 
-pieces = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 12)), min_size=1, max_size=20)
+ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 12)), min_size=1, max_size=20)
 
 
 def addresses_of(items: list[tuple[int, int]]) -> list[int]:
     return [address for start, length in items for address in range(start, start + length)]
 
 
-@given(pieces, st.data())
+@given(ranges, st.data())
 def test_a_cut_is_that_part_of_the_stream(items: list[tuple[int, int]], data: st.DataObject) -> None:
     columns = np.array(items, np.uint64)
     stream = RangeStream(columns[:, 0], columns[:, 1])
@@ -26,11 +26,11 @@ def test_a_cut_is_that_part_of_the_stream(items: list[tuple[int, int]], data: st
     stop = data.draw(st.integers(start + 1, len(flat)))
     cut = stream.cut(start, stop)
     assert cut[:, 1].all()
-    assert addresses_of([tuple(piece) for piece in cut.tolist()]) == flat[start:stop]
+    assert addresses_of([tuple(each) for each in cut.tolist()]) == flat[start:stop]
 
 
-@given(pieces, st.integers(1, 5), st.data())
-def test_reach_is_as_far_as_so_many_merged_pieces_go(
+@given(ranges, st.integers(1, 5), st.data())
+def test_reach_is_as_far_as_so_many_merged_ranges_go(
     items: list[tuple[int, int]], most: int, data: st.DataObject
 ) -> None:
     columns = np.array(items, np.uint64)
@@ -53,8 +53,8 @@ def test_a_range_is_inside_when_all_its_bytes_are_registered(
     assert bool(len(outside)) != inside
 
 
-@given(pieces, st.integers(1, 8))
-def test_split_pieces_copy_the_same_bytes(items: list[tuple[int, int]], limit: int) -> None:
+@given(ranges, st.integers(1, 8))
+def test_split_descriptors_copy_the_same_bytes(items: list[tuple[int, int]], limit: int) -> None:
     descriptors = np.array([(start, start + 1000, length) for start, length in items], np.uint64)
     split = split_long(descriptors, limit)
     assert int(split[:, 2].max()) <= limit

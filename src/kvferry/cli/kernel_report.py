@@ -1,9 +1,6 @@
 """``kvferry doctor --kernels``: the KV cache layouts that vLLM's kernels read and write correctly on this machine."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,13 +12,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import open_console, progress
+from kvferry.harness.child_process import error_of
 from kvferry.integrations.vllm.kernels.check import Outcome, Verdict
 from kvferry.layout.named_layouts import NamedLayout
 
 MEASURING_SECONDS = 1800.0
 # The layouts that the connector requests by default; it requests none for MLA on a CPU.
-ASKED_BY_DEFAULT = (NamedLayout.BHLNC, NamedLayout.BLHNC)
-NEVER_ASKED = "CPU_MLA"
+REQUESTED_BY_DEFAULT = (NamedLayout.BHLNC, NamedLayout.BLHNC)
+NEVER_REQUESTED = "CPU_MLA"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +27,22 @@ class Measured:
     """The verdicts, and the error of the kernels' process where it failed."""
 
     verdicts: tuple[Verdict, ...]
-    complaint: str = ""
+    error: str = ""
 
     @property
     def is_healthy(self) -> bool:
         """Whether all layouts work that the connector requests by default."""
-        return not self.complaint and not any(is_asked(verdict) and verdict.fails for verdict in self.verdicts)
+        return not self.error and not any(is_requested(verdict) and verdict.fails for verdict in self.verdicts)
 
 
-def is_asked(verdict: Verdict) -> bool:
+def is_requested(verdict: Verdict) -> bool:
     """Return whether the connector requests the verdict's layout by default."""
-    return verdict.layout in ASKED_BY_DEFAULT and verdict.case.backend != NEVER_ASKED
+    return verdict.layout in REQUESTED_BY_DEFAULT and verdict.case.backend != NEVER_REQUESTED
 
 
 def report_kernels(model: str | None, json_output: bool) -> int:
     """Measure, print, and return the exit code."""
-    with progress("trying vLLM's kernels on every layout, which takes minutes"):
+    with progress("checking vLLM's kernels on every layout, which takes minutes"):
         measured = measure_in_child(model)
     if json_output:
         print(json.dumps(_as_json(measured), indent=2))
@@ -59,49 +57,32 @@ def measure_in_child(model: str | None = None) -> Measured:
         path = Path(folder, "verdicts")
         path.touch()
         command = [sys.executable, "-m", "kvferry.integrations.vllm.kernels.samples", str(path)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        try:
-            child = subprocess.run(
-                [*command, model] if model else command,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=MEASURING_SECONDS,
-                check=False,
-            )
-            complaint = _complaint(child)
-        except subprocess.TimeoutExpired:
-            complaint = f"no end after {MEASURING_SECONDS:.0f} s"
+        environment = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        error = error_of(
+            *command, *([model] if model else []), environment=environment, timeout_seconds=MEASURING_SECONDS
+        )
         lines = path.read_bytes().splitlines()
-    return Measured(tuple(msgspec.json.decode(line, type=Verdict) for line in lines), complaint)
-
-
-def _complaint(child: "subprocess.CompletedProcess[str]") -> str:
-    if child.returncode == 0:
-        return ""
-    if child.returncode < 0:
-        return f"a kernel ended its process with {signal.Signals(-child.returncode).name}, after the last row"
-    return (child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
+    return Measured(tuple(msgspec.json.decode(line, type=Verdict) for line in lines), error or "")
 
 
 def _as_json(measured: Measured) -> dict[str, object]:
-    rows = [{**msgspec.to_builtins(verdict), "asked": is_asked(verdict)} for verdict in measured.verdicts]
-    return {"healthy": measured.is_healthy, "complaint": measured.complaint, "verdicts": rows}
+    rows = [{**msgspec.to_builtins(verdict), "requested": is_requested(verdict)} for verdict in measured.verdicts]
+    return {"healthy": measured.is_healthy, "error": measured.error, "verdicts": rows}
 
 
 def _print_table(measured: Measured) -> None:
     console = open_console()
     console.print(_table(measured.verdicts))
-    for verdicts in _by_what_was_found(measured.verdicts).values():
+    for verdicts in _by_difference(measured.verdicts).values():
         layouts = ", ".join(dict.fromkeys(verdict.layout for verdict in verdicts))
         console.print(f"{verdicts[0].case.backend} on {layouts}: {verdicts[0].found}", highlight=False, markup=False)
-    if measured.complaint:
-        console.print(f"[red]The measurement did not end: {escape(measured.complaint)}[/]")
+    if measured.error:
+        console.print(f"[red]The kernels' process failed after the last row: {escape(measured.error)}[/]")
     if not measured.is_healthy:
-        console.print("Where a layout marked * fails, name another one in the setting 'layout'.")
+        console.print("A layout marked * fails: set 'layout' to another one.")
 
 
-def _by_what_was_found(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], list[Verdict]]:
+def _by_difference(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], list[Verdict]]:
     groups: dict[tuple[str, str], list[Verdict]] = {}
     for verdict in verdicts:
         if verdict.found:
@@ -113,9 +94,9 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
     table = Table("back end", "dtype", "head", "block", "layout", "verdict", "difference")
     for verdict in verdicts:
         case = verdict.case
-        layout = f"{verdict.layout} *" if is_asked(verdict) else str(verdict.layout)
+        layout = f"{verdict.layout} *" if is_requested(verdict) else str(verdict.layout)
         colour = {Outcome.PASSES: "green", Outcome.NOT_CHECKED: "yellow"}.get(
-            verdict.outcome, "red" if is_asked(verdict) else "yellow"
+            verdict.outcome, "red" if is_requested(verdict) else "yellow"
         )
         sizes = (str(case.head_size), str(case.block_size))
         outcome = f"[{colour}]{verdict.outcome}[/]"

@@ -71,8 +71,8 @@ def plan(
     except KVFerryError as error:
         refuse(error, as_json)
     if as_json:
-        said = {"explanation": explanation} if explain else {}
-        typer.echo(json.dumps({**report.as_json(), **said}, indent=2))
+        more = {"explanation": explanation} if explain else {}
+        typer.echo(json.dumps({**report.as_json(), **more}, indent=2))
     else:
         _print_report(report, explanation)
     if not report.verified:
@@ -170,12 +170,12 @@ def _engine_line(engine: Engine) -> str:
 
 def _group_line(group: LayerGroup, request: GroupBlocks) -> str:
     if group.kind is CacheKind.STATE:
-        asked = "one block, which holds the last state"
+        requested = "one block, which holds the last state"
     else:
-        asked = f"tokens {request.first_token} to {request.last_token}"
+        requested = f"tokens {request.first_token} to {request.last_token}"
     if group.cache.window:
-        asked += f", from the first block that reaches into the window of {group.cache.window} tokens"
-    return f"group {group.name}: {len(group.layers)} layers ({spans(group.layers)}), {asked}"
+        requested += f", from the first block that reaches into the window of {group.cache.window} tokens"
+    return f"group {group.name}: {len(group.layers)} layers ({spans(group.layers)}), {requested}"
 
 
 def _pair_lines(report: PairReport, plan: PlanReport) -> list[str]:

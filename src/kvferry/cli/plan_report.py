@@ -2,9 +2,10 @@
 
 import difflib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -146,7 +147,6 @@ class PlanReport:
     prefill: Engine
     decode: Engine
     sources: tuple[Shard, ...]
-    destinations: tuple[Shard, ...]
     requests: tuple[GroupBlocks, ...]
     selector: int
     pairs: tuple[PairReport, ...]
@@ -176,7 +176,15 @@ class PlanReport:
             "failures": list(self.failures),
             "notes": self.prefill.notes() + self.decode.notes(),
             "groups": [_group_json(*pair) for pair in zip(self.prefill.groups, self.requests, strict=True)],
-            "engines": {engine.name: _engine_json(engine) for engine in (self.prefill, self.decode)},
+            "engines": {
+                engine.name: {
+                    "tp": engine.wanted.tp,
+                    "pp": engine.wanted.pp,
+                    "layout": engine.layout.value,
+                    "block_size": engine.block_size,
+                }
+                for engine in (self.prefill, self.decode)
+            },
             "pairs": [pair.as_json() for pair in self.pairs],
         }
 
@@ -190,11 +198,6 @@ def _group_json(group: LayerGroup, request: GroupBlocks) -> dict[str, Any]:
     holds = {"group": group.name, "kind": group.kind.value, "window": group.cache.window}
     tokens = {"first_token": request.first_token, "last_token": request.last_token}
     return {**holds, "layers": list(group.layers), **tokens}
-
-
-def _engine_json(engine: Engine) -> dict[str, Any]:
-    sizes = {"tp": engine.wanted.tp, "pp": engine.wanted.pp}
-    return {**sizes, "layout": engine.layout.value, "block_size": engine.block_size}
 
 
 def engine_of(name: str, shape: EngineShape, caches: Sequence[LayerCache]) -> Engine:
@@ -276,47 +279,40 @@ def make_report(
     pairs: list[PairReport] = []
     failures: list[str] = []
     for rank, destination in enumerate(destinations):
-        asked = [blocks for blocks in requests if destination.group(blocks.group)]
+        requested = [blocks for blocks in requests if destination.group(blocks.group)]
         of_rank = f"decode rank {rank} of {len(destinations)}"
         announce(f"{of_rank}: planning")
         received: list[PairReport] = []
         for pair in Planner(sources, destination).plans(seed):
             announce(f"{of_rank}: the list from prefill rank {pair.assignment.source_index} of {len(sources)}")
-            received.append(_pair_report(pair, rank, asked, verify=verify))
+            received.append(_pair_report(pair, rank, requested, verify=verify))
         announce(f"{of_rank}: all lists together")
         pairs += received
-        failures += [pair.failure for pair in received if pair.failure]
+        failures += [pair.failure for pair in received]
         if verify:
-            failures += _destination_failures(received, destination, asked)
-    shards = tuple(sources), tuple(destinations)
-    return PlanReport(*engines, *shards, tuple(requests), seed, tuple(pairs), tuple(failures))
+            lists = [(pair.pair.source, pair.descriptors) for pair in received]
+            proof = partial(verify_destination, lists, destination, requested)
+            failures.append(_failure(f"decode {destination.rank_name}", proof))
+    failed = tuple(filter(None, failures))
+    return PlanReport(*engines, tuple(sources), tuple(requests), seed, tuple(pairs), failed)
 
 
-def _pair_report(pair: PairPlan, decode_rank: int, asked: Sequence[GroupBlocks], *, verify: bool) -> PairReport:
-    lists = pair.lower_groups(asked)
+def _pair_report(pair: PairPlan, decode_rank: int, requested: Sequence[GroupBlocks], *, verify: bool) -> PairReport:
+    lists = pair.lower_groups(requested)
     descriptors = submitted(pair, np.concatenate([NOTHING, *lists.values()]))
     groups = tuple((name, summarize(rows)) for name, rows in lists.items())
-    failure = _failure(pair, descriptors, asked) if verify else ""
+    proof = partial(verify_pair, descriptors, pair.source, pair.destination, requested, pair.heads)
+    failure = _failure(f"{pair.source.rank_name} to {pair.destination.rank_name}", proof) if verify else ""
     return PairReport(pair, decode_rank, descriptors, summarize(descriptors), groups, failure)
 
 
-def _failure(pair: PairPlan, descriptors: Descriptors, asked: Sequence[GroupBlocks]) -> str:
+def _failure(ranks: str, proof: Callable[[], object]) -> str:
+    """Return the error of a proof after the names of its ranks; empty where the proof succeeds."""
     try:
-        verify_pair(descriptors, pair.source, pair.destination, asked, pair.heads)
+        proof()
     except VerificationError as error:
-        return f"{pair.source.rank_name} to {pair.destination.rank_name}: {error}"
+        return f"{ranks}: {error}"
     return ""
-
-
-def _destination_failures(
-    received: Sequence[PairReport], destination: Shard, asked: Sequence[GroupBlocks]
-) -> list[str]:
-    lists = [(report.pair.source, report.descriptors) for report in received]
-    try:
-        verify_destination(lists, destination, asked)
-    except VerificationError as error:
-        return [f"decode {destination.rank_name}: {error}"]
-    return []
 
 
 def submitted(pair: PairPlan, descriptors: Descriptors) -> Descriptors:
@@ -342,7 +338,7 @@ def make_requests(
     Block 0 is vLLM's null block. Groups share a pool of blocks, so no two groups have the same id. Of a sliding window
     the request has only the tokens that the next token needs, of a state the one block.
     """
-    taken = [1, 1]
+    used = [1, 1]
     requests = []
     for group in prefill.groups:
         sizes = (1, 1) if group.kind is CacheKind.STATE else (prefill.block_size, decode.block_size)
@@ -353,12 +349,12 @@ def make_requests(
         ids = block_ids(blocks, counts[0], counts[1], seed)
         lists = [
             [0] * null + [offset + number - 1 for number in numbers]
-            for null, offset, numbers in zip(nulls, taken, ids, strict=True)
+            for null, offset, numbers in zip(nulls, used, ids, strict=True)
         ]
-        taken = [offset + count for offset, count in zip(taken, counts, strict=True)]
+        used = [offset + count for offset, count in zip(used, counts, strict=True)]
         named = {"source_block_ids": lists[0], "destination_block_ids": lists[1]}
         requests.append(GroupBlocks(group=group.name, first_token=first, last_token=last, **named))  # type: ignore[arg-type]
-    return requests, (taken[0], taken[1])
+    return requests, (used[0], used[1])
 
 
 def _first_token(group: LayerGroup, tokens: int, sizes: tuple[int, int]) -> int:

@@ -19,6 +19,7 @@ from kvferry.harness.supervisor import living_descendants, mapped_segments, remo
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 GRACE_SECONDS = 5.0
 KILL_SECONDS = 5.0
+TRIAL_SECONDS = 180.0
 TAIL_LINES = 20
 
 
@@ -139,3 +140,29 @@ def group_processes(group_id: int) -> tuple[int, ...]:
                 if int(group) == group_id and state not in "ZX":
                     found.append(int(entry.name))
     return tuple(sorted(found))
+
+
+def error_of(
+    *command: str, environment: Mapping[str, str] | None = None, timeout_seconds: float = TRIAL_SECONDS
+) -> str | None:
+    """Run ``command`` to its end; return the last line of its standard error where it fails, None where it works.
+
+    >>> error_of("sh", "-c", "echo no model >&2; exit 3"), error_of("sh", "-c", "kill -9 $$"), error_of("true")
+    ('no model', 'ended by SIGKILL', None)
+    """
+    try:
+        trial = subprocess.run(
+            command,
+            env={**os.environ, **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not end within {timeout_seconds:.0f} s"
+    if trial.returncode < 0:
+        return f"ended by {signal.Signals(-trial.returncode).name}"
+    if trial.returncode:
+        return (trial.stderr.strip().splitlines() or [f"exit status {trial.returncode}"])[-1]
+    return None

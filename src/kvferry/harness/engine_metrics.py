@@ -35,8 +35,12 @@ def scrape_metrics(url: str) -> dict[str, float]:
     The keys omit the model's name and the engine's index; samples with the same key are added. Buckets of histograms
     are omitted. Needs ``prometheus_client``, which vLLM installs.
     """
+    return parse_metrics(_scrape(url))
+
+
+def _scrape(url: str) -> str:
     with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_SECONDS) as response:
-        return parse_metrics(response.read().decode())
+        return str(response.read().decode())
 
 
 def parse_metrics(text: str) -> dict[str, float]:
@@ -79,9 +83,5 @@ def cache_block_size(url: str) -> int:
     """Return the tokens of a block of the engine at ``url``, which may have chosen the size itself."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_SECONDS) as response:
-        families = text_string_to_metric_families(response.read().decode())
-        labels = next(
-            sample.labels for family in families for sample in family.samples if "cache_config_info" in sample.name
-        )
-    return int(labels["block_size"])
+    samples = (sample for family in text_string_to_metric_families(_scrape(url)) for sample in family.samples)
+    return int(next(sample.labels["block_size"] for sample in samples if "cache_config_info" in sample.name))

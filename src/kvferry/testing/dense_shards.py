@@ -1,4 +1,4 @@
-"""Shards of dense caches: what a rank holds of a cache of given sizes in a named layout."""
+"""Shards of dense caches, from the sizes of a cache and a named layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ def shard_for(
     window: int = 0,
     token_share: TokenShare = WHOLE,
 ) -> Shard:
-    """Return what a rank holds of one dense cache group that starts at ``base_address``.
+    """Return the shard of a rank with one dense cache group that starts at ``base_address``.
 
     ``layers`` are those of this rank. A ``packing`` makes each page of a block and head an atom. For MLA ``head_size``
     is the width of the latent, which every rank holds. ``value_head_size`` defaults to ``head_size``.

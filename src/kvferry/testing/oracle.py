@@ -246,8 +246,8 @@ def expected_end(blocks: GroupBlocks, source: Shard, destination: Shard) -> int:
         return blocks.last_token
     covered = received.block_size * received.token_share.size
     same_slots = (blocks.source_first_token - blocks.destination_first_token) % covered == 0
-    dealt = [(group.block_size, group.token_share.size, group.token_share.interleave) for group in (sent, received)]
-    if dealt[0] != dealt[1] or not same_slots:
+    splits = [(group.block_size, group.token_share.size, group.token_share.interleave) for group in (sent, received)]
+    if splits[0] != splits[1] or not same_slots:
         return blocks.last_token
     filled = blocks.last_token - blocks.destination_first_token
     return blocks.destination_first_token + -(-filled // covered) * covered

@@ -305,7 +305,7 @@ class TransportSuite:
         assert own_pair.finish(transfer) is Status.CANCELLED
         assert transfer.bytes_done < transfer.num_bytes
         landed = own_pair.local.copy()
-        own_pair.remote.fill(9)  # what lands late has other content
+        own_pair.remote.fill(9)  # a late byte has other content
         time.sleep(0.2)
         assert np.array_equal(own_pair.local, landed)
         assert own_pair.finish(own_pair.submit(Direction.READ, OFFSETS["one"])) is Status.DONE
@@ -317,7 +317,7 @@ class TransportSuite:
         own_pair.transport.cancel(transfer)
         assert own_pair.finish(transfer) is Status.CANCELLED
         landed = own_pair.remote.checksum()
-        own_pair.local[:] = pattern(9, BUFFER_BYTES)  # what lands late has other content
+        own_pair.local[:] = pattern(9, BUFFER_BYTES)  # a late byte has other content
         time.sleep(0.2)
         assert own_pair.remote.checksum() == landed
 
@@ -365,7 +365,7 @@ def _reach_soon(transport: Transport, end_point: bytes) -> Peer:
 
 def _needs_bytes(transport: Transport) -> None:
     if not transport.capabilities.moves_bytes:
-        pytest.skip("this transport moves nothing")
+        pytest.skip("this transport moves no bytes")
 
 
 def _is_local(transport: Transport) -> bool:
