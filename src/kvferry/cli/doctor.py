@@ -141,14 +141,14 @@ def check_vllm() -> Iterator[Finding]:
         yield Finding("plugin", Health.FAILED, "VLLM_PLUGINS leaves it out", "Add kvferry to VLLM_PLUGINS or unset it.")
     else:
         yield Finding("plugin", Health.OK, registered["kvferry"])
-    error = error_of(
+    import_error = error_of(
         *PYTHON,
         "from kvferry.integrations.vllm.plugin import register; register(); "
         "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory; "
         "KVConnectorFactory.get_connector_class_by_name('KVFerryConnector')",
     )
-    found = error or "vLLM imports KVFerryConnector"
-    yield _judge("connector", not error, found, "Reinstall kvferry and vLLM in one environment.", Health.FAILED)
+    found = import_error or "vLLM imports KVFerryConnector"
+    yield _judge("connector", not import_error, found, "Reinstall kvferry and vLLM in one environment.", Health.FAILED)
 
 
 def check_serve() -> Iterator[Finding]:
