@@ -21,6 +21,13 @@ MODELS = {
     "mla": "DeepSeek V2, MLA",
     "gemma": "Gemma 3, sliding windows and full attention",
     "granite": "Granite 4, Mamba2 and attention",
+    "deepseek": "DeepSeek V3, MLA and experts",
+    "six": "Qwen3, GQA of 6 KV heads",
+    "mqa": "Qwen3, MQA",
+    "lora": "Qwen3, GQA, with a LoRA adapter",
+    "gemma3n": "Gemma 3n, shared caches, sliding windows and full attention",
+    "gemma4": "Gemma 4, shared caches, sliding windows and full attention with wider heads",
+    "gptoss": "gpt-oss, attention sinks, sliding windows and full attention",
 }
 TOKENS = "test_tokens_are_those_of_one_engine_alone"
 CHECKS = {

@@ -37,7 +37,7 @@ REFUSALS = (
     Refusal("chunked-attention", "chunked local attention", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("cached-states", "states that are cached by prefix", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("draft-states", "states of draft tokens", Reason.UNSUPPORTED, Where.ADAPTER),
-    Refusal("other-states", "states of linear attention", Reason.UNSUPPORTED, Where.ADAPTER),
+    Refusal("other-states", "states of lightning attention (MiniMax)", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("drafter-ahead", "a drafter that embeds tokens ahead", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("host-resident", "a cache kept in host memory", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("kernel-splits-blocks", "blocks that the kernel does not take whole", Reason.UNSUPPORTED, Where.ADAPTER),

@@ -45,7 +45,16 @@ class TinyModel:
     """
 
     name: str
-    family: Literal["qwen3", "deepseek_v2", "gemma3_text", "granitemoehybrid"]
+    family: Literal[
+        "qwen3",
+        "deepseek_v2",
+        "deepseek_v3",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "gpt_oss",
+        "granitemoehybrid",
+    ]
     dtype: Literal["float32", "bfloat16"]
     num_layers: int
     num_kv_heads: int
@@ -61,8 +70,11 @@ class TinyModel:
 def _qwen3(
     name: str, dtype: Literal["float32", "bfloat16"], layers: int, hidden: int, kv_heads: int, head: int
 ) -> TinyModel:
+    # Of six KV heads three ranks have two each, for which all else is divisible by three too.
+    divisible_by_three = {"num_attention_heads": 12, "vocab_size": 2112} if kv_heads == 6 else {}
     settings = {
         **SETTINGS,
+        **divisible_by_three,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
@@ -72,14 +84,17 @@ def _qwen3(
     return TinyModel(name, "qwen3", dtype, layers, kv_heads, 2 * head, MappingProxyType(settings))
 
 
-def _deepseek_mla(name: str, layers: int) -> TinyModel:
+def _deepseek_mla(name: str, family: Literal["deepseek_v2", "deepseek_v3"], layers: int) -> TinyModel:
+    """Return a model that is dense (V2), or has experts in all layers but the first and compressed queries (V3)."""
+    own: dict[str, Any] = {"q_lora_rank": None, "first_k_dense_replace": layers, "topk_method": "greedy"}
+    if family == "deepseek_v3":
+        own = {"q_lora_rank": 128, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
     settings = {
         **SETTINGS,
         "moe_intermediate_size": 64,
         "num_hidden_layers": layers,
         "num_key_value_heads": 8,
         "kv_lora_rank": 512,
-        "q_lora_rank": None,
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 64,
         "v_head_dim": 64,
@@ -88,10 +103,9 @@ def _deepseek_mla(name: str, layers: int) -> TinyModel:
         "num_experts_per_tok": 2,
         "n_group": 1,
         "topk_group": 1,
-        "first_k_dense_replace": layers,
-        "topk_method": "greedy",
+        **own,
     }
-    return TinyModel(name, "deepseek_v2", "float32", layers, 1, 512 + 64, MappingProxyType(settings))
+    return TinyModel(name, family, "float32", layers, 1, 512 + 64, MappingProxyType(settings))
 
 
 def _gemma3(name: str, layer_types: Sequence[str], window: int) -> TinyModel:
@@ -128,14 +142,59 @@ def _granite_hybrid(name: str, layer_types: Sequence[str]) -> TinyModel:
     return TinyModel(name, "granitemoehybrid", "float32", num_attention, 1, 2 * 32, MappingProxyType(settings))
 
 
+def _gemma_with_shared_layers(
+    name: str, family: Literal["gemma3n_text", "gemma4_text"], layer_types: Sequence[str], num_shared: int
+) -> TinyModel:
+    """Return a model whose last ``num_shared`` layers read the caches of earlier ones."""
+    own = {"global_head_dim": 128} if family == "gemma4_text" else {"laurel_rank": 16}
+    settings = {
+        **SETTINGS,
+        "num_hidden_layers": len(layer_types),
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "layer_types": [f"{kind}_attention" for kind in layer_types],
+        "vocab_size_per_layer_input": VOCABULARY_SIZE,
+        "hidden_size_per_layer_input": 32,
+        "num_kv_shared_layers": num_shared,
+        "tie_word_embeddings": True,
+        **own,
+    }
+    num_full = list(layer_types[: len(layer_types) - num_shared]).count("full")
+    head = own.get("global_head_dim", 64)
+    return TinyModel(name, family, "float32", num_full, 4, 2 * head, MappingProxyType(settings))
+
+
+def _gpt_oss(name: str, num_layers: int) -> TinyModel:
+    """Return a model of which every other layer has a window, and every head an attention sink."""
+    settings = {
+        **SETTINGS,
+        "intermediate_size": 128,
+        "num_hidden_layers": num_layers,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    return TinyModel(name, "gpt_oss", "float32", num_layers // 2, 4, 2 * 64, MappingProxyType(settings))
+
+
+GEMMA_LAYERS = ("sliding", "sliding", "full", "sliding", "full", "sliding", "full")
 TINY_MODELS: Mapping[str, TinyModel] = MappingProxyType(
     {
         model.name: model
         for model in (
             _qwen3("qwen3-tiny", "float32", layers=8, hidden=256, kv_heads=4, head=64),
-            _deepseek_mla("deepseek-mla-tiny", layers=4),
+            _qwen3("qwen3-six-heads", "float32", layers=6, hidden=384, kv_heads=6, head=64),
+            _qwen3("qwen3-one-head", "float32", layers=8, hidden=256, kv_heads=1, head=64),
+            _deepseek_mla("deepseek-mla-tiny", "deepseek_v2", layers=4),
+            _deepseek_mla("deepseek-v3-tiny", "deepseek_v3", layers=4),
             # Two kinds of layers, which form three groups, one of them with fewer layers.
             _gemma3("gemma3-tiny", ["sliding", "sliding", "full", "sliding", "full"], window=128),
+            _gemma_with_shared_layers("gemma3n-tiny", "gemma3n_text", GEMMA_LAYERS, num_shared=2),
+            _gemma_with_shared_layers("gemma4-tiny", "gemma4_text", GEMMA_LAYERS, num_shared=2),
+            _gpt_oss("gpt-oss-tiny", num_layers=4),
             _granite_hybrid("granite-tiny", ["mamba", "mamba", "attention", "mamba", "attention"]),
             _qwen3("kv-heavy", "bfloat16", layers=36, hidden=64, kv_heads=8, head=128),
             _qwen3("kv-heavy-one-head", "bfloat16", layers=36, hidden=64, kv_heads=1, head=128),
@@ -165,8 +224,9 @@ def find_tiny_model(name: str) -> TinyModel:
 
     >>> find_tiny_model("qwen4-tiny")
     Traceback (most recent call last):
-    kvferry.errors.SettingsError: unknown model 'qwen4-tiny'. Use one of: deepseek-mla-tiny, gemma3-tiny, \
-granite-tiny, kv-heavy, kv-heavy-one-head, qwen3-tiny. [unknown-setting]
+    kvferry.errors.SettingsError: unknown model 'qwen4-tiny'. Use one of: deepseek-mla-tiny, deepseek-v3-tiny, \
+gemma3-tiny, gemma3n-tiny, gemma4-tiny, gpt-oss-tiny, granite-tiny, kv-heavy, kv-heavy-one-head, \
+qwen3-one-head, qwen3-six-heads, qwen3-tiny. [unknown-setting]
     """
     if name in TINY_MODELS:
         return TINY_MODELS[name]
@@ -214,12 +274,7 @@ def _spread_weights(network: Any) -> None:
 
 
 def _transformers_config(model: TinyModel) -> "PretrainedConfig":
-    from transformers import DeepseekV2Config, Gemma3TextConfig, GraniteMoeHybridConfig, Qwen3Config
+    from transformers import CONFIG_MAPPING
 
-    config_class: Callable[..., PretrainedConfig] = {
-        "qwen3": Qwen3Config,
-        "deepseek_v2": DeepseekV2Config,
-        "gemma3_text": Gemma3TextConfig,
-        "granitemoehybrid": GraniteMoeHybridConfig,
-    }[model.family]
+    config_class: Callable[..., PretrainedConfig] = CONFIG_MAPPING[model.family]
     return config_class(**model.settings)

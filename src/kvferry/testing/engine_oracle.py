@@ -190,7 +190,7 @@ class EngineOracle:
         return {"spans": len(spans.layers_of)}
 
     def _oracle_layers(self) -> list["Layer"]:
-        """Return each layer with its cache as int32 and the global indices of its heads."""
+        """Return each layer that has a cache of its own, as int32, with the global indices of its heads."""
         from vllm.model_executor.models.utils import extract_layer_index
         from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -199,6 +199,8 @@ class EngineOracle:
         views = self.model_runner.kv_caches  # in the order of the layers' indices, addressed by scheduler block ids
         layers = []
         for name, view in zip(sorted(group_of, key=extract_layer_index), views, strict=True):
+            if name in self.model_runner.shared_kv_cache_layers:
+                continue
             spec = groups[group_of[name]].kv_cache_spec
             is_state = isinstance(spec, MambaSpec)
             window = getattr(spec, "sliding_window", None) or 0

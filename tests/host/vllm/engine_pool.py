@@ -29,22 +29,36 @@ from kvferry.harness.launch import (
 from kvferry.harness.tiny_models import make_tiny_model
 from kvferry.integrations.vllm.plugin import CONNECTOR_MODULE
 
+from .lora_adapter import ADAPTER_RANK, make_adapter
+
 MODELS = {
     "gqa": "qwen3-tiny",
     "fp8": "qwen3-tiny",
     "mla": "deepseek-mla-tiny",
+    "deepseek": "deepseek-v3-tiny",
+    "six": "qwen3-six-heads",
+    "mqa": "qwen3-one-head",
+    "lora": "qwen3-tiny",
     "gemma": "gemma3-tiny",
+    "gemma3n": "gemma3n-tiny",
+    "gemma4": "gemma4-tiny",
+    "gptoss": "gpt-oss-tiny",
     "granite": "granite-tiny",
 }
+MLA_MODELS = ("mla", "deepseek")
+BASE_MODEL, ADAPTER = "model", "adapter"
+"""Names that requests give: that of every engine's model, and that of the adapter of the model "lora"."""
 EXTENSION = ("--worker-extension-cls", "kvferry.testing.engine_oracle.EngineOracle")
 # In vLLM 0.32 the CPU's rotary_embedding kernel turns a query that is a slice of a wider tensor, as MLA's is, by wrong
 # angles, other ones for a token alone than for the same token in a prompt; the plain PyTorch one is right.
 MLA_ARGUMENTS = ("--compilation-config", json.dumps({"custom_ops": ["all", "-rotary_embedding"]}))
+# Long prompts are computed in parts, so that blocks leave the window while they run.
+IN_PARTS = ("--max-num-batched-tokens", "512")
 MODEL_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "mla": MLA_ARGUMENTS,
+    **dict.fromkeys(MLA_MODELS, MLA_ARGUMENTS),
+    **dict.fromkeys(("gemma", "gemma3n", "gemma4", "gptoss"), IN_PARTS),
+    "lora": ("--enable-lora", "--max-lora-rank", str(ADAPTER_RANK)),
     "fp8": ("--kv-cache-dtype", "fp8"),
-    # Long prompts are computed in parts, so that blocks leave the window while they run.
-    "gemma": ("--max-num-batched-tokens", "512"),
 }
 # Generous: with nine ranks on two cores, where those that wait spin, an engine may not get to answer for half a minute.
 CONNECTOR_SETTINGS: dict[str, Any] = {
@@ -63,6 +77,8 @@ COMPILED: dict[str, Any] = {
     "variables": {"TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_CI_ENV": "0"},
 }
 
+MORE_MODELS = ("deepseek", "six", "mqa", "lora", "gemma3n", "gemma4", "gptoss")
+"""Models with one engine of each kind: the reference, one rank, two ranks."""
 # Name -> model and what differs from the defaults; the oracle sets ``layers_per_span`` in an engine that runs.
 # Peers of one rank compute on different cores. A prefill engine on "auto" offers cma and nixl, and a decode engine
 # takes cma unless it is told to use nixl.
@@ -145,6 +161,14 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-tp1": ("granite", {"prefix_caching": False}),
     "granite-tp1-other": ("granite", {"prefix_caching": False, "cores": LAST_CORE}),
     "granite-tp2": ("granite", {"tensor_parallel_size": 2, "prefix_caching": False}),
+    **{f"{model}-reference": (model, {"role": None, "cores": BOTH_CORES}) for model in MORE_MODELS},
+    **{f"{model}-tp1": (model, {}) for model in MORE_MODELS},
+    **{f"{model}-tp2": (model, {"tensor_parallel_size": 2}) for model in MORE_MODELS},
+    "six-tp3": ("six", {"tensor_parallel_size": 3}),
+    "gemma4-push-tp1": ("gemma4", {"mode": "push"}),
+    "gemma4-push-tp2": ("gemma4", {"mode": "push", "tensor_parallel_size": 2, "arguments": CHUNKED}),
+    "gptoss-push-tp1": ("gptoss", {"mode": "push"}),
+    "gptoss-push-tp2": ("gptoss", {"mode": "push", "tensor_parallel_size": 2, "arguments": CHUNKED}),
 }
 PASSED_ON = {"transport", "strategy", "mode", "load_timeout_seconds"}
 """What differs in the connector's settings, not in the engine's."""
@@ -160,6 +184,12 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("fp8-reference", "fp8-tp1", "fp8-tp2"),
     ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2", "gemma-pp2"),
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
+    *((f"{model}-reference", f"{model}-tp1", f"{model}-tp2") for model in ("deepseek", "mqa", "lora", "gemma3n")),
+    ("six-reference", "six-tp1", "six-tp2", "six-tp3"),
+    ("gemma4-reference", "gemma4-tp1", "gemma4-tp2"),
+    ("gemma4-reference", "gemma4-push-tp1", "gemma4-push-tp2"),
+    ("gptoss-reference", "gptoss-tp1", "gptoss-tp2"),
+    ("gptoss-reference", "gptoss-push-tp1", "gptoss-push-tp2"),
     ("gqa-reference", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "gqa-push-tp1", "gqa-push-small", "gqa-push-hasty"),
     ("gqa-reference", "gqa-push-tp1", "gqa-push-tp2", "gqa-push-compiled"),
     ("gqa-reference", "gqa-push-tp2-mooncake", "gqa-push-tp1-mooncake"),
@@ -204,7 +234,7 @@ def fresh_salt() -> str:
 def completion_body(prompt: Sequence[int], max_tokens: int, salt: str, **more: Any) -> dict[str, Any]:
     """Return a greedy completion request on token ids."""
     return {
-        "model": "model",
+        "model": BASE_MODEL,
         "prompt": list(prompt),
         "max_tokens": max_tokens,
         "temperature": 0,
@@ -238,7 +268,7 @@ class Engine:
 
         A model with states has longer blocks, whose size nobody chooses.
         """
-        return self.settings.block_size or (16 if self.model == "mla" else 128)
+        return self.settings.block_size or (16 if self.model in MLA_MODELS else 128)
 
     def complete(
         self,
@@ -249,7 +279,8 @@ class Engine:
         **more: Any,
     ) -> Any:
         """Send a completion; the engine chooses the data-parallel rank unless one is named."""
-        body = completion_body(prompt, max_tokens, salt or fresh_salt(), **more)
+        adapter = {"model": ADAPTER} if self.model == "lora" else {}
+        body = completion_body(prompt, max_tokens, salt or fresh_salt(), **{**adapter, **more})
         headers = {} if dp_rank is None else {"X-data-parallel-rank": str(dp_rank)}
         return post(f"{self.server.url}/v1/completions", body, headers=headers)
 
@@ -332,6 +363,9 @@ class EnginePool:
     def model_path(self, model: str) -> Path:
         return make_tiny_model(MODELS[model], self.models)
 
+    def adapter_path(self) -> Path:
+        return make_adapter(self.model_path("lora"), self.folder / ADAPTER)
+
     def settings(self, name: str) -> EngineSettings:
         model, differences = ENGINES[name]
         differences = {key: value for key, value in differences.items() if key != "layers_per_span"}
@@ -339,9 +373,10 @@ class EnginePool:
         connector_settings = dict(CONNECTOR_SETTINGS)
         for setting in PASSED_ON & differences.keys():
             connector_settings[setting] = differences.pop(setting)
-        cache_bytes = (256 << 20) // (pp * (1 if model == "mla" else tp))
+        cache_bytes = (256 << 20) // (pp * (1 if model in MLA_MODELS else tp))
         arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": cache_bytes}
-        given = (*MODEL_ARGUMENTS.get(model, ()), *differences.pop("arguments", ()))
+        adapter = ("--lora-modules", f"{ADAPTER}={self.adapter_path()}") if model == "lora" else ()
+        given = (*MODEL_ARGUMENTS.get(model, ()), *adapter, *differences.pop("arguments", ()))
         arguments.update(differences, arguments=given)
         if arguments["role"] is not None:
             connector_settings["transfer_log"] = str(self.folder / f"{name}.transfers")

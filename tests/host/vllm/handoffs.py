@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import math
 import os
 import random
 import time
@@ -14,10 +15,14 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from .engine_pool import Engine, EnginePool, Reference, fresh_salt
+from .engine_pool import MLA_MODELS, Engine, EnginePool, Reference, fresh_salt
 
 RELEASE_SECONDS = 2.0
 NOT_RELEASED = ("no decode engine took or renewed", "was not acknowledged", "failed to load", "cannot be loaded")
+
+HYBRIDS = ("gemma", "gemma3n", "gemma4", "gptoss", "granite")
+PLAIN_SHAPES = {"six": (6, 6), "mqa": (8, 1)}
+"""Layers and KV heads of models with one cache group, where these are not 8 and 4."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,11 @@ class Pair:
     @property
     def is_hybrid(self) -> bool:
         """Whether the model has several cache groups."""
-        return self.model in ("gemma", "granite")
+        return self.model in HYBRIDS
+
+    @property
+    def is_mla(self) -> bool:
+        return self.model in MLA_MODELS
 
 
 PAIRS = (
@@ -71,6 +80,17 @@ PAIRS = (
     Pair("granite-1-2", "granite-tp1", "granite-tp2"),
     Pair("granite-1-1", "granite-tp1", "granite-tp1-other", in_matrix=True),
     Pair("granite-2-1", "granite-tp2", "granite-tp1", in_matrix=True),
+    Pair("deepseek-2-1", "deepseek-tp2", "deepseek-tp1", in_matrix=True),
+    # Three ranks of two heads and two of three: ranges cut across one another.
+    Pair("six-3-2", "six-tp3", "six-tp2", in_matrix=True),
+    Pair("six-3-1", "six-tp3", "six-tp1", in_matrix=True),
+    Pair("six-1-3", "six-tp1", "six-tp3", in_matrix=True),
+    Pair("mqa-2-1", "mqa-tp2", "mqa-tp1", in_matrix=True),
+    Pair("mqa-1-2", "mqa-tp1", "mqa-tp2", in_matrix=True),
+    Pair("lora-2-1", "lora-tp2", "lora-tp1", in_matrix=True),
+    Pair("gemma3n-2-1", "gemma3n-tp2", "gemma3n-tp1", in_matrix=True),
+    Pair("gemma4-2-1", "gemma4-tp2", "gemma4-tp1"),
+    Pair("gptoss-2-1", "gptoss-tp2", "gptoss-tp1", in_matrix=True),
 )
 # The prefill engine pushes.
 PUSH_PAIRS = (
@@ -88,6 +108,8 @@ PUSH_PAIRS = (
     Pair("push-granite-2-1", "granite-push-tp2", "granite-push-tp1", in_matrix=True),
     Pair("push-granite-1-2", "granite-push-tp1", "granite-push-tp2", in_matrix=True),
     Pair("push-mla-2-1", "mla-push-tp2", "mla-push-tp1", in_matrix=True),
+    Pair("push-gemma4-2-1", "gemma4-push-tp2", "gemma4-push-tp1", in_matrix=True),
+    Pair("push-gptoss-2-1", "gptoss-push-tp2", "gptoss-push-tp1", in_matrix=True),
 )
 ALL_PAIRS = bool(os.environ.get("KVFERRY_MATRIX"))
 
@@ -213,10 +235,11 @@ def wait_until_unused(engines: Sequence[Engine]) -> None:
 def submission_bytes(handoffs: Handoffs, num_tokens: int) -> int:
     """Return the bytes that one decode rank reads from one prefill rank for a prompt.
 
-    By the models' shapes where these are plain. GQA pages are moved whole; 8 layers and 4 heads of 64 keys and 64
-    values. MLA: 4 layers, 576 elements a token. Otherwise as the decode engine's first rank counted it.
+    By the models' shapes where these are plain: GQA pages of 64 keys and 64 values a token are moved whole, and where
+    pairs of ranks share unequally many heads, the least counts. MLA: 4 layers, 576 elements a token. Otherwise as the
+    decode engine's first rank counted it.
     """
-    if handoffs.pair.model == "mla":
+    if handoffs.pair.is_mla:
         return 4 * num_tokens * 576 * 4
     if not handoffs.is_plain:
         handoffs.send(random_prompt(num_tokens, num_tokens), 1)
@@ -228,9 +251,11 @@ def submission_bytes(handoffs: Handoffs, num_tokens: int) -> int:
 
 
 def pages_in_a_block(handoffs: Handoffs) -> int:
-    """Return how many pages of a GQA block one decode rank reads from one prefill rank: 8 layers, 4 heads, shared."""
+    """Return how many pages of a GQA block one decode rank reads at least from one prefill rank that it reads from."""
     sides = handoffs.prefill, handoffs.decode
-    return (8 // max(side.pp for side in sides)) * (4 // max(side.tp for side in sides))
+    num_layers, num_heads = PLAIN_SHAPES.get(handoffs.pair.model, (8, 4))
+    heads_of_ranks = [max(1, num_heads // side.tp) for side in sides]
+    return (num_layers // max(side.pp for side in sides)) * math.gcd(*heads_of_ranks)
 
 
 def check_prefix_hits(handoffs: Handoffs, reference: Reference) -> None:

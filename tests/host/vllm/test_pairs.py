@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.harness.engine_metrics import cache_block_size
 
-from .engine_pool import EnginePool, Reference
+from .engine_pool import BASE_MODEL, EnginePool, Reference, RequestFailed, tokens_of
 from .handoffs import (
     FIRST_WAVE,
     NAMED_TOKENS,
@@ -25,6 +25,7 @@ from .handoffs import (
     random_prompt,
     random_prompts,
     submission_bytes,
+    wait_until_unused,
 )
 
 pytestmark = pytest.mark.vllm
@@ -92,7 +93,7 @@ def faults_of(pair: Pair, handoffs: Handoffs) -> dict[str, tuple[int, dict[str, 
             "swap": (200, {"swap": {"first": 0, "second": whole // 2, "length": whole // 2}}),
             "zero": (200, {"zero": {"position": 0, "length": whole // 8}}),
         }
-    if pair.model == "mla":
+    if pair.is_mla:
         per_layer = submission_bytes(handoffs, 40) // 4
         page = submission_bytes(handoffs, block_size) // 4
         return {
@@ -120,3 +121,22 @@ def test_a_fault_in_the_transport_is_seen(
     with pytest.raises(AssertionError, match="tokens differ"):
         check_tokens(answers, pair.model, prompts, reference)
     check_tokens(handoffs.send_all(prompts), pair.model, prompts, reference)
+
+
+@for_pairs("lora-2-1")
+def test_the_tokens_and_the_cache_are_those_of_the_adapter(
+    pair: Pair, engine_pool: EnginePool, reference: Reference
+) -> None:
+    """A cache of the adapter is refused for a request of the model alone, whose tokens are others."""
+    handoffs, prompts = Handoffs.of(pair, engine_pool), SECOND_WAVE
+    plain = engine_pool.running[f"{pair.model}-reference"]
+    with_adapter = reference.tokens(pair.model, prompts)
+    without = [tokens_of(plain.complete(prompt, model=BASE_MODEL))[0] for prompt in prompts]
+    assert all(tokens != others for tokens, others in zip(with_adapter, without, strict=True))
+    for prompt, tokens in zip(prompts, without, strict=True):
+        params = handoffs.prefill.prefill(prompt, "salt", model=BASE_MODEL)
+        assert handoffs.decode.decode(prompt, params, salt="salt", model=BASE_MODEL) == [tokens]
+    params = handoffs.prefill.prefill(prompts[0], "other salt")
+    with pytest.raises(RequestFailed):
+        handoffs.decode.decode(prompts[0], params, salt="other salt", model=BASE_MODEL)
+    wait_until_unused([handoffs.prefill, handoffs.decode])
