@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvferry.testing.strategies import Move, moves
 
 from kvferry.arrays import Descriptors
 from kvferry.errors import LayoutError, Reason
