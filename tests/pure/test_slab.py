@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.arrays import Descriptors
+from kvferry.cli.plan_report import EngineShape, engine_of
 from kvferry.errors import LayoutError, Reason
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
@@ -16,6 +18,7 @@ from kvferry.layout.shard import Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.models.groups import form_groups, possible_layout, resolve_block_size, split_layers
 from kvferry.models.layer_caches import AttentionCache, LayerCache, Mamba2Cache
+from kvferry.models.shapes import model_caches
 from kvferry.models.shards import RankMemory as ModelRank
 from kvferry.models.shards import model_shard
 from kvferry.plan.planner import Planner
@@ -214,6 +217,28 @@ def test_a_state_takes_one_descriptor_for_each_layer_tap_and_segment() -> None:
     (plan,) = Planner(sources, slab_of(sources)).plans(0)
     (rows,) = plan.groups["state"].lower([ask("state", 1, [5], [7])])
     assert len(rows) == 3 * 3 * 3
+
+
+@pytest.mark.parametrize(
+    ("model", "tp_size", "group", "descriptors"),
+    [
+        ("qwen3-8b", 1, "full", [1]),
+        ("qwen3-8b", 2, "full", [1, 1]),
+        ("deepseek-v3", 2, "mla", [1]),
+        ("gemma-3-27b", 2, "sliding-window-0", [1, 1]),
+        ("granite-4-h-small", 1, "state-0", [36]),
+        ("granite-4-h-small", 2, "state-0", [36, 16]),
+        ("qwen3-next-80b-a3b", 2, "state-0", [120, 120]),
+    ],
+)
+def test_descriptors_of_real_models(model: str, tp_size: int, group: str, descriptors: list[int]) -> None:
+    """How many each rank needs to store one block; see docs/decisions/order-in-a-slab.md."""
+    caches = model_caches(Path(__file__).with_name("model_configs") / f"{model}.json")
+    shape = EngineShape(tp_size, NamedLayout.BHLNC, block_size=16)
+    ranks = engine_of("prefill", shape, caches).shards(num_blocks=2, base_address=0)
+    plans = [plan.groups[group] for plan in Planner(ranks, slab_of(ranks)).plans(0)]
+    templates = [[plan.templates(phase) for phase in plan.first_phases()] for plan in plans]
+    assert [sum(len(template.runs) for (template,) in phases) for phases in templates] == descriptors
 
 
 def test_groups_lie_one_behind_the_other() -> None:
