@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
 
 
 class FakeKernel:
-    """Writes random contents and answers with their sum; takes the cache for dense where it is told to."""
+    """Writes random contents and answers with their sum; with an option, takes the cache for dense."""
 
     def __init__(self, dense_write: bool = False, dense_read: bool = False) -> None:
         self.dense_write = dense_write

@@ -52,10 +52,15 @@ def pushed_to(role: Any, prefill: Any, prompt: list[int] = PROMPT, **changed: An
 
 
 def to_decode(prefill: Any) -> dict[str, Any]:
-    """Return what a router tells the decode engine."""
+    """Return the router's parameters for the decode engine."""
     address = f"http://127.0.0.1:{prefill._source.bootstrap.port}"
-    life = id_in_epoch(prefill._state.engine_id, prefill._state.epoch)
-    return {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": life, "remote_bootstrap_addr": address}
+    engine_id = id_in_epoch(prefill._state.engine_id, prefill._state.epoch)
+    return {
+        "do_remote_prefill": True,
+        "transfer_id": "x",
+        "remote_engine_id": engine_id,
+        "remote_bootstrap_addr": address,
+    }
 
 
 def awaited(role: Any, ours: Request) -> Any:
@@ -247,7 +252,7 @@ def test_trap_13_a_router_that_names_an_earlier_epoch_is_an_error(make_role: Any
 
 
 def test_after_a_failed_push_the_prefill_engines_id_is_queried_again(make_role: Any) -> None:
-    """Else a router that remembers a former life of it is not found out where this engine remembers it too."""
+    """Otherwise an old engine id in the router and in this engine would stay undetected."""
     prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
     prefill.publish([A_RANK])
     ours, _ = pushed_to(decode, prefill)
@@ -322,10 +327,7 @@ def test_a_rejected_request_releases_the_hold_of_a_push(make_role: Any) -> None:
     prefilled = begin(prefill)
     step(prefill, prefilled, 80, [5, 4, 3, 2, 1])
     prefill.request_finished(prefilled, ([5, 4, 3, 2, 1],), is_complete=True)
-    address = f"http://127.0.0.1:{prefill._source.bootstrap.port}"
-    life = id_in_epoch(prefill._state.engine_id, prefill._state.epoch)
-    params = {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": life, "remote_bootstrap_addr": address}
-    ours = request([0], params, "d")
+    ours = request([0], to_decode(prefill), "d")
     decode.on_new_request(ours)
     decode.request_finished(ours, ([],), is_complete=False)
     end = time.monotonic() + SECONDS

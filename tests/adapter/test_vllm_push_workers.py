@@ -160,7 +160,7 @@ def test_a_prompt_in_chunks_is_received_once_all_ranks_have_pushed(workers: Work
         workers.compute(num_final)
     assert workers.finished() == ({"r"}, set())
     assert arrived(workers)
-    # What the senders did is told to their receivers, not to their own engine.
+    # The senders report to their receivers, not to their own engine.
     assert [role.take_finished() for role in workers.senders] == [(set(), set())] * 2
 
 
@@ -243,11 +243,11 @@ def test_a_silent_source_does_not_keep_the_request(workers: Workers, monkeypatch
     """Its host may be gone, or it stopped: the engine keeps the blocks, and the request fails without them."""
     monkeypatch.setattr(executor, "QUIET_SECONDS", 0.1)
     monkeypatch.setattr(announce, "nothing_listens", lambda *_: is_gone)
-    is_gone, told = False, list[StillWriting]()
+    is_gone, reports = False, list[StillWriting]()
 
     def answer(question: Question) -> Answer:
         assert isinstance(question, StillWriting)
-        told.append(question)
+        reports.append(question)
         return Noted(EPOCH)
 
     engine = Server(HOST, 0, answer)
@@ -259,15 +259,15 @@ def test_a_silent_source_does_not_keep_the_request(workers: Workers, monkeypatch
             monkeypatch.setattr(role._source.writer._client, "send", lambda *_: None)
             role._source._end_point.close()
         workers.step([workers.receiver], StepMetadata(**orders))
-        wait_until(lambda: bool(told))
-        assert (told[0].rank, told[0].number, told[0].request_ids) == (0, 1, ("r",))
+        wait_until(lambda: bool(reports))
+        assert (reports[0].rank, reports[0].number, reports[0].request_ids) == (0, 1, ("r",))
         workers.step([workers.receiver], StepMetadata(**orders, quarantined=[(1, "r")]))
         assert workers.receiver.take_finished(0.1) == (set(), set()), "another rank's"
         workers.step([workers.receiver], StepMetadata(**orders, quarantined=[(0, "r")]))
         assert workers.finished() == ({"r"}, {"r"})
         is_gone = True
-        wait_until(lambda: len(told) == 2)
-        assert (told[1].number, told[1].request_ids) == (2, ())
+        wait_until(lambda: len(reports) == 2)
+        assert (reports[1].number, reports[1].request_ids) == (2, ())
         assert workers.receiver.take_finished() == (set(), set())
     finally:
         engine.close()

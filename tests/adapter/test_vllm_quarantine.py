@@ -30,12 +30,12 @@ def decode(make_role: Any) -> Any:
 
 
 def report(role: Any, rank: int, number: int, *request_ids: str) -> list[tuple[int, str]]:
-    """Let a rank report, and return what the workers are told in the next step."""
+    """Let a rank report, and return the workers' orders of the next step."""
     role._answer(StillWriting(role._state.epoch, role._secret, rank, number, request_ids))
     assert role.has_pending_work()
-    told = next_step(role).quarantined
+    orders = next_step(role).quarantined
     assert not role.has_pending_work()
-    return list(told)
+    return list(orders)
 
 
 def test_blocks_are_kept_until_no_rank_reports_them(decode: Any) -> None:

@@ -132,12 +132,12 @@ def test_a_window_block_that_a_load_would_fill_in_part_is_not_cached_as_a_whole(
     decode = make_role(GroupShape(CacheKind.SLIDING_WINDOW, block_size, 40), prefix_caching=prefix_caching, mode=mode)
     if mode == "push":
         prefill.publish([RankEntry(0, 0, b"", {}, 0, 0)])
-        life, address = (
+        engine_id, address = (
             id_in_epoch(prefill._state.engine_id, prefill._state.epoch),
             f"http://127.0.0.1:{prefill._source.bootstrap.port}",
         )
         params = {"transfer_id": "x", "do_remote_prefill": True}
-        params |= {"remote_engine_id": life, "remote_bootstrap_addr": address}
+        params |= {"remote_engine_id": engine_id, "remote_bootstrap_addr": address}
     else:
         params = run_prefill(prefill, PROMPT, [0, 0, 8, 7, 6]) or {}
     ours = request(PROMPT, params, "d")
@@ -225,7 +225,7 @@ def test_the_step_that_frees_the_blocks_of_a_hold_clears_its_guard_word(ending: 
         ask("127.0.0.1", params["remote_port"], Release(epoch, (Handle("r", generation),)), 10.0)
     if ending == "expired":
         time.sleep(0.4)
-    assert ending == "aborted" or sorted(kept(role)) == [1, 2, 3, 4, 5], "freed before the workers are told"
+    assert ending == "aborted" or sorted(kept(role)) == [1, 2, 3, 4, 5], "freed before the workers get the order"
     orders = next_step(role)
     words.begin(orders.ended_slots, orders.written)
     assert guard_words.array[slot].tobytes() == bytes(16)
@@ -341,11 +341,11 @@ def test_every_step_that_computes_a_held_request_names_it_until_it_is_exported(m
 
 
 def test_the_connector_tells_the_roles_which_requests_a_step_computes_and_when_it_is_launched() -> None:
-    connector, told = object.__new__(KVFerryConnector), []
+    connector, calls = object.__new__(KVFerryConnector), []
     connector._scheduler_role = SimpleNamespace(
-        build_connector_meta=lambda output: told.append(output.num_scheduled_tokens)
+        build_connector_meta=lambda output: calls.append(output.num_scheduled_tokens)
     )  # type: ignore[assignment]
-    connector._worker_role = SimpleNamespace(finish_step=lambda: told.append("finished"))  # type: ignore[assignment]
+    connector._worker_role = SimpleNamespace(finish_step=lambda: calls.append("finished"))  # type: ignore[assignment]
     connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"a": 4}))  # type: ignore[arg-type]
     connector.wait_for_save()
-    assert told == [{"a": 4}, "finished"]
+    assert calls == [{"a": 4}, "finished"]

@@ -49,11 +49,11 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any]) -> None:
 
 
 def test_a_load_ends_before_the_lease_of_what_it_reads() -> None:
-    for settings, told in (
+    for settings, message in (
         ({"load_timeout_seconds": 60}, r"load_timeout_seconds \(60\) must be below lease_seconds \(60, the default\)"),
         ({"lease_seconds": 20}, r"load_timeout_seconds \(30, the default\) must be below lease_seconds \(20\)"),
     ):
-        with pytest.raises(SettingsError, match=told) as refusal:
+        with pytest.raises(SettingsError, match=message) as refusal:
             parse_settings(settings)
         assert refusal.value.reason is Reason.INVALID_SETTING
         assert "Set lease_seconds above" in refusal.value.remedy

@@ -82,7 +82,7 @@ def state_view(rows: torch.Tensor, page: int, num_bytes: int) -> torch.Tensor:
 
 
 def test_groups_that_interleave_their_layers_overlay_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are told apart by name, and a shorter group leaves the tail of its block rows alone."""
+    """Layers have distinct names, and a shorter group leaves the tail of its block rows alone."""
     rows = block_rows(num_pages=2)
     config = groups((["2", "4"], FULL), (["0", "3"], WINDOW), (["1"], WINDOW))
     caches = {"2": attention_view(rows, 0), "4": attention_view(rows, 1), "0": attention_view(rows, 0)}
@@ -104,7 +104,7 @@ def test_a_layer_that_reads_the_cache_of_another_layer_is_left_out(monkeypatch: 
 
 
 def test_a_stage_leaves_out_the_groups_of_which_it_has_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every stage is told of all groups, with its own layers: an index names the same group in all of them."""
+    """Every stage gets all groups, with its own layers: an index names the same group in all of them."""
     config = groups(([], FULL), (["3", "4"], WINDOW), ([], UNIFORM), (["1"], WINDOW))
     rows = block_rows(num_pages=2)
     caches = {"3": attention_view(rows, 0), "4": attention_view(rows, 1), "1": attention_view(rows, 0)}

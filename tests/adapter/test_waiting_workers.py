@@ -88,13 +88,13 @@ def test_after_many_polls_a_worker_sleeps_until_a_message_or_the_next_poll(
     reader.record_read()
     reader.wait()
     time.sleep(1.5 * POLLING_SECONDS)
-    told = threading.Timer(0.005, writer.notify)
-    told.start()
+    notified = threading.Timer(0.005, writer.notify)
+    notified.start()
     began_at, used = time.monotonic(), time.thread_time()
     reader.wait(timeout_ms=10_000)
     assert time.thread_time() - used < 0.005
     assert time.monotonic() - began_at < 5, "a notice ends it"
-    told.join()
+    notified.join()
     reader.record_read()
     began_at = time.monotonic()
     reader.wait()

@@ -26,7 +26,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Does what was launched in order, when it is told to run, as far as its waits allow."""
+    """Does the launched work in order, on command, as far as its waits allow."""
 
     def __init__(self, device: str) -> None:
         self.device = device

@@ -83,7 +83,7 @@ def test_a_plan_shows_its_progress_on_a_terminal_only() -> None:
 
 
 def test_an_interrupted_command_leaves_no_process(tmp_path: Path) -> None:
-    """As Ctrl-C, but to the command alone: in a terminal its children are told too."""
+    """Like Ctrl-C, but to the command alone; a terminal also signals the children."""
     note = tmp_path / "pid"
     endless = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(f'{{os.getpid()}} '); time.sleep(200)"
     program = (

@@ -565,24 +565,24 @@ def test_a_transfer_that_does_not_end_is_logged_and_keeps_its_load(
 def test_a_quarantined_load_ends_before_it_is_quiet_and_is_reported_when_quiet(
     transport: ScriptedTransport, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before it has been told of that it is not quiet: until then nobody keeps its blocks."""
+    """Not before the report that the load is not quiet: until then its blocks are not quarantined."""
     monkeypatch.setattr(executor_module, "QUIET_SECONDS", 0.1)
-    told: list[frozenset[str]] = []
-    executor = Executor(Scratch(num_words=2), report_still_writing=told.append)
+    reports: list[frozenset[str]] = []
+    executor = Executor(Scratch(num_words=2), report_still_writing=reports.append)
     transport.holds_data, transport.polls_until_quiet = True, 1 << 60
     try:
         executor.submit(load_of(lambda: [source.read(transport)], deadline=time.monotonic() + 0.05, job_id="stuck"))
         executor.quarantine("stuck")
-        wait_until(lambda: told == [frozenset({"stuck"})])
+        wait_until(lambda: reports == [frozenset({"stuck"})])
         assert executor.collect() == []
         for job_id in ("another", "stuck", "stuck"):
             executor.quarantine(job_id)
         assert error_of(collect(executor, 1)["stuck"]).reason is Reason.DEADLINE_EXCEEDED
         assert transport.num_pending > 0
         transport.polls_until_quiet = 0
-        wait_until(lambda: told[1:] == [frozenset()])
+        wait_until(lambda: reports[1:] == [frozenset()])
         assert transport.num_pending == 0
-        assert executor.collect() == [], "told of twice"
+        assert executor.collect() == [], "reported twice"
     finally:
         executor.close()
 

@@ -26,7 +26,7 @@ from kvferry.transport.registry import TransportSet
 from .engines_that_push import SECONDS, Pairs
 
 KEY, SPAN = PushKey("d", 1, 1), Span("full")
-SAID = Reason.TRANSFER_FAILED, "a write failed.", "Check the peer."
+PARTS = Reason.TRANSFER_FAILED, "a write failed.", "Check the peer."
 
 
 class Frames:
@@ -41,7 +41,7 @@ class Frames:
         try:
             raise ValueError("bytes are missing.")
         except ValueError as cause:
-            raise HandoffError(*SAID) from cause
+            raise HandoffError(*PARTS) from cause
 
     def hold(self, call: Callable[[], Any]) -> None:
         """Call from a frame that holds an array."""
@@ -49,7 +49,7 @@ class Frames:
         self._held.append(weakref.ref(descriptors))
         with pytest.raises(KVFerryError) as raised:
             call()
-        assert said(raised.value) == SAID
+        assert parts_of(raised.value) == PARTS
 
     def error(self, give: Callable[[KVFerryError], Any]) -> None:
         """Give an error away that was raised and caught."""
@@ -64,7 +64,7 @@ class Frames:
         return any(each() is not None for each in self._held)
 
 
-def said(error: KVFerryError | None) -> tuple[Reason, str, str]:
+def parts_of(error: KVFerryError | None) -> tuple[Reason, str, str]:
     assert error is not None
     return error.reason, error.message, error.remedy
 
@@ -97,7 +97,7 @@ def test_a_push_that_is_over(way: str, frames: Frames) -> None:
     assert not frames.are_alive()
     over = side.outcome(KEY)
     assert over is not None
-    assert said(over.error) == SAID
+    assert parts_of(over.error) == PARTS
     frames.hold(lambda: side.announce(push_request()))
     if way == "end":
         frames.hold(lambda: side.announce(push_request(PushKey("d", 1, 2))))
@@ -120,7 +120,7 @@ def test_a_push_whose_sources_are_not_quiet(frames: Frames) -> None:
     frames.error(receiving.fail)
     assert not receiving.is_over
     assert not frames.are_alive()
-    assert said(receiving.error) == SAID
+    assert parts_of(receiving.error) == PARTS
 
 
 def test_a_push_without_sources(frames: Frames) -> None:
@@ -128,7 +128,7 @@ def test_a_push_without_sources(frames: Frames) -> None:
     receipt.advance(Scratch(num_words=4), time.monotonic())
     assert receipt.phase is Phase.DONE
     assert not frames.are_alive()
-    assert said(receipt.error) == SAID
+    assert parts_of(receipt.error) == PARTS
 
 
 class Forgetting:
@@ -146,7 +146,7 @@ def test_a_load(frames: Frames) -> None:
     load.advance(Scratch(num_words=4), time.monotonic())
     assert load.phase is Phase.STOPPING
     assert not frames.are_alive()
-    assert said(load.error) == SAID
+    assert parts_of(load.error) == PARTS
 
 
 def test_a_call_on_a_thread_of_its_own(frames: Frames) -> None:
@@ -174,7 +174,7 @@ def test_a_transport_that_does_not_reach_a_peer(frames: Frames, monkeypatch: pyt
         try:
             frames.fail()
         except HandoffError as error:
-            raise TransportError(*SAID) from error
+            raise TransportError(*PARTS) from error
 
     end_points = TransportSet({"null": NullTransport()}).register([])
     monkeypatch.setattr(NullTransport, "connect", refuse)
@@ -192,15 +192,15 @@ def test_a_write_that_failed_keeps_no_descriptors(engines: Pairs, monkeypatch: p
 
     def refuse(peer: object, direction: object, descriptors: np.ndarray) -> NoReturn:
         held.append(weakref.ref(descriptors))
-        raise TransportError(*SAID)
+        raise TransportError(*PARTS)
 
     [transport] = source.transports.transports.values()
     monkeypatch.setattr(transport, "submit", refuse)
     sender.compute(END, [5, 1])
     receiver.receive(sender.hold(), [0, 3])
-    assert said(receiver.result().error) == SAID
+    assert parts_of(receiver.result().error) == PARTS
     [result] = sender.pushed(1)
-    assert said(result.error) == SAID
+    assert parts_of(result.error) == PARTS
     gc.collect()
     assert held
     assert all(each() is None for each in held)

@@ -173,14 +173,14 @@ def test_a_reason_of_a_later_version_is_a_protocol_mismatch() -> None:
 
 
 class RawPeer:
-    """A connection that speaks ZMTP only as far as the test does, and never reads unless told to."""
+    """A connection that speaks ZMTP only as far as the test does, and reads only on command."""
 
-    def __init__(self, listener: Server, *said: bytes) -> None:
+    def __init__(self, listener: Server, *sent: bytes) -> None:
         self.socket = socket.create_connection((HOST, listener.port), timeout=20)
-        self.say(DEALERS_HELLO, *said)
+        self.say(DEALERS_HELLO, *sent)
 
-    def say(self, *said: bytes) -> None:
-        self.socket.sendall(b"".join(said))
+    def say(self, *sent: bytes) -> None:
+        self.socket.sendall(b"".join(sent))
 
     @property
     def is_closed(self) -> bool:

@@ -486,7 +486,7 @@ def test_forgotten_failures_do_not_gather(decode: DecodeRank, monkeypatch: pytes
 def test_an_abandoned_handshake_is_dropped(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request was aborted; what the engine told of itself may be long."""
+    """Its request was aborted; the published facts of the engine can be long."""
     other = PrefillEngine("memcpy", filled_ranks())
     for engine in (prefill, other):
         engine.may_answer.clear()

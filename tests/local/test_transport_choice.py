@@ -28,14 +28,14 @@ def memory() -> tuple[np.ndarray, Region]:
 
 
 class Refusing(NullTransport):
-    """Reaches nobody."""
+    """Refuses every connection."""
 
     def connect(self, end_point: bytes) -> Transfer:
         raise TransportError(Reason.PERMISSION_DENIED, "no entry.", "Ask the doorman.")
 
 
 class Hesitating(NullTransport):
-    """Connects when told to, or fails with the error that it is told."""
+    """Connects on command, or fails with a given error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Unchecked(MemcpyTransport):
 
 
 class CancelsLater(MemcpyTransport):
-    """Ignores the wish."""
+    """Answers a cancel as if the transfer still ran."""
 
     def cancel(self, transfer: Transfer) -> Status:
         return Status.PENDING

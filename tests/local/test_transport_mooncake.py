@@ -151,7 +151,7 @@ def test_nothing_lands_after_close_even_from_a_stopped_peer(own_pair: Pair, monk
 
 
 def test_a_full_queue_of_a_peer_gets_no_more_descriptors(pair: Pair) -> None:
-    """Mooncake fails what a full lane does not take, and out of order."""
+    """Mooncake fails descriptors that a full queue does not take, and out of order."""
     queued = pair.transport._num_queued
     assert queued[pair.peer.name] == 0
     queued[pair.peer.name] += mooncake_engine.MAX_QUEUED_DESCRIPTORS - mooncake.MAX_DESCRIPTORS_PER_SLICE

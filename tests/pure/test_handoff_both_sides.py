@@ -2,7 +2,7 @@
 
 Time is logical and the two clocks are apart. The holds, the guard words, the effect of a step on them and the decode
 engine's conclusions are the product's. The memory model has what a one-sided read meets: the step that lets blocks go
-overwrites them, and reads see one value at a time. A simulation is told by its seed alone.
+overwrites them, and reads see one value at a time. A seed determines the whole simulation.
 """
 
 from collections.abc import Callable
@@ -91,7 +91,7 @@ class TwoSides:
     # The prefill engine.
 
     def restart(self) -> None:
-        """Everything the former life held is gone and overwritten."""
+        """Everything that the earlier epoch held is gone and overwritten."""
         self.epoch += 1
         self.prefill = Holds(self.epoch, NUM_SLOTS, LEASE)
         self.words = GuardWords(NUM_SLOTS)
@@ -236,7 +236,7 @@ class TwoSides:
         if lost:
             self.network.append(partial(self.receive_lost, remote))
         else:
-            assert remote.epoch == self.epoch, "a former life's hold was renewed"
+            assert remote.epoch == self.epoch, "a hold of an earlier epoch was renewed"
             assert self.blocks[self.prompt_of[remote.handle]] != OVERWRITTEN, "renewed although its blocks are reused"
             self.network.append(partial(self.receive_renewed, remote, sent_at))
 

@@ -48,7 +48,7 @@ def test_any_bytes_are_messages_within_the_bounds_or_refused(data: bytes, is_gre
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         b"GET / HTTP/1.1",
         DEALERS_HELLO[:10] + b"\x01",
@@ -60,9 +60,9 @@ def test_any_bytes_are_messages_within_the_bounds_or_refused(data: bytes, is_gre
     ],
     ids=["another protocol", "version 2", "security", "a third frame", "a long frame", "a long command", "a flag"],
 )
-def test_an_impossible_message_is_refused_before_its_end(said: bytes) -> None:
+def test_an_impossible_message_is_refused_before_its_end(sent: bytes) -> None:
     inbox = Inbox(2, MAX_BYTES)
-    inbox.add(said)
+    inbox.add(sent)
     with pytest.raises(HandoffError) as caught:
         inbox.take()
     assert caught.value.reason is Reason.MALFORMED_MESSAGE

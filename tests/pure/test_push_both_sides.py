@@ -2,7 +2,7 @@
 
 Time is logical. A write reads and writes one token at a time, from blocks that the sender's engine overwrites the
 moment it may, into blocks that the receiver's engine uses the moment it may: whatever is written there later is a
-failure. A simulation is told by its seed alone.
+failure. A seed determines the whole simulation.
 """
 
 from collections.abc import Callable

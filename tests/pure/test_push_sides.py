@@ -266,7 +266,7 @@ def test_a_revocation_is_repeated_only_after_it_was_answered() -> None:
     push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
     assert steps(push, 0.0) == [("ANNOUNCE", 0), ("ANNOUNCE", 1)]
     push.announcing(0)
-    assert steps(push, 0.1) == [("ANNOUNCE", 1)], "until it is told"
+    assert steps(push, 0.1) == [("ANNOUNCE", 1)], "until the announcement arrives"
     push.announcing(1)
     assert steps(push, 0.2) == []
     push.fail(GAVE_UP)

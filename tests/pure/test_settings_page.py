@@ -65,14 +65,14 @@ def test_what_is_allowed_is_what_is_checked(name: str, allowed: str, refused: li
 
 def test_the_readme_gives_the_same_defaults() -> None:
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    told = [
+    found = [
         (name, default)
         for names, defaults in rows
         for name, default in zip(re.findall(r"`(\w+)`", names), re.findall(r"`([^`]+)`", defaults), strict=True)
         if name in DESCRIPTIONS
     ]
-    assert told
-    assert told == [(name, DESCRIPTIONS[name].shown_default.strip("`")) for name, _ in told]
+    assert found
+    assert found == [(name, DESCRIPTIONS[name].shown_default.strip("`")) for name, _ in found]
 
 
 def test_markdown_or_json() -> None:

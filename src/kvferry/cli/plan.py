@@ -28,7 +28,7 @@ from kvferry.units import format_bytes
 MAX_TOKENS = 1 << 26
 COSTS = [TYPICAL_COSTS[name] for name in ("cma", "nixl")]
 """Costs of the transports whose choices the explanation shows."""
-ENGINE_HELP = "tp=,pp=,layout=,block_size=,layers=20+16 of the {} engine."
+ENGINE_HELP = "The {} engine, with any of: tp=2,pp=2,layout=BHLNC,block_size=32,layers=20+16."
 MAX_COPIES = 6
 """Patterns of one template in the explanation."""
 MAX_RUN_LENGTHS = 4
@@ -88,7 +88,7 @@ def refuse(error: KVFerryError, as_json: bool) -> NoReturn:
 
 
 def _print_report(report: PlanReport, explanation: list[str]) -> None:
-    table = Table(title="What would move", caption="run lengths: number x length")
+    table = Table(title="Descriptors from prefill to decode", caption="run lengths: number x length")
     for column in ("prefill rank", "decode rank", "group", "descriptors", "bytes", "run lengths", "verified"):
         table.add_column(column, justify="left" if column in ("group", "run lengths", "verified") else "right")
     for pair in report.pairs:
@@ -164,7 +164,7 @@ def spans(numbers: Iterable[str]) -> str:
 
 def _engine_line(engine: Engine) -> str:
     sizes = f"TP {engine.wanted.tp}, PP {engine.wanted.pp}, blocks of {engine.block_size} tokens"
-    return f"{engine.name}: {sizes}, layout {engine.layout}, {len(engine.groups)} cache groups"
+    return f"{engine.name}: {sizes}, layout {engine.layout}, cache groups: {len(engine.groups)}"
 
 
 def _group_line(group: LayerGroup, request: GroupBlocks) -> str:
