@@ -264,7 +264,9 @@ def _explain(number: int, peer: CmaPeer, position: int) -> TransportError:
     if number == errno.EFAULT and (error := peer.verify()):
         return error
     message = f"copying from or to process {pid} stopped after {position} bytes: {os.strerror(number)}."
-    return TransportError(Reason.TRANSFER_FAILED, message, "Is all registered memory of both engines still mapped?")
+    return TransportError(
+        Reason.TRANSFER_FAILED, message, "Keep the registered memory of both engines mapped until close."
+    )
 
 
 def _check_same_host(own: ProcessIdentity, other: ProcessIdentity) -> None:

@@ -31,7 +31,11 @@ class SwapRanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.first + self.length > self.second:
-            raise SettingsError(Reason.INVALID_SETTING, f"the ranges of {self} overlap or are out of order.")
+            raise SettingsError(
+                Reason.INVALID_SETTING,
+                f"the ranges of {self} overlap or are out of order.",
+                "Let the first range end before the second begins.",
+            )
 
 
 class ZeroRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,7 +113,11 @@ class FaultyTransport:
         if not self._plan.fits(len(descriptors), num_bytes):
             return self._inner.submit(peer, direction, descriptors)
         if direction is Direction.WRITE and (self._plan.swap or self._plan.zero):
-            raise SettingsError(Reason.INVALID_SETTING, "swap and zero need a READ: they change local memory.")
+            raise SettingsError(
+                Reason.INVALID_SETTING,
+                "swap and zero change local memory, and this transfer is a WRITE.",
+                "Inject them into the engine that reads.",
+            )
         self.num_injected += 1
         return FaultyTransfer(
             peer,
@@ -157,8 +165,8 @@ class FaultyTransport:
         if plan.hang or time.monotonic() < transfer.not_before:
             return transfer.status
         if plan.fail_after is not None:
-            message = f"failed on purpose after {plan.fail_after} descriptors."
-            return transfer.fail(TransportError(Reason.TRANSFER_FAILED, message))
+            message = f"the injected fault failed the transfer after {plan.fail_after} descriptors."
+            return transfer.fail(TransportError(Reason.TRANSFER_FAILED, message, "Remove the fault."))
         if plan.swap is not None:
             first = _read(transfer.landed, plan.swap.first, plan.swap.length)
             second = _read(transfer.landed, plan.swap.second, plan.swap.length)

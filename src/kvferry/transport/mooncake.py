@@ -226,7 +226,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
             raise TransportError(
                 Reason.INVALID_REQUEST,
                 f"Mooncake refuses to register {region} (code {code}).",
-                "Is the region registered already, or does it overlap with a registered region?",
+                "Register each region once, and none that overlaps another.",
             )
 
     def _is_reached(self, connection: MooncakeConnection) -> bool:
@@ -257,7 +257,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         return TransportError(
             Reason.PEER_UNREACHABLE,
             f"Mooncake does not reach {name}: {found}.",
-            "Is the peer running? On another host it needs MC_TCP_BIND_ADDRESS set to its address.",
+            "Check that the peer runs; on another host, set MC_TCP_BIND_ADDRESS there to the address of that host.",
         )
 
     def _has_room(self, transfer: MooncakeTransfer) -> bool:
@@ -335,6 +335,6 @@ def _check_host(host: str) -> None:
 def _refused(peer: MooncakePeer) -> TransportError:
     return TransportError(
         Reason.TRANSFER_FAILED,
-        f"{peer.name} refused a descriptor, or the connection was lost.",
-        "Is all memory still registered at the peer, and every descriptor inside the memory of one register call?",
+        f"{peer.name} refused a descriptor, or Mooncake lost the connection.",
+        "Keep the peer's memory registered, and each descriptor inside the memory of one register call.",
     )

@@ -55,7 +55,8 @@ def open_engine(host: str) -> Any:
             code = engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
         if code:
             raise _unavailable(
-                f"Mooncake's engine does not start on {host!r} (code {code}).", "Are TCP ports 15000 to 17000 free?"
+                f"Mooncake's engine does not start on {host!r} (code {code}).",
+                "Free some of the TCP ports 15000 to 17000.",
             )
         if is_loopback(host):
             _confine_to_loopback(before)

@@ -164,7 +164,7 @@ class RemoteAgents:
             loaded = self._agent.loadRemoteMD(metadata).decode()
         except self._nixl.nixlBackendError as error:
             message = f"NIXL cannot open a connection to {name}: {error!r}."
-            raise TransportError(Reason.PEER_UNREACHABLE, message, "Is it still running?") from error
+            raise TransportError(Reason.PEER_UNREACHABLE, message, "Check that the peer runs.") from error
         except Exception as error:
             raise _malformed(f"NIXL cannot load its metadata: {error!r}") from error
         if loaded != name:
@@ -291,7 +291,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
             raise TransportError(
                 Reason.INVALID_REQUEST,
                 f"NIXL refuses to register {regions}: {error!r}.",
-                "Is all of the memory mapped, and registered only once?",
+                "Register memory that is mapped, and register it once.",
             ) from error
         self._registrations.append(registration)
 
@@ -331,8 +331,8 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
     def _unanswered(self, name: str, found: str) -> TransportError:
         return TransportError(
             Reason.PEER_UNREACHABLE,
-            f"{name}: {found}.",
-            "Is that engine running, and are its addresses reachable (UCX_NET_DEVICES)?",
+            f"NIXL does not reach {name}: {found}.",
+            "Check that the peer runs and that its addresses can be reached (UCX_NET_DEVICES).",
         )
 
     def _has_room(self, transfer: NixlTransfer) -> bool:

@@ -23,9 +23,8 @@ from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate.attention import fill_scales_in_slots
 from kvferry.integrations.vllm.translate.shards import check_supported, decode_rank_entry, resolved_layout
 from kvferry.integrations.vllm.versions import check_version
-from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
 from kvferry.integrations.vllm.worker.records import PrometheusMetrics, Statistics
-from kvferry.integrations.vllm.worker.role import WorkerRole
+from kvferry.integrations.vllm.worker.role import IdleSteps, WorkerRole
 
 if TYPE_CHECKING:
     import torch

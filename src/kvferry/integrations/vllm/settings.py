@@ -257,7 +257,9 @@ def _check_host(settings: Settings) -> None:
 def _check_push(settings: Settings, given: Mapping[str, Any]) -> None:
     if settings.mode != "push" and (ignored := sorted(_FOR_PUSHES & given.keys())):
         raise SettingsError(
-            Reason.INVALID_SETTING, f"{ignored[0]} is for pushes.", 'Set "mode" to "push", or leave it out.'
+            Reason.INVALID_SETTING,
+            f"{ignored[0]} is set, and mode 'pull' does not use it.",
+            'Set "mode" to "push", or leave the setting out.',
         )
     if settings.mode == "push" and settings.strategy != "direct":
         raise SettingsError(
@@ -274,10 +276,11 @@ def _check_push(settings: Settings, given: Mapping[str, Any]) -> None:
 
 
 def control_port(port: int, data_parallel_index: int) -> int:
-    """Return where this data-parallel rank listens: a port that the settings name is that of rank 0.
+    """Return the port of this data-parallel rank: the settings name the port of rank 0, and each rank takes the next.
 
-    The others take those behind it, on whichever host they run; 0 takes a free one for each. Peers learn the port from
-    an answer and never compute it. Raises :class:`SettingsError` (invalid-setting) beyond the last port.
+    0 takes a free port for each rank. Peers learn the port from an answer and never compute it.
+
+    Raises :class:`SettingsError` (invalid-setting) beyond the last port.
 
     >>> control_port(5600, 1), control_port(0, 1)
     (5601, 0)
@@ -287,7 +290,7 @@ def control_port(port: int, data_parallel_index: int) -> int:
     if port + data_parallel_index > LAST_PORT:
         raise SettingsError(
             Reason.INVALID_SETTING,
-            f"port {port} leaves none for data-parallel rank {data_parallel_index}, which takes one so far behind.",
+            f"port {port} leaves no port for data-parallel rank {data_parallel_index}: ports end at {LAST_PORT}.",
             'Set a lower "port", or 0, which takes a free one for each rank.',
         )
     return port + data_parallel_index

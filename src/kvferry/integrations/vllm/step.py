@@ -11,6 +11,7 @@ from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.plan.request import GroupBlocks
 
+EPOCH_BITS = 53  # an epoch passes through JSON, which routers may parse as a double
 MAX_HELD_REQUESTS = 16384
 """Guard words of each rank: at most so many requests are held at a time."""
 

@@ -92,66 +92,31 @@ def blocks_to_load(
     groups: Sequence[GroupShape],
     source_block_sizes: Sequence[int],
     tokens: tuple[int, int],
-    source_ids: Sequence[Sequence[int]],
+    source_ids: Sequence[Sequence[int]] | None,
     destination_ids: Sequence[Sequence[int]],
 ) -> tuple[GroupBlocks, ...]:
     """Return the blocks of each group that bring the prompt's tokens from ``tokens[0]`` to ``tokens[1]``.
 
-    The lists of ids begin with the prompt's first block and may be longer than the prompt. Raises
-    :class:`HandoffError`: group-mismatch for unequal numbers of groups, invalid-request where a needed block is missing
-    (it has left the window, or was never computed).
+    The lists of ids begin with the prompt's first block and may be longer than the prompt. A source that writes knows
+    its blocks itself: its ``source_ids`` are None. Raises :class:`HandoffError`: group-mismatch for unequal numbers of
+    groups, invalid-request where a needed block is missing (it has left the window, or was never computed).
 
     >>> window = GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)
     >>> [blocks] = blocks_to_load([window], [16], (0, 64), [[0, 0, 7, 6]], [[0, 0, 2, 5, 9]])
     >>> blocks.first_token, blocks.source_ids.tolist(), blocks.destination_ids.tolist()
     (32, [7, 6], [2, 5])
     """
-    if {len(source_block_sizes), len(source_ids), len(destination_ids)} != {len(groups)}:
-        raise HandoffError(
-            Reason.GROUP_MISMATCH,
-            f"the prefill engine names blocks of {len(source_ids)} cache groups, this engine has {len(groups)}.",
-            "Serve the same model with the same cache settings.",
-        )
-    sides = zip(groups, source_block_sizes, source_ids, destination_ids, strict=True)
-    return tuple(
-        _state(index, source, destination)
-        if group.kind is CacheKind.STATE
-        else _tokens(index, group, size, _first_token(group, size, tokens), tokens[1], (source, destination))
-        for index, (group, size, source, destination) in enumerate(sides)
-    )
-
-
-def blocks_to_fill(
-    groups: Sequence[GroupShape],
-    source_block_sizes: Sequence[int],
-    tokens: tuple[int, int],
-    destination_ids: Sequence[Sequence[int]],
-) -> tuple[GroupBlocks, ...]:
-    """Return the blocks of :func:`blocks_to_load` without the source's, for a source that writes.
-
-    >>> window = GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)
-    >>> [blocks] = blocks_to_fill([window], [16], (0, 64), [[0, 0, 2, 5, 9]])
-    >>> blocks.first_token, blocks.source_ids.tolist(), blocks.destination_ids.tolist()
-    (32, [], [2, 5])
-    """
-    _check_groups(groups, source_block_sizes, destination_ids)
-    found = []
-    for index, (group, size, ids) in enumerate(zip(groups, source_block_sizes, destination_ids, strict=True)):
-        first, end, listed = _first_token(group, size, tokens), tokens[1], ids
-        if group.kind is CacheKind.STATE:
-            # The last block of the list holds the state, which is token 0 to 1.
-            first, end, listed = 0, 1, ids[-1:]
-        found.append(
-            GroupBlocks(
-                group=str(index),
-                first_token=first,
-                last_token=end,
-                source_block_ids=(),
-                destination_block_ids=_ids_covering(index, "decode", listed, group.block_size, first, end),
-                destination_first_token=first // group.block_size * group.block_size,
+    lists: list[Sequence[object]] = [source_block_sizes, destination_ids, *([] if source_ids is None else [source_ids])]
+    for each in lists:
+        if len(each) != len(groups):
+            raise HandoffError(
+                Reason.GROUP_MISMATCH,
+                f"the prefill engine names blocks of {len(each)} cache groups, this engine has {len(groups)}.",
+                "Serve the same model with the same cache settings.",
             )
-        )
-    return tuple(found)
+    sources: Sequence[Sequence[int] | None] = [None] * len(groups) if source_ids is None else source_ids
+    sides = zip(groups, source_block_sizes, sources, destination_ids, strict=True)
+    return tuple(_blocks_of(index, *each, tokens) for index, each in enumerate(sides))
 
 
 def held_blocks(groups: Sequence[GroupShape], ids: Sequence[Sequence[int]]) -> dict[str, BlockList]:
@@ -178,15 +143,6 @@ def _num_before(group: GroupShape, listed: Sequence[int]) -> int:
     return int(gone[-1]) + 1 if gone.size else 0
 
 
-def _check_groups(groups: Sequence[GroupShape], *lists: Sequence[object]) -> None:
-    if any(len(each) != len(groups) for each in lists):
-        raise HandoffError(
-            Reason.GROUP_MISMATCH,
-            f"the prefill engine has {len(lists[0])} cache groups, this engine has {len(groups)}.",
-            "Serve the same model with the same cache settings.",
-        )
-
-
 def _first_token(group: GroupShape, source_block_size: int, tokens: tuple[int, int]) -> int:
     if group.kind is not CacheKind.SLIDING_WINDOW:
         return tokens[0]
@@ -201,27 +157,34 @@ def _first_token(group: GroupShape, source_block_size: int, tokens: tuple[int, i
     )
 
 
-def _tokens(
+def _blocks_of(
     index: int,
     group: GroupShape,
     source_block_size: int,
-    first_token: int,
-    end_token: int,
-    ids: tuple[Sequence[int], Sequence[int]],
+    source: Sequence[int] | None,
+    destination: Sequence[int],
+    tokens: tuple[int, int],
 ) -> GroupBlocks:
-    sizes = source_block_size, group.block_size
-    source, destination = (
-        _ids_covering(index, side, listed, size, first_token, end_token)
-        for side, listed, size in zip(("prefill", "decode"), ids, sizes, strict=True)
-    )
+    if group.kind is CacheKind.STATE:
+        # The last block of a list holds the state, which is token 0 to 1.
+        return GroupBlocks(
+            group=str(index),
+            first_token=0,
+            last_token=1,
+            source_block_ids=() if source is None else _last_block(index, "prefill", source),
+            destination_block_ids=_last_block(index, "decode", destination),
+        )
+    first, end, size = _first_token(group, source_block_size, tokens), tokens[1], group.block_size
     return GroupBlocks(
         group=str(index),
-        first_token=first_token,
-        last_token=end_token,
-        source_block_ids=source,
-        destination_block_ids=destination,
-        source_first_token=first_token // sizes[0] * sizes[0],
-        destination_first_token=first_token // sizes[1] * sizes[1],
+        first_token=first,
+        last_token=end,
+        source_block_ids=(
+            () if source is None else _ids_covering(index, "prefill", source, source_block_size, first, end)
+        ),
+        destination_block_ids=_ids_covering(index, "decode", destination, size, first, end),
+        source_first_token=0 if source is None else first // source_block_size * source_block_size,
+        destination_first_token=first // size * size,
     )
 
 
@@ -239,18 +202,11 @@ def _ids_covering(
     return wanted
 
 
-def _state(index: int, source: Sequence[int], destination: Sequence[int]) -> GroupBlocks:
-    """Return the blocks of a state: the last block of each list."""
-    for side, listed in (("prefill", source), ("decode", destination)):
-        if not listed or listed[-1] == NULL_BLOCK_ID:
-            raise _missing(index, side, "state")
-    return GroupBlocks(
-        group=str(index),
-        first_token=0,
-        last_token=1,
-        source_block_ids=source[-1:],
-        destination_block_ids=destination[-1:],
-    )
+def _last_block(index: int, side: str, listed: Sequence[int]) -> Sequence[int]:
+    """Return the block of a state: the last one of its list, which must be real."""
+    if not listed or listed[-1] == NULL_BLOCK_ID:
+        raise _missing(index, side, "state")
+    return listed[-1:]
 
 
 def _missing(index: int, side: str, what: str) -> HandoffError:

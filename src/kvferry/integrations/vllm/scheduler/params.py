@@ -15,6 +15,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.holds import Hold
 from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Identifier, LeaseSeconds, Unsigned
 from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.integrations.vllm.scheduler.parts import EngineState
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id
 from kvferry.layout.group import MAX_BLOCK_SIZE
 from kvferry.layout.shard import MAX_GROUPS
@@ -85,41 +86,29 @@ def parse_push_params(params: Mapping[str, Any], request_id: str) -> PushParams:
 
 
 def answer_params(
-    request: "Request", hold: Hold, block_ids: Sequence[Sequence[int]], engine: "PrefillEngine"
+    request: "Request", hold: Hold, block_ids: Sequence[Sequence[int]], state: EngineState
 ) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` that a prefill engine answers for a held request."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_block_ids": [list(group) for group in block_ids],
-        "remote_engine_id": engine.engine_id,
+        "remote_engine_id": state.engine_id,
         "remote_request_id": request.request_id,
-        "remote_host": engine.host,
-        "remote_port": engine.port,
-        "tp_size": engine.tp_size,
+        "remote_host": state.answers_at.host,
+        "remote_port": state.answers_at.port,
+        "tp_size": state.tp_size,
         "kvferry": {
             "version": PROTOCOL_VERSION,
-            "epoch": engine.epoch,
+            "epoch": state.epoch,
             "generation": hold.handle.generation,
             "slot": hold.slot,
-            "lease_seconds": engine.lease_seconds,
+            "lease_seconds": state.settings.lease_seconds,
             "num_tokens": request.num_prompt_tokens,
             "prompt_digest": prompt_digest(request, request.num_prompt_tokens),
-            "block_sizes": list(engine.block_sizes),
+            "block_sizes": [group.block_size for group in state.groups],
         },
     }
-
-
-class PrefillEngine(msgspec.Struct, frozen=True):
-    """The fields that all answers of one prefill engine share."""
-
-    engine_id: str
-    host: str
-    port: int
-    tp_size: int
-    epoch: int
-    lease_seconds: float
-    block_sizes: tuple[int, ...]
 
 
 def parse_params(params: Mapping[str, Any], request: "Request") -> RemoteParams:

@@ -1,6 +1,7 @@
 """The parts of a scheduler's role: a source and a destination, for pulls or for pushes, and their state.
 
-The role (:mod:`role`) answers vLLM's calls and does the work that pull and push share; the parts do the rest.
+The role (:mod:`role`) answers vLLM's calls and does the work that pull and push share; the parts do the rest. A part
+defines the calls in which it has work; the others return at once.
 """
 
 import threading
@@ -59,19 +60,19 @@ class Source(Protocol):
 
     def forget(self, request_id: str) -> None:
         """The hold of a request has ended."""
+        return
 
     def publish(self) -> None:
         """The engine answers handshakes from now on."""
+        return
 
     def close(self) -> None:
         """Stop answering; twice is fine."""
+        return
 
 
 class Destination(Protocol):
     """The part that finds the prefill engines of this engine's requests."""
-
-    timeout_seconds: float
-    """How long a load may take."""
 
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
         """A new request names its prefill engine. Wrong parameters fail the request's load."""
@@ -81,6 +82,7 @@ class Destination(Protocol):
 
     def is_ready(self, request_id: str) -> bool:
         """Return whether the prefill engine of an expected request is known, or the error that fails its load."""
+        return True
 
     def block_sizes(self, request_id: str) -> Sequence[int]:
         """Return the prefill engine's block sizes by cache group; none where they are not known."""
@@ -96,10 +98,13 @@ class Destination(Protocol):
 
     def fail(self, request_id: str) -> None:
         """A load has failed in a rank: knowledge of its prefill engine may be out of date."""
+        return
 
     def turn(self) -> None:
         """A step is being prepared: take answers that have come."""
+        return
 
     @property
     def has_pending_work(self) -> bool:
         """Whether the engine must step although it has no request."""
+        return False

@@ -11,14 +11,13 @@ from kvferry.handoff.holds import Hold
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cached_windows, has_state
 from kvferry.integrations.vllm.scheduler.params import (
-    PrefillEngine,
     RemoteParams,
     answer_params,
     check_prompt,
     parse_params,
     token_ids_of,
 )
-from kvferry.integrations.vllm.scheduler.parts import EngineState
+from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
 from kvferry.integrations.vllm.step import LoadOrder
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PullSource:
+class PullSource(Source):
     """Holds finished prompts under guard words, for decode engines that read them."""
 
     def __init__(self, state: EngineState) -> None:
@@ -65,16 +64,7 @@ class PullSource:
         if hold is None:
             return None
         state.kept_blocks.keep(hold.handle.request_id, block_ids)
-        engine = PrefillEngine(
-            engine_id=state.engine_id,
-            host=state.answers_at.host,
-            port=state.answers_at.port,
-            tp_size=state.tp_size,
-            epoch=state.epoch,
-            lease_seconds=state.settings.lease_seconds,
-            block_sizes=tuple(group.block_size for group in state.groups),
-        )
-        return answer_params(request, hold, block_ids, engine)
+        return answer_params(request, hold, block_ids, state)
 
     def note_schedule(self, output: "SchedulerOutput") -> None:
         """Add the guard words of the holds that the step writes to its orders."""
@@ -83,28 +73,16 @@ class PullSource:
         words = [self._word(hold) for hold in holds if hold is not None]
         self._state.step.written = list(dict.fromkeys([*self._state.step.written, *words]))
 
-    def forget(self, request_id: str) -> None:
-        """Do nothing: the hold is all that is known of a request."""
-
-    def publish(self) -> None:
-        """Do nothing: answers name this engine's address."""
-
-    def close(self) -> None:
-        """Do nothing: the role closes the server."""
-
     def _word(self, hold: Hold) -> Held:
         assert hold.slot is not None, "a pull's hold has a guard word"
         return hold.slot, self._state.epoch, hold.handle.generation
 
 
-class PullDestination:
-    """Takes the remote hold to read from a request's parameters."""
-
-    has_pending_work = False
+class PullDestination(Destination):
+    """Takes the remote hold to read from a request's parameters, which have all that a load needs."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        self.timeout_seconds = state.settings.load_seconds
         self._expected: dict[str, RemoteParams | KVFerryError] = {}
 
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
@@ -118,20 +96,13 @@ class PullDestination:
         self._state.leases.arrive(request_id, parsed.hold, parsed.kvferry.lease_seconds)
 
     def is_expected(self, request_id: str) -> bool:
-        """Return whether the request names a remote hold."""
         return request_id in self._expected
 
-    def is_ready(self, request_id: str) -> bool:
-        """Return True: the parameters have all that a load needs."""
-        return True
-
     def block_sizes(self, request_id: str) -> Sequence[int]:
-        """Return the prefill engine's block sizes from its answer."""
         expected = self._expected.get(request_id)
         return expected.kvferry.block_sizes if isinstance(expected, RemoteParams) else ()
 
     def hold_of(self, request_id: str) -> RemoteHold | None:
-        """Return the remote hold that the parameters name."""
         expected = self._expected.get(request_id)
         return expected.hold if isinstance(expected, RemoteParams) else None
 
@@ -148,16 +119,10 @@ class PullDestination:
         blocks = blocks_to_load(state.groups, sizes, tokens, expected.remote_block_ids, block_ids)
         lease = state.leases.running_lease(request_id)
         # A read that outlives the lease would find the guard word changed: the prefill engine may reuse the blocks.
-        timeout = min(self.timeout_seconds, lease.remaining(time.monotonic()))
+        timeout = min(state.settings.load_seconds, lease.remaining(time.monotonic()))
         return LoadOrder(request_id, timeout, expected.hold, expected.kvferry.slot, end_token - first_token, blocks)
 
     def finish(self, request_id: str) -> None:
         """Release the remote hold once no other sample of the request uses it."""
         if self._expected.pop(request_id, None) is not None:
             self._state.leases.finish(request_id)
-
-    def fail(self, request_id: str) -> None:
-        """Do nothing: the workers forget a prefill engine from which they cannot read."""
-
-    def turn(self) -> None:
-        """Do nothing: no request waits for an answer."""

@@ -13,9 +13,9 @@ from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, PROTOCOL_VERSION
 from kvferry.handoff.push.sender import END, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Offer, id_in_epoch
-from kvferry.integrations.vllm.scheduler.blocks import blocks_to_fill, check_cached_windows, held_blocks
+from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cached_windows, held_blocks
 from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params, prompt_digest, token_ids_of
-from kvferry.integrations.vllm.scheduler.parts import EngineState
+from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
 from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_zmq_address
 from kvferry.integrations.vllm.step import LoadOrder, PushedPrompt
 from kvferry.layout.group import CacheKind
@@ -38,7 +38,7 @@ class _Running(msgspec.Struct, frozen=True):
     digest: str
 
 
-class PushSource:
+class PushSource(Source):
     """Tells the workers how far each prompt is computed, and tells routers and decode engines this engine's address."""
 
     def __init__(self, state: EngineState, vllm_config: "VllmConfig") -> None:
@@ -165,19 +165,17 @@ class _Expected(msgspec.Struct, frozen=True):
         return RemoteHold(self.offer.engine_id, control.epoch, control.host, control.port, handle)
 
 
-class PushDestination:
+class PushDestination(Destination):
     """Asks bootstrap servers which engine pushes a request's prompt."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        self.timeout_seconds = state.settings.load_seconds
         self._expected: dict[str, _Expected | KVFerryError] = {}
         self._to_release: dict[str, _Expected] = {}
         self._queries = BootstrapQueries()
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether a transfer waits for its prefill engine to be known, to be released."""
         return bool(self._to_release)
 
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
@@ -191,24 +189,20 @@ class PushDestination:
             self.is_ready(request_id)
 
     def is_expected(self, request_id: str) -> bool:
-        """Return whether the request names a transfer."""
         return request_id in self._expected
 
     def is_ready(self, request_id: str) -> bool:
-        """Return whether the prefill engine is known, or the error that fails the load."""
         expected = self._expected[request_id]
         if isinstance(expected, _Expected) and expected.offer is None:
             expected = self._expected[request_id] = self._found(request_id, expected)
         return isinstance(expected, KVFerryError) or expected.offer is not None
 
     def block_sizes(self, request_id: str) -> Sequence[int]:
-        """Return the prefill engine's block sizes from its offer."""
         expected = self._expected.get(request_id)
         offer = expected.offer if isinstance(expected, _Expected) else None
         return () if offer is None else offer.block_sizes
 
     def hold_of(self, request_id: str) -> RemoteHold | None:
-        """Return the hold of the request's transfer; None while the prefill engine is not known."""
         expected = self._expected.get(request_id)
         return expected.hold if isinstance(expected, _Expected) else None
 
@@ -223,10 +217,10 @@ class PushDestination:
         first_token, end_token = tokens
         sizes = expected.offer.block_sizes
         check_cached_windows(state.groups, sizes, state.caches_prefixes)
-        blocks = blocks_to_fill(state.groups, sizes, tokens, block_ids)
+        blocks = blocks_to_load(state.groups, sizes, tokens, None, block_ids)
         prompt = PushedPrompt(expected.params.transfer_id, end_token, prompt_digest(request, end_token))
         num_tokens = end_token - first_token
-        return LoadOrder(request_id, self.timeout_seconds, expected.hold, 0, num_tokens, blocks, pushed=prompt)
+        return LoadOrder(request_id, state.settings.load_seconds, expected.hold, 0, num_tokens, blocks, pushed=prompt)
 
     def finish(self, request_id: str) -> None:
         """Release the transfer, now or once the prefill engine is known."""

@@ -39,7 +39,7 @@ from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, 
 from kvferry.integrations.vllm.scheduler.pull import PullDestination, PullSource
 from kvferry.integrations.vllm.scheduler.push import PushDestination, PushSource, check_pushable
 from kvferry.integrations.vllm.settings import Settings, control_port
-from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, EngineEndPoint, LoadOrder, StepMetadata
+from kvferry.integrations.vllm.step import EPOCH_BITS, MAX_HELD_REQUESTS, EngineEndPoint, LoadOrder, StepMetadata
 from kvferry.integrations.vllm.translate.shards import group_shapes, identity_of, resolved_layout
 from kvferry.integrations.vllm.versions import find_engine_wake
 
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An epoch passes through JSON, which routers may parse as a double.
-EPOCH_BITS = 53
 SECRET_BYTES = 32
 MAX_LOADS = MAX_REQUESTS_PER_MESSAGE
 """Loads at a time, quarantined ones included: one report of a rank can name them all."""
@@ -261,7 +259,7 @@ class SchedulerRole:
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error)
             hold = self._destination.hold_of(request.request_id)
-            return LoadOrder(request.request_id, self._destination.timeout_seconds, hold, error=error)
+            return LoadOrder(request.request_id, self._state.settings.load_seconds, hold, error=error)
 
     def _end_hold(self, ended: Ended) -> None:
         """Order the workers to clear the guard word or stop the push, and free the blocks.

@@ -1,6 +1,7 @@
 """The parts of a worker's role: a source and a destination, for pulls or for pushes, and the rank that they share.
 
-The role (:mod:`role`) answers vLLM's calls and does the work that pull and push share; the parts do the rest.
+The role (:mod:`role`) answers vLLM's calls and does the work that pull and push share; the parts do the rest. A part
+defines the calls in which it has work; the others return at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,24 +35,29 @@ class Source(Protocol):
 
     def void_transfers(self, orders: StepMetadata) -> None:
         """Void transfers out of blocks that the step may overwrite, before the step writes any block."""
+        return
 
     def begin_step(self, orders: StepMetadata) -> None:
         """The step is about to run."""
 
     def finish_layer(self, name: str) -> None:
         """The step has launched an attention layer."""
+        return
 
     def finish_step(self) -> None:
         """The step has launched all of its writes."""
 
     def take_steps(self) -> Sequence[Mapping[str, Any]]:
         """Return the steps for the transfer log that have ended since the last call."""
+        return ()
 
     def end_holds(self) -> None:
         """The engine stops: its blocks are about to be freed. Twice is fine."""
+        return
 
     def close(self) -> None:
         """Stop, once the executor has stopped; twice is fine."""
+        return
 
 
 class Destination(Protocol):
@@ -59,12 +65,16 @@ class Destination(Protocol):
 
     def expect(self, order: LoadOrder, launched_before: Mark) -> None:
         """Prepare a load before the step computes; the load may fill its blocks once ``launched_before`` is over."""
+        return
 
     def start(self, order: LoadOrder, launched_before: Mark) -> None:
         """Start the load; the step has begun to compute."""
+        return
 
     def fail(self, order: LoadOrder) -> None:
         """The load has failed in this rank."""
+        return
 
     def close(self) -> None:
         """Stop, after the executor has; twice is fine."""
+        return

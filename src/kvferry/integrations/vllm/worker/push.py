@@ -13,11 +13,9 @@ from kvferry.handoff.messages import Answer, EndPoint, Pushed, PushFailed, Quest
 from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.wire.client import Client
 from kvferry.handoff.wire.server import Server
-from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
-from kvferry.integrations.vllm.worker.parts import Rank
+from kvferry.integrations.vllm.step import EPOCH_BITS, LoadOrder, StepMetadata
+from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.plan.layer_spans import LayerSpans
-
-EPOCH_BITS = 53
 
 
 class PushEndPoint:
@@ -39,7 +37,7 @@ class PushEndPoint:
         return part.answer(question)
 
 
-class PushSource:
+class PushSource(Source):
     """Writes this rank's computed blocks into the blocks that destination ranks announce."""
 
     def __init__(self, rank: Rank, end_point: PushEndPoint, spans: LayerSpans, keeps_events: bool) -> None:
@@ -81,9 +79,6 @@ class PushSource:
         """Return the steps that computed pushed prompts, where events are kept."""
         return self.writer.take_steps()
 
-    def end_holds(self) -> None:
-        """Do nothing: writes end with the executor."""
-
     def close(self) -> None:
         """Stop answering, which proves to a destination that this rank writes no more.
 
@@ -95,7 +90,7 @@ class PushSource:
         self._client.close()
 
 
-class PushDestination:
+class PushDestination(Destination):
     """Announces the blocks of a load to the source ranks, and waits until all have written their parts."""
 
     def __init__(self, rank: Rank, end_point: PushEndPoint, answer_seconds: float, keeps_events: bool) -> None:
@@ -122,9 +117,6 @@ class PushDestination:
         pushed = order.pushed
         request = PushedRequest(order.request_id, pushed.transfer_id, pushed.num_tokens, pushed.digest, deadline)
         self.announcer.announce(request, partial(self._sources, order, launched_before))
-
-    def start(self, order: LoadOrder, launched_before: Mark) -> None:
-        """Do nothing: :meth:`expect` has announced the blocks."""
 
     def fail(self, order: LoadOrder) -> None:
         """Release the hold, so that the pushes to this engine's other ranks fail too instead of waiting."""

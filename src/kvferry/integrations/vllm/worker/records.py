@@ -123,55 +123,44 @@ class TransferLog:
 
     def write(self, order: LoadOrder, result: JobResult) -> None:
         """Append one load."""
-        if self._file is None:
-            return
         hold = order.hold
-        line: dict[str, Any] = {
+        line = {
             "request_id": order.request_id,
             "remote_request_id": None if hold is None else hold.handle.request_id,
             "remote_engine_id": None if hold is None else hold.engine_id,
-            "rank": self._rank,
             "num_tokens": order.num_tokens,
-            "bytes": result.num_bytes,
             "staged_bytes": result.num_staged_bytes,
-            "descriptors": result.num_descriptors,
             "sources": result.num_sources,
-            "transport": result.transport,
-            "layout": self._layout.value,
             "wait_seconds": result.wait_seconds,
-            "transfer_seconds": result.transfer_seconds,
-            "error": None if result.error is None else result.error.reason.value,
-            "message": None if result.error is None else str(result.error),
         }
-        if result.events is not None:
-            line["events"] = result.events
-        self._file.write(json.dumps(line) + "\n")
+        self._append(line | self._outcome(result))
 
     def write_push(self, result: JobResult) -> None:
         """Append one push of this rank to one destination rank."""
-        if self._file is None:
-            return
-        line = {
-            "push": result.job_id,
-            "rank": self._rank,
-            "bytes": result.num_bytes,
-            "descriptors": result.num_descriptors,
-            "transport": result.transport,
-            "layout": self._layout.value,
-            "transfer_seconds": result.transfer_seconds,
-            "error": None if result.error is None else result.error.reason.value,
-            "message": None if result.error is None else str(result.error),
-            "events": result.events,
-        }
-        self._file.write(json.dumps(line) + "\n")
+        self._append({"push": result.job_id} | self._outcome(result))
 
     def write_step(self, step: Mapping[str, Any]) -> None:
         """Append one step of this rank that has computed pushed prompts."""
-        if self._file is not None:
-            self._file.write(json.dumps({"rank": self._rank, **step}) + "\n")
+        self._append(step)
 
     def close(self) -> None:
         """Close the file; twice is fine."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _outcome(self, result: JobResult) -> dict[str, Any]:
+        outcome = {
+            "bytes": result.num_bytes,
+            "descriptors": result.num_descriptors,
+            "transport": result.transport,
+            "layout": self._layout.value,
+            "transfer_seconds": result.transfer_seconds,
+            "error": None if result.error is None else result.error.reason.value,
+            "message": None if result.error is None else str(result.error),
+        }
+        return outcome if result.events is None else {**outcome, "events": result.events}
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"rank": self._rank, **line}) + "\n")

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCRATCH_WORDS = 4096
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.008, 0.032
 REPORT_SECONDS = 3600.0
 """How long a report to this rank's own engine is sent again until it is acknowledged."""
 
@@ -87,13 +88,14 @@ class WorkerRole:
         identity = identity_of(config, settings)
         name = f"{config.kv_transfer_config.engine_id}/{self._index}"  # type: ignore[union-attr]
         timeout = settings.handshake_timeout_seconds
+        cores = set(settings.transfer_cores) or cores_that_do_not_compute()
         self._rank = rank = Rank(
             name=name,
             shard=encode_shard(shard),
             identity=identity,
             end_points=end_points,
             transports=self._transports,
-            executor=Executor(scratch, self._transfer_cores(), order, self._report_still_writing),
+            executor=Executor(scratch, cores, order, self._report_still_writing),
             order=order,
             # A pushed cache is written by its sources: this rank connects to none.
             source_engines=SourceEngines(
@@ -272,11 +274,6 @@ class WorkerRole:
             logger.error("kvferry: rank %d failed to load %s: %s", self._index, result.job_id, result.error)
             self._destination.fail(order)
 
-    def _transfer_cores(self) -> set[int]:
-        if self._settings.transfer_cores:
-            return set(self._settings.transfer_cores)
-        return cores_that_do_not_compute()
-
 
 def _use_huge_pages(region: Region) -> None:
     if region.device == "cpu":
@@ -297,3 +294,31 @@ def computation_order(name: str) -> list[int]:
 def aborted(request_id: str) -> HandoffError:
     """Return the error of a load whose request the client gave up."""
     return HandoffError(Reason.ABORTED, f"the request {request_id} was aborted.")
+
+
+class IdleSteps:
+    """The wait of each step that computes nothing, twice as long as the last one's: docs/decisions/idle-steps.md.
+
+    While a request waits for its cache, vLLM starts step after step, and its processes take the cores on which bytes
+    are copied and, with pushes on one host, prompts are computed. A request that comes during such a wait waits as
+    long, once.
+
+    >>> steps = IdleSteps()
+    >>> [steps.wait(computes=False) for _ in range(4)], steps.wait(computes=True), steps.wait(computes=False)
+    ([0.008, 0.016, 0.032, 0.032], 0.0, 0.008)
+    """
+
+    def __init__(self) -> None:
+        self._next = FIRST_WAIT_SECONDS
+
+    def wait(self, *, computes: bool) -> float:
+        """Return the most seconds that this step waits."""
+        if computes:
+            self.reset()
+            return 0.0
+        seconds, self._next = self._next, min(2 * self._next, LONGEST_WAIT_SECONDS)
+        return seconds
+
+    def reset(self) -> None:
+        """Start with the shortest wait again: a load has ended, and the next one may end soon."""
+        self._next = FIRST_WAIT_SECONDS
