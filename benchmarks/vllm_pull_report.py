@@ -1,21 +1,21 @@
 """The results of the pull benchmark: medians, ratios with intervals, targets met and missed."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import comb
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from vllm_pull_engines import Case, Sample
+from vllm_pull_engines import KVFERRY, Case, Sample
 
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The median, over pairs of requests, of kvferry's figure divided by the in-tree figure, and its interval."""
+    """The median, over pairs of requests, of kvferry's figure divided by the peer's, and its interval."""
 
     median: float
     low: float
@@ -27,55 +27,60 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case with or without huge pages; ``kvferry[i]`` and ``in_tree[i]`` ran one after the other."""
+    """One case of one run with or without huge pages. ``samples[name][i]`` of all contestants ran one after the other.
+
+    ``retaken`` are requests that were measured again, since the machine stood still in their time.
+    """
 
     case: Case
     thp: bool
-    kvferry: list[Sample]
-    in_tree: list[Sample]
+    samples: dict[str, list[Sample]]
+    retaken: list[tuple[str, Sample]] = field(default_factory=list)
 
     @property
-    def target(self) -> float:
-        """The largest ratio of the stopwatch's medians that meets the target."""
+    def title(self) -> str:
+        """The case and the pages that it was measured with."""
+        return f"({self.case.name}) {self.case.title}, huge pages {'on' if self.thp else 'off'}"
+
+    @property
+    def peers(self) -> list[str]:
+        """The contestants beside this kvferry."""
+        return [name for name in self.samples if name != KVFERRY.name]
+
+    def target(self, peer: str) -> float | None:
+        """Return the largest ratio of the stopwatch's medians that meets the target, None where there is none."""
+        if peer != "NixlConnector":
+            return None
         return self.case.target_huge_pages if self.thp else self.case.target_small_pages
 
-    def ratio(self, field: str) -> Ratio:
-        """Return the ratio of one figure."""
-        return median_ratio([getattr(s, field) for s in self.kvferry], [getattr(s, field) for s in self.in_tree])
+    def values(self, name: str, figure: str) -> list[float]:
+        """Return one figure of one contestant, turn by turn."""
+        return [getattr(sample, figure) for sample in self.samples[name]]
 
-    def medians_ratio(self, field: str) -> float:
+    def ratio(self, peer: str, figure: str) -> Ratio:
+        """Return the ratio of one figure, kvferry to a peer."""
+        return median_ratio(self.values(KVFERRY.name, figure), self.values(peer, figure))
+
+    def medians_ratio(self, peer: str, figure: str) -> float:
         """Return the quotient of the medians, to which the targets apply."""
-        ours, theirs = (np.median([getattr(s, field) for s in samples]) for samples in (self.kvferry, self.in_tree))
-        return float(ours / theirs)
-
-    def checks(self) -> dict[str, dict[str, float | bool]]:
-        """Return each target with the measured ratio."""
-        found = {
-            "stopwatch": (self.medians_ratio("stopwatch_seconds"), self.target),
-            "client": (self.medians_ratio("client_seconds"), 1.0),
-        }
-        return {
-            name: {"ratio": ratio, "target": target, "met": ratio <= target} for name, (ratio, target) in found.items()
-        }
+        return float(np.median(self.values(KVFERRY.name, figure)) / np.median(self.values(peer, figure)))
 
     def as_json(self) -> dict[str, Any]:
         """Return the results with all samples."""
         return {
             "case": asdict(self.case),
             "thp_mem_alloc_enable": self.thp,
-            "ratios": {name: asdict(self.ratio(name)) for name in RATIO_FIELDS},
-            "checks": self.checks(),
-            "kvferry": summary(self.kvferry),
-            "in_tree": summary(self.in_tree),
-            "samples": {
-                "kvferry": [asdict(sample) for sample in self.kvferry],
-                "in_tree": [asdict(sample) for sample in self.in_tree],
+            "ratios": {
+                peer: {figure: asdict(self.ratio(peer, figure)) for figure in RATIO_FIGURES} for peer in self.peers
             },
+            "medians": {name: summary(samples) for name, samples in self.samples.items()},
+            "samples": {name: [asdict(sample) for sample in samples] for name, samples in self.samples.items()},
+            "retaken": [{"contestant": name, **asdict(sample)} for name, sample in self.retaken],
         }
 
 
-COLUMNS = ("case", "THP", "connector", "MB", "descriptors", "stopwatch", "GB/s", "own metric", "client", "target")
-RATIO_FIELDS = ("stopwatch_seconds", "transfer_seconds", "client_seconds")
+COLUMNS = ("case", "connector", "MB", "descriptors", "stopwatch", "GB/s", "own metric", "step waits", "client")
+RATIO_FIGURES = ("stopwatch_seconds", "transfer_seconds", "client_seconds")
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
@@ -109,7 +114,7 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
     descriptors = [sample.num_descriptors for sample in samples]
     median = {
         name: float(np.median([getattr(sample, name) for sample in samples]))
-        for name in (*RATIO_FIELDS, "start_call_seconds", "num_polls", "num_bytes")
+        for name in (*RATIO_FIGURES, "start_call_seconds", "num_polls", "num_bytes")
     }
     return {
         **median,
@@ -126,44 +131,54 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def print_results(results: Sequence[Result], console: Console) -> None:
-    """Print one row per connector and case, one per ratio, and the result of each target."""
-    table = Table(title="pull on real vLLM engines; medians, times in ms")
-    for column in (
-        "case",
-        "THP",
-        "connector",
-        "MB",
-        "descriptors",
-        "stopwatch",
-        "GB/s",
-        "own metric",
-        "client",
-        "target",
-    ):
-        table.add_column(column, justify="left" if column in ("case", "connector") else "right")
+    """Print one row per contestant, case and run, one per ratio, and the ratios over all runs with their targets."""
+    table = Table(
+        title="pull on real vLLM engines; medians, times in ms; step waits: the decode step for the connector"
+    )
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in COLUMNS[:2] else "right")
     for result in results:
-        thp = "on" if result.thp else "off"
-        for name, samples in (("kvferry", result.kvferry), ("NixlConnector", result.in_tree)):
-            table.add_row(f"({result.case.name}) {result.case.title}", thp, name, *cells(summary(samples)), "")
-        ratios = [str(result.ratio(field)) for field in RATIO_FIELDS]
-        met = "met" if all(check["met"] for check in result.checks().values()) else "MISSED"
-        table.add_row(
-            "", "", "ratio", "", "", ratios[0], "", ratios[1], ratios[2], f"{met}: {result.target:g}", end_section=True
-        )
+        for name, samples in result.samples.items():
+            table.add_row(result.title, name, *cells(summary(samples)))
+        for peer in result.peers:
+            stopwatch, own, client = (str(result.ratio(peer, figure)) for figure in RATIO_FIGURES)
+            table.add_row("", f"ratio to {peer}", "", "", stopwatch, "", own, "", client)
+        table.add_section()
     console.print(table)
-    for result in results:
-        for name, check in result.checks().items():
-            verdict = "met" if check["met"] else "MISSED"
-            thp = "on" if result.thp else "off"
-            console.print(
-                f"({result.case.name}) THP {thp}: {name} medians' ratio {check['ratio']:.3f}, "
-                f"target at most {check['target']:g}: {verdict}",
-                highlight=False,
-            )
+    for result in {result.title: result for result in results}.values():
+        runs = [each for each in results if each.title == result.title]
+        for peer in result.peers:
+            for figure in ("stopwatch_seconds", "client_seconds"):
+                target = result.target(peer) if figure == "stopwatch_seconds" else None
+                found = over_runs([run.medians_ratio(peer, figure) for run in runs])
+                verdict = "" if target is None else f", target at most {target:g}: {met(found[0], target)}"
+                console.print(
+                    f"{result.title}: {figure} of {peer}'s: {found[0]:.3f} [{found[1]:.3f}, {found[2]:.3f}], "
+                    f"median and range of {len(runs)} runs{verdict}",
+                    highlight=False,
+                )
+        retaken = sum(len(run.retaken) for run in runs)
+        console.print(
+            f"{result.title}: {retaken} requests were measured again: the machine stood still", highlight=False
+        )
+
+
+def over_runs(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median, the smallest and the largest of the runs' ratios.
+
+    >>> over_runs([0.3, 0.2, 0.4])
+    (0.3, 0.2, 0.4)
+    """
+    return float(np.median(ratios)), min(ratios), max(ratios)
+
+
+def met(ratio: float, target: float) -> str:
+    """Return whether a ratio meets its target."""
+    return "met" if ratio <= target else "MISSED"
 
 
 def cells(figures: dict[str, Any]) -> list[str]:
-    """Return one connector's row."""
+    """Return one contestant's row."""
     descriptors = figures["descriptors"]
     return [
         f"{figures['num_bytes'] / 1e6:.0f}",
@@ -171,5 +186,6 @@ def cells(figures: dict[str, Any]) -> list[str]:
         f"{figures['stopwatch_seconds'] * 1e3:.1f}",
         f"{figures['stopwatch_gb_per_second']:.1f}",
         f"{figures['transfer_seconds'] * 1e3:.1f}",
+        f"{figures['start_call_seconds'] * 1e3:.2f}",
         f"{figures['client_seconds'] * 1e3:.1f}",
     ]

@@ -1,6 +1,7 @@
 """Compares kvferry's push with its pull on real engines.
 
     python benchmarks/vllm_push.py --json push.json
+    python benchmarks/vllm_push.py --cases one-chunk --pairs 9 --against ../kvferry-before
 
 There is one pair of engines for each mode, with otherwise equal settings. The pairs take turns: every round has one
 fresh prompt by pull and one by push. For a push both engines get the request at once, as from a router that sends to
@@ -29,9 +30,10 @@ from typing import Annotated, Any, NoReturn
 import numpy as np
 import typer
 from rich.console import Console
+from stall_watch import StallWatch
 from vllm_pull import installed
-from vllm_pull_engines import SETTLE_SECONDS, BenchmarkError
-from vllm_push_engines import CASES, MODES, Case, MeasuredPair, running_pair
+from vllm_pull_engines import KVFERRY, BenchmarkError, find_contestant
+from vllm_push_engines import CASES, MODES, WAITS, Case, Engines, MeasuredPair, running_pair
 from vllm_push_report import Result, print_results
 
 WIDTH = 200
@@ -39,6 +41,10 @@ WIDTH = 200
 
 def main(
     cases: Annotated[str, typer.Option(help=f"Cases, separated by commas: {', '.join(CASES)}.")] = ",".join(CASES),
+    against: Annotated[str, typer.Option(help="Folder of another checkout of kvferry to measure beside this.")] = "",
+    waits: Annotated[
+        str, typer.Option(help="How vLLM's processes wait for messages: sleep, or yield as they do.")
+    ] = "sleep",
     pairs: Annotated[int, typer.Option(min=1, help="Rounds: a pull and a push in each.")] = 50,
     seconds: Annotated[float, typer.Option(help="Limit of the time of all rounds of a case.")] = 1800.0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this file.")] = None,
@@ -46,6 +52,10 @@ def main(
 ) -> None:
     """Run the cases and print the comparison."""
     chosen = [find_case(name) for name in cases.split(",")]
+    if waits not in WAITS:
+        raise typer.BadParameter(f"--waits must be one of {', '.join(WAITS)}, not {waits!r}.")
+    contestants = [KVFERRY, *([find_contestant(against)] if against else [])]
+    measured = [Engines(mode, contestant) for contestant in contestants for mode in MODES]
     signal.signal(signal.SIGTERM, interrupt)
     progress, output = Console(stderr=True), Console()
     if not output.is_terminal:
@@ -55,16 +65,24 @@ def main(
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-vllm-push-")))
         folder.mkdir(parents=True, exist_ok=True)
         stack.callback(lambda: finish(results, output, json_path))
+        watch = stack.enter_context(StallWatch())
         for engines in dict.fromkeys(case.engines for case in chosen):
-            found = [Result(case, {mode: [] for mode in MODES}) for case in chosen if case.engines == engines]
+            found = [Result(case, {each.name: [] for each in measured}) for case in chosen if case.engines == engines]
             results += found
-            run_engines(engines, found, (pairs, seconds), folder, progress)
+            run_engines(engines, measured, waits, found, (pairs, seconds), folder, watch, progress)
 
 
 def run_engines(
-    engines: str, results: Sequence[Result], limits: tuple[int, float], folder: Path, progress: Console
+    engines: str,
+    measured: Sequence[Engines],
+    waits: str,
+    results: Sequence[Result],
+    limits: tuple[int, float],
+    folder: Path,
+    watch: StallWatch,
+    progress: Console,
 ) -> None:
-    """Start the engines of both modes and measure all of their cases, round by round, within the limits."""
+    """Start all pairs of engines, and measure all cases that they serve, round by round, within the limits."""
     cases, (num_rounds, seconds) = [result.case for result in results], limits
     with progress.status(engines) as status, ExitStack() as stack:
 
@@ -72,9 +90,9 @@ def run_engines(
             status.update(f"{engines}: {text}")
 
         running: list[MeasuredPair] = []
-        for mode in MODES:
-            running.append(stack.enter_context(running_pair(mode, engines, cases, folder, announce)))
-            progress.print(f"{engines}: the engines of the {mode} are warm")
+        for which in measured:
+            running.append(stack.enter_context(running_pair(which, engines, cases, waits, folder, watch, announce)))
+            progress.print(f"{engines}: the engines of the {which.name} are warm")
             running[-1].pause()
         ends_at = time.monotonic() + seconds
         for number in range(num_rounds):
@@ -82,22 +100,21 @@ def run_engines(
                 progress.print(f"{engines}: {seconds:g} s are over after {number} rounds")
                 return
             announce(f"round {number + 1} of {num_rounds}")
-            for pair in running:
-                take_turn(pair, results, number)
-            progress.print(f"{engines}: round {number + 1}: {waits(results)}", highlight=False)
+            for index in range(len(running)):
+                take_turn(running[(number + index) % len(running)], results, number)
+            progress.print(f"{engines}: round {number + 1}: {latest_waits(results)}", highlight=False)
 
 
 def take_turn(pair: MeasuredPair, results: Sequence[Result], number: int) -> None:
     """Measure every case of one mode once, in random order, while the other pair is stopped."""
     pair.resume()
-    time.sleep(SETTLE_SECONDS)
     for index in np.random.default_rng(number).permutation(len(results)):
         result = results[index]
-        result.samples[pair.mode].append(pair.measure_case(result.case))
+        result.samples[pair.name].append(pair.measure_case(result.case))
     pair.pause()
 
 
-def waits(results: Sequence[Result]) -> str:
+def latest_waits(results: Sequence[Result]) -> str:
     """Return the latest waits in milliseconds."""
     return "; ".join(
         f"{result.case.name} "

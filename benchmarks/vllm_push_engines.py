@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm_pull_engines import BenchmarkError, Pair, call_workers, complete, engine_cores, extension_variables
+from stall_watch import StallWatch
+from vllm_pull_engines import (
+    KVFERRY,
+    SETTLE_SECONDS,
+    BenchmarkError,
+    Contestant,
+    Pair,
+    call_workers,
+    complete,
+    engine_cores,
+)
 
 from kvferry.errors import Reason
 from kvferry.harness.engine_metrics import prompt_tokens
@@ -28,6 +38,7 @@ from kvferry.harness.launch import (
     wait_until_ready,
 )
 from kvferry.harness.tiny_models import VOCABULARY_SIZE, find_tiny_model, make_tiny_model
+from kvferry.integrations.vllm.waiting_workers import VARIABLE as SLEEPING_WORKERS
 
 MODEL = "kv-heavy"
 BLOCK_SIZE = 128
@@ -55,7 +66,25 @@ CASES = {
     "short": Case("short", "one chunk", 64, "unchunked", "first_token_seconds", 1.1),
 }
 MODES = ("pull", "push")
+WAITS: dict[str, dict[str, str]] = {"sleep": {}, "yield": {SLEEPING_WORKERS: "0"}}
 MAX_BATCHED_TOKENS = {"chunked": 256, "unchunked": 4096}
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """One pair of engines: a mode, and the kvferry that provides it. Samples are kept by ``name``."""
+
+    mode: str
+    contestant: Contestant = KVFERRY
+
+    @property
+    def name(self) -> str:
+        """The mode, and the checkout where it is another one.
+
+        >>> Engines("push").name, Engines("push", Contestant("before", "KVFerryConnector", Path("/before"))).name
+        ('push', 'push (before)')
+        """
+        return self.mode if self.contestant == KVFERRY else f"{self.mode} ({self.contestant.name})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +126,9 @@ class MeasuredPair(Pair):
 
         Raises :class:`BenchmarkError` unless the decode engine received the prompt's whole cache.
         """
+        for server in (self.prefill, self.decode):
+            call_workers(server, "touch_cache")
+        time.sleep(SETTLE_SECONDS)
         prompt = self.generator.integers(0, VOCABULARY_SIZE, case.tokens).tolist()
         transfer_id = f"xfer-{uuid.uuid4()}"
         received_before, cpu_before = prompt_tokens(self.decode.metrics()), cpu_seconds(self.decode)
@@ -162,7 +194,7 @@ class MeasuredPair(Pair):
             time.sleep(0.2)
             if self._logged(transfer_id) is None:
                 complete(self.prefill, [0], {})
-        return len(events["batches"])
+        return len(events.get("batches", ()))
 
     def _logged(self, transfer_id: str) -> dict[str, Any] | None:
         lines = [json.loads(line) for line in self.log.read_text().splitlines() if transfer_id in line]
@@ -187,31 +219,40 @@ def cpu_seconds(server: Server) -> float:
 
 @contextmanager
 def running_pair(
-    mode: str, engines: str, cases: Sequence[Case], folder: Path, announce: Callable[[str], None]
+    which: Engines,
+    engines: str,
+    cases: Sequence[Case],
+    waits: str,
+    folder: Path,
+    watch: StallWatch,
+    announce: Callable[[str], None],
 ) -> Iterator[MeasuredPair]:
     """Start and warm both engines of one mode; end them on every exit."""
+    mode, name = which.mode, which.name
     servers: list[Server] = []
     pair: MeasuredPair | None = None
     model = make_tiny_model(MODEL, folder / "models")
-    log, port = folder / f"{mode}-{engines}.transfers", free_port()
+    file_name = f"{mode}-{which.contestant.name}-{engines}"
+    log, port = folder / f"{file_name}.transfers", free_port()
     try:
         roles: tuple[Role, ...] = ("kv_producer", "kv_consumer")
         for role in roles:
             connector: dict[str, Any] = {"transport": "cma", "mode": mode}
             if mode == "push" and role == "kv_producer":
                 connector |= {"bootstrap_port": port, "transfer_log": str(log)}
-            settings = engine_settings(role, connector, model, cases, MAX_BATCHED_TOKENS[engines])
-            servers.append(start_engine(f"{mode}-{engines}-{role}", settings, folder))
+            variables = {**which.contestant.variables, **WAITS[waits]}
+            settings = engine_settings(role, connector, model, cases, MAX_BATCHED_TOKENS[engines], variables)
+            servers.append(start_engine(f"{file_name}-{role}", settings, folder))
         wait_until_ready(servers, on_progress=lambda name, age: announce(f"{name}: starting, {age:.0f} s"))
         generator = np.random.default_rng(time.time_ns())
         longest: Any = max(cases, key=lambda case: case.tokens)
         logged = Path(f"{log}.rank0")
-        pair = MeasuredPair(mode, longest, *servers, generator, mode=mode, log=logged, bootstrap_port=port)
+        pair = MeasuredPair(name, longest, *servers, generator, watch, mode=mode, log=logged, bootstrap_port=port)
         if mode == "push":
             pair.engine_id = bootstrapped_id(port)
         for server in servers:
             call_workers(server, "install_stopwatch")
-        pair.warm_up_with(cases, lambda index: announce(f"{mode}: warm-up round {index + 1}"))
+        pair.warm_up_with(cases, lambda index: announce(f"{name}: warm-up round {index + 1}"))
         yield pair
     finally:
         if pair is not None:
@@ -220,7 +261,12 @@ def running_pair(
 
 
 def engine_settings(
-    role: Role, connector: dict[str, Any], model: Path, cases: Sequence[Case], max_batched_tokens: int
+    role: Role,
+    connector: dict[str, Any],
+    model: Path,
+    cases: Sequence[Case],
+    max_batched_tokens: int,
+    variables: dict[str, str],
 ) -> EngineSettings:
     """Return one engine's settings, which differ between the modes only in the connector's settings."""
     num_blocks = PROMPTS_IN_CACHE * max(-(-case.tokens // BLOCK_SIZE) for case in cases)
@@ -237,5 +283,5 @@ def engine_settings(
         max_model_len=num_blocks * BLOCK_SIZE,
         kv_cache_bytes=(num_blocks + 1) * BLOCK_SIZE * find_tiny_model(MODEL).kv_bytes_per_token(),
         arguments=("--worker-extension-cls", EXTENSION, "--max-num-batched-tokens", str(chunk)),
-        variables=extension_variables(),
+        variables=variables,
     )

@@ -79,6 +79,14 @@ class Result:
         """Return the median of one figure of the push divided by that of the pull."""
         return medians_ratio(self.values("push", name), self.values("pull", name))
 
+    def ratios_to_others(self, name: str) -> dict[str, Estimate]:
+        """Return the ratios of one figure of each mode to the same mode of another checkout, where there is one."""
+        return {
+            other: medians_ratio(self.values(other.partition(" (")[0], name), self.values(other, name))
+            for other in self.samples
+            if "(" in other
+        }
+
     def check(self) -> dict[str, Any]:
         """Return the target of the push with the measured ratio."""
         ratio = self.ratio(self.case.figure)
@@ -94,6 +102,9 @@ class Result:
             "rounds": self.num_rounds,
             "check": self.check(),
             "push_to_pull": {name: asdict(self.ratio(name)) for name in TIMES},
+            "to_other_checkouts": {
+                name: {other: asdict(ratio) for other, ratio in self.ratios_to_others(name).items()} for name in TIMES
+            },
             "modes": {mode: self._mode(mode) for mode in self.samples},
         }
 
@@ -129,21 +140,24 @@ def print_results(results: Sequence[Result], console: Console) -> None:
             f"{check['target']:g}: {'met' if check['met'] else 'MISSED'}",
             highlight=False,
         )
+        for name in TIMES:
+            for other, ratio in result.ratios_to_others(name).items():
+                console.print(f"{result.case.name}: {name} divided by {other}'s: {ratio.text(1, 2)}", highlight=False)
 
 
 def _cells(result: Result, mode: str) -> list[str]:
     counts = [result.values(mode, name) for name in ("num_bytes", "num_descriptors", "num_batches", "decode_cores")]
     num_bytes, num_descriptors, num_batches, cores = (float(np.median(each)) for each in counts)
     waits, firsts = (median(result.values(mode, name)) for name in TIMES[:2])
-    is_push = mode == "push"
+    is_push = mode.startswith("push")
     return [
         mode,
         f"{num_bytes / 1e6:.0f}",
         f"{num_descriptors:.0f}",
         f"{num_batches:.0f}" if is_push else "",
         waits.text(1e3, 1),
-        result.ratio("wait_seconds").text(1, 2) if is_push else "",
+        result.ratio("wait_seconds").text(1, 2) if mode == "push" else "",
         firsts.text(1e3, 0),
-        result.ratio("first_token_seconds").text(1, 2) if is_push else "",
+        result.ratio("first_token_seconds").text(1, 2) if mode == "push" else "",
         f"{cores:.2f}",
     ]

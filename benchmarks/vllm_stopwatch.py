@@ -12,6 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import torch
+
+PAGE_BYTES = 4096
 
 
 class Lap(msgspec.Struct, frozen=True):
@@ -120,6 +123,8 @@ class Stopwatch:
 class StopwatchExtension:
     """The worker extension: vLLM adds this class to the bases of its worker class."""
 
+    model_runner: Any
+
     def install_stopwatch(self) -> None:
         """Put the stopwatch around this worker's connector."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -129,6 +134,23 @@ class StopwatchExtension:
     def read_stopwatch(self) -> dict[str, Any]:
         """Return the measurements since the last reading."""
         return self._kvferry_stopwatch.read()
+
+    def touch_cache(self) -> int:
+        """Read a byte of each page of this worker's KV cache; return the number of pages.
+
+        The first access after the kernel or a host has cleared a page's accessed bit is slower than the next.
+        """
+        storages = [tensor.untyped_storage() for tensor in tensors_in(self.model_runner.kv_caches)]
+        storages = list({storage.data_ptr(): storage for storage in storages}.values())
+        pages = [torch.empty(0, dtype=torch.uint8).set_(storage)[::PAGE_BYTES] for storage in storages]
+        for first_bytes in pages:
+            first_bytes.sum()
+        return sum(map(len, pages))
+
+
+def tensors_in(caches: Any) -> list[torch.Tensor]:
+    """Return the tensors of a list of tensors, or of lists of tensors."""
+    return [caches] if isinstance(caches, torch.Tensor) else [each for item in caches for each in tensors_in(item)]
 
 
 def requests_to_load(metadata: Any) -> list[str]:

@@ -17,8 +17,11 @@ def benchmarks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def test_the_stopwatch_reads_laps_and_statistics() -> None:
-    results = doctest.testmod(importlib.import_module("vllm_stopwatch"))
+@pytest.mark.parametrize(
+    "name", ["vllm_stopwatch", "stall_watch", "vllm_pull_engines", "vllm_pull_report", "vllm_push_engines"]
+)
+def test_the_examples_of_the_benchmarks_hold(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name))
     assert (results.failed, results.attempted > 0) == (0, True)
 
 
@@ -28,7 +31,7 @@ def test_workers_of_a_benchmarks_engines_import_its_extension(engines: str, tmp_
     module = importlib.import_module(engines)
     name, _, extension = module.EXTENSION.rpartition(".")
     program = f"from {name} import {extension} as it; print(callable(it.install_stopwatch))"
-    environment = {**os.environ, **module.extension_variables()}
+    environment = {**os.environ, **module.KVFERRY.variables}
     worker = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
