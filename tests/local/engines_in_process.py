@@ -12,7 +12,7 @@ import pytest
 from kvferry.errors import KVFerryError
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.job import JobResult, Phase
-from kvferry.execution.read import GuardedRead, Read
+from kvferry.execution.read import RankRead, Read
 from kvferry.execution.source_engines import SourceEngine, SourceEngines
 from kvferry.execution.stage import Stage
 from kvferry.handoff.messages import (
@@ -204,7 +204,7 @@ class DecodeRank:
     def start(self, hold: RemoteHold, blocks: Sequence[GroupBlocks], seconds: float = 30.0) -> Read:
         """Return a load before its first turn."""
 
-        def prepare() -> list[GuardedRead] | None:
+        def prepare() -> list[RankRead] | None:
             engine = self.engines.get(hold)
             return None if engine is None else engine.reads(hold, SLOT, blocks)
 

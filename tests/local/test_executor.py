@@ -20,7 +20,7 @@ from kvferry.execution import executor as executor_module
 from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.job import JobResult, Phase
-from kvferry.execution.read import GuardedRead, Read
+from kvferry.execution.read import Guard, RankRead, Read
 from kvferry.handoff.holds import lease_lost
 from kvferry.handoff.pull_read import WORD_BYTES, State, word_bytes
 from kvferry.transport.memcpy import MemcpyTransport
@@ -35,6 +35,7 @@ from kvferry.transport.protocol import (
     Transport,
     reach,
 )
+from kvferry.transport.registry import Link
 
 EPOCH, GENERATION, SLOT = 7, 3, 1
 NUM_BYTES = 1 << 16
@@ -127,21 +128,17 @@ class Source:
         base = np.uint64(self.data.ctypes.data), np.uint64(self.destination.ctypes.data)
         self.descriptors = np.stack([starts + base[0], starts + base[1], lengths], axis=1)
 
-    def read(self, transport: Transport, peer: Peer | None = None, expected: bytes | None = None) -> GuardedRead:
-        return GuardedRead(
-            transport=transport,
-            peer=peer or Peer("scripted", RegionTable([])),
-            word_address=self.words.address + SLOT * WORD_BYTES,
-            expected_word=expected or word_bytes(EPOCH, GENERATION),
-            descriptors=self.descriptors,
-        )
+    def read(self, transport: Transport, peer: Peer | None = None, expected: bytes | None = None) -> RankRead:
+        guard = Guard(self.words.address + SLOT * WORD_BYTES, expected or word_bytes(EPOCH, GENERATION))
+        link = Link(transport.capabilities.name, transport, peer or Peer("scripted", RegionTable([])))
+        return RankRead(link, self.descriptors, guard=guard)
 
     @property
     def is_whole(self) -> bool:
         return bool((self.destination == self.data).all())
 
 
-def load_of(prepare: Callable[[], Sequence[GuardedRead] | None], deadline: float = FAR, job_id: str = "r") -> Read:
+def load_of(prepare: Callable[[], Sequence[RankRead] | None], deadline: float = FAR, job_id: str = "r") -> Read:
     return Read(job_id, prepare, deadline)
 
 
@@ -321,7 +318,7 @@ def test_a_load_that_waits_for_scratch_is_prepared_once(
 ) -> None:
     taken, calls = scratch.take(8), []
 
-    def prepare() -> Sequence[GuardedRead]:
+    def prepare() -> Sequence[RankRead]:
         calls.append(1)
         return [source.read(transport)]
 
@@ -521,7 +518,7 @@ def test_every_load_ends_exactly_once_whatever_happens(seed: int) -> None:
             reads = [source.read(random.choice(transports[:1] * 4 + transports)) for _ in range(random.randint(1, 3))]
             waits = iter([None] * random.randrange(5))
             deadline = time.monotonic() + random.choice([0.0, 0.02, 0.05])
-            deadline = FAR if all(read.transport is transports[0] for read in reads) else deadline
+            deadline = FAR if all(read.link.transport is transports[0] for read in reads) else deadline
             executor.submit(
                 load_of(lambda waits=waits, reads=reads: next(waits, reads), deadline, job_id)  # type: ignore[misc]
             )

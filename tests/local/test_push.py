@@ -173,10 +173,10 @@ def test_a_receiver_out_of_reach_is_reported_and_the_next_push_connects_anew(
             attempts.append(time.monotonic())
             raise unreachable
 
-    with monkeypatch.context() as patch:
-        patch.setattr(source.transports, "connect", lambda _: Failing())
-        receiver.receive(sender.hold(), [0, 3])
-        error = receiver.result(5.0).error
+    connect, first = source.transports.connect, iter([Failing()])
+    monkeypatch.setattr(source.transports, "connect", lambda end_points: next(first, None) or connect(end_points))
+    receiver.receive(sender.hold(), [0, 3])
+    error = receiver.result(5.0).error
     assert error is not None
     assert (error.reason, error.message, error.remedy) == (Reason.PEER_UNREACHABLE, "no way there.", "Build one.")
     wait_until(lambda: not source.executor._active)
@@ -221,14 +221,14 @@ def test_a_push_that_fails_for_another_reason_keeps_the_connection(engines: Pair
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.result().error is None
     [known] = source.writer._destinations.values()
-    link = known.peer.poll(0)
+    link = known.poll()
     assert link is not None
     receiver.receive(sender.hold(), [0, 3], "y", "s")
     assert receiver.is_waiting()
     source.writer.end(["y"])
     assert receiver.result().error is not None
     wait_until(lambda: not source.executor._active)
-    assert known.peer.poll(0) is link
+    assert known.poll() is link
 
 
 def test_a_receiver_introduces_itself_again_to_a_sender_that_forgot_the_receiver(engines: Pairs) -> None:

@@ -13,7 +13,7 @@ from kvferry.execution import stage as staging
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.job import JobResult, Phase
-from kvferry.execution.read import GuardedRead, Prepare, Read
+from kvferry.execution.read import Guard, Prepare, RankRead, Read
 from kvferry.execution.stage import Stage
 from kvferry.handoff.pull_read import State, word_bytes
 from kvferry.layout.named_layouts import NamedLayout
@@ -24,7 +24,7 @@ from kvferry.plan.staging.scatter import NOTHING, Merge, ScatterPlan
 from kvferry.testing.dense_shards import shard_for
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import Region, Status, Transfer, Transport, reach
-from kvferry.transport.registry import open_transport
+from kvferry.transport.registry import Link, open_transport
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = ["0", "1", "2"], 4, 16, 8, 40
 TOKEN_BYTES = len(LAYERS) * HEADS * HEAD_SIZE * 2 * 2
@@ -80,14 +80,12 @@ class Pair:
         is_staged: bool = True,
     ) -> Read:
         reads = [
-            GuardedRead(
-                transport=transport or self.destination,
-                peer=self.peer,
-                word_address=self.words.address + 16,
-                expected_word=word_bytes(7, 3),
+            RankRead(
+                link=Link("memcpy", transport or self.destination, self.peer),
                 descriptors=NOTHING if is_staged else plan.lower([self.request]),
                 parts=ScatterPlan(plan, 0).staged_blocks([self.request]) if is_staged else (),
                 stage=self.stage,
+                guard=Guard(self.words.address + 16, word_bytes(7, 3)),
             )
             for plan in self.plans
         ]
@@ -300,7 +298,7 @@ def test_a_load_that_waits_for_the_stage_ends_at_its_deadline_and_leaves_the_que
     assert pair.is_stage_free
 
 
-def reads_once(event: threading.Event, prepare: Prepare) -> Sequence[GuardedRead] | None:
+def reads_once(event: threading.Event, prepare: Prepare) -> Sequence[RankRead] | None:
     return prepare() if event.is_set() else None
 
 
@@ -334,7 +332,7 @@ def test_parts_without_a_stage_are_no_read() -> None:
     pair = Pair()
     parts = ScatterPlan(pair.plans[0], 0).staged_blocks([pair.request])
     with pytest.raises(TransportError):
-        GuardedRead(pair.destination, pair.peer, 0, b"", np.empty((0, 3), dtype=np.uint64), parts)
+        RankRead(Link("memcpy", pair.destination, pair.peer), NOTHING, parts)
 
 
 def test_more_than_the_whole_stage_is_refused() -> None:

@@ -111,11 +111,11 @@ def test_the_next_transport_is_used_when_the_first_fails_late(caplog: pytest.Log
 def test_a_connection_that_is_given_up_is_cancelled() -> None:
     slow = Hesitating()
     connecting = TransportSet({"cma": slow}).connect({"cma": NullTransport().register([])})
-    connecting.cancel()
+    connecting.close()
     assert connecting.poll() is None
     begun = connecting._transfer
-    connecting.cancel()
-    connecting.cancel()
+    connecting.close()
+    connecting.close()
     assert begun is not None
     assert begun.status is Status.CANCELLED
 

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.stage import Stage
 from kvferry.handoff.pull_read import Action, PullRead, State
 from kvferry.plan.staging.scatter import NOTHING, Merge, Numbered, StagedBlocks, cut_rounds, join_merges, stage_offsets
-from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport
+from kvferry.transport.protocol import Direction, Status, Transfer
+from kvferry.transport.registry import Link
 
 _PHASES = {
     State.PREPARING: Phase.PREPARING,
@@ -25,20 +27,26 @@ _PHASES = {
 }
 
 
+class Guard(NamedTuple):
+    """Where a source keeps the guard word of a hold, and the word that says that the source still holds the blocks."""
+
+    address: int
+    word: bytes
+
+
 @dataclass(frozen=True, slots=True)
-class GuardedRead:
+class RankRead:
     """The read of one source rank: ``descriptors``, ``(n, 3)`` source, destination and length, and ``parts``.
 
-    ``parts`` are read into ``stage`` and copied from there into the cache.
+    ``parts`` are read into ``stage`` and copied from there into the cache. A read without a ``guard`` is believed as it
+    lands: its source is memory that this process keeps unchanged until the read has ended, such as a tier's.
     """
 
-    transport: Transport
-    peer: Peer
-    word_address: int
-    expected_word: bytes
+    link: Link
     descriptors: np.ndarray
     parts: Sequence[StagedBlocks] = ()
     stage: Stage | None = None
+    guard: Guard | None = None
 
     def __post_init__(self) -> None:
         if self.descriptors.ndim != 2 or self.descriptors.shape[1] != 3:
@@ -60,12 +68,12 @@ class GuardedRead:
         return int(self.descriptors[:, 2].sum()) + sum(part.num_bytes for part in self.parts)
 
 
-# Returns the reads of a pull, or None while a handshake or a connection is under way.
-Prepare = Callable[[], Sequence[GuardedRead] | None]
+# Returns the reads of a job, one for each source rank, or None while a handshake or a connection is under way.
+Prepare = Callable[[], Sequence[RankRead] | None]
 
 
 class Read:
-    """A pull in progress. ``deadline`` is on the monotonic clock.
+    """A read in progress: a pull, or a copy within this process. ``deadline`` is on the monotonic clock.
 
     Bytes that go through the stage come in rounds of as much as the stage has room for; each round is copied into the
     cache while the next one is read.
@@ -78,8 +86,8 @@ class Read:
         self._created_at = time.monotonic()
         self._pull = PullRead(job_id, self._created_at, deadline)
         self._prepare = prepare
-        self._reads: Sequence[GuardedRead] | None = None
-        self._transfers: list[Transfer] = []
+        self._reads: Sequence[RankRead] | None = None
+        self._transfers: list[tuple[Link, Transfer]] = []
         self._scratch_slots: list[int] = []
         self._rounds: deque[list[Numbered]] = deque()
         self._merges: list[Merge] = []
@@ -134,7 +142,7 @@ class Read:
             num_staged_bytes=sum(part.num_bytes for read in committed for part in read.parts),
             num_descriptors=self._num_descriptors,
             num_sources=len(reads),
-            transport=",".join(sorted({read.transport.capabilities.name for read in reads})),
+            transport=",".join(sorted({read.link.name for read in reads})),
             wait_seconds=finished_at - self._created_at,
             transfer_seconds=self._transfer_seconds,
             landing=self._landing,
@@ -148,7 +156,7 @@ class Read:
         moved, is_stopping = self._poll_transfers(), self._pull.state is State.STOPPING
         if not is_stopping:
             self._raise_failed()
-        if any(transfer.status is Status.PENDING for transfer in self._transfers):
+        if any(transfer.status is Status.PENDING for _, transfer in self._transfers):
             return moved
         if is_stopping:
             return moved if self._is_copying() else self._carry_out(self._pull.quiet(), scratch)
@@ -189,18 +197,25 @@ class Read:
             if self._reads is None:
                 return False
             self._rounds = self._cut()
-        if not scratch.has_room(len(self._reads)):
+        guards = self._guards
+        if not scratch.has_room(len(guards)):
             return False
-        self._scratch_slots = scratch.take(len(self._reads))
-        words = [read.expected_word for read in self._reads]
+        self._scratch_slots = scratch.take(len(guards))
+        words = [guard.word for _, guard in guards]
         return self._carry_out(self._pull.begin(words, max(1, len(self._rounds))), scratch)
+
+    @property
+    def _guards(self) -> list[tuple[Link, Guard]]:
+        return [(read.link, read.guard) for read in self._reads or () if read.guard is not None]
 
     def _submit_words(self, scratch: Scratch) -> None:
         self._transfers = []
-        for read, slot in zip(self._reads or (), self._scratch_slots, strict=True):
+        for (link, guard), slot in zip(self._guards, self._scratch_slots, strict=True):
             scratch.clear(slot)
-            descriptor = scratch.descriptor(slot, read.word_address)
-            self._transfers.append(read.transport.submit(read.peer, Direction.READ, descriptor))
+            self._submit(link, scratch.descriptor(slot, guard.address))
+
+    def _submit(self, link: Link, rows: np.ndarray) -> None:
+        self._transfers.append((link, link.transport.submit(link.peer, Direction.READ, rows)))
 
     def _cut(self) -> deque[list[Numbered]]:
         parts = [(number, part) for number, read in enumerate(self._reads or ()) for part in read.parts]
@@ -228,7 +243,7 @@ class Read:
             # Direct descriptors are not copied: they may be many thousands of rows.
             rows = lists[0] if len(lists) == 1 else np.concatenate([NOTHING, *lists])
             self._num_descriptors += len(rows)
-            self._transfers.append(read.transport.submit(read.peer, Direction.READ, rows))
+            self._submit(read.link, rows)
         self._has_read_directly = True
         return True
 
@@ -265,16 +280,16 @@ class Read:
 
     def _poll_transfers(self) -> bool:
         moved, is_stopping = False, self._pull.state is State.STOPPING
-        for read, transfer in zip(self._reads or (), self._transfers, strict=False):
+        for link, transfer in self._transfers:
             if transfer.status is not Status.PENDING:
                 continue
             bytes_before = transfer.bytes_done
-            poll = read.transport.cancel if is_stopping else read.transport.poll
+            poll = link.transport.cancel if is_stopping else link.transport.poll
             moved |= poll(transfer) is not Status.PENDING or transfer.bytes_done != bytes_before
         return moved
 
     def _raise_failed(self) -> None:
-        for transfer in self._transfers:
+        for _, transfer in self._transfers:
             if transfer.status in (Status.FAILED, Status.CANCELLED):
                 raise transfer.error or TransportError(
                     Reason.TRANSFER_FAILED,

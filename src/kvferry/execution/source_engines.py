@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.announce import SourceRank
-from kvferry.execution.read import GuardedRead
-from kvferry.execution.route import Connections, Route
+from kvferry.execution.read import Guard, RankRead
+from kvferry.execution.route import Route
 from kvferry.execution.stage import Stage
 from kvferry.handoff.handshake import decode_shards, fetch_directory
 from kvferry.handoff.messages import Directory, Identity
@@ -19,7 +19,6 @@ from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, une
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
-from kvferry.plan.staging.scatter import NOTHING
 from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.registry import TransportSet
 
@@ -35,7 +34,7 @@ class SourceEngine:
         self.route = route
         self._directory, self._shard = directory, shard
 
-    def reads(self, hold: RemoteHold, slot: int, blocks: Sequence[GroupBlocks]) -> list[GuardedRead] | None:
+    def reads(self, hold: RemoteHold, slot: int, blocks: Sequence[GroupBlocks]) -> list[RankRead] | None:
         """Return one guarded read per source rank that this rank needs for the request, None until the route is ready.
 
         ``blocks`` are those of every cache group of the model; other ranks read the groups that this rank's pipeline
@@ -46,7 +45,8 @@ class SourceEngine:
         selector = selector_of(hold.handle.request_id)
         if not self.route.is_ready(selector):
             return None
-        return [self._read(plan, hold, slot, blocks) for plan in self.route.plans(selector)]
+        plans = self.route.plans(selector)
+        return [self.route.read(plan, blocks, self._guard(plan, hold, slot)) for plan in plans]
 
     def sources(self, transfer_id: str, blocks: Sequence[GroupBlocks]) -> list[SourceRank] | None:
         """Return the source ranks that push a request to this rank, each with its part; None until the route is ready.
@@ -73,7 +73,7 @@ class SourceEngine:
             ranks.append(SourceRank(index, answers_at, Part(plan, announced_blocks(plan, blocks)), shards))
         return ranks
 
-    def _read(self, plan: PairPlan, hold: RemoteHold, slot: int, blocks: Sequence[GroupBlocks]) -> GuardedRead:
+    def _guard(self, plan: PairPlan, hold: RemoteHold, slot: int) -> Guard:
         entry = self._directory.ranks[plan.assignment.source_index]
         if slot >= entry.num_words:
             raise HandoffError(
@@ -81,16 +81,8 @@ class SourceEngine:
                 f"{hold.handle.request_id} names guard word {slot}, but the source rank has {entry.num_words}.",
                 "Check that the router copies the prefill engine's kv_transfer_params whole.",
             )
-        link, scatter = self.route.link(plan), self.route.scatter_plan(plan)
-        return GuardedRead(
-            transport=link.transport,
-            peer=link.peer,
-            word_address=entry.words_address + slot * WORD_BYTES,
-            expected_word=word_bytes(hold.epoch, hold.handle.generation),
-            descriptors=plan.lower(blocks) if scatter is None else NOTHING,
-            parts=() if scatter is None else scatter.staged_blocks(blocks),
-            stage=self.route.stage,
-        )
+        word = word_bytes(hold.epoch, hold.handle.generation)
+        return Guard(entry.words_address + slot * WORD_BYTES, word)
 
 
 class SourceEngines:
@@ -190,9 +182,9 @@ class SourceEngines:
         return engine if is_ready else None
 
     def _plan(self, directory: Directory) -> SourceEngine:
-        end_points = [entry.end_points for entry in directory.ranks]
-        peers = Connections(self._transports, end_points) if self._connects else None
-        route = Route(decode_shards(directory), self._shard, peers, self._stage, self._strategy)
+        connected = directory.ranks if self._connects else ()
+        links = {index: self._transports.connect(entry.end_points) for index, entry in enumerate(connected)}
+        route = Route(decode_shards(directory), self._shard, links, self._stage, self._strategy)
         return SourceEngine(directory, self._shard, route)
 
     def _fetch(self, hold: RemoteHold) -> Directory:

@@ -18,7 +18,7 @@ from kvferry.execution.device import DeferredActions, DeviceOrder
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
-from kvferry.execution.route import Connections, Route
+from kvferry.execution.route import Route
 from kvferry.handoff.bounded import Bounded
 from kvferry.handoff.handshake import check_version, compare_identities
 from kvferry.handoff.holds import check_epoch, handle_of_transfer
@@ -201,18 +201,21 @@ REPORT_SECONDS = 60.0
 
 @dataclass
 class DestinationRank:
-    """A destination rank in one epoch: the route to the rank, and the connection, which the first write opens."""
+    """A destination rank in one epoch: the route to the rank, connected by the first write of this rank's part."""
 
     answers_at: EndPoint
+    end_points: dict[str, bytes]
     route: Route
-    peer: Connections
     source_index: int
+
+    def poll(self) -> Link | None:
+        """Go on connecting; return the link once there is one. Raises :class:`TransportError`."""
+        return self.route.links[self.source_index].poll()
 
     def plan(self, transfer_id: str) -> PairPlan:
         """Return this rank's plan for a transfer. Raises :class:`HandoffError` (missing-source) where there is none."""
-        for plan in self.route.plans(selector_of(transfer_id)):
-            if plan.assignment.source_index == self.source_index:
-                return plan
+        for plan in self.route.own_plans(selector_of(transfer_id)):
+            return plan
         raise HandoffError(
             Reason.MISSING_SOURCE,
             f"source rank {self.source_index} has no part in {transfer_id}, but got an announcement.",
@@ -396,13 +399,13 @@ class Writer:
                 f"{question.receiver} names {len(question.sources)} source shards, and none of them is this rank's.",
                 "Send the prompt again.",
             )
-        route = Route([decode_shard(source) for source in question.sources], decode_shard(question.shard))
-        peer = Connections(self._transports, [question.end_points])
         index = question.sources.index(self._shard)
+        links = {index: self._transports.connect(question.end_points)}
+        route = Route([decode_shard(source) for source in question.sources], decode_shard(question.shard), links)
         for earlier in [known for known in self._destinations if known[0] == question.receiver]:
             # Its connection is not closed: it ends with the last batch in flight over it.
             del self._destinations[earlier]
-        self._destinations[key] = DestinationRank(question.answers_at, route, peer, index)
+        self._destinations[key] = DestinationRank(question.answers_at, question.end_points, route, index)
         with self._lock:
             self._sender.introduce(*key)
 
@@ -449,7 +452,7 @@ class Writer:
             self._lock,
             request.key,
             part,
-            connect=lambda: destination.peer.poll(0),
+            connect=destination.poll,
             report=lambda result: self._report(request, part, destination, result),
             events=events,
         )
@@ -459,8 +462,7 @@ class Writer:
     def _report(self, request: PushRequest, part: Part, destination: DestinationRank, result: JobResult) -> None:
         key, error = request.key, result.error
         if isinstance(error, TransportError):
-            # The next push connects anew.
-            destination.peer.forget(0)
+            self.connect_anew(destination)
             self._give_up(request.transfer_id)
         if error is not None:
             logger.warning("kvferry: push %d to %s failed: %s", key.number, key.receiver, error)
@@ -484,6 +486,10 @@ class Writer:
         for exchange in self._client.collect():
             if exchange.answer is None:
                 logger.warning("kvferry: %s:%d did not acknowledge a report in time", exchange.host, exchange.port)
+
+    def connect_anew(self, destination: DestinationRank) -> None:
+        """Connect for the next push; running pushes keep their connection."""
+        destination.route.links[destination.source_index] = self._transports.connect(destination.end_points)
 
     def _give_up(self, transfer_id: str) -> None:
         """Ask this rank's engine to end the hold: the destination, which would release it, may be dead."""

@@ -93,7 +93,7 @@ class PullRead:
         return self.state in (State.COMMITTED, State.FAILED)
 
     def begin(self, expected: Sequence[bytes], num_rounds: int) -> tuple[Action, ...]:
-        """The sources are known; ``expected`` has the guard word that this rank must find at each."""
+        """The sources are known; ``expected`` has the guard word that this rank must find at each that has one."""
         if self.state is not State.PREPARING:
             return ()
         self._expected, self._num_rounds = tuple(expected), num_rounds
@@ -101,7 +101,7 @@ class PullRead:
         return (Action.READ_WORDS,)
 
     def words_read(self, found: Sequence[bytes], now: float) -> tuple[Action, ...]:
-        """The guard words have landed, one for each source."""
+        """The guard words have landed, one for each expected word."""
         if self.state is State.WORDS_BEFORE and any(
             word == being_written(expected) for word, expected in zip(found, self._expected, strict=True)
         ):

@@ -179,7 +179,7 @@ class EngineOracle:
         engines.clear()
         if isinstance(role._source, PushSource):
             for destination in role._source.writer._destinations.values():
-                destination.peer.forget(0)
+                role._source.writer.connect_anew(destination)
         return {"transports": sorted(transports)}
 
     def oracle_spans(self, text: str) -> dict[str, Any]:

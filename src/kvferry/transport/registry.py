@@ -29,11 +29,19 @@ AUTO = ("cma", "nixl")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A reachable peer and the transport that reaches it."""
+    """A reachable peer and the transport that reaches it: a :class:`Connecting` that has ended."""
 
     name: str
     transport: Transport
     peer: Peer
+
+    def poll(self) -> "Link":
+        """Return this link."""
+        return self
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.peer.close()
 
 
 class Connecting:
@@ -71,9 +79,11 @@ class Connecting:
             raise self._unreachable()
         return self._reached
 
-    def cancel(self) -> None:
-        """Give up; twice is fine."""
-        if self._transfer is not None:
+    def close(self) -> None:
+        """Give up, or close the connection; twice is fine."""
+        if self._reached is not None:
+            self._reached.close()
+        elif self._transfer is not None:
             self._transports[self._untried[0]].cancel(self._transfer)
 
     def _peer(self, name: str) -> Peer | None:

@@ -6,7 +6,7 @@ from functools import partial
 
 from kvferry.execution.device import DeviceOrder, Mark
 from kvferry.execution.guard_words import GuardWords, StepWords
-from kvferry.execution.read import GuardedRead, Read
+from kvferry.execution.read import RankRead, Read
 from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, LoadOrder, StepMetadata
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.layout.shard import Region
@@ -53,7 +53,7 @@ class PullDestination(Destination):
         deadline = time.monotonic() + order.timeout_seconds
         self._rank.executor.submit(Read(order.request_id, partial(self._reads, order, launched_before), deadline))
 
-    def _reads(self, order: LoadOrder, launched_before: Mark) -> Sequence[GuardedRead] | None:
+    def _reads(self, order: LoadOrder, launched_before: Mark) -> Sequence[RankRead] | None:
         assert order.hold is not None
         if not launched_before.is_over():
             return None
