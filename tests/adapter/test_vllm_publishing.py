@@ -90,8 +90,7 @@ def test_a_worker_that_ends_clears_its_guard_words_before_it_waits_for_its_own_l
     role: Any = WorkerRole.__new__(WorkerRole)
     nothing = SimpleNamespace(close=lambda: None)
     executor = SimpleNamespace(close=lambda: held.append(bool(guard.any())))
-    role._source, role._rank = source, SimpleNamespace(executor=executor, source_engines=nothing)
-    role._destination = role._client = None
+    role._source, role._rank = source, SimpleNamespace(executor=executor, source_engines=nothing, client=nothing)
     role._transports = role._log = SimpleNamespace(close=lambda: None)
     role.shutdown()
     assert held == [False]

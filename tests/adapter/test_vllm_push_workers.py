@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvferry.errors import Reason
+from kvferry.errors import HandoffError, Reason
 from kvferry.execution import announce, executor
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
@@ -255,7 +255,7 @@ def test_a_silent_source_does_not_keep_the_request(workers: Workers, monkeypatch
         workers.announce(seconds=0.5)
         wait_until(lambda: any(role._source.writer._destinations for role in workers.senders))
         for role in workers.senders:
-            monkeypatch.setattr(role._source.writer._client, "send", lambda *_: None)
+            monkeypatch.setattr(role._source.writer._client, "tell", lambda *_: None)
             role._source._end_point.close()
         workers.step([workers.receiver], StepMetadata(**orders))
         wait_until(lambda: bool(reports))
@@ -349,6 +349,21 @@ def test_a_step_does_not_wait_where_nothing_moves(workers: Workers, monkeypatch:
     assert waits[-1] == 0.0
 
 
+def test_a_report_that_the_engine_refuses_is_logged(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(question: Question) -> Answer:
+        raise HandoffError(Reason.PEER_CHANGED, "the report is for another epoch.", "Restart it.")
+
+    engine = Server(HOST, 0, refuse)
+    try:
+        where = EngineEndPoint(EndPoint(HOST, engine.port, EPOCH), b"secret")
+        workers.step([workers.receiver], StepMetadata(engine=where))
+        workers.receiver._report_still_writing(frozenset({"r"}))
+        expected = "a stillwriting to 127.0.0.1:%d was not acknowledged: the report is for another epoch. Restart it."
+        wait_until(lambda: expected % engine.port in caplog.text)
+    finally:
+        engine.close()
+
+
 def test_a_source_may_take_as_long_to_answer_as_a_handshake(workers: Workers) -> None:
     announcer = workers.receiver._destination.announcer
     assert announcer._answer_seconds == workers.receiver._settings.handshake_timeout_seconds
@@ -357,8 +372,6 @@ def test_a_source_may_take_as_long_to_answer_as_a_handshake(workers: Workers) ->
 def test_a_rank_may_push_and_be_pushed_to_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Reports of its pushes do not take the answers to its announcements."""
     workers = Workers(monkeypatch, tmp_path)
-    role = workers.receiver
-    assert role._source.writer._client is not role._destination.announcer._client, "collect() drains a client"
     back = Server(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "d", EPOCH, IDENTITY, (entry,)))
     try:
         entry = decode_rank_entry(workers.receiver.get_handshake_metadata().entry)

@@ -96,6 +96,29 @@ def test_an_answer_arrives_once_with_its_question(client: Client) -> None:
         listener.close()
 
 
+def test_a_message_is_logged_where_it_is_not_acknowledged(
+    client: Client, caplog: pytest.LogCaptureFixture, resend_soon: None
+) -> None:
+    def answer(question: Question) -> Answer:
+        return Released(7) if question == Release(7, ()) else Refusal("peer-changed", "another epoch.", "Restart it.")
+
+    server = Server(HOST, 0, answer)
+    with RawPeer(lambda *_: []) as silent:
+        client.tell(HOST, server.port, Release(7, ()), 20.0)
+        client.tell(HOST, server.port, Release(8, ()), 20.0)
+        client.tell(HOST, silent.port, Release(7, ()), 0.2)
+        end = time.monotonic() + 20
+        while len(caplog.messages) < 2:
+            assert time.monotonic() < end, caplog.text
+            time.sleep(0.002)
+        assert client.collect() == []
+    server.close()
+    assert caplog.messages == [
+        f"kvferry: a release to {HOST}:{server.port} was not acknowledged: another epoch. Restart it.",
+        f"kvferry: a release to {HOST}:{silent.port} was not acknowledged: no answer",
+    ]
+
+
 def test_two_destinations_each_answer_their_own(client: Client) -> None:
     first, second = Server(HOST, 0, lambda question: Released(1)), Server(HOST, 0, lambda question: Released(2))
     try:

@@ -42,7 +42,7 @@ def test_vllm_ascend_10548_parallel_pulls_do_not_race_the_merge() -> None:
     load = pair.load(transport=slow)
     for _ in range(50):
         load.advance(pair.scratch, time.monotonic())
-    assert [transfer.status for transfer in load._transfers] == [Status.DONE, Status.PENDING]
+    assert [transfer.status for _, transfer in load._transfers] == [Status.DONE, Status.PENDING]
     assert load._pull.state is State.DATA
     assert not pair.cache.any(), "merged while a rank's data was on its way"
     assert not pair.is_stage_free, "another load could overwrite what has come"

@@ -20,7 +20,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire import client as client_module
-from kvferry.handoff.wire.hold_messages import HoldMessages, RenewalOutcome
+from kvferry.handoff.wire.hold_messages import HoldMessages, LeaseKeeper, RenewalOutcome
 from kvferry.handoff.wire.server import Server
 
 HOST, EPOCH, LEASE = "127.0.0.1", 7, 60.0
@@ -100,6 +100,20 @@ def test_a_release_ends_the_holds_and_is_no_outcome(prefill: PrefillServer, mess
     assert len(prefill.questions) == 1, "one message to one destination"
     time.sleep(0.05)
     assert messages.collect() == []
+
+
+def test_a_request_that_finishes_releases_its_hold_at_once(prefill: PrefillServer) -> None:
+    """Not with the next renewals: an engine that is busy sends none for a while."""
+    keeper = LeaseKeeper(LEASE)
+    try:
+        keeper.arrive("d", prefill.remotes()[0], LEASE)
+        keeper.finish("d")
+        end = time.monotonic() + 10
+        while prefill.holds.num_holds == 3:
+            assert time.monotonic() < end, "the hold was not released"
+            time.sleep(0.002)
+    finally:
+        keeper.close()
 
 
 def test_a_renewal_tells_the_held_from_the_lost(prefill: PrefillServer, messages: HoldMessages) -> None:

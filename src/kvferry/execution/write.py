@@ -482,10 +482,7 @@ class Writer:
                 key, index, error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy[:MAX_TEXT_LENGTH]
             )
         )
-        self._client.send(where.host, where.port, question, REPORT_SECONDS)
-        for exchange in self._client.collect():
-            if exchange.answer is None:
-                logger.warning("kvferry: %s:%d did not acknowledge a report in time", exchange.host, exchange.port)
+        self._client.tell(where.host, where.port, question, REPORT_SECONDS)
 
     def connect_anew(self, destination: DestinationRank) -> None:
         """Connect for the next push; running pushes keep their connection."""
@@ -495,7 +492,7 @@ class Writer:
         """Ask this rank's engine to end the hold: the destination, which would release it, may be dead."""
         if (engine := self.engine) is not None:
             question = Release(engine.epoch, (handle_of_transfer(transfer_id),))
-            self._client.send(engine.host, engine.port, question, REPORT_SECONDS)
+            self._client.tell(engine.host, engine.port, question, REPORT_SECONDS)
 
 
 def _no_longer_held(transfer_id: str) -> HandoffError:

@@ -32,12 +32,16 @@ CLOSING_MILLISECONDS = 500
 
 
 class Exchange(msgspec.Struct):
-    """One question and its ``answer``, which is None when the deadline passed first."""
+    """One question and its ``answer``, which is None when the deadline passed first.
+
+    The answer to a message only acknowledges it: the exchange is not collected.
+    """
 
     host: str
     port: int
     question: Question
     deadline: float
+    is_message: bool = False
     sent_at: float = 0.0
     resend_at: float = 0.0
     answer: Answer | None = None
@@ -46,7 +50,7 @@ class Exchange(msgspec.Struct):
 class Client:
     """Delivers questions; :meth:`collect` returns the exchanges that have ended.
 
-    Any thread may send; one thread should collect.
+    Any thread may send and tell; one thread should collect.
     """
 
     def __init__(self) -> None:
@@ -72,6 +76,11 @@ class Client:
     def send(self, host: str, port: int, question: Question, timeout_seconds: float) -> None:
         """Queue a question; :meth:`collect` returns its exchange, answered or not."""
         self._outgoing.put(Exchange(host, port, question, time.monotonic() + timeout_seconds))
+        self._wake()
+
+    def tell(self, host: str, port: int, message: Question, timeout_seconds: float) -> None:
+        """Queue a message whose answer only acknowledges it; a refusal, or no answer in time, is logged."""
+        self._outgoing.put(Exchange(host, port, message, time.monotonic() + timeout_seconds, is_message=True))
         self._wake()
 
     def collect(self) -> list[Exchange]:
@@ -153,7 +162,13 @@ class Client:
         why = error.message if isinstance(error, KVFerryError) else str(error)
         problem = f"no question can be sent to {exchange.host}:{exchange.port}: {why}"
         exchange.answer = Refusal(Reason.PEER_UNREACHABLE.value, problem[:MAX_TEXT_LENGTH], remedy)
-        self._returned.put(exchange)
+        self._end(exchange)
+
+    def _end(self, exchange: Exchange) -> None:
+        if not exchange.is_message:
+            self._returned.put(exchange)
+        elif exchange.answer is None or isinstance(exchange.answer, Refusal):
+            log_undelivered(exchange)
 
     def _has_socket(self, exchange: Exchange, poller: zmq.Poller) -> bool:
         """Return whether the question can be sent: False while its host is looked up."""
@@ -195,17 +210,17 @@ class Client:
             logger.warning("kvferry client: the answer of %s:%d is malformed: %s", exchange.host, exchange.port, error)
             exchange.answer = Refusal(error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy)
         del self._awaiting_answer[frames[0]]
-        self._returned.put(exchange)
+        self._end(exchange)
 
     def _resend_or_give_up(self, now: float) -> None:
         late = [exchange for exchange in self._unsent if now >= exchange.deadline]
         self._unsent = [exchange for exchange in self._unsent if now < exchange.deadline]
         for exchange in late:
-            self._returned.put(exchange)
+            self._end(exchange)
         for sequence, exchange in list(self._awaiting_answer.items()):
             if now >= exchange.deadline:
                 del self._awaiting_answer[sequence]
-                self._returned.put(exchange)
+                self._end(exchange)
             elif now >= exchange.resend_at:
                 try:
                     self._send(sequence, exchange)
@@ -262,6 +277,14 @@ def ask(host: str, port: int, question: Question, timeout_seconds: float) -> Ans
     if isinstance(answer, Refusal):
         raise HandoffError(known_reason(answer.reason), f"{host}:{port} refused: {answer.message}", answer.remedy)
     return answer
+
+
+def log_undelivered(exchange: Exchange) -> None:
+    """Log a message that was refused, or not answered in time."""
+    kind = type(exchange.question).__name__.lower()
+    refusal = exchange.answer if isinstance(exchange.answer, Refusal) else None
+    why = "no answer" if refusal is None else f"{refusal.message} {refusal.remedy}"
+    logger.warning("kvferry: a %s to %s:%d was not acknowledged: %s", kind, exchange.host, exchange.port, why)
 
 
 def _connected(context: "zmq.Context[zmq.Socket[bytes]]", address: str, port: int) -> "zmq.Socket[bytes]":

@@ -1,6 +1,5 @@
 """Messages of a decode engine about remote holds: releases and renewals, batched for each prefill engine."""
 
-import logging
 import threading
 import time
 from collections import defaultdict
@@ -12,9 +11,7 @@ from kvferry.errors import Reason
 from kvferry.handoff.holds import Lease
 from kvferry.handoff.messages import MAX_REQUESTS_PER_MESSAGE, Handle, Refusal, Release, Renew, Renewed
 from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
-from kvferry.handoff.wire.client import Client, Exchange
-
-logger = logging.getLogger(__name__)
+from kvferry.handoff.wire.client import Client, Exchange, log_undelivered
 
 SIBLING_LINGER_SECONDS = 0.5
 RENEW_SHARE = 0.25
@@ -39,7 +36,7 @@ class HoldMessages:
     def release(self, holds: Iterable[RemoteHold], timeout_seconds: float) -> None:
         """Release holds that no request of this engine uses any more; sent again until acknowledged."""
         for (host, port, epoch), handles in _batches(holds):
-            self._client.send(host, port, Release(epoch, handles), timeout_seconds)
+            self._client.tell(host, port, Release(epoch, handles), timeout_seconds)
 
     def renew(self, holds: Iterable[RemoteHold], timeout_seconds: float) -> None:
         """Renew the leases of these holds, but not of one whose last renewal has no answer yet."""
@@ -51,19 +48,16 @@ class HoldMessages:
 
     def collect(self) -> list[RenewalOutcome]:
         """Return the renewals that were answered since the last call."""
-        outcomes: list[RenewalOutcome] = []
-        for exchange in self._client.collect():
-            if isinstance(exchange.question, Renew):
-                outcomes.extend(self._renewal_outcome(exchange, exchange.question))
-            elif exchange.answer is None or isinstance(exchange.answer, Refusal):
-                _log_undelivered(exchange)
-        return outcomes
+        ended = self._client.collect()
+        return [outcome for exchange in ended if (outcome := self._renewal_outcome(exchange)) is not None]
 
     def close(self) -> None:
         """Stop the client; twice is fine."""
         self._client.close()
 
-    def _renewal_outcome(self, exchange: Exchange, question: Renew) -> Iterator[RenewalOutcome]:
+    def _renewal_outcome(self, exchange: Exchange) -> RenewalOutcome | None:
+        question = exchange.question
+        assert isinstance(question, Renew)
         engine = (exchange.host, exchange.port, question.epoch)
         holds = {handle: self._holds_of.pop((*engine, handle), None) for handle in question.handles}
         if isinstance(exchange.answer, Renewed):
@@ -72,10 +66,10 @@ class HoldMessages:
         elif isinstance(exchange.answer, Refusal) and exchange.answer.reason == Reason.PEER_CHANGED:
             lost, lease_seconds = set(question.handles), 0.0
         else:
-            _log_undelivered(exchange)
-            return
+            log_undelivered(exchange)
+            return None
         known = {handle: hold for handle, hold in holds.items() if hold is not None}
-        yield RenewalOutcome(
+        return RenewalOutcome(
             held=tuple(hold for handle, hold in known.items() if handle not in lost),
             lost=tuple(hold for handle, hold in known.items() if handle in lost),
             sent_at=exchange.sent_at,
@@ -141,10 +135,3 @@ def _batches(holds: Iterable[RemoteHold]) -> Iterator[tuple[tuple[str, int, int]
     for engine, handles in by_engine.items():
         for start in range(0, len(handles), MAX_REQUESTS_PER_MESSAGE):
             yield engine, tuple(handles[start : start + MAX_REQUESTS_PER_MESSAGE])
-
-
-def _log_undelivered(exchange: Exchange) -> None:
-    kind = type(exchange.question).__name__.lower()
-    refusal = exchange.answer if isinstance(exchange.answer, Refusal) else None
-    why = "no answer" if refusal is None else f"{refusal.message} {refusal.remedy}"
-    logger.warning("kvferry: a %s to %s:%d was not acknowledged: %s", kind, exchange.host, exchange.port, why)

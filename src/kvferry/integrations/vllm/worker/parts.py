@@ -12,6 +12,7 @@ from kvferry.execution.device import DeviceOrder, Mark
 from kvferry.execution.executor import Executor
 from kvferry.execution.source_engines import SourceEngines
 from kvferry.handoff.messages import Identity
+from kvferry.handoff.wire.client import Client
 from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
 from kvferry.transport.registry import TransportSet
 
@@ -28,6 +29,8 @@ class Rank:
     executor: Executor
     order: DeviceOrder
     source_engines: SourceEngines
+    client: Client
+    """Only a destination collects its answers."""
 
 
 class Source(Protocol):
@@ -73,8 +76,4 @@ class Destination(Protocol):
 
     def fail(self, order: LoadOrder) -> None:
         """The load has failed in this rank."""
-        return
-
-    def close(self) -> None:
-        """Stop, after the executor has; twice is fine."""
         return

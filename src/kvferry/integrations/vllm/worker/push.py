@@ -11,7 +11,6 @@ from kvferry.execution.device import Mark
 from kvferry.execution.write import Writer
 from kvferry.handoff.messages import Answer, EndPoint, Pushed, PushFailed, Question, Release
 from kvferry.handoff.push.sender import Prompt
-from kvferry.handoff.wire.client import Client
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.step import EPOCH_BITS, LoadOrder, StepMetadata
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
@@ -42,7 +41,6 @@ class PushSource(Source):
 
     def __init__(self, rank: Rank, end_point: PushEndPoint, spans: LayerSpans, keeps_events: bool) -> None:
         self._end_point = end_point
-        self._client = Client()
         self._prompts: Sequence[tuple[str, Prompt]] = ()
         self.writer = end_point.writer = Writer(
             rank.shard,
@@ -50,7 +48,7 @@ class PushSource(Source):
             rank.identity,
             rank.transports,
             rank.executor,
-            self._client,
+            rank.client,
             rank.order,
             spans,
             keeps_events,
@@ -87,7 +85,6 @@ class PushSource(Source):
         if self.writer.is_quiet:
             self._end_point.close()
         self.writer.close()
-        self._client.close()
 
 
 class PushDestination(Destination):
@@ -96,8 +93,6 @@ class PushDestination(Destination):
     def __init__(self, rank: Rank, end_point: PushEndPoint, answer_seconds: float, keeps_events: bool) -> None:
         self._rank = rank
         self._answer_seconds = answer_seconds
-        # A client of its own: collect() drains it.
-        self._client = Client()
         self.announcer = end_point.announcer = Announcer(
             rank.name,
             rank.identity,
@@ -105,7 +100,7 @@ class PushDestination(Destination):
             rank.end_points,
             end_point.answers_at,
             rank.executor,
-            self._client,
+            rank.client,
             answer_seconds,
             keeps_events,
         )
@@ -121,11 +116,7 @@ class PushDestination(Destination):
     def fail(self, order: LoadOrder) -> None:
         """Release the hold, so that the pushes to this engine's other ranks fail too instead of waiting."""
         if (hold := order.hold) is not None:
-            self._client.send(hold.host, hold.port, Release(hold.epoch, (hold.handle,)), self._answer_seconds)
-
-    def close(self) -> None:
-        """Stop the client; awaited pushes end with the executor."""
-        self._client.close()
+            self._rank.client.tell(hold.host, hold.port, Release(hold.epoch, (hold.handle,)), self._answer_seconds)
 
     def _sources(self, order: LoadOrder, launched_before: Mark) -> Sequence[SourceRank] | None:
         assert order.hold is not None

@@ -70,7 +70,6 @@ class WorkerRole:
         self._orders: dict[str, LoadOrder] = {}
         self._failed: set[str] = set()
         self._engine: EngineEndPoint | None = None
-        self._client: Client | None = None
         self._num_reports = 0
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -108,6 +107,7 @@ class WorkerRole:
                 settings.wanted_strategy,
                 connects=settings.mode == "pull",
             ),
+            client=Client(),
         )
         push_end_point: PushEndPoint | None = None
         if pull_source is not None:
@@ -217,27 +217,23 @@ class WorkerRole:
             self._rank.executor.close()
         if self._source is not None:
             self._source.close()
-        if self._destination is not None:
-            self._destination.close()
         if self._rank is not None:
             self._rank.source_engines.close()
-        if self._client is not None:
-            self._client.close()
+            self._rank.client.close()
         self._transports.close()
         self._log.close()
 
     def _report_still_writing(self, request_ids: frozenset[str]) -> None:
         """Report to the engine, on the transfer thread: it keeps these requests' blocks and fails the requests."""
-        if (engine := self._engine) is None:
+        if (engine := self._engine) is None or self._rank is None:
             return
-        self._client = self._client or Client()
         self._num_reports += 1
         # A report names all of them: the engine frees the blocks of a request that a report leaves out. The engine
         # admits no more loads than a report can name.
         question = StillWriting(
             engine.where.epoch, engine.secret, self._index, self._num_reports, tuple(sorted(request_ids))
         )
-        self._client.send(engine.where.host, engine.where.port, question, REPORT_SECONDS)
+        self._rank.client.tell(engine.where.host, engine.where.port, question, REPORT_SECONDS)
 
     def _layers_that_report(self) -> dict[str, list[str]]:
         """Return the layers for which vLLM calls the connector, by cache group, in the order of computation.
