@@ -16,6 +16,7 @@ from kvferry.execution.stage import Stage
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
+from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staging.strategy import Strategy
 from kvferry.testing.dense_shards import shard_for
@@ -26,14 +27,14 @@ from kvferry.transport.registry import Link
 ARENA_BYTES, BLOCK_SIZE, LAYERS = 1 << 20, 4, ["0", "1"]
 
 
-def shard(kind: CacheKind, layout: NamedLayout, tp_rank: int, tp_size: int, num_blocks: int = 6) -> Shard:
+def shard(kind: CacheKind, layout: NamedLayout, tp_rank: int, tp_size: int) -> Shard:
     return shard_for(
         layers=LAYERS,
         num_kv_heads=4,
         head_size=8,
         itemsize=4,
         block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
+        num_blocks=6,
         layout=layout,
         kind=kind,
         tp_rank=tp_rank,
@@ -57,7 +58,7 @@ class SlabArena(Arena):
     def __init__(self, kind: CacheKind, strategy: Strategy, stored_ranks: Sequence[int] = (0, 1)) -> None:
         super().__init__(ARENA_BYTES)
         self.sources = [strided_memory(self, shard(kind, NamedLayout.LBNHC, rank, 2)) for rank in range(2)]
-        self.slab = strided_memory(self, shard(kind, NamedLayout.BHLNC, 0, 1, num_blocks=3))
+        self.slab = strided_memory(self, slab_shard([rank.shard for rank in self.sources], {"full": 3}))
         self.destinations = [strided_memory(self, shard(kind, NamedLayout.BLHNC, rank, 4)) for rank in range(4)]
         self.transport, scratch, stage = MemcpyTransport(), Scratch(num_words=1), Stage(1 << 16)
         memory = Region(self.buffer.ctypes.data, ARENA_BYTES)

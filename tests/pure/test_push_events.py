@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from kvferry.execution import write
+from kvferry.execution.write import PushEvents
 from kvferry.handoff.messages import PushKey
-from kvferry.handoff.push import events as events_module
-from kvferry.handoff.push.events import PushEvents
 from kvferry.handoff.push.sender import Cut, PushRequest
 from kvferry.plan.layer_spans import Span
 
@@ -32,7 +32,7 @@ def test_a_batch_that_failed_has_not_landed() -> None:
 
 
 def test_the_lists_of_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "MAX_BATCHES", 3)
+    monkeypatch.setattr(write, "MAX_BATCHES", 3)
     events = PushEvents(REQUEST, {})
     for number in range(9):
         events.posted((Cut(GROUP, 0, 16),), 1, 100, 2.0 + number)

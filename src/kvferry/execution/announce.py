@@ -14,14 +14,14 @@ from typing import Any
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
-from kvferry.execution.job import JobResult, Phase
-from kvferry.handoff.bounded import Bounded
+from kvferry.execution.job import JobResult, Phase, clock
 from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
     MAX_QUESTION_BYTES,
     PROTOCOL_VERSION,
     Announce,
     Answer,
+    Bounded,
     EndPoint,
     Identity,
     Introduce,
@@ -36,7 +36,6 @@ from kvferry.handoff.messages import (
     Revoked,
     encode,
 )
-from kvferry.handoff.push.events import clock
 from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.receiver import Receiving, Step
 from kvferry.handoff.wire.addresses import nothing_listens

@@ -1,5 +1,6 @@
 """Jobs, which the transfer thread advances, and their results. A read, a write and an awaited push are jobs."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -77,3 +78,12 @@ class Job(Protocol):
 
     def result(self, finished_at: float) -> JobResult:
         """Return how the job ended."""
+
+
+def clock() -> dict[str, float]:
+    """Return the time of day and the monotonic time of one moment, so that logs of two hosts can be compared.
+
+    >>> sorted(clock())
+    ['monotonic', 'wall']
+    """
+    return {"wall": time.time(), "monotonic": time.monotonic()}

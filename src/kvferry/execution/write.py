@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,9 +17,8 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import DeferredActions, DeviceOrder
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
-from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.job import JobResult, Phase, clock
 from kvferry.execution.route import Route
-from kvferry.handoff.bounded import Bounded
 from kvferry.handoff.handshake import check_version, compare_identities
 from kvferry.handoff.holds import check_epoch, handle_of_transfer
 from kvferry.handoff.messages import (
@@ -27,6 +26,7 @@ from kvferry.handoff.messages import (
     Announce,
     Announced,
     Answer,
+    Bounded,
     EndPoint,
     Identity,
     Introduce,
@@ -39,9 +39,8 @@ from kvferry.handoff.messages import (
     Revoke,
     Revoked,
 )
-from kvferry.handoff.push.events import PushEvents
 from kvferry.handoff.push.part import Part, selector_of
-from kvferry.handoff.push.sender import Prompt, PushRequest, Sender
+from kvferry.handoff.push.sender import Batch, Prompt, PushRequest, Sender
 from kvferry.handoff.wire.client import Client
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
 from kvferry.plan.planner import PairPlan
@@ -49,7 +48,57 @@ from kvferry.plan.wire import decode_shard
 from kvferry.transport.protocol import Direction, Status, Transfer
 from kvferry.transport.registry import Link, TransportSet
 
+logger = logging.getLogger(__name__)
+
+MAX_BATCHES = 1024
+"""Batches kept of one push's events; later ones are only counted."""
 Report = Callable[[JobResult], None]
+
+
+class PushEvents:
+    """The events of one push, for the transfer log: plain data, times on the monotonic clock.
+
+    ``layers_of`` names the layers of each span that is not all layers of its group.
+    """
+
+    def __init__(self, request: PushRequest, layers_of: Mapping[Span, Sequence[str]]) -> None:
+        self._request, self._layers_of = request, layers_of
+        self._announced_at = time.monotonic()
+        self._batches: list[dict[str, Any]] = []
+        self._num_left_out = 0
+        self._latest: dict[str, Any] = {}
+
+    def posted(self, batch: Batch, num_descriptors: int, num_bytes: int, now: float) -> None:
+        """The source has submitted a batch to the transport."""
+        self._latest = {"posted_at": now, "landed_at": None, "bytes": num_bytes, "descriptors": num_descriptors}
+        if len(self._batches) == MAX_BATCHES:
+            self._num_left_out += 1
+            return
+        self._latest["spans"] = [
+            {
+                "group": cut.span.group,
+                "layers": list(self._layers_of.get(cut.span, ())),
+                "tokens": [cut.first_token, cut.end_token],
+            }
+            for cut in batch
+        ]
+        self._batches.append(self._latest)
+
+    def landed(self, now: float) -> None:
+        """The batch has landed. A batch that failed or was stopped never lands."""
+        self._latest["landed_at"] = now
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the events, ready for JSON; empty ``layers`` mean all layers of the group."""
+        return {
+            "transfer_id": self._request.transfer_id,
+            "receiver": self._request.key.receiver,
+            "num_tokens": self._request.num_tokens,
+            "clock": clock(),
+            "announced_at": self._announced_at,
+            "batches": self._batches,
+            "batches_left_out": self._num_left_out,
+        }
 
 
 class Write:
@@ -185,8 +234,6 @@ class Write:
 def _write_failed(status: Status) -> TransportError:
     return TransportError(Reason.TRANSFER_FAILED, f"a write ended {status}.", "Check that the decode engine runs.")
 
-
-logger = logging.getLogger(__name__)
 
 MAX_DESTINATIONS = 4096
 MAX_STEPS = 1024

@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.bounded import Bounded
-from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Handle
+from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Bounded, Handle
 
 MAX_REMEMBERED = 1 << 16
 """Ended transfers that are remembered."""

@@ -4,6 +4,7 @@ A message is a msgpack map with a ``type`` tag. A server answers a message that 
 :class:`Refusal` and goes on.
 """
 
+from collections import OrderedDict
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -263,6 +264,8 @@ Question = DirectoryRequest | Renew | Release | StillWriting | Introduce | Annou
 Answer = Directory | Renewed | Released | Introduced | Announced | Revoked | Noted | Refusal
 
 Message = TypeVar("Message")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 _encoder = msgspec.msgpack.Encoder()
 _question_decoder: "msgspec.msgpack.Decoder[Question]" = msgspec.msgpack.Decoder(Question)
@@ -303,3 +306,23 @@ def _decode(decoder: "msgspec.msgpack.Decoder[Message]", data: bytes, max_bytes:
             f"a message of {len(data)} bytes is not one of the protocol's: {error}.",
             "Check that both sides run kvferry with the same protocol version.",
         ) from error
+
+
+class Bounded(OrderedDict[Key, Value]):
+    """A dictionary for keys that peers choose: keeps ``most`` entries, and one entry more removes the oldest one.
+
+    >>> kept: Bounded[str, int] = Bounded(2)
+    >>> [kept.setdefault(key, number) for number, key in enumerate("abca")]
+    [0, 1, 2, 3]
+    >>> list(kept)
+    ['c', 'a']
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self._most:
+            self.popitem(last=False)

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.bounded import Bounded
-from kvferry.handoff.messages import PushKey
+from kvferry.handoff.messages import Bounded, PushKey
 from kvferry.plan.layer_spans import Span
 
 END = 1 << 62

@@ -20,9 +20,8 @@ from typing import Annotated, Any
 import msgspec
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.bounded import Bounded
 from kvferry.handoff.handshake import check_version
-from kvferry.handoff.messages import EndPoint, Identifier, Unsigned
+from kvferry.handoff.messages import Bounded, EndPoint, Identifier, Unsigned
 from kvferry.handoff.wire.addresses import bare, is_ipv6
 from kvferry.handoff.wire.background import BackgroundCalls
 

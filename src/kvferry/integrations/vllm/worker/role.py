@@ -16,9 +16,8 @@ from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
-from kvferry.execution.memory import collapse_to_huge_pages
 from kvferry.execution.source_engines import SourceEngines
-from kvferry.execution.stage import Stage
+from kvferry.execution.stage import Stage, collapse_to_huge_pages
 from kvferry.handoff.holds import lease_lost
 from kvferry.handoff.messages import RankEntry, StillWriting
 from kvferry.handoff.wire.client import Client
