@@ -213,7 +213,7 @@ class CountedRank:
         self.role: Any = worker_role.WorkerRole(config, none, Settings(transport="memcpy"))
         self.executor = Executor(Scratch(num_words=4))
         engines = SimpleNamespace(close=lambda: None)
-        self.role._rank = SimpleNamespace(executor=self.executor, source_engines=engines)
+        self.role._rank = SimpleNamespace(executor=self.executor, source_engines=engines, client=engines)
         self.role._source, self.role._destination = PullSource(HOST), PullDestination(self.role._rank)
         self.role._account = lambda result: None
 

@@ -13,7 +13,7 @@ import zmq
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import Answer, Handle, Question, Refusal, Release, Released, encode
 from kvferry.handoff.wire import client as client_module
-from kvferry.handoff.wire.client import Client, Exchange, ask, known_reason
+from kvferry.handoff.wire.client import Client, Exchange, ask
 from kvferry.handoff.wire.server import Server
 
 HOST = "127.0.0.1"
@@ -447,5 +447,5 @@ def test_ask_refuses_a_garbage_answer() -> None:
 
 
 def test_every_reason_survives_a_refusal() -> None:
-    assert [known_reason(reason.value) for reason in Reason] == list(Reason)
-    assert known_reason("of a later version") is Reason.PROTOCOL_MISMATCH
+    assert [Refusal(reason.value, "no.").error().reason for reason in Reason] == list(Reason)
+    assert Refusal("of a later version", "no.").error().reason is Reason.PROTOCOL_MISMATCH

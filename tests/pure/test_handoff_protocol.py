@@ -51,6 +51,7 @@ from kvferry.handoff.messages import (
 IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 8, 4, 64, "none", "float32")
 
 identifiers = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
+texts = st.text(st.characters(codec="utf-8"), max_size=50)
 unsigned = st.integers(0, (1 << 63) - 1)
 handles = st.lists(st.builds(Handle, identifiers, unsigned), max_size=5).map(tuple)
 lease_seconds = st.floats(min_value=1e-3, max_value=MAX_LEASE_SECONDS)
@@ -97,7 +98,13 @@ questions = st.one_of(
     ),
     st.builds(Revoke, unsigned, push_keys),
     st.builds(Pushed, push_keys, unsigned, identifiers, unsigned, unsigned, identifiers, lease_seconds),
-    st.builds(PushFailed, push_keys, unsigned, identifiers, st.text(st.characters(codec="utf-8"), max_size=50)),
+    st.builds(
+        PushFailed,
+        identifiers,
+        st.text(st.characters(codec="utf-8"), max_size=50),
+        key=push_keys,
+        source_index=unsigned,
+    ),
 )
 answers = st.one_of(
     st.builds(

@@ -40,7 +40,7 @@ from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.receiver import Receiving, Step
 from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
-from kvferry.handoff.wire.client import Client, Exchange, known_reason
+from kvferry.handoff.wire.client import Client, Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +207,7 @@ class AwaitedPush:
                 self._pushed[event.source_index] = event
                 self._done_at[event.source_index] = time.monotonic()
             elif isinstance(event, PushFailed):
-                error = HandoffError(known_reason(event.reason), event.message, event.remedy)
-                receiving.refused(event.source_index, error)
+                receiving.refused(event.source_index, event.error())
             else:
                 self._note_answer(receiving, *event)
         return moved
@@ -225,7 +224,7 @@ class AwaitedPush:
             receiving.fail(_unreachable(where))
         elif isinstance(answer, Refusal):
             # Unless the source is in another epoch, it must still acknowledge that it writes nothing.
-            receiving.fail(HandoffError(known_reason(answer.reason), answer.message, answer.remedy))
+            receiving.fail(answer.error())
             if answer.reason == Reason.PEER_CHANGED:
                 receiving.quiet(index)
             elif answer.reason == Reason.UNKNOWN_REQUEST:
@@ -252,7 +251,7 @@ def _unreachable(where: EndPoint) -> HandoffError:
     return HandoffError(
         Reason.PEER_UNREACHABLE,
         f"the prefill rank at {where.host}:{where.port} does not answer.",
-        "Check that the prefill engine runs.",
+        "Check that the prefill engine runs, and that its host can be reached from here.",
     )
 
 
@@ -347,7 +346,7 @@ class Announcer:
         answer = self._introductions[where]
         if isinstance(answer, Refusal):
             del self._introductions[where]
-            raise HandoffError(known_reason(answer.reason), answer.message, answer.remedy)
+            raise answer.error()
         return isinstance(answer, Introduced)
 
     def introduce_again(self, where: EndPoint) -> None:
@@ -417,10 +416,6 @@ class Announcer:
         where = EndPoint(exchange.host, exchange.port, question.epoch)
         answer = exchange.answer
         if not isinstance(answer, Introduced | Refusal):
-            answer = Refusal(
-                Reason.PEER_UNREACHABLE.value,
-                f"{where.host}:{where.port} did not answer.",
-                "Check that the prefill engine runs, and that its host can be reached from here.",
-            )
+            answer = Refusal.of(_unreachable(where))
         if where in self._introductions:
             self._introductions[where] = answer

@@ -22,7 +22,6 @@ from kvferry.execution.route import Route
 from kvferry.handoff.handshake import check_version, compare_identities
 from kvferry.handoff.holds import check_epoch, handle_of_transfer
 from kvferry.handoff.messages import (
-    MAX_TEXT_LENGTH,
     Announce,
     Announced,
     Answer,
@@ -514,22 +513,13 @@ class Writer:
         if error is not None:
             logger.warning("kvferry: push %d to %s failed: %s", key.number, key.receiver, error)
         index, where = destination.source_index, destination.answers_at
-        question = (
-            Pushed(
-                key,
-                index,
-                part.digest,
-                result.num_bytes,
-                result.num_descriptors,
-                result.transport,
-                result.transfer_seconds,
-            )
-            if error is None
-            else PushFailed(
-                key, index, error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy[:MAX_TEXT_LENGTH]
-            )
-        )
-        self._client.tell(where.host, where.port, question, REPORT_SECONDS)
+        report: Pushed | PushFailed
+        if error is None:
+            done = result.num_bytes, result.num_descriptors, result.transport, result.transfer_seconds
+            report = Pushed(key, index, part.digest, *done)
+        else:
+            report = PushFailed.of(error, key=key, source_index=index)
+        self._client.tell(where.host, where.port, report, REPORT_SECONDS)
 
     def connect_anew(self, destination: DestinationRank) -> None:
         """Connect for the next push; running pushes keep their connection."""

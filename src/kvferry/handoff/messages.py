@@ -5,11 +5,11 @@ A message is a msgpack map with a ``type`` tag. A server answers a message that 
 """
 
 from collections import OrderedDict
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 
 import msgspec
 
-from kvferry.errors import HandoffError, Reason
+from kvferry.errors import HandoffError, KVFerryError, Reason
 
 PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -236,14 +236,36 @@ class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
     transfer_seconds: Annotated[float, msgspec.Meta(ge=0)]
 
 
-class PushFailed(msgspec.Struct, frozen=True, tag="push-failed", tag_field="type"):
+class Failure(msgspec.Struct, frozen=True):
+    """An error of a peer: a stable reason, a message and a remedy.
+
+    >>> Refusal.of(HandoffError(Reason.ABORTED, "x was aborted.")).error().reason.value
+    'aborted'
+    >>> Refusal("of a later version", "no.").error().reason.value
+    'protocol-mismatch'
+    """
+
+    reason: Identifier
+    message: Text
+    remedy: Text = ""
+
+    @classmethod
+    def of(cls, error: KVFerryError, **fields: object) -> Self:
+        """Return the message that tells a peer of an error."""
+        message, remedy = error.message[:MAX_TEXT_LENGTH], error.remedy[:MAX_TEXT_LENGTH]
+        return cls(reason=error.reason.value, message=message, remedy=remedy, **fields)
+
+    def error(self) -> HandoffError:
+        """Return the peer's error; its reason is protocol-mismatch where this version does not know the peer's."""
+        known = self.reason in set(Reason)
+        return HandoffError(Reason(self.reason) if known else Reason.PROTOCOL_MISMATCH, self.message, self.remedy)
+
+
+class PushFailed(Failure, frozen=True, kw_only=True, tag="push-failed", tag_field="type"):
     """A source reports that it gave a push up and writes no more."""
 
     key: PushKey
     source_index: Unsigned
-    reason: Identifier
-    message: Text
-    remedy: Text = ""
 
 
 class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
@@ -252,12 +274,8 @@ class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
     receiver_epoch: Unsigned
 
 
-class Refusal(msgspec.Struct, frozen=True, tag="refusal", tag_field="type"):
-    """Refuses a question, with a stable reason and a remedy."""
-
-    reason: Identifier
-    message: Text
-    remedy: Text = ""
+class Refusal(Failure, frozen=True, tag="refusal", tag_field="type"):
+    """Refuses a question."""
 
 
 Question = DirectoryRequest | Renew | Release | StillWriting | Introduce | Announce | Revoke | Pushed | PushFailed

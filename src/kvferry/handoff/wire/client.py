@@ -16,7 +16,7 @@ import zmq
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff import messages as protocol
-from kvferry.handoff.messages import MAX_TEXT_LENGTH, Answer, Question, Refusal
+from kvferry.handoff.messages import Answer, Question, Refusal
 from kvferry.handoff.wire.addresses import end_point, find_address, is_ipv6, is_numeric
 from kvferry.handoff.wire.background import BackgroundCalls
 
@@ -161,7 +161,7 @@ class Client:
         remedy = error.remedy if isinstance(error, KVFerryError) else ""
         why = error.message if isinstance(error, KVFerryError) else str(error)
         problem = f"no question can be sent to {exchange.host}:{exchange.port}: {why}"
-        exchange.answer = Refusal(Reason.PEER_UNREACHABLE.value, problem[:MAX_TEXT_LENGTH], remedy)
+        exchange.answer = Refusal.of(HandoffError(Reason.PEER_UNREACHABLE, problem, remedy))
         self._end(exchange)
 
     def _end(self, exchange: Exchange) -> None:
@@ -208,7 +208,7 @@ class Client:
             exchange.answer = protocol.decode_answer(frames[1])
         except HandoffError as error:
             logger.warning("kvferry client: the answer of %s:%d is malformed: %s", exchange.host, exchange.port, error)
-            exchange.answer = Refusal(error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy)
+            exchange.answer = Refusal.of(error)
         del self._awaiting_answer[frames[0]]
         self._end(exchange)
 
@@ -275,7 +275,7 @@ def ask(host: str, port: int, question: Question, timeout_seconds: float) -> Ans
         frames = socket.recv_multipart()
     answer = protocol.decode_answer(frames[-1])
     if isinstance(answer, Refusal):
-        raise HandoffError(known_reason(answer.reason), f"{host}:{port} refused: {answer.message}", answer.remedy)
+        raise HandoffError(answer.error().reason, f"{host}:{port} refused: {answer.message}", answer.remedy)
     return answer
 
 
@@ -304,11 +304,3 @@ def _connected(context: "zmq.Context[zmq.Socket[bytes]]", address: str, port: in
             "Check that the router copies the prefill engine's kv_transfer_params whole.",
         ) from error
     return socket
-
-
-def known_reason(reason: str) -> Reason:
-    """Return a peer's reason code, or protocol-mismatch if this version does not know it."""
-    try:
-        return Reason(reason)
-    except ValueError:
-        return Reason.PROTOCOL_MISMATCH

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff import messages as protocol
-from kvferry.handoff.messages import MAX_TEXT_LENGTH, Answer, Question, Refusal
+from kvferry.handoff.messages import Answer, Question, Refusal
 from kvferry.handoff.wire.addresses import bare, is_ipv6
 from kvferry.handoff.wire.zmtp import HELLO, Inbox, encode_message
 
@@ -222,7 +222,7 @@ class Server:
             return protocol.encode(self._answer(protocol.decode_question(data)))
         except KVFerryError as error:
             logger.warning("kvferry server refused a message: %s", error)
-            refusal = Refusal(error.reason.value, error.message[:MAX_TEXT_LENGTH], error.remedy[:MAX_TEXT_LENGTH])
+            refusal = Refusal.of(error)
         except Exception:
             logger.exception("kvferry server failed on a message")
             refusal = Refusal(Reason.UNSUPPORTED.value, "the server failed on this message.", "Its log says why.")
