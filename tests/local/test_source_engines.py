@@ -87,12 +87,15 @@ def test_labelled_bytes_arrive_exactly(transport: str, tp_size: int, strategy: S
         decode.transports.close()
 
 
-def test_a_hold_that_has_ended_is_not_read(prefill: PrefillEngine, decode: DecodeRank) -> None:
+@pytest.mark.parametrize("strategy", Strategy)
+def test_a_hold_that_has_ended_is_not_read(prefill: PrefillEngine, strategy: Strategy) -> None:
+    decode = DecodeRank("memcpy", Rank(0, 1), strategy=strategy)
     prefill.words[0].clear(SLOT)
     result = decode.load(prefill.hold(), [5], [1])
     assert result.error is not None
     assert result.error.reason is Reason.SOURCE_CHANGED
     assert not decode.rank.cache.any()
+    decode.close()
 
 
 def test_a_slot_beyond_the_words_is_refused(prefill: PrefillEngine, decode: DecodeRank) -> None:
