@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ..host.vllm.handoffs import PAIRS, PUSH_PAIRS
-from ..matrix_document import CHECKS, PUSH_CHECKS, TOKENS, document, shape_of
+from ..matrix_document import BYTES_ONLY, CHECKS, CHECKS_OF_BYTES, PUSH_CHECKS, TOKENS, document, shape_of
 from ..matrix_refusals import REFUSALS
 from ..matrix_results import Results
 
@@ -46,6 +46,18 @@ def test_a_pair_passes_when_all_of_its_checks_have(results: Results) -> None:
     add(results, [*CHECKS][-1:])
     assert rows(results)[PAIR][-1] == "passed"
     assert f"Of {len(PAIRS)} combinations 1 passed" in document(results)
+
+
+def test_a_pair_whose_tokens_no_engine_alone_has_passes_by_its_labels(results: Results) -> None:
+    uncompared = [pair.name for pair in PAIRS if not pair.is_compared]
+    assert uncompared == ["qwennext-1-2", "qwennext-2-1"]
+    for check in CHECKS_OF_BYTES:
+        assert rows(results)[uncompared[0]][-1] != BYTES_ONLY
+        results.add_check(uncompared[0], check, outcome="passed", message="", measured={})
+    assert rows(results)[uncompared[0]][-1] == BYTES_ONLY
+    assert f"Of {len(PAIRS)} combinations 1 passed" in document(results)
+    results.add_check(uncompared[0], next(iter(CHECKS_OF_BYTES)), outcome="failed", message="", measured={})
+    assert rows(results)[uncompared[0]][-1].startswith("**failed**")
 
 
 def test_one_failed_check_fails_the_pair(results: Results) -> None:

@@ -47,6 +47,7 @@ class TinyModel:
     name: str
     family: Literal[
         "qwen3",
+        "qwen3_next",
         "deepseek_v2",
         "deepseek_v3",
         "gemma3_text",
@@ -180,6 +181,26 @@ def _gpt_oss(name: str, num_layers: int) -> TinyModel:
     return TinyModel(name, "gpt_oss", "float32", num_layers // 2, 4, 2 * 64, MappingProxyType(settings))
 
 
+def _qwen3_next(name: str, num_layers: int) -> TinyModel:
+    """Return a model of which every other layer is a gated delta net."""
+    settings = {
+        **SETTINGS,
+        "num_hidden_layers": num_layers,
+        "layer_types": ["linear_attention", "full_attention"] * (num_layers // 2),
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    return TinyModel(name, "qwen3_next", "float32", num_layers // 2, 2, 2 * 64, MappingProxyType(settings))
+
+
 GEMMA_LAYERS = ("sliding", "sliding", "full", "sliding", "full", "sliding", "full")
 TINY_MODELS: Mapping[str, TinyModel] = MappingProxyType(
     {
@@ -188,6 +209,7 @@ TINY_MODELS: Mapping[str, TinyModel] = MappingProxyType(
             _qwen3("qwen3-tiny", "float32", layers=8, hidden=256, kv_heads=4, head=64),
             _qwen3("qwen3-six-heads", "float32", layers=6, hidden=384, kv_heads=6, head=64),
             _qwen3("qwen3-one-head", "float32", layers=8, hidden=256, kv_heads=1, head=64),
+            _qwen3_next("qwen3-next-tiny", num_layers=4),
             _deepseek_mla("deepseek-mla-tiny", "deepseek_v2", layers=4),
             _deepseek_mla("deepseek-v3-tiny", "deepseek_v3", layers=4),
             # Two kinds of layers, which form three groups, one of them with fewer layers.
@@ -225,7 +247,7 @@ def find_tiny_model(name: str) -> TinyModel:
     >>> find_tiny_model("qwen4-tiny")
     Traceback (most recent call last):
     kvferry.errors.SettingsError: unknown model 'qwen4-tiny'. Use one of: deepseek-mla-tiny, deepseek-v3-tiny, \
-gemma3-tiny, gemma3n-tiny, gemma4-tiny, gpt-oss-tiny, granite-tiny, kv-heavy, kv-heavy-one-head, \
+gemma3-tiny, gemma3n-tiny, gemma4-tiny, gpt-oss-tiny, granite-tiny, kv-heavy, kv-heavy-one-head, qwen3-next-tiny, \
 qwen3-one-head, qwen3-six-heads, qwen3-tiny. [unknown-setting]
     """
     if name in TINY_MODELS:

@@ -1,7 +1,6 @@
 """The cache of one layer of a model, as integers."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvferry.layout.component import HeadRange, heads_of_rank, require
 from kvferry.layout.group import CacheKind
@@ -43,12 +42,26 @@ class AttentionCache:
         return len(self.heads(0, tp_size)) * block_size * self.num_channels * self.itemsize
 
 
+class _State:
+    """A cache with one state per sequence."""
+
+    __slots__ = ()
+
+    @property
+    def kind(self) -> CacheKind:
+        """The kind of group that such layers form."""
+        return CacheKind.STATE
+
+    @property
+    def window(self) -> int:
+        """0: a state covers all tokens."""
+        return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2Cache:
+class Mamba2Cache(_State):
     """The state of one Mamba2 layer. The convolution keeps ``kernel_size - 1`` inputs."""
 
-    kind: ClassVar = CacheKind.STATE
-    window: ClassVar = 0
     intermediate_size: int
     num_groups: int
     state_size: int
@@ -68,11 +81,9 @@ class Mamba2Cache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaCache:
+class GatedDeltaCache(_State):
     """The state of one layer of a gated delta net."""
 
-    kind: ClassVar = CacheKind.STATE
-    window: ClassVar = 0
     num_key_heads: int
     key_head_size: int
     num_value_heads: int

@@ -1,20 +1,17 @@
 """Checks that a plan between source ranks and a destination rank can exist. Each raises with a reason and remedy."""
 
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
 
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.component import Atom, Component
 from kvferry.layout.group import CacheGroup, TokenShare
 from kvferry.layout.shard import Shard
 
-EVERY_RANK = "Name every rank of the source engine."
-
 
 def check_layers(sources: Sequence[Shard], destination: Shard) -> None:
     """Raise unless the sources hold the destination's groups and layers, each layer in one pipeline stage."""
     if not sources:
-        _refuse(Reason.MISSING_SOURCE, "there are no source ranks.", EVERY_RANK)
+        raise PlanError(Reason.MISSING_SOURCE, "there are no source ranks.", "Name every rank of the source engine.")
     for group in destination.groups:
         stages = {found.layers for source in sources if (found := source.group(group.name))}
         if not stages:
@@ -32,10 +29,23 @@ def check_layers(sources: Sequence[Shard], destination: Shard) -> None:
             _refuse(
                 Reason.LAYER_MISMATCH, f"group {group.name!r}: source ranks hold overlapping, unequal sets of layers."
             )
-    unknown = {group.name for source in sources for group in source.groups}
-    unknown -= {group.name for group in destination.groups}
+    _check_unknown_groups(sources, destination)
+
+
+def _check_unknown_groups(sources: Sequence[Shard], destination: Shard) -> None:
+    known = {group.name for group in destination.groups}
+    unknown = {group.name for source in sources for group in source.groups} - known
     if destination.pp_size == 1 and unknown:
         _refuse(Reason.GROUP_MISMATCH, f"only the sources have cache groups {_some(unknown)}.")
+
+
+def check_groups(
+    held: Sequence[tuple[int, CacheGroup]], sources: Sequence[Shard], wanted: CacheGroup, destination: Shard
+) -> None:
+    """Raise unless every source's group has the components, scales and kind of the destination's group."""
+    for index, group in held:
+        between = f"group {wanted.name!r} between {sources[index].rank_name} and {destination.rank_name}"
+        _check_group(group, wanted, between)
 
 
 def check_shares(held: Sequence[CacheGroup], wanted: CacheGroup) -> None:
@@ -51,15 +61,14 @@ def check_shares(held: Sequence[CacheGroup], wanted: CacheGroup) -> None:
     shares = (TokenShare(rank, size, interleave) for rank in range(size) if rank not in ranks)
     missing = next((share for share in shares if share.overlaps(wanted.token_share)), None)
     if missing is not None:
-        _refuse(
+        raise PlanError(
             Reason.MISSING_SOURCE,
             f"group {wanted.name!r}: no source rank holds the tokens of {missing!r}.",
-            EVERY_RANK,
+            "Name every rank of the source engine.",
         )
 
 
-def check_group(source: CacheGroup, destination: CacheGroup, between: str) -> None:
-    """Raise unless both groups have the same components, scales and kind."""
+def _check_group(source: CacheGroup, destination: CacheGroup, between: str) -> None:
     if source.kind is not destination.kind:
         _refuse(Reason.GROUP_MISMATCH, f"{between}: cache kinds {source.kind} and {destination.kind} differ.")
     if source.window != destination.window:
@@ -70,7 +79,7 @@ def check_group(source: CacheGroup, destination: CacheGroup, between: str) -> No
     needed = [component for component in destination.components if not component.is_padding]
     wanted = {component.name for component in needed}
     if components.keys() != wanted:
-        _refuse(
+        raise PlanError(
             Reason.SPLIT_ATOM,
             f"{between}: the components {sorted(components)} and {sorted(wanted)} differ.",
             "Describe K and V as separate components in both engines.",
@@ -84,13 +93,13 @@ def check_group(source: CacheGroup, destination: CacheGroup, between: str) -> No
 
 def _check_pages(source: CacheGroup, destination: CacheGroup, where: str) -> None:
     if source.block_size != destination.block_size:
-        _refuse(
+        raise PlanError(
             Reason.BLOCK_SIZE_MISMATCH,
             f"{where}: packed pages of {source.block_size} and {destination.block_size} tokens differ.",
             "Start both engines with one block size.",
         )
     if source.token_share.split != destination.token_share.split:
-        _refuse(
+        raise PlanError(
             Reason.SPLIT_ATOM,
             f"{where}: packed pages hold {source.token_share!r} and {destination.token_share!r} of the tokens.",
             "Start both engines with one context-parallel size and interleave.",
@@ -114,25 +123,25 @@ def _check_scales(source: CacheGroup, destination: CacheGroup, between: str) -> 
 
 
 def _check_component(source: Component, destination: Component, where: str) -> None:
-    for what, reason, sent, received in (
-        ("numbers of heads", Reason.MODEL_MISMATCH, source.total_heads, destination.total_heads),
-        ("item sizes in bytes", Reason.DTYPE_MISMATCH, source.itemsize, destination.itemsize),
-        ("numbers of channels", Reason.HEAD_SIZE_MISMATCH, source.num_channels, destination.num_channels),
-    ):
-        if sent != received:
-            _refuse(reason, f"{where}: {what} {sent} and {received} differ.")
+    if source.total_heads != destination.total_heads:
+        heads = f"{source.total_heads} and {destination.total_heads}"
+        _refuse(Reason.MODEL_MISMATCH, f"{where}: numbers of heads {heads} differ.")
+    if source.itemsize != destination.itemsize:
+        sizes = f"{source.itemsize} and {destination.itemsize}"
+        _refuse(Reason.DTYPE_MISMATCH, f"{where}: item sizes of {sizes} bytes differ.")
+    if source.num_channels != destination.num_channels:
+        channels = f"{source.num_channels} and {destination.num_channels}"
+        _refuse(Reason.HEAD_SIZE_MISMATCH, f"{where}: channels {channels} differ.")
     if source.packing != destination.packing:
-        _refuse(
+        raise PlanError(
             Reason.PACKING_MISMATCH,
             f"{where}: pages are packed as {source.packing or 'plain'!r} and {destination.packing or 'plain'!r}.",
             "Run both engines on one kind of processor with one dtype and block size.",
         )
 
 
-def _refuse(
-    reason: Reason, message: str, remedy: str = "Serve the same model with the same cache settings on both engines."
-) -> NoReturn:
-    raise PlanError(reason, message, remedy)
+def _refuse(reason: Reason, message: str) -> None:
+    raise PlanError(reason, message, "Serve the same model with the same cache settings on both engines.")
 
 
 def _some(names: Iterable[str]) -> str:

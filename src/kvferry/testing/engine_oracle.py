@@ -214,17 +214,21 @@ class EngineOracle:
         return page_of(labels, not self.vllm_config.model_config.use_mla)
 
     def _oracle_state(self, name: str, nonce: str) -> list[tuple[NDArray[np.int32], Labels]]:
-        """Return the convolution's and the recurrent states of a Mamba2 layer, each with the labels of this rank.
+        """Return the convolution's and the recurrent states of a layer, each with the labels of this rank.
 
-        Their shapes are ``[B, taps, channels]`` or ``[B, channels, taps]``, and ``[B, heads, ..]``.
+        The layer is of Mamba2 or a gated delta net. The shapes are
+        ``[B, taps, channels]`` or ``[B, channels, taps]``, and ``[B, heads, ..]``.
         """
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
         from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
         layer = self.vllm_config.compilation_config.static_forward_context[name]
-        conv, recurrent = (state.detach().numpy().view(np.int32) for state in layer.kv_cache)
+        conv, recurrent = (_in_words(state) for state in layer.kv_cache)
         rank, size = get_tensor_model_parallel_rank(), layer.tp_size
-        channels = _conv_channels(layer, rank, size)
+        in_a_word = 4 // layer.kv_cache[0].element_size()
+        channels = [
+            (part, first // in_a_word, count // in_a_word) for part, first, count in _conv_channels(layer, rank, size)
+        ]
         taps = conv.shape[2] if is_conv_state_dim_first() else conv.shape[1]
         parts = [labels_of(nonce, f"{name}|{part}", first, (count, taps)) for part, first, count in channels]
         conv_labels = np.concatenate(parts)
@@ -301,6 +305,9 @@ def _conv_channels(layer: Any, rank: int, size: int) -> list[tuple[str, int, int
     """Return a rank's segments of a convolution: name, first global channel, number of channels."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
+    if hasattr(layer, "num_v_heads"):
+        widths = {"q": layer.key_dim // size, "k": layer.key_dim // size, "v": layer.value_dim // size}
+        return [(part, rank * width, width) for part, width in widths.items()]
     own = layer.intermediate_size // size
     grouped = layer.n_groups * layer.ssm_state_size // size
     # Every rank holds the one group of a model; layer.n_groups then counts the group once per rank.
@@ -314,9 +321,17 @@ def _blocks_with(view: NDArray[np.int32], labels: Labels) -> list[int]:
     return [int(block_id) for block_id in np.flatnonzero((view == labels).all(axis=inner))]
 
 
+def _in_words(view: Any) -> NDArray[np.int32]:
+    """Return the memory of a tensor as words of four bytes, whatever its type."""
+    import torch
+
+    words: NDArray[np.int32] = view.detach().view(torch.int32).numpy()
+    return words
+
+
 def _as_int32(view: Any) -> NDArray[np.int32]:
-    array: NDArray[np.int32] = view.detach().numpy().view(np.int32)  # a state's page is a view of bytes
-    if array.ndim != 4 or not np.shares_memory(array, view.numpy()):
+    array = _in_words(view)  # a state's page is a view of bytes
+    if array.ndim != 4:
         raise ValueError(f"expected a [B, H, N, C] view of 4-byte elements, found {view.shape} of {view.dtype}")
     return array
 

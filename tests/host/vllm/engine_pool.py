@@ -43,9 +43,14 @@ MODELS = {
     "gemma3n": "gemma3n-tiny",
     "gemma4": "gemma4-tiny",
     "gptoss": "gpt-oss-tiny",
+    "qwennext": "qwen3-next-tiny",
     "granite": "granite-tiny",
 }
 MLA_MODELS = ("mla", "deepseek")
+ROUNDED_MODELS = ("qwennext",)
+"""Models that compute in bfloat16: tokens depend on the number of ranks and on which tokens share a step."""
+ROUNDED_STEP = 256
+"""Tokens of a prompt that an engine computes in one step with these models."""
 BASE_MODEL, ADAPTER = "model", "adapter"
 """Names that requests give: that of every engine's model, and that of the adapter of the model "lora"."""
 EXTENSION = ("--worker-extension-cls", "kvferry.testing.engine_oracle.EngineOracle")
@@ -57,6 +62,7 @@ IN_PARTS = ("--max-num-batched-tokens", "512")
 MODEL_ARGUMENTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(MLA_MODELS, MLA_ARGUMENTS),
     **dict.fromkeys(("gemma", "gemma3n", "gemma4", "gptoss"), IN_PARTS),
+    **dict.fromkeys(ROUNDED_MODELS, ("--max-num-batched-tokens", str(ROUNDED_STEP))),
     "lora": ("--enable-lora", "--max-lora-rank", str(ADAPTER_RANK)),
     "fp8": ("--kv-cache-dtype", "fp8"),
 }
@@ -169,6 +175,15 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-push-tp2": ("gemma4", {"mode": "push", "tensor_parallel_size": 2, "arguments": CHUNKED}),
     "gptoss-push-tp1": ("gptoss", {"mode": "push"}),
     "gptoss-push-tp2": ("gptoss", {"mode": "push", "tensor_parallel_size": 2, "arguments": CHUNKED}),
+    # vLLM's CPU kernel for gated delta nets takes bfloat16 only.
+    "qwennext-reference": ("qwennext", {"role": None, "prefix_caching": False, "dtype": "bfloat16"}),
+    "qwennext-tp2-reference": (
+        "qwennext",
+        {"role": None, "tensor_parallel_size": 2, "prefix_caching": False, "dtype": "bfloat16"},
+    ),
+    "qwennext-tp1": ("qwennext", {"prefix_caching": False, "dtype": "bfloat16"}),
+    "qwennext-tp1-other": ("qwennext", {"prefix_caching": False, "dtype": "bfloat16", "cores": LAST_CORE}),
+    "qwennext-tp2": ("qwennext", {"tensor_parallel_size": 2, "prefix_caching": False, "dtype": "bfloat16"}),
 }
 PASSED_ON = {"transport", "strategy", "mode", "load_timeout_seconds"}
 """What differs in the connector's settings, not in the engine's."""
@@ -186,6 +201,7 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
     *((f"{model}-reference", f"{model}-tp1", f"{model}-tp2") for model in ("deepseek", "mqa", "lora", "gemma3n")),
     ("six-reference", "six-tp1", "six-tp2", "six-tp3"),
+    ("qwennext-reference", "qwennext-tp2-reference", "qwennext-tp1", "qwennext-tp1-other", "qwennext-tp2"),
     ("gemma4-reference", "gemma4-tp1", "gemma4-tp2"),
     ("gemma4-reference", "gemma4-push-tp1", "gemma4-push-tp2"),
     ("gptoss-reference", "gptoss-tp1", "gptoss-tp2"),
@@ -429,7 +445,7 @@ class Reference:
             name = f"{model}-reference"
             self.pool.need([name])
             engine = self.pool.running[name]
-            with ThreadPoolExecutor(len(unknown)) as threads:
+            with ThreadPoolExecutor(1 if model in ROUNDED_MODELS else len(unknown)) as threads:
                 answers = threads.map(lambda key: engine.complete(key[2], key[1]), unknown)
                 for key, answer in zip(unknown, answers, strict=True):
                     self.known[key] = tokens_of(answer)[0]

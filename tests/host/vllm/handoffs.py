@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from .engine_pool import MLA_MODELS, Engine, EnginePool, Reference, fresh_salt
+from .engine_pool import ENGINES, MLA_MODELS, ROUNDED_MODELS, ROUNDED_STEP, Engine, EnginePool, Reference, fresh_salt
 
 RELEASE_SECONDS = 2.0
 NOT_RELEASED = ("no decode engine took or renewed", "was not acknowledged", "failed to load", "cannot be loaded")
 
-HYBRIDS = ("gemma", "gemma3n", "gemma4", "gptoss", "granite")
+HYBRIDS = ("gemma", "gemma3n", "gemma4", "gptoss", "granite", "qwennext")
 PLAIN_SHAPES = {"six": (6, 6), "mqa": (8, 1)}
 """Layers and KV heads of models with one cache group, where these are not 8 and 4."""
 
@@ -44,6 +44,17 @@ class Pair:
     def is_hybrid(self) -> bool:
         """Whether the model has several cache groups."""
         return self.model in HYBRIDS
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the model computes in bfloat16."""
+        return self.model in ROUNDED_MODELS
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether one engine alone computes the same tokens: in bfloat16 only engines of equally many ranks do."""
+        sizes = [ENGINES[name][1].get("tensor_parallel_size", 1) for name in (self.prefill, self.decode)]
+        return not self.is_rounded or sizes[0] == sizes[1]
 
     @property
     def is_mla(self) -> bool:
@@ -91,6 +102,9 @@ PAIRS = (
     Pair("gemma3n-2-1", "gemma3n-tp2", "gemma3n-tp1", in_matrix=True),
     Pair("gemma4-2-1", "gemma4-tp2", "gemma4-tp1"),
     Pair("gptoss-2-1", "gptoss-tp2", "gptoss-tp1", in_matrix=True),
+    Pair("qwennext-1-1", "qwennext-tp1", "qwennext-tp1-other", in_matrix=True),
+    Pair("qwennext-1-2", "qwennext-tp1", "qwennext-tp2", in_matrix=True),
+    Pair("qwennext-2-1", "qwennext-tp2", "qwennext-tp1", in_matrix=True),
 )
 # The prefill engine pushes.
 PUSH_PAIRS = (
@@ -111,6 +125,7 @@ PUSH_PAIRS = (
     Pair("push-gemma4-2-1", "gemma4-push-tp2", "gemma4-push-tp1", in_matrix=True),
     Pair("push-gptoss-2-1", "gptoss-push-tp2", "gptoss-push-tp1", in_matrix=True),
 )
+COMPARED_PAIRS = tuple(pair.name for pair in PAIRS if pair.is_compared)
 ALL_PAIRS = bool(os.environ.get("KVFERRY_MATRIX"))
 
 
@@ -149,8 +164,8 @@ class Handoffs:
         return self.decode.decode(prompt, self.prefill.prefill(prompt, salt), max_tokens, salt, **more)
 
     def send_all(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **more: Any) -> list[list[list[int]]]:
-        """Send prompts through both engines, all at once."""
-        with ThreadPoolExecutor(len(prompts)) as threads:
+        """Send prompts through both engines, all at once; one by one where rounding depends on the others."""
+        with ThreadPoolExecutor(1 if self.pair.is_rounded else len(prompts)) as threads:
             return list(threads.map(lambda prompt: self.send(prompt, max_tokens, **more), prompts))
 
     def check_released(self, logs_before: Sequence[int]) -> float:
@@ -198,6 +213,8 @@ FIRST_WAVE = random_prompts(seed=1, count=32, shortest=5, longest=2000)
 # Of 1023 tokens the last would push a block out of a window of whole blocks that it attends to.
 SECOND_WAVE = [*random_prompts(seed=2, count=8, shortest=7, longest=700), random_prompt(2999, 1023)]
 PUSHED_WAVE = random_prompts(seed=21, count=24, shortest=5, longest=3000)
+# An engine alone too computes the last token of each of these in a step of its own, as the decode engine does.
+ROUNDED_WAVE = [random_prompt(3000 + index, (1 + index % 7) * ROUNDED_STEP + 1) for index in range(21)]
 NAMED_TOKENS = 1000
 """Tokens of the request whose descriptors are told of every pair."""
 
