@@ -25,8 +25,7 @@ from kvferry.integrations.vllm.kernels.check import (
     compare_layouts,
     random_tensor,
 )
-from kvferry.layout.axes import Axis
-from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.named_layouts import Axis, NamedLayout
 
 LAYERS, HEADS, BLOCK_SIZE, CHANNELS = 3, 2, 8, 4
 CASE = KernelCase("FAKE", "float32", CHANNELS, BLOCK_SIZE)

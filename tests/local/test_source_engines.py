@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.arrays import Integers
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution import route
 from kvferry.execution import source_engines as module
@@ -23,7 +22,7 @@ from kvferry.handoff.wire import background
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staging.scatter import Merge, StagedTemplate
+from kvferry.plan.staging.scatter import Merge, StagedBlocks
 from kvferry.plan.staging.strategy import TYPICAL_COSTS, Strategy
 from kvferry.plan.wire import encode_shard
 from kvferry.testing.transport_peer import PeerProcess, start_peer
@@ -274,12 +273,12 @@ def test_without_a_strategy_typical_costs_of_the_transport_decide(
 def test_a_scatter_plan_that_is_wrong_is_refused_at_the_handshake(
     prefill: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    merges = StagedTemplate.merges
+    merges = StagedBlocks.merges
 
-    def shifted(template: StagedTemplate, blocks: Integers, offset: int) -> list[Merge]:
-        return [replace(merge, stage_offset=merge.stage_offset ^ 64) for merge in merges(template, blocks, offset)]
+    def shifted(blocks: StagedBlocks, offset: int) -> list[Merge]:
+        return [replace(merge, stage_offset=merge.stage_offset ^ 64) for merge in merges(blocks, offset)]
 
-    monkeypatch.setattr(StagedTemplate, "merges", shifted)
+    monkeypatch.setattr(StagedBlocks, "merges", shifted)
     decode = DecodeRank("memcpy", Rank(0, 1), strategy=Strategy.SCATTER)
     assert decode.refusal(prefill.hold()).reason in WRONG
     decode.close()

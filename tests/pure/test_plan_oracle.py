@@ -8,7 +8,7 @@ import pytest
 from kvferry.arrays import Bytes
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.match import choose_sources
-from kvferry.plan.planner import plan_pair
+from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks
 from kvferry.testing.dense_shards import Content, shard_for
 from kvferry.testing.oracle import Arena, Labels, OracleMismatch, RankMemory, compare
@@ -67,7 +67,7 @@ class Engines:
         ):
             # Not by a Planner, which would plan for the first turn besides.
             chosen = choose_sources(sources, rank.shard, turn)
-            lists = [plan_pair(sources[one.source_index], rank.shard, one).lower([REQUEST]) for one in chosen]
+            lists = [PairPlan(sources[one.source_index], rank.shard, one).lower([REQUEST]) for one in chosen]
             self.arena.move(np.concatenate(lists))
             self._compare(rank, wanted, source, destination)
         assert np.array_equal(self.reset(destination), self.before), "a byte outside the destination changed"

@@ -10,14 +10,13 @@ import typer
 from rich.table import Table
 
 from kvferry.cli.console import open_console, progress
-from kvferry.cli.plan_report import Blocks, Engine, PairReport, PlanReport, make_report, parse_engine
+from kvferry.cli.plan_report import Blocks, Engine, PairReport, PlanReport, Summary, make_report, parse_engine
 from kvferry.errors import KVFerryError
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Shard
 from kvferry.models.config import ITEM_SIZES
 from kvferry.models.groups import LayerGroup
 from kvferry.models.shapes import caches_of
-from kvferry.plan.describe import Summary, describe_choice
 from kvferry.plan.match import ComponentHeads
 from kvferry.plan.planner import GroupPlan, PairPlan
 from kvferry.plan.request import GroupBlocks
@@ -144,7 +143,7 @@ def explain_pair(pair: PairPlan) -> list[str]:
 
 def explain_choice(pair: PairPlan) -> list[str]:
     """Return the chosen and rejected strategies for each transport's costs, for engines with stages."""
-    choices = [describe_choice(choose(pair, each)).splitlines() for each in COSTS]
+    choices = [str(choose(pair, each)).splitlines() for each in COSTS]
     return [line for first, *others in choices for line in (f"strategy {first}", *others)]
 
 

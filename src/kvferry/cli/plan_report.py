@@ -26,7 +26,6 @@ from kvferry.models.groups import (
 )
 from kvferry.models.layer_caches import LayerCache
 from kvferry.models.shards import RankMemory, model_shard
-from kvferry.plan.describe import Summary, summarize
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks, first_token_to_move
@@ -115,6 +114,37 @@ class Blocks(StrEnum):
     CONTIGUOUS = "contiguous"
     DESCENDING = "descending"
     SCATTERED = "scattered"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The descriptors of one pair of ranks: their number, bytes, and lengths.
+
+    ``run_lengths`` are (length in bytes, number of runs), longest first. ``str`` is run-length encoded:
+
+    >>> str(Summary(strategy="direct", descriptors=3, bytes=20, run_lengths=((8, 2), (4, 1))))
+    'direct: 3 descriptors, 20 bytes, 2x8 1x4'
+    """
+
+    strategy: str
+    descriptors: int
+    bytes: int
+    run_lengths: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        runs = " ".join(f"{count}x{length}" for length, count in self.run_lengths)
+        return f"{self.strategy}: {self.descriptors} descriptors, {self.bytes} bytes, {runs}"
+
+
+def summarize(descriptors: Descriptors) -> Summary:
+    """Return the summary of a lowered list.
+
+    >>> summarize(np.array([[0, 100, 8], [16, 200, 8]], dtype=np.uint64)).run_lengths
+    ((8, 2),)
+    """
+    lengths, counts = np.unique(descriptors[:, 2], return_counts=True)
+    runs = tuple(zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True))
+    return Summary("direct", len(descriptors), int(descriptors[:, 2].sum()), runs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,6 @@ from kvferry.arrays import Descriptors
 from kvferry.execution.read import Guard, RankRead
 from kvferry.execution.stage import Stage
 from kvferry.layout.shard import Shard
-from kvferry.plan.describe import describe_choice
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import compose, verify_destination
 from kvferry.plan.request import GroupBlocks, sample_requests
@@ -83,7 +82,7 @@ class Route:
         if plan not in self._scatter_plans:
             choice = choose(plan, typical_costs(self._link(plan).name), self._strategy, self._stage.region.length)
             pair = f"{plan.source.rank_name} to {plan.destination.rank_name}"
-            logger.info("kvferry: %s %s", pair, describe_choice(choice))
+            logger.info("kvferry: %s %s", pair, choice)
             is_scatter = choice.chosen.strategy is Strategy.SCATTER
             self._scatter_plans[plan] = ScatterPlan(plan, choice.chosen.gap_bytes) if is_scatter else None
         return self._scatter_plans[plan]

@@ -1,11 +1,25 @@
-"""The six memory orders that vLLM names (vLLM RFC #42082)."""
+"""The axes of an attention cache, and the six memory orders of them that vLLM names (vLLM RFC #42082)."""
 
 import difflib
 from collections.abc import Mapping
 from enum import StrEnum
 
 from kvferry.errors import LayoutError, Reason
-from kvferry.layout.axes import Axis
+
+
+class Axis(StrEnum):
+    """One axis of a KV cache."""
+
+    L = "L"
+    """Layer."""
+    B = "B"
+    """Block: the unit that the engine's allocator hands out."""
+    H = "H"
+    """KV head."""
+    N = "N"
+    """Token slot within a block."""
+    C = "C"
+    """Content of one head and token."""
 
 
 class NamedLayout(StrEnum):

@@ -64,13 +64,8 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         where = f"{self.rank_name}, group {group.name!r}, component {component.name!r}"
         require(component.region < len(self.regions), f"{where}: region {component.region} does not exist.")
         region = self.regions[component.region]
-        axes = [
-            (group.num_blocks, component.block_stride),
-            (component.num_heads, component.head_stride),
-            (group.block_size, component.token_stride),
-            (component.num_channels, component.channel_stride),
-        ]
-        end = max(component.layer_offsets) + extent(axes, component.itemsize)
+        axes = [(group.num_blocks, component.block_stride), *_inner_axes(component, group.block_size)]
+        end = max(component.layer_offsets) + component.itemsize + sum((count - 1) * stride for count, stride in axes)
         if end > region.length:
             raise LayoutError(
                 Reason.OUT_OF_REGION,
@@ -93,15 +88,6 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         regions = ", ".join(map(repr, self.regions))
         return "\n".join([f"{self.rank_name} [{regions}]", *map(repr, self.groups)])
-
-
-def extent(axes: Iterable[tuple[int, int]], itemsize: int) -> int:
-    """Return the bytes from the first element to the end of the last. Axes are (count, stride).
-
-    >>> extent([(4, 8), (2, 2)], 2)
-    28
-    """
-    return itemsize + sum((count - 1) * stride for count, stride in axes)
 
 
 def is_nested(axes: Iterable[tuple[int, int]], itemsize: int) -> bool:

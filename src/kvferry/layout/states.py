@@ -15,9 +15,11 @@ it: vLLM counts as many groups as ranks (``extra_groups_for_head_shards``) and l
 refuses several groups that the ranks do not divide, and so does this module.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from kvferry.layout.component import Component, HeadRange, heads_of_rank, require
 
@@ -125,25 +127,22 @@ def conv_components(
     conv.B LBNCH: base + 64 + b*4096 + n*4096 + c*96 + h*2
     """
     dim = sum(len(segment.held) for segment in segments)
-    channel = itemsize if order is ConvOrder.SD else state_len * itemsize
-    tap = dim * itemsize if order is ConvOrder.SD else itemsize
-    components, first = [], 0
-    for segment in segments:
-        components.append(
-            _component(
-                pages,
-                name=f"conv.{segment.name}",
-                heads=(segment.held,),
-                total_heads=segment.total,
-                num_channels=state_len,
-                itemsize=itemsize,
-                head_stride=channel,
-                channel_stride=tap,
-                page_offset=first * channel,
-            )
+    channel, tap = (itemsize, dim * itemsize) if order is ConvOrder.SD else (state_len * itemsize, itemsize)
+    first_channels = itertools.accumulate((len(segment.held) for segment in segments), initial=0)
+    return tuple(
+        _component(
+            pages,
+            first * channel,
+            name=f"conv.{segment.name}",
+            heads=(segment.held,),
+            total_heads=segment.total,
+            num_channels=state_len,
+            itemsize=itemsize,
+            head_stride=channel,
+            channel_stride=tap,
         )
-        first += len(segment.held)
-    return tuple(components)
+        for segment, first in zip(segments, first_channels, strict=False)
+    )
 
 
 def recurrent_component(
@@ -166,6 +165,7 @@ def recurrent_component(
     """
     return _component(
         pages,
+        page_offset,
         name="ssm",
         heads=(held,),
         total_heads=total_heads,
@@ -173,7 +173,6 @@ def recurrent_component(
         itemsize=itemsize,
         head_stride=num_channels * itemsize,
         channel_stride=itemsize,
-        page_offset=page_offset,
     )
 
 
@@ -193,6 +192,7 @@ def padding_components(pages: StatePages, begin: int, end: int, tp_rank: int, tp
         return ()
     component = _component(
         pages,
+        begin,
         name="padding",
         heads=(HeadRange(tp_rank, tp_rank + 1),),
         total_heads=tp_size,
@@ -200,38 +200,19 @@ def padding_components(pages: StatePages, begin: int, end: int, tp_rank: int, tp
         itemsize=1,
         head_stride=end - begin,
         channel_stride=1,
-        page_offset=begin,
         is_padding=True,
     )
     return (component,)
 
 
-def _component(
-    pages: StatePages,
-    *,
-    name: str,
-    heads: tuple[HeadRange, ...],
-    total_heads: int,
-    num_channels: int,
-    itemsize: int,
-    head_stride: int,
-    channel_stride: int,
-    page_offset: int,
-    is_padding: bool = False,
-) -> Component:
+def _component(pages: StatePages, page_offset: int, **fields: Any) -> Component:
+    """Return a component of which the first element lies ``page_offset`` bytes into each page."""
     return Component(
-        name=name,
         layers=tuple(pages.layers),
         layer_offsets=tuple(offset + page_offset for offset in pages.layer_offsets),
-        heads=heads,
-        total_heads=total_heads,
-        num_channels=num_channels,
-        itemsize=itemsize,
         block_stride=pages.block_stride,
-        head_stride=head_stride,
         # A block is one state and so one "token".
         token_stride=pages.block_stride,
-        channel_stride=channel_stride,
         region=pages.region,
-        is_padding=is_padding,
+        **fields,
     )

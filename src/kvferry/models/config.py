@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kvferry.errors import Reason, SettingsError
 
@@ -22,6 +22,11 @@ ITEM_SIZES = {
 }
 """Bytes of one number of each dtype."""
 BY_HAND = "Give the shapes by hand."
+
+
+def refuse(what: str, remedy: str = BY_HAND, reason: Reason = Reason.INVALID_SETTING) -> NoReturn:
+    """Raise :class:`SettingsError`."""
+    raise SettingsError(reason, what, remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +60,10 @@ class ModelConfig:
         """
         name = next((name for name in names if self.fields.get(name) is not None), None)
         if name is None:
-            raise SettingsError(Reason.INVALID_SETTING, f"the configuration has no {names[0]!r}.", BY_HAND)
+            refuse(f"the configuration has no {names[0]!r}.")
         value = self.fields[name]
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_NUMBER:
-            what = f"{name!r} is {_short(value)}, not a whole number from 1 to {MAX_NUMBER}."
-            raise SettingsError(Reason.INVALID_SETTING, what, BY_HAND)
+            refuse(f"{name!r} is {_short(value)}, not a whole number from 1 to {MAX_NUMBER}.")
         return value
 
     def layer_types(self, num_layers: int) -> list[str] | None:
@@ -71,8 +75,7 @@ class ModelConfig:
         if found is None:
             return None
         if not isinstance(found, list) or len(found) != num_layers or not all(isinstance(kind, str) for kind in found):
-            what = f"'layer_types' is not a list of {num_layers} names, one for each layer."
-            raise SettingsError(Reason.INVALID_SETTING, what, BY_HAND)
+            refuse(f"'layer_types' is not a list of {num_layers} names, one for each layer.")
         return found
 
 
@@ -82,23 +85,21 @@ def read_config(path: Path) -> ModelConfig:
     Raises :class:`SettingsError` (``invalid-setting``) for a file that cannot be read, is too large, or holds no JSON
     object.
     """
-    path = path / "config.json" if path.is_dir() else path
+    path, remedy = path / "config.json" if path.is_dir() else path, "Name the model's config.json."
     try:
         if not path.is_file():
-            raise SettingsError(Reason.INVALID_SETTING, f"{path} is not a file.", f"Name a config.json. {BY_HAND}")
+            refuse(f"{path} is not a file.", f"Name a config.json. {BY_HAND}")
         with path.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
         if len(text) > MAX_CONFIG_BYTES:
-            what = f"{path} has more than {MAX_CONFIG_BYTES} bytes; a config.json is shorter."
-            raise SettingsError(Reason.INVALID_SETTING, what, "Name the model's config.json.")
+            refuse(f"{path} has more than {MAX_CONFIG_BYTES} bytes; a config.json is shorter.", remedy)
         fields = json.loads(text)
+    except SettingsError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, SettingsError):
-            raise
-        what = f"{path} is not a model configuration: {error}."
-        raise SettingsError(Reason.INVALID_SETTING, what, "Name the model's config.json.") from None
+        raise SettingsError(Reason.INVALID_SETTING, f"{path} is not a model configuration: {error}.", remedy) from None
     if not isinstance(fields, dict):
-        raise SettingsError(Reason.INVALID_SETTING, f"{path} holds no JSON object.", "Name the model's config.json.")
+        refuse(f"{path} holds no JSON object.", remedy)
     nested = fields.get("text_config")
     return ModelConfig({**fields, **nested} if isinstance(nested, dict) else fields)
 
@@ -112,7 +113,7 @@ def item_size(dtype: str) -> int:
     found = ITEM_SIZES.get(dtype.removeprefix("torch."))
     if found is None:
         nearest = difflib.get_close_matches(dtype, ITEM_SIZES, n=1, cutoff=0.0)[0]
-        raise SettingsError(Reason.INVALID_SETTING, f"dtype {_short(dtype)} is unknown.", f"Did you mean {nearest!r}?")
+        refuse(f"dtype {_short(dtype)} is unknown.", f"Did you mean {nearest!r}?")
     return found
 
 

@@ -8,11 +8,12 @@ the shapes by hand, whereas a wrong plan would go unnoticed.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from kvferry.errors import Reason, SettingsError
+from kvferry.errors import Reason
 from kvferry.layout.component import MAX_LAYERS
-from kvferry.models.config import BY_HAND, ModelConfig
+from kvferry.models.config import ModelConfig, refuse
 from kvferry.models.layer_caches import AttentionCache, GatedDeltaCache, LayerCache, Mamba2Cache
 
 HINTS = re.compile(
@@ -57,9 +58,8 @@ def _refuse_hints(config: ModelConfig, understood: str) -> None:
             continue
         if not _is_inert(name, config):
             family = f"family {config.family!r}" if config.family else "a family without a name"
-            what = f"{name!r} of {family} hints at a cache that cannot be planned."
             remedy = "Give --layers, --kv-heads and --head-size of the full-attention layers instead of --model."
-            raise SettingsError(Reason.UNSUPPORTED, what, remedy)
+            refuse(f"{name!r} of {family} hints at a cache that cannot be planned.", remedy, Reason.UNSUPPORTED)
 
 
 def _is_inert(name: str, config: ModelConfig) -> bool:
@@ -77,8 +77,7 @@ def _is_inert(name: str, config: ModelConfig) -> bool:
 def _num_layers(config: ModelConfig) -> int:
     found = config.number("num_hidden_layers", "n_layer")
     if found > MAX_LAYERS:
-        what = f"the configuration has {found} layers; the limit is {MAX_LAYERS}."
-        raise SettingsError(Reason.UNSUPPORTED, what, BY_HAND)
+        refuse(f"the configuration has {found} layers; the limit is {MAX_LAYERS}.", reason=Reason.UNSUPPORTED)
     return found
 
 
@@ -92,8 +91,7 @@ def _attention(config: ModelConfig, itemsize: int, window: int = 0) -> Attention
     else:
         hidden = config.number("hidden_size", "n_embd")
         if hidden % heads:
-            what = f"'hidden_size' {hidden} is not a multiple of 'num_attention_heads' {heads}; 'head_dim' is missing."
-            raise SettingsError(Reason.INVALID_SETTING, what, BY_HAND)
+            refuse(f"'hidden_size' {hidden} is no multiple of 'num_attention_heads' {heads}; 'head_dim' is missing.")
         head_size = hidden // heads
     return AttentionCache(num_kv_heads=kv_heads, head_size=head_size, itemsize=itemsize, window=window)
 
@@ -123,15 +121,11 @@ def _gemma3(config: ModelConfig, itemsize: int) -> list[LayerCache]:
     return _sliding(config, itemsize, config.number(pattern) if pattern else 6)
 
 
-def _gpt_oss(config: ModelConfig, itemsize: int) -> list[LayerCache]:
-    return _sliding(config, itemsize, 2)
-
-
 def _granite_hybrid(config: ModelConfig, itemsize: int) -> list[LayerCache]:
     num_layers = _num_layers(config)
     types = config.layer_types(num_layers)
     if types is None:
-        raise SettingsError(Reason.INVALID_SETTING, "the configuration has no 'layer_types'.", BY_HAND)
+        refuse("the configuration has no 'layer_types'.")
     attention = _attention(config, itemsize)
     if all(_is_full(kind, STATE) for kind in types):
         return [attention] * num_layers
@@ -139,11 +133,10 @@ def _granite_hybrid(config: ModelConfig, itemsize: int) -> list[LayerCache]:
     given = config.fields.get("mamba_d_head", "auto")
     head_size = intermediate // heads if given == "auto" else config.number("mamba_d_head")
     if head_size * heads != intermediate:
-        what = (
+        refuse(
             f"'mamba_n_heads' {heads} times head size {head_size} is not 'mamba_expand' times 'hidden_size', "
             f"{intermediate}."
         )
-        raise SettingsError(Reason.INVALID_SETTING, what, BY_HAND)
     state = Mamba2Cache(
         intermediate_size=intermediate,
         num_groups=config.number("mamba_n_groups"),
@@ -175,8 +168,7 @@ def _qwen3_next(config: ModelConfig, itemsize: int) -> list[LayerCache]:
 def _kernel_size(config: ModelConfig, name: str) -> int:
     found = config.number(name)
     if not 2 <= found <= 256:
-        what = f"{name!r} is {found}; a convolution takes 2 to 256 inputs."
-        raise SettingsError(Reason.INVALID_SETTING, what, BY_HAND)
+        refuse(f"{name!r} is {found}; a convolution takes 2 to 256 inputs.")
     return found
 
 
@@ -187,8 +179,8 @@ def _every(num_layers: int, every: int, otherwise: str) -> list[str]:
 def _is_full(kind: str, others: tuple[str, ...]) -> bool:
     """Return whether a layer attends to all tokens. Raises for a type that is neither that nor one of ``others``."""
     if kind not in FULL and kind not in others:
-        what = f"'layer_types' has a layer of type {kind!r}; kvferry can plan {', '.join((*FULL, *others))}."
-        raise SettingsError(Reason.UNSUPPORTED, what, BY_HAND)
+        known = ", ".join((*FULL, *others))
+        refuse(f"'layer_types' has a layer of type {kind!r}; kvferry can plan {known}.", reason=Reason.UNSUPPORTED)
     return kind in FULL
 
 
@@ -200,7 +192,7 @@ FAMILIES = {
     "kimi_k2": Family(_latent, _MLA),
     "gemma3": Family(_gemma3, _WINDOWED),
     "gemma3_text": Family(_gemma3, _WINDOWED),
-    "gpt_oss": Family(_gpt_oss, _WINDOWED),
+    "gpt_oss": Family(partial(_sliding, every=2), _WINDOWED),
     "granitemoehybrid": Family(_granite_hybrid, "mamba_.*|layer_types|layers_block_type"),
     "qwen3_next": Family(_qwen3_next, "linear_.*|full_attention_interval|layer_types"),
 }

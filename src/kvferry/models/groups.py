@@ -89,19 +89,15 @@ def _names(caches: list[LayerCache]) -> list[str]:
     return numbered
 
 
-def is_mixed(groups: tuple[LayerGroup, ...]) -> bool:
-    """Return whether the groups hold both states and attention, whose pages differ in shape."""
-    return len({group.kind is CacheKind.STATE for group in groups}) > 1
-
-
 def possible_layout(groups: tuple[LayerGroup, ...], wanted: NamedLayout) -> NamedLayout:
-    """Return the wanted layout, or the nearest one that can hold pages of mixed shapes.
+    """Return the wanted layout, or for states beside attention the nearest one that can hold pages of both shapes.
 
     >>> attention = AttentionCache(num_kv_heads=2, head_size=64, itemsize=2)
     >>> possible_layout(form_groups({"0": attention}), NamedLayout.BHLNC).value
     'BHLNC'
     """
-    if not is_mixed(groups) or wanted in COMPACT_LAYOUTS:
+    is_mixed = len({group.kind is CacheKind.STATE for group in groups}) > 1
+    if not is_mixed or wanted in COMPACT_LAYOUTS:
         return wanted
     return NamedLayout.BLHNC if wanted.is_cross_layer else NamedLayout.LBHNC
 

@@ -1,6 +1,7 @@
 """The cache of one layer of a model, as integers."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvferry.layout.component import HeadRange, heads_of_rank, require
 from kvferry.layout.group import CacheKind
@@ -42,26 +43,12 @@ class AttentionCache:
         return len(self.heads(0, tp_size)) * block_size * self.num_channels * self.itemsize
 
 
-class _State:
-    """A cache with one state per sequence."""
-
-    __slots__ = ()
-
-    @property
-    def kind(self) -> CacheKind:
-        """The kind of group that such layers form."""
-        return CacheKind.STATE
-
-    @property
-    def window(self) -> int:
-        """0: a state covers all tokens."""
-        return 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2Cache(_State):
+class Mamba2Cache:
     """The state of one Mamba2 layer. The convolution keeps ``kernel_size - 1`` inputs."""
 
+    kind: ClassVar = CacheKind.STATE
+    window: ClassVar = 0
     intermediate_size: int
     num_groups: int
     state_size: int
@@ -81,9 +68,11 @@ class Mamba2Cache(_State):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaCache(_State):
+class GatedDeltaCache:
     """The state of one layer of a gated delta net."""
 
+    kind: ClassVar = CacheKind.STATE
+    window: ClassVar = 0
     num_key_heads: int
     key_head_size: int
     num_value_heads: int

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvferry.errors import Reason, SettingsError
-from kvferry.models.config import item_size, read_config
+from kvferry.errors import Reason
+from kvferry.models.config import item_size, read_config, refuse
 from kvferry.models.families import layer_caches
 from kvferry.models.layer_caches import AttentionCache, LayerCache
 
@@ -30,11 +30,8 @@ def uniform_cache(caches: Sequence[LayerCache]) -> AttentionCache:
     """
     cache = caches[0]
     if len(set(caches)) > 1 or not isinstance(cache, AttentionCache) or cache.window:
-        raise SettingsError(
-            Reason.UNSUPPORTED,
-            "the model's layers differ from each other, or keep a window or a state.",
-            "Leave out --layers, --kv-heads and --head-size, or leave out --model.",
-        )
+        what = "the model's layers differ from each other, or keep a window or a state."
+        refuse(what, "Leave out --layers, --kv-heads and --head-size, or leave out --model.", Reason.UNSUPPORTED)
     return cache
 
 
@@ -54,7 +51,7 @@ def caches_of(
         return [replace(cache, num_kv_heads=heads, head_size=size)] * (layers or len(caches))
     if not (layers and kv_heads and head_size):
         by_hand = {"--layers": layers, "--kv-heads": kv_heads, "--head-size": head_size}
-        what = f"{', '.join(option for option, value in by_hand.items() if not value)} must be given."
-        raise SettingsError(Reason.INVALID_SETTING, what, "Or name a model's config.json with --model.")
+        missing = ", ".join(option for option, value in by_hand.items() if not value)
+        refuse(f"{missing} must be given.", "Or name a model's config.json with --model.")
     itemsize = item_size(dtype or "bfloat16")
     return [AttentionCache(num_kv_heads=kv_heads, head_size=head_size, itemsize=itemsize)] * layers

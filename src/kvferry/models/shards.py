@@ -9,10 +9,9 @@ blocks are contiguous.
 from dataclasses import dataclass
 
 from kvferry.errors import LayoutError, Reason
-from kvferry.layout.axes import Axis
 from kvferry.layout.component import Component, require
 from kvferry.layout.group import CacheGroup, CacheKind
-from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.named_layouts import Axis, NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.states import ConvOrder, StatePages, conv_components, padding_components, recurrent_component
 from kvferry.models.groups import LayerGroup, page_bytes, possible_layout

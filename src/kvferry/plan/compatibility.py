@@ -1,17 +1,20 @@
 """Checks that a plan between source ranks and a destination rank can exist. Each raises with a reason and remedy."""
 
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.component import Atom, Component
 from kvferry.layout.group import CacheGroup, TokenShare
 from kvferry.layout.shard import Shard
 
+EVERY_RANK = "Name every rank of the source engine."
+
 
 def check_layers(sources: Sequence[Shard], destination: Shard) -> None:
     """Raise unless the sources hold the destination's groups and layers, each layer in one pipeline stage."""
     if not sources:
-        raise PlanError(Reason.MISSING_SOURCE, "there are no source ranks.", "Name every rank of the source engine.")
+        _refuse(Reason.MISSING_SOURCE, "there are no source ranks.", EVERY_RANK)
     for group in destination.groups:
         stages = {found.layers for source in sources if (found := source.group(group.name))}
         if not stages:
@@ -29,23 +32,10 @@ def check_layers(sources: Sequence[Shard], destination: Shard) -> None:
             _refuse(
                 Reason.LAYER_MISMATCH, f"group {group.name!r}: source ranks hold overlapping, unequal sets of layers."
             )
-    _check_unknown_groups(sources, destination)
-
-
-def _check_unknown_groups(sources: Sequence[Shard], destination: Shard) -> None:
-    known = {group.name for group in destination.groups}
-    unknown = {group.name for source in sources for group in source.groups} - known
+    unknown = {group.name for source in sources for group in source.groups}
+    unknown -= {group.name for group in destination.groups}
     if destination.pp_size == 1 and unknown:
         _refuse(Reason.GROUP_MISMATCH, f"only the sources have cache groups {_some(unknown)}.")
-
-
-def check_groups(
-    held: Sequence[tuple[int, CacheGroup]], sources: Sequence[Shard], wanted: CacheGroup, destination: Shard
-) -> None:
-    """Raise unless every source's group has the components, scales and kind of the destination's group."""
-    for index, group in held:
-        between = f"group {wanted.name!r} between {sources[index].rank_name} and {destination.rank_name}"
-        _check_group(group, wanted, between)
 
 
 def check_shares(held: Sequence[CacheGroup], wanted: CacheGroup) -> None:
@@ -61,14 +51,15 @@ def check_shares(held: Sequence[CacheGroup], wanted: CacheGroup) -> None:
     shares = (TokenShare(rank, size, interleave) for rank in range(size) if rank not in ranks)
     missing = next((share for share in shares if share.overlaps(wanted.token_share)), None)
     if missing is not None:
-        raise PlanError(
+        _refuse(
             Reason.MISSING_SOURCE,
             f"group {wanted.name!r}: no source rank holds the tokens of {missing!r}.",
-            "Name every rank of the source engine.",
+            EVERY_RANK,
         )
 
 
-def _check_group(source: CacheGroup, destination: CacheGroup, between: str) -> None:
+def check_group(source: CacheGroup, destination: CacheGroup, between: str) -> None:
+    """Raise unless both groups have the same components, scales and kind."""
     if source.kind is not destination.kind:
         _refuse(Reason.GROUP_MISMATCH, f"{between}: cache kinds {source.kind} and {destination.kind} differ.")
     if source.window != destination.window:
@@ -79,7 +70,7 @@ def _check_group(source: CacheGroup, destination: CacheGroup, between: str) -> N
     needed = [component for component in destination.components if not component.is_padding]
     wanted = {component.name for component in needed}
     if components.keys() != wanted:
-        raise PlanError(
+        _refuse(
             Reason.SPLIT_ATOM,
             f"{between}: the components {sorted(components)} and {sorted(wanted)} differ.",
             "Describe K and V as separate components in both engines.",
@@ -93,13 +84,13 @@ def _check_group(source: CacheGroup, destination: CacheGroup, between: str) -> N
 
 def _check_pages(source: CacheGroup, destination: CacheGroup, where: str) -> None:
     if source.block_size != destination.block_size:
-        raise PlanError(
+        _refuse(
             Reason.BLOCK_SIZE_MISMATCH,
             f"{where}: packed pages of {source.block_size} and {destination.block_size} tokens differ.",
             "Start both engines with one block size.",
         )
     if source.token_share.split != destination.token_share.split:
-        raise PlanError(
+        _refuse(
             Reason.SPLIT_ATOM,
             f"{where}: packed pages hold {source.token_share!r} and {destination.token_share!r} of the tokens.",
             "Start both engines with one context-parallel size and interleave.",
@@ -123,25 +114,25 @@ def _check_scales(source: CacheGroup, destination: CacheGroup, between: str) -> 
 
 
 def _check_component(source: Component, destination: Component, where: str) -> None:
-    if source.total_heads != destination.total_heads:
-        heads = f"{source.total_heads} and {destination.total_heads}"
-        _refuse(Reason.MODEL_MISMATCH, f"{where}: numbers of heads {heads} differ.")
-    if source.itemsize != destination.itemsize:
-        sizes = f"{source.itemsize} and {destination.itemsize}"
-        _refuse(Reason.DTYPE_MISMATCH, f"{where}: item sizes of {sizes} bytes differ.")
-    if source.num_channels != destination.num_channels:
-        channels = f"{source.num_channels} and {destination.num_channels}"
-        _refuse(Reason.HEAD_SIZE_MISMATCH, f"{where}: channels {channels} differ.")
+    for what, reason, sent, received in (
+        ("numbers of heads", Reason.MODEL_MISMATCH, source.total_heads, destination.total_heads),
+        ("item sizes in bytes", Reason.DTYPE_MISMATCH, source.itemsize, destination.itemsize),
+        ("numbers of channels", Reason.HEAD_SIZE_MISMATCH, source.num_channels, destination.num_channels),
+    ):
+        if sent != received:
+            _refuse(reason, f"{where}: {what} {sent} and {received} differ.")
     if source.packing != destination.packing:
-        raise PlanError(
+        _refuse(
             Reason.PACKING_MISMATCH,
             f"{where}: pages are packed as {source.packing or 'plain'!r} and {destination.packing or 'plain'!r}.",
             "Run both engines on one kind of processor with one dtype and block size.",
         )
 
 
-def _refuse(reason: Reason, message: str) -> None:
-    raise PlanError(reason, message, "Serve the same model with the same cache settings on both engines.")
+def _refuse(
+    reason: Reason, message: str, remedy: str = "Serve the same model with the same cache settings on both engines."
+) -> NoReturn:
+    raise PlanError(reason, message, remedy)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -61,14 +61,10 @@ def without(left: Sequence[HeadRange], right: Sequence[HeadRange]) -> Ranges:
     """
     rest = list(left)
     for taken in right:
-        bounds = [pair for held in rest for pair in _around(held, taken)]
+        before = [(held.start, min(held.end, taken.start)) for held in rest]
+        bounds = before + [(max(held.start, taken.end), held.end) for held in rest]
         rest = [HeadRange(start, end) for start, end in bounds if start < end]
     return canonical(rest)
-
-
-def _around(held: HeadRange, taken: HeadRange) -> list[tuple[int, int]]:
-    """Return the bounds of the heads before and after the taken ones; either may be empty."""
-    return [(held.start, min(held.end, taken.start)), (max(held.start, taken.end), held.end)]
 
 
 def match_heads(

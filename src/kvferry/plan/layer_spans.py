@@ -7,9 +7,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from kvferry.layout.group import CacheGroup
-from kvferry.layout.shard import Shard
-from kvferry.plan.match import Assignment
-from kvferry.plan.planner import GroupPlan, PairPlan, plan_pair
+from kvferry.plan.planner import GroupPlan, PairPlan
 
 LAYERS_PER_SPAN = 8
 """With spans of one layer the time to first token was up to 1.4 times as long: each batch wakes threads
@@ -84,35 +82,23 @@ def plan_spans(plan: PairPlan, group: str, spans: Mapping[int, Sequence[str]]) -
     Layers that only the source or only the destination holds, as between pipeline stages, are left out, and so are
     spans without common layers.
     """
-    common = plan.groups[group].source_group.layers & plan.groups[group].destination_group.layers
+    whole = plan.groups[group]
+    source, destination = whole.source_group, whole.destination_group
+    common = source.layers & destination.layers
     return {
-        number: _plan_layers(plan, group, common & set(layers))
+        number: GroupPlan(
+            plan.source, plan.destination, (_with_layers(source, kept), _with_layers(destination, kept)), whole.heads
+        )
         for number, layers in spans.items()
-        if common & set(layers)
+        if (kept := common & set(layers))
     }
 
 
-def _plan_layers(plan: PairPlan, group: str, layers: frozenset[str]) -> GroupPlan:
-    components = tuple(component for component in plan.assignment.components if component.group == group)
-    source, destination = (_with_layers(shard, group, layers) for shard in (plan.source, plan.destination))
-    return plan_pair(source, destination, Assignment(plan.assignment.source_index, components)).groups[group]
-
-
-def _with_layers(shard: Shard, group: str, layers: frozenset[str]) -> Shard:
-    held = next(each for each in shard.groups if each.name == group)
-    return msgspec.structs.replace(shard, groups=(_group_with(held, layers),))
-
-
-def _group_with(group: CacheGroup, layers: frozenset[str]) -> CacheGroup:
+def _with_layers(group: CacheGroup, layers: frozenset[str]) -> CacheGroup:
     components = []
     for component in group.components:
-        kept = [index for index, layer in enumerate(component.layers) if layer in layers]
-        components.append(
-            msgspec.structs.replace(
-                component,
-                layers=tuple(component.layers[index] for index in kept),
-                layer_offsets=tuple(component.layer_offsets[index] for index in kept),
-            )
-        )
+        held = zip(component.layers, component.layer_offsets, strict=True)
+        names, offsets = zip(*((layer, offset) for layer, offset in held if layer in layers), strict=True)
+        components.append(msgspec.structs.replace(component, layers=names, layer_offsets=offsets))
     scales = tuple(scale for scale in group.scales if scale.layer in layers)
     return msgspec.structs.replace(group, components=tuple(components), scales=scales)

@@ -16,7 +16,7 @@ from kvferry.errors import PlanError, Reason
 from kvferry.layout.component import Component, HeadRange
 from kvferry.layout.group import CacheGroup, TokenShare
 from kvferry.layout.shard import Shard
-from kvferry.plan.compatibility import check_groups, check_layers, check_shares
+from kvferry.plan.compatibility import check_group, check_layers, check_shares
 from kvferry.plan.head_ranges import Ranges, canonical, common, count, without
 
 
@@ -88,7 +88,9 @@ def _needs(sources: Sequence[Shard], destination: Shard) -> Iterator[_Need]:
     for group in destination.groups:
         for stage in _stages(sources, group):
             held = [(index, found) for index in stage if (found := sources[index].group(group.name))]
-            check_groups(held, sources, group, destination)
+            for index, found in held:
+                between = f"group {group.name!r} between {sources[index].rank_name} and {destination.rank_name}"
+                check_group(found, group, between)
             check_shares([found for _, found in held], group)
             shares = sorted(
                 {(found.token_share.rank, found.token_share) for _, found in held}, key=lambda pair: pair[0]

@@ -26,7 +26,11 @@ MAX_DESCRIPTORS = 1 << 24
 
 
 class GroupPlan:
-    """The plan of one cache group between two ranks. Builds the template of a phase on first use and keeps it."""
+    """The plan of one cache group between two ranks.
+
+    Builds the templates of whole blocks at once, so that a request only applies block ids; those of any other phase on
+    first use. ``groups`` are the group at the source and at the destination, ``heads`` those that move, by component.
+    """
 
     def __init__(
         self,
@@ -39,6 +43,8 @@ class GroupPlan:
         self.heads = heads
         self._shards = (source, destination)
         self._templates: dict[Phase, tuple[Template, ...]] = {}
+        for phase in self.first_phases():
+            self.templates(phase)
 
     def first_phases(self) -> list[Phase]:
         """Return the phases of the first whole blocks of a request from token 0: in most cases all of its phases."""
@@ -100,7 +106,7 @@ class GroupPlan:
 
 
 class PairPlan:
-    """The plan between one source rank and one destination rank, for any request.
+    """The plan of one ``assignment`` from :func:`choose_sources`, for any request.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.testing.dense_shards import shard_for
@@ -109,7 +115,7 @@ class PairPlan:
     >>> prefill = [shard_for(layout=NamedLayout.BHLNC, tp_rank=rank, tp_size=2, **shape) for rank in range(2)]
     >>> decode = shard_for(layout=NamedLayout.BHLNC, base_address=1 << 30, **shape)
     >>> first, second = choose_sources(prefill, decode, selector=0)
-    >>> plan = plan_pair(prefill[1], decode, second)
+    >>> plan = PairPlan(prefill[1], decode, second)
     >>> plan.lower([GroupBlocks(group="full", first_token=0, last_token=20, source_block_ids=[5, 4],
     ...     destination_block_ids=[7, 9])]).tolist()
     [[40960, 1073864704, 8192], [32768, 1073897472, 8192]]
@@ -140,7 +146,7 @@ class PairPlan:
     @cached_property
     def digest(self) -> str:
         """A digest of both shards and of the groups and heads that the source sends."""
-        return digest([self.source], self.destination, [self.assignment])
+        return digest(self.source, self.destination, self.assignment)
 
     def asked(self, requests: Sequence[GroupBlocks]) -> list[tuple[GroupPlan, list[GroupBlocks]]]:
         """Return the requests of each group that this source serves. Raises as :meth:`lower`."""
@@ -194,20 +200,8 @@ class Planner:
         found = self._plans.get(assignment)
         if found is None:
             source = self.sources[assignment.source_index]
-            found = self._plans.setdefault(assignment, plan_pair(source, self.destination, assignment))
+            found = self._plans.setdefault(assignment, PairPlan(source, self.destination, assignment))
         return found
-
-
-def plan_pair(source: Shard, destination: Shard, assignment: Assignment) -> PairPlan:
-    """Return the plan of one ``assignment`` from :func:`choose_sources`.
-
-    Builds the templates of whole blocks at once, so that a request only applies block ids.
-    """
-    plan = PairPlan(source, destination, assignment)
-    for group in plan.groups.values():
-        for phase in group.first_phases():
-            group.templates(phase)
-    return plan
 
 
 def _descriptors(rows: list[Offsets]) -> Descriptors:

@@ -79,17 +79,12 @@ def fold(run_bytes: int, loops: Iterable[Loop]) -> tuple[int, tuple[Loop, ...]]:
         if source == destination == run_bytes:
             run_bytes *= count
             continue
-        if folded and _continues(folded[-1], source, destination):
-            inner_count, inner_source, inner_destination = folded.pop()
-            folded.append((inner_count * count, inner_source, inner_destination))
-            continue
-        folded.append((count, source, destination))
+        inner_count, inner_source, inner_destination = folded[-1] if folded else (0, 0, 0)
+        if folded and (source, destination) == (inner_source * inner_count, inner_destination * inner_count):
+            folded[-1] = (inner_count * count, inner_source, inner_destination)
+        else:
+            folded.append((count, source, destination))
     return run_bytes, tuple(folded)
-
-
-def _continues(inner: Loop, source: int, destination: int) -> bool:
-    count, inner_source, inner_destination = inner
-    return source == inner_source * count and destination == inner_destination * count
 
 
 def merge_rows(rows: Offsets) -> Offsets:

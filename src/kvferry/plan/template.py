@@ -95,6 +95,12 @@ class Template:
         return memory.reshape(-1, 3)
 
 
+Memory = tuple[int, int, int, int]
+"""Source region, destination region, and the block stride in each."""
+Pattern = tuple[int, tuple[Loop, ...]]
+"""Bytes of a run and the loops around it."""
+
+
 def build_templates(
     source: Shard,
     destination: Shard,
@@ -108,31 +114,19 @@ def build_templates(
     Raises :class:`PlanError`: ``invalid-request`` for a phase that splits a packed page, ``unsupported`` for blocks
     with more than ``MAX_RUNS`` runs.
     """
-    patterns: dict[tuple[Component, Component], list[tuple[StridedCopy, Offsets]]] = {}
-    for component in groups[1].components:
-        if component.name in heads:
-            pair = groups[0].component(component.name), component
-            for run in phase:
-                found = _patterns(source, destination, pair, heads[component.name], run, groups[0].block_size)
-                patterns.setdefault(pair, []).extend(found)
-    return tuple(_template(key, members) for key, members in _by_memory(patterns).items())
-
-
-Memory = tuple[int, int, int, int]
-Pattern = tuple[int, tuple[Loop, ...]]
-
-
-def _by_memory(
-    patterns: dict[tuple[Component, Component], list[tuple[StridedCopy, Offsets]]],
-) -> dict[Memory, dict[Pattern, list[Offsets]]]:
-    """Collect the places of equal patterns in equal memory, so that K and V planes can become one run again."""
+    # Equal patterns in equal memory are collected, so that K and V planes can become one run again.
     memories: dict[Memory, dict[Pattern, list[Offsets]]] = {}
-    for (source, destination), members in patterns.items():
-        memory = (source.region, destination.region, source.block_stride, destination.block_stride)
-        for copy, places in members:
-            collected = memories.setdefault(memory, {})
-            collected.setdefault((copy.run_bytes, copy.loops), []).append(places)
-    return memories
+    for received in groups[1].components:
+        if received.name not in heads:
+            continue
+        sent = groups[0].component(received.name)
+        memory = (sent.region, received.region, sent.block_stride, received.block_stride)
+        for run in phase:
+            pair = sent, received
+            for copy, places in _patterns(source, destination, pair, heads[received.name], run, groups[0].block_size):
+                patterns = memories.setdefault(memory, {})
+                patterns.setdefault((copy.run_bytes, copy.loops), []).append(places)
+    return tuple(_template(memory, patterns) for memory, patterns in memories.items())
 
 
 def _template(memory: Memory, patterns: dict[Pattern, list[Offsets]]) -> Template:

@@ -1,14 +1,12 @@
 """Shards as bytes for the handshake, and digests of plans."""
 
 import hashlib
-from collections.abc import Sequence
 
 import msgspec
 
 from kvferry.errors import KVFerryError, PlanError, Reason
 from kvferry.layout.shard import Shard
 from kvferry.plan.match import Assignment
-from kvferry.plan.request import GroupBlocks
 
 MAX_SHARD_BYTES = 1 << 20
 """Limit of the encoding of a shard."""
@@ -61,27 +59,7 @@ def decode_shard(encoded: bytes) -> Shard:
         raise PlanError(Reason.MALFORMED_MESSAGE, f"a message is no shard: {error}.", SAME_VERSION) from None
 
 
-def digest(
-    sources: Sequence[Shard],
-    destination: Shard,
-    assignments: Sequence[Assignment],
-    requests: Sequence[GroupBlocks] = (),
-) -> str:
-    """Return a digest of all inputs of a lowered list: shards, assignments and block ids.
-
-    Equal plans have equal digests in every process, so that a message about a push can name its plan.
-    """
-    asked = [
-        (
-            blocks.group,
-            blocks.first_token,
-            blocks.last_token,
-            blocks.source_first_token,
-            blocks.destination_first_token,
-            blocks.source_ids.astype("<i8").tobytes(),
-            blocks.destination_ids.astype("<i8").tobytes(),
-        )
-        for blocks in requests
-    ]
-    encoded = _encoder.encode((tuple(sources), destination, tuple(assignments), asked))
+def digest(source: Shard, destination: Shard, assignment: Assignment) -> str:
+    """Return a digest that is equal in every process, so that a message about a push can name its plan."""
+    encoded = _encoder.encode((source, destination, assignment))
     return hashlib.blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest()

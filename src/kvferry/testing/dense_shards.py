@@ -1,13 +1,11 @@
 """Shards of dense caches, from the sizes of a cache and a named layout."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from kvferry.layout.axes import Axis
 from kvferry.layout.component import Atom, Component, HeadRange, heads_of_rank, require
 from kvferry.layout.group import WHOLE, CacheGroup, CacheKind, TokenShare
-from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.named_layouts import Axis, NamedLayout
 from kvferry.layout.shard import Region, Shard
 
 
@@ -24,17 +22,6 @@ class Content(StrEnum):
     """In each page a K plane ``[channel][token]``, then a V plane ``[token][channel]`` (vLLM's CPU attention)."""
     APART = "apart"
     """All of K in the first half of the memory and all of V in the second."""
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """Where K, V or both lie within the content bytes of one page: see :func:`_tensors`."""
-
-    name: str
-    num_channels: int
-    first_byte: int
-    token_stride: int
-    channel_stride: int
 
 
 def shard_for(
@@ -72,17 +59,38 @@ def shard_for(
       kv BHLNC: base + b*32768 + h*8192 + l*4096 + n*256 + c*2
     """
     require(kind is not CacheKind.STATE, "states are not laid out by axes.", "Use kvferry.layout.states.")
+    value_head_size = head_size if value_head_size is None else value_head_size
+    widths = {"latent": head_size} if kind is CacheKind.MLA else {"k": head_size, "v": value_head_size}
     num_kv_heads = 1 if kind is CacheKind.MLA else num_kv_heads
     heads = HeadRange(0, 1) if kind is CacheKind.MLA else heads_of_rank(num_kv_heads, tp_rank, tp_size)
-    widths = _widths(kind, head_size, value_head_size)
+    if content is Content.FUSED and len(widths) == 2:
+        widths = {"kv": sum(widths.values())}
     components: list[Component] = []
     length = 0
-    for group_of_widths in [[width] for width in widths] if content is Content.APART else [widths]:
-        content_bytes = sum(width for _, width in group_of_widths) * itemsize
+    for together in [{name: width} for name, width in widths.items()] if content is Content.APART else [widths]:
+        content_bytes = sum(together.values()) * itemsize
         sizes = {Axis.L: len(layers), Axis.B: num_blocks, Axis.H: len(heads), Axis.N: block_size, Axis.C: content_bytes}
         strides = layout.strides(sizes)
-        for tensor in _tensors(group_of_widths, content, layout, itemsize, block_size, strides[Axis.N]):
-            components.append(_component(tensor, layers, (heads, num_kv_heads), itemsize, strides, length, packing))
+        places = _places(together, content, layout, itemsize, block_size, strides[Axis.N])
+        for (name, width), (first_byte, token_stride, channel_stride) in zip(together.items(), places, strict=True):
+            first = length + first_byte
+            components.append(
+                Component(
+                    name=name,
+                    layers=tuple(layers),
+                    layer_offsets=tuple(first + index * strides[Axis.L] for index in range(len(layers))),
+                    heads=(heads,),
+                    total_heads=num_kv_heads,
+                    num_channels=width,
+                    itemsize=itemsize,
+                    block_stride=strides[Axis.B],
+                    head_stride=strides[Axis.H],
+                    token_stride=token_stride,
+                    channel_stride=channel_stride,
+                    atom=Atom.PAGE if packing else Atom.CONTENT,
+                    packing=packing,
+                )
+            )
         length += content_bytes * len(layers) * num_blocks * len(heads) * block_size
     group = CacheGroup(
         name=group_name,
@@ -97,61 +105,16 @@ def shard_for(
     return Shard(regions=(Region(base_address, length, device),), groups=(group,), **ranks)
 
 
-def _widths(kind: CacheKind, head_size: int, value_head_size: int | None) -> list[tuple[str, int]]:
-    if kind is CacheKind.MLA:
-        return [("latent", head_size)]
-    return [("k", head_size), ("v", head_size if value_head_size is None else value_head_size)]
-
-
-def _tensors(
-    widths: list[tuple[str, int]],
-    content: Content,
-    layout: NamedLayout,
-    itemsize: int,
-    block_size: int,
-    token_stride: int,
-) -> list[_Tensor]:
-    """Place K and V, each with its width in channels, within the content bytes of one page."""
-    if content is Content.FUSED or len(widths) == 1:
-        name = "kv" if len(widths) == 2 else widths[0][0]
-        return [_Tensor(name, sum(width for _, width in widths), 0, token_stride, itemsize)]
-    (key, key_width), (value, value_width) = widths
-    key_bytes, value_bytes = key_width * itemsize, value_width * itemsize
+def _places(
+    widths: Mapping[str, int], content: Content, layout: NamedLayout, itemsize: int, block_size: int, token_stride: int
+) -> list[tuple[int, int, int]]:
+    """Return the first byte, token stride and channel stride, within one page, of each tensor with these channels."""
+    key_bytes, *value_bytes = (width * itemsize for width in widths.values())
+    if not value_bytes:
+        return [(0, token_stride, itemsize)]
     if content is Content.INTERLEAVED:
-        return [
-            _Tensor(key, key_width, 0, token_stride, itemsize),
-            _Tensor(value, value_width, key_bytes, token_stride, itemsize),
-        ]
+        return [(0, token_stride, itemsize), (key_bytes, token_stride, itemsize)]
     require(layout.has_whole_pages, f"layout {layout} has no planes of K and V.", "Use a layout that ends in NC.")
     transposed = content is Content.TRANSPOSED_KEYS
-    keys = (itemsize, block_size * itemsize) if transposed else (key_bytes, itemsize)
-    return [
-        _Tensor(key, key_width, 0, *keys),
-        _Tensor(value, value_width, block_size * key_bytes, value_bytes, itemsize),
-    ]
-
-
-def _component(
-    tensor: _Tensor,
-    layers: Sequence[str],
-    heads: tuple[HeadRange, int],
-    itemsize: int,
-    strides: dict[Axis, int],
-    origin: int,
-    packing: str,
-) -> Component:
-    return Component(
-        name=tensor.name,
-        layers=tuple(layers),
-        layer_offsets=tuple(origin + tensor.first_byte + index * strides[Axis.L] for index in range(len(layers))),
-        heads=heads[:1],
-        total_heads=heads[1],
-        num_channels=tensor.num_channels,
-        itemsize=itemsize,
-        block_stride=strides[Axis.B],
-        head_stride=strides[Axis.H],
-        token_stride=tensor.token_stride,
-        channel_stride=tensor.channel_stride,
-        atom=Atom.PAGE if packing else Atom.CONTENT,
-        packing=packing,
-    )
+    keys = (0, itemsize, block_size * itemsize) if transposed else (0, key_bytes, itemsize)
+    return [keys, (block_size * key_bytes, value_bytes[0], itemsize)]

@@ -70,20 +70,19 @@ def needed_in(destination: Shard, sources: Sequence[Shard], requests: Sequence[G
         if len(ends) > 1:
             _invalid(f"group {blocks.group!r}: the sources differ in block size.")
         needs.append(
-            GroupBlocks(
-                group=blocks.group,
-                first_token=blocks.first_token,
+            replace(
+                blocks,
                 last_token=ends.pop() if ends else blocks.last_token,
                 source_block_ids=blocks.destination_ids,
-                destination_block_ids=blocks.destination_ids,
                 source_first_token=blocks.destination_first_token,
-                destination_first_token=blocks.destination_first_token,
             )
         )
-    everything = {
-        (group.name, component.name): component.heads for group in destination.groups for component in group.components
-    }
-    return _units(destination, destination, needs, everything, sources=sources)
+    return _units(destination, destination, needs, all_heads(destination), sources=sources)
+
+
+def all_heads(shard: Shard) -> Heads:
+    """Return every head that a shard holds."""
+    return {(group.name, component.name): component.heads for group in shard.groups for component in group.components}
 
 
 def _layers(component: Component, group_name: str, sources: Sequence[Shard]) -> set[str]:

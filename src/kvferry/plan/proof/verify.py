@@ -14,7 +14,7 @@ import numpy as np
 from kvferry.arrays import Descriptors, Flags, Integers
 from kvferry.errors import Reason, VerificationError
 from kvferry.layout.shard import Region, Shard
-from kvferry.plan.proof.needed_bytes import Heads, Units, needed_from, needed_in
+from kvferry.plan.proof.needed_bytes import Heads, Units, all_heads, needed_from, needed_in
 from kvferry.plan.request import GroupBlocks
 
 if TYPE_CHECKING:
@@ -52,11 +52,8 @@ def verify_destination(
     _check_once(together)
     need = needed_in(destination, [source for source, _ in lists], requests)
     _check_need(_compare(together, need), need)
-    everything = {
-        (group.name, component.name): component.heads for group in destination.groups for component in group.components
-    }
     for source, rows in sorted_lists:
-        units = needed_from(source, destination, requests, everything)
+        units = needed_from(source, destination, requests, all_heads(destination))
         _check_source(_compare(rows, units), rows, units)
 
 

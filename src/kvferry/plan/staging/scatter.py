@@ -78,79 +78,43 @@ class StagedTemplate:
     def __init__(self, template: Template, gap_bytes: int) -> None:
         self.template = template
         starts, lengths = source_runs(template.runs, gap_bytes)
-        self._starts, self._lengths = starts, lengths
-        self._offsets = np.cumsum(lengths) - lengths
+        self.starts, self.lengths = starts, lengths
+        self.offsets = np.cumsum(lengths) - lengths
         self.is_block_major = bool(starts[-1] + lengths[-1] - starts[0] <= template.source_block_stride)
-        self._copies = [found for copy in template.copies for found in self._stage_copies(copy)]
-        if len(self._copies) > MAX_COPIES:
+        self.copies = [found for copy in template.copies for found in self._stage_copies(copy)]
+        if len(self.copies) > MAX_COPIES:
             raise PlanError(
                 Reason.UNSUPPORTED,
-                f"{len(self._copies)} copies would move the stage into the cache; the limit is {MAX_COPIES}.",
+                f"{len(self.copies)} copies would move the stage into the cache; the limit is {MAX_COPIES}.",
             )
 
     @property
     def num_reads(self) -> int:
         """Descriptors for one block."""
-        return len(self._starts)
+        return len(self.starts)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in the stage."""
-        return int(self._lengths.sum())
+        return int(self.lengths.sum())
 
     @property
     def num_copies(self) -> int:
         """Copies from the stage into the cache, for any number of blocks."""
-        return len(self._copies)
+        return len(self.copies)
 
     @property
     def num_copied_runs(self) -> int:
         """Runs of these copies for one block."""
-        return int(sum(np.prod([loop[0] for loop in copy.loops], dtype=np.int64) for copy in self._copies))
-
-    def reads(self, source_blocks: Integers, stage_offset: int) -> Offsets:
-        """Return rows of source address, stage offset and length; adjacent rows are joined."""
-        blocks = source_blocks * self.template.source_block_stride
-        places = np.arange(len(blocks), dtype=np.int64)
-        shape = (len(blocks), self.num_reads)
-        rows = np.empty((*shape, 3), dtype=np.int64)
-        rows[:, :, 0] = blocks[:, None] + self._starts
-        rows[:, :, 1] = stage_offset + self._stage_offsets(places, len(blocks))
-        rows[:, :, 2] = self._lengths
-        return merge_rows(rows.reshape(-1, 3) if self.is_block_major else rows.swapaxes(0, 1).reshape(-1, 3))
-
-    def _stage_offsets(self, places: Integers, num_blocks: int) -> Integers:
-        if self.is_block_major:
-            return places[:, None] * self.block_bytes + self._offsets
-        return num_blocks * self._offsets + places[:, None] * self._lengths
-
-    def merges(self, destination_blocks: Integers, stage_offset: int) -> list[Merge]:
-        """Return the copies that move a stage of these blocks into the cache."""
-        scale = 1 if self.is_block_major else len(destination_blocks)
-        merges = []
-        for copy in self._copies:
-            loops = [(count, over * scale + within, to) for count, over, within, to in copy.loops]
-            run_bytes, folded = fold(copy.run_bytes, loops)
-            merges.append(
-                Merge(
-                    stage_offset=stage_offset + copy.run_begin * scale + copy.within_run,
-                    stage_block_stride=self.block_bytes if self.is_block_major else copy.run_length,
-                    destination_address=copy.destination_address,
-                    destination_block_stride=self.template.destination_block_stride,
-                    destination_blocks=destination_blocks,
-                    run_bytes=run_bytes,
-                    loops=folded,
-                )
-            )
-        return merges
+        return int(sum(np.prod([loop[0] for loop in copy.loops], dtype=np.int64) for copy in self.copies))
 
     def _stage_copies(self, copy: StridedCopy) -> Iterator[_StageCopy]:
         """Express a copy's source offsets as offsets in the stage; split the copy where those are not affine."""
         counts = [count for count, _, _ in copy.loops][::-1]
         rows = copy.expand().reshape(*counts, 3)
-        run = np.searchsorted(self._starts, rows[..., 0], side="right") - 1
+        run = np.searchsorted(self.starts, rows[..., 0], side="right") - 1
         places = np.stack(
-            (self._offsets[run], rows[..., 0] - self._starts[run], self._lengths[run], rows[..., 1]), axis=-1
+            (self.offsets[run], rows[..., 0] - self.starts[run], self.lengths[run], rows[..., 1]), axis=-1
         )
         for affine in _affine_parts(places, compare_lengths=not self.is_block_major):
             yield _stage_copy(affine, copy.run_bytes)
@@ -228,12 +192,38 @@ class StagedBlocks:
         return StagedBlocks(self.template, self.source_blocks[start:stop], self.destination_blocks[start:stop])
 
     def reads(self, stage_offset: int) -> Offsets:
-        """Return rows of source address, stage offset and length."""
-        return self.template.reads(self.source_blocks, stage_offset)
+        """Return rows of source address, stage offset and length; adjacent rows are joined."""
+        staged, num_blocks = self.template, len(self.source_blocks)
+        places = np.arange(num_blocks, dtype=np.int64)[:, None]
+        rows = np.empty((num_blocks, staged.num_reads, 3), dtype=np.int64)
+        rows[:, :, 0] = (self.source_blocks * staged.template.source_block_stride)[:, None] + staged.starts
+        if staged.is_block_major:
+            rows[:, :, 1] = stage_offset + places * staged.block_bytes + staged.offsets
+        else:
+            rows[:, :, 1] = stage_offset + num_blocks * staged.offsets + places * staged.lengths
+        rows[:, :, 2] = staged.lengths
+        return merge_rows((rows if staged.is_block_major else rows.swapaxes(0, 1)).reshape(-1, 3))
 
     def merges(self, stage_offset: int) -> list[Merge]:
         """Return the copies that follow the reads."""
-        return self.template.merges(self.destination_blocks, stage_offset)
+        staged = self.template
+        scale = 1 if staged.is_block_major else len(self.destination_blocks)
+        merges = []
+        for copy in staged.copies:
+            loops = [(count, over * scale + within, to) for count, over, within, to in copy.loops]
+            run_bytes, folded = fold(copy.run_bytes, loops)
+            merges.append(
+                Merge(
+                    stage_offset=stage_offset + copy.run_begin * scale + copy.within_run,
+                    stage_block_stride=staged.block_bytes if staged.is_block_major else copy.run_length,
+                    destination_address=copy.destination_address,
+                    destination_block_stride=staged.template.destination_block_stride,
+                    destination_blocks=self.destination_blocks,
+                    run_bytes=run_bytes,
+                    loops=folded,
+                )
+            )
+        return merges
 
 
 class ScatterPlan:

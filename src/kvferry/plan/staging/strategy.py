@@ -15,6 +15,7 @@ from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.staging.scatter import ALIGNMENT, ScatterPlan, aligned, source_runs
 from kvferry.plan.template import Template
+from kvferry.units import format_bytes
 
 DEFAULT_STAGE_BYTES = 64 << 20
 LEAST_GAIN = 1.4
@@ -100,12 +101,28 @@ class Prediction:
         copies = self.copied_bytes / costs.copy_bytes_per_second + self.num_copied_runs * costs.seconds_per_copied_run
         return replace(self, seconds=round(wire + copies + self.num_copies * costs.seconds_per_copy, 9))
 
+    def __str__(self) -> str:
+        what = f"{self.num_descriptors} descriptors, {format_bytes(self.num_bytes)} on the wire"
+        if self.num_copies:
+            what += f", then {self.num_copied_runs} runs in {self.num_copies} copies"
+        if self.gap_bytes:
+            what += f", reads include gaps of up to {format_bytes(self.gap_bytes)}"
+        return f"{self.strategy:7} {self.seconds * 1e3:7.2f} ms: {what}"
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The chosen and the rejected strategies of one pair of ranks, for ``num_tokens`` tokens in scattered blocks.
 
     ``impossible`` says why the pair cannot use scatter; it is empty where the pair can.
+
+    >>> direct, scatter = Prediction(Strategy.DIRECT, 4096, 8 << 20), Prediction(Strategy.SCATTER, 256, 8 << 20)
+    >>> costs = TYPICAL_COSTS["nixl"]
+    >>> print(Choice(scatter.timed(costs), (direct.timed(costs),), "the stage is small.", costs, 2048))
+    for 2048 tokens in scattered blocks over nixl:
+      chosen   scatter    1.12 ms: 256 descriptors, 8.0 MiB on the wire
+      rejected direct     9.57 ms: 4096 descriptors, 8.0 MiB on the wire
+      excluded scatter the stage is small.
     """
 
     chosen: Prediction
@@ -113,6 +130,12 @@ class Choice:
     impossible: str
     costs: Costs
     num_tokens: int
+
+    def __str__(self) -> str:
+        lines = [f"for {self.num_tokens} tokens in scattered blocks over {self.costs.transport}:"]
+        lines += [f"  chosen   {self.chosen}", *(f"  rejected {prediction}" for prediction in self.rejected)]
+        lines += [f"  excluded scatter {self.impossible}"] if self.impossible else []
+        return "\n".join(lines)
 
 
 def choose(

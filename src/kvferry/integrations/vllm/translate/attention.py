@@ -43,11 +43,11 @@ def attention_components(
     offsets = [view.data_ptr() - region.base_address for view in views.values()]
     place = {"layers": tuple(views), "heads": (heads,), "total_heads": total_heads}
     packing = _packing(vllm_config, name, first)
-    if packing is None:
-        return (_content(first, offsets, place),)
-    if packing.split(":")[1] in PLAIN_INSTRUCTION_SETS and first.element_size() > 1:
-        return _planes(name, first, offsets, place)
-    return (_content(first, offsets, place | {"atom": Atom.PAGE, "packing": packing}),)
+    if packing is not None:
+        if packing.split(":")[1] in PLAIN_INSTRUCTION_SETS and first.element_size() > 1:
+            return _planes(name, first, offsets, place)
+        place |= {"atom": Atom.PAGE, "packing": packing}
+    return (_component("kv", first, offsets, (first.shape[3], first.stride(2), first.stride(3)), place),)
 
 
 def check_scales_in_slots(vllm_config: "VllmConfig", layer_names: Iterable[str]) -> None:
@@ -85,21 +85,6 @@ def _kernel_with_scales(layer: Any) -> Any | None:
     return kernel if getattr(kernel, "_is_per_token_head_quant", False) else None
 
 
-def _content(view: torch.Tensor, offsets: Sequence[int], more: Mapping[str, Any]) -> Component:
-    block, head, token, channel = (stride * view.element_size() for stride in view.stride())
-    return Component(
-        name="kv",
-        layer_offsets=tuple(offsets),
-        num_channels=view.shape[3],
-        itemsize=view.element_size(),
-        block_stride=block,
-        head_stride=head,
-        token_stride=token,
-        channel_stride=channel,
-        **more,
-    )
-
-
 def _planes(name: str, view: torch.Tensor, offsets: Sequence[int], place: Mapping[str, Any]) -> tuple[Component, ...]:
     """Return keys and values of pages that hold a ``[channel][token]`` plane of K and a ``[token][channel]`` one of V.
 
@@ -108,22 +93,29 @@ def _planes(name: str, view: torch.Tensor, offsets: Sequence[int], place: Mappin
     itemsize, num_tokens, num_channels = view.element_size(), view.shape[2], view.shape[3]
     if view.stride()[2:] != (num_channels, 1):
         refuse(f"a page of {name} has strides {view.stride()[2:]}", "Use a layout that ends in NC.")
-    head_size, block, head = num_channels // 2, view.stride(0) * itemsize, view.stride(1) * itemsize
-    strides = {"k": (itemsize, num_tokens * itemsize), "v": (head_size * itemsize, itemsize)}
-    first_bytes = {"k": 0, "v": num_tokens * head_size * itemsize}
-    return tuple(
-        Component(
-            name=part,
-            layer_offsets=tuple(offset + first_bytes[part] for offset in offsets),
-            num_channels=head_size,
-            itemsize=itemsize,
-            block_stride=block,
-            head_stride=head,
-            token_stride=token,
-            channel_stride=channel,
-            **place,
-        )
-        for part, (token, channel) in strides.items()
+    head_size = num_channels // 2
+    values = [offset + num_tokens * head_size * itemsize for offset in offsets]
+    return (
+        _component("k", view, offsets, (head_size, 1, num_tokens), place),
+        _component("v", view, values, (head_size, head_size, 1), place),
+    )
+
+
+def _component(
+    name: str, view: torch.Tensor, offsets: Sequence[int], page: tuple[int, int, int], more: Mapping[str, Any]
+) -> Component:
+    """Return a component of a view's layers; ``page`` is its channels, token stride and channel stride, in numbers."""
+    itemsize, (num_channels, token, channel) = view.element_size(), page
+    return Component(
+        name=name,
+        layer_offsets=tuple(offsets),
+        num_channels=num_channels,
+        itemsize=itemsize,
+        block_stride=view.stride(0) * itemsize,
+        head_stride=view.stride(1) * itemsize,
+        token_stride=token * itemsize,
+        channel_stride=channel * itemsize,
+        **more,
     )
 
 
