@@ -28,7 +28,6 @@ from kvferry.handoff.messages import (
     Noted,
     Question,
     Release,
-    Released,
     StillWriting,
 )
 from kvferry.handoff.push.sender import END, BlockList, Prompt
@@ -63,7 +62,7 @@ class Workers:
         def answer(question: Question) -> Answer:
             if isinstance(question, Release):
                 self.released.append(question)
-                return Released(EPOCH)
+                return Noted(EPOCH)
             return directory
 
         self.listener = Server(HOST, 0, answer)

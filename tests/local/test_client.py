@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.messages import Answer, Handle, Question, Refusal, Release, Released, encode
+from kvferry.handoff.messages import Answer, Handle, Noted, Question, Refusal, Release, encode
 from kvferry.handoff.wire import client as client_module
 from kvferry.handoff.wire.client import Client, Exchange, ask
 from kvferry.handoff.wire.server import Server
@@ -32,7 +32,7 @@ def resend_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def echo_epoch(question: Question) -> Answer:
-    return Released(question.epoch)  # type: ignore[union-attr]
+    return Noted(question.epoch)  # type: ignore[union-attr]
 
 
 def collect(client: Client, number: int = 1, seconds: float = 20.0) -> list[Exchange]:
@@ -88,7 +88,7 @@ def test_an_answer_arrives_once_with_its_question(client: Client) -> None:
         before = time.monotonic()
         client.send(HOST, listener.port, Release(7, (Handle("a", 1),)), timeout_seconds=20)
         (exchange,) = collect(client)
-        assert exchange.answer == Released(7)
+        assert exchange.answer == Noted(7)
         assert exchange.question == Release(7, (Handle("a", 1),))
         assert before <= exchange.sent_at <= time.monotonic()
         assert client.collect() == []
@@ -100,7 +100,7 @@ def test_a_message_is_logged_where_it_is_not_acknowledged(
     client: Client, caplog: pytest.LogCaptureFixture, resend_soon: None
 ) -> None:
     def answer(question: Question) -> Answer:
-        return Released(7) if question == Release(7, ()) else Refusal("peer-changed", "another epoch.", "Restart it.")
+        return Noted(7) if question == Release(7, ()) else Refusal("peer-changed", "another epoch.", "Restart it.")
 
     server = Server(HOST, 0, answer)
     with RawPeer(lambda *_: []) as silent:
@@ -120,7 +120,7 @@ def test_a_message_is_logged_where_it_is_not_acknowledged(
 
 
 def test_two_destinations_each_answer_their_own(client: Client) -> None:
-    first, second = Server(HOST, 0, lambda question: Released(1)), Server(HOST, 0, lambda question: Released(2))
+    first, second = Server(HOST, 0, lambda question: Noted(1)), Server(HOST, 0, lambda question: Noted(2))
     try:
         for _ in range(20):
             client.send(HOST, first.port, Release(0, ()), timeout_seconds=20)
@@ -137,12 +137,12 @@ def test_two_destinations_each_answer_their_own(client: Client) -> None:
 @pytest.mark.usefixtures("resend_soon")
 def test_a_lost_message_is_sent_again_and_its_lease_counts_from_the_first_sending(client: Client) -> None:
     def lose_two(sequence: bytes, data: bytes) -> list[list[bytes]]:
-        return [[sequence, encode(Released(7))]] if len(peer.received) > 2 else []
+        return [[sequence, encode(Noted(7))]] if len(peer.received) > 2 else []
 
     with RawPeer(lose_two) as peer:
         client.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
         (exchange,) = collect(client)
-        assert exchange.answer == Released(7)
+        assert exchange.answer == Noted(7)
         assert len(set(peer.received)) == 1, "the same question under the same number"
         assert len(peer.received) >= 3
         assert exchange.sent_at <= peer.received_at[0], "not the sending that was answered"
@@ -155,7 +155,7 @@ def test_a_peer_that_appears_late_gets_the_message(client: Client) -> None:
     assert client.collect() == []
     listener = Server(HOST, port, echo_epoch)
     try:
-        assert [exchange.answer for exchange in collect(client)] == [Released(7)]
+        assert [exchange.answer for exchange in collect(client)] == [Noted(7)]
     finally:
         listener.close()
 
@@ -177,7 +177,7 @@ def test_a_question_comes_back_unanswered_at_its_deadline(client: Client) -> Non
 def test_an_answer_after_the_deadline_is_not_delivered(client: Client) -> None:
     def late(sequence: bytes, data: bytes) -> list[list[bytes]]:
         time.sleep(0.2)
-        return [[sequence, encode(Released(7))]]
+        return [[sequence, encode(Noted(7))]]
 
     with RawPeer(late) as peer:
         client.send(HOST, peer.port, Release(7, ()), timeout_seconds=0.05)
@@ -188,8 +188,8 @@ def test_an_answer_after_the_deadline_is_not_delivered(client: Client) -> None:
 
 def test_garbage_answers_are_ignored_or_refusals(client: Client) -> None:
     def garble(sequence: bytes, data: bytes) -> list[list[bytes]]:
-        unknown, malformed = [b"unknown", encode(Released(1))], [sequence, os.urandom(50)]
-        return [[b""], [sequence], [sequence, b"", b""], unknown, malformed, [sequence, encode(Released(2))]]
+        unknown, malformed = [b"unknown", encode(Noted(1))], [sequence, os.urandom(50)]
+        return [[b""], [sequence], [sequence, b"", b""], unknown, malformed, [sequence, encode(Noted(2))]]
 
     with RawPeer(garble) as peer:
         client.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
@@ -199,20 +199,20 @@ def test_garbage_answers_are_ignored_or_refusals(client: Client) -> None:
     listener = Server(HOST, 0, echo_epoch)
     try:
         client.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
-        assert [exchange.answer for exchange in collect(client)] == [Released(8)]
+        assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
     finally:
         listener.close()
 
 
 def test_a_peer_cannot_answer_for_another(client: Client) -> None:
     def answer_all(sequence: bytes, data: bytes) -> list[list[bytes]]:
-        return [[number.to_bytes(8, "big"), encode(Released(666))] for number in range(1, 5)]
+        return [[number.to_bytes(8, "big"), encode(Noted(666))] for number in range(1, 5)]
 
     with RawPeer(lambda sequence, data: []) as silent, RawPeer(answer_all) as forger:
         client.send(HOST, silent.port, Release(7, ()), timeout_seconds=0.5)
         client.send(HOST, forger.port, Release(7, ()), timeout_seconds=20)
         answers = {exchange.port: exchange.answer for exchange in collect(client, 2)}
-    assert answers == {silent.port: None, forger.port: Released(666)}
+    assert answers == {silent.port: None, forger.port: Noted(666)}
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_what_cannot_be_sent_comes_back_and_stops_nothing(
     listener = Server(HOST, 0, echo_epoch)
     try:
         client.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
-        assert [exchange.answer for exchange in collect(client)] == [Released(8)]
+        assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
     finally:
         listener.close()
 
@@ -256,9 +256,9 @@ def test_a_slow_lookup_of_a_name_delays_no_other_question(client: Client, monkey
         client.send("late.example", listener.port, Release(2, ()), timeout_seconds=0.05)
         client.send(HOST, listener.port, Release(3, ()), timeout_seconds=20)
         exchanges = collect(client, 2)
-        assert {exchange.question.epoch: exchange.answer for exchange in exchanges} == {2: None, 3: Released(3)}  # type: ignore[union-attr]
+        assert {exchange.question.epoch: exchange.answer for exchange in exchanges} == {2: None, 3: Noted(3)}  # type: ignore[union-attr]
         may_answer.set()
-        assert [exchange.answer for exchange in collect(client)] == [Released(1)]
+        assert [exchange.answer for exchange in collect(client)] == [Noted(1)]
     finally:
         listener.close()
 
@@ -273,9 +273,9 @@ def test_a_name_is_asked_at_the_address_that_listens(client: Client, monkeypatch
     monkeypatch.setattr(socket, "create_connection", connect_to_numbers)
     listener = Server(HOST, 0, echo_epoch)
     try:
-        assert ask("prefill-0", listener.port, Release(7, ()), timeout_seconds=20) == Released(7)
+        assert ask("prefill-0", listener.port, Release(7, ()), timeout_seconds=20) == Noted(7)
         client.send("prefill-0", listener.port, Release(8, ()), timeout_seconds=20)
-        assert [exchange.answer for exchange in collect(client)] == [Released(8)]
+        assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
     finally:
         listener.close()
 
@@ -292,7 +292,7 @@ def test_connections_are_bounded_and_the_idle_one_gives_way(client: Client, monk
     listener = Server(HOST, 0, echo_epoch)
     with RawPeer(lambda sequence, data: []) as mute:
         client.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
-        assert [exchange.answer for exchange in collect(client)] == [Released(7)]
+        assert [exchange.answer for exchange in collect(client)] == [Noted(7)]
         client.send(HOST, mute.port, Release(7, ()), timeout_seconds=0.3)
         client.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
         refused, given_up = collect(client, 2)
@@ -313,7 +313,7 @@ def test_a_fault_in_a_turn_does_not_end_the_clients_thread(
     listener = Server(HOST, 0, echo_epoch)
     try:
         client.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
-        assert [exchange.answer for exchange in collect(client)] == [Released(7)]
+        assert [exchange.answer for exchange in collect(client)] == [Noted(7)]
         assert "a turn failed" in caplog.text
         monkeypatch.setattr(Client, "_close_idle", close_idle)
         with RawPeer(lambda sequence, data: []) as mute:
@@ -324,7 +324,7 @@ def test_a_fault_in_a_turn_does_not_end_the_clients_thread(
             assert [type(exchange.answer) for exchange in collect(client)] == [Refusal], "not tried again for ever"
         monkeypatch.setattr(Client, "_send", resend)
         client.send(HOST, listener.port, Release(9, ()), timeout_seconds=20)
-        assert [exchange.answer for exchange in collect(client)] == [Released(9)]
+        assert [exchange.answer for exchange in collect(client)] == [Noted(9)]
     finally:
         listener.close()
 
@@ -368,7 +368,7 @@ def test_an_idle_connection_is_closed_and_opened_again(client: Client, monkeypat
     try:
         for epoch in range(5):
             client.send(HOST, listener.port, Release(epoch, ()), timeout_seconds=20)
-            assert [exchange.answer for exchange in collect(client)] == [Released(epoch)]
+            assert [exchange.answer for exchange in collect(client)] == [Noted(epoch)]
             assert len(client._sockets) <= 1
     finally:
         listener.close()

@@ -11,10 +11,10 @@ from kvferry.handoff.messages import (
     MAX_REQUESTS_PER_MESSAGE,
     Answer,
     Handle,
+    Noted,
     Question,
     Refusal,
     Release,
-    Released,
     Renew,
     Renewed,
 )
@@ -50,7 +50,7 @@ class PrefillServer:
             return Renewed(EPOCH, LEASE, tuple(lost))
         assert isinstance(question, Release)
         self.holds.release(question.epoch, question.handles)
-        return Released(EPOCH)
+        return Noted(EPOCH)
 
     def remote(self, handle: Handle, epoch: int = EPOCH) -> RemoteHold:
         return RemoteHold("p", epoch, HOST, self.listener.port, handle)
@@ -135,7 +135,7 @@ def test_a_restarted_engine_has_lost_all_holds(prefill: PrefillServer, messages:
     assert {outcome.held for outcome in outcomes} == {(), (prefill.remote(prefill.handles[0]),)}
 
 
-@pytest.mark.parametrize("answer", [Refusal("unsupported", "a fault"), Released(EPOCH)])
+@pytest.mark.parametrize("answer", [Refusal("unsupported", "a fault"), Noted(EPOCH)])
 def test_after_another_refusal_no_hold_is_lost_and_renewals_go_on(
     prefill: PrefillServer, messages: HoldMessages, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

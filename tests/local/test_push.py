@@ -16,7 +16,7 @@ from kvferry.execution import announce, write
 from kvferry.execution.announce import Announcer
 from kvferry.execution.job import JobResult
 from kvferry.handoff.holds import handle_of_transfer
-from kvferry.handoff.messages import EndPoint, Introduced, Question, Release, Released
+from kvferry.handoff.messages import EndPoint, Noted, Question, Release
 from kvferry.handoff.push.sender import END, BlockList, Prompt
 from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.client import Exchange
@@ -139,9 +139,9 @@ def test_the_sender_releases_the_hold_of_a_dead_receiver(fails: bool, engines: P
     sender, [receiver] = engines.open(faults=FaultPlan(fail_after=1) if fails else None)
     [source], asked = sender.ranks, list[Question]()
 
-    def answer(question: Question) -> Released:
+    def answer(question: Question) -> Noted:
         asked.append(question)
-        return Released(7)
+        return Noted(7)
 
     engine = Server(HOST, 0, answer)
     try:
@@ -278,7 +278,7 @@ def test_the_list_of_introduced_sources_is_bounded(monkeypatch: pytest.MonkeyPat
     receiver = Announcer("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), client, SECONDS)
     for port in (2, 3, 4):
         assert not receiver.is_introduced(EndPoint(HOST, port, 7), (b"shard",))
-    sent = [Exchange(*call.args[:3], 0.0, answer=Introduced(7)) for call in client.send.call_args_list]
+    sent = [Exchange(*call.args[:3], 0.0, answer=Noted(7)) for call in client.send.call_args_list]
     client.collect.return_value = sent
     receiver.collect()
     assert [where.port for where in receiver._introductions] == [3, 4]

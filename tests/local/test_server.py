@@ -20,11 +20,11 @@ from kvferry.handoff.messages import (
     Directory,
     DirectoryRequest,
     Identity,
+    Noted,
     Question,
     RankEntry,
     Refusal,
     Release,
-    Released,
     Renew,
     Renewed,
     decode_answer,
@@ -45,8 +45,8 @@ def answer(question: Question) -> Answer:
     if question.epoch == 13:  # type: ignore[union-attr]
         raise RuntimeError("a fault in the engine")
     if question.epoch == 14:  # type: ignore[union-attr]
-        return Released(1 << 70)  # cannot be encoded
-    return Released(question.epoch)  # type: ignore[union-attr]
+        return Noted(1 << 70)  # cannot be encoded
+    return Noted(question.epoch)  # type: ignore[union-attr]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_close_returns_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(listener: Server) -> bool:
-    return ask(HOST, listener.port, Release(7, ()), timeout_seconds=20) == Released(7)
+    return ask(HOST, listener.port, Release(7, ()), timeout_seconds=20) == Noted(7)
 
 
 def send_and_receive(port: int, frames: list[bytes], wait_seconds: float = 0.05) -> list[bytes] | None:
@@ -113,7 +113,7 @@ def test_a_peer_that_only_asks_has_few_questions_waiting() -> None:
     def answer_later(question: Question) -> Answer:
         is_asked.set()
         may_answer.wait(20)
-        return Released(7)
+        return Noted(7)
 
     busy = Server(HOST, 0, answer_later)
     flooder: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -230,7 +230,7 @@ def test_a_peer_may_take_its_time(listener: Server) -> None:
         inbox.add(peer.socket.recv(7))
         while (message := inbox.take()) is not None:
             found.append(message)
-    assert found == [[number, encode(Released(7))] for number in (b"1", b"2")]
+    assert found == [[number, encode(Noted(7))] for number in (b"1", b"2")]
 
 
 def test_the_longest_idle_connection_closes_when_there_are_too_many(
@@ -255,7 +255,7 @@ def test_a_zmq_peer_that_gave_way_asks_again(listener: Server, monkeypatch: pyte
     try:
         for _ in range(3):
             client.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
-            wait_until(lambda: [exchange.answer for exchange in client.collect()] == [Released(7)])
+            wait_until(lambda: [exchange.answer for exchange in client.collect()] == [Noted(7)])
             others.append(RawPeer(listener))
     finally:
         client.close()
@@ -284,7 +284,7 @@ def long_answers(asked: list[Question]) -> Server:
     def answer_at_length(question: Question) -> Answer:
         asked.append(question)
         is_handshake = isinstance(question, DirectoryRequest)
-        return Directory(PROTOCOL_VERSION, "prefill", 7, identity, (entry,)) if is_handshake else Released(7)
+        return Directory(PROTOCOL_VERSION, "prefill", 7, identity, (entry,)) if is_handshake else Noted(7)
 
     return Server(HOST, 0, answer_at_length)
 
@@ -388,7 +388,7 @@ def test_an_ipv6_address_is_listened_on_and_asked() -> None:
     for host in ("::1", "[::1]"):
         listener = Server(host, 0, answer)
         try:
-            assert ask(host, listener.port, Release(7, ()), timeout_seconds=20) == Released(7)
+            assert ask(host, listener.port, Release(7, ()), timeout_seconds=20) == Noted(7)
         finally:
             listener.close()
 

@@ -16,7 +16,7 @@ from kvferry.execution import route
 from kvferry.execution import source_engines as module
 from kvferry.execution.job import Phase
 from kvferry.execution.read import Read
-from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Released
+from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Noted
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire import background
 from kvferry.layout.named_layouts import NamedLayout
@@ -135,7 +135,7 @@ def test_another_epoch_version_or_kind_of_answer_is_refused(prefill: PrefillEngi
     prefill.answer = lambda question: prefill.directory(version=PROTOCOL_VERSION + 1)
     assert decode.refusal(prefill.hold()).reason is Reason.PROTOCOL_MISMATCH
     decode.forget_failures()
-    prefill.answer = lambda question: Released(EPOCH)
+    prefill.answer = lambda question: Noted(EPOCH)
     assert decode.refusal(prefill.hold()).reason is Reason.PROTOCOL_MISMATCH
 
 
@@ -464,7 +464,7 @@ def test_a_failure_without_a_waiting_request_does_not_affect_a_later_request(
 ) -> None:
     """Its request was aborted before the handshake failed; an hour later the engine is well."""
     monkeypatch.setattr(background, "FAILURE_SECONDS", 0.1)
-    prefill.answer = lambda question: Released(EPOCH)
+    prefill.answer = lambda question: Noted(EPOCH)
     prefill.may_answer.clear()
     assert decode.engines.get(prefill.hold()) is None
     prefill.may_answer.set()

@@ -20,7 +20,6 @@ from kvferry.handoff.messages import (
     MAX_REQUESTS_PER_MESSAGE,
     PROTOCOL_VERSION,
     Announce,
-    Announced,
     AnnouncedBlocks,
     Answer,
     Directory,
@@ -29,7 +28,6 @@ from kvferry.handoff.messages import (
     Handle,
     Identity,
     Introduce,
-    Introduced,
     Noted,
     Pushed,
     PushFailed,
@@ -38,7 +36,6 @@ from kvferry.handoff.messages import (
     RankEntry,
     Refusal,
     Release,
-    Released,
     Renew,
     Renewed,
     Revoke,
@@ -111,9 +108,6 @@ answers = st.one_of(
         Directory, unsigned, identifiers, unsigned, identities, st.lists(ranks, min_size=1, max_size=3).map(tuple)
     ),
     st.builds(Renewed, unsigned, lease_seconds, handles),
-    st.builds(Released, unsigned),
-    st.builds(Introduced, unsigned),
-    st.builds(Announced, unsigned),
     st.builds(Revoked, unsigned, st.booleans()),
     st.builds(Noted, unsigned),
     st.builds(Refusal, identifiers, st.text(st.characters(codec="utf-8"), max_size=50)),
@@ -204,7 +198,7 @@ def packed(**fields: object) -> bytes:
 
 ARRAY_OF_4_GI = b"\xdd\xff\xff\xff\xff"
 ENDING_WITH_AN_ARRAY = packed(type="release", epoch=1, handles=0)[:-1]
-ENDING_WITH_AN_UNKNOWN_FIELD = packed(type="released", epoch=1, unknown=0)[:-1]
+ENDING_WITH_AN_UNKNOWN_FIELD = packed(type="noted", epoch=1, unknown=0)[:-1]
 TIMESTAMP_OUT_OF_RANGE = b"\xc7\x0c\xff" + b"\xff" * 12
 
 
@@ -250,7 +244,7 @@ TIMESTAMP_OUT_OF_RANGE = b"\xc7\x0c\xff" + b"\xff" * 12
         ),
         ENDING_WITH_AN_UNKNOWN_FIELD + ARRAY_OF_4_GI,
         ENDING_WITH_AN_UNKNOWN_FIELD + b"\x91" * 100_000,
-        packed(type="released", epoch=1, unknown=bytes(MAX_MESSAGE_BYTES)),
+        packed(type="noted", epoch=1, unknown=bytes(MAX_MESSAGE_BYTES)),
     ],
     ids=lambda data: f"{len(data)}-{data[:12].hex()}",
 )
@@ -275,7 +269,7 @@ def test_a_question_is_no_answer_and_an_answer_no_question() -> None:
     with pytest.raises(HandoffError):
         decode_answer(encode(Release(1, ())))
     with pytest.raises(HandoffError):
-        decode_question(encode(Released(1)))
+        decode_question(encode(Noted(1)))
 
 
 def test_a_refused_message_says_what_to_check() -> None:
@@ -284,7 +278,7 @@ def test_a_refused_message_says_what_to_check() -> None:
 
 
 def test_unknown_fields_are_left_to_later_versions() -> None:
-    assert decode_answer(packed(type="released", epoch=7, more=[1, {"a": 2}])) == Released(7)
+    assert decode_answer(packed(type="noted", epoch=7, more=[1, {"a": 2}])) == Noted(7)
 
 
 @pytest.mark.parametrize(
@@ -328,6 +322,6 @@ def test_another_protocol_version_is_refused() -> None:
 def test_reasons_on_the_wire_are_stable() -> None:
     """Peers of other versions match on these strings; a change here is a change of the protocol."""
     assert set(string.ascii_lowercase + "-") >= set("".join(Reason))
-    assert protocol.PROTOCOL_VERSION == 7
+    assert protocol.PROTOCOL_VERSION == 8
     assert Reason.PEER_CHANGED.value == "peer-changed"
     assert Reason.PEER_UNREACHABLE.value == "peer-unreachable"

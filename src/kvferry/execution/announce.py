@@ -25,7 +25,6 @@ from kvferry.handoff.messages import (
     EndPoint,
     Identity,
     Introduce,
-    Introduced,
     Noted,
     Pushed,
     PushFailed,
@@ -347,7 +346,7 @@ class Announcer:
         if isinstance(answer, Refusal):
             del self._introductions[where]
             raise answer.error()
-        return isinstance(answer, Introduced)
+        return isinstance(answer, Noted)
 
     def introduce_again(self, where: EndPoint) -> None:
         """The source has forgotten this rank: introduce this rank anew for the next push."""
@@ -415,7 +414,7 @@ class Announcer:
     def _note_introduction(self, exchange: Exchange, question: Introduce) -> None:
         where = EndPoint(exchange.host, exchange.port, question.epoch)
         answer = exchange.answer
-        if not isinstance(answer, Introduced | Refusal):
+        if not isinstance(answer, Noted | Refusal):
             answer = Refusal.of(_unreachable(where))
         if where in self._introductions:
             self._introductions[where] = answer

@@ -23,13 +23,12 @@ from kvferry.handoff.handshake import check_version, compare_identities
 from kvferry.handoff.holds import check_epoch, handle_of_transfer
 from kvferry.handoff.messages import (
     Announce,
-    Announced,
     Answer,
     Bounded,
     EndPoint,
     Identity,
     Introduce,
-    Introduced,
+    Noted,
     Pushed,
     PushFailed,
     PushKey,
@@ -418,10 +417,10 @@ class Writer:
             check_epoch(question.epoch, self.epoch, "rank")
         if isinstance(question, Introduce):
             self._introduce(question)
-            return Introduced(self.epoch)
+            return Noted(self.epoch)
         if isinstance(question, Announce):
             self._announce(question)
-            return Announced(self.epoch)
+            return Noted(self.epoch)
         if isinstance(question, Revoke):
             with self._lock:
                 is_quiet = self._sender.revoke(question.key)

@@ -11,7 +11,7 @@ import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Limit of an answer: a directory of many ranks is long."""
 MAX_QUESTION_BYTES = 4 * 1024 * 1024
@@ -121,12 +121,6 @@ class Release(msgspec.Struct, frozen=True, tag="release", tag_field="type"):
     handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
 
 
-class Released(msgspec.Struct, frozen=True, tag="released", tag_field="type"):
-    """Answers :class:`Release`."""
-
-    epoch: Unsigned
-
-
 class StillWriting(msgspec.Struct, frozen=True, tag="still-writing", tag_field="type"):
     """A rank tells its own engine all requests that the rank gave up and into whose blocks a peer may still write.
 
@@ -138,6 +132,12 @@ class StillWriting(msgspec.Struct, frozen=True, tag="still-writing", tag_field="
     rank: Unsigned
     number: Unsigned
     request_ids: Annotated[tuple[Identifier, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
+
+
+class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
+    """Acknowledges every question that asks for nothing more: the process in this epoch has it, and acts on it."""
+
+    epoch: Unsigned
 
 
 class PushKey(msgspec.Struct, frozen=True, order=True):
@@ -178,12 +178,6 @@ class Introduce(msgspec.Struct, frozen=True, tag="introduce", tag_field="type"):
     answers_at: EndPoint
 
 
-class Introduced(msgspec.Struct, frozen=True, tag="introduced", tag_field="type"):
-    """Answers :class:`Introduce`."""
-
-    epoch: Unsigned
-
-
 class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     """A destination rank's blocks are ready to be written, from now on for ``seconds``.
 
@@ -199,12 +193,6 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     blocks: Annotated[tuple[AnnouncedBlocks, ...], msgspec.Meta(min_length=1, max_length=MAX_ANNOUNCED_GROUPS)]
     digest: Identifier
     seconds: LeaseSeconds
-
-
-class Announced(msgspec.Struct, frozen=True, tag="announced", tag_field="type"):
-    """Answers :class:`Announce`: the source will push and report how the push ended."""
-
-    epoch: Unsigned
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke", tag_field="type"):
@@ -268,18 +256,12 @@ class PushFailed(Failure, frozen=True, kw_only=True, tag="push-failed", tag_fiel
     source_index: Unsigned
 
 
-class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
-    """Answers :class:`Pushed` and :class:`PushFailed`."""
-
-    receiver_epoch: Unsigned
-
-
 class Refusal(Failure, frozen=True, tag="refusal", tag_field="type"):
     """Refuses a question."""
 
 
 Question = DirectoryRequest | Renew | Release | StillWriting | Introduce | Announce | Revoke | Pushed | PushFailed
-Answer = Directory | Renewed | Released | Introduced | Announced | Revoked | Noted | Refusal
+Answer = Directory | Renewed | Noted | Revoked | Refusal
 
 Message = TypeVar("Message")
 Key = TypeVar("Key")

@@ -25,7 +25,6 @@ from kvferry.handoff.messages import (
     Question,
     RankEntry,
     Release,
-    Released,
     Renew,
     Renewed,
     StillWriting,
@@ -317,7 +316,7 @@ class SchedulerRole:
                 with self._state.holds_lock:
                     self._state.holds.release(question.epoch, question.handles)
                 self._wake_for_ended()
-                return Released(self._state.epoch)
+                return Noted(self._state.epoch)
             case _:
                 raise HandoffError(
                     Reason.UNSUPPORTED,
