@@ -303,6 +303,27 @@ def test_connections_are_bounded_and_the_idle_one_gives_way(client: Client, monk
     listener.close()
 
 
+def test_a_message_waits_for_a_connection_that_gives_way(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank reports to its own engine with the client that asks peers, which a request can name."""
+    monkeypatch.setattr(client_module, "MAX_SOCKETS", 1)
+    told: list[Question] = []
+
+    def note(question: Question) -> Answer:
+        told.append(question)
+        return Noted(8)
+
+    listener = Server(HOST, 0, note)
+    with RawPeer(lambda *_: []) as mute:
+        client.send(HOST, mute.port, Release(7, ()), timeout_seconds=0.3)
+        client.tell(HOST, listener.port, Release(8, ()), timeout_seconds=20)
+        assert [exchange.answer for exchange in collect(client)] == [None]
+        end = time.monotonic() + 5
+        while not told and time.monotonic() < end:
+            time.sleep(0.002)
+    listener.close()
+    assert told == [Release(8, ())]
+
+
 def test_a_fault_in_a_turn_does_not_end_the_clients_thread(
     client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

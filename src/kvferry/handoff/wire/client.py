@@ -171,10 +171,13 @@ class Client:
             log_undelivered(exchange)
 
     def _has_socket(self, exchange: Exchange, poller: zmq.Poller) -> bool:
-        """Return whether the question can be sent: False while its host is looked up."""
+        """Return whether the question can be sent: False while its host is looked up, or a message has no room."""
         server = exchange.host, exchange.port
         if server in self._sockets:
             return True
+        if exchange.is_message and len(self._sockets) >= MAX_SOCKETS and not self._idle():
+            # Nobody sends a message again: it waits for a connection whose question has ended.
+            return False
         address = exchange.host
         if not is_numeric(address):
             lookup = self._lookups.get(server, lambda: find_address(*server, LOOKUP_SECONDS))
