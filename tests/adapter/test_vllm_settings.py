@@ -77,8 +77,10 @@ def test_a_transfer_log_needs_a_folder(tmp_path: Path) -> None:
 def test_a_handshake_ends_before_the_load_that_waits_for_it() -> None:
     assert parse_settings({}).handshake_timeout_seconds == 15
     assert parse_settings({"load_timeout_seconds": 10}).handshake_timeout_seconds == 5
+    assert parse_settings({"load_timeout_seconds": 120, "lease_seconds": 180}).handshake_timeout_seconds == 60
     assert parse_settings({"mode": "push"}).handshake_timeout_seconds == 15
     assert parse_settings({"mode": "push", "load_timeout_seconds": 10}).handshake_timeout_seconds == 5
+    assert parse_settings({"mode": "push", "load_timeout_seconds": 600}).handshake_timeout_seconds == 15
 
 
 def test_a_push_waits_for_its_prompt_by_default() -> None:

@@ -167,12 +167,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def handshake_timeout_seconds(self) -> float:
-        """How long a prefill engine may take to answer a handshake: half of a load's time is left for the load.
+        """How long a prefill engine may take to answer a handshake: the other half of a load's time is for the load.
 
         A push waits for a prompt, so its time says little of handshakes; a lease bounds what an engine may leave
         unanswered.
         """
-        return min(self.load_seconds / 2, self.lease_seconds / 4)
+        half = self.load_seconds / 2
+        return min(half, self.lease_seconds / 4) if self.mode == "push" else half
 
     @property
     def reachable_host(self) -> str:
