@@ -20,6 +20,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire import client as client_module
+from kvferry.handoff.wire import hold_messages
 from kvferry.handoff.wire.hold_messages import HoldMessages, LeaseKeeper, RenewalOutcome
 from kvferry.handoff.wire.server import Server
 
@@ -111,6 +112,26 @@ def test_a_request_that_finishes_releases_its_hold_at_once(prefill: PrefillServe
         end = time.monotonic() + 10
         while prefill.holds.num_holds == 3:
             assert time.monotonic() < end, "the hold was not released"
+            time.sleep(0.002)
+    finally:
+        keeper.close()
+
+
+def test_the_hold_of_a_sample_is_released_once_no_other_sample_can_come(
+    prefill: PrefillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a later request no other call releases the hold, and the keeper would renew its lease for ever."""
+    monkeypatch.setattr(hold_messages, "SIBLING_LINGER_SECONDS", 0.2)
+    keeper = LeaseKeeper(LEASE)
+    try:
+        keeper.arrive("0_d", prefill.remotes()[0], LEASE)
+        keeper.finish("0_d")
+        time.sleep(0.05)
+        assert prefill.questions == [], "another sample may use the hold"
+        end = time.monotonic() + 10
+        while prefill.holds.num_holds == 3:
+            assert time.monotonic() < end, "the hold was not released"
+            keeper.keep()
             time.sleep(0.002)
     finally:
         keeper.close()

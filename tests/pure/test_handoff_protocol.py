@@ -18,6 +18,7 @@ from kvferry.handoff.messages import (
     MAX_MESSAGE_BYTES,
     MAX_QUESTION_BYTES,
     MAX_REQUESTS_PER_MESSAGE,
+    MAX_TEXT_LENGTH,
     PROTOCOL_VERSION,
     Announce,
     AnnouncedBlocks,
@@ -275,6 +276,18 @@ def test_a_question_is_no_answer_and_an_answer_no_question() -> None:
 def test_a_refused_message_says_what_to_check() -> None:
     with pytest.raises(HandoffError, match=r"protocol version.*\[malformed-message\]"):
         decode_question(b"GET / HTTP/1.1")
+
+
+def test_the_longest_error_still_reaches_its_peer() -> None:
+    """A peer refuses a text beyond its bound, so that a push would fail at its deadline only."""
+    error = HandoffError(Reason.ABORTED, "m" * (MAX_TEXT_LENGTH + 1), "r" * (MAX_TEXT_LENGTH + 1))
+    refusal = decode_answer(encode(Refusal.of(error)))
+    failed = decode_question(encode(PushFailed.of(error, key=PushKey("d/0", 7, 1), source_index=0)))
+    for told in (refusal, failed):
+        assert isinstance(told, Refusal | PushFailed)
+        found = told.error()
+        assert found.reason is Reason.ABORTED
+        assert (found.message, found.remedy) == (error.message[:-1], error.remedy[:-1])
 
 
 def test_unknown_fields_are_left_to_later_versions() -> None:

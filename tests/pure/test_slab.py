@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,9 +14,10 @@ from hypothesis import strategies as st
 from kvferry.arrays import Descriptors
 from kvferry.cli.plan_report import EngineShape, engine_of
 from kvferry.errors import LayoutError, Reason
-from kvferry.layout.group import CacheKind
+from kvferry.layout.component import HeadRange
+from kvferry.layout.group import CacheKind, TensorScale, TokenShare
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import Region, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.models.groups import form_groups, possible_layout, resolve_block_size, split_layers
 from kvferry.models.layer_caches import AttentionCache, LayerCache, Mamba2Cache
@@ -24,6 +27,7 @@ from kvferry.models.shards import model_shard
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof.verify import verify_destination
 from kvferry.plan.request import GroupBlocks, of_rank
+from kvferry.testing.dense_shards import Content
 from kvferry.testing.oracle import Arena, Labels, RankMemory, check_moved, compare, strided_memory
 
 from .arrangements import ask, attention, hybrid
@@ -184,6 +188,40 @@ def test_a_slab_does_not_depend_on_the_shape_of_the_engine(model: str) -> None:
     assert len(slabs) == 1
 
 
+def test_a_slab_does_not_depend_on_the_order_of_the_ranks() -> None:
+    """A slab that outlives an engine must have its layers where the next engine looks for them."""
+    ranks = engine(MODELS["gemma"], NamedLayout.LBNHC, tp_size=2, pp_size=2)
+    assert slab_of(reversed(ranks)) == slab_of(ranks)
+
+
+def test_a_slab_has_the_scales_of_all_stages() -> None:
+    ranks = []
+    for stage in range(2):
+        rank = attention(0, 1, [str(stage)], pp_rank=stage, pp_size=2)
+        scaled = msgspec.structs.replace(rank.groups[0], scales=(TensorScale(str(stage), "k", 0.5 + stage),))
+        ranks.append(msgspec.structs.replace(rank, groups=(scaled,)))
+    slab = slab_of(ranks)
+    assert slab.groups[0].scales == (TensorScale("0", "k", 0.5), TensorScale("1", "k", 1.5))
+    for rank in ranks:
+        Planner([slab], rank)
+
+
+def with_common_scale(rank: int, size: int, layout: NamedLayout) -> Shard:
+    """Two heads, and beside them, in a region of its own, one page of each layer and block that all heads share."""
+    shard = attention(rank, size, ["0", "1"], layout=layout)
+    (kv,), (region,) = shard.groups[0].components, shard.regions
+    scale = msgspec.structs.replace(kv, name="scale", heads=(HeadRange(0, 1),), total_heads=1, region=1)
+    group = msgspec.structs.replace(shard.groups[0], components=(kv, scale))
+    return msgspec.structs.replace(shard, groups=(group,), regions=(region, Region(1 << 20, region.length)))
+
+
+def test_components_with_other_numbers_of_heads_do_not_overlap() -> None:
+    sources = [with_common_scale(rank, 2, NamedLayout.BHLNC) for rank in range(2)]
+    round_trip(
+        sources, [with_common_scale(0, 1, NamedLayout.LBHNC)], [ask("full", 10, [9, 3, 7], [4, 5, 6])], slab_of(sources)
+    )
+
+
 def test_a_latent_is_stored_once() -> None:
     sources = engine(MODELS["latent"], NamedLayout.BHLNC, tp_size=4)
     slab = slab_of(sources)
@@ -262,7 +300,22 @@ def test_ranks_of_which_no_slab_can_be_made() -> None:
     rank = attention(0, 1, ["0"])
     assert refusal([rank], {})[0] is Reason.INVALID_LAYOUT
     assert refusal([rank], {"full": 1, "other": 1})[0] is Reason.INVALID_LAYOUT
-    longer_blocks = attention(0, 1, ["1"], block_size=8, pp_rank=1, pp_size=2)
-    reason, message = refusal([attention(0, 1, ["0"], pp_size=2), longer_blocks], {"full": 1})
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"block_size": 8}),
+        ({"kind": CacheKind.SLIDING_WINDOW, "window": 8}, {"kind": CacheKind.SLIDING_WINDOW, "window": 9}),
+        ({"content": Content.APART}, {"kind": CacheKind.MLA}),
+        ({"token_share": TokenShare(0, 2, 1)}, {"token_share": TokenShare(0, 2, 2)}),
+    ],
+    ids=str,
+)
+def test_stages_that_differ_make_no_slab(one: dict[str, Any], other: dict[str, Any]) -> None:
+    stages = [
+        attention(0, 1, [str(stage)], pp_rank=stage, pp_size=2, **each) for stage, each in enumerate((one, other))
+    ]
+    reason, message = refusal(stages, {"full": 1})
     assert reason is Reason.INVALID_LAYOUT
     assert "differ in kind, window or blocks" in message
