@@ -67,7 +67,20 @@ def test_a_lost_state_is_refused(lost: list[int]) -> None:
         blocks_to_load([FULL, STATE], [16, 1], (0, 20), [[9, 8], lost], [[1, 2], [5]])
 
 
-def test_unequal_numbers_of_groups_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("source_block_sizes", "source_ids", "destination_ids"),
+    [
+        ([16], [[9, 8]], [[1, 2], [5]]),
+        ([16], [[9, 8], [7]], [[1, 2], [5]]),
+        ([16, 1], [[9, 8]], [[1, 2], [5]]),
+        ([16, 1], [[9, 8], [7]], [[1, 2]]),
+        ([16], None, [[1, 2], [5]]),
+    ],
+    ids=str,
+)
+def test_unequal_numbers_of_groups_are_refused(
+    source_block_sizes: list[int], source_ids: list[list[int]] | None, destination_ids: list[list[int]]
+) -> None:
     with pytest.raises(HandoffError, match="blocks of 1 cache groups, this engine has 2") as refusal:
-        blocks_to_load([FULL, STATE], [16], (0, 20), [[9, 8]], [[1, 2], [5]])
+        blocks_to_load([FULL, STATE], source_block_sizes, (0, 20), source_ids, destination_ids)
     assert refusal.value.reason is Reason.GROUP_MISMATCH

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,8 +16,9 @@ from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution import announce, write
 from kvferry.execution.announce import Announcer
 from kvferry.execution.job import JobResult
+from kvferry.execution.write import Writer
 from kvferry.handoff.holds import handle_of_transfer
-from kvferry.handoff.messages import EndPoint, Noted, Question, Release
+from kvferry.handoff.messages import Announce, Answer, EndPoint, Introduce, Noted, Pushed, Question, Release, Revoke
 from kvferry.handoff.push.sender import END, BlockList, Prompt
 from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.client import Exchange
@@ -257,6 +259,55 @@ def test_a_restarted_receiver_replaces_its_earlier_epoch(engines: Pairs) -> None
     latter.receive(sender.hold(), [0, 3])
     assert latter.result().error is None
     assert [epoch for _, epoch in source.writer._destinations] == [latter.epoch]
+
+
+def test_messages_to_another_epoch_are_refused(engines: Pairs) -> None:
+    """A restarted rank counts its pushes anew: an earlier push's report would commit blocks that nobody has written."""
+    sender, [receiver] = engines.open()
+    [source] = sender.ranks
+    asked = {rank: recorded_questions(rank) for rank in (source, receiver)}
+    sender.compute(END, [5, 1])
+    receiver.receive(sender.hold(), [0, 3])
+    assert receiver.result().error is None
+    [pushed] = [question for question in asked[receiver] if isinstance(question, Pushed)]
+    to_source = [*asked[source], Revoke(source.epoch, pushed.key)]
+    assert {type(question) for question in to_source} == {Introduce, Announce, Revoke}
+    for question in to_source:
+        later = msgspec.structs.replace(question, epoch=source.epoch + 1)
+        assert refusal(source.writer, later) is Reason.PEER_CHANGED
+    key = msgspec.structs.replace(pushed.key, receiver_epoch=receiver.epoch + 1)
+    assert refusal(receiver.announcer, msgspec.structs.replace(pushed, key=key)) is Reason.PEER_CHANGED
+
+
+def test_an_announcement_of_another_part_is_refused(engines: Pairs) -> None:
+    """Before a byte is written: the destination would notice only when its blocks are full of other bytes."""
+    sender, [receiver] = engines.open()
+    [source] = sender.ranks
+    asked = recorded_questions(source)
+    sender.compute(END, [5, 1])
+    receiver.receive(sender.hold(), [0, 3])
+    assert receiver.result().error is None
+    [announced] = [question for question in asked if isinstance(question, Announce)]
+    other = msgspec.structs.replace(announced, digest="of another part")
+    assert refusal(source.writer, other) is Reason.PROTOCOL_MISMATCH
+
+
+def recorded_questions(rank: SendingRank | ReceivingRank) -> list[Question]:
+    asked: list[Question] = []
+    answerer = rank.answerer
+
+    def answer(question: Question) -> Answer:
+        asked.append(question)
+        return answerer.answer(question)
+
+    rank.answerer = SimpleNamespace(answer=answer)
+    return asked
+
+
+def refusal(answerer: Writer | Announcer, question: Question) -> Reason:
+    with pytest.raises(HandoffError) as refused:
+        answerer.answer(question)
+    return refused.value.reason
 
 
 def test_the_most_recent_receivers_are_kept(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
