@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvferry.arrays import Descriptors
 from kvferry.handoff.push.part import Part, announced_blocks
 from kvferry.handoff.push.sender import END, BlockList, PushState, Sending
+from kvferry.layout.group import TensorScale
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.layer_spans import LAYERS_PER_SPAN, LayerSpans, Span, goes_whole
 from kvferry.plan.planner import PairPlan, Planner
@@ -52,6 +54,30 @@ def test_every_byte_of_the_whole_plan_goes_with_one_span(layout: NamedLayout) ->
     each = [rows for span in plans["full"].values() for rows in span.lower([BLOCKS])]
     assert copied(each) == copied(plan.groups["full"].lower([BLOCKS]))
     assert spans.plans(plan) is plans
+
+
+def test_a_span_has_the_memory_and_the_scales_of_its_own_layers() -> None:
+    """A span with the memory of other layers would be sent before these layers have run."""
+    both = [
+        msgspec.structs.replace(
+            shard,
+            groups=(
+                msgspec.structs.replace(
+                    shard.groups[0], scales=tuple(TensorScale(layer, "k", 0.5) for layer in LAYERS)
+                ),
+            ),
+        )
+        for shard in (pair(NamedLayout.LBHNC).source, pair(NamedLayout.LBHNC).destination)
+    ]
+    (plan,) = Planner(both[:1], both[1]).plans(0)
+    spans = LayerSpans({"full": LAYERS})
+    for number, of_span in spans.plans(plan)["full"].items():
+        layers = spans.layers_of[Span("full", number)]
+        for shard, group in zip(both, (of_span.source_group, of_span.destination_group), strict=True):
+            (whole,), (kept,) = shard.groups[0].components, group.components
+            offsets = dict(zip(whole.layers, whole.layer_offsets, strict=True))
+            assert dict(zip(kept.layers, kept.layer_offsets, strict=True)) == {each: offsets[each] for each in layers}
+            assert [scale.layer for scale in group.scales] == list(layers)
 
 
 @pytest.mark.parametrize("together", [[1, 2], [2, 3], [1, 3]])
