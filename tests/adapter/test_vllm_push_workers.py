@@ -38,6 +38,7 @@ from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import EngineEndPoint, LoadOrder, PushedPrompt, StepMetadata
 from kvferry.integrations.vllm.translate.shards import decode_rank_entry
 from kvferry.integrations.vllm.worker import role as worker_role
+from kvferry.integrations.vllm.worker.push import PushSource
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 
@@ -269,6 +270,16 @@ def test_a_silent_source_does_not_keep_the_request(workers: Workers, monkeypatch
         assert workers.receiver.take_finished() == (set(), set())
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_an_end_point_closes_only_when_its_rank_writes_no_more(is_quiet: bool) -> None:
+    """A destination takes a refused connection as proof that the source has stopped, and gives the blocks back."""
+    source = object.__new__(PushSource)
+    source.writer, source._end_point = Mock(is_quiet=is_quiet), Mock()
+    source.close()
+    assert source._end_point.close.called == is_quiet
+    source.writer.close.assert_called_once_with()
 
 
 def test_an_aborted_request_is_reported_when_no_rank_writes_any_more(workers: Workers) -> None:
