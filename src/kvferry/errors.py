@@ -48,6 +48,16 @@ class Reason(StrEnum):
     UNKNOWN_REQUEST = "unknown-request"
     ABORTED = "aborted"
     QUARANTINE_FULL = "quarantine-full"
+    # tiers
+    BLOCK_MISSING = "block-missing"
+    CHECKSUM_MISMATCH = "checksum-mismatch"
+    ALREADY_BEING_STORED = "already-being-stored"
+    TIER_FULL = "tier-full"
+    TIER_FAILED = "tier-failed"
+    TIER_IN_USE = "tier-in-use"
+    # stored blocks
+    UNREPEATABLE_HASHES = "unrepeatable-hashes"
+    UNKNOWN_WEIGHTS = "unknown-weights"
     # settings and the machine
     UNKNOWN_SETTING = "unknown-setting"
     INVALID_SETTING = "invalid-setting"
@@ -113,6 +123,10 @@ class TransportError(KVFerryError, OSError):
 
 class HandoffError(KVFerryError):
     """A handoff ended without a commit."""
+
+
+class TierError(KVFerryError):
+    """A tier was used wrongly, or blocks could not be stored in it or loaded from it."""
 
 
 class SettingsError(KVFerryError, ValueError):

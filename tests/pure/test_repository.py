@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPTS = [ROOT / "scripts/setup", ROOT / ".ci/run"]
 
 
-@pytest.mark.parametrize("extra", ["dev", "mooncake", "nixl", "vllm-cpu"])
+@pytest.mark.parametrize("extra", ["dev", "mooncake", "nixl", "offload", "vllm-cpu"])
 def test_tools_and_engines_are_pinned(extra: str) -> None:
     loose = [item for item in PROJECT["optional-dependencies"][extra] if "==" not in item]
     assert loose == []

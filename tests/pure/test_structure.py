@@ -133,8 +133,8 @@ def test_import_is_quick_and_light() -> None:
     assert min(seconds) < IMPORT_SECONDS
 
 
-@pytest.mark.parametrize("package", ["layout", "plan", "transport", "handoff"])
-def test_layers_below_execution_do_not_import_torch_or_vllm(package: str) -> None:
+@pytest.mark.parametrize("package", ["layout", "plan", "transport", "handoff", "tiers"])
+def test_layers_that_need_neither_torch_nor_vllm_do_not_import_them(package: str) -> None:
     modules = [module_name(path) for path in MODULES if package_of(module_name(path)) == package]
     program = f"import importlib, sys; [importlib.import_module(name) for name in {modules}]; " + (
         "print(*(name for name in ('torch', 'vllm') if name in sys.modules))"

@@ -13,13 +13,14 @@ ERROR_EXIT_CODE = 2
 
 
 class Commands(TyperGroup):
-    """``kvferry COMMAND``: each command is a function of a module, imported on demand."""
+    """``kvferry COMMAND``: each command is a function or a group in a module, imported on demand."""
 
     functions: ClassVar[dict[str, str]] = {
         "demo": "kvferry.cli.demo:demo",
         "plan": "kvferry.cli.plan:plan",
         "doctor": "kvferry.cli.doctor:doctor",
         "settings": "kvferry.cli.settings:settings",
+        "tiers": "kvferry.cli.tiers:tiers",
     }
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -31,8 +32,11 @@ class Commands(TyperGroup):
         if cmd_name not in self.functions:
             return None
         module, function = self.functions[cmd_name].split(":")
+        found = getattr(importlib.import_module(module), function)
+        if isinstance(found, typer.Typer):
+            return typer.main.get_command(found)
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name)(getattr(importlib.import_module(module), function))
+        single.command(cmd_name)(found)
         return typer.main.get_command(single)
 
 

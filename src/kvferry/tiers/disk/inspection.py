@@ -1,0 +1,111 @@
+"""The directory of a disk tier as people see it: what it holds, and whether every block is intact."""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path
+
+from kvferry.errors import Reason, TierError
+from kvferry.tiers.checksum import checksum
+from kvferry.tiers.disk.records import RecordHeader, SegmentShape
+from kvferry.tiers.disk.segments import LOCK_NAME, Directory, SegmentFile, errors_of, read_segment
+from kvferry.tiers.disk.workers import RUN_BYTES, Buffer
+
+NUM_READERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReport:
+    """One segment file. ``error`` says why the file cannot be used; ``refused`` counts its unusable headers."""
+
+    name: str
+    occupied_bytes: int
+    shape: SegmentShape | None = None
+    headers: tuple[RecordHeader, ...] = ()
+    refused: Counter[Reason] = field(default_factory=Counter)
+    error: TierError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedBlock:
+    """A block whose bytes are not those that were stored, or that cannot be read."""
+
+    name: str
+    cell: int
+    key: str
+    reason: Reason
+
+
+def existing_directory(path: Path) -> Directory:
+    """Return the directory of a disk tier. Raises :class:`TierError` ``invalid-request`` for any other."""
+    if not (path / LOCK_NAME).is_file():
+        message = f"{path} is not the directory of a disk tier: it has no file {LOCK_NAME!r}."
+        raise TierError(Reason.INVALID_REQUEST, message, "Name the directory that the engine's settings name.")
+    with errors_of(path):
+        return Directory(path)
+
+
+def inspect(directory: Directory) -> list[SegmentReport]:
+    """Return a report on every segment file; reads headers only, and needs no lock."""
+    reports = []
+    for name in directory.segment_names():
+        try:
+            occupied_bytes = os.stat(name, dir_fd=directory.descriptor).st_blocks * 512
+        except FileNotFoundError:  # an engine has replaced the segment
+            continue
+        try:
+            shape, headers, refused = read_segment(directory, name)
+        except TierError as error:
+            reports.append(SegmentReport(name, occupied_bytes, error=error))
+        else:
+            reports.append(SegmentReport(name, occupied_bytes, shape, tuple(headers), refused))
+    return reports
+
+
+def verify(directory: Directory, reports: list[SegmentReport], advance: Callable[[int], None]) -> list[DamagedBlock]:
+    """Read every block and return the damaged ones; ``advance`` is called with the number of blocks of each read."""
+    damaged: list[DamagedBlock] = []
+    buffers = threading.local()
+    with ThreadPoolExecutor(NUM_READERS, initializer=lambda: setattr(buffers, "own", Buffer())) as pool:
+        for report in reports:
+            if report.shape is None:
+                continue
+            file = SegmentFile(directory, report.shape, exists=True)
+            runs = list(_runs(report))
+            results = pool.map(lambda file, run: _damaged_in(file, run, buffers.own), repeat(file), runs)
+            for run, found in zip(runs, results, strict=True):
+                damaged += found
+                advance(len(run))
+            file.close()
+    return damaged
+
+
+def _runs(report: SegmentReport) -> Iterator[list[RecordHeader]]:
+    """Yield the records of neighbouring cells together, up to ``RUN_BYTES``."""
+    assert report.shape is not None
+    most = max(1, RUN_BYTES // report.shape.cell_bytes)
+    run: list[RecordHeader] = []
+    for header in report.headers:
+        if run and (header.cell != run[-1].cell + 1 or len(run) == most):
+            yield run
+            run = []
+        run.append(header)
+    if run:
+        yield run
+
+
+def _damaged_in(file: SegmentFile, run: list[RecordHeader], buffer: Buffer) -> list[DamagedBlock]:
+    view, address = buffer.of(len(run) * file.shape.cell_bytes)
+    try:
+        file.read(run[0].cell, view)
+    except TierError as error:
+        return [DamagedBlock(file.name, header.cell, header.key.hex(), error.reason) for header in run]
+    return [
+        DamagedBlock(file.name, header.cell, header.key.hex(), Reason.CHECKSUM_MISMATCH)
+        for place, header in enumerate(run)
+        if checksum(address + place * file.shape.cell_bytes, header.num_bytes) != header.checksum
+    ]

@@ -1,0 +1,373 @@
+"""The host tier: which block lies in which slot of the slab, who uses it, and what goes when the slab is full.
+
+The slab is a shard (:func:`~kvferry.layout.slab.slab_shard`): a slot is one block of one cache group, and all slots of
+a group have one size. This module keeps the index and touches no byte: ranks copy blocks between their caches and the
+slots by ordinary plans, lower tiers by their own copies. Host memory gives slots; lower tiers take them.
+
+A block is written in *parts*, one for each rank that stores some of it. A key becomes visible only after every part has
+landed, and its slot is free again only after every part has reported, so no late copy writes into a slot of another
+block. Blocks in use are never evicted: neither those being stored nor those pinned by a load.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress, repeat
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvferry.arrays import Flags, Integers
+from kvferry.errors import Reason, TierError
+from kvferry.layout.shard import Shard
+from kvferry.tiers.eviction import Eviction, make_policy
+from kvferry.tiers.protocol import (
+    KEY_BYTES,
+    MAX_BATCH,
+    BlockKey,
+    Capabilities,
+    Load,
+    Presence,
+    Presences,
+    Slots,
+    Store,
+    TierCopy,
+)
+
+Copy = TypeVar("Copy", bound=TierCopy)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class HostLoad(Load):
+    """Pinned blocks of host memory; has ended at once, since the bytes are there.
+
+    ``keys`` are only the blocks that were visible; the others are counted in ``failures`` as ``block-missing``.
+    ``block_ids[i]`` is the slot of ``keys[i]`` as a block of its group of the slab's shard.
+    """
+
+    block_ids: Integers
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class HostStore(Store):
+    """Room for new blocks of one group; has ended when all of its ``num_parts`` parts have reported.
+
+    ``keys`` are only the blocks that were accepted. The others are counted in ``failures``: ``already-being-stored``
+    and ``tier-full``. Visible blocks need no store and are counted nowhere.
+    """
+
+    group: str
+    num_parts: int
+    block_ids: Integers
+    reported: set[int] = field(default_factory=set)
+    is_cancelled: bool = False
+
+
+class _Group:
+    """The slots of a cache group: ``first_slot`` to ``first_slot + num_slots`` of all slots."""
+
+    def __init__(self, first_slot: int, num_slots: int, eviction: Eviction) -> None:
+        self.slots = slice(first_slot, first_slot + num_slots)
+        self.free = list(range(first_slot, first_slot + num_slots))[::-1]
+        self.policy = make_policy(eviction, num_slots)
+
+
+class HostMemory:
+    """The index of a slab.
+
+    >>> from kvferry.testing.dense_shards import shard_for
+    >>> from kvferry.layout.named_layouts import NamedLayout
+    >>> from kvferry.layout.slab import slab_shard
+    >>> rank = shard_for(layers=["0"], num_kv_heads=1, head_size=8, itemsize=2, block_size=16, num_blocks=10,
+    ...     layout=NamedLayout.LBNHC)
+    >>> host = HostMemory(slab_shard([rank], {"full": 2}, base_address=1 << 20))
+    >>> a, b, c = (bytes(47) + name for name in (b"a", b"b", b"c"))
+    >>> store = host.prepare_store("full", [a, b], num_parts=1)
+    >>> host.look_up([a, b, c]).tolist() == [Presence.PENDING, Presence.PENDING, Presence.ABSENT]
+    True
+    >>> host.land(store, part=0), host.complete_store(store)
+    (None, None)
+    >>> load = host.prepare_load([a, c])
+    >>> load.keys == [a], load.slots.addresses.tolist(), load.failures[Reason.BLOCK_MISSING]
+    (True, [1048576], 1)
+    >>> host.prepare_store("full", [c], num_parts=1).evicted == [b]
+    True
+    """
+
+    def __init__(self, slab: Shard, eviction: Eviction = Eviction.LRU) -> None:
+        counts = [group.num_blocks for group in slab.groups]
+        firsts = np.cumsum([0, *counts])
+        self._groups = {
+            group.name: _Group(int(first), group.num_blocks, eviction)
+            for group, first in zip(slab.groups, firsts, strict=False)
+        }
+        self.slot_bytes = {group.name: group.components[0].block_stride for group in slab.groups}
+        self.num_slots = sum(counts)
+        self._capabilities = Capabilities("host_memory", slab.regions[0].length)
+        # Of each slot, in the order of the slab: its block id and number of its group, its place, and its key's state.
+        self._block_ids = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
+        self._group_numbers = np.repeat(np.arange(len(counts)), counts)
+        self._lengths = np.repeat(np.array([*self.slot_bytes.values()], np.uint64), counts)
+        self._addresses = np.cumsum(self._lengths) - self._lengths + np.uint64(slab.regions[0].base_address)
+        self._pins = np.zeros(self.num_slots, np.int32)
+        # One more than there are slots: the presence of a key without a slot.
+        self._presences = np.full(self.num_slots + 1, Presence.ABSENT, np.uint8)
+        self._slot_of: dict[BlockKey, int] = {}
+        # The slots of every open copy.
+        self._loads: dict[Load, Integers] = {}
+        self._stores: dict[Store, Integers] = {}
+        self._num_evicted = 0
+        self._is_closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Host memory: its capacity is that of the slab, to the byte."""
+        return self._capabilities
+
+    def look_up(self, keys: Sequence[BlockKey]) -> Presences:
+        """Return a presence for each key: ``PENDING`` while the block is being stored."""
+        self._check(keys)
+        return self._presences[self._slots_of(keys)]
+
+    def visible_among(self, keys: list[BlockKey]) -> list[BlockKey]:
+        """Return the visible blocks among any number of keys, in their order."""
+        return self._visible(keys)[0]
+
+    def prepare_load(self, keys: Sequence[BlockKey], *, counts_as_use: bool = True) -> HostLoad:
+        """Pin the visible blocks among ``keys``. A copy to a lower tier is no use: it says nothing about demand."""
+        self._check(keys)
+        unique = list(dict.fromkeys(keys))
+        held, slot_ids = self._visible(unique)
+        self._pins[slot_ids] += 1
+        if counts_as_use:
+            self._use(held, slot_ids)
+        load = HostLoad(
+            keys=held,
+            slots=self._slots(slot_ids),
+            landed=np.ones(len(held), np.bool_),
+            has_ended=True,
+            block_ids=self._block_ids[slot_ids],
+        )
+        if num_missing := len(unique) - len(held):
+            missing = f"{num_missing} of {len(unique)} blocks are not in host memory."
+            load.fail(num_missing, TierError(Reason.BLOCK_MISSING, missing))
+        self._loads[load] = slot_ids
+        return load
+
+    def complete_load(self, load: Load) -> None:
+        """End the pins."""
+        self._check_open()
+        self._pins[_taken_out(self._loads, load)] -= 1
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Count a use of the visible blocks among the keys of a prefix; of equals, the first key goes last.
+
+        Call it for all blocks of a request when the request ends. A prefix without its first blocks is of no use, and
+        these were stored first: without a touch they would also go first.
+        """
+        self._check(keys)
+        self._use(*self._visible(list(dict.fromkeys(keys))))
+
+    def prepare_store(self, group: str, keys: Sequence[BlockKey], *, num_parts: int) -> HostStore:
+        """Reserve slots for the blocks of one group that host memory does not hold, the first ones first.
+
+        Blocks that no load pins are evicted to make room, but none of ``keys``. Every part ``0 .. num_parts - 1`` must
+        call :meth:`land`, the parts of a cancelled store too. Raises ``invalid-request`` for an unknown group and for
+        keys of a wrong length.
+        """
+        self._check(keys)
+        _check_keys(keys)
+        slots = self._groups.get(group)
+        if slots is None or num_parts < 1:
+            asked = f"{num_parts} parts of group {group!r} were to be stored; the slab has {sorted(self._groups)}."
+            raise TierError(Reason.INVALID_REQUEST, asked, "Name a group of the slab, and at least one part.")
+        unique = dict.fromkeys(keys)
+        num_being_stored = int(np.count_nonzero(self.look_up(list(unique)) == Presence.PENDING))
+        wanted = [key for key in unique if key not in self._slot_of]
+        evicted = self._make_room(slots, len(wanted), unique)
+        accepted = wanted[: len(slots.free)]
+        slot_ids = np.array([slots.free.pop() for _ in accepted], np.int64)
+        self._slot_of.update(zip(accepted, slot_ids.tolist(), strict=True))
+        self._presences[slot_ids] = Presence.PENDING
+        store = HostStore(
+            keys=accepted,
+            slots=self._slots(slot_ids),
+            landed=np.ones(len(accepted), np.bool_),
+            has_ended=not accepted,
+            evicted=evicted,
+            group=group,
+            num_parts=num_parts,
+            block_ids=self._block_ids[slot_ids],
+        )
+        if num_being_stored:
+            twice = f"{num_being_stored} blocks are being stored."
+            store.fail(num_being_stored, TierError(Reason.ALREADY_BEING_STORED, twice))
+        if num_refused := len(wanted) - len(accepted):
+            in_use = f"no room for {num_refused} blocks of group {group!r}: all slots are in use."
+            store.fail(num_refused, TierError(Reason.TIER_FULL, in_use, "Give the host tier more bytes."))
+        self._stores[store] = slot_ids
+        return store
+
+    def land(self, store: HostStore, part: int, landed: Flags | None = None) -> None:
+        """Report that a part will not write into the store's slots any more, and which blocks of it have landed.
+
+        ``landed`` has one flag for each key of the store; None means all. A block lands when all its parts have.
+        Raises ``invalid-request`` for a part that the store does not have or that has reported.
+        """
+        self._check_open()
+        is_expected = store in self._stores and 0 <= part < store.num_parts and part not in store.reported
+        if not is_expected or store.has_ended:
+            raise TierError(
+                Reason.INVALID_REQUEST,
+                f"part {part} of a store of {store.num_parts} parts was not expected; {sorted(store.reported)} "
+                "have reported.",
+                "Let each part report once.",
+            )
+        store.reported.add(part)
+        if landed is not None:
+            store.landed &= landed
+        if len(store.reported) == store.num_parts:
+            self._end(store)
+
+    def complete_store(self, store: Store) -> None:
+        """Make the blocks visible of which every part has landed; free the slots of the others."""
+        self._check_open()
+        if not store.has_ended:
+            raise TierError(Reason.INVALID_REQUEST, "parts of the store have not reported.", "Wait for its end.")
+        slot_ids = _taken_out(self._stores, store)
+        assert isinstance(store, HostStore), "only a HostStore is open here"
+        group = self._groups[store.group]
+        landed = list(compress(store.keys, store.landed))
+        self._presences[slot_ids[store.landed]] = Presence.HELD
+        group.policy.insert(reversed(landed))
+        if len(landed) < len(store.keys):
+            self._free(group, list(compress(store.keys, ~store.landed)))
+
+    def cancel(self, copy: TierCopy) -> None:
+        """Let no block of a store become visible. The store still ends when all of its parts have reported."""
+        self._check_open()
+        if isinstance(copy, HostStore) and not copy.has_ended:
+            copy.is_cancelled = True
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the counts that every tier has, ``num_evicted`` blocks so far, and the slots of each group by use."""
+        presences = self._presences[:-1]
+        slots = {
+            name: tuple(int(np.count_nonzero(presences[group.slots] == one)) for one in Presence)
+            for name, group in self._groups.items()
+        }
+        return {
+            "num_blocks": int(np.count_nonzero(presences == Presence.HELD)),
+            "num_bytes": int(self._lengths[presences != Presence.ABSENT].sum()),
+            "num_pinned": int(np.count_nonzero(self._pins)),
+            "num_loads": len(self._loads),
+            "num_stores": len(self._stores),
+            "num_evicted": self._num_evicted,
+            "groups": {
+                name: {"free": free, "visible": visible, "being_stored": being_stored}
+                for name, (free, visible, being_stored) in slots.items()
+            },
+        }
+
+    def close(self) -> None:
+        """Fail the open copies as ``closed``. The memory itself belongs to its owner."""
+        if not self._is_closed:
+            self._is_closed = True
+            for copy in (*self._loads, *self._stores):
+                copy.landed[:] = False
+                copy.has_ended = True
+                copy.fail(len(copy.keys), _closed())
+            self._loads.clear()
+            self._stores.clear()
+            self._pins[:] = 0
+
+    def _end(self, store: HostStore) -> None:
+        """End a store of which every part has reported."""
+        store.has_ended = True
+        if store.is_cancelled:
+            store.landed[:] = False
+        if num_lost := len(store.keys) - int(np.count_nonzero(store.landed)):
+            reason = Reason.ABORTED if store.is_cancelled else Reason.TRANSFER_FAILED
+            lost = f"{num_lost} of {len(store.keys)} blocks did not reach host memory."
+            store.fail(num_lost, TierError(reason, lost))
+
+    def _make_room(self, group: _Group, num_blocks: int, kept: Container[BlockKey]) -> Sequence[BlockKey]:
+        """Evict unpinned blocks until ``num_blocks`` slots are free, or none is left; return the evicted keys."""
+        if (num_missing := num_blocks - len(group.free)) <= 0:
+            return ()
+        pins, slot_of = self._pins, self._slot_of
+        evicted = group.policy.evict(num_missing, lambda key: key in kept or bool(pins[slot_of[key]]))
+        self._free(group, evicted)
+        self._num_evicted += len(evicted)
+        return evicted
+
+    def _free(self, group: _Group, keys: Sequence[BlockKey]) -> None:
+        slot_ids = [self._slot_of.pop(key) for key in keys]
+        self._presences[slot_ids] = Presence.ABSENT
+        group.free.extend(slot_ids)
+
+    def _use(self, keys: Sequence[BlockKey], slot_ids: Integers) -> None:
+        """Count a use of visible blocks, from the last to the first."""
+        if len(self._groups) == 1:
+            for group in self._groups.values():
+                group.policy.use(reversed(keys))
+            return
+        group_numbers = self._group_numbers[slot_ids]
+        for number, group in enumerate(self._groups.values()):
+            group.policy.use(reversed(list(compress(keys, group_numbers == number))))
+
+    def _visible(self, keys: list[BlockKey]) -> tuple[list[BlockKey], Integers]:
+        """Return the visible blocks among the keys, and their slots."""
+        slot_ids = self._slots_of(keys)
+        is_visible = self._presences[slot_ids] == Presence.HELD
+        if is_visible.all():
+            return keys, slot_ids
+        return list(compress(keys, is_visible)), slot_ids[is_visible]
+
+    def _slots_of(self, keys: Sequence[BlockKey]) -> Integers:
+        """Return the slot of each key, one behind the last for a key without a slot."""
+        return np.fromiter(map(self._slot_of.get, keys, repeat(self.num_slots)), np.int64, len(keys))
+
+    def _slots(self, slot_ids: Integers) -> Slots:
+        return Slots(self._addresses[slot_ids], self._lengths[slot_ids])
+
+    def _check(self, keys: Sequence[BlockKey]) -> None:
+        self._check_open()
+        if len(keys) > MAX_BATCH:
+            raise TierError(Reason.INVALID_REQUEST, f"{len(keys)} blocks in one call; the limit is {MAX_BATCH}.")
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise _closed()
+
+
+def slots_that_fit(capacity_bytes: int, slot_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Return how many blocks of each group a slab of at most ``capacity_bytes`` has: of every group as many.
+
+    So the slab holds as many positions of one group as of another. Raises :class:`TierError` ``tier-full`` where not
+    one block of each group fits.
+
+    >>> slots_that_fit(1_000_000, {"full": 65536, "window": 32768})
+    {'full': 10, 'window': 10}
+    """
+    count = capacity_bytes // sum(slot_bytes.values())
+    if not count:
+        asked = f"{capacity_bytes} bytes of host memory hold not one block of each group: {dict(slot_bytes)} bytes."
+        raise TierError(Reason.TIER_FULL, asked, "Give the host tier more bytes.")
+    return dict.fromkeys(slot_bytes, count)
+
+
+def _taken_out(open_copies: dict[Copy, Integers], copy: Copy) -> Integers:
+    """Complete a copy once; return its slots. Raises ``invalid-request`` for one that is not open here."""
+    if copy not in open_copies:
+        asked = f"a {type(copy).__name__} of {len(copy.keys)} blocks was completed before, or elsewhere."
+        raise TierError(Reason.INVALID_REQUEST, asked, "Complete each copy once.")
+    return open_copies.pop(copy)
+
+
+def _check_keys(keys: Sequence[BlockKey]) -> None:
+    if wrong := set(map(len, keys)) - {KEY_BYTES}:
+        raise TierError(Reason.INVALID_REQUEST, f"a key has {wrong.pop()} bytes.", f"Keys have {KEY_BYTES} bytes.")
+
+
+def _closed() -> TierError:
+    return TierError(Reason.CLOSED, "the tier is closed.", "Open another.")

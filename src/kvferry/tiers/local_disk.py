@@ -1,0 +1,547 @@
+"""The disk tier: blocks in segment files of one directory, which outlive the engine.
+
+All decisions are taken inside the verbs, on the caller's thread; a few threads only move bytes. A block is read into a
+buffer of the thread, compared with its checksum, and then copied into its slot. So a copy can end at any time, even
+while the disk hangs, and its slots are free from that moment on.
+
+**Cap.** The directory never occupies more than ``capacity_bytes`` on disk. Segment files are allocated at once and
+never grow, so the bytes on disk are known before a file is made; a smaller cap is obeyed when the tier is opened.
+Files that are not the tier's are neither counted nor touched.
+
+**Crashes.** Record headers are written through the page cache after their blocks: SIGKILL loses the blocks whose
+headers were not written yet, a loss of power those of about the last 30 seconds, since nothing is flushed. Whatever is
+torn fails its checksum and is a miss.
+
+**Failures.** A block that cannot be read is forgotten. While a thread has hung for ``stall_seconds``, its copy ends as
+``deadline-exceeded``; while all threads hang, the tier holds nothing and takes nothing.
+"""
+
+import fcntl
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvferry.errors import Reason, TierError
+from kvferry.layout.shard import Region
+from kvferry.tiers.disk.records import PAGE_BYTES
+from kvferry.tiers.disk.segments import LOCK_NAME, Directory, SegmentFile, errors_of, read_segment
+from kvferry.tiers.disk.space import Record, Segment, Space
+from kvferry.tiers.disk.workers import RUN_BYTES, CopyState, HeaderWrite, LoadRun, Run, StoreRun, Task, Workers
+from kvferry.tiers.protocol import (
+    CLOSE_SECONDS,
+    MAX_BATCH,
+    BlockKey,
+    Capabilities,
+    Load,
+    Presence,
+    Presences,
+    Slots,
+    Store,
+    TierCopy,
+    check_slots,
+)
+from kvferry.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 4
+STALL_SECONDS = 5.0
+RETRY_SECONDS = 30.0
+"""How long the tier does not try to make another segment after the disk had no room for one."""
+RESERVED_BYTES = 16 * PAGE_BYTES
+"""For the directory, the lock file and their growth."""
+MIN_SEGMENTS, MAX_SEGMENTS = 8, 64
+SEGMENT_BYTES = 64 << 20
+"""Bytes of a segment, unless that makes fewer than ``MIN_SEGMENTS`` or more than ``MAX_SEGMENTS``."""
+
+_never_closed: list[object] = []  # tiers whose threads still hung when the tier was closed
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DiskLoad(Load):
+    """A load; ``records[i]`` is the pinned record of ``keys[i]``. ``runs``: those that the threads have not done."""
+
+    records: dict[int, Record] = field(default_factory=dict)
+    state: CopyState = field(default_factory=CopyState)
+    runs: set[Run] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DiskStore(Store):
+    """A store; ``records`` has the cells reserved for blocks that the tier did not hold.
+
+    ``finished`` are the blocks that no thread writes any more.
+    """
+
+    records: dict[int, Record] = field(default_factory=dict)
+    state: CopyState = field(default_factory=CopyState)
+    runs: set[Run] = field(default_factory=set)
+    checksums: dict[int, int] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+    is_completed: bool = False
+
+
+class LocalDisk:
+    """The disk tier in ``directory``, for slots of the host slab at ``region``. One owner at a time.
+
+    Raises :class:`TierError`: ``tier-in-use`` for a directory that another tier has open, ``tier-failed`` for one that
+    cannot be used, ``invalid-setting`` for a capacity that is too small for anything.
+
+    >>> import tempfile
+    >>> block = np.arange(4096, dtype=np.uint8)
+    >>> region = Region(int(block.ctypes.data), block.nbytes)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     disk = LocalDisk(Path(directory), 1 << 20, region)
+    ...     store = disk.prepare_store([bytes(48)], Slots.of([region.base_address], [4096]))
+    ...     while store not in disk.poll():
+    ...         pass
+    ...     disk.complete_store(store)
+    ...     print(disk.look_up([bytes(48)]).tolist(), disk.snapshot()["num_blocks"])
+    ...     disk.close()
+    [1] 1
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        capacity_bytes: int,
+        region: Region,
+        *,
+        num_threads: int = NUM_THREADS,
+        segment_bytes: int | None = None,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        usable_bytes = capacity_bytes - RESERVED_BYTES
+        if usable_bytes < RESERVED_BYTES:
+            asked = f"a disk tier of {capacity_bytes} bytes has no room for blocks."
+            raise TierError(Reason.INVALID_SETTING, asked, f"Give it at least {2 * RESERVED_BYTES} bytes.")
+        self._capabilities = Capabilities("local_disk", capacity_bytes, survives_close=True)
+        self._region = region
+        self._stall_seconds = stall_seconds
+        self._directory, self._lock = open_directory(directory)
+        self._space = Space(usable_bytes, min(segment_bytes or _segment_bytes(usable_bytes), usable_bytes))
+        self._files: dict[Segment, SegmentFile] = {}
+        self._refused: Counter[Reason] = Counter()
+        try:
+            self._recover()
+        except BaseException:
+            self._release()
+            raise
+        self._loads: set[DiskLoad] = set()
+        self._stores: set[DiskStore] = set()
+        self._being_stored: set[BlockKey] = set()
+        self._ended: list[TierCopy] = []
+        self._done: deque[Task] = deque()
+        self._failures: Counter[Reason] = Counter()
+        self._num_evicted = 0
+        self._grow_again_at = 0.0
+        self._is_closed = False
+        self._workers = Workers(num_threads, "kvferry-disk")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The disk tier; its capacity counts ``st_blocks`` of the directory and all of its files."""
+        return self._capabilities
+
+    def look_up(self, keys: Sequence[BlockKey]) -> Presences:
+        """Return a presence for each key, from memory; all are absent while the disk hangs."""
+        self._check(keys)
+        held, being_stored = self._space.held, self._being_stored
+        if self._hangs():
+            return np.full(len(keys), Presence.ABSENT, np.uint8)
+        found = np.fromiter(map(held.__contains__, keys), np.uint8, len(keys))
+        if being_stored:
+            found[[key in being_stored for key in keys]] = Presence.PENDING
+        return found
+
+    def prepare_load(self, keys: Sequence[BlockKey], slots: Slots) -> DiskLoad:
+        """Pin the blocks and queue their reads."""
+        lengths = self._check_slots(keys, slots)
+        load = DiskLoad(keys=keys, slots=slots, landed=np.zeros(len(keys), np.bool_))
+        self._loads.add(load)
+        if self._hangs():
+            self._end(load, self._stalled_error())
+            return load
+        for index in range(len(keys) - 1, -1, -1):  # the first block of a prefix goes last
+            record = self._space.held.get(keys[index])
+            if record is None:
+                load.fail(1, TierError(Reason.BLOCK_MISSING, "a block is not on disk."))
+            elif record.num_bytes != lengths[index]:
+                message = f"a block of {record.num_bytes} bytes was to be loaded into a slot of {lengths[index]} bytes."
+                load.fail(1, TierError(Reason.BLOCK_SIZE_MISMATCH, message))
+            else:
+                self._space.pin(record)
+                load.records[index] = record
+        self._start(load, LoadRun)
+        return load
+
+    def complete_load(self, load: Load) -> None:
+        """End the pins."""
+        self._check_open()
+        _check_ended(load, self._loads)
+        assert isinstance(load, DiskLoad)
+        self._loads.remove(load)
+        for record in load.records.values():
+            self._space.unpin(record)
+        self._failures.update(load.failures)
+
+    def prepare_store(self, keys: Sequence[BlockKey], slots: Slots) -> DiskStore:
+        """Reserve cells and queue the writes of the slots."""
+        lengths = self._check_slots(keys, slots)
+        self._collect()
+        store = DiskStore(keys=keys, slots=slots, landed=np.zeros(len(keys), np.bool_))
+        self._stores.add(store)
+        if self._hangs():
+            self._end(store, self._stalled_error())
+            return store
+        wanted, held = [], []
+        for index, key in enumerate(keys):
+            record = self._space.held.get(key)
+            if record is not None and record.num_bytes == lengths[index]:
+                store.landed[index] = True
+                held.append(record)
+            elif record is not None:
+                message = f"a block of {record.num_bytes} bytes was to be stored again with {lengths[index]} bytes."
+                store.fail(1, TierError(Reason.BLOCK_SIZE_MISMATCH, message, "Let equal keys mean equal blocks."))
+            elif key in self._being_stored:
+                store.fail(1, TierError(Reason.ALREADY_BEING_STORED, "another store writes the block."))
+            else:
+                wanted.append(index)
+        self._reserve(store, held, wanted, lengths)
+        self._start(store, StoreRun)
+        return store
+
+    def complete_store(self, store: Store) -> None:
+        """Make the blocks that have landed visible, and queue the writes of their headers."""
+        self._check_open()
+        _check_ended(store, self._stores)
+        assert isinstance(store, DiskStore)
+        self._stores.remove(store)
+        store.is_completed = True
+        self._failures.update(store.failures)
+        landed = []
+        for index, record in sorted(store.records.items(), reverse=True):  # the first block of a prefix goes last
+            self._being_stored.discard(record.key)
+            if store.landed[index]:
+                self._space.publish(record, store.checksums[index])
+                landed.append(record)
+            elif index in store.finished:
+                self._space.give_back(record)
+        runs = neighbours(landed)
+        tasks = [HeaderWrite(self._files[run[0].segment], [record.header for record in run]) for run in runs]
+        self._workers.submit(tasks, is_load=False)
+
+    def cancel(self, copy: TierCopy) -> None:
+        """End a copy at once. A thread that still reads or writes for it touches no slot of it any more."""
+        self._check_open()
+        if not copy.has_ended and (copy in self._loads or copy in self._stores):
+            assert isinstance(copy, DiskLoad | DiskStore)
+            self._give_up(copy, TierError(Reason.ABORTED, "the copy was cancelled."))
+
+    def poll(self) -> list[TierCopy]:
+        """Take what the threads have done; give up the copies that they hang in."""
+        self._check_open()
+        self._collect()
+        while self._done:
+            self._take(self._done.popleft())
+        for task in self._workers.stalled(self._stall_seconds):
+            if isinstance(task, Run) and not task.copy.has_ended:
+                self._give_up(task.copy, self._stalled_error())
+        if self._hangs():
+            for copy in [copy for copy in (*self._loads, *self._stores) if not copy.has_ended]:
+                self._give_up(copy, self._stalled_error())
+        if time.monotonic() >= self._grow_again_at:
+            self._space.may_grow = True
+        ended, self._ended = self._ended, []
+        return ended
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the counts that every tier has, and those of the disk.
+
+        ``refused``: records that could not be used when the tier was opened; ``failures``: blocks that have not landed
+        in completed copies; both by reason. ``num_waiting``: tasks of the threads. ``num_stalled``: threads that hang.
+        """
+        space = self._space
+        return {
+            "num_blocks": len(space.held),
+            "num_bytes": space.occupied_bytes + RESERVED_BYTES,
+            "num_pinned": space.num_pinned,
+            "num_loads": len(self._loads),
+            "num_stores": len(self._stores),
+            "num_segments": len(space.segments),
+            "num_evicted": self._num_evicted,
+            "num_waiting": self._workers.num_waiting,
+            "num_stalled": len(self._workers.stalled(self._stall_seconds)),
+            "failures": {reason.value: count for reason, count in self._failures.items()},
+            "refused": {reason.value: count for reason, count in self._refused.items()},
+        }
+
+    def close(self) -> None:
+        """Fail open copies as ``closed``, write the headers that are queued, and let the directory go.
+
+        A thread that hangs keeps the directory until its process ends; it touches no slot.
+        """
+        if self._is_closed:
+            return
+        for copy in [copy for copy in (*self._loads, *self._stores) if not copy.has_ended]:
+            self._give_up(copy, TierError(Reason.CLOSED, "the tier was closed."))
+        self._is_closed = True
+        for load in self._loads:
+            for record in load.records.values():
+                self._space.unpin(record)
+        self._loads.clear()
+        self._stores.clear()
+        if not self._workers.close(CLOSE_SECONDS):
+            logger.warning("%s: closed while a disk thread hangs; it keeps the directory", self._directory.path)
+            _never_closed.append(self)
+            return
+        self._release()
+
+    # opening
+
+    def _recover(self) -> None:
+        for name in self._directory.segment_names():
+            try:
+                shape, headers, refused = read_segment(self._directory, name)
+            except TierError as error:
+                logger.warning("%s is removed: %s", name, error)
+                self._refused[error.reason] += 1
+                with errors_of(self._directory.path / name):
+                    self._directory.remove(name)
+                continue
+            segment = self._space.add_found(shape, headers)
+            self._refused += refused
+            self._files[segment] = SegmentFile(self._directory, shape, exists=True)
+        self._space.sort_found()
+        for segment in self._space.shrink():
+            self._files.pop(segment).remove()
+
+    def _release(self) -> None:
+        for file in self._files.values():
+            file.close()
+        os.close(self._lock)
+        self._directory.close()
+
+    # copies
+
+    def _reserve(self, store: DiskStore, held: list[Record], wanted: list[int], lengths: list[int]) -> None:
+        """Give cells to the wanted blocks; those of the store that are held are not evicted for them."""
+        for pinned in reversed(held):
+            self._space.pin(pinned)
+        evicted: list[BlockKey] = []
+        records = self._space.reserve([store.keys[i] for i in wanted], [lengths[i] for i in wanted], evicted)
+        for pinned in held:
+            self._space.unpin(pinned)
+        store.evicted = evicted
+        self._num_evicted += len(evicted)
+        self._make_files()
+        for index, record in zip(wanted, records, strict=True):
+            if record is None:
+                store.fail(1, self._full_error())
+            else:
+                store.records[index] = record
+                self._being_stored.add(record.key)
+
+    def _make_files(self) -> None:
+        """Give each new segment a file; the threads remove the files that it replaces first."""
+        for segment in self._space.segments.values():
+            if segment not in self._files:
+                replaced = [self._files.pop(old) for old in segment.replaces]
+                self._files[segment] = SegmentFile(self._directory, segment.shape, replaces=replaced)
+                segment.replaces = ()
+
+    def _start(self, copy: DiskLoad | DiskStore, kind: type[LoadRun] | type[StoreRun]) -> None:
+        """Queue the runs of a copy; a copy without any has ended."""
+        index_of = {record: index for index, record in copy.records.items()}
+        addresses = copy.slots.addresses.tolist()
+        runs: list[LoadRun | StoreRun] = []
+        for records in neighbours(index_of):
+            indices = [index_of[record] for record in records]
+            slots = [addresses[index] for index in indices]
+            runs.append(kind(copy, copy.state, self._files[records[0].segment], records, indices, slots))
+        copy.runs = set(runs)
+        if runs:
+            self._workers.submit(runs, is_load=kind is LoadRun)
+        else:
+            self._end(copy)
+
+    def _collect(self) -> None:
+        """Look at what the threads have done, and take what is left of copies that are over: it ends no copy."""
+        done = self._done
+        while self._workers.done:
+            task = self._workers.done.popleft()
+            if isinstance(task, Run) and not task.copy.has_ended:
+                done.append(task)
+            else:
+                self._take(task)
+
+    def _take(self, task: Task) -> None:
+        if isinstance(task, LoadRun):
+            self._take_load(task)
+        elif isinstance(task, StoreRun):
+            self._take_store(task)
+        elif isinstance(task, HeaderWrite) and task.error is not None:
+            self._failures[task.error.reason] += 1
+
+    def _take_load(self, run: LoadRun) -> None:
+        for index, record, error in zip(run.indices, run.records, run.errors, strict=True):
+            if error is not None and error.reason is not Reason.ABORTED:
+                self._forget(record)
+            if not run.copy.has_ended:
+                self._note(run.copy, index, error)
+        self._count_down(run)
+
+    def _take_store(self, run: StoreRun) -> None:
+        copy = run.copy
+        assert isinstance(copy, DiskStore)
+        for place, (index, record, error) in enumerate(zip(run.indices, run.records, run.errors, strict=True)):
+            copy.finished.add(index)
+            if error is None:
+                copy.checksums[index] = run.checksums[place]
+            if copy.is_completed:
+                self._space.give_back(record)
+            if not copy.has_ended:
+                self._note(copy, index, error)
+        if run.file.is_removed:
+            self._drop(run.records[0].segment)
+        self._count_down(run)
+
+    def _note(self, copy: TierCopy, index: int, error: TierError | None) -> None:
+        if error is None:
+            copy.landed[index] = True
+        else:
+            copy.fail(1, error)
+
+    def _count_down(self, run: Run) -> None:
+        assert isinstance(run.copy, DiskLoad | DiskStore)
+        run.copy.runs.discard(run)
+        if not run.copy.runs and not run.copy.has_ended:
+            self._end(run.copy)
+
+    def _give_up(self, copy: TierCopy, error: TierError) -> None:
+        assert isinstance(copy, DiskLoad | DiskStore)
+        copy.state.end()
+        revoked = self._workers.revoke(copy.runs)
+        if isinstance(copy, DiskStore):
+            copy.landed[list(copy.records)] = False
+            copy.finished.update(index for run in revoked for index in run.indices)
+        self._end(copy, error)
+
+    def _end(self, copy: TierCopy, error: TierError | None = None) -> None:
+        """End a copy; with an error, for all blocks that have neither landed nor failed."""
+        num_open = len(copy.keys) - int(copy.landed.sum()) - copy.failures.total()
+        if error is not None and num_open:
+            copy.fail(num_open, error)
+        copy.has_ended = True
+        self._ended.append(copy)
+
+    def _forget(self, record: Record) -> None:
+        """Hold a record no longer, here and on disk."""
+        if record.is_held:
+            self._space.forget(record)
+            self._workers.submit([HeaderWrite(self._files[record.segment], free_cell=record.cell)], is_load=False)
+
+    def _drop(self, segment: Segment) -> None:
+        """Remove a segment whose file could not be made, and make no other for a while."""
+        if self._space.segments.get(segment.shape.segment_id) is segment:
+            self._space.drop(segment)
+            del self._files[segment]
+            self._space.may_grow = False
+            self._grow_again_at = time.monotonic() + RETRY_SECONDS
+
+    # checks
+
+    def _hangs(self) -> bool:
+        return len(self._workers.stalled(self._stall_seconds)) == self._workers.num_threads
+
+    def _stalled_error(self) -> TierError:
+        message = f"{self._directory.path} has not answered for {self._stall_seconds} seconds."
+        return TierError(Reason.DEADLINE_EXCEEDED, message, "Is the disk failing?")
+
+    def _full_error(self) -> TierError:
+        capacity = format_bytes(self._capabilities.capacity_bytes)
+        message = f"no room for a block in {self._directory.path}: all of its {capacity} are in use."
+        return TierError(Reason.TIER_FULL, message, "Give the disk tier more bytes.")
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TierError(Reason.CLOSED, "the tier is closed.", "Open another.")
+
+    def _check(self, keys: Sequence[BlockKey]) -> None:
+        self._check_open()
+        if len(keys) > MAX_BATCH:
+            raise TierError(Reason.INVALID_REQUEST, f"{len(keys)} blocks in one call; the limit is {MAX_BATCH}.")
+
+    def _check_slots(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
+        """Check the arguments of ``prepare_*`` and return the lengths of the slots."""
+        self._check_open()
+        check_slots(keys, slots, self._region)
+        if not slots.lengths.all():
+            raise TierError(Reason.INVALID_REQUEST, "a slot has 0 bytes.", "A block has at least one byte.")
+        return [int(length) for length in slots.lengths]
+
+
+def open_directory(path: Path) -> tuple[Directory, int]:
+    """Make and lock a directory; return it and the descriptor that holds the lock.
+
+    Raises :class:`TierError` ``tier-in-use`` for a second owner, else ``tier-failed``.
+    """
+    with errors_of(path):
+        path.mkdir(parents=True, exist_ok=True)
+        directory = Directory(path)
+        try:
+            lock = directory.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        except OSError:
+            directory.close()
+            raise
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
+            os.close(lock)
+            directory.close()
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise TierError(
+                Reason.TIER_IN_USE,
+                f"{path} is in use by process {owner or 'unknown'}.",
+                "Give each engine a directory of its own, or end that process.",
+            ) from error
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        return directory, lock
+
+
+def neighbours(records: Iterable[Record]) -> list[list[Record]]:
+    """Return the records of neighbouring cells together, in the order of the disk, up to ``RUN_BYTES``."""
+    runs: list[list[Record]] = []
+    for record in sorted(records, key=lambda record: (record.segment.shape.segment_id, record.cell)):
+        last = runs[-1][-1] if runs else None
+        if (
+            last is not None
+            and last.segment is record.segment
+            and last.cell + 1 == record.cell
+            and (len(runs[-1]) + 1) * record.segment.shape.cell_bytes <= RUN_BYTES
+        ):
+            runs[-1].append(record)
+        else:
+            runs.append([record])
+    return runs
+
+
+def _segment_bytes(usable_bytes: int) -> int:
+    """Return the bytes of a segment."""
+    return usable_bytes // min(MAX_SEGMENTS, max(MIN_SEGMENTS, usable_bytes // SEGMENT_BYTES))
+
+
+def _check_ended(copy: TierCopy, open_copies: set[Any]) -> None:
+    if not copy.has_ended or copy not in open_copies:
+        asked = "a copy was completed before its end, a second time, or in another tier."
+        raise TierError(Reason.INVALID_REQUEST, asked, "Complete each copy once, when it has ended.")

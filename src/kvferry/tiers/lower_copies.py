@@ -1,0 +1,284 @@
+"""The copies between host memory and one lower tier: which wait, which move, which are given up.
+
+Two directions share the tier. A *promotion* fills slots of host memory with a chunk of blocks that requests wait for,
+or that a prefetch brings; requests take turns, and prefetches come last. A *write-through* brings blocks from host
+memory down. At most ``copies_per_tier`` of each move at a time.
+
+A tier that fails is left alone for ``suspend_seconds``, so that one broken disk costs one wait and not one for every
+request. A copy that does not end within ``hang_seconds`` is cancelled and *given up*: nobody waits for it, the tier is
+left alone until it ends, and its slots stay in use until then.
+"""
+
+import logging
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from kvferry.errors import Reason, TierError
+from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore
+from kvferry.tiers.protocol import BlockKey, Load, LowerTier, Presence, Presences, Store, TierCopy
+
+logger = logging.getLogger(__name__)
+
+SUSPENDING = frozenset({Reason.TIER_FAILED, Reason.TRANSFER_FAILED, Reason.DEADLINE_EXCEEDED, Reason.CLOSED})
+"""Failures of a tier; others are about single blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopySettings:
+    """Sizes in bytes, times in seconds; the module's docstring says what for. ``chunk_bytes``: most of one copy."""
+
+    chunk_bytes: int = 16 << 20
+    copies_per_tier: int = 4
+    hang_seconds: float = 10.0
+    suspend_seconds: float = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Blocks of one group that are promoted together, for the requests ``askers`` or for a prefetch."""
+
+    group: str
+    keys: Sequence[BlockKey]
+    is_prefetch: bool = False
+    askers: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Promotion:
+    """A chunk on its way up, and its room in host memory."""
+
+    chunk: Chunk
+    room: HostStore
+    since: float
+    is_given_up: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """Blocks on their way down, and their pins in host memory."""
+
+    pins: HostLoad
+    since: float
+    is_given_up: bool = False
+
+
+class LowerCopies:
+    """All copies of one lower tier; see the module's docstring. ``collect`` and then ``begin`` drive them."""
+
+    def __init__(self, host: HostMemory, tier: LowerTier, settings: CopySettings) -> None:
+        self.stuck: set[BlockKey] = set()
+        """Blocks of promotions that were given up: host memory says that they are being stored, and nobody waits."""
+        self.failures: Counter[Reason] = Counter()
+        """Blocks that did not arrive, above or below, by reason."""
+        self._host, self._tier, self._settings = host, tier, settings
+        self._queues: OrderedDict[str, deque[Chunk]] = OrderedDict()
+        self._prefetches: deque[Chunk] = deque()
+        self._to_write: dict[BlockKey, None] = {}
+        self._promotions: dict[Load, _Promotion] = {}
+        self._writes: dict[Store, _Write] = {}
+        self._suspended_until = -np.inf
+        self._counts: Counter[str] = Counter()
+        self._blocks_to_write = max(1, settings.chunk_bytes // max(host.slot_bytes.values()))
+
+    @property
+    def name(self) -> str:
+        """The tier's name."""
+        return self._tier.capabilities.name
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to drive."""
+        return not (self._queues or self._prefetches or self._to_write or self._promotions or self._writes)
+
+    def is_suspended(self, now: float) -> bool:
+        """Return whether the tier failed a short while ago, or has a copy that was given up and has not ended."""
+        copies: list[_Promotion | _Write] = [*self._promotions.values(), *self._writes.values()]
+        return now < self._suspended_until or any(copy.is_given_up for copy in copies)
+
+    def look_up(self, keys: Sequence[BlockKey], now: float) -> Presences:
+        """Return which blocks the tier holds: none of them while it is suspended."""
+        if not self.is_suspended(now):
+            try:
+                return self._tier.look_up(keys)
+            except TierError as error:
+                self._fail(len(keys), error, now)
+        return np.full(len(keys), Presence.ABSENT, np.uint8)
+
+    def promote(self, chunk: Chunk) -> None:
+        """Queue a chunk. ``collect`` or ``begin`` returns it, once."""
+        if chunk.is_prefetch:
+            self._prefetches.append(chunk)
+        else:
+            self._queues.setdefault(next(iter(chunk.askers)), deque()).append(chunk)
+
+    def join(self, chunk: Chunk, request_id: str) -> None:
+        """Let one more request wait for a chunk; a queued prefetch then moves ahead of other prefetches."""
+        chunk.askers[request_id] = None
+        if chunk.is_prefetch and chunk in self._prefetches:
+            self._prefetches.remove(chunk)
+            chunk.is_prefetch = False
+            self.promote(chunk)
+
+    def write(self, keys: Sequence[BlockKey]) -> None:
+        """Queue visible blocks of host memory for the way down; those evicted before their turn are left out."""
+        self._to_write.update(dict.fromkeys(keys))
+        if len(self._to_write) > 2 * self._host.num_slots:
+            self._to_write = dict.fromkeys(self._host.visible_among(list(self._to_write)))
+
+    def collect(self, now: float) -> list[Chunk]:
+        """Drive the tier; return the chunks that have ended or were given up since the last call.
+
+        What has landed is visible in host memory and not pinned: pin it before anything takes a slot.
+        """
+        ended: list[Chunk] = []
+        try:
+            copies = self._tier.poll()
+        except TierError as error:
+            self._fail(0, error, now)
+            copies = []
+        for copy in copies:
+            self._finish(copy, ended, now)
+        self._give_up_overdue(ended, now)
+        return ended
+
+    def begin(self, now: float) -> list[Chunk]:
+        """Begin as many copies as may move; return the chunks that will not be brought.
+
+        Nobody waits for them any more, host memory has no room for them, or the tier is suspended.
+        """
+        if self.is_suspended(now):
+            return self._drained()
+        left_out: list[Chunk] = []
+        while self._may_begin(self._promotions, now) and (chunk := self._next_chunk()):
+            if not self._begin_promotion(chunk, now):
+                left_out.append(chunk)
+        while self._may_begin(self._writes, now) and self._to_write:
+            self._begin_write(now)
+        return left_out
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """Return the state as plain data: counts of blocks and bytes so far, failures, queues, and ages of copies."""
+        return {
+            **{name: self._counts[name] for name in ("blocks_up", "bytes_up", "blocks_down", "bytes_down")},
+            "failures": {reason.value: count for reason, count in sorted(self.failures.items()) if count},
+            "queued_chunks": sum(map(len, self._queues.values())) + len(self._prefetches),
+            "blocks_to_write": len(self._to_write),
+            "promotions": [now - promotion.since for promotion in self._promotions.values()],
+            "writes": [now - write.since for write in self._writes.values()],
+            "stuck_blocks": len(self.stuck),
+            "is_suspended": self.is_suspended(now),
+        }
+
+    def _may_begin(self, copies: Sized, now: float) -> bool:
+        return len(copies) < self._settings.copies_per_tier and not self.is_suspended(now)
+
+    def _next_chunk(self) -> Chunk | None:
+        """Take the first chunk of the next request in turn, or of a prefetch."""
+        if not self._queues:
+            return self._prefetches.popleft() if self._prefetches else None
+        request_id, queue = self._queues.popitem(last=False)
+        chunk = queue.popleft()
+        if queue:
+            self._queues[request_id] = queue
+        return chunk
+
+    def _drained(self) -> list[Chunk]:
+        """Take all chunks out of the queues: their requests shall not wait for a tier that is suspended."""
+        chunks = [chunk for queue in self._queues.values() for chunk in queue] + list(self._prefetches)
+        self._queues.clear()
+        self._prefetches.clear()
+        return chunks
+
+    def _begin_promotion(self, chunk: Chunk, now: float) -> bool:
+        """Reserve slots and begin to fill them; return whether a copy has begun."""
+        if not (chunk.askers or chunk.is_prefetch):
+            return False
+        room = self._host.prepare_store(chunk.group, chunk.keys, num_parts=1)
+        self.failures.update(room.failures)
+        load: Load | None = None
+        if room.keys:
+            try:
+                load = self._tier.prepare_load(room.keys, room.slots)
+            except TierError as error:
+                self._fail(len(room.keys), error, now)
+                self._host.land(room, 0, np.zeros(len(room.keys), np.bool_))
+        if load is None:
+            self._host.complete_store(room)
+            return False
+        self._promotions[load] = _Promotion(chunk, room, now)
+        return True
+
+    def _begin_write(self, now: float) -> None:
+        """Pin the oldest blocks that wait and begin to write them."""
+        keys = list(islice(self._to_write, self._blocks_to_write))
+        for key in keys:
+            del self._to_write[key]
+        pins = self._host.prepare_load(keys, counts_as_use=False)
+        store: Store | None = None
+        if pins.keys:
+            try:
+                store = self._tier.prepare_store(pins.keys, pins.slots)
+            except TierError as error:
+                self._fail(len(pins.keys), error, now)
+        if store is None:
+            self._host.complete_load(pins)
+        else:
+            self._writes[store] = _Write(pins, now)
+
+    def _finish(self, copy: TierCopy, ended: list[Chunk], now: float) -> None:
+        """Complete a copy on both sides."""
+        if isinstance(copy, Load):
+            promotion = self._promotions.pop(copy)
+            self._host.land(promotion.room, 0, copy.landed)
+            self._host.complete_store(promotion.room)
+            self._tier.complete_load(copy)
+            self.stuck.difference_update(copy.keys)
+            if not promotion.is_given_up:
+                ended.append(promotion.chunk)
+            self._count("up", copy, promotion.is_given_up, now)
+        elif isinstance(copy, Store):
+            write = self._writes.pop(copy)
+            self._tier.complete_store(copy)
+            self._host.complete_load(write.pins)
+            self._count("down", copy, write.is_given_up, now)
+
+    def _count(self, way: str, copy: TierCopy, is_given_up: bool, now: float) -> None:
+        self._counts[f"blocks_{way}"] += int(np.count_nonzero(copy.landed))
+        self._counts[f"bytes_{way}"] += copy.slots[copy.landed].num_bytes
+        if not is_given_up:  # its blocks are counted already
+            self.failures.update(copy.failures)
+            if copy.error is not None and SUSPENDING & copy.failures.keys():
+                self._suspend(copy.error, now)
+
+    def _give_up_overdue(self, ended: list[Chunk], now: float) -> None:
+        for load, promotion in self._promotions.items():
+            if self._is_overdue(promotion, now):
+                self._give_up(load, promotion, now)
+                self.stuck.update(load.keys)
+                ended.append(promotion.chunk)
+        for store, write in self._writes.items():
+            if self._is_overdue(write, now):
+                self._give_up(store, write, now)
+
+    def _is_overdue(self, moving: _Promotion | _Write, now: float) -> bool:
+        return not moving.is_given_up and now - moving.since > self._settings.hang_seconds
+
+    def _give_up(self, copy: TierCopy, moving: _Promotion | _Write, now: float) -> None:
+        hangs = f"a copy of {len(copy.keys)} blocks has not ended for {now - moving.since:.1f} s."
+        self._fail(len(copy.keys), TierError(Reason.DEADLINE_EXCEEDED, hangs, "Look at the device."), now)
+        moving.is_given_up = True
+        self._tier.cancel(copy)
+
+    def _fail(self, num_blocks: int, error: TierError, now: float) -> None:
+        self.failures[error.reason] += num_blocks
+        self._suspend(error, now)
+
+    def _suspend(self, error: TierError, now: float) -> None:
+        if not self.is_suspended(now):
+            logger.warning("%s is left alone for %g s: %s", self.name, self._settings.suspend_seconds, error)
+        self._suspended_until = now + self._settings.suspend_seconds

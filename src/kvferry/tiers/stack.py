@@ -1,0 +1,379 @@
+"""The stack of tiers of one engine: host memory, and lower tiers below it.
+
+**Verified before promised.** A block is promised to the engine only when it lies verified and pinned in host memory.
+While a lower tier promotes blocks the answer to a request is "ask again", up to the request's deadline; then what is
+there is promised. So a tier that fails, hangs or holds damaged bytes is a miss, and never an error of a request.
+
+**Who keeps what.** A request that asks owns pins. They end with ``complete_load`` once the request loads; before that
+with ``drop``, or when the request has not asked for ``lease_seconds``. Requests that want the same blocks wait for the
+same promotion, and each pins them in the call in which they become visible. What keeps the slots of copies to and from
+lower tiers is in :mod:`~kvferry.tiers.lower_copies`.
+
+Nothing here has a thread or a clock: requests, landings and time are inputs, and ``poll`` drives the lower tiers.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any
+
+import numpy as np
+
+from kvferry.arrays import Flags
+from kvferry.errors import Reason, TierError
+from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore
+from kvferry.tiers.lower_copies import Chunk, CopySettings, LowerCopies
+from kvferry.tiers.protocol import BlockKey, LowerTier, Presence, Presences
+
+PREFETCH_SHARE = 0.25
+"""Share of host memory that queued and running prefetches may fill."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Promise:
+    """``held[group][i]``: block ``i`` that the request wants of a group lies verified and pinned in host memory."""
+
+    held: Mapping[str, Flags]
+
+
+@dataclass(slots=True, eq=False)
+class _Asker:
+    """A request that has asked. Each block that it wants is pinned, undecided, in a chunk, or missed."""
+
+    wanted: Mapping[str, Sequence[BlockKey]]
+    deadline: float
+    leased_until: float
+    undecided: dict[BlockKey, str] = field(default_factory=dict)
+    """Blocks and their groups: host memory does not hold them, and no chunk brings them yet."""
+    in_chunks: set[BlockKey] = field(default_factory=set)
+    tried: set[tuple[int, BlockKey]] = field(default_factory=set)
+    """Lower tiers, by number, that did not bring a block: each is tried once."""
+    pinned: set[BlockKey] = field(default_factory=set)
+    pins: list[HostLoad] = field(default_factory=list)
+    promise: Promise | None = None
+    is_loading: bool = False
+
+
+class Stack:
+    """Host memory and its lower tiers, the quickest first.
+
+    A request's way: :meth:`look_up`, :meth:`ask` until there is a promise, :meth:`begin_load`, :meth:`complete_load`;
+    and :meth:`drop` wherever it leaves that way. A step's way: :meth:`prepare_store`, :meth:`land` for each part.
+
+    >>> from kvferry.testing.tier_suite import block_keys, slab_of_blocks
+    >>> stack = Stack(HostMemory(slab_of_blocks(8, base_address=1 << 30)))
+    >>> keys = block_keys(1, 2, 3)
+    >>> store = stack.prepare_store("full", keys[:2], num_parts=1)
+    >>> stack.ask("a request", {"full": keys}, now=0.0, wait_seconds=2.0) is None
+    True
+    >>> stack.land(store, part=0)
+    >>> stack.ask("a request", {"full": keys}, now=0.1, wait_seconds=2.0).held["full"].tolist()
+    [True, True, False]
+    >>> stack.begin_load("a request", {"full": keys[:2]})["full"].block_ids.tolist()
+    [0, 1]
+    >>> stack.complete_load("a request"), stack.is_idle
+    (None, True)
+    """
+
+    def __init__(
+        self,
+        host: HostMemory,
+        lower: Sequence[LowerTier] = (),
+        settings: CopySettings | None = None,
+        lease_seconds: float = 60.0,
+    ) -> None:
+        self._host, self._tiers, self._lease_seconds = host, tuple(lower), lease_seconds
+        self._settings = settings or CopySettings()
+        self._lower = tuple(LowerCopies(host, tier, self._settings) for tier in lower)
+        self._askers: dict[str, _Asker] = {}
+        self._chunks: dict[BlockKey, tuple[int, Chunk]] = {}
+        """Blocks that a lower tier brings, with the tier's number."""
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether ``poll`` has nothing to do until the next call of another verb."""
+        is_asked = any(not asker.is_loading for asker in self._askers.values())
+        return not is_asked and all(copies.is_idle for copies in self._lower)
+
+    # Requests.
+
+    def look_up(self, keys: Sequence[BlockKey], now: float) -> Presences:
+        """Return whether any tier holds each block; what a lower tier is bringing is held.
+
+        Pins and promises nothing: an adapter finds with it which blocks are worth asking for.
+        """
+        found = self._host.look_up(keys)
+        for copies in self._lower:
+            places = np.flatnonzero(found != Presence.HELD)
+            if not len(places):
+                break
+            answers = copies.look_up([keys[place] for place in places.tolist()], now)
+            found[places] = np.where(answers == Presence.ABSENT, found[places], answers)
+        return found
+
+    def ask(
+        self, request_id: str, wanted: Mapping[str, Sequence[BlockKey]], now: float, wait_seconds: float
+    ) -> Promise | None:
+        """Return what can be promised of the wanted blocks of each group; None while it is worth asking again.
+
+        The first question of a request pins what host memory holds and begins to promote the rest; ``wait_seconds``
+        after it the answer is what is there, so with 0 nothing is promoted. A promise stays as it is until ``drop``,
+        ``begin_load`` or the end of the lease, which each question extends. A request that asks for other blocks than
+        before begins anew. While the request loads it is promised nothing. Raises :class:`TierError`
+        ``invalid-request`` for a group that host memory does not have.
+        """
+        self._check_groups(wanted)
+        wanted = {group: list(keys) for group, keys in wanted.items()}
+        asker = self._askers.get(request_id)
+        if asker is not None and asker.is_loading:
+            return _promise(wanted, frozenset())
+        if asker is not None and asker.wanted != wanted:
+            self.drop(request_id)
+            asker = None
+        if asker is None:
+            asker = _Asker(wanted, now + wait_seconds, now)
+            asker.undecided = {key: group for group, keys in wanted.items() for key in keys}
+            self._askers[request_id] = asker
+        asker.leased_until = now + self._lease_seconds
+        if asker.promise is None:
+            self._decide(request_id, asker, now)
+            if now >= asker.deadline or not (asker.undecided or asker.in_chunks):
+                self._leave_chunks(request_id, asker)
+                asker.promise = _promise(wanted, asker.pinned)
+                self._counts["promised"] += len(asker.pinned)
+                self._counts["missed"] += sum(map(len, wanted.values())) - len(asker.pinned)
+        return asker.promise
+
+    def begin_load(self, request_id: str, chosen: Mapping[str, Sequence[BlockKey]]) -> dict[str, HostLoad]:
+        """Return the slots of the chosen blocks, which stay pinned until :meth:`complete_load`; end all other pins.
+
+        Raises :class:`TierError` ``invalid-request`` for blocks that were not promised to this request.
+        """
+        asker = self._askers.get(request_id)
+        keys = {key for group in chosen.values() for key in group}
+        if asker is None or asker.promise is None or asker.is_loading or not keys <= asker.pinned:
+            asked = f"{len(keys)} blocks were to be loaded for {request_id!r}; they were not promised to this request."
+            raise TierError(Reason.INVALID_REQUEST, asked, "Load a part of what the last ask() promised.")
+        loads = {group: self._host.prepare_load(group_keys) for group, group_keys in chosen.items()}
+        self._end_pins(asker)
+        asker.pins = list(loads.values())
+        asker.is_loading = True
+        self._counts["loaded"] += len(keys)
+        return loads
+
+    def complete_load(self, request_id: str) -> None:
+        """End the pins of a request that loads, after no rank reads its slots any more; else nothing happens."""
+        asker = self._askers.get(request_id)
+        if asker is not None and asker.is_loading:
+            self._end_pins(asker)
+            del self._askers[request_id]
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request that will not load; one that loads keeps its pins until :meth:`complete_load`."""
+        asker = self._askers.get(request_id)
+        if asker is not None and not asker.is_loading:
+            self._leave_chunks(request_id, asker)
+            self._end_pins(asker)
+            del self._askers[request_id]
+
+    def prefetch(self, group: str, keys: Sequence[BlockKey], now: float) -> None:
+        """Begin to promote what a request that waits in the engine's queue will need; pins nothing.
+
+        Takes no more than ``PREFETCH_SHARE`` of host memory at a time, the first blocks first. Raises as :meth:`ask`.
+        """
+        self._check_groups([group])
+        keys = list(dict.fromkeys(keys))
+        prefetching = {id(chunk): chunk for _, chunk in self._chunks.values() if chunk.is_prefetch}.values()
+        num_bytes = sum(len(chunk.keys) * self._host.slot_bytes[chunk.group] for chunk in prefetching)
+        room = int(PREFETCH_SHARE * self._host.capabilities.capacity_bytes) - num_bytes
+        absent = compress(keys, self._host.look_up(keys) == Presence.ABSENT)
+        missing = [key for key in absent if key not in self._chunks][: max(0, room // self._host.slot_bytes[group])]
+        for number, copies in enumerate(self._lower):
+            is_held = copies.look_up(missing, now) == Presence.HELD
+            self._promote(number, group, list(compress(missing, is_held)))
+            missing = list(compress(missing, ~is_held))
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Call it with all blocks of a request when it ends; see :meth:`HostMemory.touch`."""
+        self._host.touch(keys)
+
+    # Stores.
+
+    def prepare_store(self, group: str, keys: Sequence[BlockKey], num_parts: int) -> HostStore:
+        """Reserve slots for new blocks of one group, as :meth:`HostMemory.prepare_store`.
+
+        A store that accepts no block is complete.
+        """
+        store = self._host.prepare_store(group, keys, num_parts=num_parts)
+        if store.has_ended:
+            self._host.complete_store(store)
+        return store
+
+    def land(self, store: HostStore, part: int, landed: Flags | None = None) -> None:
+        """Report a part of a store, as :meth:`HostMemory.land`; after the last part its blocks are written through."""
+        self._host.land(store, part, landed)
+        if store.has_ended:
+            self._host.complete_store(store)
+            self._counts["stored"] += int(np.count_nonzero(store.landed))
+            for copies in self._lower:
+                copies.write(list(compress(store.keys, store.landed)))
+
+    def cancel(self, store: HostStore) -> None:
+        """Let no block of a store become visible. All its parts must still :meth:`land`."""
+        self._host.cancel(store)
+
+    # Time.
+
+    def poll(self, now: float) -> None:
+        """Drive the lower tiers, pin what has arrived for those that wait, and end leases."""
+        for number, copies in enumerate(self._lower):
+            for chunk in copies.collect(now):
+                self._end_chunk(number, chunk)
+        for number, copies in enumerate(self._lower):
+            for chunk in copies.begin(now):
+                self._end_chunk(number, chunk)
+        for request_id, asker in list(self._askers.items()):
+            if not asker.is_loading and now > asker.leased_until:
+                self._counts["leases_ended"] += 1
+                self.drop(request_id)
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """Return the state as plain data.
+
+        ``requests``: for each, how many blocks are pinned, undecided and in chunks, the seconds to its deadline, and
+        whether it loads. ``counts``: blocks promised, missed, loaded and stored, and leases ended, so far.
+        """
+        return {
+            "host_memory": self._host.snapshot(),
+            "lower": {copies.name: copies.snapshot(now) for copies in self._lower},
+            "requests": {
+                request_id: {
+                    "pinned": len(asker.pinned),
+                    "undecided": len(asker.undecided),
+                    "in_chunks": len(asker.in_chunks),
+                    "seconds_left": asker.deadline - now,
+                    "is_loading": asker.is_loading,
+                }
+                for request_id, asker in sorted(self._askers.items())
+            },
+            "blocks_in_chunks": len(self._chunks),
+            "counts": dict(self._counts),
+        }
+
+    def close(self) -> None:
+        """Close the lower tiers, then host memory. Raises the first error of a tier whose copies do not end."""
+        errors = []
+        for tier in self._tiers:
+            try:
+                tier.close()
+            except TierError as error:
+                errors.append(error)
+        self._host.close()
+        if errors:
+            raise errors[0]
+
+    def _check_groups(self, groups: Iterable[str]) -> None:
+        if unknown := set(groups) - self._host.slot_bytes.keys():
+            asked = f"host memory has no group {unknown.pop()!r}; it has {sorted(self._host.slot_bytes)}."
+            raise TierError(Reason.INVALID_REQUEST, asked, "Name a group of the slab.")
+
+    def _decide(self, request_id: str, asker: _Asker, now: float) -> None:
+        """Pin, wait for, or miss the undecided blocks of a request; some may stay undecided."""
+        if not asker.undecided:
+            return
+        self._pin(asker, list(asker.undecided))
+        if not asker.undecided:
+            return
+        keys = list(asker.undecided)
+        is_being_stored = (self._host.look_up(keys) == Presence.PENDING).tolist()
+        absent: list[BlockKey] = []
+        for key, being_stored in zip(keys, is_being_stored, strict=True):
+            if key in self._chunks:
+                self._join(request_id, asker, key)
+            elif not being_stored or any(key in copies.stuck for copies in self._lower):
+                absent.append(key)
+        self._seek(request_id, asker, absent, now)
+
+    def _seek(self, request_id: str, asker: _Asker, absent: list[BlockKey], now: float) -> None:
+        """Find lower tiers for blocks that host memory does not hold; what no tier may hold is missed."""
+        may_come: set[BlockKey] = set()
+        for number, copies in enumerate(self._lower):
+            untried = [key for key in absent if (number, key) not in asker.tried]
+            answers = copies.look_up(untried, now)
+            may_come.update(compress(untried, answers == Presence.PENDING))
+            by_group: dict[str, list[BlockKey]] = {}
+            for key in compress(untried, answers == Presence.HELD):
+                by_group.setdefault(asker.undecided[key], []).append(key)
+            for group, keys in by_group.items():
+                self._promote(number, group, keys, request_id)
+                for key in keys:
+                    self._join(request_id, asker, key)
+            absent = [key for key in absent if key not in asker.in_chunks]
+        for key in absent:
+            if key not in may_come:
+                del asker.undecided[key]
+
+    def _promote(self, number: int, group: str, keys: Sequence[BlockKey], request_id: str | None = None) -> None:
+        """Let a lower tier bring blocks, in chunks; without a request it is a prefetch."""
+        size = max(1, self._settings.chunk_bytes // self._host.slot_bytes[group])
+        for at in range(0, len(keys), size):
+            askers = {} if request_id is None else {request_id: None}
+            chunk = Chunk(group, keys[at : at + size], is_prefetch=request_id is None, askers=askers)
+            self._chunks.update(dict.fromkeys(chunk.keys, (number, chunk)))
+            self._lower[number].promote(chunk)
+
+    def _join(self, request_id: str, asker: _Asker, key: BlockKey) -> None:
+        """Let a request wait for the chunk of a block."""
+        number, chunk = self._chunks[key]
+        if request_id not in chunk.askers:
+            self._lower[number].join(chunk, request_id)
+        asker.in_chunks.add(key)
+        del asker.undecided[key]
+
+    def _end_chunk(self, number: int, chunk: Chunk) -> None:
+        """Pin what has landed for those that wait; the rest they decide again, without this tier."""
+        groups = dict.fromkeys(chunk.keys, chunk.group)
+        for key in chunk.keys:
+            del self._chunks[key]
+        for request_id in chunk.askers:
+            asker = self._askers[request_id]
+            mine = {key: group for key, group in groups.items() if key in asker.in_chunks}
+            asker.in_chunks.difference_update(mine)
+            asker.undecided.update(mine)
+            asker.tried.update((number, key) for key in mine)
+            self._pin(asker, list(mine))
+
+    def _pin(self, asker: _Asker, keys: list[BlockKey]) -> None:
+        """Pin those of the undecided blocks that host memory holds."""
+        pins = self._host.prepare_load(keys, counts_as_use=False)
+        if not pins.keys:
+            self._host.complete_load(pins)
+            return
+        asker.pins.append(pins)
+        asker.pinned.update(pins.keys)
+        if len(pins.keys) == len(asker.undecided):
+            asker.undecided.clear()
+        else:
+            for key in pins.keys:
+                del asker.undecided[key]
+
+    def _leave_chunks(self, request_id: str, asker: _Asker) -> None:
+        """Wait no more; a chunk that nobody waits for is not begun."""
+        for key in asker.in_chunks:
+            self._chunks[key][1].askers.pop(request_id, None)
+        asker.in_chunks.clear()
+        asker.undecided.clear()
+
+    def _end_pins(self, asker: _Asker) -> None:
+        for pins in asker.pins:
+            self._host.complete_load(pins)
+        asker.pins = []
+        asker.pinned.clear()
+
+
+def _promise(wanted: Mapping[str, Sequence[BlockKey]], pinned: Iterable[BlockKey]) -> Promise:
+    """Return the promise of the pinned blocks among the wanted."""
+    is_pinned = frozenset(pinned).__contains__
+    return Promise({group: np.fromiter(map(is_pinned, keys), np.bool_, len(keys)) for group, keys in wanted.items()})

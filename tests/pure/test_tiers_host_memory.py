@@ -1,0 +1,314 @@
+"""Host memory: when a key is visible, what is never evicted, and that nothing leaks."""
+
+import ctypes
+import multiprocessing
+import os
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from kvferry.errors import Reason, TierError
+from kvferry.layout.shard import Shard
+from kvferry.layout.slab import slab_shard
+from kvferry.tiers.eviction import Eviction
+from kvferry.tiers.host_memory import HostMemory, HostStore, slots_that_fit
+from kvferry.tiers.protocol import MAX_BATCH, Presence
+from kvferry.tiers.slab_memory import SlabHandle, SlabMemory, available_bytes
+
+from .arrangements import attention, hybrid
+
+BASE = 1 << 40
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(48, "big")
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return list(map(key, numbers))
+
+
+def slab(num_blocks: Mapping[str, int]) -> Shard:
+    ranks = [hybrid(0, 1)] if "state" in num_blocks else [attention(0, 1, ["0", "1"])]
+    return slab_shard(ranks, num_blocks, base_address=BASE)
+
+
+def host_memory(num_blocks: int = 4, eviction: Eviction = Eviction.LRU) -> HostMemory:
+    return HostMemory(slab({"full": num_blocks}), eviction)
+
+
+def store(host: HostMemory, *numbers: int, group: str = "full") -> HostStore:
+    """Store blocks whole; return the completed store."""
+    prepared = host.prepare_store(group, keys(*numbers), num_parts=1)
+    if prepared.keys:
+        host.land(prepared, 0)
+    host.complete_store(prepared)
+    return prepared
+
+
+def presences(host: HostMemory, *numbers: int) -> str:
+    """Return a letter for each key: a(bsent), h(eld), p(ending)."""
+    return "".join(Presence(one).name[0].lower() for one in host.look_up(keys(*numbers)))
+
+
+def refusal(call: object, *args: object, **named: object) -> Reason:
+    with pytest.raises(TierError) as caught:
+        call(*args, **named)  # type: ignore[operator]
+    return caught.value.reason
+
+
+def in_use(host: HostMemory) -> tuple[int, int, int]:
+    found = host.snapshot()
+    return found["num_pinned"], found["num_loads"], found["num_stores"]
+
+
+def test_a_key_is_visible_only_after_all_parts_have_landed() -> None:
+    host = host_memory()
+    prepared = host.prepare_store("full", keys(1, 2), num_parts=3)
+    for part in (2, 0):
+        host.land(prepared, part)
+        assert presences(host, 1, 2) == "pp"
+        assert not prepared.has_ended
+        assert refusal(host.complete_store, prepared) is Reason.INVALID_REQUEST
+        assert host.prepare_load(keys(1, 2)).keys == []
+    host.land(prepared, 1)
+    assert presences(host, 1, 2) == "pp", "visible after complete_store and not before"
+    host.complete_store(prepared)
+    assert presences(host, 1, 2, 3) == "hha"
+
+
+def test_a_block_of_which_one_part_is_lost_is_not_visible() -> None:
+    host = host_memory()
+    prepared = host.prepare_store("full", keys(1, 2, 3), num_parts=2)
+    host.land(prepared, 0, np.array([True, False, True]))
+    host.land(prepared, 1, np.array([True, True, False]))
+    host.complete_store(prepared)
+    assert presences(host, 1, 2, 3) == "haa"
+    assert prepared.failures == {Reason.TRANSFER_FAILED: 2}
+    assert host.snapshot()["groups"] == {"full": {"free": 3, "visible": 1, "being_stored": 0}}
+
+
+def test_a_slot_is_free_only_after_every_part_has_reported() -> None:
+    """A part that is late must not write into a slot that another block has got."""
+    host = host_memory(2)
+    aborted = host.prepare_store("full", keys(1, 2), num_parts=2)
+    host.cancel(aborted)
+    host.land(aborted, 1)
+    assert host.prepare_store("full", keys(3), num_parts=1).failures == {Reason.TIER_FULL: 1}
+    host.land(aborted, 0)
+    assert aborted.has_ended
+    host.complete_store(aborted)
+    assert presences(host, 1, 2) == "aa"
+    assert aborted.failures == {Reason.ABORTED: 2}
+    assert len(store(host, 3, 4).keys) == 2
+
+
+def test_two_stores_of_one_key_at_a_time() -> None:
+    host = host_memory()
+    first = host.prepare_store("full", keys(1, 2), num_parts=1)
+    second = host.prepare_store("full", keys(2, 3, 2), num_parts=1)
+    assert (first.keys, second.keys) == (keys(1, 2), keys(3))
+    assert second.failures == {Reason.ALREADY_BEING_STORED: 1}
+    assert not set(first.slots.addresses.tolist()) & set(second.slots.addresses.tolist())
+    for prepared in (first, second):
+        host.land(prepared, 0)
+        host.complete_store(prepared)
+    again = host.prepare_store("full", keys(1, 2, 3), num_parts=1)
+    assert (again.keys, dict(again.failures), again.has_ended) == ([], {}, True)
+
+
+@pytest.mark.parametrize("eviction", list(Eviction))
+def test_blocks_in_use_are_never_evicted(eviction: Eviction) -> None:
+    host = host_memory(4, eviction)
+    store(host, 1, 2)
+    loads = [host.prepare_load(keys(1)), host.prepare_load(keys(1))]
+    being_stored = host.prepare_store("full", keys(5), num_parts=1)
+    assert store(host, 6, 7, 8, 9).keys == keys(6, 7), "one free slot, one evicted block"
+    assert presences(host, 1, 2, 5, 6, 7) == "haphh"
+    for number in range(10, 30):
+        store(host, number)
+        host.complete_load(loads.pop()) if number == 20 else None
+    assert presences(host, 1, 5) == "hp", "one pin is left"
+    host.complete_load(loads.pop())
+    host.land(being_stored, 0)
+    host.complete_store(being_stored)
+    assert store(host, 30, 31, 32, 33).keys == keys(30, 31, 32, 33), "nothing in use is left"
+    assert in_use(host) == (0, 0, 0)
+
+
+def test_what_is_evicted_is_reported_and_least_recently_used() -> None:
+    host = host_memory(4)
+    store(host, 1, 2, 3, 4)
+    host.complete_load(host.prepare_load(keys(3, 4)))
+    assert store(host, 5, 6).evicted == keys(2, 1), "of one prefix the last block goes first"
+    host.complete_load(host.prepare_load(keys(4), counts_as_use=False))
+    assert store(host, 7).evicted == keys(4), "a copy to a lower tier is no use"
+    assert host.snapshot()["num_evicted"] == 3
+
+
+def test_a_prefix_that_was_stored_in_steps_loses_its_last_blocks_first() -> None:
+    host = host_memory(6)
+    store(host, 1, 2)
+    store(host, 3, 4)
+    store(host, 5, 6)
+    host.touch(keys(1, 2, 3, 4, 5, 6, 99))
+    assert store(host, 7, 8, 9).evicted == keys(6, 5, 4)
+
+
+def test_a_store_does_not_evict_the_prefix_that_it_goes_on() -> None:
+    host = host_memory(2)
+    store(host, 1, 2)
+    longer = store(host, 1, 2, 3)
+    assert (longer.keys, longer.evicted, dict(longer.failures)) == ([], [], {Reason.TIER_FULL: 1})
+
+
+def test_a_load_says_which_blocks_it_has() -> None:
+    host = host_memory()
+    store(host, 1, 2, 3)
+    load = host.prepare_load(keys(2, 9, 3, 2))
+    assert load.keys == keys(2, 3)
+    assert load.failures == {Reason.BLOCK_MISSING: 1}
+    assert load.has_ended
+    assert in_use(host) == (2, 1, 0)
+    host.complete_load(load)
+    assert refusal(host.complete_load, load) is Reason.INVALID_REQUEST
+    assert in_use(host) == (0, 0, 0)
+
+
+def test_slots_are_the_blocks_of_the_slab() -> None:
+    """Every slot of both groups, once: addresses in the order of block ids, no gap, capacity exact to the byte."""
+    shard = slab({"full": 3, "state": 5})
+    host = HostMemory(shard)
+    places = []
+    for group, count in (("full", 3), ("state", 5)):
+        prepared = host.prepare_store(group, keys(*(hash(group) % 1000 + one for one in range(count))), num_parts=1)
+        assert sorted(prepared.block_ids.tolist()) == list(range(count))
+        stride = next(one for one in shard.groups if one.name == group).components[0].block_stride
+        first = min(part.layer_offsets[0] for one in shard.groups if one.name == group for part in one.components)
+        assert (prepared.slots.addresses - BASE).tolist() == (first + stride * prepared.block_ids).tolist()
+        places += zip(prepared.slots.addresses.tolist(), prepared.slots.lengths.tolist(), strict=True)
+    places.sort()
+    assert [begin + length for begin, length in places] == [
+        *(begin for begin, _ in places[1:]),
+        BASE + region_of(shard),
+    ]
+    assert host.snapshot()["num_bytes"] == host.capabilities.capacity_bytes == region_of(shard)
+
+
+def region_of(shard: Shard) -> int:
+    return shard.regions[0].length
+
+
+def test_groups_have_slots_of_their_own() -> None:
+    host = HostMemory(slab({"full": 1, "state": 2}))
+    store(host, 1)
+    store(host, 2, 3, group="state")
+    assert store(host, 4, group="state").evicted == keys(3), "no slot of the other group"
+    assert presences(host, 1, 2, 3, 4) == "hhah"
+    load = host.prepare_load(keys(2, 1))
+    assert store(host, 5, 6, group="state").evicted == keys(4)
+    assert sorted(load.slots.lengths.tolist()) == sorted({int(one) for one in load.slots.lengths})
+    assert store(host, 7).failures == {Reason.TIER_FULL: 1}
+
+
+def test_wrong_calls_are_refused() -> None:
+    host = host_memory()
+    prepared = host.prepare_store("full", keys(1), num_parts=1)
+    assert refusal(host.land, prepared, 1) is Reason.INVALID_REQUEST
+    host.land(prepared, 0)
+    assert refusal(host.land, prepared, 0) is Reason.INVALID_REQUEST
+    host.complete_store(prepared)
+    assert refusal(host.complete_store, prepared) is Reason.INVALID_REQUEST
+    assert refusal(host.prepare_store, "other", keys(1), num_parts=1) is Reason.INVALID_REQUEST
+    assert refusal(host.prepare_store, "full", keys(1), num_parts=0) is Reason.INVALID_REQUEST
+    assert refusal(host.prepare_store, "full", [b"short"], num_parts=1) is Reason.INVALID_REQUEST
+    assert refusal(host.look_up, [key(1)] * (MAX_BATCH + 1)) is Reason.INVALID_REQUEST
+    assert host.look_up([b"short"]).tolist() == [Presence.ABSENT]
+
+
+def test_a_closed_tier_fails_its_copies_and_refuses_calls() -> None:
+    host = host_memory()
+    store(host, 1)
+    load, prepared = host.prepare_load(keys(1)), host.prepare_store("full", keys(2), num_parts=1)
+    host.close()
+    host.close()
+    for copy in (load, prepared):
+        assert copy.has_ended
+        assert not copy.landed.any()
+        assert copy.failures == {Reason.CLOSED: 1}
+    assert refusal(host.look_up, keys(1)) is Reason.CLOSED
+    assert refusal(host.complete_load, load) is Reason.CLOSED
+    assert refusal(host.land, prepared, 0) is Reason.CLOSED
+
+
+def test_a_look_up_takes_less_than_a_microsecond_a_block() -> None:
+    host = host_memory(10_000)
+    asked = keys(*range(20_000))
+    store(host, *range(10_000))
+    quickest = min(_seconds(host, asked) for _ in range(5))
+    assert quickest / len(asked) < 1e-6
+
+
+def _seconds(host: HostMemory, asked: list[bytes]) -> float:
+    began_at = time.perf_counter()
+    host.look_up(asked)
+    return time.perf_counter() - began_at
+
+
+def test_a_capacity_in_bytes_is_never_exceeded() -> None:
+    sizes = {"full": 1000, "window": 24}
+    assert slots_that_fit(10_240, sizes) == {"full": 10, "window": 10}
+    assert slots_that_fit(10_239, sizes) == {"full": 9, "window": 9}
+    assert refusal(slots_that_fit, 1023, sizes) is Reason.TIER_FULL
+
+
+# The memory of a slab.
+
+
+def _write(handle: SlabHandle) -> None:
+    rank = SlabMemory.attach(handle)
+    ctypes.memmove(rank.region.base_address + 4_000_000, b"rank", 4)
+    os._exit(0 if rank.huge_bytes else 3)
+
+
+def test_another_process_maps_the_same_memory_in_huge_pages() -> None:
+    memory = SlabMemory(9 << 20)
+    try:
+        child = multiprocessing.get_context("spawn").Process(target=_write, args=(memory.handle,))
+        child.start()
+        child.join(60)
+        assert ctypes.string_at(memory.region.base_address + 4_000_000, 4) == b"rank"
+        has_huge_pages = memory.huge_bytes > 0
+        assert child.exitcode == (0 if has_huge_pages else 3), "ranks that attach have huge pages where the owner has"
+        assert not has_huge_pages or memory.huge_bytes == 8 << 20
+        assert memory.region.base_address % (2 << 20) == 0
+    finally:
+        memory.close()
+
+
+def test_a_slab_cannot_be_cut_under_its_mappings() -> None:
+    memory = SlabMemory(1 << 20)
+    for length in (0, 2 << 20):
+        with pytest.raises(PermissionError):
+            os.truncate(f"/proc/self/fd/{memory.handle.file_descriptor}", length)
+    memory.close()
+
+
+def test_another_file_or_process_is_not_the_slab() -> None:
+    first, second = SlabMemory(1 << 20), SlabMemory(1 << 20)
+    handle = first.handle
+    swapped = SlabHandle(handle.process_id, second.handle.file_descriptor, handle.inode, handle.length)
+    assert refusal(SlabMemory.attach, swapped) is Reason.PEER_CHANGED
+    first.close()
+    first.close()
+    assert refusal(SlabMemory.attach, handle) is Reason.PEER_CHANGED
+    second.close()
+
+
+def test_a_slab_larger_than_the_available_memory_is_refused_before_a_page_is_taken() -> None:
+    """Otherwise the kernel kills processes for memory, and not only this one."""
+    available, open_files = available_bytes(), len(os.listdir("/proc/self/fd"))
+    assert refusal(SlabMemory, 2 * available) is Reason.TIER_FAILED
+    assert len(os.listdir("/proc/self/fd")) == open_files
