@@ -21,7 +21,7 @@ from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
-from kvferry.integrations.vllm.translate.shards import identity_of
+from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.worker.pull import PullSource
 from kvferry.integrations.vllm.worker.role import WorkerRole
 

@@ -39,7 +39,8 @@ from kvferry.integrations.vllm.scheduler.pull import PullDestination, PullSource
 from kvferry.integrations.vllm.scheduler.push import PushDestination, PushSource, check_pushable
 from kvferry.integrations.vllm.settings import Settings, control_port
 from kvferry.integrations.vllm.step import EPOCH_BITS, MAX_HELD_REQUESTS, EngineEndPoint, LoadOrder, StepMetadata
-from kvferry.integrations.vllm.translate.shards import group_shapes, identity_of, resolved_layout
+from kvferry.integrations.vllm.translate.identity import identity_of
+from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
 from kvferry.integrations.vllm.versions import find_engine_wake
 
 if TYPE_CHECKING:

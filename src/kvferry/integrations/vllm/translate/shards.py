@@ -1,18 +1,14 @@
 """vLLM's configuration and cache tensors in kvferry's terms."""
 
-import hashlib
-import json
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.messages import Identity, RankEntry
+from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
-from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.translate.attention import attention_components, check_scales_in_slots
 from kvferry.integrations.vllm.translate.specs import refuse, spec_of
 from kvferry.integrations.vllm.translate.states import check_state, state_components
@@ -24,11 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-# A model's files are sampled, not read whole: quick for any size, and enough to tell two checkpoints apart.
-SAMPLE_BYTES = 64 * 1024
-SAMPLES_PER_FILE = 8
 _QUANTISATIONS = ("NONE", "FP8_PER_TENSOR")  # besides the modes with scales in the slots
-_VOLATILE_CONFIG_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
@@ -43,23 +35,6 @@ def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig")
         refuse(f"the drafter embeds {lookahead} tokens ahead of the prompt", "Run without multi-module drafting.")
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         _check_group(index, group)
-
-
-def identity_of(vllm_config: "VllmConfig", settings: Settings) -> Identity:
-    """Return the identity on which a peer must agree."""
-    model = vllm_config.model_config
-    text = model.hf_text_config
-    return Identity(
-        model=settings.model_id or _config_digest(model.hf_config.to_dict()),
-        weights=settings.model_id or _weights_digest(str(model.model), model.revision),
-        quantization=settings.model_id or _quantization(model),
-        compute_dtype=_dtype_name(model.dtype),
-        architecture=(model.architectures or ["unknown"])[0],
-        kv_dtype=_kv_dtype(vllm_config),
-        num_layers=int(text.num_hidden_layers),
-        num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
-        head_size=model.get_head_size(),
-    )
 
 
 def resolved_layout(vllm_config: "VllmConfig") -> NamedLayout:
@@ -202,69 +177,3 @@ def _check_views(views: Mapping[str, torch.Tensor], region: Region) -> None:
     for name, view in others:
         if view.stride() != first.stride() or view.dtype != first.dtype or view.shape != first.shape:
             refuse(f"the cache of {name} differs in shape or strides from that of {first_name}")
-
-
-def _kv_dtype(vllm_config: "VllmConfig") -> str:
-    """Return the element types of the caches: keys and values, and states where the model has any."""
-    cache, model = vllm_config.cache_config, vllm_config.model_config
-    names: list[str] = [cache.cache_dtype]
-    if model.is_hybrid or model.is_attention_free:
-        names += [cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype]
-    dtypes = (model.dtype if name == "auto" else name for name in names)
-    return "/".join(map(_dtype_name, dtypes))
-
-
-def _dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _quantization(model: Any) -> str:
-    """Return how the weights are quantised: in the checkpoint, or while they are loaded, which no file records.
-
-    A checkpoint's method is left out: the kernel that runs it, such as ``gptq`` or ``gptq_marlin``, depends on the
-    machine.
-    """
-    is_in_checkpoint = model.model_arch_config.quantization_config is not None
-    method = "checkpoint" if is_in_checkpoint else model.quantization or "none"
-    details = model.quantization_config
-    return method if details is None else f"{method}/{_digest(repr(details))}"
-
-
-def _config_digest(config: Mapping[str, Any]) -> str:
-    kept = {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS}
-    return _digest(json.dumps(kept, sort_keys=True, default=str))
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _commit_of(model: str, revision: str | None) -> str | None:
-    """Return the commit of a hub's model at this revision in this machine's cache; None where the cache has none."""
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        path = try_to_load_from_cache(model, "config.json", revision=revision)
-    except ValueError:
-        return None  # not a name of a model on the hub
-    return Path(path).parent.name if isinstance(path, str) else None
-
-
-def _weights_digest(model: str, revision: str | None) -> str:
-    """Return a digest of sampled weight files of a local model; for a model of a hub, of its name and commit.
-
-    The digest misses changes between the samples, and the commit where the hub's cache does not have the model.
-    """
-    directory = Path(model)
-    if not directory.is_dir():
-        return _digest(f"{model}@{_commit_of(model, revision) or revision or 'default'}")
-    digest = hashlib.blake2b(digest_size=16)
-    files = [path for path in directory.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".gguf")]
-    for path in sorted(files):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            for sample in range(SAMPLES_PER_FILE):
-                file.seek(size * sample // SAMPLES_PER_FILE)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -23,7 +23,8 @@ from kvferry.handoff.messages import RankEntry, StillWriting
 from kvferry.handoff.wire.client import Client
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import EngineEndPoint, LoadOrder, RankMetadata, StepMetadata
-from kvferry.integrations.vllm.translate.shards import group_shapes, identity_of, resolved_layout, shard_of
+from kvferry.integrations.vllm.translate.identity import identity_of
+from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout, shard_of
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
 from kvferry.integrations.vllm.worker.push import PushDestination, PushEndPoint, PushSource

@@ -1,0 +1,236 @@
+"""The names of stored blocks: a namespace of all that changes what a block's bytes mean, and the keys in it.
+
+vLLM's hash of a block covers the tokens up to the block's end, and the request's adapter, images, prompt embeddings and
+cache salt. The hash covers neither the model nor the arrangement of bytes: two engines that differ in those have equal
+hashes. The namespace is a digest of model and arrangement, so that no engine finds a block that it would read
+otherwise. The namespace has every doubtful fact too: a needless difference is a miss, a missing one gives wrong tokens.
+
+The namespace has neither the tensor-parallel nor the pipeline-parallel size, since a slab does not depend on them (see
+:mod:`kvferry.layout.slab`). The slab of one rank alone has the rank in its shard, and so a namespace of its own.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvferry.errors import KVFerryError, Reason, SettingsError
+from kvferry.integrations.vllm.translate.identity import config_digest, dtype_name, kv_dtype_of, quantization_of
+from kvferry.integrations.vllm.translate.weights import Weights, files_of, weights_of
+from kvferry.integrations.vllm.versions import installed_version
+from kvferry.layout.group import CacheGroup
+from kvferry.layout.shard import Shard
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+FORMAT = 1
+"""Of stored blocks. A change of what is stored under a name must raise this number."""
+NAMESPACE_BYTES, GROUP_BYTES = 16, 2
+# Small files that change what a model computes and are neither weights nor part of the configuration: its own code, how
+# images become pixels, how weights are quantised.
+_MODEL_FILES = ("*.py", "*processor*.json", "*quant*.json")
+# How vLLM loads the files of the model's own folder. Others make weights up, or fetch them from somewhere else.
+_FORMATS_OF_FILES = (
+    "auto",
+    "hf",
+    "safetensors",
+    "pt",
+    "npcache",
+    "mistral",
+    "sharded_state",
+    "fastsafetensors",
+    "instanttensor",
+    "runai_streamer",
+    "runai_streamer_sharded",
+)
+_MULTIMODAL_FIELDS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNames:
+    """A namespace and the facts of which it is the digest, ready for JSON.
+
+    ``private`` says why only this process can use the names; None where other processes and later ones can.
+    """
+
+    namespace: bytes
+    facts: Mapping[str, Any]
+    private: KVFerryError | None = None
+
+    def key(self, group: int, block_hash: bytes) -> bytes:
+        """Return the key of a block: of the cache group with this index, and of the tokens with this hash of vLLM's.
+
+        >>> BlockNames(bytes(16), {}).key(1, bytes.fromhex("c0ffee"))[-5:].hex()
+        '0001c0ffee'
+        """
+        return self.namespace + group.to_bytes(GROUP_BYTES, "big") + block_hash
+
+    @staticmethod
+    def group_and_hash(key: bytes) -> tuple[int, bytes]:
+        """Return the cache group and vLLM's hash of a block from its key.
+
+        >>> BlockNames.group_and_hash(BlockNames(bytes(16), {}).key(1, b"hash"))
+        (1, b'hash')
+        """
+        behind = NAMESPACE_BYTES + GROUP_BYTES
+        return int.from_bytes(key[NAMESPACE_BYTES:behind], "big"), key[behind:]
+
+    def check_shareable(self) -> None:
+        """Raise :class:`SettingsError` where the names mean nothing outside of this process, or might mislead there.
+
+        Disk and pool outlive the process or serve several: unrepeatable-hashes, unknown-weights.
+        """
+        if self.private is not None:
+            raise self.private.without_traceback()
+
+
+def block_names(vllm_config: "VllmConfig", slab: Shard, tokens_per_hash: int, model_id: str = "") -> BlockNames:
+    """Return the names for the blocks of this slab, whose shard comes from all ranks of the engine.
+
+    ``tokens_per_hash`` is vLLM's hash block size. A ``model_id`` stands for model and weights, of the drafter too.
+    """
+    hashes, private = _hashes(vllm_config, tokens_per_hash)
+    drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    models: dict[str, Any] = {"model": vllm_config.model_config, "drafter": drafter}
+    for role, model in models.items():
+        if model is None:
+            continue
+        weights = Weights(model_id, are_known=True) if model_id else _weights(vllm_config, model)
+        if not weights.are_known:
+            private = private or _unknown_weights(str(model.model))
+        models[role] = _model(vllm_config, model, weights, model_id)
+    facts = {
+        "format": FORMAT,
+        "vllm": ".".join(installed_version().split(".")[:2]),
+        **models,
+        "adapters": _adapters(vllm_config),
+        "cache": _cache(vllm_config),
+        "hashes": hashes,
+        "slab": _slab(slab),
+    }
+    # A copy without Python's types, which is what a reader of the JSON sees.
+    encoded = json.dumps(facts, sort_keys=True, default=str)
+    return BlockNames(namespace_of(encoded), json.loads(encoded), private)
+
+
+def namespace_of(facts: str) -> bytes:
+    """Return the namespace of these facts, encoded as JSON."""
+    return hashlib.blake2b(facts.encode(), digest_size=NAMESPACE_BYTES).digest()
+
+
+def _model(vllm_config: "VllmConfig", model: "ModelConfig", weights: Weights, model_id: str) -> dict[str, Any]:
+    """Return what says how this model computes keys, values and states."""
+    load = vllm_config.load_config
+    multimodal = model.multimodal_config
+    return {
+        "architectures": model.architectures,
+        "config": model_id or config_digest(model.hf_config.to_dict()),
+        "weights": weights.digest,
+        "files": model_id or _digest_of_files(Path(str(model.model))),
+        "code_revision": model.code_revision,
+        "class_overrides": model.model_class_overrides,
+        "quantization": quantization_of(model),
+        "dtype": dtype_name(model.dtype),
+        # Some models scale their positions or their attention by it: Phi-3's long RoPE, Llama 4.
+        "max_model_len": model.max_model_len,
+        "disable_sliding_window": model.disable_sliding_window,
+        "load": [str(load.load_format), str(load.model_loader_extra_config)],
+        "multimodal": multimodal and {name: getattr(multimodal, name) for name in _MULTIMODAL_FIELDS},
+    }
+
+
+def _adapters(vllm_config: "VllmConfig") -> dict[str, Any] | None:
+    """Return how all adapters are applied; which one a request has is in vLLM's hash, by name and path."""
+    lora = vllm_config.lora_config
+    return None if lora is None else {"dtype": dtype_name(lora.lora_dtype), "target_modules": lora.target_modules}
+
+
+def _cache(vllm_config: "VllmConfig") -> dict[str, Any]:
+    """Return what numbers the bytes are; :func:`_slab` says where each of them lies."""
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    # An "fp8" of some GPUs has another bias than that of others.
+    fp8 = dtype_name(current_platform.fp8_dtype()) if "fp8" in cache.cache_dtype else None
+    return {
+        "dtype": kv_dtype_of(vllm_config),
+        "fp8": fp8,
+        "unquantised_layers": sorted(cache.kv_cache_dtype_skip_layers),
+    }
+
+
+def _hashes(vllm_config: "VllmConfig", tokens_per_hash: int) -> tuple[dict[str, Any], KVFerryError | None]:
+    """Return how vLLM hashes tokens, and why other processes hash otherwise; None where they hash alike."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    function = get_hash_fn_by_name(algorithm)
+    # vLLM keeps the seed itself only once the scheduler and its connector exist.
+    seed, again = resolve_none_hash_seed(function), resolve_none_hash_seed(function)
+    private = None
+    if seed != again:
+        private = SettingsError(
+            Reason.UNREPEATABLE_HASHES,
+            f"prefix_caching_hash_algo is {algorithm!r}, which vLLM seeds at random in each process.",
+            "Run with --prefix-caching-hash-algo sha256_cbor, or set PYTHONHASHSEED to the same number everywhere.",
+        )
+    return {"algorithm": algorithm, "seed": seed, "tokens": tokens_per_hash}, private
+
+
+def _slab(slab: Shard) -> dict[str, Any]:
+    """Return all of a slab but where it lies and how many blocks it has."""
+    names = ("tp_rank", "tp_size", "pp_rank", "pp_size")
+    return {"rank": {name: getattr(slab, name) for name in names}, "groups": list(map(_group, slab.groups))}
+
+
+def _group(group: CacheGroup) -> dict[str, Any]:
+    """Return every field of a group, new ones too, but its number of blocks; offsets are from a block's first byte."""
+    begin = min(offset for part in group.components for offset in part.layer_offsets)
+    found: dict[str, Any] = msgspec.to_builtins(group)
+    del found["num_blocks"]
+    found["scales"] = sorted(found["scales"], key=lambda scale: (scale["layer"], scale["tensor"]))
+    for part in found["components"]:
+        del part["region"]
+        part["layer_offsets"] = [offset - begin for offset in part["layer_offsets"]]
+    return found
+
+
+def _digest_of_files(place: Path) -> str:
+    """Return a digest of a local model's small files; a hub's model is named by its commit."""
+    digest = hashlib.blake2b(digest_size=NAMESPACE_BYTES)
+    for path in _matching(files_of(place)):
+        digest.update(json.dumps([path.name, hashlib.sha256(path.read_bytes()).hexdigest()]).encode())
+    return digest.hexdigest()
+
+
+def _matching(files: Iterable[Path]) -> list[Path]:
+    return [path for path in files if any(path.match(pattern) for pattern in _MODEL_FILES)]
+
+
+def _weights(vllm_config: "VllmConfig", model: "ModelConfig") -> Weights:
+    """Return the digest of the weights in the model's files; unknown where the engine loads weights from elsewhere."""
+    load = vllm_config.load_config
+    found = weights_of(str(model.model), model.revision, load.download_dir)
+    is_from_files = str(load.load_format) in _FORMATS_OF_FILES and not model.model_weights
+    return Weights(found.digest, found.are_known and is_from_files)
+
+
+def _unknown_weights(model: str) -> KVFerryError:
+    return SettingsError(
+        Reason.UNKNOWN_WEIGHTS,
+        f"the weights of {model} are in no local file and have no commit: nothing tells other weights from them.",
+        'Set "model_id" to a name that changes with the weights, or load the model from a folder.',
+    )

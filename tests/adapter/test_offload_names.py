@@ -1,0 +1,683 @@
+"""One change of what a stored block means changes its name; what changes no byte of it does not."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.config.multimodal import MultiModalConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.request import Request
+
+from kvferry.errors import KVFerryError, LayoutError, Reason
+from kvferry.integrations.vllm import offload_names
+from kvferry.integrations.vllm.offload_names import BlockNames, block_names
+from kvferry.integrations.vllm.translate import shards as translate
+from kvferry.integrations.vllm.translate import weights
+from kvferry.integrations.vllm.translate.weights import weights_of
+from kvferry.layout.group import TensorScale
+from kvferry.layout.shard import Shard
+from kvferry.layout.slab import slab_shard
+from kvferry.plan.planner import Planner
+
+from .test_vllm_states import KINDS as STATES
+from .test_vllm_states import Rank as StateRank
+from .test_vllm_translate import BLOCK_SIZE, attention_view, block_rows, groups
+from .test_vllm_translate import engine as cpu_engine
+from .vllm_caches import CacheRank
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 8192,
+}
+TENSORS = {"embed": 70_000, "norm": 64, **{f"layers.{index}.qkv": 40_000 for index in range(4)}}
+LAYERS = tuple(f"model.layers.{index}.self_attn.attn" for index in range(4))
+NUM_HEADS = 4
+Edit = Callable[["Engine"], None]
+
+
+def write_model(folder: Path) -> Path:
+    """Make a model's folder, with weights that are the same in each."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    write_weights(folder / "model.safetensors", TENSORS)
+    (folder / "preprocessor_config.json").write_text('{"size": 224}')
+    (folder / "modeling_own.py").write_text("SCALE = 1\n")
+    (folder / "README.md").write_text("A model.\n")
+    return folder
+
+
+def write_weights(path: Path, lengths: dict[str, int], changed: str = "") -> None:
+    """Write a safetensors file of tensors of so many numbers; all numbers of the ``changed`` one are others."""
+    header, data = {}, b""
+    for name, length in lengths.items():
+        numbers = np.random.default_rng([*name.encode(), name == changed]).standard_normal(length, np.float32).tobytes()
+        header[name] = {"dtype": "F32", "shape": [length], "data_offsets": [len(data), len(data) + len(numbers)]}
+        data += numbers
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
+
+
+@dataclass
+class Engine:
+    """An engine that does not run: vLLM's own configuration, groups, layouts and views of it."""
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+    arguments: dict[str, Any] = field(default_factory=dict)
+    edits: list[Callable[[Any], None]] = field(default_factory=list)
+    slab: Shard | None = None
+    tokens_per_hash: int = 16
+    model_id: str = ""
+
+    def names(self) -> BlockNames:
+        arguments = {"model": str(self.folder), "skip_tokenizer_init": True, "enforce_eager": True, **self.arguments}
+        config = EngineArgs(**arguments).create_engine_config()
+        for edit in self.edits:
+            edit(config)
+        return block_names(config, self.slab or slab(), self.tokens_per_hash, self.model_id)
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Engine]:
+    """Return a function that makes an engine of the same model, each in a folder of its own."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    made: list[Engine] = []
+
+    def make() -> Engine:
+        made.append(Engine(write_model(tmp_path / f"host-{len(made)}" / "model"), monkeypatch))
+        return made[-1]
+
+    return make
+
+
+def attention(tp_size: int = 1, **changes: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(**{**page(tp_size), **changes})
+
+
+def window(size: int = 40) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**page(), sliding_window=size)
+
+
+def page(tp_size: int = 1) -> dict[str, Any]:
+    return {"block_size": 16, "num_kv_heads": NUM_HEADS // tp_size, "head_size": 8, "dtype": torch.float32}
+
+
+def slab(
+    specs: dict[str, Any] | None = None,
+    *,
+    tp_size: int = 1,
+    layout: str = "BHLNC",
+    stages: tuple[tuple[str, ...], ...] = (),
+    num_blocks: int = 20,
+    engine_blocks: int = 1,
+) -> Shard:
+    specs = specs or dict.fromkeys(LAYERS, attention(tp_size))
+    ranks = [
+        CacheRank(specs, layout, (rank, tp_size), stages=stages, pp_rank=stage).shard
+        for stage in range(max(len(stages), 1))
+        for rank in range(tp_size)
+    ]
+    counts = {group.name: num_blocks for rank in ranks for group in rank.groups}
+    return slab_shard(ranks, counts, engine_blocks=engine_blocks)
+
+
+def cpu_shards(patch: pytest.MonkeyPatch, isa: str, tp_size: int = 2, block_size: int = BLOCK_SIZE) -> list[Shard]:
+    """Return the ranks of an engine whose attention runs on a CPU with this instruction set."""
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=4 // tp_size, head_size=8, dtype=torch.float32)
+    views = {"0": attention_view(block_rows(tp_size), 0)[:, : 4 // tp_size, :block_size]}
+    if tp_size == 1:
+        views = {"0": torch.zeros(6, 4, block_size, 16)}
+    config = cpu_engine(patch, isa, tp_size)
+    return [translate.shard_of(config, groups((["0"], spec)), views, rank) for rank in range(tp_size)]
+
+
+def differing(one: BlockNames, other: BlockNames) -> set[str]:
+    """Return the facts in which two namespaces differ, such as ``model.weights``."""
+    found = set()
+    for topic, ours in one.facts.items():
+        theirs = other.facts[topic]
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            found |= {f"{topic}.{name}" for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
+        elif ours != theirs:
+            found.add(topic)
+    return found
+
+
+# Each change is of one thing, by the fact that it changes.
+
+
+def set_argument(name: str, value: Any) -> Edit:
+    return lambda engine: engine.arguments.update({name: value})
+
+
+def set_config(value: Any, *path: str) -> Edit:
+    """Set a field of the engine's configuration."""
+
+    def edit(config: Any) -> None:
+        *owners, name = path
+        for owner in owners:
+            config = getattr(config, owner)
+        setattr(config, name, value)
+
+    return lambda engine: engine.edits.append(edit)
+
+
+def together(*edits: Edit) -> Edit:
+    def edit(engine: Engine) -> None:
+        for each in edits:
+            each(engine)
+
+    return edit
+
+
+def write(name: str, text: str) -> Edit:
+    return lambda engine: (engine.folder / name).write_text(text) and None
+
+
+def store(**changes: Any) -> Edit:
+    return lambda engine: setattr(engine, "slab", slab(**changes))
+
+
+def store_cpu(isa: str, **changes: Any) -> Edit:
+    def edit(engine: Engine) -> None:
+        engine.slab = slab_shard(cpu_shards(engine.patch, isa, **changes), {"0": 20})
+
+    return edit
+
+
+def reweigh(lengths: dict[str, int] = TENSORS, changed: str = "", name: str = "model.safetensors") -> Edit:
+    return lambda engine: write_weights(engine.folder / name, lengths, changed)
+
+
+def draft(changed: str = "", dtype: str = "float32") -> Edit:
+    def edit(engine: Engine) -> None:
+        folder = engine.folder.parent / "drafter"
+        write_model(folder)
+        write_weights(folder / "model.safetensors", TENSORS, changed)
+        speculative = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
+        engine.arguments["speculative_config"] = speculative
+        set_config(getattr(torch, dtype), "speculative_config", "draft_model_config", "dtype")(engine)
+
+    return edit
+
+
+def see(**fields: Any) -> Edit:
+    return set_config(MultiModalConfig(**fields), "model_config", "multimodal_config")
+
+
+def hub(commit: str) -> Edit:
+    """Let the engine serve a model of a hub whose cache has this commit."""
+
+    def edit(engine: Engine) -> None:
+        cache = engine.folder.parent / "hub"
+        snapshot = cache / "models--some--model" / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        refs = cache / "models--some--model" / "refs"
+        refs.mkdir()
+        (refs / "main").write_text(commit)
+        for path, value in {
+            ("model_config", "model"): "some/model",
+            ("load_config", "download_dir"): str(cache),
+        }.items():
+            set_config(value, *path)(engine)
+
+    return edit
+
+
+def quantise_online(ignored: str) -> Edit:
+    return set_config(SimpleNamespace(ignore=[ignored]), "model_config", "quantization_config")
+
+
+def store_own(engine: Engine) -> None:
+    """Let the second of two ranks store what it holds, as where no slab for all ranks exists."""
+    engine.slab = msgspec.structs.replace(slab(), tp_rank=1, tp_size=2)
+
+
+def scaled(value: float) -> Edit:
+    def edit(engine: Engine) -> None:
+        held = slab()
+        scales = tuple(TensorScale(layer, tensor, value) for layer in LAYERS for tensor in ("v", "k"))
+        group = msgspec.structs.replace(held.groups[0], scales=scales)
+        engine.slab = msgspec.structs.replace(held, groups=(group,))
+
+    return edit
+
+
+def rope(**changes: Any) -> Edit:
+    return set_argument("hf_overrides", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | changes})
+
+
+def fnuz(engine: Engine) -> None:
+    """Let the machine's fp8 be that of some AMD GPUs."""
+    from vllm.platforms import current_platform
+
+    engine.patch.setattr(type(current_platform), "fp8_dtype", classmethod(lambda _: torch.float8_e4m3fnuz))
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
+FLOAT32 = set_argument("dtype", "float32")
+FP8, LORA = set_argument("kv_cache_dtype", "fp8"), set_argument("enable_lora", True)
+TWO_KINDS = {name: window() if index % 2 else attention() for index, name in enumerate(LAYERS)}
+# Name: the facts that differ; the change; how the other engine differs from a plain one.
+CHANGES: dict[str, tuple[set[str], Edit, Edit | None]] = {
+    "weights of one layer": ({"model.weights"}, reweigh(changed="layers.2.qkv"), None),
+    "weights of a small tensor": ({"model.weights"}, reweigh(changed="norm"), None),
+    "a tensor more": ({"model.weights"}, reweigh({**TENSORS, "bias": 4}), None),
+    "a tensor of another name": ({"model.weights"}, reweigh({"embedding": 70_000, **TENSORS}), None),
+    "a file of weights more": ({"model.weights"}, reweigh({"more": 8}, name="model-2.safetensors"), None),
+    "commit of a hub's model": ({"model.weights"}, hub("b" * 40), hub("a" * 40)),
+    "RoPE base": ({"model.config"}, rope(rope_theta=1e6), rope()),
+    "RoPE scaling": ({"model.config"}, rope(**YARN), rope()),
+    "RoPE scaling's factor": ({"model.config"}, rope(**{**YARN, "factor": 4.0}), rope(**YARN)),
+    "norm epsilon": ({"model.config"}, set_argument("hf_overrides", {"rms_norm_eps": 1e-5}), None),
+    "window in the configuration": ({"model.config"}, set_argument("hf_overrides", {"sliding_window": 64}), None),
+    "architecture": (
+        {"model.architectures", "model.config"},
+        set_argument("hf_overrides", {"architectures": ["Qwen2ForCausalLM"]}),
+        None,
+    ),
+    "class of an architecture": (
+        {"model.class_overrides"},
+        set_config({"Qwen3ForCausalLM": "own:Model"}, "model_config", "model_class_overrides"),
+        None,
+    ),
+    "revision of the code": ({"model.code_revision"}, set_argument("code_revision", "v2"), None),
+    "own code": ({"model.files"}, write("modeling_own.py", "SCALE = 2\n"), None),
+    "image processor": ({"model.files"}, write("preprocessor_config.json", '{"size": 448}'), None),
+    "quantisation's parameters": ({"model.files"}, write("quant_config.json", '{"group_size": 64}'), None),
+    "image size": (
+        {"model.multimodal"},
+        see(mm_processor_kwargs={"size": 448}),
+        see(mm_processor_kwargs={"size": 224}),
+    ),
+    "frames of a video": ({"model.multimodal"}, see(media_io_kwargs={"video": {"num_frames": 8}}), see()),
+    "tokens of a video": ({"model.multimodal"}, see(video_pruning_rate=0.5), see()),
+    "quantisation while loading": ({"model.quantization"}, set_argument("quantization", "fp8"), None),
+    "layers not quantised": ({"model.quantization"}, quantise_online("a"), quantise_online("b")),
+    "compute dtype": (
+        {"model.dtype", "cache.dtype"},
+        set_argument("dtype", "bfloat16"),
+        set_argument("dtype", "float32"),
+    ),
+    "context length": ({"model.max_model_len"}, set_argument("max_model_len", 4096), None),
+    "windows disabled": ({"model.disable_sliding_window"}, set_argument("disable_sliding_window", True), None),
+    "format of the files": ({"model.load"}, set_argument("load_format", "safetensors"), None),
+    "loader's options": (
+        {"model.load"},
+        set_argument("model_loader_extra_config", {"enable_multithread_load": True}),
+        None,
+    ),
+    "a drafter": ({"drafter"}, draft(), None),
+    "weights of the drafter": ({"drafter.weights"}, draft("norm"), draft()),
+    "dtype of the drafter": ({"drafter.dtype"}, draft(dtype="float16"), draft()),
+    "adapters": ({"adapters"}, LORA, None),
+    "dtype of adapters": (
+        {"adapters.dtype"},
+        together(LORA, set_argument("lora_dtype", "float16")),
+        together(LORA, set_argument("lora_dtype", "bfloat16")),
+    ),
+    "cache dtype": ({"cache.dtype"}, set_argument("kv_cache_dtype", "fp8_e5m2"), FP8),
+    "kind of fp8": ({"cache.fp8"}, together(FP8, fnuz), FP8),
+    "layers with an unquantised cache": (
+        {"cache.unquantised_layers"},
+        set_config(["1"], "cache_config", "kv_cache_dtype_skip_layers"),
+        None,
+    ),
+    "hash algorithm": ({"hashes.algorithm"}, set_argument("prefix_caching_hash_algo", "sha256_cbor"), None),
+    "hash seed": ({"hashes.seed"}, lambda engine: engine.patch.setenv("PYTHONHASHSEED", "7"), None),
+    "tokens of a hash": ({"hashes.tokens"}, lambda engine: setattr(engine, "tokens_per_hash", 32), None),
+    "format of stored blocks": (
+        {"format"},
+        lambda engine: engine.patch.setattr(offload_names, "FORMAT", offload_names.FORMAT + 1),
+        None,
+    ),
+    "version of vLLM": (
+        {"vllm"},
+        lambda engine: engine.patch.setattr(offload_names, "installed_version", lambda: "0.33.1"),
+        None,
+    ),
+    "tokens of a block": ({"slab.groups"}, store(specs=dict.fromkeys(LAYERS, attention(block_size=32))), None),
+    "blocks of the engine in one": ({"slab.groups"}, store(engine_blocks=2), None),
+    "head size": ({"slab.groups"}, store(specs=dict.fromkeys(LAYERS, attention(head_size=16))), None),
+    "number of heads": ({"slab.groups"}, store(specs=dict.fromkeys(LAYERS, attention(num_kv_heads=2))), None),
+    "bytes of a number": ({"slab.groups"}, store(specs=dict.fromkeys(LAYERS, attention(dtype=torch.bfloat16))), None),
+    "name of a layer": ({"slab.groups"}, store(specs=dict.fromkeys((*LAYERS[:3], "other"), attention())), None),
+    "order of the layers": ({"slab.groups"}, store(specs=dict.fromkeys(LAYERS[::-1], attention())), None),
+    "a layer more": ({"slab.groups"}, store(specs=dict.fromkeys((*LAYERS, "mtp"), attention())), None),
+    "kind of half of the layers": ({"slab.groups"}, store(specs=TWO_KINDS), None),
+    "size of the window": (
+        {"slab.groups"},
+        store(specs={**TWO_KINDS, **dict.fromkeys(LAYERS[1::2], window(56))}),
+        store(specs=TWO_KINDS),
+    ),
+    "groups in another order": (
+        {"slab.groups"},
+        store(specs=dict(reversed(TWO_KINDS.items()))),
+        store(specs=TWO_KINDS),
+    ),
+    "scales of the cache": ({"slab.groups"}, scaled(0.5), scaled(2.0)),
+    "planes or packed pages": ({"slab.groups"}, store_cpu("amx"), store_cpu("vec")),
+    "packing of a page": ({"slab.groups"}, store_cpu("amx"), store_cpu("neon")),
+    "tokens of a packed page": ({"slab.groups"}, store_cpu("amx", block_size=16), store_cpu("amx")),
+    "one rank's own blocks": ({"slab.rank"}, store_own, None),
+    "the model's name": (
+        {"model.config", "model.weights", "model.files"},
+        lambda engine: setattr(engine, "model_id", "mine-2"),
+        lambda engine: setattr(engine, "model_id", "mine-1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_one_change_changes_the_name(name: str, make_engine: Callable[[], Engine]) -> None:
+    expected, change, prepare = CHANGES[name]
+    one, other = make_engine(), make_engine()
+    if prepare is not None:
+        prepare(one)
+    before = one.names()
+    change(other)
+    after = other.names()
+    assert differing(before, after) == expected
+    assert before.namespace != after.namespace
+    assert before.key(0, b"hash") != after.key(0, b"hash")
+
+
+def test_there_are_enough_changes() -> None:
+    assert len(CHANGES) >= 24
+
+
+def move_folder(engine: Engine) -> None:
+    """Let the folder have another name, as on another host."""
+    elsewhere = engine.folder.parent / "mounted" / "release-7"
+    shutil.copytree(engine.folder, elsewhere)
+    engine.folder = elsewhere
+
+
+KEEPS: dict[str, Edit] = {
+    "nothing": lambda _: None,
+    "the model's folder": move_folder,
+    "its documents": write("README.md", "Another text.\n"),
+    "its sampling": write("generation_config.json", '{"temperature": 0.5}'),
+    "its tokenizer, whose tokens are in the hash": write("tokenizer_config.json", "{}"),
+    "tensor-parallel ranks": set_argument("tensor_parallel_size", 2),
+    "tensor-parallel ranks' caches": store(tp_size=2),
+    "more ranks than heads": store(specs=dict.fromkeys(LAYERS, attention(num_kv_heads=1)), tp_size=8),
+    "pipeline stages": set_argument("pipeline_parallel_size", 2),
+    "pipeline stages' caches": store(stages=(LAYERS[:3], LAYERS[3:])),
+    "stages of several ranks": store(stages=(LAYERS[:1], LAYERS[1:]), tp_size=2),
+    "the engine's layout": store(layout="LBNHC"),
+    "number of stored blocks": store(num_blocks=99),
+    "number of the engine's blocks": set_argument("num_gpu_blocks_override", 77),
+    "memory": set_argument("gpu_memory_utilization", 0.5),
+    "requests at a time": set_argument("max_num_seqs", 3),
+    "tokens of a step": set_argument("max_num_batched_tokens", 9000),
+    "name for clients": set_argument("served_model_name", "a-name"),
+    "seed of sampling": set_argument("seed", 7),
+    "prefix caching off": set_argument("enable_prefix_caching", False),
+    "connector's end point": set_argument(
+        "kv_transfer_config",
+        {
+            "kv_connector": "KVFerryConnector",
+            "kv_role": "kv_both",
+            "engine_id": "e-7",
+            "kv_connector_extra_config": {"host": "127.0.0.2", "port": 5600},
+        },
+    ),
+}
+
+
+def test_a_group_has_one_name_wherever_its_blocks_begin(make_engine: Callable[[], Engine]) -> None:
+    """The blocks of the second group lie behind those of the first, however many these are."""
+    one, other = make_engine(), make_engine()
+    one.slab, other.slab = (slab(TWO_KINDS, num_blocks=number) for number in (20, 99))
+    assert one.names() == other.names()
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_changes_no_byte_keeps_the_name(name: str, make_engine: Callable[[], Engine]) -> None:
+    one, other = make_engine(), make_engine()
+    KEEPS[name](other)
+    before, after = one.names(), other.names()
+    assert differing(before, after) == set()
+    assert before == after
+    before.check_shareable()
+
+
+def test_a_dtype_has_one_name(make_engine: Callable[[], Engine]) -> None:
+    one, other = make_engine(), make_engine()
+    for each in (one, other):
+        each.arguments["dtype"] = "float16"
+    other.arguments["kv_cache_dtype"] = "float16"
+    assert one.names() == other.names()
+
+
+def test_names_depend_on_facts_alone() -> None:
+    """A changed digest or encoding would make every stored block unreachable without a word."""
+    assert offload_names.namespace_of('{"a": 1}').hex() == "6903fb303cd60ccb0a2b9c2592fa773b"
+
+
+def test_groups_have_keys_of_their_own(make_engine: Callable[[], Engine]) -> None:
+    names = make_engine().names()
+    keys = [names.key(group, bytes([number]) * 32) for group in (0, 1, 300) for number in range(3)]
+    assert len(set(keys)) == len(keys)
+    assert {len(key) for key in keys} == {16 + 2 + 32}
+    assert [names.group_and_hash(key)[0] for key in keys] == [0, 0, 0, 1, 1, 1, 300, 300, 300]
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_pages_of_any_packing_have_one_name_for_all_numbers_of_ranks(
+    isa: str, make_engine: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A packed page is of one head: ranks take theirs, so the name has no number of ranks, and a plan exists."""
+    one, other = make_engine(), make_engine()
+    alone, pair = (cpu_shards(monkeypatch, isa, tp_size=size) for size in (1, 2))
+    one.slab, other.slab = (slab_shard(ranks, {"0": 20}) for ranks in (alone, pair))
+    assert one.names() == other.names()
+    for rank in (*alone, *pair):
+        assert Planner([one.slab], rank).plans(0)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_states_have_one_name_for_all_numbers_of_ranks(
+    kind: str, make_engine: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each order of a convolution's channels and taps has its own, since a slab keeps the engine's order."""
+    found = []
+    for order in ("SD", "DS"):
+        monkeypatch.setattr(
+            "vllm.model_executor.layers.mamba.mamba_utils.get_conv_state_layout", lambda order=order: order
+        )
+        monkeypatch.setattr(
+            "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first", lambda order=order: order == "DS"
+        )
+        for size in (1, 2):
+            engine = make_engine()
+            engine.slab = slab_shard([StateRank(STATES[kind], rank, size).shard for rank in range(size)], {"0": 20})
+            found.append(engine.names())
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert differing(found[1], found[2]) == {"slab.groups"}
+
+
+def test_packed_pages_are_stored_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LayoutError) as refused:
+        slab_shard(cpu_shards(monkeypatch, "amx"), {"0": 20}, engine_blocks=2)
+    assert refused.value.reason is Reason.SPLIT_ATOM
+
+
+# Which names other processes may use.
+
+
+def private(engine: Engine) -> Reason | None:
+    """Return why only one process can use the names; None where others can."""
+    try:
+        engine.names().check_shareable()
+    except KVFerryError as error:
+        return error.reason
+    return None
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+def test_hashes_that_differ_between_processes_are_not_shared(
+    algorithm: str, make_engine: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    engine.arguments["prefix_caching_hash_algo"] = algorithm
+    differs = algorithm.startswith("xxhash")
+    assert private(engine) is (Reason.UNREPEATABLE_HASHES if differs else None)
+    assert (engine.names().namespace != engine.names().namespace) is differs, "not even by chance"
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert private(engine) is None
+    assert engine.names() == engine.names()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        set_argument("load_format", "dummy"),
+        set_argument("load_format", "tensorizer"),
+        set_config("s3://bucket/model", "model_config", "model_weights"),
+        set_config("some/model", "model_config", "model"),
+        lambda engine: (engine.folder / "model.safetensors").unlink(),
+    ],
+    ids=["made up", "of another loader", "of an object store", "of a hub without a commit", "without a file"],
+)
+def test_weights_that_nothing_names_are_not_shared(edit: Edit, make_engine: Callable[[], Engine]) -> None:
+    engine = make_engine()
+    edit(engine)
+    assert private(engine) is Reason.UNKNOWN_WEIGHTS
+    engine.model_id = "mine"
+    assert private(engine) is None
+
+
+def test_unknown_weights_of_a_drafter_are_not_shared(make_engine: Callable[[], Engine]) -> None:
+    engine = make_engine()
+    draft()(engine)
+    assert private(engine) is None
+    (engine.folder.parent / "drafter" / "model.safetensors").unlink()
+    assert private(engine) is Reason.UNKNOWN_WEIGHTS
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("changed", TENSORS)
+def test_a_change_of_any_one_tensor_is_seen(changed: str, tmp_path: Path) -> None:
+    plain = weights_of(str(write_model(tmp_path / "a")))
+    assert plain == weights_of(str(write_model(tmp_path / "b")))
+    reweigh_at(tmp_path / "b", changed)
+    assert weights_of(str(tmp_path / "b")) != plain
+
+
+def test_a_change_is_seen_however_many_tensors_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few samples are left for each tensor, but one at least."""
+    monkeypatch.setattr(weights, "MAX_SAMPLES", 1)
+    test_a_change_of_any_one_tensor_is_seen("layers.3.qkv", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model.gguf", "cut.safetensors"])
+def test_files_of_other_formats_are_sampled_throughout(name: str, tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).integers(0, 256, 9_000_000, np.uint8)
+    numbers[:8] = 255  # no header of safetensors is as long
+    digests = set()
+    for changed in (0, *range(1_000_000, 9_000_000, 1_000_000)):
+        held = numbers.copy()
+        held[changed : changed + 16_384] ^= 1
+        (tmp_path / name).write_bytes(held.tobytes())
+        digests.add(weights_of(str(tmp_path / name)).digest)
+    assert len(digests) == 9
+
+
+def test_few_bytes_are_read_of_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    samples = weights._samples
+    monkeypatch.setattr(weights, "_samples", lambda *given: read.extend(found := list(samples(*given))) or found)
+    write_weights(tmp_path / "model.safetensors", {"a": 3_000_000, "b": 5})
+    assert weights_of(str(tmp_path)).are_known
+    assert sum(length for _, length in read) == 8 * weights.SAMPLE_BYTES + 20
+    begins, ends = zip(*((begin, begin + length) for begin, length in read[:8]), strict=True)
+    assert ends[-1] - begins[0] == 12_000_000
+
+
+def reweigh_at(folder: Path, changed: str) -> None:
+    write_weights(folder / "model.safetensors", TENSORS, changed)
+
+
+# vLLM's hash, by vLLM's own function.
+
+PROMPT = list(range(100, 164))
+
+
+def block_hashes(**parts: Any) -> list[bytes]:
+    algorithm = get_hash_fn_by_name("sha256_cbor")
+    init_none_hash(algorithm)
+    hasher = get_request_block_hasher(16, algorithm)
+    return list(Request("r", PROMPT, SamplingParams(), None, **parts, block_hasher=hasher).block_hashes)
+
+
+def image(identifier: str = "a", offset: int = 20) -> list[MultiModalFeatureSpec]:
+    return [MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, 8))]
+
+
+def embeddings(value: float) -> torch.Tensor:
+    return torch.full((len(PROMPT), 4), value)
+
+
+REQUESTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (0, {}),
+    "adapter": (0, {"lora_request": LoRARequest("a", 1, "/adapters/a")}),
+    "adapter of another name": (0, {"lora_request": LoRARequest("b", 1, "/adapters/a")}),
+    "adapter of another path": (0, {"lora_request": LoRARequest("a", 1, "/adapters/b")}),
+    "image": (1, {"mm_features": image()}),
+    "another image": (1, {"mm_features": image("b")}),
+    "image elsewhere": (1, {"mm_features": image(offset=21)}),
+    "salt": (0, {"cache_salt": "one"}),
+    "another salt": (0, {"cache_salt": "two"}),
+    "embeddings": (0, {"prompt_embeds": embeddings(1.0)}),
+    "other embeddings": (0, {"prompt_embeds": embeddings(2.0)}),
+}
+
+
+def test_vllms_hash_covers_the_rest_of_a_request() -> None:
+    """From the block on that has it, no block of a request is that of another request."""
+    plain = block_hashes()
+    found = {name: block_hashes(**parts) for name, (_, parts) in REQUESTS.items()}
+    assert found == {name: block_hashes(**parts) for name, (_, parts) in REQUESTS.items()}
+    own = {name: found[name][first:] for name, (first, _) in REQUESTS.items()}
+    assert all(found[name] == plain[:first] + own[name] for name, (first, _) in REQUESTS.items())
+    every = [block_hash for listed in own.values() for block_hash in listed]
+    assert len(set(every)) == len(every) == 8 * 4 + 3 * 3
+
+
+def test_an_adapter_replaced_in_its_place_keeps_its_hash() -> None:
+    """The namespace does not cover an adapter's weights either: vLLM's caches must be reset then."""
+    adapters = [LoRARequest("a", 1, "/adapters/a", load_inplace=replaced) for replaced in (False, True)]
+    one, other = (block_hashes(lora_request=adapter) for adapter in adapters)
+    assert one == other
