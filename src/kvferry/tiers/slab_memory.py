@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.errors import Reason, TierError
-from kvferry.execution.memory import collapse_to_huge_pages
+from kvferry.execution.stage import collapse_to_huge_pages
 from kvferry.layout.shard import Region
 from kvferry.units import format_bytes
 
