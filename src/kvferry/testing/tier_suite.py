@@ -619,6 +619,7 @@ def tier_machine(open_bench: Callable[[], TierBench]) -> type[RuleBasedStateMach
             self.bench.wait(store)
             landed = set(compress(store.keys, store.landed))
             assert id(store) not in self.cancelled or not landed
+            self.cancelled.discard(id(store))  # a later copy may have the same id
             self.bench.complete(store)
             # A block that was held has landed at once, and may have been evicted since.
             self.visible |= landed - self.were_held.pop(id(store))
@@ -631,6 +632,7 @@ def tier_machine(open_bench: Callable[[], TierBench]) -> type[RuleBasedStateMach
             self.bench.check_content(load)
             not_landed = len(load.keys) - int(np.count_nonzero(load.landed))
             assert not_landed <= sum(load.failures.values())
+            self.cancelled.discard(id(load))
             self.bench.complete(load)
             del self.were_held[id(load)]
 
