@@ -27,7 +27,8 @@ tiers = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Show, verify or clear the blocks that a disk tier keeps in a directory.",
+    help="Show, verify or clear the blocks that a disk tier keeps in a directory.\n\nNo connector writes such a "
+    "directory yet: these commands serve programs that use kvferry.tiers.local_disk.",
 )
 
 DirectoryArgument = Annotated[Path, typer.Argument(help="The directory of a disk tier.", metavar="DIR")]

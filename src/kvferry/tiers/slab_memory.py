@@ -27,6 +27,7 @@ from kvferry.units import format_bytes
 logger = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 << 20
+_FEWER_BYTES = "Give the host tier fewer bytes."
 _MAP_FIXED = 0x10
 _PROT_NONE = 0
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -165,7 +166,9 @@ def _mapped(address: int | None, length: int, access: int, flags: int, file_desc
     found = _libc.mmap(address, length, access, flags, file_descriptor, 0)
     if found == _MAP_FAILED:
         reason = os.strerror(ctypes.get_errno())
-        raise TierError(Reason.TIER_FAILED, f"a slab of {format_bytes(length)} cannot be mapped: {reason}.")
+        raise TierError(
+            Reason.TIER_FAILED, f"{format_bytes(length)} cannot be mapped for a slab: {reason}.", _FEWER_BYTES
+        )
     return int(found)
 
 
@@ -173,7 +176,7 @@ def _too_large(length: int, found: str) -> TierError:
     return TierError(
         Reason.TIER_FAILED,
         f"{format_bytes(length)} of host memory cannot be allocated for a slab: {found}.",
-        "Give the host tier fewer bytes.",
+        _FEWER_BYTES,
     )
 
 
