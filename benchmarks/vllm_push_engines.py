@@ -183,7 +183,7 @@ class MeasuredPair(Pair):
         return found[0], answer
 
     def _num_batches(self, transfer_id: str) -> int:
-        """Return the number of a push's batches from the prefill engine's log.
+        """Return the number of a push's batches from the prefill engine's log; 0 where an older checkout logs none.
 
         The engine logs a push in its next step, so this method sends one more request.
         """
@@ -198,7 +198,7 @@ class MeasuredPair(Pair):
 
     def _logged(self, transfer_id: str) -> dict[str, Any] | None:
         lines = [json.loads(line) for line in self.log.read_text().splitlines() if transfer_id in line]
-        return next((line["events"] for line in lines if "push" in line), None)
+        return next((line.get("events", {}) for line in lines if "push" in line), None)
 
 
 def bootstrapped_id(port: int) -> str:
