@@ -1,11 +1,12 @@
-"""Releases and renewals from a real client to the real server of a prefill engine, and their outcomes."""
+"""The holds that a decode engine keeps: releases and renewals from a real client to a prefill engine's real server."""
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.holds import Holds
 from kvferry.handoff.messages import (
     MAX_REQUESTS_PER_MESSAGE,
@@ -21,10 +22,12 @@ from kvferry.handoff.messages import (
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire import client as client_module
 from kvferry.handoff.wire import hold_messages
-from kvferry.handoff.wire.hold_messages import HoldMessages, LeaseKeeper, RenewalOutcome
+from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.handoff.wire.server import Server
 
 HOST, EPOCH, LEASE = "127.0.0.1", 7, 60.0
+SHORT_LEASE = 0.4
+"""A lease that the decode engine renews every 0.1 s, the shortest interval."""
 
 
 class PrefillServer:
@@ -39,6 +42,7 @@ class PrefillServer:
             self.holds.hold(f"r{number}", time.monotonic())
             self.handles.append(hold.handle)
         self.questions: list[Question] = []
+        self.lease_seconds = LEASE
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.listener = Server(HOST, 0, self.answer)
@@ -48,7 +52,7 @@ class PrefillServer:
         self.may_answer.wait(20)
         if isinstance(question, Renew):
             lost = self.holds.renew(question.epoch, question.handles, time.monotonic())
-            return Renewed(EPOCH, LEASE, tuple(lost))
+            return Renewed(EPOCH, self.lease_seconds, tuple(lost))
         assert isinstance(question, Release)
         self.holds.release(question.epoch, question.handles)
         return Noted(EPOCH)
@@ -72,49 +76,45 @@ def prefill() -> Iterator[PrefillServer]:
 
 
 @pytest.fixture
-def messages() -> Iterator[HoldMessages]:
-    messages = HoldMessages()
-    yield messages
-    messages.close()
-
-
-def collect(messages: HoldMessages, number: int = 1) -> list[RenewalOutcome]:
-    outcomes: list[RenewalOutcome] = []
-    end = time.monotonic() + 20
-    while len(outcomes) < number:
-        assert time.monotonic() < end, f"only {len(outcomes)} outcomes"
-        outcomes += messages.collect()
-        time.sleep(0.002)
-    return outcomes
-
-
-def wait_for_end_of_all(prefill: PrefillServer) -> None:
-    end = time.monotonic() + 20
-    while prefill.holds.num_holds:
-        assert time.monotonic() < end, "a hold was not released"
-        time.sleep(0.002)
-
-
-def test_a_release_ends_the_holds_and_is_no_outcome(prefill: PrefillServer, messages: HoldMessages) -> None:
-    messages.release(prefill.remotes(), timeout_seconds=20)
-    wait_for_end_of_all(prefill)
-    assert len(prefill.questions) == 1, "one message to one destination"
-    time.sleep(0.05)
-    assert messages.collect() == []
-
-
-def test_a_request_that_finishes_releases_its_hold_at_once(prefill: PrefillServer) -> None:
-    """Not with the next renewals: an engine that is busy sends none for a while."""
+def keeper() -> Iterator[LeaseKeeper]:
     keeper = LeaseKeeper(LEASE)
-    try:
-        keeper.arrive("d", prefill.remotes()[0], LEASE)
-        keeper.finish("d")
-        end = time.monotonic() + 10
-        while prefill.holds.num_holds == 3:
-            assert time.monotonic() < end, "the hold was not released"
-            time.sleep(0.002)
-    finally:
-        keeper.close()
+    yield keeper
+    keeper.close()
+
+
+def arrive(keeper: LeaseKeeper, *holds: RemoteHold, lease_seconds: float = LEASE) -> list[str]:
+    """Let one request arrive for each hold, and return the requests' ids."""
+    request_ids = [f"d{number}" for number, _ in enumerate(holds)]
+    for request_id, hold in zip(request_ids, holds, strict=True):
+        keeper.arrive(request_id, hold, lease_seconds)
+    return request_ids
+
+
+def wait(condition: Callable[[], object], what: str, each: Callable[[], None] = lambda: None) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, what
+        each()
+        time.sleep(0.002)
+
+
+def lease_end(keeper: LeaseKeeper, request_id: str) -> float:
+    return keeper.running_lease(request_id).end
+
+
+def renewals(prefill: PrefillServer) -> list[Renew]:
+    return [question for question in prefill.questions if isinstance(question, Renew)]
+
+
+def test_a_release_ends_the_holds(prefill: PrefillServer, keeper: LeaseKeeper) -> None:
+    first, *others = arrive(keeper, *prefill.remotes())
+    keeper.finish(first)
+    wait(lambda: prefill.holds.num_holds == 2, "the hold was not released at once")
+    assert prefill.questions == [Release(EPOCH, (prefill.handles[0],))]
+    for request_id in others:
+        keeper.finish(request_id)
+    wait(lambda: not prefill.holds.num_holds, "a hold was not released")
+    assert keeper.take_lost() == []
 
 
 def test_the_hold_of_a_sample_is_released_once_no_other_sample_can_come(
@@ -128,102 +128,129 @@ def test_the_hold_of_a_sample_is_released_once_no_other_sample_can_come(
         keeper.finish("0_d")
         time.sleep(0.05)
         assert prefill.questions == [], "another sample may use the hold"
-        end = time.monotonic() + 10
-        while prefill.holds.num_holds == 3:
-            assert time.monotonic() < end, "the hold was not released"
-            keeper.keep()
-            time.sleep(0.002)
+        wait(lambda: prefill.holds.num_holds == 2, "the hold was not released", keeper.keep)
     finally:
         keeper.close()
 
 
-def test_a_renewal_tells_the_held_from_the_lost(prefill: PrefillServer, messages: HoldMessages) -> None:
-    gone = prefill.remote(Handle("r0", 999))
+def test_a_renewal_tells_the_held_from_the_lost(prefill: PrefillServer, keeper: LeaseKeeper) -> None:
+    *held, lost = arrive(keeper, *prefill.remotes(), prefill.remote(Handle("r0", 999)), lease_seconds=30.0)
     before = time.monotonic()
-    messages.renew([*prefill.remotes(), gone], timeout_seconds=20)
-    (outcome,) = collect(messages)
-    assert outcome.held == tuple(prefill.remotes())
-    assert outcome.lost == (gone,)
-    assert outcome.lease_seconds == LEASE
-    assert before <= outcome.sent_at <= time.monotonic()
+    wait(lambda: lease_end(keeper, held[0]) > before + 31, "the lease was not renewed", keeper.keep)
+    assert len(prefill.questions) == 1, "one message to one prefill engine"
+    assert keeper.take_lost() == [lost]
+    assert keeper.take_lost() == []
+    ends = {lease_end(keeper, request_id) for request_id in held}
+    assert len(ends) == 1
+    assert before + LEASE <= ends.pop() <= time.monotonic() + LEASE
+    with pytest.raises(HandoffError) as refused:
+        keeper.running_lease(lost)
+    assert refused.value.reason is Reason.LEASE_EXPIRED
 
 
-def test_a_restarted_engine_has_lost_all_holds(prefill: PrefillServer, messages: HoldMessages) -> None:
-    former = [prefill.remote(handle, epoch=EPOCH - 1) for handle in prefill.handles]
-    messages.renew([*former, prefill.remote(prefill.handles[0])], timeout_seconds=20)
-    outcomes = collect(messages, 2)
-    assert {outcome.lost for outcome in outcomes} == {tuple(former), ()}
-    assert {outcome.held for outcome in outcomes} == {(), (prefill.remote(prefill.handles[0]),)}
+def test_a_restarted_engine_has_lost_all_holds(prefill: PrefillServer, keeper: LeaseKeeper) -> None:
+    earlier = [prefill.remote(handle, epoch=EPOCH - 1) for handle in prefill.handles]
+    *lost, held = arrive(keeper, *earlier, prefill.remotes()[0])
+    found: list[str] = []
+
+    def keep() -> None:
+        keeper.keep()
+        found.extend(keeper.take_lost())
+
+    wait(lambda: len(found) == 3, "the loss of a hold was not noticed", keep)
+    assert sorted(found) == lost
+    assert keeper.running_lease(held)
 
 
 @pytest.mark.parametrize("answer", [Refusal("unsupported", "a fault"), Noted(EPOCH)])
-def test_after_another_refusal_no_hold_is_lost_and_renewals_go_on(
-    prefill: PrefillServer, messages: HoldMessages, answer: Answer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refusing = Server(HOST, 0, lambda question: answer)
-    hold = RemoteHold("p", EPOCH, HOST, refusing.port, Handle("a", 1))
+def test_after_another_refusal_no_hold_is_lost_and_renewals_go_on(answer: Answer, keeper: LeaseKeeper) -> None:
+    questions: list[Question] = []
+
+    def refuse(question: Question) -> Answer:
+        questions.append(question)
+        return answer
+
+    refusing = Server(HOST, 0, refuse)
     try:
-        for _ in range(2):
-            messages.renew([hold], timeout_seconds=20)
-            end = time.monotonic() + 20
-            while messages._holds_of and time.monotonic() < end:
-                assert messages.collect() == []
-                time.sleep(0.002)
-            assert not messages._holds_of, "its end was not noticed"
+        (request_id,) = arrive(keeper, RemoteHold("p", EPOCH, HOST, refusing.port, Handle("a", 1)), lease_seconds=5.0)
+        wait(lambda: len(questions) == 2, "the renewal was not sent again", keeper.keep)
+        assert keeper.running_lease(request_id)
+        assert keeper.take_lost() == []
     finally:
         refusing.close()
 
 
-def test_a_pending_renewal_is_not_sent_twice(prefill: PrefillServer, messages: HoldMessages) -> None:
+def test_a_pending_renewal_is_not_sent_twice(prefill: PrefillServer, keeper: LeaseKeeper) -> None:
     """A silent prefill must not gather a message for each time that a lease was due."""
+    prefill.lease_seconds = SHORT_LEASE
     prefill.may_answer.clear()
     first, second = prefill.remotes()[:2]
-    messages.renew([first], timeout_seconds=20)
-    for _ in range(10):
-        messages.renew([first, second], timeout_seconds=20)
+    keeper.arrive("d0", first, SHORT_LEASE)
+    keeper.keep()
+    keeper.arrive("d1", second, SHORT_LEASE)
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        keeper.keep()
+        time.sleep(0.01)
     prefill.may_answer.set()
-    outcomes = collect(messages, 2)
-    assert [outcome.held for outcome in outcomes] == [(first,), (second,)]
-    messages.renew([first], timeout_seconds=20)
-    assert [outcome.held for outcome in collect(messages)] == [(first,)]
+    wait(lambda: len(renewals(prefill)) >= 3, "no renewal followed an answer", keeper.keep)
+    assert [question.handles for question in renewals(prefill)[:2]] == [(first.handle,), (second.handle,)]
 
 
-def test_a_renewal_works_after_one_without_an_answer(
-    prefill: PrefillServer, messages: HoldMessages, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_renewal_works_after_one_without_an_answer(prefill: PrefillServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "RESEND_SECONDS", 0.05)
-    prefill.may_answer.clear()
-    messages.renew(prefill.remotes(), timeout_seconds=0.1)
-    end = time.monotonic() + 20
-    while messages._holds_of and time.monotonic() < end:
-        messages.collect()
-        time.sleep(0.002)
-    assert not messages._holds_of, "a renewal that timed out is still thought to be on its way"
-    prefill.may_answer.set()
-    messages.renew(prefill.remotes(), timeout_seconds=20)
-    assert [outcome.held for outcome in collect(messages)] == [tuple(prefill.remotes())]
+    keeper = LeaseKeeper(lease_seconds=0.1)
+    try:
+        prefill.may_answer.clear()
+        request_ids = arrive(keeper, *prefill.remotes(), lease_seconds=0.5)
+        keeper.keep()
+        time.sleep(0.3)
+        prefill.may_answer.set()
+        before = time.monotonic()
+        for request_id in request_ids:
+            wait(lambda r=request_id: _end(keeper, r) > before + 31, "the lease was not renewed", keeper.keep)  # type: ignore[misc]
+    finally:
+        keeper.close()
 
 
-def test_more_holds_than_a_message_takes_go_in_several(messages: HoldMessages) -> None:
+def _end(keeper: LeaseKeeper, request_id: str) -> float:
+    try:
+        return lease_end(keeper, request_id)
+    except HandoffError:
+        return 0.0
+
+
+def test_more_holds_than_a_message_takes_go_in_several(keeper: LeaseKeeper) -> None:
     prefill = PrefillServer(num_holds=MAX_REQUESTS_PER_MESSAGE + 1)
     try:
-        messages.renew(prefill.remotes(), timeout_seconds=20)
-        outcomes = collect(messages, 2)
-        assert sorted(len(outcome.held) for outcome in outcomes) == [1, MAX_REQUESTS_PER_MESSAGE]
-        messages.release(prefill.remotes(), timeout_seconds=20)
-        wait_for_end_of_all(prefill)
-        assert len(prefill.questions) == 4
+        request_ids = arrive(keeper, *prefill.remotes(), lease_seconds=30.0)
+        before = time.monotonic()
+        for request_id in request_ids:
+            wait(lambda r=request_id: lease_end(keeper, r) > before + 31, "a lease was not renewed", keeper.keep)  # type: ignore[misc]
+        assert sorted(len(question.handles) for question in renewals(prefill)) == [1, MAX_REQUESTS_PER_MESSAGE]
     finally:
         prefill.close()
 
 
-def test_a_hold_at_a_bad_address_affects_no_other(prefill: PrefillServer, messages: HoldMessages) -> None:
+def test_a_hold_at_a_bad_address_affects_no_other(prefill: PrefillServer, keeper: LeaseKeeper) -> None:
     bad = RemoteHold("p", EPOCH, "no such host", 5600, Handle("a", 1))
-    messages.release([bad], timeout_seconds=20)
-    messages.renew([bad, *prefill.remotes()], timeout_seconds=20)
-    assert [outcome.held for outcome in collect(messages)] == [tuple(prefill.remotes())]
+    request_ids = arrive(keeper, *prefill.remotes(), bad, lease_seconds=30.0)
+    before = time.monotonic()
+    wait(lambda: lease_end(keeper, request_ids[0]) > before + 31, "the lease was not renewed", keeper.keep)
+    keeper.finish(request_ids[-1])
+    for request_id in request_ids[:-1]:
+        keeper.finish(request_id)
+    wait(lambda: not prefill.holds.num_holds, "a hold was not released")
 
 
-def test_close_twice(messages: HoldMessages) -> None:
-    messages.close()
-    messages.close()
+def test_two_names_of_one_engine_affect_no_other_hold(prefill: PrefillServer, keeper: LeaseKeeper) -> None:
+    """A client writes the engine's id: the same hold under two ids must not end the thread that renews all holds."""
+    hold = prefill.remotes()[0]
+    arrive(keeper, RemoteHold("other", EPOCH, hold.host, hold.port, hold.handle), *prefill.remotes(), lease_seconds=30)
+    before = time.monotonic()
+    wait(lambda: lease_end(keeper, "d3") > before + 31, "the lease was not renewed", keeper.keep)
+
+
+def test_close_twice(keeper: LeaseKeeper) -> None:
+    keeper.close()
+    keeper.close()

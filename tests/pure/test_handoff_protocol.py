@@ -266,6 +266,21 @@ def test_bounds_admit_their_last_value() -> None:
     assert decode_answer(encode(Refusal("x" * 512, "é" * 4096))) == Refusal("x" * 512, "é" * 4096)
 
 
+def test_a_question_has_a_lower_limit_than_an_answer() -> None:
+    """A server takes questions of anybody: the limit holds before the question is decoded."""
+    limits = [(decode_question, Release(1, ()), MAX_QUESTION_BYTES), (decode_answer, Noted(1), MAX_MESSAGE_BYTES)]
+    for decode, message, limit in limits:
+        frame = len(packed(**msgspec.to_builtins(message), padding=b""))  # type: ignore[arg-type]
+        for padding, is_refused in ((limit - frame - 3, False), (limit - frame - 2, True)):
+            data = packed(**msgspec.to_builtins(message), padding=bytes(padding))  # type: ignore[arg-type]
+            assert (len(data) > limit) == is_refused
+            if is_refused:
+                with pytest.raises(HandoffError, match="exceeds the limit"):
+                    decode(data)
+            else:
+                assert decode(data) == message
+
+
 def test_a_question_is_no_answer_and_an_answer_no_question() -> None:
     with pytest.raises(HandoffError):
         decode_answer(encode(Release(1, ())))

@@ -294,7 +294,7 @@ class Read:
                 raise transfer.error or TransportError(
                     Reason.TRANSFER_FAILED,
                     f"a transfer ended {transfer.status}.",
-                    "Check that the prefill engine runs.",
+                    "Check that the source of the blocks, a prefill engine or a tier, still runs.",
                 )
 
     def _finish(self, scratch: Scratch) -> None:

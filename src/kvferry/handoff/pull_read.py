@@ -176,7 +176,7 @@ class PullRead:
         return HandoffError(
             Reason.DEADLINE_EXCEEDED,
             f"the load of {self.job_id} was still {self.state.value} after {now - self._began_at:.1f} s.",
-            "Check the prefill engine; load_timeout_seconds sets the limit.",
+            "Check the source of the blocks (prefill engine or tier). For a pull, load_timeout_seconds sets the limit.",
         )
 
 

@@ -321,6 +321,27 @@ class TransportSuite:
         time.sleep(0.2)
         assert own_pair.remote.checksum() == landed
 
+    def test_memory_of_a_second_registration_joins_that_of_the_first(self, own_pair: Pair) -> None:
+        """The second end point reaches the memory of both calls, the first one only its own; local memory likewise."""
+        transport, source = own_pair.transport, make(self.factory)
+        buffers = [pattern(seed, 4096).copy() for seed in (1, 2)]
+        later = np.zeros(4096, np.uint8)
+        moves = [(buffers[0], later), (buffers[1], later), (buffers[1], own_pair.local[:4096])]
+        rows = np.array([[start.ctypes.data, end.ctypes.data, 4096] for start, end in moves], np.uint64)
+        try:
+            first, second = (source.register([Region(int(each.ctypes.data), 4096)]) for each in buffers)
+            early = reach(transport, first)
+            transport.register([Region(int(later.ctypes.data), 4096)])
+            with pytest.raises(TransportError) as caught:
+                transport.submit(early, Direction.READ, rows)
+            assert caught.value.reason is Reason.UNREGISTERED_RANGE
+            peer = reach(transport, second)
+            for (start, end), row in zip(moves, rows, strict=True):
+                assert own_pair.finish(transport.submit(peer, Direction.READ, row[None])) is Status.DONE
+                assert np.array_equal(start, end) or not transport.capabilities.moves_bytes
+        finally:
+            source.close()
+
     def test_close_twice_and_nothing_afterwards(self, own_pair: Pair) -> None:
         """``close`` is idempotent, fails pending transfers, and refuses later calls."""
         transfer = own_pair.submit(Direction.READ, OFFSETS["one"])
