@@ -1,10 +1,14 @@
 """Host memory: when a key is visible, what is never evicted, and that nothing leaks."""
 
 import ctypes
+import itertools
 import multiprocessing
 import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ import pytest
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Shard
 from kvferry.layout.slab import slab_shard
+from kvferry.tiers import slab_memory
 from kvferry.tiers.eviction import Eviction
 from kvferry.tiers.host_memory import HostMemory, HostStore, slots_that_fit
 from kvferry.tiers.protocol import MAX_BATCH, Presence
@@ -59,6 +64,22 @@ def refusal(call: object, *args: object, **named: object) -> Reason:
     return caught.value.reason
 
 
+def calls_of(call: Callable[[], object]) -> int:
+    """Return how many functions Python calls during a call: a measure of work that no other process disturbs."""
+    num_calls = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
 def in_use(host: HostMemory) -> tuple[int, int, int]:
     found = host.snapshot()
     return found["num_pinned"], found["num_loads"], found["num_stores"]
@@ -88,6 +109,17 @@ def test_a_block_of_which_one_part_is_lost_is_not_visible() -> None:
     assert presences(host, 1, 2, 3) == "haa"
     assert prepared.failures == {Reason.TRANSFER_FAILED: 2}
     assert host.snapshot()["groups"] == {"full": {"free": 3, "visible": 1, "being_stored": 0}}
+
+
+@pytest.mark.parametrize("num_flags", [0, 1, 3])
+def test_a_part_says_of_each_block_whether_it_has_landed(num_flags: int) -> None:
+    """One flag for two blocks must not count for both."""
+    host = host_memory()
+    prepared = host.prepare_store("full", keys(1, 2), num_parts=1)
+    assert refusal(host.land, prepared, 0, np.ones(num_flags, np.bool_)) is Reason.INVALID_REQUEST
+    host.land(prepared, 0, np.array([True, False]))
+    host.complete_store(prepared)
+    assert presences(host, 1, 2) == "ha"
 
 
 def test_a_slot_is_free_only_after_every_part_has_reported() -> None:
@@ -138,6 +170,22 @@ def test_blocks_in_use_are_never_evicted(eviction: Eviction) -> None:
     assert in_use(host) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("eviction", list(Eviction))
+def test_many_blocks_in_use_cost_a_store_little(eviction: Eviction) -> None:
+    """20,000 blocks that are next to go are in use: the store of one block takes no step for each of them."""
+    host = host_memory(30_000, eviction)
+    store(host, *range(30_000))
+    load = host.prepare_load(keys(*range(10_000, 30_000)), counts_as_use=False)
+    for number in range(30_000, 30_010):
+        num_calls = calls_of(partial(store, host, number))
+        assert num_calls < 500
+    rest = host.prepare_load(keys(*range(10_000), *range(30_000, 30_010)), counts_as_use=False)
+    assert store(host, 50_000).failures == {Reason.TIER_FULL: 1}
+    host.complete_load(load)
+    host.complete_load(rest)
+    assert store(host, *range(60_000, 90_000)).keys == keys(*range(60_000, 90_000)), "no block stays in use"
+
+
 def test_what_is_evicted_is_reported_and_least_recently_used() -> None:
     host = host_memory(4)
     store(host, 1, 2, 3, 4)
@@ -182,8 +230,8 @@ def test_slots_are_the_blocks_of_the_slab() -> None:
     shard = slab({"full": 3, "state": 5})
     host = HostMemory(shard)
     places = []
-    for group, count in (("full", 3), ("state", 5)):
-        prepared = host.prepare_store(group, keys(*(hash(group) % 1000 + one for one in range(count))), num_parts=1)
+    for first, (group, count) in enumerate((("full", 3), ("state", 5))):
+        prepared = host.prepare_store(group, keys(*(100 * first + one for one in range(count))), num_parts=1)
         assert sorted(prepared.block_ids.tolist()) == list(range(count))
         stride = next(one for one in shard.groups if one.name == group).components[0].block_stride
         first = min(part.layer_offsets[0] for one in shard.groups if one.name == group for part in one.components)
@@ -312,3 +360,48 @@ def test_a_slab_larger_than_the_available_memory_is_refused_before_a_page_is_tak
     available, open_files = available_bytes(), len(os.listdir("/proc/self/fd"))
     assert refusal(SlabMemory, 2 * available) is Reason.TIER_FAILED
     assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    with open("/proc/self/maps") as lines:
+        return sum(1 for _ in lines)
+
+
+@pytest.mark.parametrize("num_mapped", [0, 1])
+def test_a_slab_that_cannot_be_mapped_leaves_nothing(num_mapped: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its file nor the range of addresses that was kept for it, in the owner and in a rank."""
+    memory = SlabMemory(1 << 20)
+    handle, libc = memory.handle, vars(slab_memory)["_libc"]
+    mmap, calls, before = libc.mmap, itertools.count(), (open_files(), mappings())
+
+    class Refusing:
+        munmap = libc.munmap
+
+        @staticmethod
+        def mmap(*arguments: object) -> object:
+            return mmap(*arguments) if next(calls) < num_mapped else ctypes.c_void_p(-1).value
+
+    for open_slab in (lambda: SlabMemory(1 << 20), lambda: SlabMemory.attach(handle)):
+        calls = itertools.count()
+        monkeypatch.setattr(slab_memory, "_libc", Refusing)
+        assert refusal(open_slab) is Reason.TIER_FAILED
+        monkeypatch.undo()
+        assert (open_files(), mappings()) == before
+    memory.close()
+
+
+def test_the_limit_of_a_control_group_holds_and_the_page_cache_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that has read its weights has filled the group with page cache."""
+    monkeypatch.setattr(slab_memory, "_CONTROL_GROUPS", str(tmp_path))
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes() > 1 << 22
+    (tmp_path / "memory.max").write_text(f"{1 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{1 << 20}\n")
+    (tmp_path / "memory.stat").write_text("anon 524288\ninactive_anon 9\ninactive_file 300000\nactive_file 224288\n")
+    assert available_bytes() == 524_288

@@ -1,13 +1,14 @@
 """Which block goes when a tier is full: least recently used, or S3-FIFO.
 
 A policy orders the visible blocks of a tier; it neither owns their bytes nor knows their pins. Insertion and use are
-batches, and a use of a block is O(1) without a Python loop; an eviction is a step for each victim.
+batches, and a use of a block is O(1) without a Python loop; an eviction is a step for each victim. Pinned blocks are
+passed over without one, so ``is_pinned`` should be a method of a set.
 """
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import Protocol
 
 from kvferry.tiers.protocol import BlockKey
@@ -68,7 +69,7 @@ class LeastRecentlyUsed:
 
     def evict(self, num_blocks: int, is_pinned: IsPinned) -> Sequence[BlockKey]:
         """Remove and return the least recently used blocks that are not pinned."""
-        victims = list(islice((key for key in self._order if not is_pinned(key)), num_blocks))
+        victims = list(islice(filterfalse(is_pinned, self._order), num_blocks))
         self.remove(victims)
         return victims
 
@@ -79,6 +80,8 @@ GHOST_SHARE = 0.9
 """Evicted keys that are remembered, as a share of the blocks of the tier."""
 USES_TO_STAY = 2
 """Uses that move a block from the queue of new blocks to the main queue."""
+BATCH = 256
+"""Blocks that are looked for at a time behind pinned ones."""
 MOST_USES = 3
 """Uses that count in the main queue: each lets a block stay for one more round."""
 
@@ -136,53 +139,73 @@ class S3Fifo:
     def evict(self, num_blocks: int, is_pinned: IsPinned) -> Sequence[BlockKey]:
         """Remove and return blocks as the class says."""
         victims: list[BlockKey] = []
-        small_pinned: list[BlockKey] = []
-        main_pinned: list[BlockKey] = []
-        while len(victims) < num_blocks and (self._small or self._main):
-            self._has_evicted = True
-            main_is_full = len(self._main) + len(main_pinned) > self._main_size
-            if self._small and not (main_is_full and self._main):
-                victims += self._evict_small(is_pinned, small_pinned)
+        small, main = _Unpinned(self._small, is_pinned), _Unpinned(self._main, is_pinned)
+        while len(victims) < num_blocks:
+            main_is_full = len(self._main) > self._main_size
+            if small.first is not None and not (main_is_full and main.first is not None):
+                victims += self._evict_small(small, main)
+            elif main.first is not None:
+                victims += self._evict_main(main)
             else:
-                victims += self._evict_main(is_pinned, main_pinned)
-        _put_back(self._small, small_pinned)
-        _put_back(self._main, main_pinned)
+                break
+            self._has_evicted = True
         # The ghosts of this call outlive the insertion of the blocks that it makes room for.
         self._trim_ghosts(self._num_ghosts + len(victims))
         return victims
 
-    def _evict_small(self, is_pinned: IsPinned, pinned: list[BlockKey]) -> list[BlockKey]:
+    def _evict_small(self, small: "_Unpinned", main: "_Unpinned") -> list[BlockKey]:
         """Go through the small queue up to a block that goes; return the block, or nothing where all stay."""
-        while self._small:
-            key, _ = self._small.popitem(last=False)
-            if is_pinned(key):
-                pinned.append(key)
-            elif self._uses[key] >= USES_TO_STAY:
-                self._main[key] = None
-                self._uses[key] = 0
-            else:
+        while (key := small.first) is not None:
+            small.take()
+            if self._uses[key] < USES_TO_STAY:
                 self._ghosts[key] = None
                 del self._uses[key]
                 return [key]
+            main.append(key)
+            self._uses[key] = 0
         return []
 
-    def _evict_main(self, is_pinned: IsPinned, pinned: list[BlockKey]) -> list[BlockKey]:
+    def _evict_main(self, main: "_Unpinned") -> list[BlockKey]:
         """Go through the main queue up to a block that goes; return the block, or nothing where all are pinned."""
-        while self._main:
-            key, _ = self._main.popitem(last=False)
-            if is_pinned(key):
-                pinned.append(key)
-            elif self._uses[key]:
-                self._main[key] = None
-                self._uses[key] = min(self._uses[key], MOST_USES) - 1
-            else:
+        while (key := main.first) is not None:
+            main.take()
+            if not self._uses[key]:
                 del self._uses[key]
                 return [key]
+            main.append(key)
+            self._uses[key] = min(self._uses[key], MOST_USES) - 1
         return []
 
     def _trim_ghosts(self, num_ghosts: int) -> None:
         while len(self._ghosts) > num_ghosts:
             self._ghosts.popitem(last=False)
+
+
+class _Unpinned:
+    """The blocks of a queue that are not pinned, from the old end on; pinned ones are passed over in batches."""
+
+    def __init__(self, queue: OrderedDict[BlockKey, None], is_pinned: IsPinned) -> None:
+        self._queue, self._is_pinned = queue, is_pinned
+        self._found: deque[BlockKey] = deque()
+        self._has_all = False
+
+    @property
+    def first(self) -> BlockKey | None:
+        """The oldest block that is not pinned."""
+        if not self._found and not self._has_all:
+            self._found.extend(islice(filterfalse(self._is_pinned, self._queue), BATCH))
+            self._has_all = not self._found
+        return self._found[0] if self._found else None
+
+    def take(self) -> None:
+        """Remove the first block."""
+        del self._queue[self._found.popleft()]
+
+    def append(self, key: BlockKey) -> None:
+        """Add a block that is not pinned at the young end."""
+        self._queue[key] = None
+        if self._has_all:
+            self._found.append(key)
 
 
 def make_policy(eviction: Eviction, num_blocks: int) -> EvictionPolicy:
@@ -193,10 +216,3 @@ def make_policy(eviction: Eviction, num_blocks: int) -> EvictionPolicy:
 def _for_each(call: Callable[[BlockKey], None], keys: Iterable[BlockKey]) -> None:
     """Call for each key, without a Python loop."""
     deque(map(call, keys), maxlen=0)
-
-
-def _put_back(queue: OrderedDict[BlockKey, None], keys: list[BlockKey]) -> None:
-    """Return keys, oldest first, to the old end of a queue."""
-    for key in reversed(keys):
-        queue[key] = None
-        queue.move_to_end(key, last=False)

@@ -9,7 +9,7 @@ landed, and its slot is free again only after every part has reported, so no lat
 block. Blocks in use are never evicted: neither those being stored nor those pinned by a load.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
 from typing import Any, TypeVar
@@ -109,6 +109,7 @@ class HostMemory:
         self._lengths = np.repeat(np.array([*self.slot_bytes.values()], np.uint64), counts)
         self._addresses = np.cumsum(self._lengths) - self._lengths + np.uint64(slab.regions[0].base_address)
         self._pins = np.zeros(self.num_slots, np.int32)
+        self._pinned: set[BlockKey] = set()
         # One more than there are slots: the presence of a key without a slot.
         self._presences = np.full(self.num_slots + 1, Presence.ABSENT, np.uint8)
         self._slot_of: dict[BlockKey, int] = {}
@@ -138,6 +139,7 @@ class HostMemory:
         unique = list(dict.fromkeys(keys))
         held, slot_ids = self._visible(unique)
         self._pins[slot_ids] += 1
+        self._pinned.update(held)
         if counts_as_use:
             self._use(held, slot_ids)
         load = HostLoad(
@@ -156,7 +158,9 @@ class HostMemory:
     def complete_load(self, load: Load) -> None:
         """End the pins."""
         self._check_open()
-        self._pins[_taken_out(self._loads, load)] -= 1
+        slot_ids = _taken_out(self._loads, load)
+        self._pins[slot_ids] -= 1
+        self._pinned.difference_update(compress(load.keys, self._pins[slot_ids] == 0))
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Count a use of the visible blocks among the keys of a prefix; of equals, the first key goes last.
@@ -211,7 +215,8 @@ class HostMemory:
         """Report that a part will not write into the store's slots any more, and which blocks of it have landed.
 
         ``landed`` has one flag for each key of the store; None means all. A block lands when all its parts have.
-        Raises ``invalid-request`` for a part that the store does not have or that has reported.
+        Raises ``invalid-request`` for a part that the store does not have or that has reported, and for another number
+        of flags.
         """
         self._check_open()
         is_expected = store in self._stores and 0 <= part < store.num_parts and part not in store.reported
@@ -222,6 +227,9 @@ class HostMemory:
                 "have reported.",
                 "Let each part report once.",
             )
+        if landed is not None and landed.shape != store.landed.shape:
+            flags = f"part {part} has flags of the shape {landed.shape} for a store of {len(store.keys)} blocks."
+            raise TierError(Reason.INVALID_REQUEST, flags, "Give one flag for each key of the store.")
         store.reported.add(part)
         if landed is not None:
             store.landed &= landed
@@ -279,6 +287,7 @@ class HostMemory:
             self._loads.clear()
             self._stores.clear()
             self._pins[:] = 0
+            self._pinned.clear()
 
     def _end(self, store: HostStore) -> None:
         """End a store of which every part has reported."""
@@ -290,12 +299,17 @@ class HostMemory:
             lost = f"{num_lost} of {len(store.keys)} blocks did not reach host memory."
             store.fail(num_lost, TierError(reason, lost))
 
-    def _make_room(self, group: _Group, num_blocks: int, kept: Container[BlockKey]) -> Sequence[BlockKey]:
+    def _make_room(self, group: _Group, num_blocks: int, kept: Iterable[BlockKey]) -> Sequence[BlockKey]:
         """Evict unpinned blocks until ``num_blocks`` slots are free, or none is left; return the evicted keys."""
         if (num_missing := num_blocks - len(group.free)) <= 0:
             return ()
-        pins, slot_of = self._pins, self._slot_of
-        evicted = group.policy.evict(num_missing, lambda key: key in kept or bool(pins[slot_of[key]]))
+        is_free_to_go = (self._presences[group.slots] == Presence.HELD) & (self._pins[group.slots] == 0)
+        if not is_free_to_go.any():
+            return ()
+        also_kept = {key for key in kept if key in self._slot_of} - self._pinned
+        self._pinned |= also_kept
+        evicted = group.policy.evict(num_missing, self._pinned.__contains__)
+        self._pinned -= also_kept
         self._free(group, evicted)
         self._num_evicted += len(evicted)
         return evicted

@@ -15,7 +15,9 @@ import fcntl
 import logging
 import mmap
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 HUGE_PAGE_BYTES = 2 << 20
 _FEWER_BYTES = "Give the host tier fewer bytes."
 _MAP_FIXED = 0x10
+_CONTROL_GROUPS = "/sys/fs/cgroup"
 _PROT_NONE = 0
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -76,14 +79,17 @@ class SlabMemory:
         # The kernel would grant each page, and then kill processes for memory.
         if length > (available := available_bytes()):
             raise _too_large(length, f"{format_bytes(available)} are available")
-        file_descriptor = os.memfd_create("kvferry-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(file_descriptor, 0, length)
+            file_descriptor = os.memfd_create("kvferry-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
-            os.close(file_descriptor)
             raise _too_large(length, str(error.strerror)) from error
-        fcntl.fcntl(file_descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        self._map(file_descriptor, length)
+        with _closed_on_error(file_descriptor):
+            try:
+                os.posix_fallocate(file_descriptor, 0, length)
+            except OSError as error:
+                raise _too_large(length, str(error.strerror)) from error
+            fcntl.fcntl(file_descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._map(file_descriptor, length)
         refused = collapse_to_huge_pages(self.region.base_address, length)
         if refused is not None:
             logger.info("the slab has no huge pages: %s", refused)
@@ -99,12 +105,12 @@ class SlabMemory:
             file_descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise _gone(handle, f"{path}: {error.strerror}") from error
-        found = os.fstat(file_descriptor)
-        if (found.st_ino, found.st_size) != (handle.inode, handle.length):
-            os.close(file_descriptor)
-            raise _gone(handle, f"{path} is another file")
-        slab = cls.__new__(cls)
-        slab._map(file_descriptor, handle.length)
+        with _closed_on_error(file_descriptor):
+            found = os.fstat(file_descriptor)
+            if (found.st_ino, found.st_size) != (handle.inode, handle.length):
+                raise _gone(handle, f"{path} is another file")
+            slab = cls.__new__(cls)
+            slab._map(file_descriptor, handle.length)
         return slab
 
     @property
@@ -135,30 +141,62 @@ class SlabMemory:
 
     def _map(self, file_descriptor: int, length: int) -> None:
         """Map the file at a multiple of 2 MiB, by way of a larger range of addresses."""
-        self._file_descriptor, self._is_open = file_descriptor, True
         mapped_length = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
         begin = _mapped(None, mapped_length + HUGE_PAGE_BYTES, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         address = -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        _mapped(address, mapped_length, access, mmap.MAP_SHARED | _MAP_FIXED, file_descriptor)
+        try:
+            _mapped(address, mapped_length, access, mmap.MAP_SHARED | _MAP_FIXED, file_descriptor)
+        except TierError:
+            _libc.munmap(begin, mapped_length + HUGE_PAGE_BYTES)
+            raise
         if address > begin:
             _libc.munmap(begin, address - begin)
         _libc.munmap(address + mapped_length, begin + HUGE_PAGE_BYTES - address)
         self.region = Region(address, length)
+        self._file_descriptor, self._is_open = file_descriptor, True
 
 
 def available_bytes() -> int:
-    """Return the memory that this process can still get, within the limit of its container (cgroup v2) too.
+    """Return the memory that this process can still get, within the limits of its control groups (cgroup v2) too.
+
+    A control group counts the page cache as used. The kernel gives that up when memory is asked for, so files that
+    were read, such as a model's weights, take nothing away.
 
     >>> available_bytes() > 1 << 20
     True
     """
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        found = min(found, int(text) - int(used.read_text()))
+    found = _counted("/proc/meminfo", "MemAvailable:") * 1024
+    for group in _control_groups():
+        limit = group / "memory.max"
+        if limit.exists() and (text := limit.read_text().strip()) != "max":
+            cached = sum(_counted(group / "memory.stat", name) for name in ("inactive_file", "active_file"))
+            found = min(found, int(text) - int((group / "memory.current").read_text()) + cached)
     return found
+
+
+def _control_groups() -> Iterator[Path]:
+    """Yield the directories of this process's control group and of all that contain it."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    place = PurePosixPath(own)
+    for part in (place, *place.parents):
+        yield Path(f"{_CONTROL_GROUPS}{part}")
+
+
+def _counted(path: str | Path, name: str) -> int:
+    """Return the number that stands behind ``name`` in a file of the kernel."""
+    return next(int(line.split()[1]) for line in Path(path).read_text().splitlines() if line.split()[0] == name)
+
+
+@contextmanager
+def _closed_on_error(file_descriptor: int) -> Iterator[None]:
+    """Close the descriptor when the block raises."""
+    try:
+        yield
+    except BaseException:
+        os.close(file_descriptor)
+        raise
 
 
 def _mapped(address: int | None, length: int, access: int, flags: int, file_descriptor: int) -> int:
