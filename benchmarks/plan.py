@@ -23,7 +23,6 @@ from kvferry.models.layer_caches import AttentionCache
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.units import format_seconds
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,10 @@ class Timing:
     within_budget: bool
     template_s: float
     verify_s: float
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
 
 
 def _engine(layout: NamedLayout, tp: int = 1, block_size: int = 16) -> EngineShape:
@@ -147,10 +150,10 @@ def print_timings(timings: list[Timing]) -> None:
     for column in ("descriptors", "median", "slowest", "budget", "first time", "verify"):
         table.add_column(column, justify="right")
     for timing in timings:
-        budget = format_seconds(timing.budget_s) if timing.budget_s else "-"
+        budget = _milliseconds(timing.budget_s) if timing.budget_s else "-"
         style = None if timing.within_budget else "red"
-        lowered = format_seconds(timing.lower_s), format_seconds(timing.slowest_s), budget
-        rest = format_seconds(timing.template_s), format_seconds(timing.verify_s)
+        lowered = _milliseconds(timing.lower_s), _milliseconds(timing.slowest_s), budget
+        rest = _milliseconds(timing.template_s), _milliseconds(timing.verify_s)
         table.add_row(timing.name, str(timing.descriptors), *lowered, *rest, style=style)
     open_console().print(table)
 

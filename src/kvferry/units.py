@@ -24,16 +24,3 @@ def format_rate(num_bytes: float, seconds: float) -> str:
     '15.00 GB/s'
     """
     return f"{num_bytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else "-"
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a duration in the largest unit that keeps it above one.
-
-    >>> format_seconds(2.5), format_seconds(0.0125), format_seconds(4.2e-5)
-    ('2.50 s', '12.50 ms', '42.0 us')
-    """
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.2f} ms"
-    return f"{seconds * 1e6:.1f} us"

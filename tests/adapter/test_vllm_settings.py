@@ -39,7 +39,6 @@ def test_an_unknown_setting_names_the_nearest(wrong: str, nearest: str) -> None:
         {"mode": "fetch"},
         {"strategy": "fast"},
         {"transfer_cores": [-1]},
-        {"faults": {"zerro": {}}},
     ],
 )
 def test_a_setting_out_of_range_is_refused(settings: dict[str, Any]) -> None:

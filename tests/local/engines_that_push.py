@@ -23,8 +23,8 @@ from kvferry.handoff.wire.server import Server
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans
 from kvferry.plan.wire import encode_shard
-from kvferry.transport.faults import FaultPlan
-from kvferry.transport.registry import open_transports
+from kvferry.transport.faults import FaultPlan, FaultyTransport
+from kvferry.transport.registry import TransportSet, open_transport
 
 from .engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, LAYERS, Rank, filled_ranks, whole_blocks
 
@@ -45,7 +45,8 @@ class Parts:
     def __init__(self, rank: Rank, faults: FaultPlan | None = None) -> None:
         self.rank = rank
         self.scratch = Scratch(num_words=4)
-        self.transports = open_transports("cma", faults)
+        transport = open_transport("cma")
+        self.transports = TransportSet({"cma": transport if faults is None else FaultyTransport(transport, faults)})
         self.end_points = self.transports.register([*rank.regions, self.scratch.region])
         self.executor = Executor(self.scratch)
         self.client = Client()  # each rank is a sender or a receiver

@@ -273,7 +273,7 @@ class TwoSides:
             self.abort()
         self.now += LEASE
         self.step_decode()
-        assert self.decode.num_used == 0
+        assert self.decode.snapshot(0.0) == {}
         self.step_prefill()  # what had begun ends as late as this
         self.now += LEASE
         self.step_prefill()

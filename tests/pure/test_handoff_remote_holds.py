@@ -122,7 +122,7 @@ class RemoteHoldsMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds_are_counted(self) -> None:
-        assert self.side.num_used == len(self.model)
+        assert len(self.side._uses) == len(self.model)
         assert self.times_read - self.times_released == Counter(self.model.keys()), "one release per reading"
 
     @invariant()
@@ -142,7 +142,7 @@ class RemoteHoldsMachine(RuleBasedStateMachine):
             self.finish(request_id)
         self.now += LINGER
         self.take_releases()
-        assert self.side.num_used == 0
+        assert self.side.snapshot(0.0) == {}
         assert self.side.take_renewals(self.now + LEASE) == []
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Union
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arrays import memory_at
 from kvferry.errors import PlanError, Reason
 from kvferry.execution import device_merge
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark
@@ -144,19 +145,6 @@ def _device_memory(num_bytes: int, device: str) -> "tuple[Memory, int]":
     return memory, memory.data_ptr()
 
 
-class _Address:
-    """Memory that numpy may view although no Python object owns it."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], run_bytes: int) -> None:
-        self.__array_interface__ = {
-            "data": (address, False),
-            "shape": shape,
-            "strides": strides,
-            "typestr": f"|V{run_bytes}",
-            "version": 3,
-        }
-
-
 def _put_all_in_place(merges: Sequence[Merge], stage_address: int) -> None:
     for merge in merges:
         put_in_place(merge, stage_address)
@@ -174,15 +162,10 @@ def put_in_place(merge: Merge, stage_address: int) -> None:
     counts, stage_strides, cache_strides = zip(*merge.loops[::-1], strict=True) if merge.loops else ((), (), ())
     blocks = merge.destination_blocks
     in_stage = (merge.stage_block_stride, *stage_strides)
-    stage = _view(stage_address + merge.stage_offset, (len(blocks), *counts), in_stage, merge.run_bytes)
+    stage = memory_at(stage_address + merge.stage_offset, (len(blocks), *counts), in_stage, merge.run_bytes)
     shape = (int(blocks.max()) + 1, *counts)
     in_cache = (merge.destination_block_stride, *cache_strides)
-    _view(merge.destination_address, shape, in_cache, merge.run_bytes)[blocks] = stage
-
-
-def _view(address: int, shape: tuple[int, ...], strides: tuple[int, ...], run_bytes: int) -> npt.NDArray[np.void]:
-    """Return memory at an address as an array with one element for each run, which numpy copies by one memmove."""
-    return np.asarray(_Address(address, shape, strides, run_bytes))
+    memory_at(merge.destination_address, shape, in_cache, merge.run_bytes)[blocks] = stage
 
 
 def collapse_to_huge_pages(address: int, length: int) -> str | None:

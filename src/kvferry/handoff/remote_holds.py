@@ -48,8 +48,8 @@ class RemoteHolds:
     >>> hold = RemoteHold("p", 7, "127.0.0.1", 5600, Handle("a", 1))
     >>> holds.arrive("x", hold, lease_seconds=60.0, now=0.0)
     >>> holds.finish("x", now=1.0)
-    >>> holds.take_releases(now=1.0) == [hold], holds.num_used
-    (True, 0)
+    >>> holds.take_releases(now=1.0) == [hold], holds.snapshot(now=1.0)
+    (True, {})
     """
 
     def __init__(self, sibling_linger_seconds: float, renew_share: float) -> None:
@@ -58,11 +58,6 @@ class RemoteHolds:
         self._uses: dict[RemoteHold, _Use] = {}
         self._hold_of: dict[str, RemoteHold] = {}
         self._renew_at: dict[RemoteHold, float] = {}
-
-    @property
-    def num_used(self) -> int:
-        """Remote holds not yet released."""
-        return len(self._uses)
 
     def arrive(self, request_id: str, hold: RemoteHold, lease_seconds: float, now: float) -> None:
         """A local request that may use ``hold`` has arrived. The lease counts from now; the first renewal, due at once,

@@ -69,11 +69,6 @@ class NamedLayout(StrEnum):
         """Whether a block's bytes of all layers are contiguous."""
         return self.order[0] is Axis.B
 
-    @property
-    def has_whole_pages(self) -> bool:
-        """Whether the page of one block and head, axes N and C, is contiguous."""
-        return self.order[-2:] == (Axis.N, Axis.C)
-
     def strides(self, sizes: Mapping[Axis, int]) -> dict[Axis, int]:
         """Return the stride of each axis of a dense array, in the unit of the size of C.
 

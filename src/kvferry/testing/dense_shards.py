@@ -114,7 +114,7 @@ def _places(
         return [(0, token_stride, itemsize)]
     if content is Content.INTERLEAVED:
         return [(0, token_stride, itemsize), (key_bytes, token_stride, itemsize)]
-    require(layout.has_whole_pages, f"layout {layout} has no planes of K and V.", "Use a layout that ends in NC.")
+    require(layout.value.endswith("NC"), f"layout {layout} has no planes of K and V.", "Use a layout that ends in NC.")
     transposed = content is Content.TRANSPOSED_KEYS
     keys = (0, itemsize, block_size * itemsize) if transposed else (0, key_bytes, itemsize)
     return [keys, (block_size * key_bytes, value_bytes[0], itemsize)]

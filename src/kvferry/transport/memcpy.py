@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.arrays import Addresses, Descriptors, Integers
+from kvferry.arrays import Addresses, Descriptors, Integers, memory_at
 from kvferry.errors import Reason, TransportError
 from kvferry.transport.end_points import Nonce, ProcessEndPoint, decode_end_point, own_identity, unpack_regions
 from kvferry.transport.host_memory import HostMemoryTransport
@@ -123,19 +123,6 @@ def _gather(sources: Addresses, destinations: Addresses, length: int) -> Iterato
         yield len(chosen) * length
 
 
-class _AddressSpan:
-    """Memory that numpy may view although no Python object owns it."""
-
-    def __init__(self, base: int, step: int, count: int, length: int) -> None:
-        self.__array_interface__ = {
-            "data": (base, False),
-            "shape": (count,),
-            "strides": (step,),
-            "typestr": f"|V{length}",
-            "version": 3,
-        }
-
-
 def _rows(addresses: Addresses, length: int) -> tuple[npt.NDArray[np.void], Integers]:
     """Return an array in which range ``i`` is element ``index[i]``, and the index.
 
@@ -145,4 +132,4 @@ def _rows(addresses: Addresses, length: int) -> tuple[npt.NDArray[np.void], Inte
     offsets = (addresses - np.uint64(base)).astype(np.int64)
     step = int(np.gcd.reduce(offsets)) or 1
     index = offsets // step
-    return np.asarray(_AddressSpan(base, step, int(index.max()) + 1, length)), index
+    return memory_at(base, (int(index.max()) + 1,), (step,), length), index

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
-from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.protocol import Peer, Status, Transfer, Transport
 
 logger = logging.getLogger(__name__)
@@ -144,7 +143,7 @@ def make(factory: str) -> Transport:
     return transport
 
 
-def open_transport(name: str, faults: FaultPlan | None = None) -> Transport:
+def open_transport(name: str) -> Transport:
     """Open one transport by name.
 
     Raises ``SettingsError`` for an unknown name, ``TransportError`` for a transport that cannot work on this machine.
@@ -154,19 +153,18 @@ def open_transport(name: str, faults: FaultPlan | None = None) -> Transport:
     kvferry.errors.SettingsError: there is no transport 'cam'. Did you mean 'cma'? ... [unknown-setting]
     """
     check_setting(name)
-    transport = make(FACTORIES[name])
-    return transport if faults is None else FaultyTransport(transport, faults)
+    return make(FACTORIES[name])
 
 
-def open_transports(setting: str = "auto", faults: FaultPlan | None = None) -> TransportSet:
+def open_transports(setting: str = "auto") -> TransportSet:
     """Open one transport, or with ``auto`` all that work here. Raises ``TransportError`` where none works."""
     if setting != "auto":
-        return TransportSet({setting: open_transport(setting, faults)})
+        return TransportSet({setting: open_transport(setting)})
     opened: dict[str, Transport] = {}
     refusals: list[TransportError] = []
     for name in AUTO:
         try:
-            opened[name] = open_transport(name, faults)
+            opened[name] = open_transport(name)
         except TransportError as error:
             logger.info("the %s transport is not available: %s", name, error)
             refusals.append(error)

@@ -11,7 +11,6 @@ from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.wire.addresses import is_wildcard
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.staging.strategy import Strategy
-from kvferry.transport.faults import FaultPlan
 from kvferry.transport.registry import FACTORIES
 from kvferry.transport.registry import check_setting as check_transport
 
@@ -151,7 +150,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             page="security.md",
         ),
     ] = ""
-    faults: Annotated[FaultPlan | None, _about("Injected faults, for tests.", unset="none")] = None
 
     @property
     def wanted_strategy(self) -> Strategy | None:
