@@ -608,3 +608,47 @@ class StackMachine(RuleBasedStateMachine):
 
 def test_no_sequence_of_requests_and_faults_breaks_the_stack() -> None:
     run_state_machine_as_test(StackMachine, settings=settings(max_examples=60, stateful_step_count=50, deadline=None))
+
+
+# What decides between loading and computing is told where blocks lie.
+
+
+def test_blocks_are_located_in_the_first_tier_that_holds_them(engine: Engine) -> None:
+    engine.only_below(1, 2)
+    engine.store(3)
+    engine.settle()
+    assert engine.stack.locate(block_keys(3, 1, 2, 99), engine.now).tolist() == [0, 1, 1, 3]
+    engine.disk.faults.raises = True
+    assert engine.stack.locate(block_keys(3, 1), engine.now).tolist() == [0, 2]
+
+
+def test_blocks_on_their_way_are_located_at_their_origin(engine: Engine) -> None:
+    engine.only_below(1, 2, 3)
+    engine.ask("a", 1, 2, 3)
+    engine.step()
+    assert engine.stack.locate(block_keys(1, 2, 3), engine.now).tolist() == [1, 1, 1]
+    engine.begin_store(50)
+    assert engine.stack.locate(block_keys(50), engine.now).tolist() == [0]
+
+
+def test_a_promise_says_which_tier_brought_a_block(engine: Engine) -> None:
+    engine.only_below(1, 2)
+    engine.store(3)
+    assert engine.answer("a", 3, 1, 2, 99) == [3, 1, 2]
+    promise = engine.ask("a", 3, 1, 2, 99)
+    assert promise is not None
+    assert promise.brought_by == dict.fromkeys(block_keys(1, 2), "disk")
+    later = engine.ask("b", 3, 1, 2)
+    assert later is not None
+    assert later.brought_by == {}
+
+
+def test_promotions_are_timed_and_queued_bytes_are_counted(engine: Engine) -> None:
+    engine.only_below(*range(1, 7))
+    times = engine.stack.promotion_times["disk"]
+    engine.ask("a", *range(1, 7))
+    assert engine.stack.queued_bytes == {"disk": 6 * BLOCK_BYTES, "pool": 0}
+    engine.step()
+    assert (times.moving_bytes, engine.stack.queued_bytes["disk"]) == (4 * BLOCK_BYTES, 2 * BLOCK_BYTES)
+    engine.settle()
+    assert (times.moving_bytes, times.num_measured) == (0, 1)

@@ -21,6 +21,7 @@ import numpy as np
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore
 from kvferry.tiers.protocol import BlockKey, Load, LowerTier, Presence, Presences, Store, TierCopy
+from kvferry.tiers.rates import CopyTimes
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class LowerCopies:
         """Blocks of promotions that were given up: host memory says that they are being stored, and nobody waits."""
         self.failures: Counter[Reason] = Counter()
         """Blocks that did not arrive, above or below, by reason."""
+        self.promotion_times = CopyTimes()
         self._host, self._tier, self._settings = host, tier, settings
         self._queues: OrderedDict[str, deque[Chunk]] = OrderedDict()
         self._prefetches: deque[Chunk] = deque()
@@ -91,15 +93,15 @@ class LowerCopies:
         return self._tier.capabilities.name
 
     @property
+    def queued_bytes(self) -> int:
+        """Bytes of the chunks that requests wait for and whose copies have not begun."""
+        chunks = (chunk for queue in self._queues.values() for chunk in queue)
+        return sum(len(chunk.keys) * self._host.slot_bytes[chunk.group] for chunk in chunks)
+
+    @property
     def is_idle(self) -> bool:
         """Whether there is nothing to drive."""
         return not (self._queues or self._prefetches or self._to_write or self._promotions or self._writes)
-
-    def is_moving(self, now: float) -> bool:
-        """Return whether a copy goes on, or another may begin: not while a tier that failed or hangs is left alone."""
-        copies: list[_Promotion | _Write] = [*self._promotions.values(), *self._writes.values()]
-        waits = self._queues or self._prefetches or self._to_write
-        return any(not copy.is_given_up for copy in copies) or bool(waits and not self.is_suspended(now))
 
     def is_suspended(self, now: float) -> bool:
         """Return whether the tier failed a short while ago, or has a copy that was given up and has not ended."""
@@ -217,6 +219,7 @@ class LowerCopies:
             self._host.complete_store(room)
             return False
         self._promotions[load] = _Promotion(chunk, room, now)
+        self.promotion_times.begin(load, load.slots.num_bytes, now)
         return True
 
     def _begin_write(self, now: float) -> None:
@@ -240,6 +243,7 @@ class LowerCopies:
         """Complete a copy on both sides."""
         if isinstance(copy, Load):
             promotion = self._promotions.pop(copy)
+            self.promotion_times.end(copy, now, has_landed=not copy.failures)
             self._host.land(promotion.room, 0, copy.landed)
             self._host.complete_store(promotion.room)
             self._tier.complete_load(copy)
@@ -278,6 +282,7 @@ class LowerCopies:
         hangs = f"a copy of {len(copy.keys)} blocks has not ended for {now - moving.since:.1f} s."
         self._fail(len(copy.keys), TierError(Reason.DEADLINE_EXCEEDED, hangs, "Look at the device."), now)
         moving.is_given_up = True
+        self.promotion_times.end(copy, now, has_landed=False)
         self._tier.cancel(copy)
 
     def _fail(self, num_blocks: int, error: TierError, now: float) -> None:

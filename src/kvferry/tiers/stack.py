@@ -16,25 +16,33 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from kvferry.arrays import Flags
+from kvferry.arrays import Flags, Integers
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore
 from kvferry.tiers.lower_copies import Chunk, CopySettings, LowerCopies
 from kvferry.tiers.protocol import BlockKey, LowerTier, Presence, Presences
+from kvferry.tiers.rates import CopyTimes
 
 PREFETCH_SHARE = 0.25
 """Share of host memory that queued and running prefetches may fill."""
+_NOBODY: Mapping[BlockKey, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Promise:
-    """``held[group][i]``: block ``i`` that the request wants of a group lies verified and pinned in host memory."""
+    """``held[group][i]``: block ``i`` that the request wants of a group lies verified and pinned in host memory.
+
+    ``brought_by`` names the lower tier for each block that a tier brought while the request waited; host memory held
+    all others when the request asked.
+    """
 
     held: Mapping[str, Flags]
+    brought_by: Mapping[BlockKey, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +59,7 @@ class _Asker:
     """Lower tiers, by number, that did not bring a block: each is tried once."""
     pinned: set[BlockKey] = field(default_factory=set)
     pins: list[HostLoad] = field(default_factory=list)
+    brought_by: dict[BlockKey, str] = field(default_factory=dict)
     promise: Promise | None = None
     is_loading: bool = False
 
@@ -97,10 +106,6 @@ class Stack:
         is_asked = any(not asker.is_loading for asker in self._askers.values())
         return not is_asked and all(copies.is_idle for copies in self._lower)
 
-    def is_moving(self, now: float) -> bool:
-        """Return whether a lower tier copies, or would if ``poll`` were called."""
-        return any(copies.is_moving(now) for copies in self._lower)
-
     # Requests.
 
     def look_up(self, keys: Sequence[BlockKey], now: float) -> Presences:
@@ -116,6 +121,46 @@ class Stack:
             answers = copies.look_up([keys[place] for place in places.tolist()], now)
             found[places] = np.where(answers == Presence.ABSENT, found[places], answers)
         return found
+
+    def locate(self, keys: Sequence[BlockKey], now: float) -> Integers:
+        """Return where each block would be loaded from: 0 for host memory, ``i`` for lower tier ``i``, counted from 1.
+
+        A block that is on its way is located at its end (a store) or its origin (a promotion), and one that a tier may
+        hold in that tier; a block of no tier has the number after the last. Pins and promises nothing.
+        """
+        nowhere = 1 + len(self._lower)
+        places = np.where(self._host.look_up(keys) == Presence.ABSENT, nowhere, 0)
+        if not self._lower:
+            return places
+        if self._chunks:
+            chunks = map(self._chunks.get, keys)
+            places = np.fromiter(
+                (place if chunk is None else chunk[0] + 1 for place, chunk in zip(places, chunks, strict=True)),
+                np.int64,
+                len(keys),
+            )
+        for number, copies in enumerate(self._lower):
+            others = np.flatnonzero(places == nowhere)
+            if not len(others):
+                break
+            answers = copies.look_up([keys[place] for place in others.tolist()], now)
+            places[others[answers != Presence.ABSENT]] = number + 1
+        return places
+
+    @property
+    def slot_bytes(self) -> Mapping[str, int]:
+        """The bytes of a block of each group."""
+        return self._host.slot_bytes
+
+    @property
+    def promotion_times(self) -> dict[str, CopyTimes]:
+        """The learned times of copies from each lower tier to host memory."""
+        return {copies.name: copies.promotion_times for copies in self._lower}
+
+    @property
+    def queued_bytes(self) -> dict[str, int]:
+        """Bytes that each lower tier brings to requests before others, of copies that have not begun."""
+        return {copies.name: copies.queued_bytes for copies in self._lower}
 
     def ask(
         self, request_id: str, wanted: Mapping[str, Sequence[BlockKey]], now: float, wait_seconds: float
@@ -145,7 +190,7 @@ class Stack:
             self._decide(request_id, asker, now)
             if now >= asker.deadline or not (asker.undecided or asker.in_chunks):
                 self._leave_chunks(request_id, asker)
-                asker.promise = _promise(wanted, asker.pinned)
+                asker.promise = _promise(wanted, asker.pinned, asker.brought_by)
                 self._counts["promised"] += len(asker.pinned)
                 self._counts["missed"] += sum(map(len, wanted.values())) - len(asker.pinned)
         return asker.promise
@@ -204,11 +249,6 @@ class Stack:
         self._host.touch(keys)
 
     # Stores.
-
-    def is_missing(self, keys: Sequence[BlockKey]) -> Flags:
-        """Return for each block whether host memory neither holds it nor is getting it: whether a store makes sense."""
-        is_absent: Flags = self._host.look_up(keys) == Presence.ABSENT
-        return is_absent
 
     def prepare_store(self, group: str, keys: Sequence[BlockKey], num_parts: int) -> HostStore:
         """Reserve slots for new blocks of one group, as :meth:`HostMemory.prepare_store`.
@@ -353,6 +393,7 @@ class Stack:
             asker.undecided.update(mine)
             asker.tried.update((number, key) for key in mine)
             self._pin(asker, list(mine))
+            asker.brought_by.update(dict.fromkeys(asker.pinned.intersection(mine), self._lower[number].name))
 
     def _pin(self, asker: _Asker, keys: list[BlockKey]) -> None:
         """Pin those of the undecided blocks that host memory holds."""
@@ -382,7 +423,10 @@ class Stack:
         asker.pinned.clear()
 
 
-def _promise(wanted: Mapping[str, Sequence[BlockKey]], pinned: Iterable[BlockKey]) -> Promise:
+def _promise(
+    wanted: Mapping[str, Sequence[BlockKey]], pinned: Iterable[BlockKey], brought_by: Mapping[BlockKey, str] = _NOBODY
+) -> Promise:
     """Return the promise of the pinned blocks among the wanted."""
     is_pinned = frozenset(pinned).__contains__
-    return Promise({group: np.fromiter(map(is_pinned, keys), np.bool_, len(keys)) for group, keys in wanted.items()})
+    held = {group: np.fromiter(map(is_pinned, keys), np.bool_, len(keys)) for group, keys in wanted.items()}
+    return Promise(held, brought_by)
