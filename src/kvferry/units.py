@@ -1,4 +1,24 @@
-"""Sizes and rates as people read them."""
+"""Sizes and rates as people read and write them."""
+
+import re
+
+_UNIT_BYTES: dict[str, int] = {"": 1, "b": 1} | {
+    f"{prefix}{kind}".lower(): base ** (power + 1)
+    for kind, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT")
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that a size names; ``KiB`` to ``TiB`` are binary, ``KB`` to ``TB`` decimal. Raises ValueError.
+
+    >>> parse_bytes("8 GiB") == 8 << 30, parse_bytes("1.5kB"), parse_bytes("4096")
+    (True, 1500, 4096)
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].lower() not in _UNIT_BYTES:
+        raise ValueError(f"{text!r} is no size")
+    return round(float(found[1]) * _UNIT_BYTES[found[2].lower()])
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -5,16 +5,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
 from kvferry.cli.settings import SettingDescription, describe_settings
-from kvferry.errors import SettingsError
+from kvferry.errors import Reason, SettingsError
+from kvferry.integrations.vllm.offload_settings import OffloadSettings, parse_offload_settings
 from kvferry.integrations.vllm.settings import Settings, parse_settings
 
 ROOT = Path(__file__).parents[2]
 DESCRIPTIONS = {each.name: each for each in describe_settings()}
+BOTH = [(kind, each) for kind in (Settings, OffloadSettings) for each in describe_settings(kind)]
 
 
 def printed(*arguments: str) -> str:
@@ -30,19 +33,21 @@ def test_the_page_is_what_the_command_writes() -> None:
 
 
 def test_every_setting_is_in_every_output() -> None:
-    names = list(Settings.__struct_fields__)
-    page, listed = printed("--markdown"), json.loads(printed("--json"))["settings"]
-    assert [each["name"] for each in listed] == names
+    names = [*Settings.__struct_fields__, *OffloadSettings.__struct_fields__]
+    page, listed = printed("--markdown"), json.loads(printed("--json"))
+    assert [each["name"] for each in (*listed["settings"], *listed["offload_settings"])] == names
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == names
     assert all(re.search(rf"^│ {name} ", printed(), re.MULTILINE) for name in names)
 
 
-@pytest.mark.parametrize("about", DESCRIPTIONS.values(), ids=lambda about: about.name)
-def test_a_setting_has_one_sentence_and_its_default(about: SettingDescription) -> None:
+@pytest.mark.parametrize(("kind", "about"), BOTH, ids=[f"{kind.__name__}-{about.name}" for kind, about in BOTH])
+def test_a_setting_has_one_sentence_and_its_default(kind: type[msgspec.Struct], about: SettingDescription) -> None:
     assert re.fullmatch(r"[A-Z`][^\n]*\.", about.meaning)
     assert not re.search(r"\. [A-Z]", about.meaning)
-    assert bool(about.unset) is (about.default in ("", (), None)), "an empty default needs words"
-    assert about.default == getattr(Settings(), about.name)
+    is_empty = about.default in ("", (), None) or (kind is OffloadSettings and about.default == 0)
+    assert bool(about.unset) is is_empty, "an empty default needs words"
+    defaults = dict(zip(kind.__struct_fields__[::-1], kind.__struct_defaults__[::-1], strict=False))
+    assert about.default == defaults.get(about.name)
     assert about.unit or not about.name.endswith(("_seconds", "_bytes"))
 
 
@@ -61,6 +66,36 @@ def test_what_is_allowed_is_what_is_checked(name: str, allowed: str, refused: li
     for value in refused:
         with pytest.raises(SettingsError):
             parse_settings({name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "reason", "said"),
+    [
+        ({}, Reason.INVALID_SETTING, "missing required field `host_bytes`"),
+        ({"host_byte": 1}, Reason.UNKNOWN_SETTING, "Did you mean 'host_bytes'"),
+        ({"host_bytes": 1, "disc_path": "/a"}, Reason.UNKNOWN_SETTING, "Did you mean 'disk_path'"),
+        ({"host_bytes": "8 gigabytes"}, Reason.INVALID_SETTING, "host_bytes '8 gigabytes' is no size"),
+        ({"host_bytes": 0}, Reason.INVALID_SETTING, "$.host_bytes"),
+        ({"host_bytes": "0"}, Reason.INVALID_SETTING, "$.host_bytes"),
+        ({"host_bytes": -1}, Reason.INVALID_SETTING, "$.host_bytes"),
+        ({"host_bytes": 1, "disk_path": "/a"}, Reason.INVALID_SETTING, "disk_path and disk_bytes go together"),
+        ({"host_bytes": 1, "disk_bytes": "1 MB"}, Reason.INVALID_SETTING, "disk_path and disk_bytes go together"),
+        ({"host_bytes": 1, "pool_master": "a:1"}, Reason.INVALID_SETTING, "pool_master and pool_bytes go together"),
+        ({"host_bytes": 1, "eviction": "fifo"}, Reason.INVALID_SETTING, "$.eviction"),
+        ({"host_bytes": 1, "load_wait_seconds": 0}, Reason.INVALID_SETTING, "$.load_wait_seconds"),
+        ({"host_bytes": 1, "block_size": -16}, Reason.INVALID_SETTING, "$.block_size"),
+    ],
+)
+def test_a_wrong_setting_of_the_offload_connector_is_refused(given: dict[str, Any], reason: Reason, said: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        parse_offload_settings(given)
+    assert refused.value.reason is reason
+    assert said in str(refused.value)
+
+
+def test_sizes_may_be_text() -> None:
+    sizes = ("4096", "4 KiB", "4kib", "4.096 kB", 4096)
+    assert {parse_offload_settings({"host_bytes": size}).host_bytes for size in sizes} == {4096}
 
 
 def test_the_readme_gives_the_same_defaults() -> None:

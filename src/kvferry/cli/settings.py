@@ -1,4 +1,4 @@
-"""``kvferry settings``: the settings of the connector, from the class that checks them."""
+"""``kvferry settings``: the settings of the connectors, from the classes that check them."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,12 +10,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import open_console
+from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.settings import Settings
 
 PAGE = """# Settings
 
 All settings of `kv_connector_extra_config`. An unknown one is an error that names the nearest valid one. This page is
 written by `kvferry settings --markdown` and not edited; without the option the command prints the same as a table.
+
+## KVFerryConnector
 
 {table}
 
@@ -28,6 +31,12 @@ computes the prompt on the decode engine.
 The variable `KVFERRY_SLEEPING_WORKERS=1` lets vLLM's waiting workers [sleep](decisions/sleeping-workers.md) in place of
 yielding, for engines with fewer cores than ranks. Start such engines in one session (from one shell), or set
 `kernel.sched_autogroup_enabled` to 0.
+
+## KVFerryOffloadConnector
+
+Sizes are numbers of bytes, or text such as `"8 GiB"`.
+
+{offload_table}
 """
 
 
@@ -61,27 +70,33 @@ def settings(
     """
     if markdown and as_json:
         raise typer.BadParameter("--markdown and --json exclude each other.")
-    descriptions = describe_settings()
+    moving, offload = describe_settings(), describe_settings(OffloadSettings)
     if as_json:
-        typer.echo(json.dumps({"settings": [asdict(each) for each in descriptions]}, indent=2))
+        listed = {"settings": moving, "offload_settings": offload}
+        typer.echo(json.dumps({name: [asdict(each) for each in these] for name, these in listed.items()}, indent=2))
     elif markdown:
-        typer.echo(page_of(descriptions), nl=False)
+        typer.echo(PAGE.format(table=_rows(moving), offload_table=_rows(offload)), nl=False)
     else:
-        table = Table("setting", "default", "unit", "meaning", show_lines=True)
-        for each in descriptions:
-            meaning = f"{each.meaning}\nAllowed: {each.allowed}." if each.allowed else each.meaning
-            cells = (each.name, each.shown_default, each.unit, meaning)
-            table.add_row(*(escape(cell.replace("`", "")) for cell in cells))
-        open_console().print(table)
+        for title, these in (("KVFerryConnector", moving), ("KVFerryOffloadConnector", offload)):
+            open_console().print(_table(title, these))
 
 
-def describe_settings() -> tuple[SettingDescription, ...]:
-    """Return the settings in the order of the class.
+def _table(title: str, descriptions: tuple[SettingDescription, ...]) -> Table:
+    table = Table("setting", "default", "unit", "meaning", title=title, show_lines=True)
+    for each in descriptions:
+        meaning = f"{each.meaning}\nAllowed: {each.allowed}." if each.allowed else each.meaning
+        cells = (each.name, each.shown_default, each.unit, meaning)
+        table.add_row(*(escape(cell.replace("`", "")) for cell in cells))
+    return table
+
+
+def describe_settings(kind: type[msgspec.Struct] = Settings) -> tuple[SettingDescription, ...]:
+    """Return the settings of a connector in the order of the class.
 
     >>> [each.shown_default for each in describe_settings() if each.name in ("lease_seconds", "layout")]
     ['chosen', '60']
     """
-    information = msgspec.inspect.type_info(Settings)
+    information = msgspec.inspect.type_info(kind)
     assert isinstance(information, msgspec.inspect.StructType)
     return tuple(_describe(field) for field in information.fields)
 
@@ -92,8 +107,8 @@ def _describe(field: msgspec.inspect.Field) -> SettingDescription:
     extra, schema = about.extra or {}, about.extra_json_schema or {}
     return SettingDescription(
         name=field.name,
-        default=msgspec.to_builtins(field.default),
-        unset=extra.get("unset", ""),
+        default=None if field.required else msgspec.to_builtins(field.default),
+        unset="must be set" if field.required else extra.get("unset", ""),
         unit=extra.get("unit", ""),
         allowed=_allowed(about.type, extra.get("values", ())),
         meaning=schema["description"],
@@ -116,11 +131,11 @@ def _allowed(kind: msgspec.inspect.Type, values: tuple[str, ...]) -> str:
             return ", ".join(f"`{value}`" for value in values)
 
 
-def page_of(descriptions: tuple[SettingDescription, ...]) -> str:
-    """Return docs/settings.md."""
+def _rows(descriptions: tuple[SettingDescription, ...]) -> str:
+    """Return the table of docs/settings.md."""
     rows = ["| setting | default | unit | allowed | meaning |", "|---|---|---|---|---|"]
     for each in descriptions:
         default = each.unset or f"`{each.shown_default}`"
         meaning = f"{each.meaning} ([more]({each.page}))" if each.page else each.meaning
         rows.append(f"| `{each.name}` | {default} | {each.unit} | {each.allowed} | {meaning} |".replace("  ", " "))
-    return PAGE.format(table="\n".join(rows))
+    return "\n".join(rows)

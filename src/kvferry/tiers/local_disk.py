@@ -519,6 +519,13 @@ def open_directory(path: Path) -> tuple[Directory, int]:
         return directory, lock
 
 
+def check_directory(path: Path) -> None:
+    """Raise as :class:`LocalDisk` for a directory that cannot be used, or has an owner; leave it free."""
+    directory, lock = open_directory(path)
+    os.close(lock)
+    directory.close()
+
+
 def neighbours(records: Iterable[Record]) -> list[list[Record]]:
     """Return the records of neighbouring cells together, in the order of the disk, up to ``RUN_BYTES``."""
     runs: list[list[Record]] = []

@@ -103,6 +103,12 @@ class LowerCopies:
         """Whether there is nothing to drive."""
         return not (self._queues or self._prefetches or self._to_write or self._promotions or self._writes)
 
+    def is_moving(self, now: float) -> bool:
+        """Return whether a copy goes on, or another may begin: not while a tier that failed or hangs is left alone."""
+        copies: list[_Promotion | _Write] = [*self._promotions.values(), *self._writes.values()]
+        waits = self._queues or self._prefetches or self._to_write
+        return any(not copy.is_given_up for copy in copies) or bool(waits and not self.is_suspended(now))
+
     def is_suspended(self, now: float) -> bool:
         """Return whether the tier failed a short while ago, or has a copy that was given up and has not ended."""
         copies: list[_Promotion | _Write] = [*self._promotions.values(), *self._writes.values()]

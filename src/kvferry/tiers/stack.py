@@ -106,6 +106,10 @@ class Stack:
         is_asked = any(not asker.is_loading for asker in self._askers.values())
         return not is_asked and all(copies.is_idle for copies in self._lower)
 
+    def is_moving(self, now: float) -> bool:
+        """Return whether a lower tier copies, or would if ``poll`` were called."""
+        return any(copies.is_moving(now) for copies in self._lower)
+
     # Requests.
 
     def look_up(self, keys: Sequence[BlockKey], now: float) -> Presences:
@@ -249,6 +253,11 @@ class Stack:
         self._host.touch(keys)
 
     # Stores.
+
+    def is_missing(self, keys: Sequence[BlockKey]) -> Flags:
+        """Return for each block whether host memory neither holds it nor is getting it: whether a store makes sense."""
+        is_absent: Flags = self._host.look_up(keys) == Presence.ABSENT
+        return is_absent
 
     def prepare_store(self, group: str, keys: Sequence[BlockKey], num_parts: int) -> HostStore:
         """Reserve slots for new blocks of one group, as :meth:`HostMemory.prepare_store`.

@@ -11,8 +11,9 @@ The namespace has neither the tensor-parallel nor the pipeline-parallel size, si
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,16 @@ from kvferry.integrations.vllm.translate.weights import Weights, files_of, weigh
 from kvferry.integrations.vllm.versions import installed_version
 from kvferry.layout.group import CacheGroup
 from kvferry.layout.shard import Shard
+from kvferry.tiers.protocol import KEY_BYTES
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 FORMAT = 1
 """Of stored blocks. A change of what is stored under a name must raise this number."""
-NAMESPACE_BYTES, GROUP_BYTES = 16, 2
+NAMESPACE_BYTES, GROUP_BYTES = 14, 2
+HASH_BYTES = KEY_BYTES - NAMESPACE_BYTES - GROUP_BYTES
+"""Room for a hash of vLLM's; a shorter one, such as xxhash's, is followed by zeros."""
 # Small files that change what a model computes and are neither weights nor part of the configuration: its own code, how
 # images become pixels, how weights are quantised.
 _MODEL_FILES = ("*.py", "*processor*.json", "*quant*.json")
@@ -63,29 +67,40 @@ class BlockNames:
     """A namespace and the facts of which it is the digest, ready for JSON.
 
     ``private`` says why only this process can use the names; None where other processes and later ones can.
+    ``hash_bytes`` is the length of vLLM's hashes.
     """
 
     namespace: bytes
     facts: Mapping[str, Any]
     private: KVFerryError | None = None
+    hash_bytes: int = HASH_BYTES
 
-    def key(self, group: int, block_hash: bytes) -> bytes:
-        """Return the key of a block: of the cache group with this index, and of the tokens with this hash of vLLM's.
+    def keys(self, group: int, block_hashes: Iterable[bytes]) -> list[bytes]:
+        """Return the keys of blocks: of the cache group with this index, and of the tokens with these hashes of vLLM's.
 
-        >>> BlockNames(bytes(16), {}).key(1, bytes.fromhex("c0ffee"))[-5:].hex()
-        '0001c0ffee'
+        >>> [key] = BlockNames(bytes(14), {}, hash_bytes=3).keys(1, [bytes.fromhex("c0ffee")])
+        >>> len(key), key[14:20].hex()
+        (48, '0001c0ffee00')
         """
-        return self.namespace + group.to_bytes(GROUP_BYTES, "big") + block_hash
+        before, behind = self.namespace + group.to_bytes(GROUP_BYTES, "big"), bytes(HASH_BYTES - self.hash_bytes)
+        return [before + block_hash + behind for block_hash in block_hashes]
 
-    @staticmethod
-    def group_and_hash(key: bytes) -> tuple[int, bytes]:
+    def group_and_hash(self, key: bytes) -> tuple[int, bytes]:
         """Return the cache group and vLLM's hash of a block from its key.
 
-        >>> BlockNames.group_and_hash(BlockNames(bytes(16), {}).key(1, b"hash"))
+        >>> names = BlockNames(bytes(14), {}, hash_bytes=4)
+        >>> names.group_and_hash(*names.keys(1, [b"hash"]))
         (1, b'hash')
         """
         behind = NAMESPACE_BYTES + GROUP_BYTES
-        return int.from_bytes(key[NAMESPACE_BYTES:behind], "big"), key[behind:]
+        return int.from_bytes(key[NAMESPACE_BYTES:behind], "big"), key[behind : behind + self.hash_bytes]
+
+    def renewed(self) -> "BlockNames":
+        """Return names of which no other process knows, for an engine whose weights may have been changed in place."""
+        private = self.private or SettingsError(
+            Reason.UNKNOWN_WEIGHTS, "the engine's caches were reset: its weights may have changed since they were read."
+        )
+        return replace(self, namespace=secrets.token_bytes(NAMESPACE_BYTES), private=private)
 
     def check_shareable(self) -> None:
         """Raise :class:`SettingsError` where the names mean nothing outside of this process, or might mislead there.
@@ -96,12 +111,32 @@ class BlockNames:
             raise self.private.without_traceback()
 
 
-def block_names(vllm_config: "VllmConfig", slab: Shard, tokens_per_hash: int, model_id: str = "") -> BlockNames:
-    """Return the names for the blocks of this slab, whose shard comes from all ranks of the engine.
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What changes the meaning of stored bytes, but for the slab, which is known only when all ranks have reported."""
+
+    facts: Mapping[str, Any]
+    private: KVFerryError | None
+    hash_bytes: int
+
+    def names(self, slab: Shard) -> BlockNames:
+        """Return the names for the blocks of this slab."""
+        # A copy without Python's types, which is what a reader of the JSON sees.
+        encoded = json.dumps({**self.facts, "slab": _slab(slab)}, sort_keys=True, default=str)
+        return BlockNames(namespace_of(encoded), json.loads(encoded), self.private, self.hash_bytes)
+
+    def check_shareable(self) -> None:
+        """Raise as :meth:`BlockNames.check_shareable`."""
+        if self.private is not None:
+            raise self.private.without_traceback()
+
+
+def engine_facts(vllm_config: "VllmConfig", tokens_per_hash: int, model_id: str = "") -> EngineFacts:
+    """Return the facts of an engine; reads samples of the weights' files.
 
     ``tokens_per_hash`` is vLLM's hash block size. A ``model_id`` stands for model and weights, of the drafter too.
     """
-    hashes, private = _hashes(vllm_config, tokens_per_hash)
+    hashes, private, hash_bytes = _hashes(vllm_config, tokens_per_hash)
     drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
     models: dict[str, Any] = {"model": vllm_config.model_config, "drafter": drafter}
     for role, model in models.items():
@@ -118,11 +153,13 @@ def block_names(vllm_config: "VllmConfig", slab: Shard, tokens_per_hash: int, mo
         "adapters": _adapters(vllm_config),
         "cache": _cache(vllm_config),
         "hashes": hashes,
-        "slab": _slab(slab),
     }
-    # A copy without Python's types, which is what a reader of the JSON sees.
-    encoded = json.dumps(facts, sort_keys=True, default=str)
-    return BlockNames(namespace_of(encoded), json.loads(encoded), private)
+    return EngineFacts(facts, private, hash_bytes)
+
+
+def block_names(vllm_config: "VllmConfig", slab: Shard, tokens_per_hash: int, model_id: str = "") -> BlockNames:
+    """Return the names for the blocks of this slab, whose shard comes from all ranks of the engine."""
+    return engine_facts(vllm_config, tokens_per_hash, model_id).names(slab)
 
 
 def namespace_of(facts: str) -> bytes:
@@ -171,8 +208,11 @@ def _cache(vllm_config: "VllmConfig") -> dict[str, Any]:
     }
 
 
-def _hashes(vllm_config: "VllmConfig", tokens_per_hash: int) -> tuple[dict[str, Any], KVFerryError | None]:
-    """Return how vLLM hashes tokens, and why other processes hash otherwise; None where they hash alike."""
+def _hashes(vllm_config: "VllmConfig", tokens_per_hash: int) -> tuple[dict[str, Any], KVFerryError | None, int]:
+    """Return how vLLM hashes tokens, why other processes hash otherwise (None where they hash alike), and the length.
+
+    Raises :class:`SettingsError` (unsupported) for hashes too long for a key.
+    """
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
@@ -187,7 +227,14 @@ def _hashes(vllm_config: "VllmConfig", tokens_per_hash: int) -> tuple[dict[str, 
             f"prefix_caching_hash_algo is {algorithm!r}, which vLLM seeds at random in each process.",
             "Run with --prefix-caching-hash-algo sha256_cbor, or set PYTHONHASHSEED to the same number everywhere.",
         )
-    return {"algorithm": algorithm, "seed": seed, "tokens": tokens_per_hash}, private
+    hash_bytes = len(function(seed))
+    if hash_bytes > HASH_BYTES:
+        raise SettingsError(
+            Reason.UNSUPPORTED,
+            f"prefix_caching_hash_algo {algorithm!r} makes hashes of {hash_bytes} bytes; a key has {HASH_BYTES}.",
+            "Run with --prefix-caching-hash-algo sha256_cbor.",
+        )
+    return {"algorithm": algorithm, "seed": seed, "tokens": tokens_per_hash}, private, hash_bytes
 
 
 def _slab(slab: Shard) -> dict[str, Any]:

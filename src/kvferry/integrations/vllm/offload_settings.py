@@ -1,32 +1,146 @@
 """Settings of ``KVFerryOffloadConnector``, its ``kv_connector_extra_config``, validated when the engine starts."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-Bytes = Annotated[int, msgspec.Meta(gt=0)]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+from kvferry.errors import Reason, SettingsError
+from kvferry.integrations.vllm.settings import about, converted
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.units import parse_bytes
+
+LONGEST_WAIT_SECONDS = 86400
+_SIZES = ("host_bytes", "disk_bytes", "pool_bytes")
 
 
 class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All settings of the offload connector with their defaults."""
+    """All settings of the offload connector with their defaults; an empty default stands for what ``unset`` says.
 
-    host_bytes: Bytes | str
-    """Host memory for stored blocks of all ranks of an engine; a number of bytes, or text such as "8 GiB"."""
-    disk_path: str = ""
-    """Folder of the disk tier; empty for none. One engine owns it at a time."""
-    disk_bytes: Bytes | str = "0"
-    pool_master: str = ""
-    """host:port of a Mooncake Store's master; empty for no pool."""
-    pool_bytes: Bytes | str = "0"
-    """Memory that this engine gives to the pool."""
-    block_size: int = 0
-    """Tokens of a stored block, a whole number of the engine's blocks; 0 for one block of the engine."""
-    eviction: Literal["lru", "s3-fifo"] = "lru"
-    load_wait_seconds: Seconds = 2.0
-    """How long a request waits for blocks that a lower tier brings to host memory."""
-    window_interval: int = 0
-    """Tokens between the boundaries at which windows and states are stored; 0 for the prompt's end only."""
-    layout: str = ""
-    model_id: str = ""
-    transfer_cores: tuple[int, ...] = ()
+    Sizes are numbers of bytes here; :func:`parse_offload_settings` takes text such as ``"8 GiB"`` too.
+    """
+
+    host_bytes: Annotated[
+        int,
+        msgspec.Meta(gt=0),
+        about(
+            'Host memory for stored blocks of all ranks of an engine, for example `"8 GiB"`; it is taken when the '
+            "engine starts.",
+            unit="bytes",
+        ),
+    ]
+    disk_path: Annotated[
+        str,
+        about(
+            "The folder of the disk tier, which one engine owns at a time; in it each further data-parallel rank has a "
+            "folder `dp<rank>`.",
+            unit="path",
+            unset="none",
+        ),
+    ] = ""
+    disk_bytes: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        about("With `disk_path`, the most bytes that an engine's folder occupies on disk.", unit="bytes", unset="none"),
+    ] = 0
+    pool_master: Annotated[
+        str, about("The address of the master of a Mooncake Store.", unit="host:port", unset="none")
+    ] = ""
+    pool_bytes: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        about("With `pool_master`, the memory that this engine gives to the pool.", unit="bytes", unset="none"),
+    ] = 0
+    block_size: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        about(
+            "The tokens of a stored block, a whole number of the engine's blocks.",
+            unit="tokens",
+            unset="one block of the engine",
+        ),
+    ] = 0
+    eviction: Annotated[
+        Literal["lru", "s3-fifo"],
+        about("Which block leaves full host memory: the least recently used, or by S3-FIFO, which keeps shared ones."),
+    ] = "lru"
+    load_wait_seconds: Annotated[
+        float,
+        msgspec.Meta(gt=0, le=LONGEST_WAIT_SECONDS),
+        about("How long a request waits for blocks that a lower tier brings to host memory.", unit="seconds"),
+    ] = 2.0
+    window_interval: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        about(
+            "The tokens between the boundaries at which sliding windows are stored, beside the ends of prompts and "
+            "requests; a hit ends at a boundary.",
+            unit="tokens",
+            unset="every block is stored",
+        ),
+    ] = 0
+    layout: Annotated[
+        str,
+        about(
+            "The KV cache layout to ask the engine for; `VLLM_KV_CACHE_LAYOUT` wins.",
+            unset="chosen",
+            values=tuple(NamedLayout),
+        ),
+    ] = ""
+    model_id: Annotated[
+        str,
+        about(
+            "What names model and weights in place of their digests; it must change with the weights.",
+            unset="digests",
+            page="decisions/names-of-stored-blocks.md",
+        ),
+    ] = ""
+    transfer_cores: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0)], ...],
+        about(
+            "Numbers of the cores of the threads that copy blocks; by default those on which the rank does not "
+            "compute.",
+            unset="chosen",
+        ),
+    ] = ()
+
+
+def parse_offload_settings(extra_config: Mapping[str, Any]) -> OffloadSettings:
+    """Return the settings in ``extra_config``.
+
+    Raises :class:`SettingsError`: unknown-setting naming the nearest valid key, invalid-setting, and unsupported for
+    tiers that this version does not have.
+
+    >>> parse_offload_settings({"host_bytes": "8 GiB"}).host_bytes == 8 << 30
+    True
+    >>> parse_offload_settings({"host_bytes": "8 gigs"})
+    Traceback (most recent call last):
+    kvferry.errors.SettingsError: host_bytes '8 gigs' is no size. Give a number of bytes, or text such as "8 GiB". \
+[invalid-setting]
+    """
+    given = dict(extra_config)
+    for name in _SIZES:
+        if isinstance(given.get(name), str):
+            given[name] = _parsed_size(name, given[name])
+    settings = converted(given, OffloadSettings)
+    _check_pair(settings, "disk_path", "disk_bytes")
+    _check_pair(settings, "pool_master", "pool_bytes")
+    if settings.pool_master:
+        raise SettingsError(Reason.UNSUPPORTED, "pool_master is set; this version has no shared pool.")
+    return settings
+
+
+def _parsed_size(name: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise SettingsError(
+            Reason.INVALID_SETTING, f"{name} {error}.", 'Give a number of bytes, or text such as "8 GiB".'
+        ) from error
+
+
+def _check_pair(settings: OffloadSettings, place: str, size: str) -> None:
+    if bool(getattr(settings, place)) != bool(getattr(settings, size)):
+        raise SettingsError(
+            Reason.INVALID_SETTING, f"{place} and {size} go together: where the tier is, and how large.", "Set both."
+        )

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -18,10 +18,11 @@ LAST_PORT = 65535
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400, extra={"unit": "seconds"})]
 Port = Annotated[int, msgspec.Meta(ge=0, le=LAST_PORT)]
 _FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address"))
+AnySettings = TypeVar("AnySettings", bound=msgspec.Struct)
 LOAD_SECONDS, PUSH_SECONDS = 30.0, 120.0
 
 
-def _about(meaning: str, **more: str | tuple[str, ...]) -> msgspec.Meta:
+def about(meaning: str, **more: str | tuple[str, ...]) -> msgspec.Meta:
     """Return what is said of a setting beside its type and default.
 
     ``unit``; ``unset``: what an empty default stands for; ``values``: names that a string may be, where they are
@@ -38,21 +39,21 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     mode: Annotated[
         Literal["pull", "push"],
-        _about(
+        about(
             "How caches move, the same on both engines: `pull` once the prompt is computed, `push` while it is.",
             page="decisions/push.md",
         ),
     ] = "pull"
     bootstrap_port: Annotated[
         Port,
-        _about(
+        about(
             "With `push`, where a prefill engine answers the bootstrap query of vllm-router (`--kv-connector mooncake "
             "--prefill URL PORT`); 0 takes a free port.",
         ),
     ] = 0
     router_address: Annotated[
         str,
-        _about(
+        about(
             "With `push`, the address of vllm-router's `--vllm-discovery-address` (`--kv-connector moriio`), which "
             "then sends each request to both engines at once; goes together with `http_address`.",
             unit="host:port",
@@ -61,11 +62,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     http_address: Annotated[
         str,
-        _about("With `router_address`, the address of this engine's own API server.", unit="host:port", unset="none"),
+        about("With `router_address`, the address of this engine's own API server.", unit="host:port", unset="none"),
     ] = ""
     transport: Annotated[
         str,
-        _about(
+        about(
             "`auto` takes `cma` between engines of one host, where it works, else `nixl`; `memcpy` and `null` are for "
             "tests.",
             values=("auto", *FACTORIES),
@@ -73,7 +74,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "auto"
     layout: Annotated[
         str,
-        _about(
+        about(
             "The KV cache layout to ask the engine for; `VLLM_KV_CACHE_LAYOUT` wins.",
             unset="chosen",
             values=tuple(NamedLayout),
@@ -81,11 +82,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     host: Annotated[
         Annotated[str, msgspec.Meta(min_length=1)],
-        _about("Where the engine answers handshakes, renewals and releases of other engines.", page="two-hosts.md"),
+        about("Where the engine answers handshakes, renewals and releases of other engines.", page="two-hosts.md"),
     ] = "127.0.0.1"
     advertised_host: Annotated[
         str,
-        _about(
+        about(
             "The address or name that the engine's answers give for `host`; needed where `host` means every interface "
             "(`0.0.0.0`, `::`).",
             unset="`host`",
@@ -94,21 +95,21 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     port: Annotated[
         Port,
-        _about(
+        about(
             "The port at `host`; 0 takes a free one, another is that of data-parallel rank 0, and each further rank "
             "takes the next.",
         ),
     ] = 0
     lease_seconds: Annotated[
         Seconds,
-        _about(
+        about(
             "How long a finished prompt is held for a decode engine that does not renew; with `pull` it must be above "
             "`load_timeout_seconds`.",
         ),
     ] = 60.0
     load_timeout_seconds: Annotated[
         Seconds | None,
-        _about(
+        about(
             "How long a decode engine waits for a prompt, with `push` also until it is computed; some 10 s later the "
             "request fails even if the prefill engine is stopped.",
             unit="seconds",
@@ -118,7 +119,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
     strategy: Annotated[
         Literal["auto", "direct", "scatter"],
-        _about(
+        about(
             "How a decode engine reads: `direct` from cache to cache, `scatter` long runs into a stage of 64 MiB and "
             "copies from there, `auto` chooses for each pair of ranks by typical costs; with `push` only `direct`.",
             page="decisions/packing-at-the-source.md",
@@ -126,7 +127,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "direct"
     transfer_cores: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=0)], ...],
-        _about(
+        about(
             "Numbers of the cores of the transfer thread and of the threads that copy beside it; by default those on "
             "which the rank does not compute.",
             unset="chosen",
@@ -134,7 +135,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ()
     transfer_log: Annotated[
         str,
-        _about(
+        about(
             "A file that gets one JSON line per load and rank (`.rank<rank>` is appended), and with `push` also one "
             "per push and per step of a rank.",
             unit="path",
@@ -144,7 +145,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     model_id: Annotated[
         str,
-        _about(
+        about(
             "What both engines must agree on in place of the digests of model and weights and of their quantisation.",
             unset="digests",
             page="security.md",
@@ -195,18 +196,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     Traceback (most recent call last):
     kvferry.errors.SettingsError: unknown setting 'lease_second'. Did you mean 'lease_seconds'? [unknown-setting]
     """
-    for key in extra_config:
-        if key not in Settings.__struct_fields__:
-            nearest = difflib.get_close_matches(key, Settings.__struct_fields__, n=1, cutoff=0.0)
-            raise SettingsError(Reason.UNKNOWN_SETTING, f"unknown setting {key!r}.", f"Did you mean {nearest[0]!r}?")
-    try:
-        settings = msgspec.convert(dict(extra_config), Settings)
-    except msgspec.ValidationError as error:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"kv_connector_extra_config: {error}.",
-            "'kvferry settings' lists the settings and what they may be.",
-        ) from error
+    settings = converted(extra_config, Settings)
     if settings.transport != "auto":
         check_transport(settings.transport)
     _check_transfer_log(settings)
@@ -214,6 +204,24 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     _check_host(settings)
     _check_push(settings, extra_config)
     return settings
+
+
+def converted(extra_config: Mapping[str, Any], kind: type[AnySettings]) -> AnySettings:
+    """Return the settings of a connector, each checked by its type. Raises :class:`SettingsError`: unknown-setting
+    naming the nearest valid key, invalid-setting.
+    """
+    for key in extra_config:
+        if key not in kind.__struct_fields__:
+            nearest = difflib.get_close_matches(key, kind.__struct_fields__, n=1, cutoff=0.0)
+            raise SettingsError(Reason.UNKNOWN_SETTING, f"unknown setting {key!r}.", f"Did you mean {nearest[0]!r}?")
+    try:
+        return msgspec.convert(dict(extra_config), kind)
+    except msgspec.ValidationError as error:
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"kv_connector_extra_config: {error}.",
+            "'kvferry settings' lists the settings and what they may be.",
+        ) from error
 
 
 def _if_default(name: str, given: Mapping[str, Any]) -> str:

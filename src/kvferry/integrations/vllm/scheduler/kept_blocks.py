@@ -1,4 +1,4 @@
-"""References to blocks whose requests have ended.
+"""References to blocks that their requests may give up: blocks of ended requests, and blocks that are being copied.
 
 vLLM offers to delay a request's end until every worker reports it. The engine then steps a thousand times a second
 while blocks are held, and its workers spin on the cores that compute. References in the block pool keep the blocks too,
@@ -48,6 +48,16 @@ class KeptBlocks:
         blocks = [self._pool.blocks[block_id] for block_id in kept]
         self._pool.touch(blocks)
         self._blocks[name] = blocks
+
+    @property
+    def num_kept(self) -> int:
+        """The number of references."""
+        return sum(map(len, self._blocks.values()))
+
+    @property
+    def keeps_alone(self) -> bool:
+        """Whether a block is used by nobody else, so that it is free once its reference is dropped."""
+        return any(block.ref_cnt == 1 for blocks in self._blocks.values() for block in blocks)
 
     def free(self, name: Hashable) -> None:
         """Drop the references under this name, the tail first, as vLLM does: a prefix stays cached longest."""

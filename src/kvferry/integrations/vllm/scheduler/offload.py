@@ -1,0 +1,557 @@
+"""The offload connector inside vLLM's scheduler: decides which blocks are stored, and which hits are promised.
+
+A hit is promised only when every block of it lies verified and pinned in host memory, so no promise can break. Source
+blocks of a store are kept by reference until every rank has copied its part: no step waits, and no block is reused
+under a copy. See docs/decisions/offload-connector.md.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+from kvferry.arrays import Flags, Integers
+from kvferry.integrations.vllm.offload_names import engine_facts
+from kvferry.integrations.vllm.offload_settings import OffloadSettings
+from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, StoreOrder
+from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID, GroupShape, num_recomputed
+from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
+from kvferry.integrations.vllm.scheduler.offload_tiers import Start, Tiers, check_settings, open_tiers
+from kvferry.integrations.vllm.scheduler.stored_blocks import (
+    RequestBlocks,
+    StoredGroup,
+    WindowBoundaries,
+    alignment,
+    longest_hit,
+    stored_groups,
+)
+from kvferry.integrations.vllm.translate.shards import group_shapes
+from kvferry.integrations.vllm.translate.specs import refuse
+from kvferry.layout.group import CacheKind
+from kvferry.tiers.host_memory import HostStore
+from kvferry.tiers.protocol import BlockKey, Presence
+from kvferry.tiers.stack import Promise
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT_SHARE = 0.5
+"""Share of the engine's blocks that stores may keep by reference. Blocks beyond it are stored in a later step; those of
+a request that ends are not stored."""
+_WHOLE = (CacheKind.ATTENTION, CacheKind.MLA)
+_WITHOUT_TAIL = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
+"""How a request ends whose last blocks are not stored. vLLM aborts all requests before it resets its cache, which fails
+while a block is kept."""
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """The blocks of each group for which a request asks the tiers, from ``first_token`` to ``boundary``."""
+
+    first_token: int
+    boundary: int
+    wanted: Mapping[str, Sequence[BlockKey]]
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A request. ``num_written``: tokens whose keys and values lie in its blocks after the last step that was built."""
+
+    request: "Request"
+    blocks: RequestBlocks | None = None
+    num_written: int = 0
+    may_load: bool = True
+    may_store: bool = True
+    question: _Question | None = None
+    promised: int = 0
+    """Tokens that were promised in this call of vLLM's ``schedule``."""
+
+
+@dataclass(slots=True, eq=False)
+class _StoreJob:
+    """A store that ranks copy, with room for the blocks of each group."""
+
+    stores: list[HostStore]
+    num_reported: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Offers:
+    """Blocks to store: for each group the keys, and a row of the engine's block ids for each."""
+
+    keys: dict[int, list[BlockKey]] = field(default_factory=dict)
+    rows: dict[int, list[Integers]] = field(default_factory=dict)
+    num_engine_blocks: int = 0
+
+    def add(self, group: int, keys: Sequence[BlockKey], rows: Integers) -> None:
+        self.keys.setdefault(group, []).extend(keys)
+        self.rows.setdefault(group, []).append(rows)
+        self.num_engine_blocks += rows.size
+
+
+class OffloadScheduler:
+    """One engine. Every method has the name of vLLM's call that it answers; all are of the engine core's thread."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        settings: OffloadSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        shapes = group_shapes(kv_cache_config)
+        _check_supported(vllm_config, shapes)
+        parallel = vllm_config.parallel_config
+        # The engine core sets it before it makes the scheduler; in tests it may be missing.
+        tokens_per_hash = (
+            kv_cache_config.hash_block_size or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
+        )
+        self._settings, self._clock = settings, clock
+        self._groups = stored_groups(shapes, settings.block_size, tokens_per_hash)
+        self._alignment = alignment(self._groups)
+        self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
+        # Without chunked prefill a kernel of MLA on a CPU computes a prompt whole, or one token.
+        is_whole = any(shape.kind is CacheKind.MLA for shape in shapes)
+        self._leaves_one_token = is_whole and not vllm_config.scheduler_config.enable_chunked_prefill
+        self._num_recomputed = num_recomputed(shapes)
+        # Every load of a longer prefix has all earlier blocks of such a group.
+        self._whole_group = next((group for group in self._groups if group.shape.kind in _WHOLE), None)
+
+        facts = engine_facts(vllm_config, tokens_per_hash, settings.model_id)
+        check_settings(settings, facts, parallel.data_parallel_index)
+
+        def make_tiers(ranks: Sequence[bytes]) -> Tiers:
+            engine_blocks = self._groups[0].engine_blocks
+            tiers = open_tiers(settings, facts, ranks, engine_blocks, parallel.data_parallel_index)
+            if self._was_reset:
+                tiers.names = tiers.names.renewed()
+            return tiers
+
+        self._start = Start(self._num_ranks, make_tiers)
+        self._was_reset = False
+        self._kept = KeptBlocks()
+        self._max_kept = 0
+        self._job_ids = count(1)
+        self._requests: dict[str, _Entry] = {}
+        self._promised: dict[str, _Entry] = {}
+        self._jobs: dict[int, _StoreJob] = {}
+        self._loads: dict[str, tuple[BlockKey, ...]] = {}
+        """The requests that load, with the keys of the blocks of whole attention."""
+        self._loading: Counter[BlockKey] = Counter()
+        self._step = OffloadStep()
+        self._counts: Counter[str] = Counter()
+
+    def bind_block_pool(self, pool: "BlockPool") -> None:
+        """Keep blocks in this pool from now on."""
+        self._kept.bind(pool)
+        self._max_kept = int(MAX_KEPT_SHARE * pool.num_gpu_blocks)
+
+    # Hits.
+
+    def on_new_request(self, request: "Request") -> None:
+        """Know a request before it is scheduled."""
+        self._entry(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens behind the computed ones are promised; None while it is worth asking again.
+
+        A promise is for this call of vLLM's ``schedule``: what is not taken up is dropped at its end.
+        """
+        entry = self._entry(request)
+        entry.num_written = 0  # vLLM asks only where a request has no blocks, or has lost them
+        tiers = self._start.tiers
+        if tiers is None or not self._may_load(entry):
+            return 0, False
+        boundary = self._ask(tiers, entry, num_computed_tokens)
+        if boundary is None:
+            self._counts["asked_again"] += 1
+            return None, False
+        if boundary == num_computed_tokens or not self._is_worth_loading(entry, num_computed_tokens, boundary):
+            self._drop(entry)
+            return 0, False
+        entry.promised = boundary - num_computed_tokens
+        self._promised[request.request_id] = entry
+        return entry.promised, True
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """Order the promised load into these blocks; with 0 tokens the promise is not taken up."""
+        entry = self._entry(request)
+        if not num_external_tokens:
+            self._drop(entry)
+            return
+        tiers, question = self._start.tiers, entry.question
+        assert tiers is not None
+        assert question is not None
+        assert entry.blocks is not None
+        if num_external_tokens != entry.promised:
+            raise AssertionError(f"vLLM loads {num_external_tokens} tokens; {entry.promised} were promised.")
+        request_id, first = request.request_id, question.first_token
+        chosen = _wanted(entry.blocks, first, first + num_external_tokens)
+        loads = tiers.stack.begin_load(request_id, chosen)
+        self._order_load(entry, (first, first + num_external_tokens), loads, blocks.get_block_ids())
+        first_keys = tuple(chosen[self._whole_group.name]) if self._whole_group is not None else ()
+        self._loads[request_id] = first_keys
+        self._loading.update(first_keys)
+        self._forget_question(entry)
+
+    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Return where the tokens of the load come from."""
+        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+
+    # Steps.
+
+    def build_connector_meta(self, output: "SchedulerOutput") -> OffloadStep:
+        """Return the orders of a step: blocks that the step fills are stored once it has been computed."""
+        for request_id in output.preempted_req_ids or ():
+            if request_id in self._requests:
+                self._requests[request_id].num_written = 0
+        tiers = self._start.tiers
+        offers, state = _Offers(), output.kv_connector_block_state
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            entry = self._requests.get(request_id)
+            if entry is not None:
+                entry.num_written = entry.request.num_computed_tokens + num_scheduled
+                if tiers is not None and state is not None:
+                    # Behind the last known token are drafts and tokens that are not sampled yet.
+                    num_known = min(entry.num_written, entry.request.num_tokens)
+                    self._offer(tiers, entry, num_known, partial(state.get_block_ids, request_id), offers)
+        if tiers is not None:
+            self._order_stores(tiers, offers)
+        # After the stores: they evict nothing that was promised, and vLLM may ask again in the next step.
+        for entry in list(self._promised.values()):
+            self._drop(entry)
+        if tiers is not None:
+            tiers.stack.poll(self._clock())
+        step, self._step = self._step, OffloadStep()
+        step.computes = output.total_num_scheduled_tokens > 0
+        return step
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Take what all ranks have reported of a step."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, RankReport):
+            self._step.slab = self._start.note(report) or self._step.slab
+            for job_id, num_ranks in report.stored.items():
+                self._land(job_id, num_ranks, has_landed=True)
+            for job_id, num_ranks in report.failed.items():
+                self._land(job_id, num_ranks, has_landed=False)
+        failed = connector_output.failed_recving or ()
+        for request_id in connector_output.finished_recving or ():
+            if request_id in self._loads:
+                self._finish_load(request_id, has_failed=request_id in failed)
+        if self._start.tiers is not None:
+            self._start.tiers.stack.poll(self._clock())
+
+    def request_finished(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
+        """Store the last blocks of a request that has ended; vLLM frees its blocks as if nobody else used them."""
+        entry, tiers = self._requests.pop(request.request_id, None), self._start.tiers
+        if entry is None or tiers is None:
+            return False, None
+        self._drop(entry)
+        if request.status not in _WITHOUT_TAIL:
+            # The last sampled token has not been computed, and drafts behind it may have been rejected.
+            end = min(entry.num_written, max(request.num_prompt_tokens, request.num_tokens - 1))
+            offers = _Offers()
+            self._offer(tiers, entry, end, lambda: block_ids, offers, is_last=True)
+            self._order_stores(tiers, offers)
+        if entry.blocks is not None:
+            for keys in entry.blocks.keys:
+                tiers.stack.touch(keys)
+        return False, None
+
+    def has_pending_work(self) -> bool:
+        """Return whether the engine must step although it has no request.
+
+        Ranks start, copy or wait for an order, or a lower tier copies, which the steps drive.
+        """
+        step, tiers = self._step, self._start.tiers
+        if self._start.is_under_way or self._jobs or step.stores or step.loads or step.slab:
+            return True
+        return tiers is not None and tiers.stack.is_moving(self._clock())
+
+    def has_pending_block_frees(self) -> bool:
+        """Return whether blocks will be free without a preemption, as soon as stores have copied them."""
+        return self._kept.keeps_alone
+
+    def take_events(self) -> Sequence[Any]:
+        """Return the events since the last call."""
+        return ()
+
+    def reset_cache(self) -> bool:
+        """Forget all stored blocks: the weights may have changed. Requests that are under way store nothing more."""
+        self._was_reset, tiers = True, self._start.opened
+        if tiers is None:
+            return True
+        tiers.names = tiers.names.renewed()
+        for job in self._jobs.values():
+            for store in job.stores:
+                tiers.stack.cancel(store)
+        for entry in self._requests.values():
+            self._drop(entry)
+            entry.may_load = entry.may_store = False
+        return True
+
+    def shutdown(self) -> None:
+        """Close the tiers; twice is fine."""
+        self._start.close()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state as plain data; when nothing is under way every count but those of ``counts`` is 0."""
+        tiers = self._start.tiers
+        return {
+            "start": self._start.state.name.lower(),
+            "requests": len(self._requests),
+            "promised": len(self._promised),
+            "loads": sorted(self._loads),
+            "stores": len(self._jobs),
+            "kept_blocks": self._kept.num_kept,
+            "counts": dict(self._counts),
+            "tiers": tiers.stack.snapshot(self._clock()) if tiers else {},
+        }
+
+    def _entry(self, request: "Request") -> _Entry:
+        return self._requests.setdefault(request.request_id, _Entry(request))
+
+    def _blocks_of(self, tiers: Tiers, entry: _Entry) -> RequestBlocks:
+        if entry.blocks is None:
+            entry.blocks = RequestBlocks(self._groups, tiers.names)
+        entry.blocks.update(entry.request.block_hashes)
+        return entry.blocks
+
+    def _may_load(self, entry: _Entry) -> bool:
+        """Return whether the request may be promised anything: not while it loads, and never after a failed load."""
+        request = entry.request
+        params = request.kv_transfer_params or {}
+        # A prefill engine has the prompt: another connector loads it, and None would stall that load.
+        is_elsewhere = bool(params.get("do_remote_prefill"))
+        return (
+            entry.may_load
+            and not is_elsewhere
+            and not request.skip_reading_prefix_cache
+            and request.request_id not in self._loads
+        )
+
+    def _is_worth_loading(self, entry: _Entry, first_token: int, boundary: int) -> bool:
+        """Return whether the engine can use this load."""
+        return not self._leaves_one_token or entry.request.num_tokens - boundary <= 1
+
+    def _ask(self, tiers: Tiers, entry: _Entry, first_token: int) -> int | None:
+        """Return the boundary up to which blocks are pinned for the request; None to ask again."""
+        blocks, question = self._blocks_of(tiers, entry), entry.question
+        if (
+            question is None
+            or question.first_token != first_token
+            or question.wanted != _wanted(blocks, first_token, question.boundary)
+        ):
+            self._drop(entry)
+            if self._is_being_loaded(blocks, first_token):
+                return None
+            question = entry.question = self._question(tiers, entry, first_token)
+        if question.boundary == first_token:
+            return first_token
+        wait = self._settings.load_wait_seconds
+        promise = tiers.stack.ask(entry.request.request_id, question.wanted, self._clock(), wait)
+        if promise is None:
+            return None
+        return longest_hit(blocks, _held(blocks, question, promise), first_token, question.boundary)
+
+    def _is_being_loaded(self, blocks: RequestBlocks, first_token: int) -> bool:
+        """Return whether another request loads the next block: vLLM has it as a local hit as soon as that load ends."""
+        group = self._whole_group
+        if group is None or not self._caches_prefixes:
+            return False
+        place = first_token // group.tokens
+        return any(key in self._loading for key in blocks.keys[group.index][place : place + 1])
+
+    def _question(self, tiers: Tiers, entry: _Entry, first_token: int) -> _Question:
+        """Return which blocks are worth asking for, those that a lower tier or a store is bringing included."""
+        blocks = self._blocks_of(tiers, entry)
+        held = [
+            tiers.stack.look_up(keys[first_token // group.tokens :], self._clock()) != Presence.ABSENT
+            for group, keys in zip(self._groups, blocks.keys, strict=True)
+        ]
+        boundary = longest_hit(blocks, held, first_token, entry.request.num_tokens - self._num_recomputed)
+        if not self._is_worth_loading(entry, first_token, boundary):
+            boundary = first_token
+        return _Question(first_token, boundary, _wanted(blocks, first_token, boundary))
+
+    def _order_load(
+        self, entry: _Entry, tokens: tuple[int, int], loads: Mapping[str, Any], block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        copies = tuple(
+            group.load_blocks(tokens, loads[group.name].block_ids, block_ids[group.index]) for group in self._groups
+        )
+        self._step.loads.append(LoadOrder(entry.request.request_id, next(self._job_ids), copies))
+        self._counts["loads"] += 1
+        self._counts["loaded_tokens"] += tokens[1] - tokens[0]
+
+    def _finish_load(self, request_id: str, *, has_failed: bool) -> None:
+        """No rank reads the slots of the load any more."""
+        assert self._start.tiers is not None
+        self._loading.subtract(self._loads.pop(request_id))
+        self._loading = +self._loading
+        self._start.tiers.stack.complete_load(request_id)
+        entry = self._requests.get(request_id)
+        if has_failed:
+            self._counts["failed_loads"] += 1
+            logger.error("kvferry: a rank could not load the stored blocks of %s.", request_id)
+            if entry is not None:
+                entry.may_load = False  # else it would ask, load and fail again
+
+    def _drop(self, entry: _Entry) -> None:
+        """End what a request asked for and what was promised to it; a load goes on."""
+        if entry.question is not None and self._start.tiers is not None:
+            self._start.tiers.stack.drop(entry.request.request_id)
+        self._forget_question(entry)
+
+    def _forget_question(self, entry: _Entry) -> None:
+        entry.question, entry.promised = None, 0
+        self._promised.pop(entry.request.request_id, None)
+
+    def _offer(
+        self,
+        tiers: Tiers,
+        entry: _Entry,
+        end_token: int,
+        block_ids: Callable[[], Sequence[Sequence[int]] | None],
+        offers: _Offers,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Offer the request's stored blocks up to ``end_token`` that host memory lacks, within what may be kept."""
+        if not entry.may_store:
+            return
+        blocks = self._blocks_of(tiers, entry)
+        ends = [
+            min(end_token // group.tokens, len(keys)) for group, keys in zip(self._groups, blocks.keys, strict=True)
+        ]
+        begins = list(blocks.num_offered)
+        others = [entry.request.num_prompt_tokens - 1]
+        if is_last and self._settings.window_interval:
+            # The next prompt may go on from here; these blocks were passed over before.
+            others.append(end_token)
+            needed = blocks.needed(0, end_token // self._alignment * self._alignment)
+            begins = [min(begin, first) for begin, (first, _) in zip(begins, needed, strict=True)]
+        if all(end <= begin for begin, end in zip(begins, ends, strict=True)) or (ids := block_ids()) is None:
+            return
+        boundaries = WindowBoundaries(self._settings.window_interval, self._alignment, tuple(others))
+        for group, begin, end in zip(self._groups, begins, ends, strict=True):
+            end = min(end, len(ids[group.index]) // group.engine_blocks)
+            if begin < end:
+                self._offer_group(tiers, blocks, group, (begin, end), ids[group.index], boundaries, offers)
+
+    def _offer_group(
+        self,
+        tiers: Tiers,
+        blocks: RequestBlocks,
+        group: StoredGroup,
+        places: tuple[int, int],
+        ids: Sequence[int],
+        boundaries: WindowBoundaries,
+        offers: _Offers,
+    ) -> None:
+        """Offer those of the request's stored blocks at these places that are worth storing."""
+        (begin, end), size = places, group.engine_blocks
+        keys = blocks.keys[group.index][begin:end]
+        rows = np.array(ids[begin * size : end * size], np.int64).reshape(-1, size)
+        is_offered = boundaries.keeps(group, np.arange(begin, end)) & tiers.stack.is_missing(keys)
+        # A block that has left its window, or never had its bytes here, is the null block.
+        chosen = np.flatnonzero(is_offered & (rows != NULL_BLOCK_ID).all(axis=1))
+        room = max(0, self._max_kept - self._kept.num_kept - offers.num_engine_blocks) // size
+        if len(chosen) > room:
+            self._counts["deferred_blocks"] += len(chosen) - room
+            end = begin + int(chosen[room])
+            chosen = chosen[:room]
+        blocks.num_offered[group.index] = max(blocks.num_offered[group.index], end)
+        if len(chosen):
+            offers.add(group.index, [keys[place] for place in chosen.tolist()], rows[chosen])
+
+    def _order_stores(self, tiers: Tiers, offers: _Offers) -> None:
+        """Reserve slots for the offered blocks, keep their sources, and order one store of all that were accepted."""
+        job_id = next(self._job_ids)
+        copies, stores, kept = [], [], []
+        for index, keys in offers.keys.items():
+            group: StoredGroup = self._groups[index]
+            store = tiers.stack.prepare_store(group.name, keys, num_parts=self._num_ranks)
+            for reason, number in store.failures.items():
+                self._counts[f"not_stored_{reason}"] += number
+            if not store.keys:
+                continue
+            place = {key: number for number, key in enumerate(keys)}
+            rows = np.concatenate(offers.rows[index])[[place[key] for key in store.keys]]
+            copies.append(group.store_blocks(rows, store.block_ids))
+            stores.append(store)
+            kept.append(rows.reshape(-1).tolist())
+        if stores:
+            self._kept.keep(("store", job_id), kept)
+            self._jobs[job_id] = _StoreJob(stores)
+            self._step.stores.append(StoreOrder(job_id, tuple(copies)))
+            self._counts["stores"] += 1
+
+    def _land(self, job_id: int, num_ranks: int, *, has_landed: bool) -> None:
+        """So many ranks will not touch the blocks of a store any more."""
+        job = self._jobs.get(job_id)
+        if job is None or self._start.tiers is None:
+            logger.error("kvferry: a rank reported store %d, which is not under way.", job_id)
+            return
+        for store in job.stores:
+            landed: Flags | None = None if has_landed else np.zeros(len(store.keys), np.bool_)
+            for part in range(job.num_reported, job.num_reported + num_ranks):
+                self._start.tiers.stack.land(store, part, landed)
+        job.num_reported += num_ranks
+        if not has_landed:
+            self._counts["failed_stores"] += num_ranks
+        if job.num_reported == self._num_ranks:
+            del self._jobs[job_id]
+            self._kept.free(("store", job_id))
+
+
+def _wanted(blocks: RequestBlocks, first_token: int, boundary: int) -> dict[str, Sequence[BlockKey]]:
+    """Return the keys of each group that a load of these tokens needs."""
+    return {
+        group.name: keys[begin:end]
+        for group, keys, (begin, end) in zip(
+            blocks.groups, blocks.keys, blocks.needed(first_token, boundary), strict=True
+        )
+    }
+
+
+def _held(blocks: RequestBlocks, question: _Question, promise: Promise) -> list[Flags]:
+    """Return which stored blocks of each group are pinned, from the block with the question's first token on."""
+    held = []
+    needed = blocks.needed(question.first_token, question.boundary)
+    for group, keys, (begin, end) in zip(blocks.groups, blocks.keys, needed, strict=True):
+        first = question.first_token // group.tokens
+        is_held = np.zeros(len(keys) - first, np.bool_)
+        is_held[begin - first : end - first] = promise.held[group.name]
+        held.append(is_held)
+    return held
+
+
+def _check_supported(vllm_config: "VllmConfig", shapes: Sequence[GroupShape]) -> None:
+    """Refuse an engine whose caches this version cannot offload. Raises :class:`LayoutError` (unsupported)."""
+    if vllm_config.parallel_config.nnodes_within_dp > 1:
+        refuse("the ranks of an engine are on several hosts", "Run all ranks of an engine on one host.")
+    if vllm_config.speculative_config is not None:
+        refuse("the engine drafts tokens", "Run without speculative decoding.")
+    for index, shape in enumerate(shapes):
+        if shape.kind is CacheKind.STATE:
+            refuse(f"cache group {index} holds states, of which vLLM keeps only the last", "Attention is supported.")

@@ -1,0 +1,802 @@
+"""The offload connector in vLLM's scheduler, against vLLM's real scheduler and a model of ranks, caches and slab."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvferry.errors import LayoutError, Reason, SettingsError, TierError
+from kvferry.integrations.vllm.offload_names import BlockNames
+from kvferry.integrations.vllm.offload_step import RankReport
+from kvferry.integrations.vllm.scheduler import stored_blocks
+from kvferry.integrations.vllm.scheduler.blocks import GroupShape
+from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, longest_hit, stored_groups
+from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import Region
+from kvferry.testing.dictionary_tier import DictionaryTier, TierFaults
+
+from .offload_engine import BLOCK_SIZE, Engine, make_config, prompt_of
+from .test_offload_names import CONFIG
+
+FULL = GroupShape(CacheKind.ATTENTION, 16)
+Configs = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> Configs:
+    """Return a function that makes vLLM's configuration, once for equal arguments."""
+    folder, made = tmp_path_factory.mktemp("model"), {}
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+    def make(**arguments: Any) -> Any:
+        key = json.dumps(arguments, sort_keys=True)
+        if key not in made:
+            made[key] = make_config(folder, **arguments)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def make_engine(configs: Configs) -> Iterator[Callable[..., Engine]]:
+    """Return a function that makes an engine; ``config`` are arguments of vLLM."""
+    made: list[Engine] = []
+
+    def make(config: dict[str, Any] | None = None, **arguments: Any) -> Engine:
+        made.append(Engine(configs(**(config or {})), **arguments))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.role.shutdown()
+
+
+def crowd_out(engine: Engine) -> int:
+    """Run other prompts of 6 blocks until the engine's own cache has nothing else; return how many."""
+    number = -(-engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks // 6)
+    for _ in range(number):
+        part = len(engine.finished) + 100
+        engine.add(f"other {part}", prompt_of(part, -part))
+        engine.run()
+    return number
+
+
+# Stores and hits.
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize(
+    ("num_ranks", "windows", "block_size"), [(1, (0,), 0), (2, (0,), 0), (2, (0, 0), 0), (1, (0, 0), 32)]
+)
+def test_a_prompt_that_was_seen_before_is_loaded(
+    num_ranks: int, windows: tuple[int, ...], block_size: int, runs_ahead: bool, make_engine: Callable[..., Engine]
+) -> None:
+    engine = make_engine(
+        num_ranks=num_ranks, windows=windows, runs_ahead=runs_ahead, host_blocks=60, block_size=block_size
+    )
+    prompt = prompt_of(1, 2)
+    engine.add("first", prompt, max_tokens=20)
+    engine.run()
+    crowd_out(engine)
+    engine.add("second", prompt, max_tokens=20)
+    engine.run()
+    assert engine.computed["first"] == len(prompt) + 19
+    assert engine.loaded["second"] == len(prompt)
+    # The last token of the prompt is computed again: its logits are needed.
+    assert engine.computed["second"] == 1 + 19
+    engine.check_at_rest()
+
+
+def test_output_that_was_computed_is_stored_but_for_the_last_token(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(host_blocks=60)
+    request = engine.add("first", prompt_of(1), max_tokens=17)
+    engine.run()
+    # 48 tokens and 17 sampled ones, of which the last was never computed: 4 whole blocks.
+    assert request.num_tokens == 65
+    num_others = crowd_out(engine)
+    engine.add("second", list(request.all_token_ids))
+    engine.run()
+    assert (engine.loaded["second"], engine.computed["second"]) == (64, 1)
+    engine.add("third", prompt_of(2), max_tokens=16)
+    engine.run()
+    # 63 tokens were computed of the third, so 3 blocks are stored; the others have 6 each.
+    assert engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"] == 4 + num_others * 6 + 3
+
+
+def test_a_hit_ends_where_a_group_lacks_a_block(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(windows=(0, 0), host_blocks=60)
+    prompt = prompt_of(1, 2)
+    engine.add("first", prompt)
+    engine.run()
+    crowd_out(engine)
+    host = engine.role._start.opened.stack._host
+    victim = engine.role._start.opened.names.keys(1, [engine_hashes(engine, prompt)[3]])
+    host._groups["1"].policy.remove(victim)
+    host._free(host._groups["1"], victim)
+    engine.add("second", prompt)
+    engine.run()
+    assert engine.loaded["second"] == 3 * BLOCK_SIZE
+    engine.check_at_rest()
+
+
+def engine_hashes(engine: Engine, prompt: list[int]) -> list[bytes]:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    return list(Request("hashes", prompt, SamplingParams(), None, block_hasher=engine.hasher).block_hashes)
+
+
+def test_only_what_the_engine_lacks_is_loaded(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(host_blocks=60)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    crowd_out(engine)
+    engine.add("part", prompt_of(1))
+    engine.run()
+    engine.add("second", prompt_of(1, 2))
+    engine.run()
+    assert engine.role.snapshot()["counts"]["loaded_tokens"] == 96
+    engine.check_at_rest()
+
+
+def test_requests_with_one_prefix_wait_for_one_load(make_engine: Callable[..., Engine]) -> None:
+    """VLLM keeps the last block of a local hit out, so that a token is left to compute: that block is loaded."""
+    for caches, tokens in ((True, 96 + 16 + 16), (False, 3 * 96)):
+        engine = make_engine({"enable_prefix_caching": caches}, num_blocks=40, host_blocks=60)
+        engine.add("first", prompt_of(1, 2))
+        engine.run()
+        crowd_out(engine)
+        for number in range(3):
+            engine.add(f"r{number}", prompt_of(1, 2))
+        engine.run()
+        assert engine.role.snapshot()["counts"]["loaded_tokens"] == tokens
+        assert [engine.computed[f"r{number}"] for number in range(3)] == [1, 1, 1]
+        engine.check_at_rest()
+
+
+def test_requests_that_come_from_a_prefill_engine_are_never_delayed(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(host_blocks=60)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    crowd_out(engine)
+    params = {"kv_transfer_params": {"do_remote_prefill": True}}
+    engine.add("remote", prompt_of(1, 2), extra_args=params)
+    engine.run()
+    engine.add("logprobs", prompt_of(1, 2), skips_cache=True)
+    engine.run()
+    assert engine.loaded["remote"] == engine.loaded["logprobs"] == 0
+    assert "asked_again" not in engine.role.snapshot()["counts"]
+
+
+def test_mla_on_a_cpu_takes_hits_that_leave_one_token(make_engine: Callable[..., Engine]) -> None:
+    for length, num_loaded in ((96, 96), (97, 96), (98, 0)):
+        engine = make_engine({"enable_prefix_caching": False}, host_blocks=60)
+        engine.role._leaves_one_token = True
+        engine.add("first", prompt_of(1, 2, 3)[:100])
+        engine.run()
+        engine.add("second", prompt_of(1, 2, 3)[:length])
+        engine.run()
+        assert engine.loaded["second"] == num_loaded
+        engine.check_at_rest()
+
+
+def test_a_promise_that_is_not_taken_up_is_dropped(make_engine: Callable[..., Engine]) -> None:
+    """VLLM has no room for the load: it asks again in each step, and between its questions nothing is pinned."""
+    engine = make_engine(num_blocks=13, host_blocks=60)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    engine.add("long", prompt_of(3, 4), max_tokens=60)
+    engine.step()
+    engine.step()
+    engine.add("second", prompt_of(1, 2))
+    for _ in range(20):
+        engine.step()
+        state = engine.role.snapshot()
+        assert state["promised"] == 0
+        if "second" not in state["loads"]:
+            assert state["tiers"]["host_memory"]["num_pinned"] == 0
+    engine.run()
+    assert engine.loaded["second"] == 96
+    engine.check_at_rest()
+
+
+def test_another_number_of_tokens_than_promised_is_an_error(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(host_blocks=60)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    crowd_out(engine)
+    request = engine.add("second", prompt_of(1, 2))
+    assert engine.role.get_num_new_matched_tokens(request, 0) == (96, True)
+    with pytest.raises(AssertionError, match="80 tokens; 96 were promised"):
+        engine.role.update_state_after_alloc(request, None, 80)  # type: ignore[arg-type]
+
+
+# The start.
+
+
+def test_nothing_is_offloaded_until_all_ranks_are_ready(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(num_ranks=2, host_blocks=60, starts=False)
+    role, shards = engine.role, engine.ranks.report.shards
+    assert role.has_pending_work()
+    report, engine.ranks.report = engine.ranks.report, RankReport()
+    engine.ranks.report.shards = {(0, 1): shards[0, 1]}
+    engine.step()
+    assert role._step.slab is None
+    engine.ranks.report.shards = {(0, 0): shards[0, 0]}
+    engine.step()
+    order = role._step.slab
+    assert order is not None
+    assert order.ranks == tuple(report.shards[0, rank] for rank in range(2))
+    assert order.num_blocks == {"0": 60}
+    engine.add("early", prompt_of(1), max_tokens=20)
+    engine.are_ready = False
+    assert engine.schedule().output.kv_connector_metadata.slab == order
+    engine.ranks.report.num_ready = 1
+    engine.process()
+    engine.step()
+    assert role._start.tiers is None
+    assert "stores" not in role.snapshot()["counts"]
+    engine.ranks.report.num_ready = 1
+    engine.run()
+    assert not role.has_pending_work()
+    engine.add("late", prompt_of(1))
+    engine.run()
+    # The early request was stored once the ranks were ready.
+    assert role.snapshot()["counts"]["stores"] > 0
+    engine.check_at_rest()
+
+
+def test_an_engine_serves_without_tiers_that_a_rank_refuses(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(num_ranks=2, host_blocks=60, starts=False)
+    engine.ranks.report.refused = "no memory"
+    engine.add("first", prompt_of(1))
+    engine.run()
+    assert engine.finished.keys() == {"first"}
+    assert not engine.role.has_pending_work()
+    assert engine.role.snapshot()["start"] == "refused"
+    assert engine.role.reset_cache() is True
+
+
+def test_a_slab_that_holds_no_block_is_refused(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(host_blocks=0.5)
+    assert engine.role._start.error.endswith("[tier-full]")
+    engine.add("first", prompt_of(1))
+    engine.run()
+
+
+def test_more_memory_than_there_is_is_refused_when_the_engine_is_built(make_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(TierError) as refused:
+        make_engine(host_blocks=1 << 40)
+    assert refused.value.reason is Reason.TIER_FAILED
+
+
+def test_a_block_size_that_does_not_fit_is_refused(make_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(SettingsError) as refused:
+        make_engine(block_size=24)
+    assert refused.value.reason is Reason.INVALID_SETTING
+
+
+def test_states_are_refused_by_name(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.integrations.vllm.scheduler import offload
+
+    monkeypatch.setattr(offload, "group_shapes", lambda _: (FULL, GroupShape(CacheKind.STATE, 1)))
+    with pytest.raises(LayoutError, match="cache group 1 holds states"):
+        make_engine()
+
+
+# Failures.
+
+
+def test_a_store_that_fails_in_one_rank_is_invisible(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(num_ranks=2, host_blocks=60)
+    engine.add("first", prompt_of(1, 2))
+    for number in range(20):
+        engine.step(ends_copies=False)
+        while engine.ranks.copies:
+            engine.ranks.end(0, fails=engine.ranks.copies[0].rank == 1)
+        if number > 5 and not engine.scheduler.has_requests():
+            break
+    engine.check_at_rest()
+    assert engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"] == 0
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_failed_load_is_not_tried_again(policy: str, make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine({"failure_policy": policy}, num_ranks=2, host_blocks=60)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    crowd_out(engine)
+    engine.add("second", prompt_of(1, 2), max_tokens=3)
+    for _ in range(30):
+        engine.step(ends_copies=False)
+        engine.end_copies(fails=any(not copy.is_store for copy in engine.ranks.copies))
+    engine.run()
+    counts = engine.role.snapshot()["counts"]
+    assert (counts["loads"], counts["failed_loads"]) == (1, 1)
+    assert engine.computed["second"] == (0 if policy == "fail" else 98)
+    engine.check_at_rest()
+
+
+# Preemption, aborts, reset.
+
+
+def test_blocks_of_a_preempted_request_are_kept_until_they_are_stored(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(num_blocks=11, host_blocks=60)
+    engine.add("one", prompt_of(1), max_tokens=80)
+    engine.add("two", prompt_of(2), max_tokens=80)
+    while not any(each.num_preemptions for each in engine.scheduler.requests.values()):
+        engine.step(ends_copies=len(engine.scheduler.running) < 2)
+        assert len(engine.finished) < 2
+    engine.run()
+    assert engine.finished.keys() == {"one", "two"}
+    engine.check_at_rest()
+
+
+def test_the_engine_waits_for_blocks_that_a_store_is_about_to_free(make_engine: Callable[..., Engine]) -> None:
+    """Instead of preempting: the reference of the store is the last one."""
+    engine = make_engine(num_blocks=12, host_blocks=60)
+    engine.add("one", prompt_of(1), max_tokens=2)
+    running = engine.add("two", prompt_of(2, 3), max_tokens=60)
+    for _ in range(12):
+        engine.step(ends_copies=False)
+    assert "one" in engine.finished
+    assert engine.role.has_pending_block_frees()
+    for _ in range(70):
+        engine.step(ends_copies=False)
+    assert running.num_preemptions == 0
+    assert "two" not in engine.finished
+    engine.run()
+    assert running.num_preemptions == 0
+    assert not engine.role.has_pending_block_frees()
+    engine.check_at_rest()
+
+
+def test_the_last_blocks_of_an_aborted_request_are_not_kept(make_engine: Callable[..., Engine]) -> None:
+    """VLLM resets its cache after it has aborted all requests, and fails while a block is in use."""
+    engine = make_engine(host_blocks=60)
+    engine.add("never scheduled", prompt_of(3))
+    engine.abort("never scheduled")
+    engine.add("first", prompt_of(1, 2), max_tokens=40)
+    for _ in range(30):
+        engine.step()
+    engine.abort("first")
+    assert engine.role.snapshot()["kept_blocks"] == 0
+    engine.run()
+    engine.check_at_rest()
+
+
+def test_an_aborted_load_keeps_its_slots_until_every_rank_has_ended_it(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(num_ranks=2, host_blocks=60)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    crowd_out(engine)
+    engine.add("second", prompt_of(1, 2))
+    engine.step(ends_copies=False)
+    engine.abort("second")
+    engine.ranks.end(0)
+    engine.step(ends_copies=False)
+    assert engine.role.snapshot()["tiers"]["host_memory"]["num_pinned"] == 6
+    engine.run()
+    engine.check_at_rest()
+
+
+def test_after_a_reset_no_earlier_block_is_found_and_running_requests_store_nothing(
+    make_engine: Callable[..., Engine],
+) -> None:
+    engine = make_engine(host_blocks=60)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    engine.add("running", prompt_of(5), max_tokens=40)
+    engine.step(ends_copies=False)
+    engine.step(ends_copies=False)
+    assert engine.scheduler.connector is not None
+    assert engine.scheduler.connector.reset_cache() is True
+    num_others = crowd_out(engine)
+    num_blocks = engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"]
+    assert num_blocks == 6 + 6 * num_others, "the first request's, and the others'"
+    engine.add("again", prompt_of(1, 2))
+    engine.add("running again", prompt_of(5))
+    engine.run()
+    assert engine.loaded["again"] == engine.loaded["running again"] == 0
+    with pytest.raises(SettingsError):
+        engine.role._start.opened.names.check_shareable()
+
+
+def test_stores_keep_no_more_than_their_share_of_the_engines_blocks(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(num_blocks=20, host_blocks=60)
+    engine.add("first", prompt_of(1, 2), max_tokens=40)
+    for _ in range(20):
+        engine.step(ends_copies=False)
+        assert engine.role.snapshot()["kept_blocks"] <= 10
+    engine.role._max_kept = 2
+    engine.add("second", prompt_of(3, 4), max_tokens=40)
+    engine.run()
+    assert engine.role.snapshot()["counts"]["deferred_blocks"] > 0
+    crowd_out(engine)
+    engine.add("again", prompt_of(3, 4))
+    engine.run()
+    assert engine.loaded["again"] == 96, "what was deferred was stored later"
+    engine.check_at_rest()
+
+
+# Lower tiers.
+
+
+def test_a_prompt_is_found_on_disk_by_a_later_engine(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"num_ranks": 2, "host_blocks": 8, "disk_path": str(tmp_path), "disk_bytes": 1 << 20}
+    engine = make_engine(**arguments)
+    engine.add("first", prompt_of(1, 2))
+    engine.run(3000)
+    with pytest.raises(TierError) as refused:
+        make_engine(**arguments)
+    assert refused.value.reason is Reason.TIER_IN_USE
+    engine.role.shutdown()
+    later = make_engine(**arguments)
+    later.now = 2000.0
+    later.add("second", prompt_of(1, 2))
+    later.run(3000)
+    assert later.loaded["second"] == 96
+    later.check_at_rest()
+
+
+def test_hashes_that_another_process_cannot_make_are_refused_for_a_disk(
+    make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    pytest.importorskip("xxhash")
+    with pytest.raises(SettingsError) as refused:
+        make_engine({"prefix_caching_hash_algo": "xxhash"}, disk_path=str(tmp_path), disk_bytes=1 << 20)
+    assert refused.value.reason is Reason.UNREPEATABLE_HASHES
+    engine = make_engine({"prefix_caching_hash_algo": "xxhash"}, host_blocks=60)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    crowd_out(engine)
+    engine.add("second", prompt_of(1, 2))
+    engine.run()
+    assert engine.loaded["second"] == 96, "short hashes have keys too"
+
+
+@pytest.fixture
+def make_engine_with_tier(make_engine: Callable[..., Engine]) -> Callable[..., tuple[Engine, DictionaryTier]]:
+    """Return a function that makes an engine with a lower tier that holds a prompt of two parts, and host memory not.
+
+    The host tier is small, so that the other prompts drive the first one out.
+    """
+
+    def make(**arguments: Any) -> tuple[Engine, DictionaryTier]:
+        made: list[DictionaryTier] = []
+
+        def lower(region: Region) -> DictionaryTier:
+            made.append(DictionaryTier(region, 1 << 20))
+            return made[0]
+
+        engine = make_engine(lower=lower, host_blocks=8, **arguments)
+        engine.add("first", prompt_of(1, 2))
+        engine.run()
+        crowd_out(engine)
+        return engine, made[0]
+
+    return make
+
+
+def test_requests_wait_for_one_promotion(
+    make_engine_with_tier: Callable[..., tuple[Engine, DictionaryTier]],
+) -> None:
+    engine, _ = make_engine_with_tier(num_blocks=40)
+    before = engine.role.snapshot()["tiers"]["lower"]["dictionary"]["blocks_up"]
+    for number in range(3):
+        engine.add(f"r{number}", prompt_of(1, 2))
+    engine.run()
+    assert engine.role.snapshot()["tiers"]["lower"]["dictionary"]["blocks_up"] - before == 6
+    assert [engine.computed[f"r{number}"] for number in range(3)] == [1, 1, 1]
+    engine.check_at_rest()
+
+
+@pytest.mark.parametrize("fault", ["hangs", "fails", "raises", "is_silent"])
+def test_a_tier_that_does_not_answer_costs_a_wait_and_not_the_request(
+    fault: str, make_engine_with_tier: Callable[..., tuple[Engine, DictionaryTier]]
+) -> None:
+    engine, tier = make_engine_with_tier(load_wait_seconds=2.0)
+    setattr(tier.faults, fault, True)
+    begin = engine.now
+    engine.add("second", prompt_of(1, 2))
+    while "second" not in engine.finished:
+        engine.now += 0.01
+        engine.step()
+    assert engine.computed["second"] == 96
+    assert engine.now - begin < 2.2
+    # The other request's blocks are still written, or left; nothing makes an idle engine spin.
+    for _ in range(30):
+        engine.now += 0.5
+        engine.step()
+    assert not engine.role.has_pending_work()
+    setattr(tier.faults, fault, False)
+    engine.now += 30
+    engine.step(is_forced=True)
+    engine.run()
+    engine.check_at_rest()
+
+
+def test_a_damaged_block_below_is_a_miss(
+    make_engine_with_tier: Callable[..., tuple[Engine, DictionaryTier]],
+) -> None:
+    engine, tier = make_engine_with_tier()
+    names = engine.role._start.opened.names
+    [key] = names.keys(0, [engine_hashes(engine, prompt_of(1, 2))[2]])
+    content, expected = tier.blocks[key]
+    tier.blocks[key] = bytes([content[0] ^ 1]) + content[1:], expected
+    engine.add("second", prompt_of(1, 2))
+    engine.run()
+    assert engine.loaded["second"] == 2 * BLOCK_SIZE
+    engine.check_at_rest()
+
+
+def test_an_idle_engine_steps_until_its_blocks_are_below(
+    make_engine_with_tier: Callable[..., tuple[Engine, DictionaryTier]],
+) -> None:
+    engine, tier = make_engine_with_tier()
+    keys = engine.role._start.opened.names.keys(0, engine_hashes(engine, prompt_of(7)))
+    engine.add("last", prompt_of(7))
+    while "last" not in engine.finished:
+        engine.step(ends_copies=False)
+    assert engine.role.has_pending_work()
+    engine.run()
+    assert set(keys) <= tier.blocks.keys()
+
+
+def test_a_request_that_ends_while_it_waits_leaves_nothing(
+    make_engine_with_tier: Callable[..., tuple[Engine, DictionaryTier]],
+) -> None:
+    engine, tier = make_engine_with_tier()
+    tier.faults.hangs = True
+    engine.add("second", prompt_of(1, 2))
+    engine.step()
+    assert engine.role.snapshot()["tiers"]["requests"].keys() == {"second"}
+    engine.abort("second")
+    tier.faults.hangs = False
+    engine.run()
+    engine.check_at_rest()
+    assert engine.role.snapshot()["tiers"]["requests"] == {}
+
+
+# Sliding windows.
+
+
+def in_slab(engine: Engine, group: int, prompt: list[int]) -> list[bool]:
+    """Return which blocks of a prompt host memory holds."""
+    tiers = engine.role._start.opened
+    assert tiers is not None
+    return [not missing for missing in tiers.stack.is_missing(tiers.names.keys(group, engine_hashes(engine, prompt)))]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("windows", [(0, 40), (40, 0), (40,)])
+def test_of_a_window_only_the_end_is_loaded(
+    windows: tuple[int, ...], runs_ahead: bool, make_engine: Callable[..., Engine]
+) -> None:
+    engine = make_engine(num_blocks=40, windows=windows, host_blocks=80, runs_ahead=runs_ahead)
+    prompt = prompt_of(1, 2, 3)
+    engine.add("first", prompt, max_tokens=3)
+    engine.run()
+    crowd_out(engine)
+    engine.add("second", prompt, max_tokens=3)
+    [order] = [load for _ in range(3) if (engine.step() or True) for load in engine.last_loads]
+    # A whole hit would leave the last token without the first one of its window.
+    assert engine.scheduler.requests["second"].num_computed_tokens >= 128
+    for blocks in order.blocks:
+        # Behind 128 tokens of which the window has 40: tokens from 89 on, so from the block at 80.
+        assert (blocks.first_token, blocks.last_token) == ((80 if windows[int(blocks.group)] else 0), 128)
+    engine.run()
+    assert (engine.loaded["second"], engine.computed["second"]) == (128, 16 + 2)
+    engine.check_at_rest()
+
+
+def test_windows_are_stored_at_boundaries(make_engine: Callable[..., Engine]) -> None:
+    """Windows of 24 tokens at each 64th token, and at the last boundary of prompt and request."""
+    engine = make_engine(num_blocks=40, windows=(0, 24), host_blocks=400, window_interval=50)
+    request = engine.add("first", prompt_of(1, 2, 3)[:135], max_tokens=25)
+    engine.run()
+    tokens = list(request.all_token_ids)
+    assert len(tokens) == 160
+    assert in_slab(engine, 0, tokens) == [True] * 9 + [False]
+    # Boundaries 64, 128 (also the prompt's last) and 144 (the request's last): 24 tokens are two blocks.
+    assert in_slab(engine, 1, tokens) == [False, False, True, True, False, False, True, True, True, False]
+    crowd_out(engine)
+    for name, length, loaded in (("at 64", 100, 64), ("at 128", 135, 128), ("at 144", 150, 144)):
+        engine.add(name, tokens[:length])
+        engine.run()
+        crowd_out(engine)
+        assert engine.loaded[name] == loaded
+    engine.check_at_rest()
+
+
+def test_a_hit_with_a_window_ends_where_the_window_is_whole() -> None:
+    groups = stored_groups([FULL, GroupShape(CacheKind.SLIDING_WINDOW, 16, 40)], 0, 16)
+    blocks = RequestBlocks(groups, BlockNames(bytes(14), {}))
+    blocks.update([bytes([number]) * 32 for number in range(8)])
+    for marks, hit in (("00000111", 128), ("00011101", 96), ("11110110", 64), ("01001001", 0), ("10010110", 16)):
+        held = [np.ones(8, np.bool_), np.array([mark == "1" for mark in marks])]
+        assert longest_hit(blocks, held, 0, 128) == hit
+    # Behind a local hit the engine has what the window needs before it.
+    assert longest_hit(blocks, [np.ones(2, np.bool_), np.array([True, False])], 96, 128) == 112
+
+
+# A request's blocks.
+
+
+def test_keys_follow_hashes_that_are_cut_and_go_on_otherwise() -> None:
+    names = BlockNames(bytes(14), {})
+    blocks = RequestBlocks(stored_groups([FULL, FULL], 32, 16), names)
+    first = [bytes([number]) * 32 for number in range(1, 12)]
+    blocks.update(first)
+    assert blocks.keys == [names.keys(group, first[1::2]) for group in range(2)]
+    blocks.num_offered = [5, 3]
+    other = [*first[:5], *(bytes([200 + number]) * 32 for number in range(7))]
+    for hashes, offered in ((first[:9], [4, 3]), (other, [2, 2]), ([], [0, 0]), (first, [0, 0])):
+        blocks.update(hashes)
+        assert blocks.keys == [names.keys(group, hashes[1::2]) for group in range(2)]
+        assert blocks.num_offered == offered
+
+
+@pytest.mark.parametrize(
+    ("held", "first_token", "end_token", "hit"),
+    [
+        (["1111"], 0, 64, 64),
+        (["1111"], 0, 63, 48),
+        (["1101"], 0, 64, 32),
+        (["0111"], 0, 64, 0),
+        (["11"], 32, 64, 64),
+        (["1111", "1110"], 0, 64, 48),
+        (["1111", "0111"], 0, 64, 0),
+        ([""], 64, 80, 64),
+    ],
+)
+def test_a_hit_is_what_all_groups_have(held: list[str], first_token: int, end_token: int, hit: int) -> None:
+    blocks = RequestBlocks(stored_groups([FULL] * len(held), 0, 16), BlockNames(bytes(14), {}))
+    blocks.update([bytes([number]) * 32 for number in range(4)])
+    flags = [np.array([mark == "1" for mark in marks], np.bool_) for marks in held]
+    assert longest_hit(blocks, flags, first_token, end_token) == hit
+
+
+def test_a_hit_ends_at_whole_blocks_of_every_group() -> None:
+    shapes = [FULL, GroupShape(CacheKind.ATTENTION, 48)]
+    blocks = RequestBlocks(stored_groups(shapes, 0, 16), BlockNames(bytes(14), {}))
+    blocks.update([bytes([number]) * 32 for number in range(10)])
+    assert stored_blocks.alignment(blocks.groups) == 48
+    assert [len(keys) for keys in blocks.keys] == [10, 3]
+    assert longest_hit(blocks, [np.ones(10, np.bool_), np.ones(3, np.bool_)], 0, 160) == 144
+
+
+# Everything at once.
+
+
+class OffloadMachine(RuleBasedStateMachine):
+    """Requests with shared prefixes, aborts, preemptions, and copies that end late, out of order, or fail."""
+
+    make_config: Configs
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: Engine
+        self.num_added = 0
+
+    @initialize(
+        caches_prefixes=st.booleans(),
+        policy=st.sampled_from(["fail", "recompute"]),
+        lower_blocks=st.sampled_from([0, 0, 5, 40]),
+        arguments=st.fixed_dictionaries(
+            {
+                "num_blocks": st.integers(12, 24),
+                "windows": st.sampled_from([(0,), (0, 0), (0, 40), (24, 0), (40,)]),
+                "window_interval": st.sampled_from([0, 0, 40]),
+                "num_ranks": st.integers(1, 2),
+                "host_blocks": st.integers(2, 20),
+                "runs_ahead": st.booleans(),
+                "block_size": st.sampled_from([0, 16, 32]),
+                "eviction": st.sampled_from(["lru", "s3-fifo"]),
+            }
+        ),
+    )
+    def start(self, caches_prefixes: bool, policy: str, lower_blocks: int, arguments: dict[str, Any]) -> None:
+        arguments["num_blocks"] *= len(arguments["windows"])
+        config = type(self).make_config(enable_prefix_caching=caches_prefixes, failure_policy=policy)
+        self.tier: DictionaryTier | None = None
+
+        def lower(region: Region) -> DictionaryTier:
+            self.tier = DictionaryTier(region, lower_blocks * 4096, blocks_per_poll=1)
+            return self.tier
+
+        self.engine = Engine(config, lower=lower if lower_blocks else None, **arguments)
+
+    @rule(
+        parts=st.lists(st.integers(0, 2), min_size=1, max_size=2),
+        cut=st.integers(0, 47),
+        max_tokens=st.integers(1, 40),
+    )
+    def add(self, parts: list[int], cut: int, max_tokens: int) -> None:
+        prompt = prompt_of(*parts)
+        self.num_added += 1
+        self.engine.add(f"r{self.num_added}", prompt[: len(prompt) - cut], max_tokens)
+
+    @rule(number=st.integers(1, 8))
+    def step(self, number: int) -> None:
+        for _ in range(number):
+            self.engine.now += 0.01
+            self.engine.step(ends_copies=False)
+
+    @rule()
+    def step_and_end_all_copies(self) -> None:
+        self.engine.step()
+
+    @precondition(lambda self: self.engine.ranks.copies)
+    @rule(data=st.data(), fails=st.sampled_from([False, False, False, True]))
+    def end_a_copy(self, data: st.DataObject, fails: bool) -> None:
+        self.engine.ranks.end(data.draw(st.integers(0, len(self.engine.ranks.copies) - 1)), fails=fails)
+
+    @precondition(lambda self: self.engine.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.scheduler.requests))))
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 12.0]))
+    def wait(self, seconds: float) -> None:
+        self.engine.now += seconds
+
+    @precondition(lambda self: self.tier is not None)
+    @rule(fault=st.sampled_from(["hangs", "fails", "is_silent", "raises"]), is_on=st.booleans())
+    def change_the_tier(self, fault: str, is_on: bool) -> None:
+        assert self.tier is not None
+        setattr(self.tier.faults, fault, is_on)
+
+    @rule()
+    def reset(self) -> None:
+        self.engine.role.reset_cache()
+
+    @rule()
+    def run(self) -> None:
+        if self.tier is not None:
+            self.tier.faults = TierFaults()
+            self.engine.now += 30.0
+            self.engine.step(is_forced=True)
+        self.engine.run()
+        self.engine.check_at_rest()
+
+    @invariant()
+    def nothing_stays_promised(self) -> None:
+        if hasattr(self, "engine"):
+            assert self.engine.role.snapshot()["promised"] == 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self.run()
+            unfinished = {f"r{number + 1}" for number in range(self.num_added)} - self.engine.finished.keys()
+            assert unfinished <= self.engine.aborted
+            self.engine.role.shutdown()
+
+
+def test_no_interleaving_loads_a_wrong_block_or_leaves_anything_behind(configs: Configs) -> None:
+    OffloadMachine.make_config = staticmethod(configs)  # type: ignore[method-assign]
+    run_state_machine_as_test(
+        OffloadMachine,
+        settings=settings(
+            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
