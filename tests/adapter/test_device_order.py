@@ -249,7 +249,7 @@ class Worker:
             "get_tensor_model_parallel_rank": 0,
             "get_pp_group": SimpleNamespace(rank_in_group=0),
             "resolved_layout": NamedLayout.BHLNC,
-            "shard_of": self.rank.shard,
+            "register_caches": self.rank.shard,
             "identity_of": IDENTITY,
             "device_order": order,
         }.items():

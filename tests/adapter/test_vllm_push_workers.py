@@ -38,6 +38,7 @@ from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import EngineEndPoint, LoadOrder, PushedPrompt, StepMetadata
 from kvferry.integrations.vllm.translate.shards import decode_rank_entry
 from kvferry.integrations.vllm.worker import role as worker_role
+from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.worker.push import PushSource
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
@@ -74,7 +75,7 @@ class Workers:
             "get_tensor_model_parallel_rank": rank.shard.tp_rank,
             "get_pp_group": SimpleNamespace(rank_in_group=0),
             "resolved_layout": NamedLayout.BHLNC,
-            "shard_of": rank.shard,
+            "register_caches": rank.shard,
             "identity_of": IDENTITY,
         }.items():
             patch.setattr(worker_role, name, lambda *_, value=value: value)
@@ -304,7 +305,7 @@ def test_a_step_that_fails_vouches_for_nothing() -> None:
     worker = Mock()
     connector: Any = object.__new__(KVFerryConnector)
     connector._worker_role, connector._connector_metadata = worker, StepMetadata()
-    connector._idle_steps = worker_role.IdleSteps()
+    connector._idle_steps = IdleSteps()
 
     def run(step: Callable[[], None]) -> None:
         metadata = SimpleNamespace(
@@ -329,11 +330,11 @@ def test_only_a_step_that_computes_nothing_waits_for_what_moves(computes: bool) 
     worker = Mock()
     connector: Any = object.__new__(KVFerryConnector)
     connector._worker_role, connector._connector_metadata = worker, StepMetadata(computes=computes)
-    connector._idle_steps = worker_role.IdleSteps()
+    connector._idle_steps = IdleSteps()
     for received in (set(), set(), {"r"}, set()):
         worker.take_finished.return_value = (received, set())
         assert connector.get_transfer_results(set()).finished_recving == received
-    waits = [call.args[0] / worker_role.FIRST_WAIT_SECONDS for call in worker.take_finished.call_args_list]
+    waits = [call.args[0] / FIRST_WAIT_SECONDS for call in worker.take_finished.call_args_list]
     assert waits == ([0, 0, 0, 0] if computes else [1, 2, 4, 1])
 
 

@@ -73,6 +73,7 @@ class AwaitedPush:
     """One push at its destination; done once the engine may have the blocks."""
 
     fills_blocks = True
+    can_wait = False
 
     def __init__(self, request: PushedRequest, key: PushKey, find_sources: FindSources, announcer: "Announcer") -> None:
         self.job_id = request.job_id

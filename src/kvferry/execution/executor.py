@@ -26,7 +26,7 @@ Change = tuple[str, KVFerryError | None]
 
 
 class Executor:
-    """Advances jobs in the order of their arrival until each is done.
+    """Advances jobs in the order of their arrival until each is done; those that can wait come last.
 
     The engine's thread submits and collects; neither call blocks. Only the executor's thread uses the transports of
     the jobs. Whenever the set of jobs changes that were given up :data:`QUIET_SECONDS` ago and whose transfers have not
@@ -171,9 +171,12 @@ class Executor:
                 time.sleep(WAIT_SECONDS)
 
     def _advance(self) -> bool:
-        """Advance the first job that makes progress, so that early jobs finish early; jobs that are ending go first."""
+        """Advance the first job that makes progress, so that early jobs finish early.
+
+        Jobs that are ending go first, those that can wait last.
+        """
         now = time.monotonic()
-        for job in sorted(self._active, key=lambda job: not job.is_ending(now)):
+        for job in sorted(self._active, key=lambda job: (not job.is_ending(now), job.can_wait)):
             moved = self._advance_one(job)
             self._report_if_late(job, now)
             if job.phase is Phase.DONE:

@@ -1,4 +1,4 @@
-"""Jobs, which the transfer thread advances, and their results. A read, a write and an awaited push are jobs."""
+"""Jobs, which the transfer thread advances, and their results. A read, a write, an awaited push, a copy are jobs."""
 
 import time
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ class JobResult:
 
 
 class Job(Protocol):
-    """A read, a write or an awaited push."""
+    """A read, a write, an awaited push or a local copy."""
 
     @property
     def job_id(self) -> str:
@@ -54,6 +54,10 @@ class Job(Protocol):
     @property
     def fills_blocks(self) -> bool:
         """Whether the job fills blocks of this engine, which must be kept until its transfers have ended."""
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether other jobs go first: no request waits for this one."""
 
     @property
     def phase(self) -> Phase:

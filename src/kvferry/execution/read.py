@@ -80,6 +80,7 @@ class Read:
     """
 
     fills_blocks = True
+    can_wait = False
 
     def __init__(self, job_id: str, prepare: Prepare, deadline: float) -> None:
         self.job_id = job_id

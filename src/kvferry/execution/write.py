@@ -106,6 +106,7 @@ class Write:
     """
 
     fills_blocks = False
+    can_wait = False
 
     def __init__(
         self,

@@ -14,17 +14,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvferry.integrations.vllm.kernels.engine import check_engine_kernels
 from kvferry.integrations.vllm.layout_choice import check_layout, preferred_layout, widen_cpu_attention
 from kvferry.integrations.vllm.plugin import log_as_vllm_does
 from kvferry.integrations.vllm.scheduler.role import SchedulerRole
 from kvferry.integrations.vllm.settings import parse_settings
 from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
-from kvferry.integrations.vllm.translate.attention import fill_scales_in_slots
 from kvferry.integrations.vllm.translate.shards import check_supported, decode_rank_entry, resolved_layout
 from kvferry.integrations.vllm.versions import check_version
+from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
 from kvferry.integrations.vllm.worker.records import PrometheusMetrics, Statistics
-from kvferry.integrations.vllm.worker.role import IdleSteps, WorkerRole
+from kvferry.integrations.vllm.worker.role import WorkerRole
 
 if TYPE_CHECKING:
     import torch
@@ -154,10 +153,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # In a worker.
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        layout = resolved_layout(self._vllm_config)
-        check_engine_kernels(self._vllm_config, self._kv_cache_config, kv_caches, layout)
         self._worker.register_kv_caches(kv_caches)
-        fill_scales_in_slots(self._vllm_config, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.get_handshake_metadata()

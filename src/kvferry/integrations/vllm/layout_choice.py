@@ -4,11 +4,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvferry.errors import LayoutError, Reason
-from kvferry.integrations.vllm.settings import Settings
 from kvferry.layout.named_layouts import NamedLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from kvferry.integrations.vllm.offload_settings import OffloadSettings
+    from kvferry.integrations.vllm.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ def widen_cpu_attention() -> None:
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(supported_kv_cache_layouts)  # type: ignore[assignment,method-assign]
 
 
-def preferred_layout(vllm_config: "VllmConfig", settings: Settings) -> NamedLayout | None:
+def preferred_layout(vllm_config: "VllmConfig", settings: "Settings | OffloadSettings") -> NamedLayout | None:
     """Return the layout to ask for; None leaves the choice to the engine.
 
     ``BHLNC`` keeps a head's bytes of all layers in one run, so that unequal tensor-parallel sizes still need one
@@ -43,7 +45,7 @@ def preferred_layout(vllm_config: "VllmConfig", settings: Settings) -> NamedLayo
     return NamedLayout.BLHNC if model.is_hybrid else NamedLayout.BHLNC
 
 
-def check_layout(vllm_config: "VllmConfig", layout: NamedLayout, settings: Settings) -> None:
+def check_layout(vllm_config: "VllmConfig", layout: NamedLayout, settings: "Settings | OffloadSettings") -> None:
     """Raise :class:`LayoutError` for a layout that the engine's kernels read wrongly; log one that is not preferred."""
     if vllm_config.model_config.use_mla and _on_cpu() and layout.is_cross_layer:
         raise LayoutError(

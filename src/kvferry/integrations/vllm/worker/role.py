@@ -17,20 +17,20 @@ from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
 from kvferry.execution.source_engines import SourceEngines
-from kvferry.execution.stage import Stage, collapse_to_huge_pages
+from kvferry.execution.stage import Stage
 from kvferry.handoff.holds import lease_lost
 from kvferry.handoff.messages import RankEntry, StillWriting
 from kvferry.handoff.wire.client import Client
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import EngineEndPoint, LoadOrder, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate.identity import identity_of
-from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout, shard_of
+from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
+from kvferry.integrations.vllm.worker.caches import register_caches
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
 from kvferry.integrations.vllm.worker.push import PushDestination, PushEndPoint, PushSource
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.layout.group import CacheKind
-from kvferry.layout.shard import Region
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES
 from kvferry.plan.wire import encode_shard
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCRATCH_WORDS = 4096
-FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.008, 0.032
 REPORT_SECONDS = 3600.0
 """How long a report to this rank's own engine is sent again until it is acknowledged."""
 
@@ -75,9 +74,7 @@ class WorkerRole:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register the engine's cache with the transports and start the parts."""
         settings, config = self._settings, self._vllm_config
-        shard = shard_of(config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank)
-        for region in shard.regions:
-            _use_huge_pages(region)
+        shard = register_caches(config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank)
         self._order = order = device_order(region.device for region in shard.regions)
         stage = Stage(DEFAULT_STAGE_BYTES, order) if settings.scatters else None
         scratch = Scratch(SCRATCH_WORDS)
@@ -271,13 +268,6 @@ class WorkerRole:
             self._destination.fail(order)
 
 
-def _use_huge_pages(region: Region) -> None:
-    if region.device == "cpu":
-        reason = collapse_to_huge_pages(region.base_address, region.length)
-        if reason is not None:
-            logger.info("kvferry: the cache is not put into huge pages: %s", reason)
-
-
 def computation_order(name: str) -> list[int]:
     """Return a sort key for the order of computation: the numbers in a layer's name.
 
@@ -290,31 +280,3 @@ def computation_order(name: str) -> list[int]:
 def aborted(request_id: str) -> HandoffError:
     """Return the error of a load whose request the client gave up."""
     return HandoffError(Reason.ABORTED, f"the request {request_id} was aborted.")
-
-
-class IdleSteps:
-    """The wait of each step that computes nothing, twice as long as the last one's: docs/decisions/idle-steps.md.
-
-    While a request waits for its cache, vLLM starts step after step, and its processes take the cores on which bytes
-    are copied and, with pushes on one host, prompts are computed. A request that comes during such a wait waits as
-    long, once.
-
-    >>> steps = IdleSteps()
-    >>> [steps.wait(computes=False) for _ in range(4)], steps.wait(computes=True), steps.wait(computes=False)
-    ([0.008, 0.016, 0.032, 0.032], 0.0, 0.008)
-    """
-
-    def __init__(self) -> None:
-        self._next = FIRST_WAIT_SECONDS
-
-    def wait(self, *, computes: bool) -> float:
-        """Return the most seconds that this step waits."""
-        if computes:
-            self.reset()
-            return 0.0
-        seconds, self._next = self._next, min(2 * self._next, LONGEST_WAIT_SECONDS)
-        return seconds
-
-    def reset(self) -> None:
-        """Start with the shortest wait again: a load has ended, and the next one may end soon."""
-        self._next = FIRST_WAIT_SECONDS

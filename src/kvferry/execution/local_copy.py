@@ -1,0 +1,174 @@
+"""Copies between a rank's cache and memory of the same process, such as a tier's slab: no transport, no peer."""
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.arrays import memory_at
+from kvferry.errors import KVFerryError, PlanError, Reason
+from kvferry.execution.device import OVER, Mark
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import JobResult, Phase
+from kvferry.layout.shard import Shard
+from kvferry.plan.block_copies import BlockCopies, block_copies
+from kvferry.plan.planner import PairPlan, Planner
+from kvferry.plan.proof.verify import verify_destination
+from kvferry.plan.request import GroupBlocks, sample_requests
+
+BYTES_PER_ADVANCE = 16 << 20
+"""A job copies about so much at a time: then an urgent job may go first."""
+BLOCK_BY_BLOCK_FROM = 32 << 10
+"""Blocks of so many bytes are copied one by one, smaller ones many at a time through a buffer in the processor's cache:
+one call of numpy costs about as much as a copy of some kilobytes."""
+GATHER_BYTES = 256 << 10
+
+
+class LocalRoute:
+    """How bytes move from ranks' memory to one shard's, planned and proved once, for the pairs of this process.
+
+    ``own`` are the indices of the sources whose bytes this process copies. The constructor proves the copies of all
+    sources, for every choice among replicas. Raises :class:`PlanError` and :class:`VerificationError`.
+    """
+
+    def __init__(self, sources: Sequence[Shard], destination: Shard, own: Sequence[int]) -> None:
+        self._own = frozenset(own)
+        self._groups = {group.name for shard in (*sources, destination) for group in shard.groups}
+        self._planner = Planner(sources, destination)
+        sample = sample_requests(sources, destination)
+        for plans in dict.fromkeys(self._planner.plans(selector) for selector in range(len(sources))):
+            lists = [(plan.source, _descriptors(plan, sample)) for plan in plans]
+            verify_destination(lists, destination, sample)
+
+    def copies(self, selector: int, blocks: Sequence[GroupBlocks]) -> list[BlockCopies]:
+        """Return this process's part of the copies of a request; none where only other processes have a part.
+
+        ``selector`` chooses among replicas, and must be equal in all processes. A destination in one process of several
+        may lack a group. Raises :class:`PlanError` (``invalid-request``) for an unknown group or blocks that do not
+        fit.
+        """
+        if unknown := sorted({each.group for each in blocks} - self._groups):
+            raise PlanError(
+                Reason.INVALID_REQUEST,
+                f"cache group {unknown[0]!r} does not exist; there are {sorted(self._groups)}.",
+            )
+        own = [plan for plan in self._planner.plans(selector) if plan.assignment.source_index in self._own]
+        return [copies for plan in own for copies in block_copies(plan, blocks)]
+
+
+class LocalCopy:
+    """A copy in progress, as a job: begins once the device has reached ``after``.
+
+    A load ``fills_blocks`` for a request that waits; any other copy ``can_wait``.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        route: LocalRoute,
+        selector: int,
+        blocks: Sequence[GroupBlocks],
+        after: Mark = OVER,
+        *,
+        fills_blocks: bool,
+    ) -> None:
+        self.job_id = job_id
+        self.fills_blocks = fills_blocks
+        self.can_wait = not fills_blocks
+        self.phase = Phase.PREPARING
+        self.error: KVFerryError | None = None
+        self.given_up_at: float | None = None
+        self._prepare = partial(route.copies, selector, blocks)
+        self._after = after
+        self._created_at = time.monotonic()
+        self._copies: list[BlockCopies] = []
+        self._pieces: Iterator[int] = iter(())
+        self._copy_seconds = 0.0
+
+    def advance(self, scratch: Scratch, now: float) -> bool:
+        """Lower the plan, or copy some 16 MiB."""
+        try:
+            return self._step()
+        except KVFerryError as error:
+            self.cancel(error)
+            return True
+
+    def is_ending(self, now: float) -> bool:
+        """Return false: a copy has no deadline, and none that was given up goes on."""
+        return False
+
+    def cancel(self, error: KVFerryError) -> None:
+        """Give the copy up, at once: bytes move only inside ``advance``."""
+        if self.phase is not Phase.DONE:
+            self.error, self.given_up_at, self.phase = error, time.monotonic(), Phase.DONE
+
+    def result(self, finished_at: float) -> JobResult:
+        """Return how the copy ended."""
+        copies = self._copies if self.error is None else []
+        return JobResult(
+            job_id=self.job_id,
+            error=self.error,
+            num_bytes=sum(each.num_bytes for each in copies),
+            num_descriptors=sum(each.copy.num_runs * len(each.source_blocks) for each in copies),
+            num_sources=1,
+            transport="memcpy",
+            wait_seconds=finished_at - self._created_at,
+            transfer_seconds=self._copy_seconds,
+        )
+
+    def _step(self) -> bool:
+        if self.phase is Phase.PREPARING:
+            if not self._after.is_over():
+                return False
+            self._copies = self._prepare()
+            self._pieces = (num_bytes for copies in self._copies for num_bytes in copy_blocks(copies))
+            self.phase = Phase.MOVING
+            return True
+        began_at, num_bytes = time.monotonic(), 0
+        while num_bytes < BYTES_PER_ADVANCE and self.phase is Phase.MOVING:
+            piece = next(self._pieces, 0)
+            num_bytes += piece
+            if not piece:
+                self.phase = Phase.DONE
+        self._copy_seconds += time.monotonic() - began_at
+        return True
+
+
+def copy_blocks(copies: BlockCopies) -> Iterator[int]:
+    """Copy all pairs of blocks, a bounded piece per step; yield the bytes of each piece.
+
+    numpy releases the interpreter lock while it copies and starts no thread.
+
+    >>> source, destination = np.arange(64, dtype=np.uint8), np.zeros(32, dtype=np.uint8)
+    >>> from kvferry.plan.strided_copy import StridedCopy
+    >>> one = StridedCopy(source.ctypes.data, destination.ctypes.data, 4, ((2, 8, 4),))
+    >>> list(copy_blocks(BlockCopies(one, 16, 8, np.array([3, 1]), np.array([0, 2]))))
+    [16]
+    >>> destination.tolist()[:8], destination.tolist()[16:24]
+    ([48, 49, 50, 51, 56, 57, 58, 59], [16, 17, 18, 19, 24, 25, 26, 27])
+    """
+    loops = copies.copy.loops[::-1] or ((1, 0, 0),)
+    counts, source_strides, destination_strides = zip(*loops, strict=True)
+    from_ids, to_ids = copies.source_blocks, copies.destination_blocks
+    shape = (int(from_ids.max(initial=0)) + 1, *counts), (int(to_ids.max(initial=0)) + 1, *counts)
+    run_bytes, block_bytes = copies.copy.run_bytes, copies.block_bytes
+    begin, end = copies.copy.source_offset, copies.copy.destination_offset
+    source = memory_at(begin, shape[0], (copies.source_block_stride, *source_strides), run_bytes)
+    destination = memory_at(end, shape[1], (copies.destination_block_stride, *destination_strides), run_bytes)
+    if block_bytes >= BLOCK_BY_BLOCK_FROM:
+        for from_id, to_id in zip(from_ids.tolist(), to_ids.tolist(), strict=True):
+            destination[to_id] = source[from_id]
+            yield block_bytes
+        return
+    num_blocks = max(1, GATHER_BYTES // block_bytes)
+    for first in range(0, len(from_ids), num_blocks):
+        chosen = from_ids[first : first + num_blocks]
+        destination[to_ids[first : first + num_blocks]] = source[chosen]
+        yield len(chosen) * block_bytes
+
+
+def _descriptors(plan: PairPlan, blocks: Sequence[GroupBlocks]) -> npt.NDArray[np.uint64]:
+    copies = [each.descriptors() for each in block_copies(plan, blocks)]
+    return np.concatenate([np.empty((0, 3), dtype=np.uint64), *copies])

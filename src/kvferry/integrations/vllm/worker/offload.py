@@ -1,0 +1,195 @@
+"""The offload connector inside a worker: copies this rank's part of blocks between its cache and the engine's slab.
+
+All ranks map one slab. Which rank copies what they all hold is chosen by the job's id, the same in every rank; a rank
+without a part in a job reports at once. A load that fails is reported as failed, a store that fails stores nothing.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+from kvferry.errors import KVFerryError, LayoutError, Reason
+from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
+from kvferry.execution.executor import Executor, cores_that_do_not_compute
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import JobResult
+from kvferry.execution.local_copy import LocalCopy, LocalRoute
+from kvferry.integrations.vllm.offload_settings import OffloadSettings
+from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder, StoreOrder
+from kvferry.integrations.vllm.worker.caches import register_caches
+from kvferry.layout.shard import Shard
+from kvferry.layout.slab import slab_shard
+from kvferry.plan.wire import decode_shard, encode_shard
+from kvferry.tiers.slab_memory import SlabMemory
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadWorker:
+    """One rank. Every method is called in the engine's thread; the copies run on the transfer thread."""
+
+    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: OffloadSettings) -> None:
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._settings = settings
+        self._tp_rank = get_tensor_model_parallel_rank()
+        self._pp_rank = get_pp_group().rank_in_group
+        self._index = self._pp_rank * vllm_config.parallel_config.tensor_parallel_size + self._tp_rank
+        self._order: DeviceOrder = HOST
+        self._launched_before: Mark = OVER
+        self._shard: Shard | None = None
+        self._executor: Executor | None = None
+        self._copies: SlabCopies | None = None
+        self._orders: dict[str, StoreOrder | LoadOrder] = {}
+        self._refused: set[str] = set()
+        self._report = RankReport()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Prepare the cache, start the transfer thread, and report this rank's shard with the next step.
+
+        Raises :class:`LayoutError` for a cache that cannot be stored.
+        """
+        parts = self._vllm_config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank
+        self._shard = shard = register_caches(*parts)
+        self._order = order = device_order(region.device for region in shard.regions)
+        if not order.is_immediate:
+            raise LayoutError(
+                Reason.UNSUPPORTED,
+                f"the offload connector copies caches in host memory; this one lies on {order.device}.",
+                "Run this version's offload connector on a CPU engine.",
+            )
+        cores = set(self._settings.transfer_cores) or cores_that_do_not_compute()
+        self._executor = Executor(Scratch(num_words=1), cores, order)
+        self._report.shards[self._pp_rank, self._tp_rank] = encode_shard(shard)
+
+    # Once per engine step, in this order.
+
+    def begin_step(self, orders: OffloadStep) -> None:
+        """The step is about to run, and new blocks have been cleared."""
+        if orders.slab is not None:
+            self._open(orders.slab)
+        if orders.loads:
+            # Launched work may still write the blocks of these loads: an earlier request's step, or the engine's zeros.
+            self._launched_before = self._order.mark()
+
+    def start_loads(self, orders: OffloadStep) -> None:
+        """Start the step's loads; returns at once."""
+        for order in orders.loads:
+            self._start(order, self._launched_before)
+
+    def finish_step(self, orders: OffloadStep, *, has_failed: bool = False) -> None:
+        """The step has launched all of its writes: start its stores. Returns at once.
+
+        Where the step has failed, its blocks do not hold what the scheduler believes, so nothing is stored.
+        """
+        written = self._order.mark() if orders.stores and not has_failed else OVER
+        for order in orders.stores:
+            if has_failed:
+                self._report.failed[order.job_id] += 1
+            else:
+                self._start(order, written)
+
+    def take_finished(self, wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
+        """Return the requests whose loads have ended (failed ones included) and those that failed, each once.
+
+        Where there is no result yet, but a copy runs, wait at most ``wait_seconds`` for one.
+        """
+        failed, self._refused = self._refused, set()
+        received = set(failed)
+        if self._executor is None:
+            return received, failed
+        seconds = wait_seconds if self._orders and not (received or self._reports_a_store) else 0.0
+        for result in self._executor.collect(seconds):
+            order = self._orders.pop(result.job_id)
+            if result.error is not None:
+                logger.error("kvferry: rank %d failed to copy %s: %s", self._index, result.job_id, result.error)
+            if isinstance(order, StoreOrder):
+                self._count_store(order, result)
+                continue
+            received.add(order.request_id)
+            if result.error is not None:
+                failed.add(order.request_id)
+        return received, failed
+
+    def take_report(self) -> RankReport | None:
+        """Return what this rank has to report since the last call; None where there is nothing."""
+        report, self._report = self._report, RankReport()
+        return None if report == RankReport() else report
+
+    def shutdown(self) -> None:
+        """Stop the copies, then unmap the slab; twice is fine."""
+        if self._executor is not None:
+            self._executor.close()
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
+
+    @property
+    def _reports_a_store(self) -> bool:
+        return bool(self._report.stored or self._report.failed)
+
+    def _open(self, order: SlabOrder) -> None:
+        """Map the slab and report that this rank is ready, or why not: then the engine runs without offload."""
+        assert self._shard is not None, "vLLM registers the caches before the first step"
+        began_at = time.perf_counter()
+        try:
+            self._copies = SlabCopies(order, self._index, self._shard)
+        except KVFerryError as error:
+            logger.error("kvferry: rank %d cannot copy to the slab, so nothing is offloaded: %s", self._index, error)
+            self._report.refused = str(error)
+            return
+        self._report.num_ready = 1
+        seconds = time.perf_counter() - began_at
+        logger.info("kvferry: rank %d mapped the slab and proved its copies in %.3f s", self._index, seconds)
+
+    def _start(self, order: StoreOrder | LoadOrder, after: Mark) -> None:
+        is_load = isinstance(order, LoadOrder)
+        if self._copies is None or self._executor is None:
+            if isinstance(order, LoadOrder):
+                self._refused.add(order.request_id)
+            else:
+                self._report.failed[order.job_id] += 1
+            return
+        job_id = f"{'load' if is_load else 'store'} {order.job_id}"
+        route = self._copies.loads if is_load else self._copies.stores
+        self._orders[job_id] = order
+        self._executor.submit(LocalCopy(job_id, route, order.job_id, order.blocks, after, fills_blocks=is_load))
+
+    def _count_store(self, order: StoreOrder, result: JobResult) -> None:
+        counter = self._report.stored if result.error is None else self._report.failed
+        counter[order.job_id] += 1
+
+
+class SlabCopies:
+    """The slab as this rank has mapped it, and the proved copies to it (of all ranks) and from it (to this rank).
+
+    Raises :class:`KVFerryError` for a slab that is gone, or plans that do not prove.
+    """
+
+    def __init__(self, order: SlabOrder, index: int, own: Shard) -> None:
+        ranks: Sequence[Shard] = [decode_shard(rank) for rank in order.ranks]
+        self._memory = SlabMemory.attach(order.handle)
+        try:
+            base_address = self._memory.region.base_address
+            slab = slab_shard(ranks, order.num_blocks, engine_blocks=order.engine_blocks, base_address=base_address)
+            if slab.regions[0].length > self._memory.region.length:
+                raise LayoutError(
+                    Reason.INVALID_LAYOUT,
+                    f"the blocks take {slab.regions[0].length} bytes of a slab of {self._memory.region.length}.",
+                )
+            self.stores = LocalRoute(ranks, slab, own=[index])
+            self.loads = LocalRoute([slab], own, own=[0])
+        except BaseException:
+            self._memory.close()
+            raise
+
+    def close(self) -> None:
+        """Unmap the slab; no copy runs any more."""
+        self._memory.close()
