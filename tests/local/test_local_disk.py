@@ -1,5 +1,6 @@
 """The disk tier: crashes, damage, the cap on disk, a second owner, and a disk that fails or hangs."""
 
+import errno
 import os
 import resource
 import shutil
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason, TierError
-from kvferry.tiers.disk.records import RECORD_BYTES, SegmentShape
-from kvferry.tiers.disk.segments import Directory, SegmentFile
+from kvferry.tiers.disk.records import MAX_CELLS, RECORD_BYTES, SegmentShape
+from kvferry.tiers.disk.segments import Directory, SegmentFile, segment_name
+from kvferry.tiers.disk.workers import HeaderWrite
 from kvferry.tiers.local_disk import RESERVED_BYTES, LocalDisk
-from kvferry.tiers.protocol import Presence, Slots
+from kvferry.tiers.protocol import Presence, Slots, Store
 
+from ..counted_work import lines_of
 from .disk_blocks import Blocks, bytes_on_disk, content, key_of
 
 CAPACITY = 1 << 20
@@ -310,6 +313,44 @@ def test_a_cell_that_is_written_again_is_free_after_a_crash(
     assert num_blocks == room - 1
 
 
+@pytest.mark.parametrize("late", ["a written header", "a cleared header"])
+def test_a_thread_that_is_late_writes_no_header_over_that_of_the_next_block(
+    opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """The cell of the late header belongs to another block by now, which a restart must find."""
+    blocks = opened(segment_bytes=CAPACITY, num_threads=2)
+    room = shape_room(blocks)
+    numbers = list(range(room))
+    blocks.store(numbers)
+    blocks.settle()
+    goes_on, perform, is_first = threading.Event(), HeaderWrite.perform, [True]
+
+    def wait(*arguments: Any) -> None:
+        if is_first.pop() if is_first else False:
+            goes_on.wait(20)
+        perform(*arguments)
+
+    monkeypatch.setattr(HeaderWrite, "perform", wait)
+    if late == "a written header":
+        assert list(blocks.store([1000]).evicted) == [key_of(numbers[-1])]
+        blocks.load(numbers[:-1])  # now 1000 is the oldest
+    else:
+        [path] = segments(blocks)
+        record = blocks.disk._space.held[key_of(5)]
+        change(path, shape_of(path).cell_offset(record.cell))
+        assert blocks.load([5]).failures == {Reason.CHECKSUM_MISMATCH: 1}
+    assert blocks.store([2000]).landed.all()
+    deadline = time.monotonic() + 20
+    while blocks.disk.snapshot()["num_waiting"] > 1:
+        assert time.monotonic() < deadline
+    goes_on.set()
+    blocks.settle()
+    blocks = opened()
+    assert blocks.disk.snapshot()["refused"] == {}
+    assert blocks.held([2000]) == {2000}
+    assert blocks.load([2000]).landed.all()
+
+
 def test_the_index_of_100_000_blocks_is_back_in_two_seconds_after_sigkill(tmp_path: Path) -> None:
     capacity = int(100_000 * 4096 * 1.1)
     child = os.fork()
@@ -423,13 +464,122 @@ def test_a_cut_segment_is_removed_at_start_and_misses_while_open(opened: Callabl
     assert blocks.store([1]).landed.all()
 
 
-def test_a_foreign_file_is_left_alone(opened: Callable[..., Blocks]) -> None:
+def test_foreign_files_are_left_alone(opened: Callable[..., Blocks]) -> None:
     blocks = opened()
     blocks.store([1])
-    other = blocks.directory / "notes.txt"
-    other.write_text("mine")
+    others = [blocks.directory / name for name in ("notes.txt", "segment-notes.kv", "segment-1.kv")]
+    for other in others:
+        other.write_text("mine")
+    folder = blocks.directory / "segment-00000077.kv"
+    folder.mkdir()
     opened(2 * RESERVED_BYTES)
-    assert other.read_text() == "mine"
+    assert [other.read_text() for other in others] == ["mine"] * 3
+    assert folder.is_dir()
+
+
+def test_a_file_with_the_name_of_a_new_segment_is_left_alone(opened: Callable[..., Blocks]) -> None:
+    blocks = opened()
+    foreign = blocks.directory / segment_name(1)
+    foreign.write_text("mine")
+    assert blocks.store([1]).failures == {Reason.TIER_FAILED: 1}
+    assert foreign.read_text() == "mine"
+    blocks.disk._grow_again_at = 0.0
+    blocks.disk.poll()
+    assert blocks.store([1]).landed.all()
+
+
+def test_links_and_pipes_are_not_opened(opened: Callable[..., Blocks], tmp_path: Path) -> None:
+    """A link must not lead to a file of another directory; a pipe would wait for its other end."""
+    blocks = opened()
+    blocks.store([1, 2])
+    [path] = segments(blocks)
+    blocks.disk.close()
+    elsewhere = tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    os.mkfifo(blocks.directory / segment_name(2))
+    before = elsewhere.read_bytes()
+    blocks = opened()
+    assert blocks.held([1, 2]) == set()
+    assert blocks.disk.snapshot()["refused"] == {"tier-failed": 1, "checksum-mismatch": 1}
+    assert blocks.store([1]).landed.all()
+    assert elsewhere.read_bytes() == before
+    lock = blocks.directory / "lock"
+    blocks.disk.close()
+    lock.unlink()
+    lock.symlink_to(elsewhere)
+    with pytest.raises(TierError) as raised:
+        LocalDisk(blocks.directory, CAPACITY, blocks.region)
+    assert raised.value.reason is Reason.TIER_FAILED
+    assert elsewhere.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [SegmentShape(1, 4096, MAX_CELLS + 1), SegmentShape(1, 4096, 0), SegmentShape(1, 0, 9), SegmentShape(1, 4097, 9)],
+)
+def test_a_forged_header_cannot_claim_an_impossible_segment(opened: Callable[..., Blocks], shape: SegmentShape) -> None:
+    """A file with holes may be as long as its header says, and take no room on disk."""
+    blocks = opened()
+    blocks.disk.close()
+    path = blocks.directory / segment_name(1)
+    path.write_bytes(shape.pack())
+    os.truncate(path, shape.file_bytes)
+    blocks = opened()
+    assert blocks.disk.snapshot()["refused"] == {"checksum-mismatch": 1}
+    assert not segments(blocks)
+
+
+def test_a_process_without_descriptors_removes_no_segment(
+    opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = opened()
+    blocks.store([1, 2])
+    blocks.disk.close()
+    open_file = Directory.open
+
+    def fail(directory: Directory, name: str, flags: int) -> int:
+        if name.startswith("segment"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return open_file(directory, name, flags)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Directory, "open", fail)
+        with pytest.raises(TierError, match="Too many open files"):
+            LocalDisk(blocks.directory, CAPACITY, blocks.region)
+    assert opened().held([1, 2]) == {1, 2}
+
+
+def test_a_file_that_cannot_be_opened_leaves_no_descriptor(
+    opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = opened()
+    blocks.store([1])
+    blocks = opened()
+
+    def fail(*arguments: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Directory, "open_direct", fail)
+        assert not blocks.load([1]).landed.any()
+        blocks.settle()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_threads_that_cannot_start_leave_the_directory_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = Blocks(tmp_path, CAPACITY)
+    blocks.disk.close()
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError):
+            LocalDisk(tmp_path, CAPACITY, blocks.region)
+    LocalDisk(tmp_path, CAPACITY, blocks.region).close()
 
 
 # one owner
@@ -443,6 +593,43 @@ def test_a_second_owner_is_refused_by_name(opened: Callable[..., Blocks]) -> Non
     assert blocks.store([1]).landed.all()
     blocks.disk.close()
     LocalDisk(blocks.directory, CAPACITY, blocks.region).close()
+
+
+def test_a_lock_file_that_was_removed_lets_no_second_owner_in(opened: Callable[..., Blocks]) -> None:
+    blocks = opened()
+    (blocks.directory / "lock").unlink()
+    with pytest.raises(TierError) as raised:
+        LocalDisk(blocks.directory, CAPACITY, blocks.region)
+    assert raised.value.reason is Reason.TIER_IN_USE
+
+
+def test_a_full_disk_has_an_owner_too(opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = opened()
+    blocks.store([1])
+    blocks.settle()
+
+    def fail(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", fail)
+        blocks = opened()
+    assert blocks.load([1]).landed.all()
+
+
+def test_a_refused_owner_leaves_no_descriptor(opened: Callable[..., Blocks]) -> None:
+    blocks = opened()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TierError):
+        LocalDisk(blocks.directory, CAPACITY, blocks.region)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_only_its_user_may_read_the_directory(opened: Callable[..., Blocks]) -> None:
+    blocks = opened()
+    blocks.store([1])
+    assert blocks.directory.stat().st_mode & 0o077 == 0
+    assert segments(blocks)[0].stat().st_mode & 0o077 == 0
 
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path, opened: Callable[..., Blocks]) -> None:
@@ -685,6 +872,21 @@ def test_errors_of_the_caller_are_raised_and_start_nothing(opened: Callable[...,
     with pytest.raises(TierError) as raised:
         disk.look_up([key])
     assert raised.value.reason is Reason.CLOSED
+
+
+def test_a_full_tier_stores_small_blocks_with_little_work(opened: Callable[..., Blocks]) -> None:
+    """Thousands of cells in a segment: an eviction must not compute the shape of another segment each time."""
+    blocks = opened(40 << 20, segment_bytes=20 << 20)
+    for first in range(0, 10_000, 1000):
+        blocks.store(list(range(first, first + 1000)), 4096)
+    store = blocks.begin_store(list(range(20_000, 20_100)), [4096] * 100)
+    assert len(store.evicted) == 100
+    blocks.wait(store)
+    blocks.disk.complete_store(store)
+    keys, slots = [key_of(number) for number in range(30_000, 30_100)], blocks.slots([4096] * 100)
+    copies: list[Store] = []
+    assert lines_of(lambda: copies.append(blocks.disk.prepare_store(keys, slots))) < 100 * 120
+    blocks.wait(copies[0])
 
 
 def test_look_up_takes_less_than_a_microsecond_for_a_block(opened: Callable[..., Blocks]) -> None:

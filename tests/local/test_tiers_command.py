@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 
 from kvferry.cli.main import app
 from kvferry.errors import Reason, TierError
+from kvferry.tiers.disk import inspection
 from kvferry.tiers.disk.records import SegmentShape
+from kvferry.tiers.disk.segments import Directory
 
 from .disk_blocks import Blocks
 
@@ -63,6 +65,20 @@ def test_show_works_while_an_engine_uses_the_directory(directory: Path) -> None:
     blocks = Blocks(directory, CAPACITY)
     assert json.loads(run("show", directory, "--json"))["blocks"] == 14
     blocks.disk.close()
+
+
+def test_show_passes_over_a_segment_that_an_engine_replaces(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = inspection.read_segment
+
+    def replace(opened: Directory, name: str) -> Any:
+        if name == "segment-00000001.kv":
+            opened.remove(name)
+        return read(opened, name)
+
+    monkeypatch.setattr(inspection, "read_segment", replace)
+    found = json.loads(run("show", directory, "--json"))
+    assert found["blocks"] == 1
+    assert found["unusable"] == {}
 
 
 def test_verify_finds_the_damaged_block(directory: Path) -> None:

@@ -3,8 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.tiers.disk.records import RecordHeader, SegmentShape
+from kvferry.tiers.disk.records import MAX_CELLS, RecordHeader, SegmentShape
 from kvferry.tiers.disk.space import Record, Space
+
+from ..counted_work import lines_of
 
 CAPACITY = 400_000
 LENGTHS = [4096, 10_000, 30_000]
@@ -114,3 +116,10 @@ def test_a_shape_fills_its_room() -> None:
             shape = SegmentShape.within(1, cell_bytes, room)
             one_more = SegmentShape(1, cell_bytes, shape.num_cells + 1)
             assert shape.num_cells == 0 or shape.occupied_bytes <= room < one_more.occupied_bytes + 2 * 4096
+
+
+def test_the_shape_of_a_huge_segment_takes_few_steps() -> None:
+    shape = SegmentShape.within(1, 4096, 1 << 34)
+    assert shape.occupied_bytes <= 1 << 34 < SegmentShape(1, 4096, shape.num_cells + 1).occupied_bytes
+    assert lines_of(lambda: SegmentShape.within(1, 4096, 1 << 34)) < 500
+    assert SegmentShape.within(1, 4096, 1 << 44).num_cells == MAX_CELLS

@@ -4,9 +4,8 @@ import ctypes
 import itertools
 import multiprocessing
 import os
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from kvferry.tiers.host_memory import HostMemory, HostStore, slots_that_fit
 from kvferry.tiers.protocol import MAX_BATCH, Presence
 from kvferry.tiers.slab_memory import SlabHandle, SlabMemory, available_bytes
 
+from ..counted_work import lines_of
 from .arrangements import attention, hybrid
 
 BASE = 1 << 40
@@ -62,22 +62,6 @@ def refusal(call: object, *args: object, **named: object) -> Reason:
     with pytest.raises(TierError) as caught:
         call(*args, **named)  # type: ignore[operator]
     return caught.value.reason
-
-
-def calls_of(call: Callable[[], object]) -> int:
-    """Return how many functions Python calls during a call: a measure of work that no other process disturbs."""
-    num_calls = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal num_calls
-        num_calls += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return num_calls
 
 
 def in_use(host: HostMemory) -> tuple[int, int, int]:
@@ -177,8 +161,7 @@ def test_many_blocks_in_use_cost_a_store_little(eviction: Eviction) -> None:
     store(host, *range(30_000))
     load = host.prepare_load(keys(*range(10_000, 30_000)), counts_as_use=False)
     for number in range(30_000, 30_010):
-        num_calls = calls_of(partial(store, host, number))
-        assert num_calls < 500
+        assert lines_of(partial(store, host, number)) < 500
     rest = host.prepare_load(keys(*range(10_000), *range(30_000, 30_010)), counts_as_use=False)
     assert store(host, 50_000).failures == {Reason.TIER_FULL: 1}
     host.complete_load(load)

@@ -110,7 +110,9 @@ def clear(
     """
     with refused(as_json), locked(directory) as opened:
         names = opened.segment_names()
-        num_bytes = sum(os.stat(name, dir_fd=opened.descriptor).st_blocks * 512 for name in names)
+        num_bytes = sum(
+            os.stat(name, dir_fd=opened.descriptor, follow_symlinks=False).st_blocks * 512 for name in names
+        )
         if not yes:
             typer.confirm(f"Remove {len(names)} segments of {format_bytes(num_bytes)} in {directory}?", abort=True)
         for name in names:

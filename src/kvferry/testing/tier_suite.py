@@ -327,6 +327,17 @@ class TierSuite(ABC):
         assert bench.store(*keys).landed.all()
         assert bench.load(*keys).landed.all()
 
+    def test_a_cancelled_store_counts_every_block_as_aborted(self, bench: TierBench) -> None:
+        """Also a block that the tier held before, and still holds."""
+        bench.store(block_key(1))
+        store = bench.begin_store(block_keys(1, 2))
+        bench.tier.cancel(store)
+        bench.wait(store)
+        assert not store.landed.any()
+        assert store.failures == {Reason.ABORTED: len(store.keys)}
+        bench.complete(store)
+        assert bench.load(block_key(1)).landed.all()
+
     def test_cancelling_what_has_ended_changes_nothing(self, bench: TierBench) -> None:
         """A cancelled load has either landed or not; a store that has ended becomes visible."""
         keys = block_keys(1, 2, 3)

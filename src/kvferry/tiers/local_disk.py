@@ -16,12 +16,14 @@ torn fails its checksum and is a miss.
 ``deadline-exceeded``; while all threads hang, the tier holds nothing and takes nothing.
 """
 
+import errno
 import fcntl
 import logging
 import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,7 @@ RETRY_SECONDS = 30.0
 """How long the tier does not try to make another segment after the disk had no room for one."""
 RESERVED_BYTES = 16 * PAGE_BYTES
 """For the directory, the lock file and their growth."""
+_LACKS_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 MIN_SEGMENTS, MAX_SEGMENTS = 8, 64
 SEGMENT_BYTES = 64 << 20
 """Bytes of a segment, unless that makes fewer than ``MIN_SEGMENTS`` or more than ``MAX_SEGMENTS``."""
@@ -129,11 +132,6 @@ class LocalDisk:
         self._space = Space(usable_bytes, min(segment_bytes or _segment_bytes(usable_bytes), usable_bytes))
         self._files: dict[Segment, SegmentFile] = {}
         self._refused: Counter[Reason] = Counter()
-        try:
-            self._recover()
-        except BaseException:
-            self._release()
-            raise
         self._loads: set[DiskLoad] = set()
         self._stores: set[DiskStore] = set()
         self._being_stored: set[BlockKey] = set()
@@ -143,7 +141,12 @@ class LocalDisk:
         self._num_evicted = 0
         self._grow_again_at = 0.0
         self._is_closed = False
-        self._workers = Workers(num_threads, "kvferry-disk")
+        try:
+            self._recover()
+            self._workers = Workers(num_threads, "kvferry-disk")
+        except BaseException:
+            self._release()
+            raise
 
     @property
     def capabilities(self) -> Capabilities:
@@ -235,7 +238,7 @@ class LocalDisk:
             elif index in store.finished:
                 self._space.give_back(record)
         runs = neighbours(landed)
-        tasks = [HeaderWrite(self._files[run[0].segment], [record.header for record in run]) for run in runs]
+        tasks = [HeaderWrite(self._files[run[0].segment], run) for run in runs]
         self._workers.submit(tasks, is_load=False)
 
     def cancel(self, copy: TierCopy) -> None:
@@ -311,6 +314,8 @@ class LocalDisk:
             try:
                 shape, headers, refused = read_segment(self._directory, name)
             except TierError as error:
+                if isinstance(error.__cause__, OSError) and error.__cause__.errno in _LACKS_RESOURCES:
+                    raise
                 logger.warning("%s is removed: %s", name, error)
                 self._refused[error.reason] += 1
                 with errors_of(self._directory.path / name):
@@ -430,7 +435,7 @@ class LocalDisk:
         copy.state.end()
         revoked = self._workers.revoke(copy.runs)
         if isinstance(copy, DiskStore):
-            copy.landed[list(copy.records)] = False
+            copy.landed[:] = False
             copy.finished.update(index for run in revoked for index in run.indices)
         self._end(copy, error)
 
@@ -446,7 +451,7 @@ class LocalDisk:
         """Hold a record no longer, here and on disk."""
         if record.is_held:
             self._space.forget(record)
-            self._workers.submit([HeaderWrite(self._files[record.segment], free_cell=record.cell)], is_load=False)
+            self._workers.submit([HeaderWrite(self._files[record.segment], forgotten=record)], is_load=False)
 
     def _drop(self, segment: Segment) -> None:
         """Remove a segment whose file could not be made, and make no other for a while."""
@@ -493,29 +498,27 @@ def open_directory(path: Path) -> tuple[Directory, int]:
 
     Raises :class:`TierError` ``tier-in-use`` for a second owner, else ``tier-failed``.
     """
-    with errors_of(path):
-        path.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as opened, errors_of(path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory = Directory(path)
+        opened.callback(directory.close)
+        lock = directory.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        opened.callback(os.close, lock)
         try:
-            lock = directory.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
-        except OSError:
-            directory.close()
-            raise
-        try:
+            # The file, since some file systems lock no directories; the directory, since somebody may remove the file.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            _lock_directory(directory)
+        except BlockingIOError as error:
             owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
-            os.close(lock)
-            directory.close()
-            if not isinstance(error, BlockingIOError):
-                raise
             raise TierError(
                 Reason.TIER_IN_USE,
                 f"{path} is in use by process {owner or 'unknown'}.",
                 "Give each engine a directory of its own, or end that process.",
             ) from error
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # a disk may be too full even for the number, which is for people
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        opened.pop_all()
         return directory, lock
 
 
@@ -524,6 +527,15 @@ def check_directory(path: Path) -> None:
     directory, lock = open_directory(path)
     os.close(lock)
     directory.close()
+
+
+def _lock_directory(directory: Directory) -> None:
+    try:
+        fcntl.flock(directory.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        logger.info("%s cannot be locked itself, only its file %r: %s", directory.path, LOCK_NAME, error)
 
 
 def neighbours(records: Iterable[Record]) -> list[list[Record]]:

@@ -42,11 +42,11 @@ class DamagedBlock:
 
 def existing_directory(path: Path) -> Directory:
     """Return the directory of a disk tier. Raises :class:`TierError` ``invalid-request`` for any other."""
-    if not (path / LOCK_NAME).is_file():
-        message = f"{path} is not the directory of a disk tier: it has no file {LOCK_NAME!r}."
-        raise TierError(Reason.INVALID_REQUEST, message, "Name the directory that the engine's settings name.")
     with errors_of(path):
-        return Directory(path)
+        if (path / LOCK_NAME).is_file():
+            return Directory(path)
+    message = f"{path} is not the directory of a disk tier: it has no file {LOCK_NAME!r}."
+    raise TierError(Reason.INVALID_REQUEST, message, "Name the directory that the engine's settings name.")
 
 
 def inspect(directory: Directory) -> list[SegmentReport]:
@@ -54,13 +54,14 @@ def inspect(directory: Directory) -> list[SegmentReport]:
     reports = []
     for name in directory.segment_names():
         try:
-            occupied_bytes = os.stat(name, dir_fd=directory.descriptor).st_blocks * 512
+            occupied_bytes = os.stat(name, dir_fd=directory.descriptor, follow_symlinks=False).st_blocks * 512
         except FileNotFoundError:  # an engine has replaced the segment
             continue
         try:
             shape, headers, refused = read_segment(directory, name)
         except TierError as error:
-            reports.append(SegmentReport(name, occupied_bytes, error=error))
+            if not isinstance(error.__cause__, FileNotFoundError):
+                reports.append(SegmentReport(name, occupied_bytes, error=error))
         else:
             reports.append(SegmentReport(name, occupied_bytes, shape, tuple(headers), refused))
     return reports

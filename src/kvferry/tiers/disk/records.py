@@ -13,6 +13,7 @@ little-endian.
 """
 
 import struct
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 
@@ -26,6 +27,9 @@ PAGE_BYTES = 4096
 """The alignment of direct access: of every offset, length and address."""
 VERSION = 1
 RECORD_BYTES = 128
+MAX_CELLS = 1 << 22
+"""Most cells of a segment: a damaged header cannot claim a table that fills the memory."""
+MAX_CELL_BYTES = 1 << 32
 _SEGMENT_MAGIC = b"KVFSEGMT"
 _RECORD_MAGIC = b"KVFBLOCK"
 _SEGMENT = struct.Struct("<8sHxxxxxxQQQ")
@@ -65,9 +69,8 @@ class SegmentShape:
         >>> shape.num_cells, shape.occupied_bytes
         (15, 1007616)
         """
-        num_cells = max(max_bytes - 6 * PAGE_BYTES, 0) // cell_bytes
-        while num_cells and cls(segment_id, cell_bytes, num_cells).occupied_bytes > max_bytes:
-            num_cells -= 1
+        counts = range(1, min(max_bytes // cell_bytes, MAX_CELLS) + 1)
+        num_cells = bisect_right(counts, max_bytes, key=lambda count: cls(segment_id, cell_bytes, count).occupied_bytes)
         return cls(segment_id, cell_bytes, num_cells)
 
     @property
@@ -120,6 +123,9 @@ class SegmentShape:
             raise TierError(Reason.UNSUPPORTED_VERSION, message)
         if not _is_sealed(page[: _SEGMENT.size + _DIGEST.size]):
             raise TierError(Reason.CHECKSUM_MISMATCH, "the header of the segment is damaged.")
+        if not (0 < num_cells <= MAX_CELLS and 0 < cell_bytes <= MAX_CELL_BYTES) or cell_bytes % PAGE_BYTES:
+            message = f"no segment has {num_cells} cells of {cell_bytes} bytes."
+            raise TierError(Reason.CHECKSUM_MISMATCH, message)
         return cls(segment_id, cell_bytes, num_cells)
 
 

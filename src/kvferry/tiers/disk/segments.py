@@ -2,17 +2,18 @@
 
 import errno
 import os
+import re
+import stat
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from pathlib import Path
 
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.disk.records import FREE_CELL, PAGE_BYTES, RECORD_BYTES, RecordHeader, SegmentShape, read_table
 
-PATTERN = "segment-*.kv"
+_SEGMENT_NAME = re.compile(r"segment-\d{8,20}\.kv")
 LOCK_NAME = "lock"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -25,8 +26,8 @@ class Directory:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def open(self, name: str, flags: int) -> int:
-        """Open a file."""
-        return os.open(name, flags, 0o600, dir_fd=self.descriptor)
+        """Open a file of this directory: no link to another file, and no pipe that would wait for its other end."""
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self.descriptor)
 
     def open_direct(self, name: str, flags: int) -> int:
         """Open a file for direct access; for access through the page cache where its file system has no other."""
@@ -38,8 +39,13 @@ class Directory:
             return self.open(name, flags)
 
     def segment_names(self) -> list[str]:
-        """Return the names of all segment files."""
-        return sorted(name for name in os.listdir(self.descriptor) if fnmatch(name, PATTERN))
+        """Return the names of all segment files, and of what has such a name but is no file."""
+        with os.scandir(self.descriptor) as entries:
+            return sorted(
+                entry.name
+                for entry in entries
+                if _SEGMENT_NAME.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)
+            )
 
     def remove(self, name: str) -> None:
         """Remove a file, if there is one."""
@@ -93,13 +99,20 @@ class SegmentFile:
             moved = os.pwritev(self._direct, pieces, self.shape.cell_offset(cell))
             self._check_moved(moved, sum(map(len, pieces)))
 
-    def write_headers(self, headers: Sequence[RecordHeader]) -> None:
-        """Write the headers of neighbouring cells."""
-        self._write_table(headers[0].cell, b"".join(header.pack(self.shape.segment_id) for header in headers))
+    def write_headers(self, current: Callable[[], Iterable[RecordHeader]]) -> None:
+        """Write the headers that ``current`` returns, which is asked while nothing else writes headers of this file.
 
-    def clear_headers(self, cell: int, num_cells: int) -> None:
-        """Mark neighbouring cells as free."""
-        self._write_table(cell, FREE_CELL * num_cells)
+        So a thread that is late writes no header of a block whose cell belongs to another block by now.
+        """
+        with self._table():
+            for cell, packed in _stretches((header.cell, header.pack(self.shape.segment_id)) for header in current()):
+                self._write_table(cell, packed)
+
+    def clear_headers(self, cell: int, num_cells: int, is_current: Callable[[], bool] = lambda: True) -> None:
+        """Mark neighbouring cells as free, if ``is_current`` says so while nothing else writes headers."""
+        with self._table():
+            if is_current():
+                self._write_table(cell, FREE_CELL * num_cells)
 
     def remove(self) -> None:
         """Remove the file, and those that it was to replace; nothing is written to it afterwards."""
@@ -124,8 +137,13 @@ class SegmentFile:
         self._remove_replaced()
         if not self._is_made:
             self._make()
-        self._cached = self._directory.open(self.name, os.O_RDWR)
-        self._direct = self._directory.open_direct(self.name, os.O_RDWR)
+        cached = self._directory.open(self.name, os.O_RDWR)
+        try:
+            self._direct = self._directory.open_direct(self.name, os.O_RDWR)
+        except OSError:
+            os.close(cached)
+            raise
+        self._cached = cached
 
     def _remove_replaced(self) -> None:
         for file in self._replaces:
@@ -148,20 +166,26 @@ class SegmentFile:
             os.pwrite(descriptor, self.shape.pack(), 0)
         except Exception as error:
             self.is_removed, self._error = True, error
-            self._directory.remove(self.name)
+            if descriptor >= 0:  # else a file of that name is another's
+                self._directory.remove(self.name)
             raise
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
         self._is_made = True
 
+    @contextmanager
+    def _table(self) -> Iterator[None]:
+        """Let one thread at a time write headers."""
+        with errors_of(self.path), self._lock:
+            yield
+
     def _write_table(self, cell: int, packed: bytes) -> None:
         """Write through the page cache, which outlives this process: headers lie in pages of their own."""
-        with errors_of(self.path), self._lock:
-            if not self.is_removed:
-                self._open()
-                moved = os.pwrite(self._cached, packed, self.shape.header_offset(cell))
-                self._check_moved(moved, len(packed))
+        if not self.is_removed:
+            self._open()
+            moved = os.pwrite(self._cached, packed, self.shape.header_offset(cell))
+            self._check_moved(moved, len(packed))
 
     def _check_moved(self, moved: int, wanted: int) -> None:
         if moved != wanted:
@@ -182,7 +206,24 @@ def segment_name(segment_id: int) -> str:
     >>> segment_name(7)
     'segment-00000007.kv'
     """
-    return PATTERN.replace("*", f"{segment_id:08d}")
+    return f"segment-{segment_id:08d}.kv"
+
+
+def _stretches(rows: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Yield the rows of neighbouring cells, given in the order of cells, as one.
+
+    >>> list(_stretches([(3, b"a"), (4, b"b"), (9, b"c")]))
+    [(3, b'ab'), (9, b'c')]
+    """
+    first, packed = 0, list[bytes]()
+    for cell, row in rows:
+        if packed and cell != first + len(packed):
+            yield first, b"".join(packed)
+            packed = []
+        first = first if packed else cell
+        packed.append(row)
+    if packed:
+        yield first, b"".join(packed)
 
 
 def read_segment(directory: Directory, name: str) -> tuple[SegmentShape, list[RecordHeader], Counter[Reason]]:
@@ -194,12 +235,16 @@ def read_segment(directory: Directory, name: str) -> tuple[SegmentShape, list[Re
     with errors_of(path):
         descriptor = directory.open(name, os.O_RDONLY)
         try:
-            shape = SegmentShape.unpack(os.pread(descriptor, PAGE_BYTES, 0))
-            length = os.fstat(descriptor).st_size
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise TierError(Reason.CHECKSUM_MISMATCH, f"{path} is no file.")
+            shape, length = SegmentShape.unpack(os.pread(descriptor, PAGE_BYTES, 0)), found.st_size
             if segment_name(shape.segment_id) != name or length != shape.file_bytes:
                 message = f"{path}: {length} bytes of segment {shape.segment_id} instead of {shape.file_bytes}."
                 raise TierError(Reason.CHECKSUM_MISMATCH, message)
             table = os.pread(descriptor, shape.num_cells * RECORD_BYTES, PAGE_BYTES)
+            if len(table) != shape.num_cells * RECORD_BYTES:
+                raise TierError(Reason.CHECKSUM_MISMATCH, f"{path} was cut while its table was read.")
         finally:
             os.close(descriptor)
     return shape, *read_table(table, shape)

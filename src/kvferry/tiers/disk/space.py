@@ -45,11 +45,16 @@ class Record:
         """The record's header on disk."""
         return RecordHeader(self.cell, self.key, self.num_bytes, self.checksum, self.sequence)
 
+    def is_last_in_cell(self) -> bool:
+        """Return whether the cell belongs to no other block by now."""
+        return self.segment.records.get(self.cell, self) is self
+
 
 @dataclass(slots=True, eq=False)
 class _Size:
-    """All blocks of one size in cells: free cells, and held records in order of use."""
+    """All blocks of one size in cells: cells of a new segment, free cells, and held records in order of use."""
 
+    cells_per_segment: int
     free: deque[tuple[Segment, int]] = field(default_factory=deque)
     records: OrderedDict[BlockKey, Record] = field(default_factory=OrderedDict)
 
@@ -194,8 +199,7 @@ class Space:
         return record
 
     def _make_room(self, cell_bytes: int, size: _Size, evicted: list[BlockKey]) -> None:
-        one = SegmentShape(self._next_segment_id, cell_bytes, num_cells=1)
-        shape = SegmentShape.within(one.segment_id, cell_bytes, max(self.segment_bytes, one.occupied_bytes))
+        shape = SegmentShape(self._next_segment_id, cell_bytes, size.cells_per_segment)
         if self.may_grow and shape.occupied_bytes <= self.capacity_bytes - self.occupied_bytes:
             self._add_new(shape, ())
             return
@@ -206,6 +210,8 @@ class Space:
 
     def _replace(self, shape: SegmentShape, oldest: Record | None, evicted: list[BlockKey]) -> bool:
         """Replace segments of other sizes whose blocks are all older than ``oldest``; return whether there were any."""
+        if len(self._sizes) == 1:
+            return False
         others = sorted(
             (
                 segment
@@ -243,7 +249,12 @@ class Space:
         return segment
 
     def _size(self, cell_bytes: int) -> _Size:
-        return self._sizes.setdefault(cell_bytes, _Size())
+        size = self._sizes.get(cell_bytes)
+        if size is None:
+            one = SegmentShape(1, cell_bytes, num_cells=1)
+            shape = SegmentShape.within(1, cell_bytes, max(self.segment_bytes, one.occupied_bytes))
+            size = self._sizes[cell_bytes] = _Size(shape.num_cells)
+        return size
 
     def _hold(self, record: Record) -> None:
         record.is_held = True

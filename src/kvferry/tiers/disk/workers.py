@@ -16,7 +16,7 @@ from typing import Protocol
 
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.checksum import checksum
-from kvferry.tiers.disk.records import PAGE_BYTES, RecordHeader
+from kvferry.tiers.disk.records import PAGE_BYTES
 from kvferry.tiers.disk.segments import SegmentFile
 from kvferry.tiers.disk.space import Record
 from kvferry.tiers.protocol import TierCopy
@@ -126,19 +126,22 @@ class StoreRun(Run):
 
 @dataclass(slots=True, eq=False)
 class HeaderWrite:
-    """Headers of neighbouring cells, or one cell that is marked as free."""
+    """Headers of neighbouring cells: written for records that are held, cleared for a record that no longer is.
+
+    Threads may overtake each other, so a record's cell may belong to another block by now.
+    """
 
     file: SegmentFile
-    headers: Sequence[RecordHeader] = ()
-    free_cell: int = 0
+    held: Sequence[Record] = ()
+    forgotten: Record | None = None
     error: TierError | None = None
 
     def perform(self, buffer: "Buffer") -> None:
         """Write the headers."""
-        if self.headers:
-            self.file.write_headers(self.headers)
+        if self.forgotten is not None:
+            self.file.clear_headers(self.forgotten.cell, 1, self.forgotten.is_last_in_cell)
         else:
-            self.file.clear_headers(self.free_cell, 1)
+            self.file.write_headers(lambda: [record.header for record in self.held if record.is_held])
 
     def fail(self, error: TierError) -> None:
         """Note why the table was not written."""
@@ -152,12 +155,12 @@ class Buffer:
     """Memory of one thread on a page boundary, which grows to the longest run."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, RUN_BYTES)
+        self._memory: mmap.mmap | None = None
 
     def of(self, num_bytes: int) -> tuple[memoryview, int]:
         """Return ``num_bytes`` of the buffer, and their address."""
-        if num_bytes > len(self._memory):
-            self._memory = mmap.mmap(-1, num_bytes)
+        if self._memory is None or num_bytes > len(self._memory):
+            self._memory = mmap.mmap(-1, max(num_bytes, RUN_BYTES))
         held = (ctypes.c_char * num_bytes).from_buffer(self._memory)
         return memoryview(held).cast("B"), ctypes.addressof(held)
 
