@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer
@@ -112,6 +114,20 @@ def test_doctor_names_a_missing_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert "not installed" in result.stdout, result.stderr
+
+
+def test_doctor_says_why_there_is_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package, and without the libraries that it needs."""
+    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    sys.modules["mooncake"].__spec__ = ModuleSpec("mooncake", None)
+    monkeypatch.setattr(doctor, "error_of", lambda *command: "libibverbs.so.1: cannot open")
+    (finding,) = doctor.check_pool()
+    assert (finding.health, finding.found) == (Health.WARNING, "libibverbs.so.1: cannot open")
+    assert "libibverbs1" in finding.advice
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    (finding,) = doctor.check_pool()
+    assert finding.health is Health.WARNING
+    assert "not installed" in finding.found
 
 
 def test_version() -> None:

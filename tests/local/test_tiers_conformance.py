@@ -1,9 +1,13 @@
 """Every tier that needs files, threads or other processes passes the suite of tiers."""
 
+import ctypes
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import ClassVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -11,7 +15,11 @@ from kvferry.layout.shard import Region
 from kvferry.testing.tier_suite import LowerBench, LowerTierSuite, tier_machine
 from kvferry.tiers.disk.segments import Directory, read_segment
 from kvferry.tiers.local_disk import LocalDisk
+from kvferry.tiers.pool.store import object_names
 from kvferry.tiers.protocol import BlockKey, LowerTier
+from kvferry.tiers.remote_pool import RemotePool
+
+from .pool_master import Master, open_pool, skip_without_mooncake
 
 CAPACITY = 4 << 20
 
@@ -41,6 +49,47 @@ class TestLocalDisk(LowerTierSuite):
                     directory.close()
                     return
         raise AssertionError("the block is not on disk")
+
+
+@pytest.mark.mooncake
+class TestRemotePool(LowerTierSuite):
+    """The pool tier, with a master of its own."""
+
+    master: ClassVar[Master]
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _master(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        skip_without_mooncake()
+        cls.master = Master(tmp_path_factory.mktemp("master"))
+        yield
+        cls.master.kill()
+
+    def open_tier(self, region: Region, place: Path) -> LowerTier:
+        """Open it as a client of the master."""
+        return open_pool(self.master, region)
+
+    def damage(self, tier: LowerTier, place: Path, key: BlockKey) -> None:
+        """Flip a bit of the block in the memory that this process lends."""
+        assert isinstance(tier, RemotePool)
+        (replica,) = tier._store._store.get_replica_desc(object_names([key])[0])
+        address = replica.get_memory_descriptor().buffer_descriptor.buffer_address
+        ctypes.c_uint8.from_address(address + 100).value ^= 1
+
+
+@pytest.mark.mooncake
+def test_remote_pool_against_a_dictionary(tmp_path: Path) -> None:
+    skip_without_mooncake()
+    master = Master(tmp_path)
+    try:
+        run_state_machine_as_test(
+            tier_machine(lambda: LowerBench(lambda region: open_pool(master, region))),
+            settings=settings(
+                max_examples=8, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            ),
+        )
+    finally:
+        master.kill()
 
 
 def test_local_disk_against_a_dictionary(tmp_path: Path) -> None:

@@ -228,11 +228,11 @@ def test_an_address_for_other_hosts_is_used_with_a_warning(
 
 
 def test_settings_hold_while_an_engine_starts_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MC_TCP_LANES_PER_PEER", "4")
+    monkeypatch.setenv("MC_FORCE_TCP", "0")
     monkeypatch.setenv("MC_USE_TENT", "1")
     before = dict(os.environ)
-    with mooncake_engine._environment():
-        assert os.environ["MC_TCP_LANES_PER_PEER"] == "1"
+    with mooncake_engine.mooncake_environment(mooncake_engine._ENVIRONMENT):
+        assert os.environ["MC_FORCE_TCP"] == "1"
         assert "MC_USE_TENT" not in os.environ
     assert dict(os.environ) == before
 

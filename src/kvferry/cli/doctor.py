@@ -186,6 +186,17 @@ def check_transports() -> Iterator[Finding]:
         yield _judge(f"transport {result.name}", result.works, found, result.remedy, otherwise)
 
 
+def check_pool() -> Iterator[Finding]:
+    """Check Mooncake Store, in which engines share stored blocks."""
+    if importlib.util.find_spec("mooncake") is None:
+        advice = 'Only a pool of stored blocks needs it: pip install "kvferry[mooncake,offload]".'
+        yield Finding("pool", Health.WARNING, "Mooncake Store is not installed", advice)
+        return
+    error = error_of(*PYTHON, "import mooncake.store")
+    advice = "Only a pool of stored blocks needs it. On Debian: apt-get install libibverbs1 libnuma1."
+    yield _judge("pool", not error, error or "Mooncake Store can be loaded", advice)
+
+
 def check_limits() -> Iterator[Finding]:
     """Check the limits of this machine that decide which transports work and how fast."""
     path = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -253,6 +264,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_serve,
     check_router,
     check_transports,
+    check_pool,
     check_limits,
     check_ports,
 )

@@ -28,7 +28,6 @@ _INTERFACE = b"lo\0"
 _ENVIRONMENT: dict[str, str | None] = {
     "MC_FORCE_TCP": "1",
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
-    "MC_TCP_LANES_PER_PEER": "1",  # several lanes overtake each other, and a fence would prove nothing
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(MAX_QUEUED_DESCRIPTORS),
     "MC_TRANSFER_TIMEOUT": "86400",  # seconds after which a batch counts as failed; the caller has its own deadlines
     "MC_USE_TENT": None,
@@ -41,8 +40,10 @@ _ENVIRONMENT: dict[str, str | None] = {
 _opening = threading.Lock()
 
 
-def open_engine(host: str) -> Any:
-    """Start an engine that peers reach at ``host``.
+def open_engine(host: str, num_lanes: int = 1) -> Any:
+    """Start an engine that peers reach at ``host``, with ``num_lanes`` connections to each peer.
+
+    Several lanes overtake each other: a fence proves nothing then.
 
     On loopback its two ports accept connections from this host only. Raises ``TransportError``
     (``TRANSPORT_UNAVAILABLE``) where the package or a library is missing or of another version, or the engine does not
@@ -50,7 +51,7 @@ def open_engine(host: str) -> Any:
     """
     with _opening:
         before = _listener_ids()
-        with _environment():
+        with mooncake_environment({**_ENVIRONMENT, "MC_TCP_LANES_PER_PEER": str(num_lanes)}):
             engine = _import_engine()()
             code = engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
         if code:
@@ -100,9 +101,9 @@ def _installed_version(distribution: str) -> str | None:
 
 
 @contextmanager
-def _environment() -> Iterator[None]:
-    """Set Mooncake's settings, which it reads from the environment only, while an engine starts."""
-    wanted = {"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "WARNING"), **_ENVIRONMENT}
+def mooncake_environment(settings: dict[str, str | None]) -> Iterator[None]:
+    """Set what Mooncake reads from the environment only, while a part of Mooncake starts; None removes a variable."""
+    wanted = {"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "WARNING"), **settings}
     saved = {name: os.environ.get(name) for name in wanted}
     _apply(wanted)
     try:

@@ -1,0 +1,575 @@
+"""The pool tier: blocks in Mooncake Store, which many engines share over a network.
+
+Each engine lends memory to the pool, its *share*, and owns the blocks that it stored: their number is bounded by the
+share, and their owner alone evicts them. What another engine stored is found by asking the pool, and loaded from that
+engine's memory. A block that the pool has already is not stored again: keys name contents.
+
+All decisions are taken inside the verbs, on the caller's thread. One thread asks the pool, one stores and removes, in
+order, and two load. Blocks move between the host slab and the pool without another copy, so the end of a call of
+Mooncake, a few seconds at most, is the end of its copies, also where the copies are cancelled.
+
+**Failures.** While the master does not answer, the tier holds nothing and takes nothing; Mooncake's client and a look
+at the master each second find it again. Where the pool was emptied meanwhile, the tier forgets its blocks. A block that
+the pool has no more is a miss: its engine has ended, or the master has evicted it for another use of the pool.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvferry.errors import Reason, TierError
+from kvferry.layout.shard import Region
+from kvferry.tiers.pool.index import PoolIndex
+from kvferry.tiers.pool.lanes import Lane, Task
+from kvferry.tiers.pool.store import BLOCKS_PER_READ, BLOCKS_PER_WRITE, Beat, PoolStore, UncertainTransfer, chosen
+from kvferry.tiers.protocol import (
+    CLOSE_SECONDS,
+    KEY_BYTES,
+    MAX_BATCH,
+    BlockKey,
+    Capabilities,
+    Load,
+    Presence,
+    Presences,
+    Slots,
+    Store,
+    TierCopy,
+    check_slots,
+)
+from kvferry.tiers.slab_memory import available_bytes
+from kvferry.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+NUM_LOAD_THREADS = 2
+SILENT_SECONDS = 1.0
+"""While a question has no answer for so long, the tier holds nothing."""
+USABLE_SHARE = 0.85
+"""Share of the lent memory that own blocks may fill. Mooncake's master evicts when 0.9 of the pool is full."""
+MIN_SHARE_BYTES = 16 << 20
+MAX_ASKED = 1 << 16
+"""Most blocks of one question to the master."""
+
+_never_closed: list[object] = []  # clients whose threads still hung when the tier was closed
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """A question which of the blocks the pool has; no answer where the pool cannot be reached."""
+
+    store: PoolStore
+    keys: Sequence[BlockKey]
+    exists: list[bool] | None = None
+
+    def perform(self) -> None:
+        """Ask."""
+        exists: list[bool] = []
+        try:
+            for at in range(0, len(self.keys), MAX_ASKED):
+                exists += self.store.exists(self.keys[at : at + MAX_ASKED])
+        except Exception as error:
+            logger.debug("a question to the pool has no answer: %r", error)
+            return
+        self.exists = exists
+
+
+@dataclass(slots=True, eq=False)
+class Removal:
+    """Blocks that shall go from the pool."""
+
+    store: PoolStore
+    keys: Sequence[BlockKey]
+    is_done: bool = False
+
+    def perform(self) -> None:
+        """Remove them."""
+        try:
+            self.store.remove(self.keys)
+        except Exception as error:
+            logger.debug("blocks were not removed from the pool: %r", error)
+            return
+        self.is_done = True
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Blocks of a copy that the threads move. ``errors[i]``: why block ``i`` did not move; None where it did."""
+
+    blocks_per_call: ClassVar[int]
+    store: PoolStore
+    copy: "PoolLoad | PoolStoring"
+    indices: Sequence[int]
+    errors: dict[int, TierError | None] = field(default_factory=dict)
+    is_cancelled: threading.Event = field(default_factory=threading.Event)
+    is_uncertain: bool = False
+
+    def perform(self) -> None:
+        """Move the blocks, in parts."""
+        copy = self.copy
+        addresses, lengths = copy.slots.addresses.tolist(), copy.slots.lengths.tolist()
+        for at in range(0, len(self.indices), self.blocks_per_call):
+            part = self.indices[at : at + self.blocks_per_call]
+            try:
+                if self.is_cancelled.is_set():
+                    raise _CANCELLED
+                rows = ([copy.keys[i] for i in part], [addresses[i] for i in part], [lengths[i] for i in part])
+                found = self.move(part, *rows)
+                self.errors.update(zip(part, found, strict=True))
+                slow = next((error for error in found if error and error.reason is Reason.TRANSFER_FAILED), None)
+                if slow is not None:  # the next part would wait as long
+                    self.errors.update(dict.fromkeys(self.indices[at + self.blocks_per_call :], slow))
+                    return
+            except UncertainTransfer:
+                self.is_uncertain = True
+                return
+            except TierError as error:
+                self.errors.update(dict.fromkeys(part, error))
+            except Exception as error:
+                self.errors.update(dict.fromkeys(part, TierError(Reason.TIER_FAILED, f"the pool failed: {error!r}.")))
+
+    def move(
+        self, part: Sequence[int], keys: list[BlockKey], addresses: list[int], lengths: list[int]
+    ) -> list[TierError | None]:
+        """Move the blocks ``part`` of the copy; return the error of each."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False)
+class Read(Transfer):
+    """Blocks on their way out of the pool."""
+
+    blocks_per_call = BLOCKS_PER_READ
+
+    def move(
+        self, part: Sequence[int], keys: list[BlockKey], addresses: list[int], lengths: list[int]
+    ) -> list[TierError | None]:
+        """Read them into their slots."""
+        return self.store.get(keys, addresses, lengths)
+
+
+@dataclass(slots=True, eq=False)
+class Write(Transfer):
+    """Blocks on their way into the pool. ``existed``: those that another engine had stored already.
+
+    ``uncertain``: those that the pool may have got or not.
+    """
+
+    blocks_per_call = BLOCKS_PER_WRITE
+    existed: set[int] = field(default_factory=set)
+    uncertain: set[int] = field(default_factory=set)
+
+    def move(
+        self, part: Sequence[int], keys: list[BlockKey], addresses: list[int], lengths: list[int]
+    ) -> list[TierError | None]:
+        """Write those that the pool does not have."""
+        exists = self.store.exists(keys)
+        self.existed.update(i for i, found in zip(part, exists, strict=True) if found)
+        new = [place for place, found in enumerate(exists) if not found]
+        errors: list[TierError | None] = [None] * len(keys)
+        self.uncertain.update(part[place] for place in new)
+        if new:
+            found = self.store.put(chosen(keys, new), chosen(addresses, new), chosen(lengths, new))
+            for place, error in zip(new, found, strict=True):
+                errors[place] = error
+        self.uncertain.difference_update(part[place] for place in new)
+        return errors
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PoolLoad(Load):
+    """A load; ``pinned`` are the blocks that it keeps."""
+
+    pinned: Sequence[BlockKey] = ()
+    transfer: Transfer | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PoolStoring(Store):
+    """A store; ``reserved`` are the blocks that have room of this engine's share, by index.
+
+    ``generation``: how often the pool had been emptied when the store began.
+    """
+
+    reserved: dict[int, BlockKey] = field(default_factory=dict)
+    transfer: Transfer | None = None
+    generation: int = 0
+
+
+class RemotePool:
+    """The pool tier at the master ``master`` ("host:port"), for slots of the host slab at ``region``.
+
+    ``share_bytes`` of this process's memory are lent to the pool until ``close``. On loopback, unless
+    ``MC_TCP_BIND_ADDRESS`` names an address of this host: see docs/offload.md. The master may be absent, now or later.
+
+    Raises :class:`TierError`: ``invalid-setting`` for a master without a port and a share that is too small,
+    ``tier-failed`` for a share that this machine has no memory for, and ``transport-unavailable`` or
+    ``missing-dependency`` where Mooncake cannot be loaded.
+    """
+
+    def __init__(self, master: str, share_bytes: int, region: Region) -> None:
+        check_settings(master, share_bytes)
+        self._capabilities = Capabilities("remote_pool", share_bytes)
+        self._region = region
+        self._index = PoolIndex(int(USABLE_SHARE * share_bytes))
+        self._loads: set[PoolLoad] = set()
+        self._stores: set[PoolStoring] = set()
+        self._ended: list[TierCopy] = []
+        self._done: deque[Task] = deque()
+        self._to_remove: list[BlockKey] = []
+        """Blocks whose removal waits until the pool can be reached."""
+        self._failures: Counter[Reason] = Counter()
+        self._num_evicted = 0
+        self._is_closed = False
+        self._store = PoolStore(master, share_bytes, region, num_threads=NUM_LOAD_THREADS + 1)
+        self._store.renew()
+        self._beat = Beat()
+        self._questions = Lane("kvferry-pool-questions", self._done, idle=self._store.renew)
+        self._writes = Lane("kvferry-pool-writes", self._done)
+        self._reads = Lane("kvferry-pool-reads", self._done, num_threads=NUM_LOAD_THREADS)
+        self._note_beat()
+        if not self._beat.is_reachable:
+            logger.warning("the pool's master at %s does not answer; blocks are not shared until it does", master)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The pool tier; its capacity is the memory that this engine lends."""
+        return self._capabilities
+
+    def look_up(self, keys: Sequence[BlockKey]) -> Presences:
+        """Return what is known; the pool is asked for the rest, which is pending until its answer."""
+        self._check_open()
+        if len(keys) > MAX_BATCH:
+            raise TierError(Reason.INVALID_REQUEST, f"{len(keys)} blocks in one call; the limit is {MAX_BATCH}.")
+        self._note_beat()
+        found = np.full(len(keys), Presence.ABSENT, np.uint8)
+        if not self._is_reachable():
+            return found
+        if set(map(len, keys)) - {KEY_BYTES}:
+            is_key = [len(key) == KEY_BYTES for key in keys]
+            found[is_key] = self.look_up(list(compress(keys, is_key)))
+            return found
+        found, unknown = self._index.look_up(keys)
+        if unknown:
+            self._questions.submit(Ask(self._store, unknown))
+        return found
+
+    def prepare_load(self, keys: Sequence[BlockKey], slots: Slots) -> PoolLoad:
+        """Pin the blocks that a look-up has found, and queue their reads."""
+        lengths = self._check_slots(keys, slots)
+        load = PoolLoad(keys=keys, slots=slots, landed=np.zeros(len(keys), np.bool_))
+        self._loads.add(load)
+        index, to_read = self._index, list[int]()
+        for i, key in enumerate(keys):
+            if not index.holds(key):
+                load.fail(1, TierError(Reason.BLOCK_MISSING, "the pool is not known to have a block."))
+            elif index.own.get(key, lengths[i]) != lengths[i]:
+                load.fail(1, _wrong_size(index.own[key], lengths[i]))
+            else:
+                to_read.append(i)
+        load.pinned = [keys[i] for i in to_read]
+        index.pin(load.pinned)
+        index.use(reversed(load.pinned))  # the first block of a prefix goes last
+        self._begin(load, Read(self._store, load, to_read), self._reads)
+        return load
+
+    def complete_load(self, load: Load) -> None:
+        """End the pins."""
+        self._check_open()
+        _check_ended(load, self._loads)
+        assert isinstance(load, PoolLoad)
+        self._loads.remove(load)
+        self._index.unpin(load.pinned)
+        self._failures.update(load.failures)
+
+    def prepare_store(self, keys: Sequence[BlockKey], slots: Slots) -> PoolStoring:
+        """Reserve room in this engine's share and queue the writes of the slots."""
+        lengths = self._check_slots(keys, slots)
+        store = PoolStoring(keys=keys, slots=slots, landed=np.zeros(len(keys), np.bool_), evicted=[])
+        store.generation = self._beat.num_emptied
+        self._stores.add(store)
+        if not self._is_reachable():
+            self._end(store, TierError(Reason.TIER_FAILED, "the pool's master does not answer."))
+            return store
+        index, kept = self._index, frozenset(keys)
+        for i, key in enumerate(keys):
+            if index.own.get(key, lengths[i]) != lengths[i]:
+                store.fail(1, _wrong_size(index.own[key], lengths[i]))
+            elif index.holds(key):
+                store.landed[i] = True
+            elif index.is_being_stored(key):
+                store.fail(1, TierError(Reason.ALREADY_BEING_STORED, "another store writes the block."))
+            elif not index.reserve(key, lengths[i], kept):
+                store.fail(1, self._full_error())
+            else:
+                store.reserved[i] = key
+        store.evicted, index.evicted = index.evicted, []
+        self._num_evicted += len(store.evicted)
+        self._remove(store.evicted)
+        self._begin(store, Write(self._store, store, list(store.reserved)), self._writes)
+        return store
+
+    def complete_store(self, store: Store) -> None:
+        """Make the blocks that have landed visible; those that must not stay are removed from the pool."""
+        self._check_open()
+        _check_ended(store, self._stores)
+        assert isinstance(store, PoolStoring)
+        self._stores.remove(store)
+        self._failures.update(store.failures)
+        write, now = store.transfer, time.monotonic()
+        is_current = store.generation == self._beat.num_emptied
+        unwanted: list[BlockKey] = []
+        for i, key in sorted(store.reserved.items(), reverse=True):  # the first block of a prefix goes last
+            existed = isinstance(write, Write) and i in write.existed
+            if store.landed[i] and is_current and not existed:
+                self._index.publish(key)
+                continue
+            self._index.give_back(key, is_held_by_another=existed and is_current, now=now)
+            if (
+                isinstance(write, Write)
+                and not existed
+                and (i in write.uncertain or write.errors.get(i, _OVER) is None)
+            ):
+                unwanted.append(key)
+        self._remove(unwanted)
+
+    def cancel(self, copy: TierCopy) -> None:
+        """Give a copy up: at once where no thread has begun it, else it ends with its call of Mooncake."""
+        self._check_open()
+        if not copy.has_ended and (copy in self._loads or copy in self._stores):
+            assert isinstance(copy, PoolLoad | PoolStoring)
+            self._give_up(copy, _CANCELLED)
+
+    def poll(self) -> list[TierCopy]:
+        """Take what the threads have done."""
+        self._check_open()
+        self._note_beat()
+        now = time.monotonic()
+        while self._done:
+            self._take(self._done.popleft(), now)
+        self._index.expire(now)
+        if self._to_remove and self._is_reachable():
+            self._retry_removals()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the counts that every tier has, and those of the pool.
+
+        ``num_blocks`` and ``num_bytes``: of the blocks that this engine owns. ``is_reachable``: whether the master
+        answers. ``num_emptied``: how often this engine's share was found empty, the first time included.
+        ``failures``: blocks that have not landed in completed copies, by reason.
+        """
+        return {
+            "num_blocks": len(self._index.own),
+            "num_bytes": self._index.used_bytes,
+            "num_pinned": self._index.num_pinned,
+            "num_loads": len(self._loads),
+            "num_stores": len(self._stores),
+            "num_evicted": self._num_evicted,
+            "num_waiting": sum(lane.num_waiting for lane in (self._writes, self._reads)),
+            "is_reachable": self._is_reachable(),
+            "num_emptied": self._beat.num_emptied,
+            "failures": {reason.value: count for reason, count in self._failures.items()},
+        }
+
+    def close(self) -> None:
+        """Fail open copies as ``closed`` and leave the pool, which forgets this engine's blocks.
+
+        Takes about a second, and some more where the master does not answer.
+        """
+        if self._is_closed:
+            return
+        closed = TierError(Reason.CLOSED, "the tier was closed.")
+        lanes = (self._reads, self._writes, self._questions)
+        copies: list[PoolLoad | PoolStoring] = [*self._loads, *self._stores]
+        for copy in copies:
+            if not copy.has_ended:
+                self._give_up(copy, closed)
+        self._is_closed = True
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for lane in lanes:
+            lane.close()
+        ends = [lane.join(deadline) for lane in lanes]
+        while self._done:
+            task = self._done.popleft()
+            if isinstance(task, Transfer) and not task.is_uncertain:
+                task.copy.transfer = None
+        moving = [copy for copy in copies if not copy.has_ended and copy.transfer is not None]
+        for copy in copies:
+            if not copy.has_ended and copy not in moving:
+                self._end(copy, closed)
+        self._index.unpin([key for load in self._loads for key in load.pinned])
+        self._loads.clear()
+        self._stores.clear()
+        if all(ends) and not moving:
+            self._store.close()
+            return
+        logger.warning("closed while a call of the pool hangs; this engine's share stays until the process ends")
+        _never_closed.append(self)
+        if not moving:
+            return
+        hangs = f"{len(moving)} copies of the pool have not ended for {CLOSE_SECONDS:g} s."
+        raise TierError(Reason.DEADLINE_EXCEEDED, hangs, "Keep the slab mapped until the process ends.")
+
+    # copies
+
+    def _begin(self, copy: "PoolLoad | PoolStoring", transfer: Transfer, lane: Lane) -> None:
+        """Queue the transfer of a copy; one without blocks has ended."""
+        copy.transfer = transfer
+        if transfer.indices:
+            lane.submit(transfer)
+        else:
+            self._end(copy)
+
+    def _give_up(self, copy: "PoolLoad | PoolStoring", error: TierError) -> None:
+        """Let a copy end as soon as it can; what its thread moves meanwhile counts for a load only."""
+        transfer = copy.transfer
+        if transfer is None:
+            return
+        transfer.is_cancelled.set()
+        if (self._reads if isinstance(copy, PoolLoad) else self._writes).revoke(transfer):
+            if isinstance(copy, PoolStoring):
+                _lose_all(copy)
+            self._end(copy, error)
+
+    def _take(self, task: Task, now: float) -> None:
+        if isinstance(task, Ask):
+            if task.exists is None:
+                self._index.cannot_answer(task.keys)
+            else:
+                self._index.answer(task.keys, task.exists, now)
+        elif isinstance(task, Removal):
+            if task.is_done:
+                self._index.left(task.keys)
+            else:
+                self._to_remove += task.keys
+        elif isinstance(task, Transfer) and not task.is_uncertain and not task.copy.has_ended:
+            self._take_transfer(task, now)
+
+    def _take_transfer(self, transfer: Transfer, now: float) -> None:
+        copy, is_load = transfer.copy, isinstance(transfer, Read)
+        if not is_load and transfer.is_cancelled.is_set():
+            _lose_all(copy)
+            self._end(copy, _CANCELLED)
+            return
+        for i, error in transfer.errors.items():
+            if error is None:
+                copy.landed[i] = True
+            else:
+                copy.fail(1, error)
+                if is_load:
+                    self._note_miss(copy.keys[i], error.reason, now)
+        self._end(copy)
+
+    def _note_miss(self, key: BlockKey, reason: Reason, now: float) -> None:
+        """Keep a block that did not arrive from being promised again."""
+        if reason is Reason.CHECKSUM_MISMATCH:
+            self._index.forget(key)
+            self._remove([key])
+        elif reason in (Reason.PEER_UNREACHABLE, Reason.TRANSFER_FAILED):
+            self._index.distrust(key, now)
+        elif reason is Reason.BLOCK_MISSING:
+            self._index.forget(key)
+
+    def _end(self, copy: TierCopy, error: TierError | None = None) -> None:
+        """End a copy; with an error, for all blocks that have neither landed nor failed."""
+        num_open = len(copy.keys) - int(copy.landed.sum()) - copy.failures.total()
+        if error is not None and num_open:
+            copy.fail(num_open, error)
+        copy.has_ended = True
+        self._ended.append(copy)
+
+    def _remove(self, keys: Sequence[BlockKey]) -> None:
+        """Let blocks go from the pool, before anything that is stored from now on."""
+        if keys:
+            self._index.leave(keys)
+            self._writes.submit(Removal(self._store, keys))
+
+    def _retry_removals(self) -> None:
+        """Remove what could not be removed before, unless the block was stored again."""
+        index, keys = self._index, self._to_remove
+        is_again = [key in index.own or index.is_being_stored(key) for key in keys]
+        index.left(compress(keys, is_again))
+        self._to_remove = []
+        self._writes.submit(Removal(self._store, [key for key, again in zip(keys, is_again, strict=True) if not again]))
+
+    # the pool
+
+    def _note_beat(self) -> None:
+        """Forget the blocks of a pool that was emptied."""
+        beat = self._store.beat
+        if beat.num_emptied != self._beat.num_emptied:
+            owned = self._index.clear()
+            if owned:
+                logger.warning("the pool was emptied: %d blocks of this engine are gone", len(owned))
+                self._to_remove = owned  # those that were stored after the pool was emptied, and before this moment
+        if beat.is_reachable != self._beat.is_reachable and self._beat.num_emptied:
+            logger.warning("the pool's master %s", "answers again" if beat.is_reachable else "does not answer")
+        self._beat = beat
+
+    def _is_reachable(self) -> bool:
+        return self._store.beat.is_reachable and self._questions.busy_seconds() < SILENT_SECONDS
+
+    # checks
+
+    def _full_error(self) -> TierError:
+        share = format_bytes(self._capabilities.capacity_bytes)
+        message = f"no room for a block in this engine's share of the pool: all of its {share} are in use."
+        return TierError(Reason.TIER_FULL, message, "Give the pool more bytes.")
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TierError(Reason.CLOSED, "the tier is closed.", "Open another.")
+
+    def _check_slots(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
+        """Check the arguments of ``prepare_*`` and return the lengths of the slots."""
+        self._check_open()
+        check_slots(keys, slots, self._region)
+        if not slots.lengths.all():
+            raise TierError(Reason.INVALID_REQUEST, "a slot has 0 bytes.", "A block has at least one byte.")
+        return [int(length) for length in slots.lengths]
+
+
+def check_settings(master: str, share_bytes: int) -> None:
+    """Raise :class:`TierError` where no pool can be opened with these settings on this machine.
+
+    >>> check_settings("127.0.0.1:50051", 1 << 20)
+    Traceback (most recent call last):
+    kvferry.errors.TierError: the pool's share of 1.0 MiB is too small. Lend at least 16.0 MiB. [invalid-setting]
+    """
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise TierError(Reason.INVALID_SETTING, f"{master!r} does not name a master.", 'Write "host:port".')
+    if share_bytes < MIN_SHARE_BYTES:
+        message = f"the pool's share of {format_bytes(share_bytes)} is too small."
+        raise TierError(Reason.INVALID_SETTING, message, f"Lend at least {format_bytes(MIN_SHARE_BYTES)}.")
+    if share_bytes > (available := available_bytes()):
+        message = f"{format_bytes(share_bytes)} cannot be lent to the pool: {format_bytes(available)} are available."
+        raise TierError(Reason.TIER_FAILED, message, "Lend fewer bytes.")
+
+
+_CANCELLED = TierError(Reason.ABORTED, "the copy was cancelled.")
+_OVER = TierError(Reason.ABORTED, "no thread has moved the block.")
+
+
+def _lose_all(copy: TierCopy) -> None:
+    """Take all blocks of a cancelled store for not landed, those too that the pool has already."""
+    copy.landed[:] = False
+
+
+def _wrong_size(found: int, asked: int) -> TierError:
+    message = f"a block of {found} bytes was to be copied from or to a slot of {asked} bytes."
+    return TierError(Reason.BLOCK_SIZE_MISMATCH, message, "Let equal keys mean equal blocks.")
+
+
+def _check_ended(copy: TierCopy, open_copies: set[Any]) -> None:
+    if not copy.has_ended or copy not in open_copies:
+        asked = "a copy was completed before its end, a second time, or in another tier."
+        raise TierError(Reason.INVALID_REQUEST, asked, "Complete each copy once, when it has ended.")

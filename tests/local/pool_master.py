@@ -1,0 +1,80 @@
+"""A ``mooncake_master`` on loopback for tests of the pool tier, which can be killed, stopped and started again."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvferry.harness.launch import free_port
+from kvferry.layout.shard import Region
+from kvferry.tiers.remote_pool import RemotePool
+
+WAIT_SECONDS = 20.0
+SHARE_BYTES = 16 << 20
+
+
+def skip_without_mooncake() -> None:
+    """Skip a test where Mooncake Store cannot be loaded, with the reason."""
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+
+
+class Master:
+    """The process; ``address`` is what an engine's setting ``pool_master`` names."""
+
+    def __init__(self, folder: Path) -> None:
+        found = importlib.util.find_spec("mooncake")
+        assert found is not None
+        assert found.submodule_search_locations is not None
+        self._program = Path(found.submodule_search_locations[0]) / "mooncake_master"
+        self._folder = folder
+        self._port, self._metrics_port = free_port(), free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start it; the pool is empty."""
+        with (self._folder / "master.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    self._program,
+                    "--rpc_address=127.0.0.1",
+                    f"--rpc_port={self._port}",
+                    "--metrics_host=127.0.0.1",
+                    f"--metrics_port={self._metrics_port}",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+
+    def send(self, number: signal.Signals) -> None:
+        """Send the process a signal, such as SIGSTOP."""
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """End the process with SIGKILL; twice is fine."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = WAIT_SECONDS) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.01)
+
+
+def open_pool(master: Master, region: Region, share_bytes: int = SHARE_BYTES) -> RemotePool:
+    """Return a pool tier that has reached the master."""
+    pool = RemotePool(master.address, share_bytes, region)
+    wait_until(lambda: pool.poll() == [] and pool.snapshot()["is_reachable"], "the master answers")
+    return pool
