@@ -146,9 +146,9 @@ class EngineOracle:
         """Return whether kvferry's plugin has registered the connector with vLLM in this worker."""
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        from kvferry.integrations.vllm.plugin import CONNECTOR_NAME
+        from kvferry.integrations.vllm.plugin import CONNECTORS
 
-        return {"is_registered": CONNECTOR_NAME in KVConnectorFactory._registry}
+        return {"is_registered": CONNECTORS.keys() <= KVConnectorFactory._registry.keys()}
 
     def oracle_poison(self) -> dict[str, Any]:
         """Fill every block but the null block with NaN, as an earlier request may leave it.

@@ -27,7 +27,7 @@ from kvferry.harness.launch import (
     wait_until_ready,
 )
 from kvferry.harness.tiny_models import make_tiny_model
-from kvferry.integrations.vllm.plugin import CONNECTOR_MODULE
+from kvferry.integrations.vllm.plugin import CONNECTORS
 
 from .lora_adapter import ADAPTER_RANK, make_adapter
 
@@ -149,7 +149,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8-reference": ("fp8", {"role": None, "cores": BOTH_CORES}),
     "fp8-tp1": ("fp8", {}),
     "fp8-tp2": ("fp8", {"tensor_parallel_size": 2}),
-    "gqa-block64": ("gqa", {"block_size": 64, "cores": LAST_CORE, "connector_module": CONNECTOR_MODULE}),
+    "gqa-block64": ("gqa", {"block_size": 64, "cores": LAST_CORE, "connector_module": CONNECTORS["KVFerryConnector"]}),
     "gemma-push-tp1": ("gemma", {"mode": "push"}),
     "gemma-push-tp2": ("gemma", {"mode": "push", "tensor_parallel_size": 2, "arguments": CHUNKED}),
     "gemma-push-layers": ("gemma", {"mode": "push", "layers_per_span": 2, "cores": LAST_CORE}),

@@ -1,4 +1,4 @@
-"""Entry point ``vllm.general_plugins``: registers the connector and the layouts that CPU attention reads."""
+"""Entry point ``vllm.general_plugins``: registers the connectors and the layouts that CPU attention reads."""
 
 import logging
 
@@ -8,8 +8,11 @@ from kvferry.integrations.vllm.waiting_workers import make_waits_sleep
 
 logger = logging.getLogger(__name__)
 
-CONNECTOR_NAME = "KVFerryConnector"
-CONNECTOR_MODULE = "kvferry.integrations.vllm.connector"
+CONNECTORS = {
+    "KVFerryConnector": "kvferry.integrations.vllm.connector",
+    "KVFerryOffloadConnector": "kvferry.integrations.vllm.offload_connector",
+}
+"""The module of each connector, which has a class of the connector's name."""
 
 
 def register() -> None:
@@ -22,8 +25,9 @@ def register() -> None:
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if CONNECTOR_NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+    for name, module in CONNECTORS.items():
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, module, name)
     from kvferry.integrations.vllm.layout_choice import widen_cpu_attention
 
     widen_cpu_attention()
