@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvferry.errors import Reason
+from kvferry.errors import Reason, TierError
 from kvferry.testing.dictionary_tier import DictionaryTier
 from kvferry.testing.tier_suite import (
     BLOCK_BYTES,
@@ -25,6 +25,8 @@ from kvferry.tiers.lower_copies import CopySettings
 from kvferry.tiers.protocol import BlockKey, Presence
 from kvferry.tiers.slab_memory import SlabMemory
 from kvferry.tiers.stack import Promise, Stack
+
+from ..counted_work import lines_of
 
 WAIT = 5.0
 SETTINGS = CopySettings(chunk_bytes=2 * BLOCK_BYTES, copies_per_tier=2, hang_seconds=10.0, suspend_seconds=20.0)
@@ -392,6 +394,74 @@ def test_only_what_was_promised_can_be_loaded(engine: Engine) -> None:
     engine.load("a", 1)
     assert refusal(engine.stack.begin_load, "a", {"full": block_keys(1)}) is Reason.INVALID_REQUEST
     engine.check_nothing_is_left()
+
+
+def test_a_block_is_loaded_once_and_in_its_own_group() -> None:
+    """The slots of another group have other numbers: the wrong bytes would reach the engine."""
+    engine = Engine()
+    engine.store(1, 2)
+    engine.settle()
+    engine.answer("a", 1, 2)
+    for chosen in ({"other": block_keys(1)}, {"full": block_keys(1, 1)}):
+        assert refusal(engine.stack.begin_load, "a", chosen) is Reason.INVALID_REQUEST
+    engine.load("a", 1, 2)
+    engine.check_nothing_is_left()
+    engine.close()
+
+
+def test_writes_of_a_slow_tier_leave_most_of_host_memory_free(engine: Engine) -> None:
+    engine.disk.faults.hangs = engine.pool.faults.hangs = True
+    engine.store(*range(1, 9))
+    engine.step()
+    assert engine.host.snapshot()["num_pinned"] == 2, "a quarter, the same blocks for both"
+    engine.store(*range(11, 17))
+    assert engine.host.look_up(block_keys(*range(11, 17))).tolist() == [Presence.HELD] * 6
+    engine.disk.faults.hangs = engine.pool.faults.hangs = False
+    engine.settle()
+    engine.check_nothing_is_left()
+
+
+def test_a_tier_whose_verbs_all_raise_leaves_no_pin_and_raises_nothing(engine: Engine) -> None:
+    engine.only_below(1, 2)
+    assert engine.ask("a", 1, 2) is None
+    engine.store(3, 4)
+    engine.step(0.0)
+    for tier in (engine.disk, engine.pool):
+        tier.close()
+    engine.step()
+    engine.step(SETTINGS.hang_seconds + 1)
+    assert engine.answer("a", 1, 2) == []
+    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["is_suspended"]
+    engine.stack.drop("a")
+
+
+@pytest.mark.parametrize("verb", ["complete_load", "complete_store"])
+def test_a_tier_that_cannot_complete_a_copy_leaves_no_pin_in_host_memory(
+    engine: Engine, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.only_below(1, 2)
+
+    def fail(copy: object) -> None:
+        raise TierError(Reason.TIER_FAILED, "the tier raises on purpose.")
+
+    for tier in (engine.disk, engine.pool):
+        monkeypatch.setattr(tier, verb, fail)
+    engine.ask("a", 1, 2)
+    engine.store(3, 4)
+    for _ in range(20):
+        engine.step()
+    engine.stack.drop("a")
+    found = engine.host.snapshot()
+    assert [found[name] for name in ("num_pinned", "num_loads", "num_stores")] == [0, 0, 0]
+
+
+def test_a_prefetch_takes_no_step_for_each_block_that_is_on_its_way() -> None:
+    engine = Engine(num_blocks=400)
+    engine.disk.faults.hangs = True
+    engine.disk.blocks.update(dict.fromkeys(block_keys(*range(100)), (b"", 0)))
+    engine.ask("a", *range(90))
+    assert lines_of(lambda: engine.stack.prefetch("full", block_keys(95), engine.now)) < 160
+    engine.close()
 
 
 def test_an_unknown_group_is_refused(engine: Engine) -> None:

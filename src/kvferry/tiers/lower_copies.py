@@ -2,7 +2,8 @@
 
 Two directions share the tier. A *promotion* fills slots of host memory with a chunk of blocks that requests wait for,
 or that a prefetch brings; requests take turns, and prefetches come last. A *write-through* brings blocks from host
-memory down. At most ``copies_per_tier`` of each move at a time.
+memory down. At most ``copies_per_tier`` of each move at a time, and write-throughs of one tier pin at most
+``WRITE_SHARE`` of host memory.
 
 A tier that fails is left alone for ``suspend_seconds``, so that one broken disk costs one wait and not one for every
 request. A copy that does not end within ``hang_seconds`` is cancelled and *given up*: nobody waits for it, the tier is
@@ -11,7 +12,8 @@ left alone until it ends, and its slots stay in use until then.
 
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 SUSPENDING = frozenset({Reason.TIER_FAILED, Reason.TRANSFER_FAILED, Reason.DEADLINE_EXCEEDED, Reason.CLOSED})
 """Failures of a tier; others are about single blocks."""
+WRITE_SHARE = 0.25
+"""Share of host memory that the writes of one tier may pin, so that a slow tier leaves room for new blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +83,16 @@ class LowerCopies:
         self.promotion_times = CopyTimes()
         self._host, self._tier, self._settings = host, tier, settings
         self._queues: OrderedDict[str, deque[Chunk]] = OrderedDict()
-        self._prefetches: deque[Chunk] = deque()
-        self._to_write: dict[BlockKey, None] = {}
+        # Ordered dictionaries: of a plain one that loses its first keys, the next first key is found slowly.
+        self._prefetches: OrderedDict[Chunk, None] = OrderedDict()
+        self._to_write: OrderedDict[BlockKey, None] = OrderedDict()
         self._promotions: dict[Load, _Promotion] = {}
         self._writes: dict[Store, _Write] = {}
         self._suspended_until = -np.inf
         self._counts: Counter[str] = Counter()
-        self._blocks_to_write = max(1, settings.chunk_bytes // max(host.slot_bytes.values()))
+        self._bytes_to_pin = int(WRITE_SHARE * host.capabilities.capacity_bytes)
+        most_bytes = min(settings.chunk_bytes, self._bytes_to_pin)
+        self._blocks_to_write = max(1, most_bytes // max(host.slot_bytes.values()))
 
     @property
     def name(self) -> str:
@@ -126,7 +133,7 @@ class LowerCopies:
     def promote(self, chunk: Chunk) -> None:
         """Queue a chunk. ``collect`` or ``begin`` returns it, once."""
         if chunk.is_prefetch:
-            self._prefetches.append(chunk)
+            self._prefetches[chunk] = None
         else:
             self._queues.setdefault(next(iter(chunk.askers)), deque()).append(chunk)
 
@@ -134,7 +141,7 @@ class LowerCopies:
         """Let one more request wait for a chunk; a queued prefetch then moves ahead of other prefetches."""
         chunk.askers[request_id] = None
         if chunk.is_prefetch and chunk in self._prefetches:
-            self._prefetches.remove(chunk)
+            del self._prefetches[chunk]
             chunk.is_prefetch = False
             self.promote(chunk)
 
@@ -142,7 +149,7 @@ class LowerCopies:
         """Queue visible blocks of host memory for the way down; those evicted before their turn are left out."""
         self._to_write.update(dict.fromkeys(keys))
         if len(self._to_write) > 2 * self._host.num_slots:
-            self._to_write = dict.fromkeys(self._host.visible_among(list(self._to_write)))
+            self._to_write = OrderedDict.fromkeys(self._host.visible_among(list(self._to_write)))
 
     def collect(self, now: float) -> list[Chunk]:
         """Drive the tier; return the chunks that have ended or were given up since the last call.
@@ -150,11 +157,9 @@ class LowerCopies:
         What has landed is visible in host memory and not pinned: pin it before anything takes a slot.
         """
         ended: list[Chunk] = []
-        try:
+        copies: Sequence[TierCopy] = ()
+        with self._failing(now):
             copies = self._tier.poll()
-        except TierError as error:
-            self._fail(0, error, now)
-            copies = []
         for copy in copies:
             self._finish(copy, ended, now)
         self._give_up_overdue(ended, now)
@@ -171,7 +176,7 @@ class LowerCopies:
         while self._may_begin(self._promotions, now) and (chunk := self._next_chunk()):
             if not self._begin_promotion(chunk, now):
                 left_out.append(chunk)
-        while self._may_begin(self._writes, now) and self._to_write:
+        while self._to_write and self._may_begin(self._writes, now) and self._may_pin():
             self._begin_write(now)
         return left_out
 
@@ -191,10 +196,16 @@ class LowerCopies:
     def _may_begin(self, copies: Sized, now: float) -> bool:
         return len(copies) < self._settings.copies_per_tier and not self.is_suspended(now)
 
+    def _may_pin(self) -> bool:
+        """Return whether one more write leaves the share of host memory that writes may pin."""
+        pinned = sum(write.pins.slots.num_bytes for write in self._writes.values())
+        next_bytes = self._blocks_to_write * max(self._host.slot_bytes.values())
+        return not self._writes or pinned + next_bytes <= self._bytes_to_pin
+
     def _next_chunk(self) -> Chunk | None:
         """Take the first chunk of the next request in turn, or of a prefetch."""
         if not self._queues:
-            return self._prefetches.popleft() if self._prefetches else None
+            return self._prefetches.popitem(last=False)[0] if self._prefetches else None
         request_id, queue = self._queues.popitem(last=False)
         chunk = queue.popleft()
         if queue:
@@ -252,14 +263,16 @@ class LowerCopies:
             self.promotion_times.end(copy, now, has_landed=not copy.failures)
             self._host.land(promotion.room, 0, copy.landed)
             self._host.complete_store(promotion.room)
-            self._tier.complete_load(copy)
+            with self._failing(now):
+                self._tier.complete_load(copy)
             self.stuck.difference_update(copy.keys)
             if not promotion.is_given_up:
                 ended.append(promotion.chunk)
             self._count("up", copy, promotion.is_given_up, now)
         elif isinstance(copy, Store):
             write = self._writes.pop(copy)
-            self._tier.complete_store(copy)
+            with self._failing(now):
+                self._tier.complete_store(copy)
             self._host.complete_load(write.pins)
             self._count("down", copy, write.is_given_up, now)
 
@@ -289,7 +302,16 @@ class LowerCopies:
         self._fail(len(copy.keys), TierError(Reason.DEADLINE_EXCEEDED, hangs, "Look at the device."), now)
         moving.is_given_up = True
         self.promotion_times.end(copy, now, has_landed=False)
-        self._tier.cancel(copy)
+        with self._failing(now):
+            self._tier.cancel(copy)
+
+    @contextmanager
+    def _failing(self, now: float) -> Iterator[None]:
+        """Note an error of the tier, whose pins must not keep those of host memory alive."""
+        try:
+            yield
+        except TierError as error:
+            self._fail(0, error, now)
 
     def _fail(self, num_blocks: int, error: TierError, now: float) -> None:
         self.failures[error.reason] += num_blocks

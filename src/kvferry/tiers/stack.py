@@ -98,6 +98,8 @@ class Stack:
         self._askers: dict[str, _Asker] = {}
         self._chunks: dict[BlockKey, tuple[int, Chunk]] = {}
         """Blocks that a lower tier brings, with the tier's number."""
+        self._prefetches: dict[Chunk, None] = {}
+        """The chunks that were prefetches when they were queued."""
         self._counts: Counter[str] = Counter()
 
     @property
@@ -202,18 +204,19 @@ class Stack:
     def begin_load(self, request_id: str, chosen: Mapping[str, Sequence[BlockKey]]) -> dict[str, HostLoad]:
         """Return the slots of the chosen blocks, which stay pinned until :meth:`complete_load`; end all other pins.
 
-        Raises :class:`TierError` ``invalid-request`` for blocks that were not promised to this request.
+        Raises :class:`TierError` ``invalid-request`` for blocks that were not promised to this request, or for another
+        group, and for a block twice.
         """
         asker = self._askers.get(request_id)
-        keys = {key for group in chosen.values() for key in group}
-        if asker is None or asker.promise is None or asker.is_loading or not keys <= asker.pinned:
-            asked = f"{len(keys)} blocks were to be loaded for {request_id!r}; they were not promised to this request."
+        num_blocks = sum(map(len, chosen.values()))
+        if asker is None or asker.promise is None or asker.is_loading or not _is_part(chosen, asker):
+            asked = f"{num_blocks} blocks were to be loaded for {request_id!r}; they were not promised to this request."
             raise TierError(Reason.INVALID_REQUEST, asked, "Load a part of what the last ask() promised.")
         loads = {group: self._host.prepare_load(group_keys) for group, group_keys in chosen.items()}
         self._end_pins(asker)
         asker.pins = list(loads.values())
         asker.is_loading = True
-        self._counts["loaded"] += len(keys)
+        self._counts["loaded"] += num_blocks
         return loads
 
     def complete_load(self, request_id: str) -> None:
@@ -238,7 +241,7 @@ class Stack:
         """
         self._check_groups([group])
         keys = list(dict.fromkeys(keys))
-        prefetching = {id(chunk): chunk for _, chunk in self._chunks.values() if chunk.is_prefetch}.values()
+        prefetching = (chunk for chunk in self._prefetches if chunk.is_prefetch)
         num_bytes = sum(len(chunk.keys) * self._host.slot_bytes[chunk.group] for chunk in prefetching)
         room = int(PREFETCH_SHARE * self._host.capabilities.capacity_bytes) - num_bytes
         absent = compress(keys, self._host.look_up(keys) == Presence.ABSENT)
@@ -380,6 +383,8 @@ class Stack:
             askers = {} if request_id is None else {request_id: None}
             chunk = Chunk(group, keys[at : at + size], is_prefetch=request_id is None, askers=askers)
             self._chunks.update(dict.fromkeys(chunk.keys, (number, chunk)))
+            if chunk.is_prefetch:
+                self._prefetches[chunk] = None
             self._lower[number].promote(chunk)
 
     def _join(self, request_id: str, asker: _Asker, key: BlockKey) -> None:
@@ -392,6 +397,7 @@ class Stack:
 
     def _end_chunk(self, number: int, chunk: Chunk) -> None:
         """Pin what has landed for those that wait; the rest they decide again, without this tier."""
+        self._prefetches.pop(chunk, None)
         groups = dict.fromkeys(chunk.keys, chunk.group)
         for key in chunk.keys:
             del self._chunks[key]
@@ -430,6 +436,16 @@ class Stack:
             self._host.complete_load(pins)
         asker.pins = []
         asker.pinned.clear()
+
+
+def _is_part(chosen: Mapping[str, Sequence[BlockKey]], asker: _Asker) -> bool:
+    """Return whether all blocks are pinned for this request, each in its own group, and chosen once."""
+    return all(
+        len(unique := set(keys)) == len(keys)
+        and unique <= asker.pinned
+        and unique.issubset(asker.wanted.get(group, ()))
+        for group, keys in chosen.items()
+    )
 
 
 def _promise(
