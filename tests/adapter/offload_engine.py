@@ -29,8 +29,14 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
@@ -95,12 +101,25 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None: ...
 
 
+LATENT = -1
+"""In place of a window: MLA."""
+
+
 def group_spec(index: int, window: int) -> KVCacheGroupSpec:
     """Return vLLM's specification of a cache group of one layer; a window of 0 attends to all tokens."""
     size: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": NUM_HEADS, "head_size": HEAD_SIZE}
     size["dtype"] = torch.float32
-    spec = SlidingWindowSpec(**size, sliding_window=window) if window else FullAttentionSpec(**size)
+    if window == LATENT:
+        spec: Any = MLAAttentionSpec(**{**size, "num_kv_heads": 1, "head_size": 2 * NUM_HEADS * HEAD_SIZE})
+    else:
+        spec = SlidingWindowSpec(**size, sliding_window=window) if window else FullAttentionSpec(**size)
     return KVCacheGroupSpec([f"layer {index}"], spec)
+
+
+def cache_kind(window: int) -> CacheKind:
+    if window == LATENT:
+        return CacheKind.MLA
+    return CacheKind.SLIDING_WINDOW if window else CacheKind.ATTENTION
 
 
 def rank_shard(windows: Sequence[int], num_blocks: int, rank: int, num_ranks: int) -> Shard:
@@ -109,15 +128,15 @@ def rank_shard(windows: Sequence[int], num_blocks: int, rank: int, num_ranks: in
         shard_for(
             layers=[f"layer {index}"],
             num_kv_heads=NUM_HEADS,
-            head_size=HEAD_SIZE,
+            head_size=2 * NUM_HEADS * HEAD_SIZE if window == LATENT else HEAD_SIZE,
             itemsize=4,
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
             layout=NamedLayout.BHLNC,
             tp_rank=rank,
             tp_size=num_ranks,
-            kind=CacheKind.SLIDING_WINDOW if window else CacheKind.ATTENTION,
-            window=window,
+            kind=cache_kind(window),
+            window=max(window, 0),
             group_name=str(index),
         )
         for index, window in enumerate(windows)
@@ -283,7 +302,7 @@ class Engine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(KVConnectorFactory, "create_connector", create)
             kind = AsyncScheduler if runs_ahead else Scheduler
-            grammar: Any = SimpleNamespace(accept_tokens=lambda *_: True, should_advance=lambda *_: False)
+            grammar: Any = SimpleNamespace(accept_tokens=lambda *_: True, validate_tokens=lambda _, tokens: tokens)
             self.scheduler = kind(vllm_config, config, grammar, BLOCK_SIZE, BLOCK_SIZE)
         assert isinstance(self.scheduler.connector, Connector)
         self.role = self.scheduler.connector.offload
@@ -297,6 +316,7 @@ class Engine:
         self.are_ready = True
         """Whether ranks are ready as soon as they have their order."""
         self.last_loads: list[LoadOrder] = []
+        self.num_drafts, self.random = vllm_config.num_speculative_tokens, random.Random(0)
         self.aborted: set[str] = set()
         self.contents: dict[bytes, int] = {}
         """What the last slot of a block with this hash must hold."""
@@ -308,15 +328,16 @@ class Engine:
 
     # Requests.
 
-    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 1, **named: Any) -> Request:
-        """Give the engine a request."""
+    def add(self, request_id: str, prompt: Sequence[int] | None, max_tokens: int = 1, **named: Any) -> Request:
+        """Give the engine a request; ``named`` are fields of vLLM's."""
         params = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
             extra_args=named.pop("extra_args", None),
             skip_reading_prefix_cache=named.pop("skips_cache", None),
         )
-        request = Request(request_id, list(prompt), params, None, block_hasher=self.hasher, **named)
+        given = None if prompt is None else list(prompt)
+        request = Request(request_id, given, params, None, block_hasher=self.hasher, **named)
         self.scheduler.add_request(request)
         return request
 
@@ -358,11 +379,24 @@ class Engine:
             kv_connector_output=self._connector_output(),
         )
         results = self.scheduler.update_from_output(step.output, output)
+        self._draft(step, sampled)
         for each in results.values():
             for one in each.outputs:
                 if one.finish_reason is not None:
                     assert one.request_id not in self.finished
                     self.finished[one.request_id] = one.finish_reason
+
+    def _draft(self, step: Step, sampled: dict[str, list[int]]) -> None:
+        """Draft tokens for the next step, some of them wrong."""
+        if self.num_drafts:
+            drafts = {}
+            for name, request in step.requests.items():
+                tokens = list(request.all_token_ids)
+                for _ in range(self.num_drafts if sampled[name] else 0):
+                    is_right = self.random.random() < 0.6
+                    tokens.append(next_token(tokens) if is_right else self.random.randrange(VOCABULARY))
+                drafts[name] = tokens[request.num_tokens :]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
     def step(self, *, ends_copies: bool = True, is_forced: bool = False) -> None:
         """Plan a step and process the oldest one; running ahead, one step is planned before the last is processed.
@@ -432,17 +466,26 @@ class Engine:
         return tokens
 
     def _compute(self, step: Step, name: str) -> list[int]:
-        """Write the slots of one request; return the sampled tokens."""
+        """Write the slots of one request, those of drafts too; return the accepted and sampled tokens."""
         start, number, request = step.starts[name], step.output.num_scheduled_tokens[name], step.requests[name]
-        contents = self._check_contents(name, step.blocks[name], request, start, start + number)
+        self._check_contents(name, step.blocks[name], request, start, start + number)
+        drafts = step.output.scheduled_spec_decode_tokens.get(name, [])
+        end = start + number
+        tokens = [*self._tokens(request, end - len(drafts))[: end - len(drafts)], *drafts]
+        contents = contents_of(tokens)
         for group, ids in enumerate(step.blocks[name]):
             for place in range(start, start + number):
                 for rank in range(self.num_ranks):
                     slot = ids[place // BLOCK_SIZE], place % BLOCK_SIZE
                     self.ranks.engine[rank, str(group), *slot] = contents[place]
         self.computed[name] += number
-        end = start + number
-        return [next_token(self._tokens(request, end)[:end])] if end >= request.num_tokens else []
+        if end < request.num_tokens:
+            return []
+        place, sampled = end - len(drafts), []
+        while place < end and next_token(tokens[:place]) == tokens[place]:
+            sampled.append(tokens[place])
+            place += 1
+        return [*sampled, next_token(tokens[:place])]
 
     def _check_contents(
         self, name: str, blocks: Sequence[Sequence[int]], request: Request, start: int | None, end: int = 0
@@ -455,7 +498,7 @@ class Engine:
                 self.contents[block_hash] = contents[(index + 1) * BLOCK_SIZE - 1]
         for group, ids in enumerate(blocks):
             for rank in range(self.num_ranks):
-                first = max(0, start - self.windows[group] + 1) if self.windows[group] else 0
+                first = max(0, start - self.windows[group] + 1) if self.windows[group] > 0 else 0
                 found = [
                     self.ranks.engine.get((rank, str(group), ids[place // BLOCK_SIZE], place % BLOCK_SIZE), GARBAGE)
                     for place in range(first, start)

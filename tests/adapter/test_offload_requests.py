@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -20,6 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from vllm.lora.request import LoRARequest
 
 from kvferry.errors import LayoutError, Reason, SettingsError, TierError
 from kvferry.integrations.vllm.offload_names import BlockNames
@@ -31,7 +33,7 @@ from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Region
 from kvferry.testing.dictionary_tier import DictionaryTier, TierFaults
 
-from .offload_engine import BLOCK_SIZE, Engine, make_config, prompt_of
+from .offload_engine import BLOCK_SIZE, LATENT, Engine, make_config, prompt_of
 from .test_offload_names import CONFIG
 
 FULL = GroupShape(CacheKind.ATTENTION, 16)
@@ -184,16 +186,58 @@ def test_requests_that_come_from_a_prefill_engine_are_never_delayed(make_engine:
     assert "asked_again" not in engine.role.snapshot()["counts"]
 
 
-def test_mla_on_a_cpu_takes_hits_that_leave_one_token(make_engine: Callable[..., Engine]) -> None:
-    for length, num_loaded in ((96, 96), (97, 96), (98, 0)):
-        engine = make_engine({"enable_prefix_caching": False}, host_blocks=60)
-        engine.role._leaves_one_token = True
-        engine.add("first", prompt_of(1, 2, 3)[:100])
-        engine.run()
-        engine.add("second", prompt_of(1, 2, 3)[:length])
-        engine.run()
-        assert engine.loaded["second"] == num_loaded
-        engine.check_at_rest()
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("length", "num_loaded"), [(96, 96), (97, 96), (98, 0)])
+def test_mla_on_a_cpu_takes_hits_that_leave_one_token(
+    length: int, num_loaded: int, num_ranks: int, make_engine: Callable[..., Engine]
+) -> None:
+    """There vLLM turns chunked prefill and prefix caching off: several tokens behind a hit are a chunked prefill."""
+    config = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 256}
+    engine = make_engine(config, host_blocks=60, windows=(LATENT,), num_ranks=num_ranks)
+    engine.add("first", prompt_of(1, 2, 3)[:100])
+    engine.run()
+    engine.add("second", prompt_of(1, 2, 3)[:length])
+    engine.run()
+    assert engine.loaded["second"] == num_loaded
+    engine.check_at_rest()
+
+
+def test_what_vllm_hashes_beside_tokens_tells_requests_apart(make_engine: Callable[..., Engine]) -> None:
+    """Adapters, salts, and prompts given as embeddings."""
+    engine = make_engine(num_blocks=40, host_blocks=400)
+    adapters = [LoRARequest(f"adapter {number}", number, f"/adapters/{number}") for number in (1, 2)]
+    embeddings = [torch.full((96, 4), float(number)) for number in (1, 2)]
+    variants: list[dict[str, Any]] = [
+        {},
+        *({"cache_salt": salt} for salt in ("a", "b")),
+        *({"lora_request": adapter} for adapter in adapters),
+        *({"prompt_embeds": embedding} for embedding in embeddings),
+    ]
+    for turn in range(2):
+        for number, variant in enumerate(variants):
+            prompt = None if "prompt_embeds" in variant else prompt_of(1, 2)
+            engine.add(f"{turn} {number}", prompt, **variant)
+            engine.run()
+            crowd_out(engine)
+            assert engine.loaded[f"{turn} {number}"] == 96 * turn
+    engine.check_at_rest()
+
+
+@pytest.mark.parametrize("prompt_tokens", [48, 40])
+def test_rejected_drafts_are_never_stored(prompt_tokens: int, make_engine: Callable[..., Engine]) -> None:
+    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    engine = make_engine({"speculative_config": drafting}, num_blocks=40, host_blocks=400)
+    request = engine.add("first", prompt_of(1, 2)[:prompt_tokens], max_tokens=80)
+    while "first" not in engine.finished:
+        engine.step(ends_copies=True)
+        engine.check_slab()
+    engine.run()
+    assert request.spec_token_ids or engine.computed["first"] > prompt_tokens + 79, "some drafts were rejected"
+    crowd_out(engine)
+    engine.add("second", list(request.all_token_ids), max_tokens=3)
+    engine.run()
+    assert engine.loaded["second"] == (prompt_tokens + 79) // BLOCK_SIZE * BLOCK_SIZE
+    engine.check_at_rest()
 
 
 def test_a_promise_that_is_not_taken_up_is_dropped(make_engine: Callable[..., Engine]) -> None:
@@ -701,6 +745,7 @@ class OffloadMachine(RuleBasedStateMachine):
     @initialize(
         caches_prefixes=st.booleans(),
         policy=st.sampled_from(["fail", "recompute"]),
+        num_drafts=st.sampled_from([0, 0, 3]),
         lower_blocks=st.sampled_from([0, 0, 5, 40]),
         arguments=st.fixed_dictionaries(
             {
@@ -715,9 +760,20 @@ class OffloadMachine(RuleBasedStateMachine):
             }
         ),
     )
-    def start(self, caches_prefixes: bool, policy: str, lower_blocks: int, arguments: dict[str, Any]) -> None:
+    def start(
+        self, caches_prefixes: bool, policy: str, num_drafts: int, lower_blocks: int, arguments: dict[str, Any]
+    ) -> None:
         arguments["num_blocks"] *= len(arguments["windows"])
-        config = type(self).make_config(enable_prefix_caching=caches_prefixes, failure_policy=policy)
+        named: dict[str, Any] = {}
+        if num_drafts:
+            named["speculative_config"] = {
+                "method": "ngram",
+                "num_speculative_tokens": num_drafts,
+                "prompt_lookup_max": 3,
+            }
+            # The model of ranks does not know where a step begins whose predecessor may reject drafts.
+            arguments["runs_ahead"] = False
+        config = type(self).make_config(enable_prefix_caching=caches_prefixes, failure_policy=policy, **named)
         self.tier: DictionaryTier | None = None
 
         def lower(region: Region) -> DictionaryTier:

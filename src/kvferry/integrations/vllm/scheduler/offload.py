@@ -131,6 +131,10 @@ class OffloadScheduler:
         # Without chunked prefill a kernel of MLA on a CPU computes a prompt whole, or one token.
         is_whole = any(shape.kind is CacheKind.MLA for shape in shapes)
         self._leaves_one_token = is_whole and not vllm_config.scheduler_config.enable_chunked_prefill
+        # A drafter's caches of the last accepted tokens are settled by its next pass. Until then they are no error: the
+        # model checks all drafts. They would only be accepted less often.
+        num_drafts = vllm_config.num_speculative_tokens
+        self._num_unsettled = num_drafts + 1 if num_drafts else 0
         self._num_recomputed = num_recomputed(shapes)
         # Every load of a longer prefix has all earlier blocks of such a group.
         self._whole_group = next((group for group in self._groups if group.shape.kind in _WHOLE), None)
@@ -230,9 +234,9 @@ class OffloadScheduler:
             if entry is not None:
                 entry.num_written = entry.request.num_computed_tokens + num_scheduled
                 if tiers is not None and state is not None:
-                    # Behind the last known token are drafts and tokens that are not sampled yet.
-                    num_known = min(entry.num_written, entry.request.num_tokens)
-                    self._offer(tiers, entry, num_known, partial(state.get_block_ids, request_id), offers)
+                    self._offer(
+                        tiers, entry, self._num_settled(entry), partial(state.get_block_ids, request_id), offers
+                    )
         if tiers is not None:
             self._order_stores(tiers, offers)
         # After the stores: they evict nothing that was promised, and vLLM may ask again in the next step.
@@ -393,6 +397,13 @@ class OffloadScheduler:
             boundary = first_token
         return _Question(first_token, boundary, _wanted(blocks, first_token, boundary))
 
+    def _num_settled(self, entry: _Entry) -> int:
+        """Return how many tokens of a running request will not be written again."""
+        # Behind the last known token are drafts and tokens that are not sampled yet.
+        num_known = min(entry.num_written, entry.request.num_tokens)
+        num_prompt = entry.request.num_prompt_tokens
+        return num_known if num_known <= num_prompt else max(num_prompt, num_known - self._num_unsettled)
+
     def _order_load(
         self, entry: _Entry, tokens: tuple[int, int], loads: Mapping[str, Any], block_ids: Sequence[Sequence[int]]
     ) -> None:
@@ -550,8 +561,6 @@ def _check_supported(vllm_config: "VllmConfig", shapes: Sequence[GroupShape]) ->
     """Refuse an engine whose caches this version cannot offload. Raises :class:`LayoutError` (unsupported)."""
     if vllm_config.parallel_config.nnodes_within_dp > 1:
         refuse("the ranks of an engine are on several hosts", "Run all ranks of an engine on one host.")
-    if vllm_config.speculative_config is not None:
-        refuse("the engine drafts tokens", "Run without speculative decoding.")
     for index, shape in enumerate(shapes):
         if shape.kind is CacheKind.STATE:
             refuse(f"cache group {index} holds states, of which vLLM keeps only the last", "Attention is supported.")
