@@ -18,6 +18,7 @@ from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
 from kvferry.execution.local_copy import LocalCopy, LocalRoute
+from kvferry.integrations.vllm.offload_records import OffloadStatistics
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder, StoreOrder
 from kvferry.integrations.vllm.worker.caches import register_caches
@@ -50,6 +51,7 @@ class OffloadWorker:
         self._orders: dict[str, StoreOrder | LoadOrder] = {}
         self._refused: set[str] = set()
         self._report = RankReport()
+        self._statistics = OffloadStatistics()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Prepare the cache, start the transfer thread, and report this rank's shard with the next step.
@@ -108,6 +110,7 @@ class OffloadWorker:
         seconds = wait_seconds if self._orders and not (received or self._reports_a_store) else 0.0
         for result in self._executor.collect(seconds):
             order = self._orders.pop(result.job_id)
+            self._statistics.record(result, "store" if isinstance(order, StoreOrder) else "load")
             if result.error is not None:
                 logger.error("kvferry: rank %d failed to copy %s: %s", self._index, result.job_id, result.error)
             if isinstance(order, StoreOrder):
@@ -122,6 +125,13 @@ class OffloadWorker:
         """Return what this rank has to report since the last call; None where there is nothing."""
         report, self._report = self._report, RankReport()
         return None if report == RankReport() else report
+
+    def take_statistics(self) -> OffloadStatistics | None:
+        """Return the statistics since the last call; None where there is no new one."""
+        if self._statistics.is_empty():
+            return None
+        statistics, self._statistics = self._statistics, OffloadStatistics()
+        return statistics
 
     def shutdown(self) -> None:
         """Stop the copies, then unmap the slab; twice is fine."""
