@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.integrations.vllm.layout_choice import check_layout, preferred_layout, widen_cpu_attention
+from kvferry.integrations.vllm.offload_records import OffloadMetrics, OffloadStatistics
 from kvferry.integrations.vllm.offload_settings import OffloadSettings, parse_offload_settings
 from kvferry.integrations.vllm.offload_step import OffloadStep
 from kvferry.integrations.vllm.plugin import log_as_vllm_does
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -92,6 +94,20 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         # A request never waits for its blocks to be stored: a preemption may drop what is in flight.
         return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats | None":
+        return OffloadStatistics(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> "KVConnectorPromMetrics | None":
+        return OffloadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # In the scheduler.
 
@@ -173,6 +189,9 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.take_report()
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        return None if self._worker_role is None else self._worker_role.take_statistics()
 
     def shutdown(self) -> None:
         for role in (self._scheduler_role, self._worker_role):
