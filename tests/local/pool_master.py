@@ -57,6 +57,10 @@ class Master:
         assert self._process is not None
         os.kill(self._process.pid, number)
 
+    def stop(self) -> None:
+        """Let the process hang, until it gets SIGCONT."""
+        self.send(signal.SIGSTOP)
+
     def kill(self) -> None:
         """End the process with SIGKILL; twice is fine."""
         if self._process is not None:

@@ -323,6 +323,21 @@ def test_a_damaged_block_is_a_miss_of_that_block(engine: Engine) -> None:
     engine.check_nothing_is_left()
 
 
+def test_what_a_slower_tier_brings_is_written_to_the_quicker_ones(engine: Engine) -> None:
+    """As after a restart, when the disk has what the pool has lost; and no tier gets what it has brought itself."""
+    engine.only_below(1, 2, 3)
+    del engine.disk.blocks[block_key(1)], engine.disk.blocks[block_key(3)]
+    damage(engine.pool, 3)
+    written = engine.stack.snapshot(engine.now)["lower"]["pool"]["blocks_down"]
+    assert engine.answer("a", 1, 2, 3) == [1, 2]
+    engine.load("a", 1, 2)
+    engine.settle()
+    assert block_key(1) in engine.disk.blocks, "the first tier is the quicker one"
+    assert block_key(3) not in engine.disk.blocks, "it was damaged"
+    assert engine.stack.snapshot(engine.now)["lower"]["pool"]["blocks_down"] == written
+    engine.check_nothing_is_left()
+
+
 def damage(tier: DictionaryTier, number: int) -> None:
     content, expected = tier.blocks[block_key(number)]
     tier.blocks[block_key(number)] = (content[:9] + bytes([content[9] ^ 4]) + content[10:], expected)

@@ -14,21 +14,21 @@ the pool has no more is a miss: its engine has ended, or the master has evicted 
 """
 
 import logging
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
 from kvferry.tiers.pool.index import PoolIndex
-from kvferry.tiers.pool.lanes import Lane, Task
-from kvferry.tiers.pool.store import BLOCKS_PER_READ, BLOCKS_PER_WRITE, Beat, PoolStore, UncertainTransfer, chosen
+from kvferry.tiers.pool.queues import Task, TaskQueue
+from kvferry.tiers.pool.store import PoolState, PoolStore, import_store
+from kvferry.tiers.pool.tasks import CANCELLED, Ask, Read, Removal, Transfer, Write
 from kvferry.tiers.protocol import (
     CLOSE_SECONDS,
     KEY_BYTES,
@@ -54,132 +54,8 @@ SILENT_SECONDS = 1.0
 USABLE_SHARE = 0.85
 """Share of the lent memory that own blocks may fill. Mooncake's master evicts when 0.9 of the pool is full."""
 MIN_SHARE_BYTES = 16 << 20
-MAX_ASKED = 1 << 16
-"""Most blocks of one question to the master."""
 
 _never_closed: list[object] = []  # clients whose threads still hung when the tier was closed
-
-
-@dataclass(slots=True, eq=False)
-class Ask:
-    """A question which of the blocks the pool has; no answer where the pool cannot be reached."""
-
-    store: PoolStore
-    keys: Sequence[BlockKey]
-    exists: list[bool] | None = None
-
-    def perform(self) -> None:
-        """Ask."""
-        exists: list[bool] = []
-        try:
-            for at in range(0, len(self.keys), MAX_ASKED):
-                exists += self.store.exists(self.keys[at : at + MAX_ASKED])
-        except Exception as error:
-            logger.debug("a question to the pool has no answer: %r", error)
-            return
-        self.exists = exists
-
-
-@dataclass(slots=True, eq=False)
-class Removal:
-    """Blocks that shall go from the pool."""
-
-    store: PoolStore
-    keys: Sequence[BlockKey]
-    is_done: bool = False
-
-    def perform(self) -> None:
-        """Remove them."""
-        try:
-            self.store.remove(self.keys)
-        except Exception as error:
-            logger.debug("blocks were not removed from the pool: %r", error)
-            return
-        self.is_done = True
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """Blocks of a copy that the threads move. ``errors[i]``: why block ``i`` did not move; None where it did."""
-
-    blocks_per_call: ClassVar[int]
-    store: PoolStore
-    copy: "PoolLoad | PoolStoring"
-    indices: Sequence[int]
-    errors: dict[int, TierError | None] = field(default_factory=dict)
-    is_cancelled: threading.Event = field(default_factory=threading.Event)
-    is_uncertain: bool = False
-
-    def perform(self) -> None:
-        """Move the blocks, in parts."""
-        copy = self.copy
-        addresses, lengths = copy.slots.addresses.tolist(), copy.slots.lengths.tolist()
-        for at in range(0, len(self.indices), self.blocks_per_call):
-            part = self.indices[at : at + self.blocks_per_call]
-            try:
-                if self.is_cancelled.is_set():
-                    raise _CANCELLED
-                rows = ([copy.keys[i] for i in part], [addresses[i] for i in part], [lengths[i] for i in part])
-                found = self.move(part, *rows)
-                self.errors.update(zip(part, found, strict=True))
-                slow = next((error for error in found if error and error.reason is Reason.TRANSFER_FAILED), None)
-                if slow is not None:  # the next part would wait as long
-                    self.errors.update(dict.fromkeys(self.indices[at + self.blocks_per_call :], slow))
-                    return
-            except UncertainTransfer:
-                self.is_uncertain = True
-                return
-            except TierError as error:
-                self.errors.update(dict.fromkeys(part, error))
-            except Exception as error:
-                self.errors.update(dict.fromkeys(part, TierError(Reason.TIER_FAILED, f"the pool failed: {error!r}.")))
-
-    def move(
-        self, part: Sequence[int], keys: list[BlockKey], addresses: list[int], lengths: list[int]
-    ) -> list[TierError | None]:
-        """Move the blocks ``part`` of the copy; return the error of each."""
-        raise NotImplementedError
-
-
-@dataclass(slots=True, eq=False)
-class Read(Transfer):
-    """Blocks on their way out of the pool."""
-
-    blocks_per_call = BLOCKS_PER_READ
-
-    def move(
-        self, part: Sequence[int], keys: list[BlockKey], addresses: list[int], lengths: list[int]
-    ) -> list[TierError | None]:
-        """Read them into their slots."""
-        return self.store.get(keys, addresses, lengths)
-
-
-@dataclass(slots=True, eq=False)
-class Write(Transfer):
-    """Blocks on their way into the pool. ``existed``: those that another engine had stored already.
-
-    ``uncertain``: those that the pool may have got or not.
-    """
-
-    blocks_per_call = BLOCKS_PER_WRITE
-    existed: set[int] = field(default_factory=set)
-    uncertain: set[int] = field(default_factory=set)
-
-    def move(
-        self, part: Sequence[int], keys: list[BlockKey], addresses: list[int], lengths: list[int]
-    ) -> list[TierError | None]:
-        """Write those that the pool does not have."""
-        exists = self.store.exists(keys)
-        self.existed.update(i for i, found in zip(part, exists, strict=True) if found)
-        new = [place for place, found in enumerate(exists) if not found]
-        errors: list[TierError | None] = [None] * len(keys)
-        self.uncertain.update(part[place] for place in new)
-        if new:
-            found = self.store.put(chosen(keys, new), chosen(addresses, new), chosen(lengths, new))
-            for place, error in zip(new, found, strict=True):
-                errors[place] = error
-        self.uncertain.difference_update(part[place] for place in new)
-        return errors
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -214,7 +90,7 @@ class RemotePool:
     """
 
     def __init__(self, master: str, share_bytes: int, region: Region) -> None:
-        check_settings(master, share_bytes)
+        check_pool(master, share_bytes)
         self._capabilities = Capabilities("remote_pool", share_bytes)
         self._region = region
         self._index = PoolIndex(int(USABLE_SHARE * share_bytes))
@@ -229,13 +105,13 @@ class RemotePool:
         self._is_closed = False
         self._store = PoolStore(master, share_bytes, region, num_threads=NUM_LOAD_THREADS + 1)
         self._store.renew()
-        self._beat = Beat()
-        self._questions = Lane("kvferry-pool-questions", self._done, idle=self._store.renew)
-        self._writes = Lane("kvferry-pool-writes", self._done)
-        self._reads = Lane("kvferry-pool-reads", self._done, num_threads=NUM_LOAD_THREADS)
-        self._note_beat()
-        if not self._beat.is_reachable:
-            logger.warning("the pool's master at %s does not answer; blocks are not shared until it does", master)
+        self._state = PoolState()
+        self._questions = TaskQueue("kvferry-pool-questions", self._done, idle=self._store.renew)
+        self._writes = TaskQueue("kvferry-pool-writes", self._done)
+        self._reads = TaskQueue("kvferry-pool-reads", self._done, num_threads=NUM_LOAD_THREADS)
+        self._note_state()
+        if not self._state.is_reachable:
+            logger.warning("the pool's master at %s does not answer; no block is shared until it does", master)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -247,7 +123,7 @@ class RemotePool:
         self._check_open()
         if len(keys) > MAX_BATCH:
             raise TierError(Reason.INVALID_REQUEST, f"{len(keys)} blocks in one call; the limit is {MAX_BATCH}.")
-        self._note_beat()
+        self._note_state()
         found = np.full(len(keys), Presence.ABSENT, np.uint8)
         if not self._is_reachable():
             return found
@@ -292,7 +168,7 @@ class RemotePool:
         """Reserve room in this engine's share and queue the writes of the slots."""
         lengths = self._check_slots(keys, slots)
         store = PoolStoring(keys=keys, slots=slots, landed=np.zeros(len(keys), np.bool_), evicted=[])
-        store.generation = self._beat.num_emptied
+        store.generation = self._state.num_emptied
         self._stores.add(store)
         if not self._is_reachable():
             self._end(store, TierError(Reason.TIER_FAILED, "the pool's master does not answer."))
@@ -323,7 +199,7 @@ class RemotePool:
         self._stores.remove(store)
         self._failures.update(store.failures)
         write, now = store.transfer, time.monotonic()
-        is_current = store.generation == self._beat.num_emptied
+        is_current = store.generation == self._state.num_emptied
         unwanted: list[BlockKey] = []
         for i, key in sorted(store.reserved.items(), reverse=True):  # the first block of a prefix goes last
             existed = isinstance(write, Write) and i in write.existed
@@ -344,12 +220,12 @@ class RemotePool:
         self._check_open()
         if not copy.has_ended and (copy in self._loads or copy in self._stores):
             assert isinstance(copy, PoolLoad | PoolStoring)
-            self._give_up(copy, _CANCELLED)
+            self._give_up(copy, CANCELLED)
 
     def poll(self) -> list[TierCopy]:
         """Take what the threads have done."""
         self._check_open()
-        self._note_beat()
+        self._note_state()
         now = time.monotonic()
         while self._done:
             self._take(self._done.popleft(), now)
@@ -373,9 +249,9 @@ class RemotePool:
             "num_loads": len(self._loads),
             "num_stores": len(self._stores),
             "num_evicted": self._num_evicted,
-            "num_waiting": sum(lane.num_waiting for lane in (self._writes, self._reads)),
+            "num_waiting": sum(queue.num_waiting for queue in (self._writes, self._reads)),
             "is_reachable": self._is_reachable(),
-            "num_emptied": self._beat.num_emptied,
+            "num_emptied": self._state.num_emptied,
             "failures": {reason.value: count for reason, count in self._failures.items()},
         }
 
@@ -387,21 +263,22 @@ class RemotePool:
         if self._is_closed:
             return
         closed = TierError(Reason.CLOSED, "the tier was closed.")
-        lanes = (self._reads, self._writes, self._questions)
+        queues = (self._reads, self._writes, self._questions)
         copies: list[PoolLoad | PoolStoring] = [*self._loads, *self._stores]
         for copy in copies:
             if not copy.has_ended:
                 self._give_up(copy, closed)
         self._is_closed = True
         deadline = time.monotonic() + CLOSE_SECONDS
-        for lane in lanes:
-            lane.close()
-        ends = [lane.join(deadline) for lane in lanes]
+        for queue in queues:
+            queue.close()
+        ends = [queue.join(deadline) for queue in queues]
+        over: set[Transfer | None] = {None}
         while self._done:
             task = self._done.popleft()
             if isinstance(task, Transfer) and not task.is_uncertain:
-                task.copy.transfer = None
-        moving = [copy for copy in copies if not copy.has_ended and copy.transfer is not None]
+                over.add(task)
+        moving = [copy for copy in copies if not copy.has_ended and copy.transfer not in over]
         for copy in copies:
             if not copy.has_ended and copy not in moving:
                 self._end(copy, closed)
@@ -420,11 +297,11 @@ class RemotePool:
 
     # copies
 
-    def _begin(self, copy: "PoolLoad | PoolStoring", transfer: Transfer, lane: Lane) -> None:
+    def _begin(self, copy: "PoolLoad | PoolStoring", transfer: Transfer, queue: TaskQueue) -> None:
         """Queue the transfer of a copy; one without blocks has ended."""
         copy.transfer = transfer
         if transfer.indices:
-            lane.submit(transfer)
+            queue.submit(transfer)
         else:
             self._end(copy)
 
@@ -457,7 +334,7 @@ class RemotePool:
         copy, is_load = transfer.copy, isinstance(transfer, Read)
         if not is_load and transfer.is_cancelled.is_set():
             _lose_all(copy)
-            self._end(copy, _CANCELLED)
+            self._end(copy, CANCELLED)
             return
         for i, error in transfer.errors.items():
             if error is None:
@@ -502,20 +379,20 @@ class RemotePool:
 
     # the pool
 
-    def _note_beat(self) -> None:
+    def _note_state(self) -> None:
         """Forget the blocks of a pool that was emptied."""
-        beat = self._store.beat
-        if beat.num_emptied != self._beat.num_emptied:
+        state = self._store.state
+        if state.num_emptied != self._state.num_emptied:
             owned = self._index.clear()
             if owned:
                 logger.warning("the pool was emptied: %d blocks of this engine are gone", len(owned))
                 self._to_remove = owned  # those that were stored after the pool was emptied, and before this moment
-        if beat.is_reachable != self._beat.is_reachable and self._beat.num_emptied:
-            logger.warning("the pool's master %s", "answers again" if beat.is_reachable else "does not answer")
-        self._beat = beat
+        if state.is_reachable != self._state.is_reachable and self._state.num_emptied:
+            logger.warning("the pool's master %s", "answers again" if state.is_reachable else "does not answer")
+        self._state = state
 
     def _is_reachable(self) -> bool:
-        return self._store.beat.is_reachable and self._questions.busy_seconds() < SILENT_SECONDS
+        return self._store.state.is_reachable and self._questions.busy_seconds() < SILENT_SECONDS
 
     # checks
 
@@ -537,10 +414,10 @@ class RemotePool:
         return [int(length) for length in slots.lengths]
 
 
-def check_settings(master: str, share_bytes: int) -> None:
-    """Raise :class:`TierError` where no pool can be opened with these settings on this machine.
+def check_pool(master: str, share_bytes: int) -> None:
+    """Raise as :class:`RemotePool` does where no pool can be opened with these settings on this machine.
 
-    >>> check_settings("127.0.0.1:50051", 1 << 20)
+    >>> check_pool("127.0.0.1:50051", 1 << 20)
     Traceback (most recent call last):
     kvferry.errors.TierError: the pool's share of 1.0 MiB is too small. Lend at least 16.0 MiB. [invalid-setting]
     """
@@ -553,9 +430,9 @@ def check_settings(master: str, share_bytes: int) -> None:
     if share_bytes > (available := available_bytes()):
         message = f"{format_bytes(share_bytes)} cannot be lent to the pool: {format_bytes(available)} are available."
         raise TierError(Reason.TIER_FAILED, message, "Lend fewer bytes.")
+    import_store()
 
 
-_CANCELLED = TierError(Reason.ABORTED, "the copy was cancelled.")
 _OVER = TierError(Reason.ABORTED, "no thread has moved the block.")
 
 

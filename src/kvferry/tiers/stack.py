@@ -9,6 +9,9 @@ with ``drop``, or when the request has not asked for ``lease_seconds``. Requests
 same promotion, and each pins them in the call in which they become visible. What keeps the slots of copies to and from
 lower tiers is in :mod:`~kvferry.tiers.lower_copies`.
 
+**Which tier gets what.** New blocks are written through to all lower tiers. A block that a lower tier brings is written
+to the quicker ones, which have lost the block or never had it: a disk warms a pool after a restart.
+
 Nothing here has a thread or a clock: requests, landings and time are inputs, and ``poll`` drives the lower tiers.
 """
 
@@ -401,6 +404,8 @@ class Stack:
         groups = dict.fromkeys(chunk.keys, chunk.group)
         for key in chunk.keys:
             del self._chunks[key]
+        for quicker in self._lower[:number]:
+            quicker.write(self._host.visible_among(list(chunk.keys)))
         for request_id in chunk.askers:
             asker = self._askers[request_id]
             mine = {key: group for key, group in groups.items() if key in asker.in_chunks}

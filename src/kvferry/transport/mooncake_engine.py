@@ -40,10 +40,10 @@ _ENVIRONMENT: dict[str, str | None] = {
 _opening = threading.Lock()
 
 
-def open_engine(host: str, num_lanes: int = 1) -> Any:
-    """Start an engine that peers reach at ``host``, with ``num_lanes`` connections to each peer.
+def open_engine(host: str, num_connections: int = 1) -> Any:
+    """Start an engine that peers reach at ``host``, with ``num_connections`` connections to each peer.
 
-    Several lanes overtake each other: a fence proves nothing then.
+    Several connections (Mooncake's "lanes") overtake each other: a fence proves nothing then.
 
     On loopback its two ports accept connections from this host only. Raises ``TransportError``
     (``TRANSPORT_UNAVAILABLE``) where the package or a library is missing or of another version, or the engine does not
@@ -51,7 +51,7 @@ def open_engine(host: str, num_lanes: int = 1) -> Any:
     """
     with _opening:
         before = _listener_ids()
-        with mooncake_environment({**_ENVIRONMENT, "MC_TCP_LANES_PER_PEER": str(num_lanes)}):
+        with mooncake_environment({**_ENVIRONMENT, "MC_TCP_LANES_PER_PEER": str(num_connections)}):
             engine = _import_engine()()
             code = engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
         if code:

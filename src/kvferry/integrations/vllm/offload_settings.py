@@ -44,12 +44,18 @@ class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         about("With `disk_path`, the most bytes that an engine's folder occupies on disk.", unit="bytes", unset="none"),
     ] = 0
     pool_master: Annotated[
-        str, about("The address of the master of a Mooncake Store.", unit="host:port", unset="none")
+        str,
+        about("The address of the master of a Mooncake Store.", unit="host:port", unset="none", page="offload.md"),
     ] = ""
     pool_bytes: Annotated[
         int,
         msgspec.Meta(ge=0),
-        about("With `pool_master`, the memory that this engine gives to the pool.", unit="bytes", unset="none"),
+        about(
+            "With `pool_master`, the memory that an engine lends to the pool, at least 16 MiB; each data-parallel rank "
+            "is an engine.",
+            unit="bytes",
+            unset="none",
+        ),
     ] = 0
     block_size: Annotated[
         int,
@@ -108,8 +114,7 @@ class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def parse_offload_settings(extra_config: Mapping[str, Any]) -> OffloadSettings:
     """Return the settings in ``extra_config``.
 
-    Raises :class:`SettingsError`: unknown-setting naming the nearest valid key, invalid-setting, and unsupported for
-    tiers that this version does not have.
+    Raises :class:`SettingsError`: unknown-setting naming the nearest valid key, and invalid-setting.
 
     >>> parse_offload_settings({"host_bytes": "8 GiB"}).host_bytes == 8 << 30
     True
@@ -125,8 +130,6 @@ def parse_offload_settings(extra_config: Mapping[str, Any]) -> OffloadSettings:
     settings = converted(given, OffloadSettings)
     _check_pair(settings, "disk_path", "disk_bytes")
     _check_pair(settings, "pool_master", "pool_bytes")
-    if settings.pool_master:
-        raise SettingsError(Reason.UNSUPPORTED, "pool_master is set; this version has no shared pool.")
     return settings
 
 

@@ -31,13 +31,13 @@ from kvferry.transport.mooncake_engine import LOOPBACK, mooncake_environment, op
 logger = logging.getLogger(__name__)
 
 BLOCKS_PER_READ, BLOCKS_PER_WRITE = 16, 128
-"""Most blocks of one call. With a peer that stops, Mooncake lets two requests for each block, ``NUM_LANES`` at a time,
-wait for the time limits of ``_LASTING_ENVIRONMENT``; writes rarely go to a peer."""
-NUM_LANES = 16
+"""Most blocks of one call. With a peer that stops, Mooncake lets two requests for each block wait for the limits of
+``_LASTING_ENVIRONMENT``, ``NUM_CONNECTIONS`` at a time; writes rarely go to a peer."""
+NUM_CONNECTIONS = 16
 GREETING_SECONDS = 1.0
 PEER_SECONDS = 0.25
 """How long it is believed that a peer runs, or does not."""
-BEAT_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.25, 8.0
 UNCERTAIN_SECONDS = 55.0
 """Mooncake gives a transfer up after 60 s without a proof that its bytes have stopped."""
@@ -59,7 +59,7 @@ Trailers = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class PoolState:
     """What the client knows of the pool: ``num_emptied`` counts how often the client's share lost its blocks."""
 
     is_reachable: bool = False
@@ -69,12 +69,12 @@ class Beat:
 class PoolStore:
     """A client with ``share_bytes`` of memory for the pool. All calls block, and any thread may make them.
 
-    ``regions``: memory that blocks are copied from and to. While ``beat.is_reachable`` is False, calls raise
+    ``regions``: memory that blocks are copied from and to. While ``state.is_reachable`` is False, calls raise
     :class:`TierError` ``tier-failed`` at once; :meth:`renew` finds the master again.
     """
 
     def __init__(self, master: str, share_bytes: int, region: Region, num_threads: int) -> None:
-        self.beat = Beat()
+        self.state = PoolState()
         self._master, self._share_bytes, self._region = master, share_bytes, region
         self._trailers = np.zeros((num_threads, BLOCKS_PER_WRITE), _TRAILER)
         self._free_trailers = list(range(num_threads))
@@ -86,20 +86,18 @@ class PoolStore:
         for name, value in _LASTING_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._address = os.environ.get("MC_TCP_BIND_ADDRESS", LOOPBACK)
+        self._package = import_store()
         try:
-            self._engine: Any = open_engine(self._address, NUM_LANES)
-            self._package = importlib.import_module("mooncake.store")
+            self._engine: Any = open_engine(self._address, NUM_CONNECTIONS)
         except TransportError as error:
             raise TierError(error.reason, error.message, error.remedy) from error
-        except ImportError as error:
-            raise TierError(Reason.MISSING_DEPENDENCY, f"Mooncake Store cannot be loaded: {error}.") from error
         self._name = f"{self._address}:{self._engine.get_rpc_port()}"
         self._store: Any = None
 
     def renew(self) -> float:
         """Look whether the pool can be reached and still has this client's mark; return seconds until the next look.
 
-        Sets ``beat``. Raises nothing.
+        Sets ``state``. Raises nothing.
         """
         try:
             greet(self._master)  # Mooncake's ``setup`` holds the GIL while it waits
@@ -107,9 +105,9 @@ class PoolStore:
                 self._set_up()
             if not self._has_mark():
                 self._put_mark()
-                self.beat = Beat(True, self.beat.num_emptied + 1)
-            elif not self.beat.is_reachable:
-                self.beat = Beat(True, self.beat.num_emptied)
+                self.state = PoolState(True, self.state.num_emptied + 1)
+            elif not self.state.is_reachable:
+                self.state = PoolState(True, self.state.num_emptied)
         except Exception as error:  # Mooncake's binding raises what C++ throws
             logger.debug("the pool's master at %s: %r", self._master, error)
             self._lose()
@@ -117,7 +115,7 @@ class PoolStore:
             self._retry_seconds = min(2 * seconds, LONGEST_RETRY_SECONDS)
             return seconds
         self._retry_seconds = FIRST_RETRY_SECONDS
-        return BEAT_SECONDS
+        return LOOK_SECONDS
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Return whether the pool has each block, complete."""
@@ -243,8 +241,8 @@ class PoolStore:
         self._store = self._engine = None
 
     def _lose(self) -> None:
-        if self.beat.is_reachable:
-            self.beat = Beat(False, self.beat.num_emptied)
+        if self.state.is_reachable:
+            self.state = PoolState(False, self.state.num_emptied)
 
     def _set_up(self) -> None:
         store = self._package.MooncakeDistributedStore()
@@ -287,7 +285,7 @@ class PoolStore:
         return place, self._trailers[place, :num_blocks]
 
     def _check_reachable(self) -> None:
-        if not self.beat.is_reachable:
+        if not self.state.is_reachable:
             raise self._unreachable()
 
     def _check_codes(self, codes: Sequence[int]) -> None:
@@ -314,6 +312,18 @@ def chosen(values: Sequence[Value], places: Sequence[int]) -> list[Value]:
     ['a', 'c']
     """
     return [values[place] for place in places]
+
+
+def import_store() -> Any:
+    """Return Mooncake's module ``store``. Raises :class:`TierError` ``missing-dependency``."""
+    try:
+        return importlib.import_module("mooncake.store")
+    except ImportError as error:
+        raise TierError(
+            Reason.MISSING_DEPENDENCY,
+            f"the pool cannot load Mooncake Store: {error}.",
+            'Install it: pip install "kvferry[mooncake]"; on Debian also apt-get install libibverbs1 libnuma1.',
+        ) from error
 
 
 def greet(address: str) -> None:

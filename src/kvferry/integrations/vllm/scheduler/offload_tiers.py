@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvferry.tiers.eviction import Eviction
 from kvferry.tiers.host_memory import HostMemory, slots_that_fit
 from kvferry.tiers.local_disk import LocalDisk, check_directory
 from kvferry.tiers.protocol import LowerTier
+from kvferry.tiers.remote_pool import RemotePool, check_pool
 from kvferry.tiers.slab_memory import SlabMemory, available_bytes
 from kvferry.tiers.stack import Stack
 from kvferry.units import format_bytes
@@ -47,17 +49,20 @@ def check_settings(settings: OffloadSettings, facts: EngineFacts, data_parallel_
     """Raise when the engine is built, not some steps later, where a tier could not be opened.
 
     :class:`TierError`: tier-failed for too little memory or an unusable folder, tier-in-use for a folder with another
-    owner; :class:`SettingsError` for names that mean nothing to a later process.
+    owner, invalid-setting or missing-dependency for a pool; :class:`SettingsError` for names that mean nothing to
+    another process.
     """
-    if settings.host_bytes > (available := available_bytes()):
-        raise TierError(
-            Reason.TIER_FAILED,
-            f"host_bytes is {format_bytes(settings.host_bytes)}; {format_bytes(available)} are available.",
-            "Set fewer.",
-        )
-    if settings.disk_path:
+    if settings.host_bytes + settings.pool_bytes > (available := available_bytes()):
+        sizes = f"host_bytes is {format_bytes(settings.host_bytes)}"
+        if settings.pool_bytes:
+            sizes += f" and pool_bytes {format_bytes(settings.pool_bytes)}"
+        raise TierError(Reason.TIER_FAILED, f"{sizes}; {format_bytes(available)} are available.", "Set fewer.")
+    if settings.disk_path or settings.pool_master:
         facts.check_shareable()
+    if settings.disk_path:
         check_directory(disk_folder(settings, data_parallel_rank))
+    if settings.pool_master:
+        check_pool(settings.pool_master, settings.pool_bytes)
 
 
 def disk_folder(settings: OffloadSettings, data_parallel_rank: int) -> Path:
@@ -77,10 +82,18 @@ def lower_tiers(
 
     Raises :class:`KVFerryError`; then none stays open.
     """
-    if not settings.disk_path:
+    if not (settings.disk_path or settings.pool_master):
         return []
     names.check_shareable()
-    return [LocalDisk(disk_folder(settings, data_parallel_rank), settings.disk_bytes, region)]
+    with ExitStack() as opened:
+        tiers: list[LowerTier] = []
+        if settings.pool_master:
+            tiers.append(RemotePool(settings.pool_master, settings.pool_bytes, region))
+            opened.callback(tiers[0].close)
+        if settings.disk_path:
+            tiers.append(LocalDisk(disk_folder(settings, data_parallel_rank), settings.disk_bytes, region))
+        opened.pop_all()
+    return tiers
 
 
 def open_tiers(

@@ -1,4 +1,4 @@
-"""Threads that perform tasks in order. What a task does is the task's: a lane only begins, ends and revokes."""
+"""Threads that perform tasks in order. What a task does is the task's: a queue only begins and revokes tasks."""
 
 import threading
 import time
@@ -11,11 +11,11 @@ class Task(Protocol):
     """A call that may take long. ``perform`` raises nothing that the task does not keep for itself."""
 
     def perform(self) -> None:
-        """Do the work, on a thread of a lane."""
+        """Do the work, on a thread of a queue."""
 
 
-class Lane:
-    """One queue and its threads. ``done`` gets each task that was performed.
+class TaskQueue:
+    """Tasks that wait, and the threads that perform them. ``done`` gets each task that was performed.
 
     With ``idle`` the first thread also calls that function; it returns the seconds until its next turn.
     """
@@ -88,7 +88,7 @@ class Lane:
                 self._done.append(task)
 
     def _next(self, index: int, turn_at: float | None) -> Task | None:
-        """Wait for a task; None when it is the turn of ``idle``, or the lane closes."""
+        """Wait for a task; None when it is the turn of ``idle``, or the queue closes."""
         with self._work:
             seconds = None if turn_at is None else max(0.0, turn_at - time.monotonic())
             self._work.wait_for(lambda: self._queue or self._is_closing, seconds)
