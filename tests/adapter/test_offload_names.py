@@ -93,15 +93,24 @@ class Engine:
     arguments: dict[str, Any] = field(default_factory=dict)
     edits: list[Callable[[Any], None]] = field(default_factory=list)
     slab: Shard | None = None
+    stored: dict[str, Any] = field(default_factory=dict)  # as the arguments of :func:`ranks`
     tokens_per_hash: int = 16
     model_id: str = ""
+    adapter: str = ""
 
-    def names(self) -> BlockNames:
+    def config(self) -> Any:
+        """Return vLLM's configuration of this engine."""
         arguments = {"model": str(self.folder), "skip_tokenizer_init": True, "enforce_eager": True, **self.arguments}
         config = EngineArgs(**arguments).create_engine_config()
         for edit in self.edits:
             edit(config)
-        return block_names(config, self.slab or slab(), self.tokens_per_hash, self.model_id)
+        return config
+
+    def names(self) -> BlockNames:
+        """Return the names of its blocks."""
+        stored = self.slab or slab(**self.stored)
+        names = block_names(self.config(), stored, self.tokens_per_hash, self.model_id)
+        return names.of_adapter(self.adapter) if self.adapter else names
 
 
 @pytest.fixture
@@ -129,23 +138,25 @@ def page(tp_size: int = 1) -> dict[str, Any]:
     return {"block_size": 16, "num_kv_heads": NUM_HEADS // tp_size, "head_size": 8, "dtype": torch.float32}
 
 
-def slab(
+def ranks(
     specs: dict[str, Any] | None = None,
     *,
     tp_size: int = 1,
     layout: str = "BHLNC",
     stages: tuple[tuple[str, ...], ...] = (),
-    num_blocks: int = 20,
-    engine_blocks: int = 1,
-) -> Shard:
+) -> list[CacheRank]:
     specs = specs or dict.fromkeys(LAYERS, attention(tp_size))
-    ranks = [
-        CacheRank(specs, layout, (rank, tp_size), stages=stages, pp_rank=stage).shard
+    return [
+        CacheRank(specs, layout, (rank, tp_size), stages=stages, pp_rank=stage)
         for stage in range(max(len(stages), 1))
         for rank in range(tp_size)
     ]
-    counts = {group.name: num_blocks for rank in ranks for group in rank.groups}
-    return slab_shard(ranks, counts, engine_blocks=engine_blocks)
+
+
+def slab(specs: dict[str, Any] | None = None, *, num_blocks: int = 20, engine_blocks: int = 1, **placed: Any) -> Shard:
+    shards = [rank.shard for rank in ranks(specs, **placed)]
+    counts = {group.name: num_blocks for shard in shards for group in shard.groups}
+    return slab_shard(shards, counts, engine_blocks=engine_blocks)
 
 
 def cpu_shards(patch: pytest.MonkeyPatch, isa: str, tp_size: int = 2, block_size: int = BLOCK_SIZE) -> list[Shard]:
@@ -161,8 +172,8 @@ def cpu_shards(patch: pytest.MonkeyPatch, isa: str, tp_size: int = 2, block_size
 def differing(one: BlockNames, other: BlockNames) -> set[str]:
     """Return the facts in which two namespaces differ, such as ``model.weights``."""
     found = set()
-    for topic, ours in one.facts.items():
-        theirs = other.facts[topic]
+    for topic in one.facts.keys() | other.facts.keys():
+        ours, theirs = one.facts.get(topic), other.facts.get(topic)
         if isinstance(ours, dict) and isinstance(theirs, dict):
             found |= {f"{topic}.{name}" for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
         elif ours != theirs:
@@ -202,12 +213,13 @@ def write(name: str, text: str) -> Edit:
 
 
 def store(**changes: Any) -> Edit:
-    return lambda engine: setattr(engine, "slab", slab(**changes))
+    return lambda engine: setattr(engine, "stored", changes)
 
 
 def store_cpu(isa: str, **changes: Any) -> Edit:
     def edit(engine: Engine) -> None:
         engine.slab = slab_shard(cpu_shards(engine.patch, isa, **changes), {"0": 20})
+        engine.stored = {"specs": {"0": attention(block_size=changes.get("block_size", BLOCK_SIZE))}}
 
     return edit
 
@@ -230,6 +242,17 @@ def draft(changed: str = "", dtype: str = "float32") -> Edit:
 
 def see(**fields: Any) -> Edit:
     return set_config(MultiModalConfig(**fields), "model_config", "multimodal_config")
+
+
+def scale_images(value: float) -> Edit:
+    """Let the encoder of images compute in fp8, with scales from a file that has the same path on each host."""
+
+    def edit(engine: Engine) -> None:
+        path = engine.folder.parents[1] / "scales.json"
+        path.write_text(json.dumps({"0": value}))
+        see(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(path))(engine)
+
+    return edit
 
 
 def hub(commit: str) -> Edit:
@@ -259,6 +282,25 @@ def quantise_online(ignored: str) -> Edit:
 def store_own(engine: Engine) -> None:
     """Let the second of two ranks store what it holds, as where no slab for all ranks exists."""
     engine.slab = msgspec.structs.replace(slab(), tp_rank=1, tp_size=2)
+
+
+def adapt(scale: int = 8, changed: str = "") -> Edit:
+    """Let the requests have an adapter, always in the same folder."""
+
+    def edit(engine: Engine) -> None:
+        folder = engine.folder.parents[1] / "adapter"
+        folder.mkdir(exist_ok=True)
+        write_weights(folder / "adapter_model.safetensors", {"lora_A": 400, "lora_B": 400}, changed)
+        (folder / "adapter_config.json").write_text(json.dumps({"lora_alpha": scale}))
+        offload_names._adapter.cache_clear()  # another process
+        engine.arguments["enable_lora"] = True
+        engine.adapter = str(folder)
+
+    return edit
+
+
+def set_variable(name: str, value: str) -> Edit:
+    return lambda engine: engine.patch.setenv(name, value)
 
 
 def scaled(value: float) -> Edit:
@@ -313,6 +355,9 @@ CHANGES: dict[str, tuple[set[str], Edit, Edit | None]] = {
     "own code": ({"model.files"}, write("modeling_own.py", "SCALE = 2\n"), None),
     "image processor": ({"model.files"}, write("preprocessor_config.json", '{"size": 448}'), None),
     "quantisation's parameters": ({"model.files"}, write("quant_config.json", '{"group_size": 64}'), None),
+    "implementation": ({"model.implementation"}, set_argument("model_impl", "transformers"), None),
+    "scales of an image encoder": ({"model.multimodal"}, scale_images(0.5), scale_images(2.0)),
+    "missing image embeddings": ({"model.multimodal"}, see(allow_missing_mm_embeddings=True), see()),
     "image size": (
         {"model.multimodal"},
         see(mm_processor_kwargs={"size": 448}),
@@ -340,10 +385,44 @@ CHANGES: dict[str, tuple[set[str], Edit, Edit | None]] = {
     "dtype of the drafter": ({"drafter.dtype"}, draft(dtype="float16"), draft()),
     "adapters": ({"adapters"}, LORA, None),
     "dtype of adapters": (
-        {"adapters.dtype"},
+        {"adapters.lora_dtype"},
         together(LORA, set_argument("lora_dtype", "float16")),
         together(LORA, set_argument("lora_dtype", "bfloat16")),
     ),
+    "an adapter": ({"adapter", "adapters"}, adapt(), None),
+    "weights of an adapter, in its place": ({"adapter"}, adapt(changed="lora_B"), adapt()),
+    "scale of an adapter, in its place": ({"adapter"}, adapt(scale=16), adapt()),
+    "adapters of the image encoder": (
+        {"adapters.enable_tower_connector_lora"},
+        together(LORA, set_argument("enable_tower_connector_lora", True)),
+        LORA,
+    ),
+    "attention to later tokens": (
+        {"attention.use_non_causal"},
+        set_config(True, "attention_config", "use_non_causal"),
+        None,
+    ),
+    "dtype of an indexer": (
+        {"attention.indexer_kv_dtype"},
+        set_config("bf16", "attention_config", "indexer_kv_dtype"),
+        set_config("fp8", "attention_config", "indexer_kv_dtype"),
+    ),
+    "quantised queries": (
+        {"attention.use_prefill_query_quantization"},
+        set_config(True, "attention_config", "use_prefill_query_quantization"),
+        None,
+    ),
+    "made-up routes": (
+        {"variables.VLLM_MOE_ROUTING_SIMULATION_STRATEGY"},
+        set_variable("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
+        None,
+    ),
+    "precision of products": (
+        {"variables.VLLM_FLOAT32_MATMUL_PRECISION"},
+        set_variable("VLLM_FLOAT32_MATMUL_PRECISION", "medium"),
+        None,
+    ),
+    "options of a platform": ({"platform_options.nz"}, set_config({"nz": True}, "additional_config"), None),
     "cache dtype": ({"cache.dtype"}, set_argument("kv_cache_dtype", "fp8_e5m2"), FP8),
     "kind of fp8": ({"cache.fp8"}, together(FP8, fnuz), FP8),
     "layers with an unquantised cache": (
@@ -389,7 +468,7 @@ CHANGES: dict[str, tuple[set[str], Edit, Edit | None]] = {
     "tokens of a packed page": ({"slab.groups"}, store_cpu("amx", block_size=16), store_cpu("amx")),
     "one rank's own blocks": ({"slab.rank"}, store_own, None),
     "the model's name": (
-        {"model.config", "model.weights", "model.files"},
+        {"model.weights"},
         lambda engine: setattr(engine, "model_id", "mine-2"),
         lambda engine: setattr(engine, "model_id", "mine-1"),
     ),
@@ -452,6 +531,19 @@ KEEPS: dict[str, Edit] = {
         },
     ),
 }
+
+
+def test_a_name_for_the_weights_hides_nothing_else(make_engine: Callable[[], Engine]) -> None:
+    one, other = make_engine(), make_engine()
+    one.model_id = other.model_id = "mine"
+    rope(rope_theta=1e6)(other)
+    assert "model.config" in differing(one.names(), other.names())
+
+
+def test_the_listed_variables_exist() -> None:
+    from vllm import envs
+
+    assert set(offload_names.VARIABLES) <= envs.environment_variables.keys()
 
 
 def test_a_group_has_one_name_wherever_its_blocks_begin(make_engine: Callable[[], Engine]) -> None:
@@ -578,6 +670,52 @@ def test_weights_that_nothing_names_are_not_shared(edit: Edit, make_engine: Call
     assert private(engine) is None
 
 
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "expected"),
+    [(0, False, Reason.UNREPEATABLE_HASHES), (4, False, None), (0, True, None)],
+)
+def test_images_that_are_numbered_are_not_shared(
+    cache_gb: float, prefix_caching: bool, expected: Reason | None, make_engine: Callable[[], Engine]
+) -> None:
+    """VLLM counts images from 1 in each process where neither of its caches needs a hash of the content."""
+    engine = make_engine()
+    see(mm_processor_cache_gb=cache_gb)(engine)
+    engine.arguments["enable_prefix_caching"] = prefix_caching
+    assert private(engine) is expected
+
+
+def test_the_names_of_an_adapter_are_renewed_with_the_others(make_engine: Callable[[], Engine]) -> None:
+    """After a reset nothing of before is found, and another process finds nothing of what comes after."""
+    engine = make_engine()
+    adapt()(engine)
+    path, engine.adapter = engine.adapter, ""
+    names = engine.names()
+    found = [each.of_adapter(path).namespace for each in (names, names, names.renewed(), names.renewed())]
+    assert found[0] == found[1]
+    assert len({names.namespace, *found}) == 4
+
+
+def test_an_adapter_of_a_hub_without_a_commit_is_not_shared(make_engine: Callable[[], Engine]) -> None:
+    engine = make_engine()
+    engine.arguments["enable_lora"] = True
+    assert private(engine) is None
+    engine.adapter = "some/adapter"
+    assert private(engine) is Reason.UNKNOWN_WEIGHTS
+
+
+def test_a_hub_that_is_not_hugging_faces_is_not_shared(
+    make_engine: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit in the cache of one hub says nothing of the weights that come from another."""
+    engine = make_engine()
+    hub("a" * 40)(engine)
+    assert private(engine) is None
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    config = SimpleNamespace(load_config=engine.config().load_config)
+    found = offload_names._weights(config, SimpleNamespace(model="some/model", revision=None, model_weights=""))
+    assert not found.are_known
+
+
 def test_unknown_weights_of_a_drafter_are_not_shared(make_engine: Callable[[], Engine]) -> None:
     engine = make_engine()
     draft()(engine)
@@ -678,7 +816,7 @@ def test_vllms_hash_covers_the_rest_of_a_request() -> None:
 
 
 def test_an_adapter_replaced_in_its_place_keeps_its_hash() -> None:
-    """The namespace does not cover an adapter's weights either: vLLM's caches must be reset then."""
+    """The names of an adapter tell its weights apart from process to process, but not while an engine runs."""
     adapters = [LoRARequest("a", 1, "/adapters/a", load_inplace=replaced) for replaced in (False, True)]
     one, other = (block_hashes(lora_request=adapter) for adapter in adapters)
     assert one == other

@@ -9,6 +9,8 @@ The namespace has neither the tensor-parallel nor the pipeline-parallel size, si
 :mod:`kvferry.layout.slab`). The slab of one rank alone has the rank in its shard, and so a namespace of its own.
 """
 
+import dataclasses
+import functools
 import hashlib
 import json
 import secrets
@@ -52,13 +54,49 @@ _FORMATS_OF_FILES = (
     "runai_streamer",
     "runai_streamer_sharded",
 )
-_MULTIMODAL_FIELDS = (
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "mm_device_do_normalize",
-    "mm_encoder_attn_dtype",
-    "video_pruning_rate",
-    "video_pruning_method",
+# Fields of vLLM's configurations that change no byte of a block: sizes, places, kernels. All others are in the name.
+_SIZES_OF_MULTIMODAL = frozenset(
+    {
+        "limit_per_prompt",
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+        "mm_shm_cache_max_object_size_mb",
+        "mm_encoder_tp_mode",
+        "mm_encoder_attn_backend",
+        "mm_encoder_fp8_scale_save_path",
+        "skip_mm_profiling",
+        "mm_tensor_ipc",
+        "mm_ipc_gpu_memory_gb",
+    }
+)
+_SIZES_OF_ADAPTERS = frozenset(
+    {"max_lora_rank", "max_loras", "max_cpu_loras", "fully_sharded_loras", "specialize_active_lora"}
+)
+_NUMBERS_OF_ATTENTION = (
+    "use_non_causal",
+    "indexer_kv_dtype",
+    "indexer_sparse_logits",
+    "use_prefill_query_quantization",
+    "disable_flashinfer_q_quantization",
+)
+_FIELDS_OF_STATES = ("mamba_cache_mode", "use_replayssm", "replayssm_buffer_len", "use_kda_recoverssm")
+# Variables that make up weights or routes, round numbers more, or arrange a cache otherwise than its shape says.
+VARIABLES = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",
+    "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_USE_MODELSCOPE",
 )
 
 
@@ -110,6 +148,18 @@ class BlockNames:
         if self.private is not None:
             raise self.private.without_traceback()
 
+    def of_adapter(self, path: str) -> "BlockNames":
+        """Return the names for the requests of one adapter, a folder or a hub's name as ``LoRARequest.lora_path``.
+
+        vLLM's hash has the adapter's name and path, and the same path has other weights after the next training. The
+        files are read once in a process. Names of a hub's adapter without a commit are private.
+        """
+        adapter = _adapter(path)
+        # Of the namespace, not of the facts: a renewed one is random.
+        namespace = hashlib.blake2b(self.namespace + adapter.digest.encode(), digest_size=NAMESPACE_BYTES).digest()
+        private = self.private or (None if adapter.are_known else _unknown_weights(path))
+        return replace(self, namespace=namespace, facts={**self.facts, "adapter": adapter.digest}, private=private)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -134,10 +184,15 @@ class EngineFacts:
 def engine_facts(vllm_config: "VllmConfig", tokens_per_hash: int, model_id: str = "") -> EngineFacts:
     """Return the facts of an engine; reads samples of the weights' files.
 
-    ``tokens_per_hash`` is vLLM's hash block size. A ``model_id`` stands for model and weights, of the drafter too.
+    ``tokens_per_hash`` is vLLM's hash block size. A ``model_id`` stands for the weights, of the drafter too. The names
+    are for requests without an adapter; see :meth:`BlockNames.of_adapter`.
     """
+    from vllm import envs
+
     hashes, private, hash_bytes = _hashes(vllm_config, tokens_per_hash)
-    drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    private = private or _unhashed_images(vllm_config)
+    drafting = vllm_config.speculative_config
+    drafter = getattr(drafting, "draft_model_config", None)
     models: dict[str, Any] = {"model": vllm_config.model_config, "drafter": drafter}
     for role, model in models.items():
         if model is None:
@@ -145,13 +200,18 @@ def engine_facts(vllm_config: "VllmConfig", tokens_per_hash: int, model_id: str 
         weights = Weights(model_id, are_known=True) if model_id else _weights(vllm_config, model)
         if not weights.are_known:
             private = private or _unknown_weights(str(model.model))
-        models[role] = _model(vllm_config, model, weights, model_id)
+        models[role] = _model(vllm_config, model, weights)
+    if drafting is not None and models["drafter"] is not None:
+        models["drafter"]["method"] = drafting.method
     facts = {
         "format": FORMAT,
         "vllm": ".".join(installed_version().split(".")[:2]),
         **models,
-        "adapters": _adapters(vllm_config),
+        "adapters": _all_but(_SIZES_OF_ADAPTERS, vllm_config.lora_config),
         "cache": _cache(vllm_config),
+        "attention": {name: getattr(vllm_config.attention_config, name) for name in _NUMBERS_OF_ATTENTION},
+        "variables": {name: getattr(envs, name) for name in VARIABLES},
+        "platform_options": vllm_config.additional_config,
         "hashes": hashes,
     }
     return EngineFacts(facts, private, hash_bytes)
@@ -167,31 +227,41 @@ def namespace_of(facts: str) -> bytes:
     return hashlib.blake2b(facts.encode(), digest_size=NAMESPACE_BYTES).digest()
 
 
-def _model(vllm_config: "VllmConfig", model: "ModelConfig", weights: Weights, model_id: str) -> dict[str, Any]:
+def _model(vllm_config: "VllmConfig", model: "ModelConfig", weights: Weights) -> dict[str, Any]:
     """Return what says how this model computes keys, values and states."""
     load = vllm_config.load_config
-    multimodal = model.multimodal_config
     return {
         "architectures": model.architectures,
-        "config": model_id or config_digest(model.hf_config.to_dict()),
+        "config": config_digest(model.hf_config.to_dict()),
         "weights": weights.digest,
-        "files": model_id or _digest_of_files(Path(str(model.model))),
+        "files": _digest_of_files(Path(str(model.model))),
         "code_revision": model.code_revision,
         "class_overrides": model.model_class_overrides,
+        "implementation": str(model.model_impl),
         "quantization": quantization_of(model),
         "dtype": dtype_name(model.dtype),
         # Some models scale their positions or their attention by it: Phi-3's long RoPE, Llama 4.
         "max_model_len": model.max_model_len,
         "disable_sliding_window": model.disable_sliding_window,
-        "load": [str(load.load_format), str(load.model_loader_extra_config)],
-        "multimodal": multimodal and {name: getattr(multimodal, name) for name in _MULTIMODAL_FIELDS},
+        "load": [str(load.load_format), str(load.model_loader_extra_config), str(load.ignore_patterns)],
+        "multimodal": _multimodal(model),
     }
 
 
-def _adapters(vllm_config: "VllmConfig") -> dict[str, Any] | None:
-    """Return how all adapters are applied; which one a request has is in vLLM's hash, by name and path."""
-    lora = vllm_config.lora_config
-    return None if lora is None else {"dtype": dtype_name(lora.lora_dtype), "target_modules": lora.target_modules}
+def _multimodal(model: "ModelConfig") -> dict[str, Any] | None:
+    """Return how images become embeddings; the file of an encoder's scales by its content."""
+    found = _all_but(_SIZES_OF_MULTIMODAL, model.multimodal_config)
+    if found is not None and (path := found.pop("mm_encoder_fp8_scale_path")) is not None:
+        found["encoder_scales"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return found
+
+
+def _all_but(left_out: frozenset[str], config: Any) -> dict[str, Any] | None:
+    """Return the fields of one of vLLM's configurations, new ones too."""
+    if config is None:
+        return None
+    names = [field.name for field in dataclasses.fields(config) if field.name not in left_out]
+    return {name: getattr(config, name) for name in names}
 
 
 def _cache(vllm_config: "VllmConfig") -> dict[str, Any]:
@@ -201,11 +271,29 @@ def _cache(vllm_config: "VllmConfig") -> dict[str, Any]:
     cache = vllm_config.cache_config
     # An "fp8" of some GPUs has another bias than that of others.
     fp8 = dtype_name(current_platform.fp8_dtype()) if "fp8" in cache.cache_dtype else None
+    states = None
+    if vllm_config.model_config.is_hybrid or vllm_config.model_config.is_attention_free:
+        rounding = vllm_config.mamba_config.enable_stochastic_rounding
+        states = {name: getattr(cache, name) for name in _FIELDS_OF_STATES} | {"stochastic_rounding": rounding}
     return {
         "dtype": kv_dtype_of(vllm_config),
         "fp8": fp8,
         "unquantised_layers": sorted(cache.kv_cache_dtype_skip_layers),
+        "states": states,
     }
+
+
+def _unhashed_images(vllm_config: "VllmConfig") -> KVFerryError | None:
+    """Return why images are named by no content: with both caches off vLLM counts them, from 1 in each process."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None or multimodal.mm_processor_cache_gb or vllm_config.cache_config.enable_prefix_caching:
+        return None
+    return SettingsError(
+        Reason.UNREPEATABLE_HASHES,
+        "prefix caching is off and mm_processor_cache_gb is 0: vLLM then numbers images instead of hashing them, and "
+        "other images have the same numbers after a restart.",
+        "Run with --enable-prefix-caching, or with --mm-processor-cache-gb above 0.",
+    )
 
 
 def _hashes(vllm_config: "VllmConfig", tokens_per_hash: int) -> tuple[dict[str, Any], KVFerryError | None, int]:
@@ -269,10 +357,25 @@ def _matching(files: Iterable[Path]) -> list[Path]:
 
 def _weights(vllm_config: "VllmConfig", model: "ModelConfig") -> Weights:
     """Return the digest of the weights in the model's files; unknown where the engine loads weights from elsewhere."""
+    from vllm import envs
+
     load = vllm_config.load_config
     found = weights_of(str(model.model), model.revision, load.download_dir)
     is_from_files = str(load.load_format) in _FORMATS_OF_FILES and not model.model_weights
-    return Weights(found.digest, found.are_known and is_from_files)
+    # The cache of Hugging Face's hub says nothing about what comes from another.
+    is_elsewhere = envs.VLLM_USE_MODELSCOPE and not Path(str(model.model)).exists()
+    return Weights(found.digest, found.are_known and is_from_files and not is_elsewhere)
+
+
+@functools.lru_cache(maxsize=1024)
+def _adapter(path: str) -> Weights:
+    """Return the digest of an adapter's weights and of its own configuration, which has their scale."""
+    weights = weights_of(path, config="adapter_config.json")
+    texts = [file.read_bytes() for file in files_of(Path(path)) if file.suffix == ".json"]
+    found = hashlib.blake2b(weights.digest.encode(), digest_size=NAMESPACE_BYTES)
+    for text in texts:
+        found.update(hashlib.sha256(text).digest())
+    return Weights(found.hexdigest(), weights.are_known)
 
 
 def _unknown_weights(model: str) -> KVFerryError:

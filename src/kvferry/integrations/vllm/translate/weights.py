@@ -33,17 +33,19 @@ class Weights:
     are_known: bool
 
 
-def weights_of(model: str, revision: str | None = None, cache: str | None = None) -> Weights:
+def weights_of(
+    model: str, revision: str | None = None, cache: str | None = None, config: str = "config.json"
+) -> Weights:
     """Return the digest of a local folder or file, or of a hub's model at this revision.
 
     A hub's model is named by its commit, which stands for its files. ``cache`` is the folder of the hub's models on
-    this machine where it is not the default.
+    this machine where it is not the default, and ``config`` a file that each of them has.
     """
     place = Path(model)
     if place.exists():
         files = sorted(path for path in files_of(place) if path.suffix in SUFFIXES)
         return Weights(_digest_of(files), are_known=bool(files))
-    commit = _commit_of(model, revision, cache)
+    commit = _commit_of(model, revision, cache, config)
     named = f"{model}@{commit or revision or 'default'}"
     return Weights(hashlib.blake2b(named.encode(), digest_size=16).hexdigest(), are_known=commit is not None)
 
@@ -55,12 +57,12 @@ def files_of(place: Path) -> list[Path]:
     return [place] if place.is_file() else []
 
 
-def _commit_of(model: str, revision: str | None, cache: str | None) -> str | None:
+def _commit_of(model: str, revision: str | None, cache: str | None, config: str) -> str | None:
     """Return the commit of a hub's model at this revision in this machine's cache; None where the cache has none."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        path = try_to_load_from_cache(model, "config.json", cache_dir=cache, revision=revision)
+        path = try_to_load_from_cache(model, config, cache_dir=cache, revision=revision)
     except ValueError:
         return None  # not a name of a model on the hub
     return Path(path).parent.name if isinstance(path, str) else None
