@@ -56,11 +56,12 @@ class CacheRank:
         stages: Sequence[Sequence[str]] = (),
         pp_rank: int = 0,
         has_drafter: bool = False,
+        num_blocks: int = NUM_BLOCKS,
     ) -> None:
         self.tp_rank, self.specs = rank[0], dict(specs)
         attention = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
         modules = {**dict.fromkeys(specs, attention), **(modules or {})}
-        vllm_config = _config(rank[1], max(len(stages), 1), KVCacheLayout[layout], modules)
+        vllm_config = _config(rank[1], max(len(stages), 1), KVCacheLayout[layout], modules, num_blocks)
         if has_drafter:
             drafter = {"use_eagle": lambda: True, "use_eagle_block_drop": lambda: True, "method": "mtp"}
             vllm_config.speculative_config = SimpleNamespace(**drafter)
@@ -110,13 +111,15 @@ class CacheRank:
                     yield from ((layer, position, block) for position, block in enumerate(ids.tolist()))
 
 
-def _config(tp_size: int, pp_size: int, layout: KVCacheLayout, modules: Mapping[str, Any]) -> Any:
+def _config(
+    tp_size: int, pp_size: int, layout: KVCacheLayout, modules: Mapping[str, Any], num_blocks: int = NUM_BLOCKS
+) -> Any:
     parallel = {
         "pipeline_parallel_size": pp_size,
         "prefill_context_parallel_size": 1,
         "decode_context_parallel_size": 1,
     }
-    cache = {"get_resolved_kv_cache_layout": lambda: layout, "num_gpu_blocks_override": NUM_BLOCKS}
+    cache = {"get_resolved_kv_cache_layout": lambda: layout, "num_gpu_blocks_override": num_blocks}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, **parallel),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: TOTAL_HEADS, dtype=torch.float32),

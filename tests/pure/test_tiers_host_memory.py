@@ -55,7 +55,9 @@ def store(host: HostMemory, *numbers: int, group: str = "full") -> HostStore:
 
 def presences(host: HostMemory, *numbers: int) -> str:
     """Return a letter for each key: a(bsent), h(eld), p(ending)."""
-    return "".join(Presence(one).name[0].lower() for one in host.look_up(keys(*numbers)))
+    found = [Presence(one) for one in host.look_up(keys(*numbers))]
+    assert found == [host.presence(one) for one in keys(*numbers)]
+    return "".join(one.name[0].lower() for one in found)
 
 
 def refusal(call: object, *args: object, **named: object) -> Reason:

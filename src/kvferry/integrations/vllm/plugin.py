@@ -1,4 +1,4 @@
-"""Entry point ``vllm.general_plugins``: registers the connectors and the layouts that CPU attention reads."""
+"""Entry point ``vllm.general_plugins``: registers connectors and offloading spec, and the layouts of CPU attention."""
 
 import logging
 
@@ -13,6 +13,8 @@ CONNECTORS = {
     "KVFerryOffloadConnector": "kvferry.integrations.vllm.offload_connector",
 }
 """The module of each connector, which has a class of the connector's name."""
+SPEC_NAME = "KVFerryOffloadingSpec"
+SPEC_MODULE = "kvferry.integrations.vllm.offloading_spec"
 
 
 def register() -> None:
@@ -24,10 +26,13 @@ def register() -> None:
         logger.error("kvferry: %s", error)
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
     for name, module in CONNECTORS.items():
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, name)
+    if SPEC_NAME not in OffloadingSpecFactory._registry:
+        OffloadingSpecFactory.register_spec(SPEC_NAME, SPEC_MODULE, SPEC_NAME)
     from kvferry.integrations.vllm.layout_choice import widen_cpu_attention
 
     widen_cpu_attention()
