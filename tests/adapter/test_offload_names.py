@@ -701,6 +701,10 @@ def test_an_adapter_of_a_hub_without_a_commit_is_not_shared(make_engine: Callabl
     assert private(engine) is None
     engine.adapter = "some/adapter"
     assert private(engine) is Reason.UNKNOWN_WEIGHTS
+    first = engine.names()
+    assert first.namespace == engine.names().namespace
+    offload_names._adapter.cache_clear()  # another process
+    assert first.namespace != engine.names().namespace
 
 
 def test_a_hub_that_is_not_hugging_faces_is_not_shared(

@@ -152,7 +152,8 @@ class BlockNames:
         """Return the names for the requests of one adapter, a folder or a hub's name as ``LoRARequest.lora_path``.
 
         vLLM's hash has the adapter's name and path, and the same path has other weights after the next training. The
-        files are read once in a process. Names of a hub's adapter without a commit are private.
+        files are read once in a process. The names of a hub's adapter without a commit are private: no other process
+        has them.
         """
         adapter = _adapter(path)
         # Of the namespace, not of the facts: a renewed one is random.
@@ -369,13 +370,18 @@ def _weights(vllm_config: "VllmConfig", model: "ModelConfig") -> Weights:
 
 @functools.lru_cache(maxsize=1024)
 def _adapter(path: str) -> Weights:
-    """Return the digest of an adapter's weights and of its own configuration, which has their scale."""
+    """Return the digest of an adapter's weights and of its own configuration, which has their scale.
+
+    Unknown weights have a name that no other process knows.
+    """
     weights = weights_of(path, config="adapter_config.json")
+    if not weights.are_known:
+        return Weights(secrets.token_hex(NAMESPACE_BYTES), are_known=False)
     texts = [file.read_bytes() for file in files_of(Path(path)) if file.suffix == ".json"]
     found = hashlib.blake2b(weights.digest.encode(), digest_size=NAMESPACE_BYTES)
     for text in texts:
         found.update(hashlib.sha256(text).digest())
-    return Weights(found.hexdigest(), weights.are_known)
+    return Weights(found.hexdigest(), are_known=True)
 
 
 def _unknown_weights(model: str) -> KVFerryError:
