@@ -1,5 +1,6 @@
 """Copies within a process: blocks go from one engine's ranks to a slab, and from there to another engine's ranks."""
 
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from kvferry.execution import local_copy
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
-from kvferry.execution.local_copy import LocalCopy, LocalRoute
+from kvferry.execution.local_copy import LocalCopy, LocalRoute, copy_blocks
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
@@ -168,6 +169,36 @@ def test_stored_blocks_are_loaded_byte_by_byte(case: str, selector: int, way: No
 def test_a_stored_block_of_several_engine_blocks(case: str, way: None, opened: list[Copies]) -> None:
     opened.append(copies := Copies(*CASES[case], engine_blocks=2))
     copies.check()
+
+
+def test_the_engine_runs_python_while_a_large_block_is_copied() -> None:
+    """The engine's thread and the copying thread share the interpreter's lock."""
+    block_bytes, num_blocks = 1 << 20, 16
+    memory = np.ones(2 * block_bytes * num_blocks, dtype=np.uint8)
+    half = memory.ctypes.data + block_bytes * num_blocks
+    ids = np.arange(num_blocks, dtype=np.int64)
+    one = StridedCopy(memory.ctypes.data, half, block_bytes)
+    turns, ends, interval = 0, threading.Event(), sys.getswitchinterval()
+
+    def engine() -> None:
+        nonlocal turns
+        while not ends.is_set():
+            turns += 1
+            time.sleep(0)
+
+    sys.setswitchinterval(1000)  # no thread is made to give the lock away
+    thread = threading.Thread(target=engine)
+    try:
+        thread.start()
+        time.sleep(0.01)
+        before = turns
+        assert sum(copy_blocks(BlockCopies(one, block_bytes, block_bytes, ids, ids))) == block_bytes * num_blocks
+        during = turns - before
+    finally:
+        ends.set()
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert during > 0
 
 
 def test_the_oracle_sees_a_rank_that_has_not_stored_its_part(opened: list[Copies]) -> None:

@@ -1,5 +1,6 @@
 """Copies between a rank's cache and memory of the same process, such as a tier's slab: no transport, no peer."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -20,10 +21,12 @@ from kvferry.plan.request import GroupBlocks, sample_requests
 
 BYTES_PER_ADVANCE = 16 << 20
 """A job copies about so much at a time: then an urgent job may go first."""
-BLOCK_BY_BLOCK_FROM = 32 << 10
+BLOCK_BY_BLOCK_FROM = 16 << 10
 """Blocks of so many bytes are copied one by one, smaller ones many at a time through a buffer in the processor's cache:
 one call of numpy costs about as much as a copy of some kilobytes."""
 GATHER_BYTES = 256 << 10
+ELEMENT_BYTES = 512
+"""numpy releases the interpreter lock only for more than 500 elements, so a long run is many elements, not one."""
 
 
 class LocalRoute:
@@ -139,7 +142,7 @@ class LocalCopy:
 def copy_blocks(copies: BlockCopies) -> Iterator[int]:
     """Copy all pairs of blocks, a bounded piece per step; yield the bytes of each piece.
 
-    numpy releases the interpreter lock while it copies and starts no thread.
+    numpy starts no thread, and releases the interpreter lock while it copies a large block.
 
     >>> source, destination = np.arange(64, dtype=np.uint8), np.zeros(32, dtype=np.uint8)
     >>> from kvferry.plan.strided_copy import StridedCopy
@@ -149,14 +152,15 @@ def copy_blocks(copies: BlockCopies) -> Iterator[int]:
     >>> destination.tolist()[:8], destination.tolist()[16:24]
     ([48, 49, 50, 51, 56, 57, 58, 59], [16, 17, 18, 19, 24, 25, 26, 27])
     """
-    loops = copies.copy.loops[::-1] or ((1, 0, 0),)
+    run_bytes, block_bytes = copies.copy.run_bytes, copies.block_bytes
+    element = math.gcd(run_bytes, ELEMENT_BYTES)
+    loops = *copies.copy.loops[::-1], (run_bytes // element, element, element)
     counts, source_strides, destination_strides = zip(*loops, strict=True)
     from_ids, to_ids = copies.source_blocks, copies.destination_blocks
     shape = (int(from_ids.max(initial=0)) + 1, *counts), (int(to_ids.max(initial=0)) + 1, *counts)
-    run_bytes, block_bytes = copies.copy.run_bytes, copies.block_bytes
     begin, end = copies.copy.source_offset, copies.copy.destination_offset
-    source = memory_at(begin, shape[0], (copies.source_block_stride, *source_strides), run_bytes)
-    destination = memory_at(end, shape[1], (copies.destination_block_stride, *destination_strides), run_bytes)
+    source = memory_at(begin, shape[0], (copies.source_block_stride, *source_strides), element)
+    destination = memory_at(end, shape[1], (copies.destination_block_stride, *destination_strides), element)
     if block_bytes >= BLOCK_BY_BLOCK_FROM:
         for from_id, to_id in zip(from_ids.tolist(), to_ids.tolist(), strict=True):
             destination[to_id] = source[from_id]
