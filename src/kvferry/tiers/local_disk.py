@@ -35,7 +35,7 @@ from kvferry.layout.shard import Region
 from kvferry.tiers.disk.records import PAGE_BYTES
 from kvferry.tiers.disk.segments import LOCK_NAME, Directory, SegmentFile, errors_of, read_segment
 from kvferry.tiers.disk.space import Record, Segment, Space
-from kvferry.tiers.disk.workers import RUN_BYTES, CopyState, HeaderWrite, LoadRun, Run, StoreRun, Task, Workers
+from kvferry.tiers.disk.workers import RUN_BYTES, HeaderWrite, LoadRun, Run, StoreRun, Task, Workers
 from kvferry.tiers.protocol import (
     CLOSE_SECONDS,
     MAX_BATCH,
@@ -72,7 +72,6 @@ class DiskLoad(Load):
     """A load; ``records[i]`` is the pinned record of ``keys[i]``. ``runs``: those that the threads have not done."""
 
     records: dict[int, Record] = field(default_factory=dict)
-    state: CopyState = field(default_factory=CopyState)
     runs: set[Run] = field(default_factory=set)
 
 
@@ -84,7 +83,6 @@ class DiskStore(Store):
     """
 
     records: dict[int, Record] = field(default_factory=dict)
-    state: CopyState = field(default_factory=CopyState)
     runs: set[Run] = field(default_factory=set)
     checksums: dict[int, int] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
@@ -370,7 +368,7 @@ class LocalDisk:
         for records in neighbours(index_of):
             indices = [index_of[record] for record in records]
             slots = [addresses[index] for index in indices]
-            runs.append(kind(copy, copy.state, self._files[records[0].segment], records, indices, slots))
+            runs.append(kind(copy, self._files[records[0].segment], records, indices, slots))
         copy.runs = set(runs)
         if runs:
             self._workers.submit(runs, is_load=kind is LoadRun)
@@ -432,7 +430,8 @@ class LocalDisk:
 
     def _give_up(self, copy: TierCopy, error: TierError) -> None:
         assert isinstance(copy, DiskLoad | DiskStore)
-        copy.state.end()
+        for run in copy.runs:
+            run.end()
         revoked = self._workers.revoke(copy.runs)
         if isinstance(copy, DiskStore):
             copy.landed[:] = False

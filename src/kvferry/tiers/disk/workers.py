@@ -1,7 +1,7 @@
 """The threads of a disk tier. They move bytes and decide nothing: each task reports what it found.
 
 A thread may hang in a read for as long as the disk does. So a task never touches a slot of the host slab after its copy
-is over: blocks are read into the thread's own buffer, verified there, and copied into their slots under the copy's
+is over: blocks are read into the thread's own buffer, verified there, and copied into their slots under the run's
 lock. A copy can therefore end at any time, and its slots can be used for something else at once.
 """
 
@@ -25,19 +25,6 @@ RUN_BYTES = 4 << 20
 """Most bytes of neighbouring blocks that move in one call, unless one block is longer."""
 
 
-@dataclass(slots=True, eq=False)
-class CopyState:
-    """What the threads know of a copy: whether it is over. The lock is held while a slot is touched."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    is_over: bool = False
-
-    def end(self) -> None:
-        """Make sure that no slot is touched from now on; waits for at most one copy of a run in memory."""
-        with self.lock:
-            self.is_over = True
-
-
 class Task(Protocol):
     """Something that a thread does for the tier, and that the tier then finds in ``Workers.done``."""
 
@@ -52,18 +39,25 @@ class Task(Protocol):
 class Run:
     """Blocks in neighbouring cells of a segment. ``indices`` are the blocks' places in the copy.
 
+    A thread holds the ``lock`` while it touches a slot, and touches none once the run ``is_over``.
     Once the run is done, ``errors`` has one entry for each block, None for a block that has landed, and a store has
     the ``checksums`` of the blocks.
     """
 
     copy: TierCopy
-    state: CopyState
     file: SegmentFile
     records: list[Record]
     indices: list[int]
     addresses: list[int]
     errors: list[TierError | None] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_over: bool = False
+
+    def end(self) -> None:
+        """Make sure that no slot is touched from now on; waits for at most one copy of the run in memory."""
+        with self.lock:
+            self.is_over = True
 
     def fail(self, error: TierError) -> None:
         """Note that no block of the run has landed."""
@@ -80,7 +74,7 @@ class LoadRun(Run):
 
     def perform(self, buffer: "Buffer") -> None:
         """Read all cells in one call; a block that differs from its checksum has not landed."""
-        if self.state.is_over:
+        if self.is_over:
             return self.fail(_OVER)
         view, address = buffer.of(self.num_bytes)
         self.file.read(self.records[0].cell, view)
@@ -91,8 +85,8 @@ class LoadRun(Run):
                 message = f"cell {record.cell} of {self.file.path} holds other bytes than were stored."
                 errors.append(TierError(Reason.CHECKSUM_MISMATCH, message))
                 continue
-            with self.state.lock:
-                if self.state.is_over:
+            with self.lock:
+                if self.is_over:
                     return self.fail(_OVER)
                 ctypes.memmove(slot, start, record.num_bytes)
             errors.append(None)
@@ -107,8 +101,8 @@ class StoreRun(Run):
         cell_bytes = self.file.shape.cell_bytes
         lengths = [record.num_bytes for record in self.records]
         is_paged = all(value % PAGE_BYTES == 0 for value in (*self.addresses, *lengths))
-        with self.state.lock:
-            if self.state.is_over:
+        with self.lock:
+            if self.is_over:
                 return self.fail(_OVER)
             self.checksums = [checksum(*slot) for slot in zip(self.addresses, lengths, strict=True)]
             if is_paged:
