@@ -129,8 +129,8 @@ def test_a_hit_ends_where_a_group_lacks_a_block(make_engine: Callable[..., Engin
     crowd_out(engine)
     host = engine.role._start.opened.stack._host
     victim = engine.role._start.opened.names.keys(1, [engine_hashes(engine, prompt)[3]])
-    host._groups["1"].policy.remove(victim)
-    host._free(host._groups["1"], victim)
+    host._pool_of["1"].policy.remove(victim)
+    host._free(host._pool_of["1"], victim)
     engine.add("second", prompt)
     engine.run()
     assert engine.loaded["second"] == 3 * BLOCK_SIZE

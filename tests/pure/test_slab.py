@@ -15,7 +15,7 @@ from kvferry.arrays import Descriptors
 from kvferry.cli.plan_report import EngineShape, engine_of
 from kvferry.errors import LayoutError, Reason
 from kvferry.layout.component import HeadRange
-from kvferry.layout.group import CacheKind, TensorScale, TokenShare
+from kvferry.layout.group import CacheGroup, CacheKind, TensorScale, TokenShare
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.slab import slab_shard
@@ -67,14 +67,29 @@ def round_trip(
     return stored, loaded
 
 
+def begin_of(group: CacheGroup) -> int:
+    return min(offset for part in group.components for offset in part.layer_offsets)
+
+
 def through(requests: Sequence[GroupBlocks], slab: Shard) -> tuple[list[GroupBlocks], list[GroupBlocks]]:
-    """Return the requests into the slab and those out of it, in blocks that the slab's groups use from the last."""
+    """Return the requests into the slab and those out of it, in blocks that the slab's groups use from the last.
+
+    Groups that share their blocks use different ones.
+    """
     stores, loads = [], []
+    lasts: dict[str, int] = {}
+    for number, group in enumerate(slab.groups):
+        lasts[group.name] = (
+            group.num_blocks
+            - 1
+            - SLAB_BLOCKS * sum(begin_of(other) == begin_of(group) for other in slab.groups[:number])
+        )
     for blocks in requests:
         group = slab.group(blocks.group)
         assert group is not None
+        last = lasts[blocks.group]
         begin = blocks.first_token - blocks.first_token % group.block_size
-        ids = range(SLAB_BLOCKS - 1, SLAB_BLOCKS - 1 - -(-(blocks.last_token - begin) // group.block_size), -1)
+        ids = range(last, last - -(-(blocks.last_token - begin) // group.block_size), -1)
         stores.append(dataclasses.replace(blocks, destination_block_ids=[*ids], destination_first_token=begin))
         loads.append(dataclasses.replace(blocks, source_block_ids=[*ids], source_first_token=begin))
     return stores, loads
@@ -288,6 +303,19 @@ def test_groups_lie_one_behind_the_other() -> None:
     assert first_bytes == [0, ends[0]]
     assert slab.regions[0].length == sum(ends)
     assert [full.num_blocks, state.num_blocks] == [3, 5]
+
+
+def test_groups_whose_blocks_have_equal_bytes_share_them() -> None:
+    rank, windowed = attention(0, 1, ["0"]), {"kind": CacheKind.SLIDING_WINDOW, "window": 8}
+    small = attention(0, 1, ["1"], group_name="small", block_size=2, **windowed)
+    window = attention(0, 1, ["2"], group_name="window", **windowed)
+    rank = msgspec.structs.replace(rank, groups=(*rank.groups, *small.groups, *window.groups))
+    slab = slab_shard([rank], {"full": 3, "small": 7, "window": 2})
+    assert [(group.name, group.num_blocks) for group in slab.groups] == [("full", 5), ("small", 7), ("window", 5)]
+    block_bytes = [group.components[0].block_stride for group in slab.groups]
+    assert block_bytes[0] == block_bytes[2] == 2 * block_bytes[1]
+    assert list(map(begin_of, slab.groups)) == [0, 5 * block_bytes[0], 0]
+    assert slab.regions[0].length == 5 * block_bytes[0] + 7 * block_bytes[1]
 
 
 def refusal(ranks: Sequence[Shard], num_blocks: Mapping[str, int]) -> tuple[Reason, str]:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvferry.errors import Reason, TierError
+from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.tiers import slab_memory
@@ -195,6 +197,9 @@ def test_a_store_does_not_evict_the_prefix_that_it_goes_on() -> None:
     store(host, 1, 2)
     longer = store(host, 1, 2, 3)
     assert (longer.keys, longer.evicted, dict(longer.failures)) == ([], [], {Reason.TIER_FULL: 1})
+    assert store(host, 4, 5).evicted == keys(2, 1), "they are kept for that store only"
+    store(host, 4, 5, 6)
+    assert store(host, 7).evicted == keys(5)
 
 
 def test_a_load_says_which_blocks_it_has() -> None:
@@ -244,6 +249,30 @@ def test_groups_have_slots_of_their_own() -> None:
     assert store(host, 5, 6, group="state").evicted == keys(4)
     assert sorted(load.slots.lengths.tolist()) == sorted({int(one) for one in load.slots.lengths})
     assert store(host, 7).failures == {Reason.TIER_FULL: 1}
+
+
+def test_groups_of_equal_slots_share_them_by_use() -> None:
+    """A window group takes what it needs; blocks of both groups go in one order, and no slot has two."""
+    rank = attention(0, 1, ["0", "1"])
+    window = attention(0, 1, ["2", "3"], group_name="window", kind=CacheKind.SLIDING_WINDOW, window=8)
+    rank = replace(rank, groups=(*rank.groups, *window.groups))
+    shard = slab_shard([rank], {"full": 4, "window": 4}, base_address=BASE)
+    host = HostMemory(shard)
+    assert host.num_slots == 8
+    assert len(store(host, *range(7)).keys) == 7
+    in_window = store(host, 100, group="window")
+    assert host.snapshot()["groups"] == {
+        "full": {"free": 0, "visible": 7, "being_stored": 0},
+        "window": {"free": 0, "visible": 1, "being_stored": 0},
+    }
+    assert in_window.slots.addresses.tolist() == [BASE + 7 * int(in_window.slots.lengths[0])]
+    host.touch(keys(6))
+    store(host, 101, 102, group="window")
+    assert presences(host, *range(7), 100, 101, 102) == "hhhhaahhhh"
+    places = host.prepare_load(keys(*range(4), 6, 100, 101, 102))
+    assert len(set(places.slots.addresses.tolist())) == 8
+    assert (places.slots.addresses == BASE + places.block_ids * in_window.slots.lengths[0]).all()
+    assert host.snapshot()["num_bytes"] == region_of(shard)
 
 
 def test_wrong_calls_are_refused() -> None:

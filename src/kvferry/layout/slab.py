@@ -30,7 +30,11 @@ def slab_shard(
 ) -> Shard:
     """Return the shard of a slab for the caches of all ``ranks`` of one engine.
 
-    ``num_blocks`` counts the slab's blocks of each cache group. A block holds the tokens of ``engine_blocks`` blocks of
+    ``num_blocks`` counts the slab's blocks of each cache group. Groups whose blocks have equal bytes share theirs: each
+    has the blocks of all of them, block ``i`` of one lies where block ``i`` of another does, and whoever keeps the slab
+    gives a block to one group at a time. So a group of windows, which needs few blocks, leaves the others to the rest.
+
+    A block holds the tokens of ``engine_blocks`` blocks of
     the engine, on all context-parallel ranks together; a block of states holds one state. The slab has each head once,
     also where several ranks hold it, and no padding.
 
@@ -52,11 +56,17 @@ def slab_shard(
             held.setdefault(group.name, []).append(group)
     counted = f"the ranks hold groups {sorted(held)}, the slab's blocks are given for {sorted(num_blocks)}."
     require(held.keys() == num_blocks.keys(), counted, "Give a number of blocks for each group.")
-    groups, length = [], 0
+    sharing: dict[int, list[str]] = {}
     for name, members in held.items():
-        groups.append(_group(members, num_blocks[name], engine_blocks, length))
-        length += num_blocks[name] * groups[-1].components[0].block_stride
-    return Shard(regions=(Region(base_address, length, device),), groups=tuple(groups))
+        block_bytes = _group(members, num_blocks[name], engine_blocks, begin=0).components[0].block_stride
+        sharing.setdefault(block_bytes, []).append(name)
+    groups: dict[str, CacheGroup] = {}
+    length = 0
+    for block_bytes, names in sharing.items():
+        count = sum(num_blocks[name] for name in names)
+        groups |= {name: _group(held[name], count, engine_blocks, length) for name in names}
+        length += count * block_bytes
+    return Shard(regions=(Region(base_address, length, device),), groups=tuple(groups[name] for name in held))
 
 
 def _group(held: Sequence[CacheGroup], num_blocks: int, engine_blocks: int, begin: int) -> CacheGroup:

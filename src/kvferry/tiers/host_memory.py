@@ -1,8 +1,10 @@
 """The host tier: which block lies in which slot of the slab, who uses it, and what goes when the slab is full.
 
-The slab is a shard (:func:`~kvferry.layout.slab.slab_shard`): a slot is one block of one cache group, and all slots of
-a group have one size. This module keeps the index and touches no byte: ranks copy blocks between their caches and the
-slots by ordinary plans, lower tiers by their own copies. Host memory gives slots; lower tiers take them.
+The slab is a shard (:func:`~kvferry.layout.slab.slab_shard`): a slot is a place for one block. Cache groups whose
+blocks have equal bytes share a *pool* of slots, in which a slot is a block of whichever group has stored into it, and
+the blocks of all these groups go in one order. This module keeps the index and touches no byte: ranks copy blocks
+between their caches and the slots by ordinary plans, lower tiers by their own copies. Host memory gives slots; lower
+tiers take them.
 
 A block is written in *parts*, one for each rank that stores some of it. A key becomes visible only after every part has
 landed, and its slot is free again only after every part has reported, so no late copy writes into a slot of another
@@ -62,10 +64,11 @@ class HostStore(Store):
     is_cancelled: bool = False
 
 
-class _Group:
-    """The slots of a cache group: ``first_slot`` to ``first_slot + num_slots`` of all slots."""
+class _Pool:
+    """Slots of one size, ``first_slot`` to ``first_slot + num_slots`` of all slots, for one cache group or several."""
 
-    def __init__(self, first_slot: int, num_slots: int, eviction: Eviction) -> None:
+    def __init__(self, number: int, first_slot: int, num_slots: int, eviction: Eviction) -> None:
+        self.number = number
         self.slots = slice(first_slot, first_slot + num_slots)
         self.free = list(range(first_slot, first_slot + num_slots))[::-1]
         self.policy = make_policy(eviction, num_slots)
@@ -94,20 +97,29 @@ class HostMemory:
     """
 
     def __init__(self, slab: Shard, eviction: Eviction = Eviction.LRU) -> None:
-        counts = [group.num_blocks for group in slab.groups]
-        firsts = np.cumsum([0, *counts])
-        self._groups = {
-            group.name: _Group(int(first), group.num_blocks, eviction)
-            for group, first in zip(slab.groups, firsts, strict=False)
-        }
         self.slot_bytes = {group.name: group.components[0].block_stride for group in slab.groups}
-        self.num_slots = sum(counts)
+        # Of each slot: its block id in its groups, the number of its pool, its place, and its key's state.
+        block_ids, pool_numbers, lengths, addresses = [], [], [], []
+        pools: dict[int, _Pool] = {}
+        self._pool_of: dict[str, _Pool] = {}
+        self.num_slots = 0
+        for group in slab.groups:
+            begin = min(offset for part in group.components for offset in part.layer_offsets)
+            if begin not in pools:
+                pools[begin] = _Pool(len(pools), self.num_slots, group.num_blocks, eviction)
+                ids, slot_bytes = np.arange(group.num_blocks, dtype=np.int64), self.slot_bytes[group.name]
+                block_ids.append(ids)
+                pool_numbers.append(np.full(len(ids), len(pools) - 1))
+                lengths.append(np.full(len(ids), slot_bytes, np.uint64))
+                addresses.append((slab.regions[0].base_address + begin + ids * slot_bytes).astype(np.uint64))
+                self.num_slots += len(ids)
+            self._pool_of[group.name] = pools[begin]
+        self._pools = tuple(pools.values())
+        self._block_ids, self._pool_numbers = np.concatenate(block_ids), np.concatenate(pool_numbers)
+        self._lengths, self._addresses = np.concatenate(lengths), np.concatenate(addresses)
+        self._group_numbers = np.zeros(self.num_slots, np.int64)
+        """Of each slot that is not free, which group has stored into it."""
         self._capabilities = Capabilities("host_memory", slab.regions[0].length)
-        # Of each slot, in the order of the slab: its block id and number of its group, its place, and its key's state.
-        self._block_ids = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
-        self._group_numbers = np.repeat(np.arange(len(counts)), counts)
-        self._lengths = np.repeat(np.array([*self.slot_bytes.values()], np.uint64), counts)
-        self._addresses = np.cumsum(self._lengths) - self._lengths + np.uint64(slab.regions[0].base_address)
         self._pins = np.zeros(self.num_slots, np.int32)
         self._pinned: set[BlockKey] = set()
         # One more than there are slots: the presence of a key without a slot.
@@ -185,16 +197,17 @@ class HostMemory:
         """
         self._check(keys)
         _check_keys(keys)
-        slots = self._groups.get(group)
-        if slots is None or num_parts < 1:
-            asked = f"{num_parts} parts of group {group!r} were to be stored; the slab has {sorted(self._groups)}."
+        pool = self._pool_of.get(group)
+        if pool is None or num_parts < 1:
+            asked = f"{num_parts} parts of group {group!r} were to be stored; the slab has {sorted(self._pool_of)}."
             raise TierError(Reason.INVALID_REQUEST, asked, "Name a group of the slab, and at least one part.")
         unique = dict.fromkeys(keys)
         num_being_stored = int(np.count_nonzero(self.look_up(list(unique)) == Presence.PENDING))
         wanted = [key for key in unique if key not in self._slot_of]
-        evicted = self._make_room(slots, len(wanted), unique)
-        accepted = wanted[: len(slots.free)]
-        slot_ids = np.array([slots.free.pop() for _ in accepted], np.int64)
+        evicted = self._make_room(pool, len(wanted), unique)
+        accepted = wanted[: len(pool.free)]
+        slot_ids = np.array([pool.free.pop() for _ in accepted], np.int64)
+        self._group_numbers[slot_ids] = list(self._pool_of).index(group)
         self._slot_of.update(zip(accepted, slot_ids.tolist(), strict=True))
         self._presences[slot_ids] = Presence.PENDING
         store = HostStore(
@@ -248,12 +261,12 @@ class HostMemory:
             raise TierError(Reason.INVALID_REQUEST, "parts of the store have not reported.", "Wait for its end.")
         slot_ids = _taken_out(self._stores, store)
         assert isinstance(store, HostStore), "only a HostStore is open here"
-        group = self._groups[store.group]
+        pool = self._pool_of[store.group]
         landed = list(compress(store.keys, store.landed))
         self._presences[slot_ids[store.landed]] = Presence.HELD
-        group.policy.insert(reversed(landed))
+        pool.policy.insert(reversed(landed))
         if len(landed) < len(store.keys):
-            self._free(group, list(compress(store.keys, ~store.landed)))
+            self._free(pool, list(compress(store.keys, ~store.landed)))
 
     def cancel(self, copy: TierCopy) -> None:
         """Let no block of a store become visible. The store still ends when all of its parts have reported."""
@@ -262,12 +275,18 @@ class HostMemory:
             copy.is_cancelled = True
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the counts that every tier has, ``num_evicted`` blocks so far, and the slots of each group by use."""
+        """Return the counts that every tier has, ``num_evicted`` blocks so far, and the slots of each group by use.
+
+        Groups that share a pool count its free slots each.
+        """
         presences = self._presences[:-1]
-        slots = {
-            name: tuple(int(np.count_nonzero(presences[group.slots] == one)) for one in Presence)
-            for name, group in self._groups.items()
-        }
+        groups = {}
+        for number, (name, pool) in enumerate(self._pool_of.items()):
+            of_group = presences[self._group_numbers == number]
+            visible, being_stored = (
+                int(np.count_nonzero(of_group == one)) for one in (Presence.HELD, Presence.PENDING)
+            )
+            groups[name] = {"free": len(pool.free), "visible": visible, "being_stored": being_stored}
         return {
             "num_blocks": int(np.count_nonzero(presences == Presence.HELD)),
             "num_bytes": int(self._lengths[presences != Presence.ABSENT].sum()),
@@ -275,10 +294,7 @@ class HostMemory:
             "num_loads": len(self._loads),
             "num_stores": len(self._stores),
             "num_evicted": self._num_evicted,
-            "groups": {
-                name: {"free": free, "visible": visible, "being_stored": being_stored}
-                for name, (free, visible, being_stored) in slots.items()
-            },
+            "groups": groups,
         }
 
     def close(self) -> None:
@@ -304,35 +320,34 @@ class HostMemory:
             lost = f"{num_lost} of {len(store.keys)} blocks did not reach host memory."
             store.fail(num_lost, TierError(reason, lost))
 
-    def _make_room(self, group: _Group, num_blocks: int, kept: Iterable[BlockKey]) -> Sequence[BlockKey]:
+    def _make_room(self, pool: _Pool, num_blocks: int, kept: Iterable[BlockKey]) -> Sequence[BlockKey]:
         """Evict unpinned blocks until ``num_blocks`` slots are free, or none is left; return the evicted keys."""
-        if (num_missing := num_blocks - len(group.free)) <= 0:
+        if (num_missing := num_blocks - len(pool.free)) <= 0:
             return ()
-        is_free_to_go = (self._presences[group.slots] == Presence.HELD) & (self._pins[group.slots] == 0)
+        is_free_to_go = (self._presences[pool.slots] == Presence.HELD) & (self._pins[pool.slots] == 0)
         if not is_free_to_go.any():
             return ()
         also_kept = {key for key in kept if key in self._slot_of} - self._pinned
         self._pinned |= also_kept
-        evicted = group.policy.evict(num_missing, self._pinned.__contains__)
+        evicted = pool.policy.evict(num_missing, self._pinned.__contains__)
         self._pinned -= also_kept
-        self._free(group, evicted)
+        self._free(pool, evicted)
         self._num_evicted += len(evicted)
         return evicted
 
-    def _free(self, group: _Group, keys: Sequence[BlockKey]) -> None:
+    def _free(self, pool: _Pool, keys: Sequence[BlockKey]) -> None:
         slot_ids = [self._slot_of.pop(key) for key in keys]
         self._presences[slot_ids] = Presence.ABSENT
-        group.free.extend(slot_ids)
+        pool.free.extend(slot_ids)
 
     def _use(self, keys: Sequence[BlockKey], slot_ids: Integers) -> None:
         """Count a use of visible blocks, from the last to the first."""
-        if len(self._groups) == 1:
-            for group in self._groups.values():
-                group.policy.use(reversed(keys))
+        if len(self._pools) == 1:
+            self._pools[0].policy.use(reversed(keys))
             return
-        group_numbers = self._group_numbers[slot_ids]
-        for number, group in enumerate(self._groups.values()):
-            group.policy.use(reversed(list(compress(keys, group_numbers == number))))
+        pool_numbers = self._pool_numbers[slot_ids]
+        for pool in self._pools:
+            pool.policy.use(reversed(list(compress(keys, pool_numbers == pool.number))))
 
     def _visible(self, keys: list[BlockKey]) -> tuple[list[BlockKey], Integers]:
         """Return the visible blocks among the keys, and their slots."""
@@ -362,7 +377,8 @@ class HostMemory:
 def slots_that_fit(capacity_bytes: int, slot_bytes: Mapping[str, int]) -> dict[str, int]:
     """Return how many blocks of each group a slab of at most ``capacity_bytes`` has: of every group as many.
 
-    So the slab holds as many positions of one group as of another. Raises :class:`TierError` ``tier-full`` where not
+    So the slab holds as many positions of one group as of another; groups whose blocks have equal bytes share theirs,
+    and each takes what it needs. Raises :class:`TierError` ``tier-full`` where not
     one block of each group fits.
 
     >>> slots_that_fit(1_000_000, {"full": 65536, "window": 32768})
