@@ -10,6 +10,7 @@ from typing import Any
 
 from .host.vllm.engine_pool import ENGINES
 from .host.vllm.handoffs import FIRST_WAVE, NAMED_TOKENS, PAIRS, PUSH_PAIRS, PUSHED_WAVE, Pair
+from .host.vllm.offloads import DOCUMENT_TOKENS, OFFLOADS, Offload
 from .matrix_refusals import REFUSALS, Refusal
 from .matrix_results import REPOSITORY, Results
 
@@ -55,6 +56,16 @@ PUSH_CHECKS = {
 }
 """The tests that every pair with a pushing engine must pass."""
 PUSH_COLUMNS = ("pair", "model", "prefill", "decode", "transport", "shown besides", "result")
+OFFLOAD_CHECKS = {
+    "test_a_second_pass_computes_almost_nothing": "second pass",
+    "test_prompts_around_a_block": "prompts around a block",
+    "test_after_sigkill_blocks_come_from_disk": "after SIGKILL",
+}
+"""The tests that every pair of an engine that stores and one that loads must pass."""
+OFFLOAD_COLUMNS = (
+    *("pair", "model", "stored by", "loaded by", "block", "layout", "requests", "identical"),
+    *("second pass: computed", "after SIGKILL: computed", "after SIGKILL: from disk", "result"),
+)
 REFUSAL_COLUMNS = ("combination", "refused by", "code that must come", "code that came", "result")
 
 
@@ -62,7 +73,8 @@ TEXT = """# What works between which engines
 
 Written by `{command}` from what its tests measured; not to be edited. Engines are real vLLM on a CPU, in float32 unless
 the model's name says otherwise, with tiny random models. \
-Of {num_pairs} combinations {num_passed} passed, of {num_pushes} pushes {num_pushed}; of \
+Of {num_pairs} combinations {num_passed} passed, of {num_pushes} pushes {num_pushed}, \
+of {num_offloads} offloads {num_offloaded}; of \
 {num_refusals} that must be refused {num_refused} were, with their code. What ran:
 
 {runs}
@@ -88,6 +100,15 @@ vllm-router unmodified, in its mooncake mode. The decode engine counted every to
 models with windows or states. A write that was silently left out showed in the tokens.
 
 {pushes}
+
+## Blocks that must be found again
+
+An engine with `KVFerryOffloadConnector`, whose own cache is too small for {documents} documents, gets {questions}
+prompts twice. It is killed by SIGKILL, one byte of one block on disk is changed, and another engine gets the same
+prompts with the same disk folder. Each request gave the tokens of an engine without offload, the one with the changed
+block too; none failed. Computed tokens are the engine's own count, in parts of all prompt tokens.
+
+{offloads}
 
 ## Combinations that must be refused
 
@@ -185,6 +206,28 @@ def push_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def offload_row(pair: Offload, found: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a pair of which one engine stores and the other loads."""
+    measured = found.get("measured", {})
+    second, third = measured.get("second", {}), measured.get("third", {})
+    requests, identical = (
+        str(second[name] + third[name]) if second and third else "" for name in ("requests", "identical")
+    )
+    return (
+        pair.name,
+        MODELS[pair.model],
+        shape_of(pair.stores),
+        shape_of(pair.loads),
+        str(measured.get("block_size", "")),
+        measured.get("layout", ""),
+        requests,
+        identical,
+        *(f"{sent['computed'] / sent['tokens']:.3f}" if sent else "" for sent in (second, third)),
+        f"{third['disk'] / third['tokens']:.3f}" if third else "",
+        result_of(found, OFFLOAD_CHECKS),
+    )
+
+
 def refusal_row(refusal: Refusal, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a refused combination."""
     came = found.get("found", "")
@@ -212,8 +255,10 @@ def document(results: Results) -> str:
     """Return the text of docs/matrix.md."""
     pairs = [(pair, results.pair(pair.name)) for pair in PAIRS]
     pushes = [(pair, results.pair(pair.name)) for pair in PUSH_PAIRS]
+    offloads = [(pair, results.pair(pair.name)) for pair in OFFLOADS]
     refusals = [(refusal, results.refusal(refusal.name)) for refusal in REFUSALS]
     pushed = [push_row(*each) for each in pushes]
+    offloaded = [offload_row(*each) for each in offloads]
     rows, refused = [pair_row(*each) for each in pairs], [refusal_row(*each) for each in refusals]
     return TEXT.format(
         command=COMMAND,
@@ -221,9 +266,11 @@ def document(results: Results) -> str:
         num_passed=sum(row[-1] in ("passed", BYTES_ONLY) for row in rows),
         num_pushes=len(pushed),
         num_pushed=sum(row[-1] == "passed" for row in pushed),
+        num_offloads=len(offloaded),
+        num_offloaded=sum(row[-1] == "passed" for row in offloaded),
         num_refusals=len(refused),
         num_refused=sum(row[-1] == "refused" for row in refused),
-        runs="\n".join(runs([found for _, found in (*pairs, *pushes, *refusals)])) or "Nothing has run.",
+        runs="\n".join(runs([found for _, found in (*pairs, *pushes, *offloads, *refusals)])) or "Nothing has run.",
         at_once=len(FIRST_WAVE),
         shortest=min(map(len, FIRST_WAVE)),
         longest=max(map(len, FIRST_WAVE)),
@@ -233,6 +280,9 @@ def document(results: Results) -> str:
         longest_pushed=max(map(len, PUSHED_WAVE)),
         pairs=table(PAIR_COLUMNS, rows),
         pushes=table(PUSH_COLUMNS, pushed),
+        documents=len(DOCUMENT_TOKENS),
+        questions=len(OFFLOADS[0].prompts()),
+        offloads=table(OFFLOAD_COLUMNS, offloaded),
         refusals=table(REFUSAL_COLUMNS, refused),
     )
 

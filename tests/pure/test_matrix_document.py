@@ -5,7 +5,17 @@ from pathlib import Path
 import pytest
 
 from ..host.vllm.handoffs import PAIRS, PUSH_PAIRS
-from ..matrix_document import BYTES_ONLY, CHECKS, CHECKS_OF_BYTES, PUSH_CHECKS, TOKENS, document, shape_of
+from ..host.vllm.offloads import OFFLOADS
+from ..matrix_document import (
+    BYTES_ONLY,
+    CHECKS,
+    CHECKS_OF_BYTES,
+    OFFLOAD_CHECKS,
+    PUSH_CHECKS,
+    TOKENS,
+    document,
+    shape_of,
+)
 from ..matrix_refusals import REFUSALS
 from ..matrix_results import Results
 
@@ -31,7 +41,7 @@ def add(results: Results, checks: list[str], outcome: str = "passed", **measured
 
 def test_what_did_not_run_is_said_not_to_have_run(results: Results) -> None:
     found = rows(results)
-    assert {found[pair.name][-1] for pair in (*PAIRS, *PUSH_PAIRS)} == {"not run"}
+    assert {found[pair.name][-1] for pair in (*PAIRS, *PUSH_PAIRS, *OFFLOADS)} == {"not run"}
     assert {found[refusal.combination][-1] for refusal in REFUSALS} == {"not run"}
     assert "Nothing has run." in document(results)
     add(results, [*CHECKS], "skipped")
@@ -81,7 +91,20 @@ def test_a_push_passes_by_checks_of_its_own_and_names_what_else_it_showed(result
         "prefix hits on the prefill side; the client goes away",
         "passed",
     ]
-    assert f"of {len(PUSH_PAIRS)} pushes 1;" in document(results)
+    assert f"of {len(PUSH_PAIRS)} pushes 1, of" in document(results)
+
+
+def test_an_offload_shows_what_its_engines_computed(results: Results) -> None:
+    pair = OFFLOADS[0]
+    second = {"requests": 12, "identical": 12, "tokens": 1000, "computed": 40, "host": 960, "disk": 0}
+    third = {**second, "identical": 11, "computed": 41, "disk": 333}
+    measured = {"block_size": 128, "layout": "BHLNC", "second": second, "third": third}
+    for check in OFFLOAD_CHECKS:
+        assert rows(results)[pair.name][-1] != "passed"
+        results.add_check(pair.name, check, outcome="passed", message="", measured=measured)
+    found = rows(results)[pair.name]
+    assert found[2:] == ["TP 1", "TP 2", "128", "BHLNC", "24", "23", "0.040", "0.041", "0.333", "passed"]
+    assert f"of {len(OFFLOADS)} offloads 1;" in document(results)
 
 
 def test_a_refusal_counts_with_its_code_only(results: Results) -> None:
@@ -94,7 +117,7 @@ def test_a_refusal_counts_with_its_code_only(results: Results) -> None:
 
 def test_names_are_unique() -> None:
     for names in (
-        [pair.name for pair in (*PAIRS, *PUSH_PAIRS)],
+        [pair.name for pair in (*PAIRS, *PUSH_PAIRS, *OFFLOADS)],
         [each.name for each in REFUSALS],
         [e.combination for e in REFUSALS],
     ):

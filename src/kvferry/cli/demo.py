@@ -1,6 +1,6 @@
 """``kvferry demo``: prefill on one vLLM engine, decode on another, and compare with one engine alone.
 
-Requests go through vllm-router.
+Requests go through vllm-router. With ``--mode offload`` one engine loads what it has computed before.
 """
 
 import json
@@ -9,11 +9,8 @@ import shutil
 import signal
 import tempfile
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +22,8 @@ from rich.console import Console
 from rich.status import Status
 
 from kvferry.cli.console import open_console
+from kvferry.cli.demo_offload import run_offload_demo
+from kvferry.cli.demo_offload_report import OffloadReport, find_offload_problems, print_offload_report
 from kvferry.cli.demo_report import (
     CacheShape,
     DemoReport,
@@ -36,6 +35,7 @@ from kvferry.cli.demo_report import (
     read_log_problems,
     read_transfer_log,
 )
+from kvferry.cli.demo_requests import Answer, send_prompts, vocabulary_size
 from kvferry.errors import Reason, SettingsError
 from kvferry.harness.child_process import LaunchError
 from kvferry.harness.engine_metrics import cache_block_size, cache_usage, prompt_tokens
@@ -57,6 +57,8 @@ from kvferry.models.shapes import model_caches, uniform_cache
 from kvferry.transport.registry import check_setting
 
 CONNECTOR = "KVFerryConnector"
+OFFLOAD = "offload"
+MODES = ("pull", "push", OFFLOAD)
 TRANSFER_LOG = "transfers.jsonl"
 MAX_MODEL_LEN = 4096
 DTYPE = "float32"  # as the engines are started
@@ -71,9 +73,6 @@ REGISTRATION_SECONDS = 3.0
 FREE_SECONDS = 2.0
 FEWEST_PROMPTS = 2
 SHORTEST_PROMPT, LONGEST_PROMPT = 10, 3000
-OUTPUT_TOKENS = 16
-CONCURRENT_REQUESTS = 4
-REQUEST_SECONDS = 180.0
 
 Announce = Callable[[str, str], None]
 """Called with the name of a server and a text about its current step."""
@@ -136,56 +135,83 @@ class DemoEngines:
         return sum(len(server.process.process_ids()) for server in (self.prefill, self.decode, self.router))
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer of a server: the tokens, or an error."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    error: str | None = None
-
-
 def demo(
     model: Annotated[str, typer.Option(help="A tiny model's name, or the folder of a model.")] = "qwen3-tiny",
-    prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the prefill engine.")] = 2,
-    decode_tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the decode engine.")] = 1,
+    prefill_tp: Annotated[
+        int, typer.Option(min=1, help="Tensor parallel size of the prefill engine, or that stores.")
+    ] = 2,
+    decode_tp: Annotated[
+        int, typer.Option(min=1, help="Tensor parallel size of the decode engine, or that loads.")
+    ] = 1,
     layout: Annotated[str | None, typer.Option(help="KV cache layout; the connector chooses by default.")] = None,
     transport: Annotated[str, typer.Option(help="auto, cma or nixl.")] = "auto",
     prompts: Annotated[int, typer.Option(min=FEWEST_PROMPTS, help="Number of prompts.")] = 16,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a block; the engine chooses by default.")] = None,
-    mode: Annotated[str, typer.Option(help="How caches move: pull, or push.")] = "pull",
+    mode: Annotated[str, typer.Option(help="How caches move: pull, push or offload.")] = "pull",
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with the model and the logs.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")] = False,
 ) -> None:
     """Prefill on one vLLM engine, decode on another, and compare each answer with one engine alone.
 
-    Exit code 1: a token differs, the decode engine computed tokens instead of receiving them, or blocks or processes
-    are left.
+    With --mode offload one engine with a small cache gets the same prompts twice, is killed, and gets them again after
+    a restart with --decode-tp ranks: they come from host memory, and then from disk.
+
+    Exit code 1: a token differs, an engine computed tokens that it should have received, or blocks or processes are
+    left.
 
     Try:
 
     kvferry demo --mode push --prefill-tp 1
 
+    kvferry demo --mode offload
+
     kvferry demo --model path/to/model --prompts 4 --json
     """
-    if mode not in ("pull", "push"):
-        raise SettingsError(Reason.INVALID_SETTING, f"mode {mode!r} does not exist.", "Use: pull, push.")
-    if layout is not None:
-        NamedLayout.parse(layout)
-    if transport != "auto":
-        check_setting(transport)
-    settings = DemoSettings(prefill_tp, decode_tp, layout, transport, mode, prompts, block_size)
+    _check(mode, layout, transport)
     console = open_console(stderr=json_output)
     with _interrupted_by_signals(), _folder(keep, console) as folder:
-        report = _run(model, settings, folder, console)
-        report = replace(report, problems=tuple(find_problems(report)))
-        print_report(report, console)
+        report: DemoReport | OffloadReport
+        if mode == OFFLOAD:
+            report = _run_offload(model, folder, (prefill_tp, decode_tp), layout, prompts, block_size, console)
+        else:
+            settings = DemoSettings(prefill_tp, decode_tp, layout, transport, mode, prompts, block_size)
+            report = _run(model, settings, folder, console)
+            report = replace(report, problems=tuple(find_problems(report)))
+            print_report(report, console)
         if json_output:
             print(json.dumps(report.to_json(), indent=2))
         if report.problems:
             for line in read_log_problems(sorted(folder.glob("*.log"))):
                 console.print(line, markup=False, highlight=False, style="dim")
             raise typer.Exit(1)
+
+
+def _check(mode: str, layout: str | None, transport: str) -> None:
+    """Raise :class:`SettingsError` for an option that cannot be followed."""
+    if mode not in MODES:
+        raise SettingsError(Reason.INVALID_SETTING, f"mode {mode!r} does not exist.", f"Use: {', '.join(MODES)}.")
+    if layout is not None:
+        NamedLayout.parse(layout)
+    if transport != "auto":
+        check_setting(transport)
+        if mode == OFFLOAD:
+            what = f"transport {transport!r}: an engine that offloads moves caches to memory of its own host."
+            raise SettingsError(Reason.INVALID_SETTING, what, "Leave out --transport.")
+
+
+def _run_offload(
+    model: str,
+    folder: Path,
+    tp_sizes: tuple[int, int],
+    layout: str | None,
+    num_prompts: int,
+    block_size: int | None,
+    console: Console,
+) -> OffloadReport:
+    report = run_offload_demo(model, folder, tp_sizes, layout, num_prompts, block_size, console)
+    report = replace(report, problems=tuple(find_offload_problems(report)))
+    print_offload_report(report, console)
+    return report
 
 
 @contextmanager
@@ -227,7 +253,7 @@ def _run(model: str, settings: DemoSettings, folder: Path, console: Console) -> 
         cache, tp_sizes = uniform_cache(caches), (settings.prefill_tp, settings.decode_tp)
         for tp_size in tp_sizes:
             cache.heads(0, tp_size)  # raises before the engines start where so many ranks cannot split the heads
-        prompts = make_prompts(settings.num_prompts, _vocabulary_size(path))
+        prompts = make_prompts(settings.num_prompts, vocabulary_size(path))
         started_at = time.monotonic()
         with running_engines(settings, path, folder, lambda name, what: status.update(f"{name}: {what}")) as engines:
             console.print(f"Engines ready after {time.monotonic() - started_at:.0f} s.")
@@ -235,10 +261,6 @@ def _run(model: str, settings: DemoSettings, folder: Path, console: Console) -> 
             report = _measure(engines, prompts, shape, folder / TRANSFER_LOG, status)
         console.print(f"The whole run took {time.monotonic() - started_at:.0f} s.")
         return replace(report, mode=settings.mode, processes_left=engines.remaining_processes())
-
-
-def _vocabulary_size(model: Path) -> int:
-    return int(json.loads((model / "config.json").read_text())["vocab_size"])
 
 
 def _measure(
@@ -339,49 +361,3 @@ def make_prompts(num_prompts: int, vocabulary_size: int) -> list[list[int]]:
     generator = np.random.default_rng(0)
     lengths = np.rint(np.geomspace(SHORTEST_PROMPT, LONGEST_PROMPT, num_prompts)).astype(int)
     return [generator.integers(0, vocabulary_size, length).tolist() for length in lengths]
-
-
-def send_prompts(
-    url: str,
-    prompts: Sequence[Sequence[int]],
-    on_answer: Callable[[int], None],
-    cache_salt: str | None = None,
-) -> list[Answer]:
-    """Send the prompts, four at a time, and return the answers in the same order.
-
-    ``on_answer`` is called with the number of answers. An interrupt does not wait for running requests, which end with
-    the servers.
-    """
-    pool = ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="prompt")
-    try:
-        answers = []
-        for answer in pool.map(lambda prompt: _send(url, prompt, cache_salt), prompts):
-            answers.append(answer)
-            on_answer(len(answers))
-        return answers
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _send(url: str, prompt: Sequence[int], cache_salt: str | None) -> Answer:
-    body = {
-        "model": "model",
-        "prompt": prompt,
-        "max_tokens": OUTPUT_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    if cache_salt is not None:
-        body["cache_salt"] = cache_salt
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
-            answer = json.load(response)
-        return Answer(answer["id"], tuple(answer["choices"][0]["token_ids"]))
-    except urllib.error.HTTPError as error:
-        return Answer("", (), f"HTTP {error.code}: {error.read(500).decode(errors='replace')}")
-    except (OSError, ValueError, KeyError) as error:
-        return Answer("", (), repr(error))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 DROPPED_LABELS = frozenset({"model_name", "engine", "le", "created"})
 ANSWER_SECONDS = 10.0
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
+CACHED_TOKENS = "vllm:prompt_tokens_cached_by_source_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,22 @@ def prompt_tokens(metrics: Mapping[str, float]) -> PromptTokens:
         for source in ("external_kv_transfer", "local_cache_hit", "local_compute")
     )
     return PromptTokens(received, cached, computed)
+
+
+def cached_tokens(metrics: Mapping[str, float]) -> dict[str, int]:
+    """Return the prompt tokens that an engine did not compute, by tier: ``device``, ``host``, ``disk``.
+
+    Counted when a request is admitted, so a request that is preempted before its load counts twice.
+
+    >>> cached_tokens({f'{CACHED_TOKENS}{{source="host"}}': 384.0, f'{CACHED_TOKENS}{{source="disk"}}': 0.0})
+    {'host': 384, 'disk': 0}
+    """
+    prefix, suffix = f'{CACHED_TOKENS}{{source="', '"}'
+    return {
+        key.removeprefix(prefix).removesuffix(suffix): int(value)
+        for key, value in metrics.items()
+        if key.startswith(prefix)
+    }
 
 
 def cache_usage(metrics: Mapping[str, float]) -> float:

@@ -73,6 +73,13 @@ CONNECTOR_SETTINGS: dict[str, Any] = {
     "transport": "cma",
 }
 
+OFFLOAD = "KVFerryOffloadConnector"
+MULTI = "MultiConnector"
+TIER_SETTINGS: dict[str, Any] = {"host_bytes": 256 << 20, "disk_bytes": 1 << 30}
+REPEATABLE = ("--prefix-caching-hash-algo", "sha256_cbor")
+# The longest prompt and one block more: less than the prompts of one test have.
+SMALL: dict[str, Any] = {"max_model_len": 2048, "kv_cache_bytes": 48 << 20}
+
 CHUNKED = ("--max-num-batched-tokens", "256", "--enable-chunked-prefill")
 BOTH_CORES = (",".join(sorted(spread_over_cores(2))),)
 SEVERAL_API_SERVERS = (str(Path(__file__).with_name("several_api_servers.py")),)
@@ -109,6 +116,26 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-tp2": ("gqa", {"tensor_parallel_size": 2, "transport": "auto"}),
     "gqa-tp2-other": ("gqa", {"tensor_parallel_size": 2, "load_failure_policy": "recompute"}),
     "gqa-tp4": ("gqa", {"tensor_parallel_size": 4}),
+    # Engines of one model with tiers have the disk tier in one folder, so only one of them runs at a time.
+    "gqa-keeps-tp1": ("gqa", {"connector": OFFLOAD, **SMALL}),
+    "gqa-keeps-tp1-again": ("gqa", {"connector": OFFLOAD, **SMALL}),
+    "gqa-keeps-tp2": ("gqa", {"connector": OFFLOAD, **SMALL, "tensor_parallel_size": 2}),
+    "gqa-keeps-pp2": ("gqa", {"connector": OFFLOAD, **SMALL, "pipeline_parallel_size": 2}),
+    "mqa-keeps-tp1": ("mqa", {"connector": OFFLOAD, **SMALL, "kv_cache_bytes": 12 << 20}),
+    "mqa-keeps-tp2": ("mqa", {"connector": OFFLOAD, **SMALL, "kv_cache_bytes": 24 << 20, "tensor_parallel_size": 2}),
+    "gemma-keeps-tp1": ("gemma", {"connector": OFFLOAD, **SMALL, "kv_cache_bytes": 20 << 20}),
+    "gemma-keeps-tp1-again": ("gemma", {"connector": OFFLOAD, **SMALL, "kv_cache_bytes": 20 << 20}),
+    "gemma-keeps-tp2": (
+        "gemma",
+        {"connector": OFFLOAD, **SMALL, "kv_cache_bytes": 20 << 20, "tensor_parallel_size": 2},
+    ),
+    "mla-keeps-tp1": ("mla", {"connector": OFFLOAD, **SMALL}),
+    "mla-keeps-tp1-again": ("mla", {"connector": OFFLOAD, **SMALL}),
+    "mla-keeps-tp2": ("mla", {"connector": OFFLOAD, **SMALL, "tensor_parallel_size": 2}),
+    "lora-keeps-tp1": ("lora", {"connector": OFFLOAD, **SMALL}),
+    # Each both moves prompts and keeps blocks, in host memory.
+    "gqa-moves-and-keeps": ("gqa", {"connector": MULTI, **SMALL}),
+    "gqa-moves-and-keeps-other": ("gqa", {"connector": MULTI, **SMALL, "cores": LAST_CORE}),
     "gqa-push-tp1": ("gqa", {"mode": "push"}),
     "gqa-push-tp1-other": ("gqa", {"mode": "push", "cores": LAST_CORE}),
     "gqa-push-tp2": ("gqa", {"mode": "push", "tensor_parallel_size": 2}),
@@ -212,6 +239,11 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("gemma-reference", "gemma-push-tp1", "gemma-push-tp2", "gemma-push-layers"),
     ("granite-reference", "granite-push-tp1", "granite-push-tp2"),
     ("mla-reference", "mla-push-tp1", "mla-push-tp2"),
+    ("gqa-reference", "gqa-moves-and-keeps", "gqa-moves-and-keeps-other"),
+    *(("gqa-reference", f"gqa-keeps-{ranks}") for ranks in ("tp1", "tp2", "pp2")),
+    *((f"{model}-reference", f"{model}-keeps-{ranks}") for model in ("gemma", "mla") for ranks in ("tp1", "tp2")),
+    ("mqa-reference", "mqa-keeps-tp2"),
+    ("lora-reference", "lora-keeps-tp1"),
 )
 
 
@@ -389,18 +421,38 @@ class EnginePool:
         connector_settings = dict(CONNECTOR_SETTINGS)
         for setting in PASSED_ON & differences.keys():
             connector_settings[setting] = differences.pop(setting)
-        cache_bytes = (256 << 20) // (pp * (1 if model in MLA_MODELS else tp))
+        cache_bytes = differences.pop("kv_cache_bytes", 256 << 20) // (pp * (1 if model in MLA_MODELS else tp))
         arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": cache_bytes}
         adapter = ("--lora-modules", f"{ADAPTER}={self.adapter_path()}") if model == "lora" else ()
         given = (*MODEL_ARGUMENTS.get(model, ()), *adapter, *differences.pop("arguments", ()))
         arguments.update(differences, arguments=given)
         if arguments["role"] is not None:
             connector_settings["transfer_log"] = str(self.folder / f"{name}.transfers")
+            connector_settings = self.with_tiers(differences.get("connector", ""), model, connector_settings)
+            arguments["arguments"] = (*given, *(REPEATABLE if differences.get("connector") == OFFLOAD else ()))
             arguments.update(connector_settings=connector_settings, arguments=(*arguments["arguments"], *EXTENSION))
             arguments["variables"] = {"VLLM_SERVER_DEV_MODE": "1", **differences.get("variables", {})}
             if "connector_module" in differences:
                 arguments["variables"]["VLLM_PLUGINS"] = ""
         return EngineSettings(self.model_path(model), **arguments)
+
+    def with_tiers(self, connector: str, model: str, moves: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings of a connector; ``moves`` are those of one that moves prompts."""
+        if connector == OFFLOAD:
+            return {**TIER_SETTINGS, "disk_path": str(self.disk_folder(model))}
+        if connector == MULTI:
+            children = {"KVFerryConnector": moves, OFFLOAD: {"host_bytes": TIER_SETTINGS["host_bytes"]}}
+            return {
+                "connectors": [
+                    {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": own}
+                    for name, own in children.items()
+                ]
+            }
+        return moves
+
+    def disk_folder(self, model: str) -> Path:
+        """Return the folder of the disk tier of all engines of a model."""
+        return self.folder / f"{model}-disk"
 
     def need(self, names: Iterable[str]) -> None:
         """Start those of the engines that do not run, together, and wait for them."""

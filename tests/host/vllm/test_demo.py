@@ -105,6 +105,24 @@ def test_interrupted_demo_leaves_nothing(folder: Path, moment: str) -> None:
     assert segments() <= before
 
 
+def test_demo_of_offload(folder: Path) -> None:
+    """The engine that loads after the restart has one rank; the one that stored had two."""
+    before = segments()
+    with started_demo(folder, "--mode", "offload", "--prompts", "8") as process:
+        output, _ = process.communicate(timeout=560)
+    report = json.loads(output)
+    assert process.returncode == 0, (folder / "stderr").read_text()
+    assert (report["mode"], report["problems"]) == ("offload", [])
+    alone, first, second, restarted = report["passes"]
+    assert {line["requests"] for line in report["passes"]} == {line["identical"] for line in report["passes"]} == {8}
+    assert alone["loaded"] == 0
+    assert alone["computed"] > first["computed"] > 5 * second["computed"]
+    assert restarted["loaded"] > restarted["prompt_tokens"] / 2
+    assert report["leaks"] == {"cache_usage": 0.0, "processes_left": 0}
+    assert [path.name for path in folder.iterdir()] == ["stderr"]
+    assert segments() <= before
+
+
 def test_demo_of_pushes(folder: Path) -> None:
     with started_demo(folder, "--mode", "push", "--prompts", "6") as process:
         output, _ = process.communicate(timeout=560)

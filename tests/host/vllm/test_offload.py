@@ -1,0 +1,169 @@
+"""Engines that keep blocks in host memory and on disk: nothing is computed twice, and no token is wrong.
+
+An engine's own cache is too small for the prompts of a test, so what is not computed again came from the tiers, by the
+engine's own count. Every engine fails a request whose load fails (``kv_load_failure_policy`` ``fail``), and no request
+fails here, whatever happens to the tiers.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvferry.harness.engine_metrics import cache_block_size, cached_tokens
+
+from .engine_pool import ADAPTER, BASE_MODEL, EnginePool, Reference, fresh_salt, tokens_of
+from .handoffs import Handoffs, Pair, check_tokens, different_prompts, random_prompt, wait_until_unused
+from .offloads import (
+    AT_ONCE,
+    MOST_COMPUTED,
+    Offload,
+    check_identical,
+    flip_byte_on_disk,
+    for_offloads,
+    forget_own_cache,
+    kill,
+    place_of_a_value,
+    send_pass,
+    send_until_loaded,
+    slab_of,
+    start,
+    wait_until_on_disk,
+)
+
+pytestmark = pytest.mark.vllm
+Recorder = Callable[[str, object], None]
+GQA_PAGE_BYTES = 128 * 128 * 4
+"""Keys and values of one layer and head in a block of 128 tokens, float32."""
+
+
+@for_offloads()
+def test_a_second_pass_computes_almost_nothing(
+    pair: Offload, engine_pool: EnginePool, reference: Reference, record_property: Recorder
+) -> None:
+    engine, prompts = engine_pool.running[pair.stores], pair.prompts()
+    first = send_pass(engine, prompts, pair.salt)
+    check_identical(first, pair, prompts, reference)
+    second = send_pass(engine, prompts, pair.salt)
+    identical = check_identical(second, pair, prompts, reference)
+    record_property("block_size", cache_block_size(engine.server.url))
+    record_property("layout", engine.layout)
+    record_property("second", {"identical": identical, **second.counts()})
+    assert second.computed_part < MOST_COMPUTED
+    assert second.tokens.received > second.num_tokens / 2
+    wait_until_unused([engine])
+
+
+@for_offloads()
+def test_prompts_around_a_block(pair: Offload, engine_pool: EnginePool, reference: Reference) -> None:
+    engine, prompts = engine_pool.running[pair.stores], pair.edges()
+    for _ in range(2):
+        check_identical(send_pass(engine, prompts, pair.salt), pair, prompts, reference)
+        forget_own_cache(engine)
+
+
+@for_offloads()
+@pytest.mark.ends_engines
+def test_after_sigkill_blocks_come_from_disk(
+    pair: Offload, engine_pool: EnginePool, reference: Reference, record_property: Recorder
+) -> None:
+    """One byte of the last prompt's last block is changed meanwhile: that block is computed, all others are loaded."""
+    engine, prompts, folder = engine_pool.running[pair.stores], pair.prompts(), engine_pool.disk_folder(pair.model)
+    send_pass(engine, prompts, pair.salt)
+    others = wait_until_on_disk(folder)
+    victim = random_prompt(77, 1329)
+    send_pass(engine, [victim], pair.salt)
+    of_victim = [place for key, place in wait_until_on_disk(folder).items() if key not in others]
+    kill(engine, engine_pool)
+    flip_byte_on_disk(folder, max(of_victim, key=lambda place: place[1].sequence))
+    survivor = start(pair.loads, engine_pool)
+    third = send_pass(survivor, prompts, pair.salt)
+    identical = check_identical(third, pair, prompts, reference)
+    damaged = send_pass(survivor, [victim], pair.salt)
+    check_identical(damaged, pair, [victim], reference)
+    record_property("third", {"identical": identical, **third.counts()})
+    record_property("damaged", {"computed": damaged.tokens.computed, "tokens": len(victim)})
+    assert third.computed_part < MOST_COMPUTED
+    assert third.tokens.received > third.num_tokens / 2
+    block_size = cache_block_size(survivor.server.url)
+    assert damaged.tokens.computed >= block_size
+    wait_until_unused([survivor])
+    again = send_pass(survivor, [victim], pair.salt)
+    check_identical(again, pair, [victim], reference)
+
+
+@for_offloads("offload-1-2")
+def test_one_flipped_byte_in_the_slab_changes_the_tokens(
+    pair: Offload, engine_pool: EnginePool, reference: Reference
+) -> None:
+    """What proves that the tokens of the other tests depend on what is loaded."""
+    engine, prompt, salt = engine_pool.running[pair.stores], random_prompt(78, 300), fresh_salt()
+    slab = slab_of(engine)
+    before = slab.copy()
+    send_pass(engine, [prompt], salt)
+    check_tokens([send_until_loaded(engine, prompt, salt, 256)], "gqa", [prompt], reference)
+    place = place_of_a_value(before, slab, GQA_PAGE_BYTES)
+    slab[place] ^= 0x40
+    answers = [send_until_loaded(engine, prompt, salt, 256)]
+    assert different_prompts(answers, "gqa", [prompt], reference)
+    slab[place] ^= 0x40
+    check_tokens([send_until_loaded(engine, prompt, salt, 256)], "gqa", [prompt], reference)
+    forget_own_cache(engine)
+
+
+@for_offloads("offload-1-2")
+def test_a_salt_keeps_blocks_apart(pair: Offload, engine_pool: EnginePool, reference: Reference) -> None:
+    engine, prompt, salt = engine_pool.running[pair.stores], random_prompt(79, 300), fresh_salt()
+    send_pass(engine, [prompt], salt)
+    send_until_loaded(engine, prompt, salt, 256)
+    for other in (fresh_salt(), f"{salt} "):
+        sent = send_pass(engine, [prompt], other)
+        check_tokens(sent.answers, "gqa", [prompt], reference)
+        assert sent.tokens.computed == len(prompt)
+
+
+@pytest.mark.matrix
+@pytest.mark.engines("lora-keeps-tp1")
+def test_an_adapter_keeps_blocks_apart(engine_pool: EnginePool, reference: Reference) -> None:
+    engine, prompt, salt = engine_pool.running["lora-keeps-tp1"], random_prompt(80, 300), fresh_salt()
+    plain = engine_pool.running["lora-reference"].complete(prompt, model=BASE_MODEL)
+    expected = {ADAPTER: reference.tokens("lora", [prompt])[0], BASE_MODEL: tokens_of(plain)[0]}
+    assert expected[ADAPTER] != expected[BASE_MODEL]
+    for model in (ADAPTER, BASE_MODEL):
+        sent = send_pass(engine, [prompt], salt, model=model)
+        assert sent.answers == [[expected[model]]]
+        assert sent.tokens.computed == len(prompt), "blocks of another adapter were loaded"
+    for model in (ADAPTER, BASE_MODEL):
+        forget_own_cache(engine)
+        again = send_pass(engine, [prompt], salt, model=model)
+        assert (again.tokens.received, again.answers) == (256, [[expected[model]]])
+
+
+MOVED_AND_KEPT = Pair("moves-and-keeps", "gqa-moves-and-keeps", "gqa-moves-and-keeps-other")
+
+
+@pytest.mark.engines(MOVED_AND_KEPT.prefill, MOVED_AND_KEPT.decode)
+@pytest.mark.parametrize("num_prompts", [12, pytest.param(500, marks=pytest.mark.matrix)])
+def test_two_connectors_in_one_engine(num_prompts: int, engine_pool: EnginePool, reference: Reference) -> None:
+    """Prompts move from engine to engine, and each engine keeps what it computed or received."""
+    handoffs = Handoffs.of(MOVED_AND_KEPT, engine_pool)
+    prompts = [random_prompt(3100 + index, 128 * (3 + index) + 12) for index in range(12)]
+    rounds, salt, logs_before = max(2, num_prompts // len(prompts)), fresh_salt(), handoffs.log_ends()
+    for number in range(rounds):
+        before = [engine.prompt_tokens() for engine in (handoffs.prefill, handoffs.decode)]
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            answers = list(threads.map(lambda prompt: handoffs.send(prompt, salt=salt), prompts))
+        check_tokens(answers, "gqa", prompts, reference)
+        prefill, decode = (
+            engine.prompt_tokens() - earlier
+            for engine, earlier in zip((handoffs.prefill, handoffs.decode), before, strict=True)
+        )
+        assert decode.computed <= len(prompts), "the prefill engine's blocks move, even where the tiers have them"
+        if number:
+            assert prefill.computed < MOST_COMPUTED * sum(map(len, prompts))
+    handoffs.check_released(logs_before)
+    kept = send_pass(handoffs.decode, prompts, salt)
+    check_tokens(kept.answers, "gqa", prompts, reference)
+    assert kept.computed_part < MOST_COMPUTED
+    assert cached_tokens(handoffs.decode.server.metrics())["host"] > 0
+    wait_until_unused([handoffs.prefill, handoffs.decode])
