@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -39,10 +39,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvferry.integrations.vllm.offload_settings import OffloadSettings
+from kvferry.integrations.vllm import offload_connector
+from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder
+from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.scheduler import offload_tiers
-from kvferry.integrations.vllm.scheduler.offload import OffloadScheduler
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
@@ -73,32 +74,6 @@ def contents_of(tokens: Iterable[int]) -> list[int]:
 def next_token(tokens: Sequence[int]) -> int:
     """Return what the model samples behind these tokens."""
     return contents_of(tokens)[-1] % VOCABULARY
-
-
-class Connector(KVConnectorBase_V1, SupportsHMA):
-    """The connector as vLLM's scheduler sees it; passes calls on."""
-
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: OffloadSettings, clock: Any) -> None:
-        super().__init__(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
-        self.offload = OffloadScheduler(vllm_config, kv_cache_config, settings, clock)
-        for name in ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "take_events"):
-            setattr(self, name, getattr(self.offload, name))
-        for name in ("build_connector_meta", "update_connector_output", "has_pending_block_frees", "reset_cache"):
-            setattr(self, name, getattr(self.offload, name))
-        self.get_external_cache_hit_sources = self.offload.get_external_cache_hit_sources  # type: ignore[method-assign]
-        self.bind_gpu_block_pool = self.offload.bind_block_pool  # type: ignore[method-assign]
-        self.has_pending_push_work = self.offload.has_pending_work  # type: ignore[method-assign]
-
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        return self.offload.request_finished(request, block_ids)
-
-    def get_num_new_matched_tokens(self, *_: Any) -> Any: ...
-    def update_state_after_alloc(self, *_: Any) -> Any: ...
-    def build_connector_meta(self, *_: Any) -> Any: ...
-    def start_load_kv(self, *_: Any, **__: Any) -> None: ...
-    def wait_for_layer_load(self, *_: Any) -> None: ...
-    def save_kv_layer(self, *_: Any, **__: Any) -> None: ...
-    def wait_for_save(self) -> None: ...
 
 
 LATENT = -1
@@ -285,7 +260,8 @@ class Engine:
         config = KVCacheConfig(num_blocks, [], groups)
         config.hash_block_size = BLOCK_SIZE
         slot_bytes = 2 * NUM_HEADS * HEAD_SIZE * 4 * (settings.get("block_size") or BLOCK_SIZE)
-        given = OffloadSettings(host_bytes=int(host_blocks * slot_bytes * len(windows)), model_id="m", **settings)
+        host_bytes = int(host_blocks * slot_bytes * len(windows))
+        given = {"host_bytes": host_bytes, "model_id": "m", **settings}
         parallel = SimpleNamespace(**{**vars(vllm_config.parallel_config), "tensor_parallel_size": num_ranks})
         parallel.nnodes_within_dp = 1
         self.ranks = Ranks(num_ranks)
@@ -293,19 +269,23 @@ class Engine:
         shards = {(0, rank): rank_shard(windows, num_blocks, rank, num_ranks) for rank in range(num_ranks)}
         self.ranks.report.shards = {key: encode_shard(shard) for key, shard in shards.items()}
 
-        def create(**named: Any) -> Connector:
-            seen = named["config"]
+        def create(config: Any, role: KVConnectorRole, kv_cache_config: Any) -> KVFerryOffloadConnector:
+            config.kv_transfer_config.kv_connector_extra_config = given
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(seen, "parallel_config", parallel)
-                return Connector(seen, named["kv_cache_config"], given, lambda: self.now)
+                patch.setattr(config, "parallel_config", parallel)
+                patch.setattr(offload_connector, "resolved_layout", lambda _: NamedLayout.BHLNC)
+                patch.setattr(offload_connector, "check_layout", lambda *_: None)
+                connector = KVFerryOffloadConnector(config, role, kv_cache_config)
+            connector._scheduler._clock = lambda: self.now
+            return connector
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(KVConnectorFactory, "create_connector", create)
             kind = AsyncScheduler if runs_ahead else Scheduler
             grammar: Any = SimpleNamespace(accept_tokens=lambda *_: True, validate_tokens=lambda _, tokens: tokens)
             self.scheduler = kind(vllm_config, config, grammar, BLOCK_SIZE, BLOCK_SIZE)
-        assert isinstance(self.scheduler.connector, Connector)
-        self.role = self.scheduler.connector.offload
+        assert isinstance(self.scheduler.connector, KVFerryOffloadConnector)
+        self.role = self.scheduler.connector._scheduler
         hashing = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, hashing)
@@ -444,12 +424,14 @@ class Engine:
         tiers = self.role._start.tiers
         assert tiers is not None
         host = tiers.stack._host
-        for key, slot in host._slot_of.items():
-            if host._presences[slot] == 1:
-                group, block_hash = tiers.names.group_and_hash(key)
-                block, last = int(host._block_ids[slot]), self.ranks.tokens[str(group)] - 1
+        for group in range(len(self.windows)):
+            expected = dict(zip(tiers.names.keys(group, self.contents), self.contents.values(), strict=True))
+            load = host.prepare_load(list(expected), counts_as_use=False)
+            last = self.ranks.tokens[str(group)] - 1
+            for key, block in zip(load.keys, load.block_ids.tolist(), strict=True):
                 for rank in range(self.num_ranks):
-                    assert self.ranks.slab[rank, str(group), block, last] == self.contents[block_hash], "a wrong block"
+                    assert self.ranks.slab[rank, str(group), block, last] == expected[key], "a wrong block"
+            host.complete_load(load)
 
     def _connector_output(self) -> KVConnectorOutput:
         for request_id in self.ranks.received - self.ranks.failed:
@@ -519,12 +501,13 @@ def make_config(folder: Path, **arguments: Any) -> Any:
         "max_num_seqs": 4,
         "block_size": BLOCK_SIZE,
         "kv_transfer_config": {
-            "kv_connector": "ExampleConnector",  # its place is taken by Connector
+            "kv_connector": "KVFerryOffloadConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": arguments.pop("failure_policy", "fail"),
         },
         **arguments,
     }
+    register()
     return EngineArgs(**given).create_engine_config()
 
 

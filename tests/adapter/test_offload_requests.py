@@ -127,10 +127,14 @@ def test_a_hit_ends_where_a_group_lacks_a_block(make_engine: Callable[..., Engin
     engine.add("first", prompt)
     engine.run()
     crowd_out(engine)
-    host = engine.role._start.opened.stack._host
-    victim = engine.role._start.opened.names.keys(1, [engine_hashes(engine, prompt)[3]])
-    host._pool_of["1"].policy.remove(victim)
-    host._free(host._pool_of["1"], victim)
+    tiers = engine.role._start.opened
+    keys = tiers.names.keys(1, engine_hashes(engine, prompt))
+    number = 0
+    while not all(tiers.stack.is_missing(keys[3:4])):
+        for group in range(2):
+            tiers.stack.touch([key for key in tiers.names.keys(group, engine.contents) if key != keys[3]])
+        tiers.stack.land(tiers.stack.prepare_store("1", [number.to_bytes(48, "big")], num_parts=1), 0)
+        number += 1
     engine.add("second", prompt)
     engine.run()
     assert engine.loaded["second"] == 3 * BLOCK_SIZE
@@ -619,6 +623,49 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(
     engine.run()
     engine.check_at_rest()
     assert engine.role.snapshot()["tiers"]["requests"] == {}
+
+
+def test_what_a_request_needs_is_brought_while_it_waits_in_the_queue(
+    make_engine_with_tier: Callable[..., tuple[Engine, DictionaryTier]],
+) -> None:
+    """VLLM asks for no hit of a request that it has no room for."""
+    engine, _ = make_engine_with_tier(config={"max_num_seqs": 1})
+    engine.add("long", prompt_of(50, 60), max_tokens=60)
+    engine.step()
+    engine.step()
+    lower, missing = (
+        engine.role.snapshot()["tiers"]["lower"]["dictionary"],
+        in_slab(engine, 0, prompt_of(1, 2)).count(False),
+    )
+    assert missing > 0
+    request = engine.add("waits", prompt_of(1, 2))
+    for _ in range(3):
+        engine.step(ends_copies=False)
+    assert request.num_computed_tokens == 0
+    now = engine.role.snapshot()["tiers"]
+    assert now["lower"]["dictionary"]["blocks_up"] > lower["blocks_up"]
+    assert now["requests"] == {}, "nobody has asked"
+    engine.run()
+    assert engine.loaded["waits"] == 96
+    engine.check_at_rest()
+
+
+def test_what_the_engine_has_itself_is_not_brought(
+    make_engine_with_tier: Callable[..., tuple[Engine, DictionaryTier]],
+) -> None:
+    engine, _ = make_engine_with_tier(num_blocks=60)
+    engine.add("again", prompt_of(1, 2))
+    engine.run()
+    before = engine.role.snapshot()["tiers"]["lower"]["dictionary"]["blocks_up"]
+    for number in range(4):
+        engine.add(f"other {number}", prompt_of(200 + number, 210 + number))
+        engine.run()
+    assert not all(in_slab(engine, 0, prompt_of(1, 2)))
+    engine.add("once more", prompt_of(1, 2))
+    engine.run()
+    # vLLM keeps the last block out of a local hit.
+    assert engine.role.snapshot()["tiers"]["lower"]["dictionary"]["blocks_up"] - before <= 1
+    engine.check_at_rest()
 
 
 # Sliding windows.

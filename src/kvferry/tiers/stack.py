@@ -111,6 +111,11 @@ class Stack:
         is_asked = any(not asker.is_loading for asker in self._askers.values())
         return not is_asked and all(copies.is_idle for copies in self._lower)
 
+    @property
+    def has_lower_tiers(self) -> bool:
+        """Whether there is a tier below host memory."""
+        return bool(self._lower)
+
     def is_moving(self, now: float) -> bool:
         """Return whether a lower tier copies, or would if ``poll`` were called."""
         return any(copies.is_moving(now) for copies in self._lower)

@@ -19,7 +19,7 @@ from kvferry.integrations.vllm.offload_records import OffloadMetrics, OffloadSta
 from kvferry.integrations.vllm.offload_settings import OffloadSettings, parse_offload_settings
 from kvferry.integrations.vllm.offload_step import OffloadStep
 from kvferry.integrations.vllm.plugin import log_as_vllm_does
-from kvferry.integrations.vllm.scheduler.offload import OffloadScheduler
+from kvferry.integrations.vllm.scheduler.offload import OffloadScheduler, check_offloadable
 from kvferry.integrations.vllm.translate.shards import check_supported, resolved_layout
 from kvferry.integrations.vllm.versions import check_version
 from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
@@ -55,6 +55,7 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = parse_offload_settings(self._kv_transfer_config.kv_connector_extra_config)
+        check_offloadable(vllm_config, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
         layout = resolved_layout(vllm_config)
         check_layout(vllm_config, layout, settings)

@@ -7,6 +7,7 @@ under a copy. See docs/decisions/offload-connector.md.
 
 import logging
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from kvferry.arrays import Flags, Integers
 from kvferry.integrations.vllm.offload_names import engine_facts
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, StoreOrder
-from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID, GroupShape, num_recomputed
+from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID, num_recomputed
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.scheduler.offload_tiers import Start, Tiers, check_settings, open_tiers
 from kvferry.integrations.vllm.scheduler.stored_blocks import (
@@ -117,7 +118,7 @@ class OffloadScheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         shapes = group_shapes(kv_cache_config)
-        _check_supported(vllm_config, shapes)
+        check_offloadable(vllm_config, kv_cache_config)
         parallel = vllm_config.parallel_config
         # The engine core sets it before it makes the scheduler; in tests it may be missing.
         tokens_per_hash = (
@@ -151,6 +152,7 @@ class OffloadScheduler:
 
         self._start = Start(self._num_ranks, make_tiers)
         self._was_reset = False
+        self._pool: BlockPool | None = None
         self._kept = KeptBlocks()
         self._max_kept = 0
         self._job_ids = count(1)
@@ -165,14 +167,20 @@ class OffloadScheduler:
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Keep blocks in this pool from now on."""
+        self._pool = pool
         self._kept.bind(pool)
         self._max_kept = int(MAX_KEPT_SHARE * pool.num_gpu_blocks)
 
     # Hits.
 
     def on_new_request(self, request: "Request") -> None:
-        """Know a request before it is scheduled."""
-        self._entry(request)
+        """Know a request before it is scheduled, and let lower tiers bring what it will need while it waits."""
+        entry, tiers = self._entry(request), self._start.tiers
+        if tiers is None or not tiers.stack.has_lower_tiers or not self._may_load(entry):
+            return
+        question = self._question(tiers, entry, self._num_cached_tokens(tiers, entry))
+        for group, keys in question.wanted.items():
+            tiers.stack.prefetch(group, keys, self._clock())
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens behind the computed ones are promised; None while it is worth asking again.
@@ -339,6 +347,17 @@ class OffloadScheduler:
             entry.blocks = RequestBlocks(self._groups, tiers.names)
         entry.blocks.update(entry.request.block_hashes)
         return entry.blocks
+
+    def _num_cached_tokens(self, tiers: Tiers, entry: _Entry) -> int:
+        """Return how many tokens the engine has itself, as far as its block pool says now."""
+        group, pool = self._whole_group, self._pool
+        if group is None or pool is None or not self._caches_prefixes:
+            return 0
+        size = group.shape.block_size
+        ends = entry.request.block_hashes[size // group.tokens_per_hash - 1 :: size // group.tokens_per_hash]
+        # vLLM evicts the end of a prefix first.
+        num_blocks = bisect_left(ends, True, key=lambda end: pool.get_cached_block(end, [group.index]) is None)
+        return num_blocks * size // self._alignment * self._alignment
 
     def _may_load(self, entry: _Entry) -> bool:
         """Return whether the request may be promised anything: not while it loads, and never after a failed load."""
@@ -557,10 +576,10 @@ def _held(blocks: RequestBlocks, question: _Question, promise: Promise) -> list[
     return held
 
 
-def _check_supported(vllm_config: "VllmConfig", shapes: Sequence[GroupShape]) -> None:
+def check_offloadable(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
     """Refuse an engine whose caches this version cannot offload. Raises :class:`LayoutError` (unsupported)."""
     if vllm_config.parallel_config.nnodes_within_dp > 1:
         refuse("the ranks of an engine are on several hosts", "Run all ranks of an engine on one host.")
-    for index, shape in enumerate(shapes):
+    for index, shape in enumerate(group_shapes(kv_cache_config)):
         if shape.kind is CacheKind.STATE:
-            refuse(f"cache group {index} holds states, of which vLLM keeps only the last", "Attention is supported.")
+            refuse(f"cache group {index} holds states; only attention is offloaded", "Run without this connector.")
