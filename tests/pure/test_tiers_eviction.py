@@ -120,3 +120,13 @@ def test_ghosts_are_bounded() -> None:
         policy.insert(map(key, range(start, start + 100)))
         policy.evict(100, lambda _: False)
     assert len(vars(policy)["_ghosts"]) <= 190
+
+
+def test_a_used_block_that_moves_to_a_main_queue_of_pinned_blocks_can_still_go() -> None:
+    policy = make_policy(Eviction.S3_FIFO, 20)
+    policy.insert(map(key, range(20)))  # 0 and 1 fill the small queue
+    assert policy.evict(1, lambda _: False) == [key(0)]
+    policy.insert([key(0)])  # its ghost is remembered: now the main queue has more than its share
+    policy.use([key(1)])
+    policy.use([key(1)])
+    assert policy.evict(2, {key(0), *map(key, range(2, 20))}.__contains__) == [key(1)]

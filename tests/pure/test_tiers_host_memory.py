@@ -251,6 +251,17 @@ def test_groups_have_slots_of_their_own() -> None:
     assert store(host, 7).failures == {Reason.TIER_FULL: 1}
 
 
+def test_of_a_prefix_in_two_groups_the_last_blocks_go_first() -> None:
+    host = HostMemory(slab({"full": 2, "state": 3}))
+    store(host, 1)
+    store(host, 2)
+    for number in (11, 12, 13):
+        store(host, number, group="state")
+    host.touch(keys(1, 11, 2, 12, 13))
+    assert store(host, 3).evicted == keys(2)
+    assert store(host, 14, 15, group="state").evicted == keys(13, 12)
+
+
 def test_groups_of_equal_slots_share_them_by_use() -> None:
     """A window group takes what it needs; blocks of both groups go in one order, and no slot has two."""
     rank = attention(0, 1, ["0", "1"])

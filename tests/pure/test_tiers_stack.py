@@ -470,6 +470,22 @@ def test_a_tier_that_cannot_complete_a_copy_leaves_no_pin_in_host_memory(
     assert [found[name] for name in ("num_pinned", "num_loads", "num_stores")] == [0, 0, 0]
 
 
+def test_a_tier_that_begins_no_load_makes_nothing_visible(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots hold other bytes: the tier said that it holds the blocks, and then moved none."""
+    engine.only_below(1, 2)
+
+    def fail(*arguments: object) -> None:
+        raise TierError(Reason.TIER_FAILED, "the tier raises on purpose.")
+
+    for tier in (engine.disk, engine.pool):
+        monkeypatch.setattr(tier, "prepare_load", fail)
+    assert engine.answer("a", 1, 2) == []
+    assert engine.host.look_up(block_keys(1, 2)).tolist() == [Presence.ABSENT] * 2
+    engine.stack.drop("a")
+    engine.settle()
+    engine.check_nothing_is_left()
+
+
 def test_a_prefetch_takes_no_step_for_each_block_that_is_on_its_way() -> None:
     engine = Engine(num_blocks=400)
     engine.disk.faults.hangs = True
