@@ -273,6 +273,7 @@ def test_a_tier_that_hangs_costs_one_wait_and_not_one_for_every_request(engine: 
     engine.disk.faults.hangs = False
     engine.step()
     engine.check_nothing_is_left()
+    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["stuck_blocks"] == 0
     engine.step(SETTINGS.suspend_seconds)
     assert engine.answer("d", 1, 2) == [1, 2], "the tier is asked again"
     engine.load("d", 1, 2)
@@ -307,6 +308,18 @@ def test_a_failing_tier_is_a_miss_and_the_next_tier_is_asked(engine: Engine, fau
     setattr(engine.disk.faults, fault, False)
     engine.step(SETTINGS.suspend_seconds)
     engine.settle()
+    engine.check_nothing_is_left()
+
+
+def test_chunks_that_wait_for_a_tier_that_fails_are_answered_at_once(engine: Engine) -> None:
+    """Not only those whose copies had begun."""
+    engine.only_below(*range(1, 8))
+    engine.pool.blocks.clear()
+    engine.disk.faults.fails = True
+    began_at = engine.now
+    assert engine.answer("a", *range(1, 8)) == []
+    assert engine.now - began_at < 0.2
+    engine.stack.drop("a")
     engine.check_nothing_is_left()
 
 
@@ -394,6 +407,7 @@ def test_a_request_that_loads_has_no_lease_and_cannot_be_dropped(engine: Engine)
     engine.stack.drop("a")
     engine.step(1000.0)
     assert engine.host.snapshot()["num_pinned"] == 1
+    assert "leases_ended" not in engine.stack.snapshot(engine.now)["counts"]
     assert engine.answer("a", 1) == [], "while it loads, the same request is promised nothing"
     engine.stack.complete_load("a")
     engine.stack.complete_load("a")
@@ -523,6 +537,9 @@ def test_a_prefetch_brings_blocks_before_the_request_asks() -> None:
     assert promise is not None
     assert promise.held["full"].all()
     engine.stack.drop("a")
+    engine.stack.prefetch("full", block_keys(*range(9, 13)), engine.now)
+    engine.settle()
+    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["blocks_up"] == 12, "what has come takes no share"
     engine.close()
 
 
