@@ -261,7 +261,8 @@ class Engine:
         config.hash_block_size = BLOCK_SIZE
         slot_bytes = 2 * NUM_HEADS * HEAD_SIZE * 4 * (settings.get("block_size") or BLOCK_SIZE)
         host_bytes = int(host_blocks * slot_bytes * len(windows))
-        given = {"host_bytes": host_bytes, "model_id": "m", **settings}
+        # The clock stands still while a step is computed: no time can be measured.
+        given = {"host_bytes": host_bytes, "model_id": "m", "loads": "always", **settings}
         parallel = SimpleNamespace(**{**vars(vllm_config.parallel_config), "tensor_parallel_size": num_ranks})
         parallel.nnodes_within_dp = 1
         self.ranks = Ranks(num_ranks)

@@ -220,7 +220,10 @@ def test_a_copy_that_fails_is_reported_alone(engines: list[Engine], caplog: pyte
         one, other = engine.workers[0].take_finished(FAR)
         received, failed = received | one, failed | other
     assert (received, failed) == ({"bad", "good"}, {"bad"})
-    assert engine.report() == RankReport(stored={2: 1}, failed={1: 1})  # type: ignore[arg-type]
+    report = engine.report()
+    assert (report.stored, report.failed) == ({2: 1}, {1: 1})
+    assert report.load_seconds.keys() == {4}
+    assert 0 < report.load_seconds[4] < FAR
     assert "load 3" in caplog.text
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Shard
+from kvferry.tiers.changes import Journal
 from kvferry.tiers.eviction import Eviction, make_policy
 from kvferry.tiers.protocol import (
     KEY_BYTES,
@@ -128,7 +129,9 @@ class HostMemory:
         # The slots of every open copy.
         self._loads: dict[Load, Integers] = {}
         self._stores: dict[Store, Integers] = {}
-        self._num_evicted = 0
+        self.num_evicted = 0
+        """Blocks that were given up for others so far."""
+        self.journal = Journal()
         self._is_closed = False
 
     @property
@@ -265,6 +268,7 @@ class HostMemory:
         landed = list(compress(store.keys, store.landed))
         self._presences[slot_ids[store.landed]] = Presence.HELD
         pool.policy.insert(reversed(landed))
+        self.journal.note(self._capabilities.name, landed, is_visible=True)
         if len(landed) < len(store.keys):
             self._free(pool, list(compress(store.keys, ~store.landed)))
 
@@ -293,7 +297,7 @@ class HostMemory:
             "num_pinned": int(np.count_nonzero(self._pins)),
             "num_loads": len(self._loads),
             "num_stores": len(self._stores),
-            "num_evicted": self._num_evicted,
+            "num_evicted": self.num_evicted,
             "groups": groups,
         }
 
@@ -332,7 +336,8 @@ class HostMemory:
         evicted = pool.policy.evict(num_missing, self._pinned.__contains__)
         self._pinned -= also_kept
         self._free(pool, evicted)
-        self._num_evicted += len(evicted)
+        self.num_evicted += len(evicted)
+        self.journal.note(self._capabilities.name, evicted, is_visible=False)
         return evicted
 
     def _free(self, pool: _Pool, keys: Sequence[BlockKey]) -> None:

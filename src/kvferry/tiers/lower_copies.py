@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,9 @@ SUSPENDING = frozenset({Reason.TIER_FAILED, Reason.TRANSFER_FAILED, Reason.DEADL
 """Failures of a tier; others are about single blocks."""
 WRITE_SHARE = 0.25
 """Share of host memory that the writes of one tier may pin, so that a slow tier leaves room for new blocks."""
+
+
+MAX_KEPT_SECONDS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ class LowerCopies:
         self.failures: Counter[Reason] = Counter()
         """Blocks that did not arrive, above or below, by reason."""
         self.promotion_times = CopyTimes()
+        self.copy_seconds: deque[tuple[str, float]] = deque(maxlen=MAX_KEPT_SECONDS)
+        """Direction, ``up`` or ``down``, and seconds of the last copies; whoever reads them takes them out."""
         self._host, self._tier, self._settings = host, tier, settings
         self._queues: OrderedDict[str, deque[Chunk]] = OrderedDict()
         # Ordered dictionaries: of a plain one that loses its first keys, the next first key is found slowly.
@@ -180,10 +185,16 @@ class LowerCopies:
             self._begin_write(now)
         return left_out
 
+    @property
+    def totals(self) -> dict[str, int]:
+        """Blocks and bytes that have moved so far, up and down, and the blocks that the tier evicted."""
+        names = ("blocks_up", "bytes_up", "blocks_down", "bytes_down", "evicted")
+        return {name: self._counts[name] for name in names}
+
     def snapshot(self, now: float) -> dict[str, Any]:
         """Return the state as plain data: counts of blocks and bytes so far, failures, queues, and ages of copies."""
         return {
-            **{name: self._counts[name] for name in ("blocks_up", "bytes_up", "blocks_down", "bytes_down")},
+            **self.totals,
             "failures": {reason.value: count for reason, count in sorted(self.failures.items()) if count},
             "queued_chunks": sum(map(len, self._queues.values())) + len(self._prefetches),
             "blocks_to_write": len(self._to_write),
@@ -254,6 +265,7 @@ class LowerCopies:
         if store is None:
             self._host.complete_load(pins)
         else:
+            self._host.journal.note(self.name, store.evicted, is_visible=False)
             self._writes[store] = _Write(pins, now)
 
     def _finish(self, copy: TierCopy, ended: list[Chunk], now: float) -> None:
@@ -265,21 +277,34 @@ class LowerCopies:
             self._host.complete_store(promotion.room)
             with self._failing(now):
                 self._tier.complete_load(copy)
+            self._note_lost(copy, now)
             self.stuck.difference_update(copy.keys)
             if not promotion.is_given_up:
                 ended.append(promotion.chunk)
-            self._count("up", copy, promotion.is_given_up, now)
+            self._count("up", copy, promotion, now)
         elif isinstance(copy, Store):
             write = self._writes.pop(copy)
             with self._failing(now):
                 self._tier.complete_store(copy)
+            self._host.journal.note(self.name, list(compress(copy.keys, copy.landed)), is_visible=True)
             self._host.complete_load(write.pins)
-            self._count("down", copy, write.is_given_up, now)
+            self._counts["evicted"] += len(copy.evicted)
+            self._count("down", copy, write, now)
 
-    def _count(self, way: str, copy: TierCopy, is_given_up: bool, now: float) -> None:
+    def _note_lost(self, load: Load, now: float) -> None:
+        """Note the blocks that the tier turned out not to hold, or gave up because they were damaged."""
+        if self._host.journal.is_kept and not load.landed.all():
+            missing = list(compress(load.keys, ~load.landed))
+            with self._failing(now):
+                is_gone = self._tier.look_up(missing) == Presence.ABSENT
+                self._host.journal.note(self.name, list(compress(missing, is_gone)), is_visible=False)
+
+    def _count(self, way: str, copy: TierCopy, moved: _Promotion | _Write, now: float) -> None:
         self._counts[f"blocks_{way}"] += int(np.count_nonzero(copy.landed))
         self._counts[f"bytes_{way}"] += copy.slots[copy.landed].num_bytes
-        if not is_given_up:  # its blocks are counted already
+        if copy.landed.any():
+            self.copy_seconds.append((way, now - moved.since))
+        if not moved.is_given_up:  # its blocks are counted already
             self.failures.update(copy.failures)
             if copy.error is not None and SUSPENDING & copy.failures.keys():
                 self._suspend(copy.error, now)

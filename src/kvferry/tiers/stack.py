@@ -26,6 +26,7 @@ import numpy as np
 
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import Reason, TierError
+from kvferry.tiers.changes import Journal
 from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore
 from kvferry.tiers.lower_copies import Chunk, CopySettings, LowerCopies
 from kvferry.tiers.protocol import BlockKey, LowerTier, Presence, Presences
@@ -262,6 +263,37 @@ class Stack:
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Call it with all blocks of a request when it ends; see :meth:`HostMemory.touch`."""
         self._host.touch(keys)
+
+    # What has been counted.
+
+    @property
+    def totals(self) -> dict[tuple[str, ...], int]:
+        """What has happened so far, each with the tier: blocks stored and evicted, bytes moved, failures by reason."""
+        host = self._host.capabilities.name
+        found: dict[tuple[str, ...], int] = {
+            ("stored_blocks", host): self._counts["stored"],
+            ("evicted_blocks", host): self._host.num_evicted,
+        }
+        for copies in self._lower:
+            totals, tier = copies.totals, copies.name
+            found["stored_blocks", tier] = totals["blocks_down"]
+            found["evicted_blocks", tier] = totals["evicted"]
+            found["tier_bytes", tier, "up"] = totals["bytes_up"]
+            found["tier_bytes", tier, "down"] = totals["bytes_down"]
+            found.update({("failures", tier, reason): number for reason, number in copies.failures.items()})
+        return found
+
+    @property
+    def journal(self) -> Journal:
+        """What has become visible in each tier, and what is gone; kept only where asked for."""
+        return self._host.journal
+
+    def take_copy_seconds(self) -> list[tuple[str, str, float]]:
+        """Return tier, direction (``up`` or ``down``) and seconds of the copies since the last call."""
+        taken = [(copies.name, *each) for copies in self._lower for each in copies.copy_seconds]
+        for copies in self._lower:
+            copies.copy_seconds.clear()
+        return taken
 
     # Stores.
 

@@ -192,7 +192,8 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_report()
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        return None if self._worker_role is None else self._worker_role.take_statistics()
+        # In the scheduler it is the end of a step.
+        return (self._worker_role or self._scheduler).take_statistics()
 
     def shutdown(self) -> None:
         for role in (self._scheduler_role, self._worker_role):

@@ -70,6 +70,13 @@ class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["lru", "s3-fifo"],
         about("Which block leaves full host memory: the least recently used, or by S3-FIFO, which keeps shared ones."),
     ] = "lru"
+    loads: Annotated[
+        Literal["when-quicker", "always"],
+        about(
+            "Whether a prefix that a tier has is loaded: when the measured times say that loading is quicker than "
+            "computing, or always."
+        ),
+    ] = "when-quicker"
     load_wait_seconds: Annotated[
         float,
         msgspec.Meta(gt=0, le=LONGEST_WAIT_SECONDS),

@@ -9,10 +9,10 @@ import logging
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,10 +22,13 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.arrays import Flags, Integers
 from kvferry.integrations.vllm.offload_names import engine_facts
+from kvferry.integrations.vllm.offload_records import OffloadStatistics, difference
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, StoreOrder
 from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID, num_recomputed
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
+from kvferry.integrations.vllm.scheduler.offload_costs import Hit, LoadDecisions
+from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
 from kvferry.integrations.vllm.scheduler.offload_tiers import Start, Tiers, check_settings, open_tiers
 from kvferry.integrations.vllm.scheduler.stored_blocks import (
     RequestBlocks,
@@ -38,12 +41,14 @@ from kvferry.integrations.vllm.scheduler.stored_blocks import (
 from kvferry.integrations.vllm.translate.shards import group_shapes
 from kvferry.integrations.vllm.translate.specs import refuse
 from kvferry.layout.group import CacheKind
-from kvferry.tiers.host_memory import HostStore
-from kvferry.tiers.protocol import BlockKey, Presence
-from kvferry.tiers.stack import Promise
+from kvferry.tiers.costs import Decision
+from kvferry.tiers.host_memory import HostLoad, HostStore
+from kvferry.tiers.protocol import BlockKey
+from kvferry.tiers.stack import Promise, Stack
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -56,6 +61,9 @@ logger = logging.getLogger(__name__)
 MAX_KEPT_SHARE = 0.5
 """Share of the engine's blocks that stores may keep by reference. Blocks beyond it are stored in a later step; those of
 a request that ends are not stored."""
+HOST_MEMORY = "host_memory"
+_SOURCES = {HOST_MEMORY: CacheHitSource.HOST, "local_disk": CacheHitSource.DISK}
+"""Of vLLM's sources; a pool has none."""
 _WHOLE = (CacheKind.ATTENTION, CacheKind.MLA)
 _WITHOUT_TAIL = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 """How a request ends whose last blocks are not stored. vLLM aborts all requests before it resets its cache, which fails
@@ -69,6 +77,28 @@ class _Question:
     first_token: int
     boundary: int
     wanted: Mapping[str, Sequence[BlockKey]]
+    wait_seconds: float = 0.0
+    """How long the request waits for lower tiers."""
+    asked_at: float = 0.0
+    promise: Promise | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Decided:
+    """What was decided for a hit; vLLM asks for it again in each step until it has room for the request."""
+
+    first_token: int
+    boundary: int
+    decision: Decision
+
+
+@dataclass(slots=True, eq=False)
+class _LoadJob:
+    """A load that ranks copy: the keys of the blocks of whole attention, and the tokens by the tier they came from."""
+
+    job_id: int
+    keys: tuple[BlockKey, ...]
+    tokens_by_tier: Mapping[str, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +111,7 @@ class _Entry:
     may_load: bool = True
     may_store: bool = True
     question: _Question | None = None
+    decided: _Decided | None = None
     promised: int = 0
     """Tokens that were promised in this call of vLLM's ``schedule``."""
 
@@ -148,6 +179,7 @@ class OffloadScheduler:
             tiers = open_tiers(settings, facts, ranks, engine_blocks, parallel.data_parallel_index)
             if self._was_reset:
                 tiers.names = tiers.names.renewed()
+            tiers.stack.journal.is_kept = self._events is not None
             return tiers
 
         self._start = Start(self._num_ranks, make_tiers)
@@ -159,11 +191,23 @@ class OffloadScheduler:
         self._requests: dict[str, _Entry] = {}
         self._promised: dict[str, _Entry] = {}
         self._jobs: dict[int, _StoreJob] = {}
-        self._loads: dict[str, tuple[BlockKey, ...]] = {}
-        """The requests that load, with the keys of the blocks of whole attention."""
+        self._loads: dict[str, _LoadJob] = {}
+        """By request."""
         self._loading: Counter[BlockKey] = Counter()
         self._step = OffloadStep()
         self._counts: Counter[str] = Counter()
+        self._statistics = OffloadStatistics()
+        events = vllm_config.kv_events_config
+        self._events = (
+            BlockEvents(self._groups, kv_cache_config) if events is not None and events.enable_kv_cache_events else None
+        )
+        self._reported: Mapping[tuple[str, ...], int] = {}
+        """The tiers' totals that were reported."""
+        self._decisions = LoadDecisions(
+            vllm_config.scheduler_config.max_num_batched_tokens, is_whole=self._leaves_one_token
+        )
+        self._copy_seconds: dict[int, float] = {}
+        """Of loads that have not been reported by all ranks, what the slowest rank needed."""
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Keep blocks in this pool from now on."""
@@ -216,17 +260,26 @@ class OffloadScheduler:
         if num_external_tokens != entry.promised:
             raise AssertionError(f"vLLM loads {num_external_tokens} tokens; {entry.promised} were promised.")
         request_id, first = request.request_id, question.first_token
-        chosen = _wanted(entry.blocks, first, first + num_external_tokens)
+        tokens = (first, first + num_external_tokens)
+        chosen = _wanted(entry.blocks, *tokens)
         loads = tiers.stack.begin_load(request_id, chosen)
-        self._order_load(entry, (first, first + num_external_tokens), loads, blocks.get_block_ids())
-        first_keys = tuple(chosen[self._whole_group.name]) if self._whole_group is not None else ()
-        self._loads[request_id] = first_keys
-        self._loading.update(first_keys)
+        job_id = self._order_load(entry, tokens, loads, blocks.get_block_ids())
+        keys = tuple(chosen[self._whole_group.name]) if self._whole_group is not None else ()
+        self._loads[request_id] = _LoadJob(job_id, keys, _tokens_by_tier(entry.blocks, question, chosen, tokens))
+        self._loading.update(keys)
+        self._decisions.loads.begin(request_id, sum(load.slots.num_bytes for load in loads.values()), self._clock())
+        self._count_hit(loads, self._loads[request_id], question)
         self._forget_question(entry)
 
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Return where the tokens of the load come from."""
-        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+        """Return where the tokens of the load come from: host memory, or the tier that brought them there for it."""
+        load = self._loads.get(request.request_id)
+        if load is None or not num_external_tokens:
+            return {}
+        sources: Counter[CacheHitSource] = Counter()
+        for tier, number in load.tokens_by_tier.items():
+            sources[_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)] += number
+        return dict(sources)
 
     # Steps.
 
@@ -252,6 +305,7 @@ class OffloadScheduler:
             self._drop(entry)
         if tiers is not None:
             tiers.stack.poll(self._clock())
+        self._decisions.steps.begin(output, self._clock())
         step, self._step = self._step, OffloadStep()
         step.computes = output.total_num_scheduled_tokens > 0
         return step
@@ -265,6 +319,8 @@ class OffloadScheduler:
                 self._land(job_id, num_ranks, has_landed=True)
             for job_id, num_ranks in report.failed.items():
                 self._land(job_id, num_ranks, has_landed=False)
+            for job_id, seconds in report.load_seconds.items():
+                self._copy_seconds[job_id] = max(seconds, self._copy_seconds.get(job_id, 0.0))
         failed = connector_output.failed_recving or ()
         for request_id in connector_output.finished_recving or ():
             if request_id in self._loads:
@@ -303,9 +359,26 @@ class OffloadScheduler:
         """Return whether blocks will be free without a preemption, as soon as stores have copied them."""
         return self._kept.keeps_alone
 
-    def take_events(self) -> Sequence[Any]:
-        """Return the events since the last call."""
-        return ()
+    def take_statistics(self) -> OffloadStatistics | None:
+        """Return what was observed since the last call; None where that is nothing.
+
+        vLLM calls it when it has taken the results of a step, so this is the end of the step.
+        """
+        self._decisions.steps.end(self._clock())
+        if self._start.tiers is not None:
+            self._count_tiers(self._start.tiers.stack)
+        if self._statistics.is_empty():
+            return None
+        statistics, self._statistics = self._statistics, OffloadStatistics()
+        return statistics
+
+    def take_events(self) -> Sequence["KVCacheEvent"]:
+        """Return the events since the last call: none unless vLLM's configuration asks for events."""
+        if self._events is None:
+            return ()
+        if self._start.opened is not None:
+            self._events.note(self._start.opened.stack.journal.take())
+        return self._events.take()
 
     def reset_cache(self) -> bool:
         """Forget all stored blocks: the weights may have changed. Requests that are under way store nothing more."""
@@ -313,6 +386,9 @@ class OffloadScheduler:
         if tiers is None:
             return True
         tiers.names = tiers.names.renewed()
+        if self._events is not None:
+            self._events.note(tiers.stack.journal.take())
+            self._events.reset()
         for job in self._jobs.values():
             for store in job.stores:
                 tiers.stack.cancel(store)
@@ -336,6 +412,7 @@ class OffloadScheduler:
             "stores": len(self._jobs),
             "kept_blocks": self._kept.num_kept,
             "counts": dict(self._counts),
+            "rates": self._decisions.snapshot(),
             "tiers": tiers.stack.snapshot(self._clock()) if tiers else {},
         }
 
@@ -390,11 +467,11 @@ class OffloadScheduler:
             question = entry.question = self._question(tiers, entry, first_token)
         if question.boundary == first_token:
             return first_token
-        wait = self._settings.load_wait_seconds
-        promise = tiers.stack.ask(entry.request.request_id, question.wanted, self._clock(), wait)
-        if promise is None:
+        stack, now = tiers.stack, self._clock()
+        question.promise = stack.ask(entry.request.request_id, question.wanted, now, question.wait_seconds)
+        if question.promise is None:
             return None
-        return longest_hit(blocks, _held(blocks, question, promise), first_token, question.boundary)
+        return longest_hit(blocks, _held(blocks, question), first_token, question.boundary)
 
     def _is_being_loaded(self, blocks: RequestBlocks, first_token: int) -> bool:
         """Return whether another request loads the next block: vLLM has it as a local hit as soon as that load ends."""
@@ -406,15 +483,51 @@ class OffloadScheduler:
 
     def _question(self, tiers: Tiers, entry: _Entry, first_token: int) -> _Question:
         """Return which blocks are worth asking for, those that a lower tier or a store is bringing included."""
-        blocks = self._blocks_of(tiers, entry)
-        held = [
-            tiers.stack.look_up(keys[first_token // group.tokens :], self._clock()) != Presence.ABSENT
-            for group, keys in zip(self._groups, blocks.keys, strict=True)
-        ]
-        boundary = longest_hit(blocks, held, first_token, entry.request.num_tokens - self._num_recomputed)
+        blocks, now = self._blocks_of(tiers, entry), self._clock()
+        end = entry.request.num_tokens - self._num_recomputed
+        hit = Hit.of(blocks, tiers.stack, first_token, end, now)
+        boundary, wait_seconds = hit.boundary, self._settings.load_wait_seconds
         if not self._is_worth_loading(entry, first_token, boundary):
             boundary = first_token
-        return _Question(first_token, boundary, _wanted(blocks, first_token, boundary))
+        if boundary > first_token and self._settings.loads == "when-quicker":
+            decision = self._decide(tiers, entry, hit)
+            boundary = first_token + decision.num_tokens
+            if decision.wait_seconds is not None:
+                wait_seconds = min(wait_seconds, decision.wait_seconds)
+        wanted = _wanted(blocks, first_token, boundary)
+        if self._events is not None and hit.is_below():
+            for group, (begin, end) in zip(self._groups, blocks.needed(first_token, boundary), strict=True):
+                self._events.learn(entry.request, group, range(begin, end), wanted[group.name])
+        return _Question(first_token, boundary, wanted, wait_seconds, asked_at=now)
+
+    def _decide(self, tiers: Tiers, entry: _Entry, hit: Hit) -> Decision:
+        """Return what is decided for a hit, once."""
+        last = entry.decided
+        if last is None or (last.first_token, last.boundary) != (hit.first_token, hit.boundary):
+            decision = self._decisions.decide(entry.request, hit, tiers.stack)
+            self._statistics.record_decision(decision)
+            last = entry.decided = _Decided(hit.first_token, hit.boundary, decision)
+        return last.decision
+
+    def _count_hit(self, loads: Mapping[str, HostLoad], load: _LoadJob, question: _Question) -> None:
+        """Count a load that has been ordered."""
+        assert question.promise is not None
+        for tier, num_tokens in load.tokens_by_tier.items():
+            self._statistics.count("hit_tokens", num_tokens, tier)
+        for one in loads.values():
+            for tier, is_from in _by_tier(one.keys, question.promise.brought_by):
+                self._statistics.count("hit_bytes", one.slots[is_from].num_bytes, tier)
+        if question.promise.brought_by:
+            self._statistics.observe("ask_seconds", self._clock() - question.asked_at)
+
+    def _count_tiers(self, stack: Stack) -> None:
+        """Count what the tiers did since the last call."""
+        totals = stack.totals
+        for (name, *labels), number in difference(totals, self._reported).items():
+            self._statistics.count(name, number, *labels)
+        self._reported = totals
+        for tier, direction, seconds in stack.take_copy_seconds():
+            self._statistics.observe("tier_seconds", seconds, tier, direction)
 
     def _num_settled(self, entry: _Entry) -> int:
         """Return how many tokens of a running request will not be written again."""
@@ -424,19 +537,25 @@ class OffloadScheduler:
         return num_known if num_known <= num_prompt else max(num_prompt, num_known - self._num_unsettled)
 
     def _order_load(
-        self, entry: _Entry, tokens: tuple[int, int], loads: Mapping[str, Any], block_ids: Sequence[Sequence[int]]
-    ) -> None:
+        self, entry: _Entry, tokens: tuple[int, int], loads: Mapping[str, HostLoad], block_ids: Sequence[Sequence[int]]
+    ) -> int:
         copies = tuple(
             group.load_blocks(tokens, loads[group.name].block_ids, block_ids[group.index]) for group in self._groups
         )
-        self._step.loads.append(LoadOrder(entry.request.request_id, next(self._job_ids), copies))
+        job_id = next(self._job_ids)
+        self._step.loads.append(LoadOrder(entry.request.request_id, job_id, copies))
         self._counts["loads"] += 1
         self._counts["loaded_tokens"] += tokens[1] - tokens[0]
+        return job_id
 
     def _finish_load(self, request_id: str, *, has_failed: bool) -> None:
         """No rank reads the slots of the load any more."""
         assert self._start.tiers is not None
-        self._loading.subtract(self._loads.pop(request_id))
+        load, now = self._loads.pop(request_id), self._clock()
+        copied = self._copy_seconds.pop(load.job_id, None)
+        seconds = self._decisions.loads.end(request_id, now, copied, has_failed=has_failed)
+        self._statistics.observe("load_seconds", seconds)
+        self._loading.subtract(load.keys)
         self._loading = +self._loading
         self._start.tiers.stack.complete_load(request_id)
         entry = self._requests.get(request_id)
@@ -487,6 +606,10 @@ class OffloadScheduler:
             end = min(end, len(ids[group.index]) // group.engine_blocks)
             if begin < end:
                 self._offer_group(tiers, blocks, group, (begin, end), ids[group.index], boundaries, offers)
+                if self._events is not None:
+                    places = range(begin, blocks.num_offered[group.index])
+                    keys = blocks.keys[group.index][places.start : places.stop]
+                    self._events.learn(entry.request, group, places, keys)
 
     def _offer_group(
         self,
@@ -523,6 +646,7 @@ class OffloadScheduler:
             store = tiers.stack.prepare_store(group.name, keys, num_parts=self._num_ranks)
             for reason, number in store.failures.items():
                 self._counts[f"not_stored_{reason}"] += number
+                self._statistics.count("refused_blocks", number, reason.value)
             if not store.keys:
                 continue
             place = {key: number for number, key in enumerate(keys)}
@@ -564,9 +688,37 @@ def _wanted(blocks: RequestBlocks, first_token: int, boundary: int) -> dict[str,
     }
 
 
-def _held(blocks: RequestBlocks, question: _Question, promise: Promise) -> list[Flags]:
+def _tokens_by_tier(
+    blocks: RequestBlocks, question: _Question, chosen: Mapping[str, Sequence[BlockKey]], tokens: tuple[int, int]
+) -> dict[str, int]:
+    """Return how many tokens of a load host memory held when the request asked, and how many each tier brought.
+
+    Groups differ: the tokens are those of the group of which the load needs the most.
+    """
+    assert question.promise is not None
+    group = max(blocks.groups, key=lambda group: len(chosen[group.name]) * group.tokens)
+    keys = chosen[group.name]
+    ends = tokens[1] - np.arange(len(keys))[::-1] * group.tokens
+    sizes = ends - np.maximum(ends - group.tokens, tokens[0])
+    sizes[0] += tokens[1] - tokens[0] - sizes.sum()  # a window's first tokens need no block
+    found = {tier: int(sizes[is_from].sum()) for tier, is_from in _by_tier(keys, question.promise.brought_by)}
+    return {tier: number for tier, number in found.items() if number}
+
+
+def _by_tier(keys: Sequence[BlockKey], brought_by: Mapping[BlockKey, str]) -> Iterator[tuple[str, Flags]]:
+    """Yield each tier and which of the blocks came from it."""
+    if not brought_by:
+        yield HOST_MEMORY, np.ones(len(keys), np.bool_)
+        return
+    tiers = np.fromiter(map(brought_by.get, keys, repeat(HOST_MEMORY)), np.object_, len(keys))
+    for tier in {HOST_MEMORY, *brought_by.values()}:
+        yield tier, tiers == tier
+
+
+def _held(blocks: RequestBlocks, question: _Question) -> list[Flags]:
     """Return which stored blocks of each group are pinned, from the block with the question's first token on."""
-    held = []
+    assert question.promise is not None
+    promise, held = question.promise, []
     needed = blocks.needed(question.first_token, question.boundary)
     for group, keys, (begin, end) in zip(blocks.groups, blocks.keys, needed, strict=True):
         first = question.first_token // group.tokens

@@ -117,7 +117,9 @@ class OffloadWorker:
                 self._count_store(order, result)
                 continue
             received.add(order.request_id)
-            if result.error is not None:
+            if result.error is None:
+                self._report.load_seconds[order.job_id] = result.wait_seconds
+            else:
                 failed.add(order.request_id)
         return received, failed
 

@@ -1,0 +1,173 @@
+"""KV events of stored blocks, for routers: what became visible in which tier, and what is gone.
+
+An event names blocks as the engine's own events do: by vLLM's hashes, one for each of the engine's blocks, with their
+tokens and the hash before them, so that a router knows one tree of prefixes whatever the medium. Tokens are known only
+while a request is: they are learned when its blocks are stored, or asked of a lower tier, and kept while a tier holds
+the block. A block of which no request has told the tokens, such as one of an earlier process, has no event.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from kvferry.integrations.vllm.scheduler.stored_blocks import StoredGroup
+from kvferry.tiers.changes import Change
+from kvferry.tiers.protocol import BlockKey
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import ExternalBlockHash
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+HOST_MEMORY = "host_memory"
+REMOTE = frozenset({"remote_pool"})
+MAX_UNSEEN = 1 << 16
+"""Most blocks of which the tokens are known although no tier has announced them; the oldest are forgotten."""
+
+
+@dataclass(slots=True, eq=False)
+class _Described:
+    """A stored block as events describe it, and the tiers in which it was announced."""
+
+    number: int
+    hashes: "list[ExternalBlockHash]"
+    parent: "ExternalBlockHash | None"
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None
+    group: int
+    tiers: set[str]
+
+
+class BlockEvents:
+    """Makes events of the changes of the tiers."""
+
+    def __init__(self, groups: Sequence[StoredGroup], kv_cache_config: "KVCacheConfig") -> None:
+        self._groups = groups
+        self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._numbers = count()
+        self._unseen: dict[BlockKey, _Described] = {}
+        self._seen: dict[BlockKey, _Described] = {}
+        self._events: list[KVCacheEvent] = []
+
+    def learn(self, request: "Request", group: StoredGroup, places: Iterable[int], keys: Iterable[BlockKey]) -> None:
+        """Learn the tokens of stored blocks of a request: the blocks at these places of a group, in ascending order."""
+        for place, key in zip(places, keys, strict=True):
+            if key not in self._seen and key not in self._unseen:
+                self._unseen[key] = self._described(request, group, place)
+        while len(self._unseen) > MAX_UNSEEN:
+            del self._unseen[next(iter(self._unseen))]
+
+    def note(self, changes: Iterable[Change]) -> None:
+        """Take changes of the tiers, in the order in which they happened."""
+        appeared: list[tuple[_Described, str]] = []
+        for change in changes:
+            if change.is_visible:
+                for key in change.keys:
+                    described = self._seen.get(key) or self._unseen.pop(key, None)
+                    if described is not None and change.tier not in described.tiers:
+                        self._seen[key] = described
+                        described.tiers.add(change.tier)
+                        appeared.append((described, change.tier))
+                continue
+            self._store(appeared)
+            appeared = []
+            self._remove(change.tier, change.keys)
+        self._store(appeared)
+
+    def reset(self) -> None:
+        """No block that was stored before will be found again: all of them are removed."""
+        for tier in {tier for described in self._seen.values() for tier in described.tiers}:
+            self._remove(tier, list(self._seen))
+        self._unseen.clear()
+
+    def take(self) -> list[KVCacheEvent]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _described(self, request: "Request", group: StoredGroup, place: int) -> _Described:
+        size = group.shape.block_size
+        begin, end = place * group.tokens, (place + 1) * group.tokens
+        per_block = size // group.tokens_per_hash
+        hashes = request.block_hashes
+        first = begin // group.tokens_per_hash
+        ends = range(first + per_block - 1, end // group.tokens_per_hash, per_block)
+        extra = [generate_block_hash_extra_keys(request, at, at + size, 0)[0] for at in range(begin, end, size)]
+        lora = request.lora_request
+        return _Described(
+            number=next(self._numbers),
+            hashes=[maybe_convert_block_hash(hashes[at]) for at in ends],
+            parent=maybe_convert_block_hash(hashes[first - 1]) if first else None,
+            token_ids=list(request.all_token_ids[begin:end]),
+            block_size=size,
+            lora_id=None if lora is None else lora.adapter_id,
+            lora_name=None if lora is None else lora.name,
+            extra_keys=to_event_extra_keys(extra),
+            group=group.index,
+            tiers=set(),
+        )
+
+    def _store(self, appeared: Sequence[tuple[_Described, str]]) -> None:
+        """Announce blocks, those that were learned first before others: so parents come before their children."""
+        for described, tier in sorted(appeared, key=lambda each: each[0].number):
+            spec = self._specs[described.group]
+            self._events.append(
+                BlockStored(
+                    block_hashes=described.hashes,
+                    parent_block_hash=described.parent,
+                    token_ids=described.token_ids,
+                    block_size=described.block_size,
+                    lora_id=described.lora_id,
+                    medium=_medium(tier),
+                    lora_name=described.lora_name,
+                    extra_keys=described.extra_keys,
+                    group_idx=described.group,
+                    kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+                    kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
+                    locality=_locality(tier),
+                    ownership=_ownership(tier),
+                )
+            )
+
+    def _remove(self, tier: str, keys: Sequence[BlockKey]) -> None:
+        """Announce that a tier holds these blocks no more, children before their parents."""
+        hashes: dict[int, list[ExternalBlockHash]] = {}
+        for key in keys:
+            described = self._seen.get(key)
+            if described is None or tier not in described.tiers:
+                continue
+            hashes.setdefault(described.group, []).extend(reversed(described.hashes))
+            described.tiers.remove(tier)
+            if not described.tiers:
+                del self._seen[key]
+        for group, gone in hashes.items():
+            self._events.append(
+                BlockRemoved(
+                    block_hashes=gone,
+                    medium=_medium(tier),
+                    group_idx=group,
+                    locality=_locality(tier),
+                    ownership=_ownership(tier),
+                )
+            )
+
+
+def _medium(tier: str) -> str:
+    return MEDIUM_CPU if tier == HOST_MEMORY else MEDIUM_STORAGE
+
+
+def _locality(tier: str) -> str:
+    return "REMOTE" if tier in REMOTE else "LOCAL"
+
+
+def _ownership(tier: str) -> str | None:
+    """Return which of several tiers of one medium it is."""
+    return None if tier == HOST_MEMORY else tier

@@ -1,0 +1,241 @@
+"""Load, wait or compute inside vLLM's real scheduler: what is measured, decided, counted, and said about hits."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import json
+
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.stats import PrefixCacheStats
+
+from kvferry.integrations.vllm.offload_records import OffloadStatistics
+from kvferry.integrations.vllm.offload_step import LoadOrder, RankReport
+from kvferry.integrations.vllm.scheduler import offload_costs
+from kvferry.layout.shard import Region
+from kvferry.testing.dictionary_tier import DictionaryTier
+
+from .offload_engine import Engine, make_config, prompt_of
+from .test_offload_names import CONFIG
+
+STEP, TOKEN, IDLE_STEP = 0.004, 0.001, 0.002
+PROMPT_TOKENS = 96
+
+
+class TimedEngine(Engine):
+    """An engine whose clock moves while it computes and loads."""
+
+    def __init__(self, *args: Any, block_seconds: float, **named: Any) -> None:
+        self.block_seconds = block_seconds
+        self.loading_seconds = 0.0
+        self.statistics = OffloadStatistics()
+        self.sources = Counter[CacheHitSource]()
+        super().__init__(*args, loads="when-quicker", **named)
+        self.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+        connector: Any = self.scheduler.connector
+        connector.get_kv_connector_stats = self.take_statistics
+        connector.get_external_cache_hit_sources = self.take_sources
+        ends_copy = self.ranks.end
+
+        def end(number: int, *, fails: bool = False) -> None:
+            order = self.ranks.copies[number].order
+            ends_copy(number, fails=fails)
+            if isinstance(order, LoadOrder):
+                seconds = 0.001 + self.block_seconds * sum(len(blocks.source_ids) for blocks in order.blocks)
+                self.ranks.report.load_seconds[order.job_id] = seconds
+                self.loading_seconds += seconds
+
+        self.ranks.end = end  # type: ignore[method-assign]
+
+    def take_statistics(self) -> OffloadStatistics | None:
+        taken = self.role.take_statistics()
+        if taken is not None:
+            self.statistics.aggregate(taken)
+        return taken
+
+    def take_sources(self, request: Any, num_tokens: int) -> Any:
+        sources = self.role.get_external_cache_hit_sources(request, num_tokens)
+        assert sum(sources.values()) == num_tokens
+        self.sources.update(sources)
+        return sources
+
+    def process(self) -> None:
+        tokens = self.scheduled[0].output.total_num_scheduled_tokens
+        loading, self.loading_seconds = getattr(self, "loading_seconds", 0.0), 0.0
+        self.now += max(STEP + TOKEN * tokens, loading) if tokens else IDLE_STEP + loading
+        super().process()
+
+    def run(self, max_steps: int = 300) -> None:
+        for _ in range(max_steps):
+            if not (self.scheduler.has_requests() or self.scheduled or self.ranks.copies):
+                return
+            self.step()
+        raise AssertionError(self.role.snapshot())
+
+    def serve(self, *parts: int, max_tokens: int = 3) -> None:
+        """Serve prompts of two parts, one after another."""
+        for part in parts:
+            self.add(f"{part} {len(self.finished)}", prompt_of(part, -part), max_tokens=max_tokens)
+            self.run()
+
+    def serve_and_write(self, *parts: int) -> None:
+        """Serve prompts, and wait after each until its blocks are written through."""
+        for part in parts:
+            self.serve(part, max_tokens=1)
+            for _ in range(6):
+                self.step(is_forced=True)
+
+    def decisions(self) -> dict[str, int]:
+        found: dict[str, int] = self.statistics.data["decisions"]
+        return found
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Iterator[Callable[..., TimedEngine]]:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    made: list[TimedEngine] = []
+
+    def make(**arguments: Any) -> TimedEngine:
+        made.append(TimedEngine(make_config(tmp_path), host_blocks=arguments.pop("host_blocks", 200), **arguments))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.role.shutdown()
+
+
+PARTS = (1, 2, 3, 4, 5)
+"""Together more blocks than the engine has, so that each is gone when it comes again."""
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_the_speed_of_prefills_is_measured(runs_ahead: bool, make_engine: Callable[..., TimedEngine]) -> None:
+    engine = make_engine(block_seconds=0.0001, runs_ahead=runs_ahead)
+    engine.serve(*range(1, 20))
+    for length in (20, 40, 60, 33):
+        engine.add(f"short {length}", prompt_of(length)[:length])
+        engine.run()
+    rates = engine.role.snapshot()["rates"]["computing"]
+    predicted = rates["step_seconds"] + 60 * rates["token_seconds"] + 60 * 61 / 2 * rates["pair_seconds"]
+    assert predicted == pytest.approx(STEP + 60 * TOKEN, rel=0.1)
+
+
+def test_the_speed_of_loads_and_the_step_that_they_cost_are_measured(make_engine: Callable[..., TimedEngine]) -> None:
+    engine = make_engine(block_seconds=0.001)
+    engine.serve(*PARTS * 4)
+    rates = engine.role.snapshot()["rates"]
+    size = 6 * 16 * 2 * 8 * 4 * 2  # six blocks of 16 tokens, K and V of two heads of 8 numbers
+    copied = rates["loads"]["latency_seconds"] + size / 2 / rates["loads"]["bytes_per_second"]
+    assert copied == pytest.approx(0.007, rel=0.1)
+    # The step in which the load is ordered, and the one in which its end is seen.
+    assert rates["waiting"]["overhead_seconds"] == pytest.approx(2 * IDLE_STEP, rel=0.1)
+
+
+@pytest.mark.parametrize(("block_seconds", "chosen"), [(0.0001, "load"), (0.1, "compute")])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_what_is_quicker_is_chosen(
+    block_seconds: float, chosen: str, runs_ahead: bool, make_engine: Callable[..., TimedEngine]
+) -> None:
+    engine = make_engine(block_seconds=block_seconds, runs_ahead=runs_ahead)
+    engine.serve(*PARTS * 2)
+    before = Counter(engine.decisions())
+    assert before["load,unmeasured"] >= 3
+    loaded = engine.loaded.total()
+    engine.serve(*PARTS)
+    after = Counter(engine.decisions()) - before
+    assert after == {f"{chosen},quickest": len(PARTS)}
+    assert engine.loaded.total() - loaded == (len(PARTS) * PROMPT_TOKENS if chosen == "load" else 0)
+    engine.check_at_rest()
+
+
+def test_a_request_that_waits_for_room_is_decided_once(make_engine: Callable[..., TimedEngine]) -> None:
+    engine = make_engine(block_seconds=0.0001)
+    engine.serve(*PARTS)
+    engine.add("long", prompt_of(50, 51, 52, 53), max_tokens=40)  # takes most blocks
+    engine.step()
+    num_decisions = sum(engine.decisions().values())
+    for part in PARTS[:3]:
+        engine.add(f"again {part}", prompt_of(part, -part))
+    engine.run()
+    assert sum(engine.decisions().values()) - num_decisions <= 3 * 2  # once more when it has become a local hit
+
+
+def test_the_decision_can_be_read(make_engine: Callable[..., TimedEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(offload_costs.logger, "debug", lambda text, *values: said.append(text % values))
+    engine = make_engine(block_seconds=0.0001)
+    engine.serve(*PARTS * 3)
+    assert len(said) == 2 * len(PARTS)
+    assert "load 96 tokens (unmeasured: loading unknown" in said[0]
+    assert said[-1].startswith(
+        "kvferry: request 5 14, 96 tokens of which 0 are here: load 96 tokens (quickest: loading "
+    )
+    assert said[-1].endswith(" ms)")
+
+
+@pytest.mark.parametrize(
+    ("tier", "source"),
+    [("local_disk", CacheHitSource.DISK), ("remote_pool", CacheHitSource.EXTERNAL_UNSPECIFIED)],
+)
+def test_vllm_hears_which_tier_a_hit_came_from(
+    tier: str, source: CacheHitSource, make_engine: Callable[..., TimedEngine]
+) -> None:
+    def lower(region: Region) -> DictionaryTier:
+        return DictionaryTier(region, 1 << 20, name=tier)
+
+    engine = make_engine(block_seconds=0.0001, lower=lower, num_blocks=14, host_blocks=26)
+    engine.serve_and_write(1, 2, 3, 4, 5, 6, 7)
+    assert not engine.sources
+    engine.serve_and_write(1)  # only below by now
+    assert engine.sources == {source: PROMPT_TOKENS}
+    engine.serve_and_write(5)  # in host memory still, but not in the engine's cache
+    assert engine.sources == {source: PROMPT_TOKENS, CacheHitSource.HOST: PROMPT_TOKENS}
+    data = engine.statistics.data
+    assert data["hit_tokens"] == {tier: PROMPT_TOKENS, "host_memory": PROMPT_TOKENS}
+    assert data["tier_bytes"][f"{tier},up"] == data["hit_bytes"][tier] == data["hit_bytes"]["host_memory"] > 0
+    assert data["stored_blocks"] == {"host_memory": 7 * 6, tier: 7 * 6}
+    assert data["tier_bytes"][f"{tier},down"] == 7 * data["hit_bytes"][tier]
+    assert data["evicted_blocks"]["host_memory"] == 8 * 6 - 26
+    assert data["tier_seconds"][f"{tier},up"]
+    assert data["ask_seconds"]
+
+
+def test_a_hit_of_two_tiers_is_split(make_engine: Callable[..., TimedEngine]) -> None:
+    def lower(region: Region) -> DictionaryTier:
+        return DictionaryTier(region, 1 << 20, name="local_disk")
+
+    engine = make_engine(block_seconds=0.0001, lower=lower, num_blocks=14, host_blocks=26)
+    engine.serve_and_write(1, 2, 3, 4, 5, 6, 7)
+    engine.add("half", prompt_of(1, -1)[:48])
+    engine.run()
+    assert engine.sources == {CacheHitSource.DISK: 48}
+    engine.serve_and_write(12, 13, 14)
+    engine.serve_and_write(1)
+    assert engine.sources == {CacheHitSource.DISK: 48 + 48, CacheHitSource.HOST: 48}
+
+
+def test_failures_and_refusals_are_counted_by_reason(make_engine: Callable[..., TimedEngine]) -> None:
+    tiers: list[DictionaryTier] = []
+
+    def lower(region: Region) -> DictionaryTier:
+        tiers.append(DictionaryTier(region, 1 << 20, name="local_disk"))
+        return tiers[-1]
+
+    engine = make_engine(block_seconds=0.0001, lower=lower, host_blocks=4)
+    tiers[0].faults.fails = True
+    engine.serve(1, max_tokens=1)
+    for _ in range(5):
+        engine.step(is_forced=True)
+    data = engine.statistics.data
+    assert data["refused_blocks"]["tier-full"] == 2
+    assert data["failures"]["local_disk,tier-failed"] >= 1
+
+
+def test_ranks_report_the_slowest_load() -> None:
+    reports = [RankReport(load_seconds={1: 0.5, 2: 0.1}), RankReport(load_seconds={1: 0.2, 3: 0.3})]
+    assert reports[0].aggregate(reports[1]).load_seconds == {1: 0.5, 2: 0.1, 3: 0.3}
