@@ -80,6 +80,8 @@ class OffloadDemo:
             "host_bytes": 2 * stored_tokens * self.token_bytes,
             "disk_path": str(self.disk_path),
             "disk_bytes": DISK_BYTES,
+            # The demo shows what is found; a model as small as these is often quicker to compute.
+            "loads": "always",
         }
         if self.layout is not None:
             settings["layout"] = self.layout

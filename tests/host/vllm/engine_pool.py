@@ -76,6 +76,8 @@ CONNECTOR_SETTINGS: dict[str, Any] = {
 OFFLOAD = "KVFerryOffloadConnector"
 MULTI = "MultiConnector"
 TIER_SETTINGS: dict[str, Any] = {"host_bytes": 256 << 20, "disk_bytes": 1 << 30}
+# Models as small as those of the tests are often quicker to compute; the tests count what is found.
+ALWAYS: dict[str, Any] = {"loads": "always"}
 REPEATABLE = ("--prefix-caching-hash-algo", "sha256_cbor")
 # The longest prompt and one block more: less than the prompts of one test have.
 SMALL: dict[str, Any] = {"max_model_len": 2048, "kv_cache_bytes": 48 << 20}
@@ -439,9 +441,9 @@ class EnginePool:
     def with_tiers(self, connector: str, model: str, moves: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of a connector; ``moves`` are those of one that moves prompts."""
         if connector == OFFLOAD:
-            return {**TIER_SETTINGS, "disk_path": str(self.disk_folder(model))}
+            return {**TIER_SETTINGS, **ALWAYS, "disk_path": str(self.disk_folder(model))}
         if connector == MULTI:
-            children = {"KVFerryConnector": moves, OFFLOAD: {"host_bytes": TIER_SETTINGS["host_bytes"]}}
+            children = {"KVFerryConnector": moves, OFFLOAD: {"host_bytes": TIER_SETTINGS["host_bytes"], **ALWAYS}}
             return {
                 "connectors": [
                     {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": own}
