@@ -325,19 +325,28 @@ def test_a_chunk_that_has_gone_is_not_loaded() -> None:
     assert manager._host.snapshot()["num_loads"] == 0
 
 
-@pytest.mark.parametrize("eviction", list(Eviction))
-def test_the_end_of_a_prefix_goes_first(eviction: Eviction) -> None:
-    manager, request = HostManager(3, eviction), ReqContext("s")
-    output = manager.prepare_store([key(1), key(2), key(3)], request)
-    assert output is not None
-    manager.complete_store(set(output.keys_to_store), request)
+def test_the_end_of_a_prefix_goes_first() -> None:
+    """The request has stored its beginning first."""
+    manager, request = HostManager(3), ReqContext("s")
+    for numbers in ((1, 2), (3,)):
+        output = manager.prepare_store([key(number) for number in numbers], request)
+        assert output is not None
+        manager.complete_store(set(output.keys_to_store), request)
     manager.on_request_finished(request)
     stored(manager, 4)
-    assert [manager.lookup(key(number), REQUEST) for number in (1, 2, 3)] == [
-        LookupResult.HIT,
-        LookupResult.HIT,
-        LookupResult.MISS,
-    ]
+    found = [manager.lookup(key(number), REQUEST) for number in (1, 2, 3)]
+    assert found == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS]
+
+
+def test_a_chunk_that_is_used_often_outlasts_new_ones_with_s3_fifo() -> None:
+    manager = HostManager(10, Eviction.S3_FIFO)
+    stored(manager, 1)
+    for _ in range(2):
+        manager.prepare_load([key(1)], REQUEST)
+        manager.complete_load({key(1)}, REQUEST)
+    for number in range(2, 30):
+        stored(manager, number)
+    assert manager.lookup(key(1), REQUEST) is LookupResult.HIT
 
 
 def test_a_use_that_vllm_reports_counts() -> None:
