@@ -170,6 +170,16 @@ def test_the_least_recently_used_block_goes_first(opened: Callable[..., Blocks])
     assert list(store.evicted) == [key_of(numbers[-2])]
 
 
+def test_a_store_does_not_evict_a_block_that_it_names(opened: Callable[..., Blocks]) -> None:
+    blocks = opened(segment_bytes=CAPACITY)
+    numbers = list(range(shape_room(blocks)))
+    blocks.store(numbers)
+    store = blocks.store([numbers[-1], 1000])  # the last block of a store is the oldest
+    assert store.landed.all()
+    assert list(store.evicted) == [key_of(numbers[-2])]
+    assert blocks.load([numbers[-1], 1000]).landed.all()
+
+
 def shape_room(blocks: Blocks) -> int:
     """Return how many blocks of 8192 bytes fit into a tier with one segment."""
     return SegmentShape.within(1, 8192, CAPACITY - RESERVED_BYTES).num_cells
