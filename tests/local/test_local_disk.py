@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.disk.records import MAX_CELLS, RECORD_BYTES, SegmentShape
 from kvferry.tiers.disk.segments import Directory, SegmentFile, segment_name
-from kvferry.tiers.disk.workers import HeaderWrite
+from kvferry.tiers.disk.workers import Buffer, HeaderWrite, Workers
 from kvferry.tiers.local_disk import RESERVED_BYTES, LocalDisk
 from kvferry.tiers.protocol import Presence, Slots, Store
 
@@ -168,6 +169,26 @@ def test_the_least_recently_used_block_goes_first(opened: Callable[..., Blocks])
     assert blocks.held(numbers) == set(numbers)  # a look-up is no use
     store = blocks.store([1000])
     assert list(store.evicted) == [key_of(numbers[-2])]
+
+
+def test_of_a_prefix_that_was_loaded_the_last_blocks_go_first(opened: Callable[..., Blocks]) -> None:
+    blocks = opened(segment_bytes=CAPACITY)
+    numbers = list(range(shape_room(blocks)))
+    blocks.store(numbers)
+    blocks.load(numbers[3:])
+    blocks.load(numbers[:3])
+    assert list(blocks.store([1000]).evicted) == [key_of(numbers[-1])]
+    blocks.load([*numbers[3:-1], 1000])
+    assert list(blocks.store([1001, 1002]).evicted) == [key_of(2), key_of(1)]
+
+
+def test_restarts_keep_the_order_of_the_stores(opened: Callable[..., Blocks]) -> None:
+    blocks = opened(segment_bytes=CAPACITY)
+    numbers = list(range(shape_room(blocks) - 1))
+    blocks.store(numbers)
+    opened(segment_bytes=CAPACITY).store([1000])
+    store = opened(segment_bytes=CAPACITY).store([2000, 2001])
+    assert list(store.evicted) == [key_of(numbers[-1]), key_of(numbers[-2])]
 
 
 def test_a_store_does_not_evict_a_block_that_it_names(opened: Callable[..., Blocks]) -> None:
@@ -460,6 +481,18 @@ def test_a_damaged_segment_header_removes_the_file(opened: Callable[..., Blocks]
     assert blocks.disk.snapshot()["refused"] == {reason: 1}
 
 
+def test_a_renamed_segment_is_removed(opened: Callable[..., Blocks]) -> None:
+    """Two files of one segment would be one for the tier, which counts and removes the file of the segment's name."""
+    blocks = opened()
+    blocks.store([0, 1])
+    blocks.disk.close()
+    [path] = segments(blocks)
+    path.rename(blocks.directory / segment_name(9))
+    blocks = opened()
+    assert blocks.disk.snapshot()["refused"] == {"checksum-mismatch": 1}
+    assert not segments(blocks)
+
+
 @pytest.mark.parametrize("length", [0, 4096, 50_000])
 def test_a_cut_segment_is_removed_at_start_and_misses_while_open(opened: Callable[..., Blocks], length: int) -> None:
     blocks = opened()
@@ -674,6 +707,21 @@ def test_a_full_disk_is_a_miss_and_leaves_no_file(opened: Callable[..., Blocks])
     assert blocks.disk.snapshot()["num_stores"] == 0
 
 
+def test_a_file_that_takes_more_room_than_it_should_is_not_kept(
+    opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may need more pages to describe a file than the cap allows for."""
+    blocks, allocate = opened(), os.posix_fallocate
+
+    def allocate_more(descriptor: int, offset: int, length: int) -> None:
+        allocate(descriptor, offset, length + (1 << 19))
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate_more)
+    assert blocks.store([1]).failures == {Reason.TIER_FULL: 1}
+    assert not segments(blocks)
+    assert blocks.disk.snapshot()["num_segments"] == 0
+
+
 def test_a_tier_grows_no_more_on_a_full_disk_but_replaces(
     opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -808,6 +856,43 @@ def test_close_is_bounded_and_a_hanging_thread_keeps_the_directory(
     goes_on.set()
     while any(thread.name.startswith("kvferry-disk") for thread in threading.enumerate()):
         time.sleep(0.001)
+
+
+# threads
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A task that notes which thread performs it."""
+
+    name: str
+    performed: list[tuple[str, str]]
+    goes_on: threading.Event
+
+    def perform(self, buffer: Buffer) -> None:
+        self.performed.append((threading.current_thread().name, self.name))
+        self.goes_on.wait(20)
+
+    def fail(self, error: TierError) -> None:
+        raise AssertionError(error)
+
+
+def test_the_first_thread_takes_stores_first_and_the_others_loads() -> None:
+    """So neither waits for ever behind the other, as long as there are two threads."""
+    workers, performed = Workers(2, "test"), list[tuple[str, str]]()
+    first, second = threading.Event(), threading.Event()
+    workers.submit([Waiting("busy", performed, first), Waiting("busy", performed, first)], is_load=True)
+    deadline = time.monotonic() + 20
+    while len(performed) < 2:
+        assert time.monotonic() < deadline
+    workers.submit([Waiting("load", performed, second) for _ in range(2)], is_load=True)
+    workers.submit([Waiting("store", performed, second) for _ in range(2)], is_load=False)
+    first.set()
+    while len(performed) < 4:
+        assert time.monotonic() < deadline
+    assert set(performed[2:]) == {("test-0", "store"), ("test-1", "load")}
+    second.set()
+    assert workers.close(20.0)
 
 
 # verbs

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.tiers.disk.records import MAX_CELLS, RecordHeader, SegmentShape
+from kvferry.errors import Reason
+from kvferry.tiers.disk.records import MAX_CELLS, RecordHeader, SegmentShape, read_table
 from kvferry.tiers.disk.space import Record, Space
 
 from ..counted_work import lines_of
@@ -123,3 +124,13 @@ def test_the_shape_of_a_huge_segment_takes_few_steps() -> None:
     assert shape.occupied_bytes <= 1 << 34 < SegmentShape(1, 4096, shape.num_cells + 1).occupied_bytes
     assert lines_of(lambda: SegmentShape.within(1, 4096, 1 << 34)) < 500
     assert SegmentShape.within(1, 4096, 1 << 44).num_cells == MAX_CELLS
+
+
+def test_a_header_of_a_block_that_does_not_fill_its_cell_is_refused() -> None:
+    """Sealed, and in its place: only the length is that of another cell."""
+    shape = SegmentShape(1, 8192, 3)
+    lengths = [8192, 4096, 8193]
+    rows = [RecordHeader(cell, key_of(cell), length, 0, 1).pack(1) for cell, length in enumerate(lengths)]
+    headers, refused = read_table(b"".join(rows), shape)
+    assert [header.cell for header in headers] == [0]
+    assert refused == {Reason.CHECKSUM_MISMATCH: 2}
