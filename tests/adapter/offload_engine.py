@@ -179,6 +179,10 @@ class Ranks:
             self._begin(order, is_store=True)
         for order in step.loads:
             assert order.request_id not in self.loads_left, "a request loads once at a time"
+            if order.is_refused:
+                self.failed.add(order.request_id)
+                self.received.add(order.request_id)
+                continue
             self.loads_left[order.request_id] = self.num_ranks
             self._begin(order, is_store=False)
 

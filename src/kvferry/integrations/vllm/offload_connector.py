@@ -183,6 +183,9 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.finish_step(self._orders, has_failed=sys.exc_info()[0] is not None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if sys.exc_info()[0] is not None:
+            # With a drafter vLLM does not end a step that failed.
+            self._worker.finish_step(self._orders, has_failed=True)
         received, failed = self._worker.take_finished(self._idle_steps.wait(computes=self._orders.computes))
         if received:
             self._idle_steps.reset()

@@ -34,11 +34,15 @@ class StoreOrder:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Copy blocks of the slab, the sources, to blocks of the engine that a request waits for."""
+    """Copy blocks of the slab, the sources, to blocks of the engine that a request waits for.
+
+    A load that ``is_refused`` copies nothing: ranks report the request as failed, which waits for a load by now.
+    """
 
     request_id: str
     job_id: int
     blocks: tuple[GroupBlocks, ...]
+    is_refused: bool = False
 
 
 @dataclass

@@ -21,6 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry.arrays import Flags, Integers
+from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.integrations.vllm.offload_names import engine_facts
 from kvferry.integrations.vllm.offload_records import OffloadStatistics, difference
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
@@ -39,7 +40,7 @@ from kvferry.integrations.vllm.scheduler.stored_blocks import (
     stored_groups,
 )
 from kvferry.integrations.vllm.translate.shards import group_shapes
-from kvferry.integrations.vllm.translate.specs import refuse
+from kvferry.integrations.vllm.translate.specs import UNEXPECTED, refuse
 from kvferry.layout.group import CacheKind
 from kvferry.tiers.costs import Decision
 from kvferry.tiers.host_memory import HostLoad, HostStore
@@ -253,23 +254,19 @@ class OffloadScheduler:
         if not num_external_tokens:
             self._drop(entry)
             return
-        tiers, question = self._start.tiers, entry.question
-        assert tiers is not None
-        assert question is not None
-        assert entry.blocks is not None
-        if num_external_tokens != entry.promised:
-            raise AssertionError(f"vLLM loads {num_external_tokens} tokens; {entry.promised} were promised.")
-        request_id, first = request.request_id, question.first_token
-        tokens = (first, first + num_external_tokens)
-        chosen = _wanted(entry.blocks, *tokens)
-        loads = tiers.stack.begin_load(request_id, chosen)
-        job_id = self._order_load(entry, tokens, loads, blocks.get_block_ids())
-        keys = tuple(chosen[self._whole_group.name]) if self._whole_group is not None else ()
-        self._loads[request_id] = _LoadJob(job_id, keys, _tokens_by_tier(entry.blocks, question, chosen, tokens))
-        self._loading.update(keys)
-        self._decisions.loads.begin(request_id, sum(load.slots.num_bytes for load in loads.values()), self._clock())
-        self._count_hit(loads, self._loads[request_id], question)
-        self._forget_question(entry)
+        request_id = request.request_id
+        try:
+            load = self._begin_load(entry, num_external_tokens, blocks.get_block_ids())
+        except KVFerryError as error:
+            # The request waits for a load from now on; only a load that fails ends that.
+            logger.error("kvferry: %s cannot be loaded: %s", request_id, error)
+            self._counts["refused_loads"] += 1
+            load = _LoadJob(next(self._job_ids), (), {HOST_MEMORY: num_external_tokens})
+            self._step.loads.append(LoadOrder(request_id, load.job_id, (), is_refused=True))
+            self._decisions.loads.begin(request_id, 0, self._clock())
+        self._loads[request_id] = load
+        self._loading.update(load.keys)
+        self._drop(entry)
 
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Return where the tokens of the load come from: host memory, or the tier that brought them there for it."""
@@ -312,6 +309,8 @@ class OffloadScheduler:
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take what all ranks have reported of a step."""
+        if connector_output.invalid_block_ids:
+            self._disown_stores()
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, RankReport):
             self._step.slab = self._start.note(report) or self._step.slab
@@ -389,9 +388,7 @@ class OffloadScheduler:
         if self._events is not None:
             self._events.note(tiers.stack.journal.take())
             self._events.reset()
-        for job in self._jobs.values():
-            for store in job.stores:
-                tiers.stack.cancel(store)
+        self._cancel_stores(tiers)
         for entry in self._requests.values():
             self._drop(entry)
             entry.may_load = entry.may_store = False
@@ -536,6 +533,29 @@ class OffloadScheduler:
         num_prompt = entry.request.num_prompt_tokens
         return num_known if num_known <= num_prompt else max(num_prompt, num_known - self._num_unsettled)
 
+    def _begin_load(self, entry: _Entry, num_tokens: int, block_ids: Sequence[Sequence[int]]) -> _LoadJob:
+        """Order a load of so many of the promised tokens.
+
+        Raises :class:`KVFerryError` for tokens that were not promised, or for which vLLM has no block.
+        """
+        tiers, question, request_id = self._start.tiers, entry.question, entry.request.request_id
+        is_promised = question is not None and 0 < num_tokens <= entry.promised
+        if tiers is None or question is None or entry.blocks is None or not is_promised:
+            message = f"vLLM loads {num_tokens} tokens; {entry.promised} were promised."
+            raise HandoffError(Reason.INVALID_REQUEST, message, UNEXPECTED)
+        tokens = question.first_token, question.first_token + num_tokens
+        if tokens[1] % self._alignment:
+            message = f"vLLM loads up to token {tokens[1]}, within a stored block of {self._alignment} tokens."
+            raise HandoffError(Reason.INVALID_REQUEST, message, UNEXPECTED)
+        chosen = _wanted(entry.blocks, *tokens)
+        loads = tiers.stack.begin_load(request_id, chosen)
+        job_id = self._order_load(entry, tokens, loads, block_ids)
+        keys = tuple(chosen[self._whole_group.name]) if self._whole_group is not None else ()
+        load = _LoadJob(job_id, keys, _tokens_by_tier(entry.blocks, question, chosen, tokens))
+        self._decisions.loads.begin(request_id, sum(one.slots.num_bytes for one in loads.values()), self._clock())
+        self._count_hit(loads, load, question)
+        return load
+
     def _order_load(
         self, entry: _Entry, tokens: tuple[int, int], loads: Mapping[str, HostLoad], block_ids: Sequence[Sequence[int]]
     ) -> int:
@@ -548,6 +568,23 @@ class OffloadScheduler:
         self._counts["loaded_tokens"] += tokens[1] - tokens[0]
         return job_id
 
+    def _disown_stores(self) -> None:
+        """Let no store that is under way become visible, since another connector's load has failed.
+
+        vLLM computes behind such a load in the step that loads, so blocks of that step and the next hold garbage.
+        Requests offer their blocks again once vLLM has computed them again.
+        """
+        if self._start.tiers is not None:
+            self._cancel_stores(self._start.tiers)
+        for entry in self._requests.values():
+            if entry.blocks is not None:
+                entry.blocks.num_offered = [0] * len(self._groups)
+
+    def _cancel_stores(self, tiers: Tiers) -> None:
+        for job in self._jobs.values():
+            for store in job.stores:
+                tiers.stack.cancel(store)
+
     def _finish_load(self, request_id: str, *, has_failed: bool) -> None:
         """No rank reads the slots of the load any more."""
         assert self._start.tiers is not None
@@ -555,8 +592,10 @@ class OffloadScheduler:
         copied = self._copy_seconds.pop(load.job_id, None)
         seconds = self._decisions.loads.end(request_id, now, copied, has_failed=has_failed)
         self._statistics.observe("load_seconds", seconds)
-        self._loading.subtract(load.keys)
-        self._loading = +self._loading
+        for key in load.keys:
+            self._loading[key] -= 1
+            if not self._loading[key]:
+                del self._loading[key]
         self._start.tiers.stack.complete_load(request_id)
         entry = self._requests.get(request_id)
         if has_failed:
@@ -588,6 +627,10 @@ class OffloadScheduler:
         """Offer the request's stored blocks up to ``end_token`` that host memory lacks, within what may be kept."""
         if not entry.may_store:
             return
+        if entry.blocks is not None and not is_last:
+            offered = zip(self._groups, entry.blocks.num_offered, strict=True)
+            if all(end_token // group.tokens <= number for group, number in offered):
+                return  # cheaper than to compare the keys of each request in each step
         blocks = self._blocks_of(tiers, entry)
         ends = [
             min(end_token // group.tokens, len(keys)) for group, keys in zip(self._groups, blocks.keys, strict=True)

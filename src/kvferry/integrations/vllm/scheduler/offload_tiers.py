@@ -180,6 +180,11 @@ class Start:
         except KVFerryError as error:
             self._refuse(str(error))
             return None
+        except Exception as error:
+            # The engine serves without: no error here is worth its end.
+            logger.exception("kvferry: the tiers cannot be opened")
+            self._refuse(repr(error))
+            return None
         self.state = StartState.MAPPING
         return self.opened.order
 
@@ -193,3 +198,7 @@ class Start:
     def _refuse(self, error: str) -> None:
         self.state, self.error = StartState.REFUSED, error
         logger.error("kvferry: no block is offloaded, the engine serves without: %s", error)
+        if self.opened is not None:
+            # Memory and folder are of no use to this engine any more.
+            self.opened.close()
+            self.opened = None

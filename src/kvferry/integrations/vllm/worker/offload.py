@@ -50,6 +50,7 @@ class OffloadWorker:
         self._copies: SlabCopies | None = None
         self._orders: dict[str, StoreOrder | LoadOrder] = {}
         self._refused: set[str] = set()
+        self._unfinished: OffloadStep | None = None
         self._report = RankReport()
         self._statistics = OffloadStatistics()
 
@@ -75,6 +76,10 @@ class OffloadWorker:
 
     def begin_step(self, orders: OffloadStep) -> None:
         """The step is about to run, and new blocks have been cleared."""
+        if self._unfinished is not None:
+            # With a drafter vLLM never ends the steps of the pipeline's earlier stages; their writes are launched now.
+            self.finish_step(self._unfinished)
+        self._unfinished = orders
         if orders.slab is not None:
             self._open(orders.slab)
         if orders.loads:
@@ -87,10 +92,13 @@ class OffloadWorker:
             self._start(order, self._launched_before)
 
     def finish_step(self, orders: OffloadStep, *, has_failed: bool = False) -> None:
-        """The step has launched all of its writes: start its stores. Returns at once.
+        """The step has launched all of its writes: start its stores, once. Returns at once.
 
         Where the step has failed, its blocks do not hold what the scheduler believes, so nothing is stored.
         """
+        if self._unfinished is not orders:
+            return
+        self._unfinished = None
         written = self._order.mark() if orders.stores and not has_failed else OVER
         for order in orders.stores:
             if has_failed:
@@ -136,9 +144,10 @@ class OffloadWorker:
         return statistics
 
     def shutdown(self) -> None:
-        """Stop the copies, then unmap the slab; twice is fine."""
-        if self._executor is not None:
-            self._executor.close()
+        """Stop the copies, then unmap the slab; twice is fine. The slab stays mapped where a copy does not end."""
+        if self._executor is not None and not self._executor.close():
+            logger.warning("kvferry: rank %d keeps the slab mapped: a copy has not ended.", self._index)
+            return
         if self._copies is not None:
             self._copies.close()
             self._copies = None
@@ -153,9 +162,12 @@ class OffloadWorker:
         began_at = time.perf_counter()
         try:
             self._copies = SlabCopies(order, self._index, self._shard)
-        except KVFerryError as error:
-            logger.error("kvferry: rank %d cannot copy to the slab, so nothing is offloaded: %s", self._index, error)
-            self._report.refused = str(error)
+        except Exception as error:
+            # The engine serves without: no error here is worth its end.
+            is_known = isinstance(error, KVFerryError)
+            self._report.refused = str(error) if is_known else f"rank {self._index}: {error!r}"
+            refused = "kvferry: rank %d cannot copy to the slab, so nothing is offloaded: %s"
+            logger.error(refused, self._index, error, exc_info=not is_known)
             return
         self._report.num_ready = 1
         seconds = time.perf_counter() - began_at
@@ -163,7 +175,8 @@ class OffloadWorker:
 
     def _start(self, order: StoreOrder | LoadOrder, after: Mark) -> None:
         is_load = isinstance(order, LoadOrder)
-        if self._copies is None or self._executor is None:
+        is_refused = isinstance(order, LoadOrder) and order.is_refused
+        if is_refused or self._copies is None or self._executor is None:
             if isinstance(order, LoadOrder):
                 self._refused.add(order.request_id)
             else:

@@ -1,0 +1,285 @@
+"""What would give wrong tokens, keep memory for ever or end the engine core, and what the offload connector does."""
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker import kv_connector_model_runner_mixin as vllm_mixin
+
+from kvferry.execution.executor import Executor
+from kvferry.execution.local_copy import LocalCopy
+from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
+from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, StoreOrder
+from kvferry.integrations.vllm.scheduler import offload_tiers
+from kvferry.integrations.vllm.worker import offload as worker_offload
+from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
+from kvferry.testing.oracle import Arena
+
+from . import test_offload_worker as rank_tests
+from .offload_engine import Engine, prompt_of
+from .test_offload_requests import configs, crowd_out, make_engine  # noqa: F401
+
+# ruff: noqa: F811
+
+# Ranks.
+
+
+@pytest.fixture
+def ranks() -> Iterator[rank_tests.Engine]:
+    """Two pipeline stages that have mapped their slab."""
+    engine = rank_tests.Engine(rank_tests.memory(Arena(1 << 18), tp=1, pp=2))
+    engine.open()
+    yield engine
+    engine.close()
+
+
+def connector_of(rank: worker_offload.OffloadWorker) -> KVFerryOffloadConnector:
+    connector = object.__new__(KVFerryOffloadConnector)
+    connector._worker_role, connector._scheduler_role = rank, None
+    connector._idle_steps, connector._connector_metadata = IdleSteps(), None
+    return connector
+
+
+def run_step(monkeypatch: pytest.MonkeyPatch, connector: Any, orders: OffloadStep, *, fails: bool = False) -> Any:
+    """Run vLLM's own part of a step of an engine with a drafter, which is ended elsewhere, if at all."""
+    monkeypatch.setattr(vllm_mixin, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(vllm_mixin, "get_forward_context", lambda: None)
+    output = SimpleNamespace(kv_connector_metadata=orders, has_sync_kv_loads=False, finished_req_ids=set())
+    run = vllm_mixin.KVConnectorModelRunnerMixin._get_kv_connector_output
+    found: Any = None
+    try:
+        with run(output, defer_finalize=True) as found:
+            if fails:
+                raise MemoryError
+    except MemoryError:
+        pass
+    return found
+
+
+def test_a_stage_whose_steps_vllm_never_ends_stores_with_the_next_step(
+    ranks: rank_tests.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a drafter vLLM ends a step where it samples, and the earlier stages of a pipeline do not sample."""
+    connector = connector_of(ranks.workers[0])
+    store = StoreOrder(3, rank_tests.blocks([1], [1]))
+    run_step(monkeypatch, connector, OffloadStep(stores=[store]))
+    reported = RankReport()
+    for _ in range(1000):
+        found = run_step(monkeypatch, connector, OffloadStep(computes=False))
+        reported = reported.aggregate(found.kv_connector_worker_meta or RankReport())
+        if reported.stored:
+            break
+    assert reported == RankReport(stored={3: 1})  # type: ignore[arg-type]
+
+
+def test_a_failed_step_with_a_drafter_stores_nothing(ranks: rank_tests.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = connector_of(ranks.workers[0])
+    store = StoreOrder(3, rank_tests.blocks([1], [1]))
+    found = run_step(monkeypatch, connector, OffloadStep(stores=[store]), fails=True)
+    assert found.kv_connector_worker_meta == RankReport(failed={3: 1})  # type: ignore[arg-type]
+    found = run_step(monkeypatch, connector, OffloadStep())
+    assert found.kv_connector_worker_meta is None
+
+
+def test_a_refused_load_is_reported_as_failed(ranks: rank_tests.Engine) -> None:
+    ranks.step(OffloadStep(computes=False, loads=[LoadOrder("r", 1, (), is_refused=True)]))
+    assert ranks.finished() == [({"r"}, {"r"})] * 2
+
+
+def test_the_slab_stays_mapped_under_a_copy_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in memory that is no longer mapped ends the process by a signal."""
+    engine = rank_tests.Engine(rank_tests.memory(Arena(1 << 18), tp=1))
+    engine.open()
+    began, may_end, advance = threading.Event(), threading.Event(), LocalCopy.advance
+
+    def hangs(copy: LocalCopy, *arguments: Any) -> bool:
+        began.set()
+        may_end.wait(20)
+        return advance(copy, *arguments)
+
+    monkeypatch.setattr(LocalCopy, "advance", hangs)
+    monkeypatch.setattr(Executor.close, "__defaults__", (0.05,))
+    [rank] = engine.workers
+    copies = rank._copies
+    assert copies is not None
+    engine.step(OffloadStep(stores=[StoreOrder(1, rank_tests.blocks([1], [1]))]))
+    assert began.wait(20)
+    rank.shutdown()
+    assert copies._memory._is_open
+    may_end.set()
+    rank._executor._thread.join(20)  # type: ignore[union-attr]
+    rank.shutdown()
+    assert not copies._memory._is_open
+
+
+def test_any_error_of_a_rank_at_the_start_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(worker_offload, "SlabCopies", fails)
+    engine = rank_tests.Engine(rank_tests.memory(Arena(1 << 18), tp=1))
+    report = engine.open()
+    assert (report.num_ready, "too many open files" in report.refused) == (0, True)
+    engine.close()
+
+
+# The scheduler.
+
+MakeEngine = Callable[..., Engine]
+
+
+def test_any_error_of_a_tier_at_the_start_is_a_refusal(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("stale file handle")
+
+    engine = make_engine(host_blocks=60, starts=False)
+    monkeypatch.setattr(offload_tiers, "lower_tiers", fails)
+    engine.add("first", prompt_of(1))
+    engine.run()
+    assert engine.finished.keys() == {"first"}
+    assert (engine.role._start.error, engine.role.has_pending_work()) == ("OSError('stale file handle')", False)
+
+
+def test_a_rank_that_refuses_frees_the_memory_of_the_tiers(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_ranks=2, host_blocks=60, starts=False)
+    engine.are_ready = False
+    while engine.role._start.opened is None:
+        engine.step()
+    memory = engine.role._start.opened.memory
+    engine.ranks.report = RankReport(num_ready=1, refused="no address space")
+    engine.add("first", prompt_of(1, 2), max_tokens=3)
+    engine.run()
+    assert (engine.role.snapshot()["start"], memory._is_open) == ("refused", False)
+    assert engine.role.reset_cache() is True
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_promise_that_is_gone_costs_one_request(policy: str, make_engine: MakeEngine) -> None:
+    """VLLM asks, allocates and calls back. An error in that call would end the engine core, with all requests."""
+    engine = make_engine({"failure_policy": policy}, num_ranks=2, host_blocks=60)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    crowd_out(engine)
+    connector, ask = engine.scheduler.connector, engine.role.get_num_new_matched_tokens
+
+    def ask_and_lose(request: Any, num_computed_tokens: int) -> Any:
+        answer = ask(request, num_computed_tokens)
+        if request.request_id == "second":
+            engine.role._drop(engine.role._requests["second"])
+        return answer
+
+    connector.get_num_new_matched_tokens = ask_and_lose  # type: ignore[method-assign, union-attr]
+    engine.add("second", prompt_of(1, 2), max_tokens=3)
+    engine.add("third", prompt_of(1, 2), max_tokens=3)
+    engine.run()
+    assert engine.role.snapshot()["counts"]["refused_loads"] == 1
+    assert engine.computed["second"] == (0 if policy == "fail" else 98)
+    assert (engine.finished["second"].name == "ERROR") == (policy == "fail")
+    assert engine.loaded["third"] > 0
+    engine.check_at_rest()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_blocks_that_vllm_does_not_give_cost_one_request(
+    policy: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error comes behind the pins of the load, which end all the same."""
+    engine = make_engine({"failure_policy": policy}, host_blocks=60)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    crowd_out(engine)
+    connector, update = engine.scheduler.connector, engine.role.update_state_after_alloc
+
+    def update_without_blocks(request: Any, blocks: Any, number: int) -> None:
+        none = SimpleNamespace(get_block_ids=lambda: ([0] * 6,))
+        update(request, none if number else blocks, number)  # type: ignore[arg-type]
+
+    connector.update_state_after_alloc = update_without_blocks  # type: ignore[method-assign, union-attr]
+    engine.add("second", prompt_of(1, 2), max_tokens=3)
+    engine.run()
+    assert engine.role.snapshot()["counts"]["refused_loads"] == 1
+    assert (engine.finished["second"].name == "ERROR") == (policy == "fail")
+    engine.check_at_rest()
+
+
+def test_fewer_tokens_than_promised_are_loaded(make_engine: MakeEngine) -> None:
+    engine = make_engine(host_blocks=60)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    crowd_out(engine)
+    connector, ask = engine.scheduler.connector, engine.role.get_num_new_matched_tokens
+
+    def ask_for_less(request: Any, num_computed_tokens: int) -> Any:
+        number, is_async = ask(request, num_computed_tokens)
+        return min(number or 0, 64), is_async
+
+    connector.get_num_new_matched_tokens = ask_for_less  # type: ignore[method-assign, union-attr]
+    engine.add("second", prompt_of(1, 2))
+    engine.run()
+    assert (engine.loaded["second"], engine.computed["second"]) == (64, 32)
+    engine.check_at_rest()
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_nothing_is_stored_that_was_computed_behind_a_failed_load_of_another_connector(
+    runs_ahead: bool, make_engine: MakeEngine
+) -> None:
+    """A connector that loads within the step reports its failure with that step, whose stores are under way by then."""
+    engine = make_engine(host_blocks=60, runs_ahead=runs_ahead)
+    engine.add("first", prompt_of(1, 2), max_tokens=40)
+    for _ in range(3):
+        engine.step(ends_copies=False)
+    assert engine.role.snapshot()["stores"] > 0
+    # vLLM calls this for all connectors of a step, before the reports of the step's stores are taken.
+    report = KVConnectorOutput(invalid_block_ids={1}, kv_connector_worker_meta=RankReport())
+    engine.role.update_connector_output(report)
+    engine.end_copies()
+    engine.step(ends_copies=False)
+    assert engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"] == 0
+    engine.run()
+    crowd_out(engine)
+    engine.add("second", prompt_of(1, 2))
+    engine.run()
+    engine.check_at_rest()
+
+
+def test_the_end_of_a_load_counts_its_own_keys_only(make_engine: MakeEngine) -> None:
+    """Hundreds of loads of a thousand blocks may be under way: a step must not go over all of them."""
+    engine = make_engine({"enable_prefix_caching": False}, num_blocks=60, host_blocks=60)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    for number in range(3):
+        engine.add(f"r{number}", prompt_of(1, 2))
+    engine.step(ends_copies=False)
+    assert set(engine.role._loading.values()) == {3}
+    loading = engine.role._loading
+    engine.run()
+    assert engine.role._loading is loading, "the counter was copied"
+    assert not loading
+    engine.check_at_rest()
+
+
+def test_a_step_asks_for_the_blocks_of_requests_that_have_new_ones_only(make_engine: MakeEngine) -> None:
+    """500 requests of 1,000 blocks run at a time; in a step about one in sixteen fills a block."""
+    engine = make_engine(host_blocks=60)
+    request = engine.add("first", prompt_of(1, 2), max_tokens=40)
+    engine.step()
+    engine.step()
+    entry = engine.role._requests["first"]
+    assert entry.blocks is not None
+    updates = []
+    update = type(entry.blocks).update
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(entry.blocks), "update", lambda *each: (updates.append(1), update(*each))[1])
+        for _ in range(32):
+            engine.step()
+    assert request.num_tokens > 128
+    assert len(updates) == 2
