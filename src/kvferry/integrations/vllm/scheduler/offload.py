@@ -22,7 +22,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.integrations.vllm.offload_names import engine_facts
+from kvferry.integrations.vllm.offload_names import BlockNames, engine_facts
 from kvferry.integrations.vllm.offload_records import OffloadStatistics, difference
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, StoreOrder
@@ -418,7 +418,7 @@ class OffloadScheduler:
 
     def _blocks_of(self, tiers: Tiers, entry: _Entry) -> RequestBlocks:
         if entry.blocks is None:
-            entry.blocks = RequestBlocks(self._groups, tiers.names)
+            entry.blocks = RequestBlocks(self._groups, _names_of(entry.request, tiers.names))
         entry.blocks.update(entry.request.block_hashes)
         return entry.blocks
 
@@ -719,6 +719,20 @@ class OffloadScheduler:
         if job.num_reported == self._num_ranks:
             del self._jobs[job_id]
             self._kept.free(("store", job_id))
+
+
+def _names_of(request: "Request", names: BlockNames) -> BlockNames:
+    """Return the names for a request: those of its adapter, whose weights may change in their place."""
+    if request.lora_request is None:
+        return names
+    path = request.lora_request.lora_path
+    try:
+        return names.of_adapter(path)
+    except OSError as error:
+        logger.warning(
+            "kvferry: nobody finds the blocks of %s: its adapter cannot be read: %s", request.request_id, error
+        )
+        return names.renewed()
 
 
 def _wanted(blocks: RequestBlocks, first_token: int, boundary: int) -> dict[str, Sequence[BlockKey]]:
