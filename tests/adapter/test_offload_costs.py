@@ -19,6 +19,7 @@ from kvferry.integrations.vllm.offload_step import LoadOrder, RankReport
 from kvferry.integrations.vllm.scheduler import offload_costs
 from kvferry.layout.shard import Region
 from kvferry.testing.dictionary_tier import DictionaryTier
+from kvferry.tiers.costs import Work
 
 from .offload_engine import Engine, make_config, prompt_of
 from .test_offload_names import CONFIG
@@ -163,6 +164,24 @@ def test_a_request_that_waits_for_room_is_decided_once(make_engine: Callable[...
         engine.add(f"again {part}", prompt_of(part, -part))
     engine.run()
     assert sum(engine.decisions().values()) - num_decisions <= 3 * 2  # once more when it has become a local hit
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_load_waits_for_steps_of_requests_that_run(runs_ahead: bool, make_engine: Callable[..., TimedEngine]) -> None:
+    engine = make_engine(block_seconds=0.0001, runs_ahead=runs_ahead)
+    steps = engine.role._decisions.steps
+    engine.serve(1, 2)
+    assert steps.running == Work()
+    for name in ("a", "b"):
+        engine.add(name, prompt_of(3)[:32], max_tokens=20)
+    for _ in range(3 + runs_ahead):
+        engine.step()
+    # Both have 32 tokens of the prompt and those of two steps behind the first.
+    assert steps.running == Work.of(34 + runs_ahead, 35 + runs_ahead) + Work.of(34 + runs_ahead, 35 + runs_ahead)
+    engine.abort("a")
+    assert steps.running.num_tokens == 1
+    engine.run()
+    assert steps.running == Work()
 
 
 def test_the_decision_can_be_read(make_engine: Callable[..., TimedEngine], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,6 +329,7 @@ class OffloadScheduler:
 
     def request_finished(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
         """Store the last blocks of a request that has ended; vLLM frees its blocks as if nobody else used them."""
+        self._decisions.steps.forget(request.request_id)
         entry, tiers = self._requests.pop(request.request_id, None), self._start.tiers
         if entry is None or tiers is None:
             return False, None

@@ -48,9 +48,9 @@ class StepTimes:
     """Lets ``costs`` learn from the engine's steps."""
 
     def __init__(self, costs: Costs) -> None:
-        self.running = Work()
-        """The work of the next step for the requests of the last planned one."""
         self.num_busy_steps = 0
+        self._next_tokens: dict[str, Work] = {}
+        """Of each request of the last planned step that has not ended, the work of its next token."""
         self._costs = costs
         self._planned: deque[_PlannedStep] = deque(maxlen=MOST_STEPS_AHEAD)
         self._last_ended_at = -np.inf
@@ -60,14 +60,22 @@ class StepTimes:
         contexts = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         contexts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        ends = [(contexts[name], contexts[name] + number) for name, number in output.num_scheduled_tokens.items()]
-        work, running = Work(), Work()
-        for begin, end in ends:
-            work += Work.of(begin, end)
-            running += Work.of(end, end + 1)
-        self.running = running
+        work, self._next_tokens = Work(), {}
+        for name, number in output.num_scheduled_tokens.items():
+            end = contexts[name] + number
+            work += Work.of(contexts[name], end)
+            self._next_tokens[name] = Work.of(end, end + 1)
         self.num_busy_steps += work.num_tokens > 0
         self._planned.append(_PlannedStep(work, now))
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended: no load waits for a step of it."""
+        self._next_tokens.pop(request_id, None)
+
+    @property
+    def running(self) -> Work:
+        """The work of a step of the requests that run."""
+        return sum(self._next_tokens.values(), Work())
 
     def end(self, now: float) -> None:
         """Note that vLLM has taken the results of the oldest planned step."""
