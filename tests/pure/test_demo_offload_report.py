@@ -54,7 +54,7 @@ def test_a_good_run_has_no_problem() -> None:
         (changed(1, identical=15), "nothing stored: 1 of 16 answers differ"),
         (changed(2, computed=TOKENS, loaded=0), "stored: 26176 of 26176 prompt tokens were computed"),
         (changed(3, computed=2618, loaded=22_022), "after SIGKILL: 2618 of 26176 prompt tokens were computed"),
-        (changed(3, loaded=0, own_cache=24_576), "after SIGKILL: nothing came from the disk tier"),
+        (changed(3, from_disk=0), "after SIGKILL: nothing came from the disk tier"),
         (changed(2, loaded=100), "stored: the engine's counts do not add up"),
         (changed(0, errors=("HTTP 500: no [answer]",)), "no offload: HTTP 500: no [answer]"),
         (replace(good_report(), cache_usage=0.25), "still in use: 0.250"),

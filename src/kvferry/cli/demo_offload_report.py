@@ -71,8 +71,8 @@ def find_offload_problems(report: OffloadReport) -> list[str]:
     for line in (second, restarted):
         if line.computed >= MOST_COMPUTED * line.prompt_tokens:
             problems.append(f"{line.name}: {line.computed} of {line.prompt_tokens} prompt tokens were computed")
-    if not restarted.loaded:
-        problems.append(f"{restarted.name}: nothing came from the disk tier, the only one that outlives an engine")
+    if not restarted.from_disk:
+        problems.append(f"{restarted.name}: nothing came from the disk tier")
     if report.cache_usage:
         problems.append(f"cache blocks are still in use: {report.cache_usage:.3f} of the engine's cache")
     if report.processes_left:

@@ -117,7 +117,7 @@ def test_demo_of_offload(folder: Path) -> None:
     assert {line["requests"] for line in report["passes"]} == {line["identical"] for line in report["passes"]} == {8}
     assert alone["loaded"] == 0
     assert alone["computed"] > first["computed"] > 5 * second["computed"]
-    assert restarted["loaded"] > restarted["prompt_tokens"] / 2
+    assert restarted["from_disk"] > 0
     assert report["leaks"] == {"cache_usage": 0.0, "processes_left": 0}
     assert [path.name for path in folder.iterdir()] == ["stderr"]
     assert segments() <= before

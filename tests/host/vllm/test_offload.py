@@ -50,7 +50,7 @@ def test_a_second_pass_computes_almost_nothing(
     record_property("layout", engine.layout)
     record_property("second", {"identical": identical, **second.counts()})
     assert second.computed_part < MOST_COMPUTED
-    assert second.tokens.received > second.num_tokens / 2
+    assert second.from_tiers["host"] > second.num_tokens / 2
     wait_until_unused([engine])
 
 
@@ -84,7 +84,8 @@ def test_after_sigkill_blocks_come_from_disk(
     record_property("third", {"identical": identical, **third.counts()})
     record_property("damaged", {"computed": damaged.tokens.computed, "tokens": len(victim)})
     assert third.computed_part < MOST_COMPUTED
-    assert third.tokens.received > third.num_tokens / 2
+    # What a request waited for; blocks that came while another one waited count as host memory's.
+    assert third.from_tiers["disk"] > 0
     block_size = cache_block_size(survivor.server.url)
     assert damaged.tokens.computed >= block_size
     wait_until_unused([survivor])
