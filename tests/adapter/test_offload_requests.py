@@ -463,7 +463,7 @@ def test_stores_keep_no_more_than_their_share_of_the_engines_blocks(
     for _ in range(20):
         engine.step(ends_copies=False)
         assert engine.role.snapshot()["kept_blocks"] <= 10
-    engine.role._max_kept = 2
+    engine.role._stores.max_kept = 2
     engine.add("second", prompt_of(3, 4), max_tokens=40)
     engine.run()
     assert engine.role.snapshot()["counts"]["deferred_blocks"] > 0

@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, repeat
 from typing import TYPE_CHECKING, Any
@@ -20,21 +20,19 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvferry.arrays import Flags, Integers
+from kvferry.arrays import Flags
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.integrations.vllm.offload_names import BlockNames, engine_facts
 from kvferry.integrations.vllm.offload_records import OffloadStatistics, difference
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
-from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, StoreOrder
-from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID, num_recomputed
-from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
+from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport
+from kvferry.integrations.vllm.scheduler.blocks import num_recomputed
 from kvferry.integrations.vllm.scheduler.offload_costs import Hit, LoadDecisions
 from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
+from kvferry.integrations.vllm.scheduler.offload_stores import ReadBlockIds, Stores
 from kvferry.integrations.vllm.scheduler.offload_tiers import Start, Tiers, check_settings, open_tiers
 from kvferry.integrations.vllm.scheduler.stored_blocks import (
     RequestBlocks,
-    StoredGroup,
-    WindowBoundaries,
     alignment,
     longest_hit,
     stored_groups,
@@ -43,7 +41,7 @@ from kvferry.integrations.vllm.translate.shards import group_shapes
 from kvferry.integrations.vllm.translate.specs import UNEXPECTED, refuse
 from kvferry.layout.group import CacheKind
 from kvferry.tiers.costs import Decision
-from kvferry.tiers.host_memory import HostLoad, HostStore
+from kvferry.tiers.host_memory import HostLoad
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Promise, Stack
 
@@ -59,9 +57,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_KEPT_SHARE = 0.5
-"""Share of the engine's blocks that stores may keep by reference. Blocks beyond it are stored in a later step; those of
-a request that ends are not stored."""
 HOST_MEMORY = "host_memory"
 _SOURCES = {HOST_MEMORY: CacheHitSource.HOST, "local_disk": CacheHitSource.DISK}
 """Of vLLM's sources; a pool has none."""
@@ -117,28 +112,6 @@ class _Entry:
     """Tokens that were promised in this call of vLLM's ``schedule``."""
 
 
-@dataclass(slots=True, eq=False)
-class _StoreJob:
-    """A store that ranks copy, with room for the blocks of each group."""
-
-    stores: list[HostStore]
-    num_reported: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Offers:
-    """Blocks to store: for each group the keys, and a row of the engine's block ids for each."""
-
-    keys: dict[int, list[BlockKey]] = field(default_factory=dict)
-    rows: dict[int, list[Integers]] = field(default_factory=dict)
-    num_engine_blocks: int = 0
-
-    def add(self, group: int, keys: Sequence[BlockKey], rows: Integers) -> None:
-        self.keys.setdefault(group, []).extend(keys)
-        self.rows.setdefault(group, []).append(rows)
-        self.num_engine_blocks += rows.size
-
-
 class OffloadScheduler:
     """One engine. Every method has the name of vLLM's call that it answers; all are of the engine core's thread."""
 
@@ -186,12 +159,9 @@ class OffloadScheduler:
         self._start = Start(self._num_ranks, make_tiers)
         self._was_reset = False
         self._pool: BlockPool | None = None
-        self._kept = KeptBlocks()
-        self._max_kept = 0
         self._job_ids = count(1)
         self._requests: dict[str, _Entry] = {}
         self._promised: dict[str, _Entry] = {}
-        self._jobs: dict[int, _StoreJob] = {}
         self._loads: dict[str, _LoadJob] = {}
         """By request."""
         self._loading: Counter[BlockKey] = Counter()
@@ -201,6 +171,9 @@ class OffloadScheduler:
         events = vllm_config.kv_events_config
         self._events = (
             BlockEvents(self._groups, kv_cache_config) if events is not None and events.enable_kv_cache_events else None
+        )
+        self._stores = Stores(
+            self._groups, self._num_ranks, settings.window_interval, self._job_ids, self._counts, self._events
         )
         self._reported: Mapping[tuple[str, ...], int] = {}
         """The tiers' totals that were reported."""
@@ -213,8 +186,7 @@ class OffloadScheduler:
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Keep blocks in this pool from now on."""
         self._pool = pool
-        self._kept.bind(pool)
-        self._max_kept = int(MAX_KEPT_SHARE * pool.num_gpu_blocks)
+        self._stores.bind(pool)
 
     # Hits.
 
@@ -286,17 +258,15 @@ class OffloadScheduler:
             if request_id in self._requests:
                 self._requests[request_id].num_written = 0
         tiers = self._start.tiers
-        offers, state = _Offers(), output.kv_connector_block_state
+        state = output.kv_connector_block_state
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             entry = self._requests.get(request_id)
             if entry is not None:
                 entry.num_written = entry.request.num_computed_tokens + num_scheduled
                 if tiers is not None and state is not None:
-                    self._offer(
-                        tiers, entry, self._num_settled(entry), partial(state.get_block_ids, request_id), offers
-                    )
+                    self._offer(tiers, entry, self._num_settled(entry), partial(state.get_block_ids, request_id))
         if tiers is not None:
-            self._order_stores(tiers, offers)
+            self._stores.order(tiers.stack)
         # After the stores: they evict nothing that was promised, and vLLM may ask again in the next step.
         for entry in list(self._promised.values()):
             self._drop(entry)
@@ -304,6 +274,7 @@ class OffloadScheduler:
             tiers.stack.poll(self._clock())
         self._decisions.steps.begin(output, self._clock())
         step, self._step = self._step, OffloadStep()
+        step.stores = self._stores.take_orders()
         step.computes = output.total_num_scheduled_tokens > 0
         return step
 
@@ -314,10 +285,7 @@ class OffloadScheduler:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, RankReport):
             self._step.slab = self._start.note(report) or self._step.slab
-            for job_id, num_ranks in report.stored.items():
-                self._land(job_id, num_ranks, has_landed=True)
-            for job_id, num_ranks in report.failed.items():
-                self._land(job_id, num_ranks, has_landed=False)
+            self._take_stored(report)
             for job_id, seconds in report.load_seconds.items():
                 self._copy_seconds[job_id] = max(seconds, self._copy_seconds.get(job_id, 0.0))
         failed = connector_output.failed_recving or ()
@@ -337,9 +305,8 @@ class OffloadScheduler:
         if request.status not in _WITHOUT_TAIL:
             # The last sampled token has not been computed, and drafts behind it may have been rejected.
             end = min(entry.num_written, max(request.num_prompt_tokens, request.num_tokens - 1))
-            offers = _Offers()
-            self._offer(tiers, entry, end, lambda: block_ids, offers, is_last=True)
-            self._order_stores(tiers, offers)
+            self._offer(tiers, entry, end, lambda: block_ids, is_last=True)
+            self._stores.order(tiers.stack)
         if entry.blocks is not None:
             for keys in entry.blocks.keys:
                 tiers.stack.touch(keys)
@@ -351,13 +318,13 @@ class OffloadScheduler:
         Ranks start, copy or wait for an order, or a lower tier copies, which the steps drive.
         """
         step, tiers = self._step, self._start.tiers
-        if self._start.is_under_way or self._jobs or step.stores or step.loads or step.slab:
+        if self._start.is_under_way or self._stores.are_under_way or step.loads or step.slab:
             return True
         return tiers is not None and tiers.stack.is_moving(self._clock())
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks will be free without a preemption, as soon as stores have copied them."""
-        return self._kept.keeps_alone
+        return self._stores.kept.keeps_alone
 
     def take_statistics(self) -> OffloadStatistics | None:
         """Return what was observed since the last call; None where that is nothing.
@@ -367,6 +334,8 @@ class OffloadScheduler:
         self._decisions.steps.end(self._clock())
         if self._start.tiers is not None:
             self._count_tiers(self._start.tiers.stack)
+        for reason, number in self._stores.take_refused().items():
+            self._statistics.count("refused_blocks", number, reason.value)
         if self._statistics.is_empty():
             return None
         statistics, self._statistics = self._statistics, OffloadStatistics()
@@ -389,7 +358,7 @@ class OffloadScheduler:
         if self._events is not None:
             self._events.note(tiers.stack.journal.take())
             self._events.reset()
-        self._cancel_stores(tiers)
+        self._stores.cancel(tiers.stack)
         for entry in self._requests.values():
             self._drop(entry)
             entry.may_load = entry.may_store = False
@@ -407,8 +376,8 @@ class OffloadScheduler:
             "requests": len(self._requests),
             "promised": len(self._promised),
             "loads": sorted(self._loads),
-            "stores": len(self._jobs),
-            "kept_blocks": self._kept.num_kept,
+            "stores": self._stores.num_jobs,
+            "kept_blocks": self._stores.kept.num_kept,
             "counts": dict(self._counts),
             "rates": self._decisions.snapshot(),
             "tiers": tiers.stack.snapshot(self._clock()) if tiers else {},
@@ -557,6 +526,22 @@ class OffloadScheduler:
         self._count_hit(loads, load, question)
         return load
 
+    def _offer(
+        self, tiers: Tiers, entry: _Entry, end_token: int, block_ids: ReadBlockIds, *, is_last: bool = False
+    ) -> None:
+        """Offer the request's stored blocks up to ``end_token`` that host memory lacks."""
+        if entry.may_store and not (self._stores.has_offered(entry.blocks, end_token) and not is_last):
+            blocks = self._blocks_of(tiers, entry)
+            self._stores.offer(tiers.stack, entry.request, blocks, end_token, block_ids, is_last=is_last)
+
+    def _take_stored(self, report: RankReport) -> None:
+        """Take the parts of stores that ranks have copied, or could not copy."""
+        if self._start.tiers is not None:
+            for job_id, num_ranks in report.stored.items():
+                self._stores.land(self._start.tiers.stack, job_id, num_ranks, has_landed=True)
+            for job_id, num_ranks in report.failed.items():
+                self._stores.land(self._start.tiers.stack, job_id, num_ranks, has_landed=False)
+
     def _order_load(
         self, entry: _Entry, tokens: tuple[int, int], loads: Mapping[str, HostLoad], block_ids: Sequence[Sequence[int]]
     ) -> int:
@@ -576,15 +561,10 @@ class OffloadScheduler:
         Requests offer their blocks again once vLLM has computed them again.
         """
         if self._start.tiers is not None:
-            self._cancel_stores(self._start.tiers)
+            self._stores.cancel(self._start.tiers.stack)
         for entry in self._requests.values():
             if entry.blocks is not None:
                 entry.blocks.num_offered = [0] * len(self._groups)
-
-    def _cancel_stores(self, tiers: Tiers) -> None:
-        for job in self._jobs.values():
-            for store in job.stores:
-                tiers.stack.cancel(store)
 
     def _finish_load(self, request_id: str, *, has_failed: bool) -> None:
         """No rank reads the slots of the load any more."""
@@ -614,112 +594,6 @@ class OffloadScheduler:
     def _forget_question(self, entry: _Entry) -> None:
         entry.question, entry.promised = None, 0
         self._promised.pop(entry.request.request_id, None)
-
-    def _offer(
-        self,
-        tiers: Tiers,
-        entry: _Entry,
-        end_token: int,
-        block_ids: Callable[[], Sequence[Sequence[int]] | None],
-        offers: _Offers,
-        *,
-        is_last: bool = False,
-    ) -> None:
-        """Offer the request's stored blocks up to ``end_token`` that host memory lacks, within what may be kept."""
-        if not entry.may_store:
-            return
-        if entry.blocks is not None and not is_last:
-            offered = zip(self._groups, entry.blocks.num_offered, strict=True)
-            if all(end_token // group.tokens <= number for group, number in offered):
-                return  # cheaper than to compare the keys of each request in each step
-        blocks = self._blocks_of(tiers, entry)
-        ends = [
-            min(end_token // group.tokens, len(keys)) for group, keys in zip(self._groups, blocks.keys, strict=True)
-        ]
-        begins = list(blocks.num_offered)
-        others = [entry.request.num_prompt_tokens - 1]
-        if is_last and self._settings.window_interval:
-            # The next prompt may go on from here; these blocks were passed over before.
-            others.append(end_token)
-            needed = blocks.needed(0, end_token // self._alignment * self._alignment)
-            begins = [min(begin, first) for begin, (first, _) in zip(begins, needed, strict=True)]
-        if all(end <= begin for begin, end in zip(begins, ends, strict=True)) or (ids := block_ids()) is None:
-            return
-        boundaries = WindowBoundaries(self._settings.window_interval, self._alignment, tuple(others))
-        for group, begin, end in zip(self._groups, begins, ends, strict=True):
-            end = min(end, len(ids[group.index]) // group.engine_blocks)
-            if begin < end:
-                self._offer_group(tiers, blocks, group, (begin, end), ids[group.index], boundaries, offers)
-                if self._events is not None:
-                    places = range(begin, blocks.num_offered[group.index])
-                    keys = blocks.keys[group.index][places.start : places.stop]
-                    self._events.learn(entry.request, group, places, keys)
-
-    def _offer_group(
-        self,
-        tiers: Tiers,
-        blocks: RequestBlocks,
-        group: StoredGroup,
-        places: tuple[int, int],
-        ids: Sequence[int],
-        boundaries: WindowBoundaries,
-        offers: _Offers,
-    ) -> None:
-        """Offer those of the request's stored blocks at these places that are worth storing."""
-        (begin, end), size = places, group.engine_blocks
-        keys = blocks.keys[group.index][begin:end]
-        rows = np.array(ids[begin * size : end * size], np.int64).reshape(-1, size)
-        is_offered = boundaries.keeps(group, np.arange(begin, end)) & tiers.stack.is_missing(keys)
-        # A block that has left its window, or never had its bytes here, is the null block.
-        chosen = np.flatnonzero(is_offered & (rows != NULL_BLOCK_ID).all(axis=1))
-        room = max(0, self._max_kept - self._kept.num_kept - offers.num_engine_blocks) // size
-        if len(chosen) > room:
-            self._counts["deferred_blocks"] += len(chosen) - room
-            end = begin + int(chosen[room])
-            chosen = chosen[:room]
-        blocks.num_offered[group.index] = max(blocks.num_offered[group.index], end)
-        if len(chosen):
-            offers.add(group.index, [keys[place] for place in chosen.tolist()], rows[chosen])
-
-    def _order_stores(self, tiers: Tiers, offers: _Offers) -> None:
-        """Reserve slots for the offered blocks, keep their sources, and order one store of all that were accepted."""
-        job_id = next(self._job_ids)
-        copies, stores, kept = [], [], []
-        for index, keys in offers.keys.items():
-            group: StoredGroup = self._groups[index]
-            store = tiers.stack.prepare_store(group.name, keys, num_parts=self._num_ranks)
-            for reason, number in store.failures.items():
-                self._counts[f"not_stored_{reason}"] += number
-                self._statistics.count("refused_blocks", number, reason.value)
-            if not store.keys:
-                continue
-            place = {key: number for number, key in enumerate(keys)}
-            rows = np.concatenate(offers.rows[index])[[place[key] for key in store.keys]]
-            copies.append(group.store_blocks(rows, store.block_ids))
-            stores.append(store)
-            kept.append(rows.reshape(-1).tolist())
-        if stores:
-            self._kept.keep(("store", job_id), kept)
-            self._jobs[job_id] = _StoreJob(stores)
-            self._step.stores.append(StoreOrder(job_id, tuple(copies)))
-            self._counts["stores"] += 1
-
-    def _land(self, job_id: int, num_ranks: int, *, has_landed: bool) -> None:
-        """So many ranks will not touch the blocks of a store any more."""
-        job = self._jobs.get(job_id)
-        if job is None or self._start.tiers is None:
-            logger.error("kvferry: a rank reported store %d, which is not under way.", job_id)
-            return
-        for store in job.stores:
-            landed: Flags | None = None if has_landed else np.zeros(len(store.keys), np.bool_)
-            for part in range(job.num_reported, job.num_reported + num_ranks):
-                self._start.tiers.stack.land(store, part, landed)
-        job.num_reported += num_ranks
-        if not has_landed:
-            self._counts["failed_stores"] += num_ranks
-        if job.num_reported == self._num_ranks:
-            del self._jobs[job_id]
-            self._kept.free(("store", job_id))
 
 
 def _names_of(request: "Request", names: BlockNames) -> BlockNames:
