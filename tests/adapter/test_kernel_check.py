@@ -1,6 +1,7 @@
 """Kernels on strided views: vLLM's own ones, and fakes that ignore strides, without an engine."""
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -179,7 +180,8 @@ def test_an_engine_starts_on_a_layout_that_its_kernel_reads(
     began_at = time.thread_time()
     check_engine_kernels(*parts, layout)
     assert time.thread_time() - began_at < START_SECONDS
-    assert not [record for record in caplog.records if record.name.startswith("kvferry")]
+    ours = [record for record in caplog.records if record.name.startswith("kvferry")]
+    assert not [record for record in ours if record.levelno >= logging.WARNING]
     assert all(not view.any() for view in parts[2].values()), "the engine's own cache was touched"
 
 
