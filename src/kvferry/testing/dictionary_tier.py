@@ -16,7 +16,6 @@ from kvferry.layout.shard import Region
 from kvferry.tiers.checksum import checksum
 from kvferry.tiers.eviction import LeastRecentlyUsed
 from kvferry.tiers.protocol import (
-    MAX_BATCH,
     BlockKey,
     Capabilities,
     Load,
@@ -25,7 +24,10 @@ from kvferry.tiers.protocol import (
     Slots,
     Store,
     TierCopy,
+    check_batch,
+    check_completes,
     check_slots,
+    closed_error,
 )
 
 
@@ -84,8 +86,7 @@ class DictionaryTier:
     def look_up(self, keys: Sequence[BlockKey]) -> Presences:
         """Return a presence for each key."""
         self._check_verb()
-        if len(keys) > MAX_BATCH:
-            raise TierError(Reason.INVALID_REQUEST, f"{len(keys)} blocks in one call; the limit is {MAX_BATCH}.")
+        check_batch(keys)
         if self.faults.is_silent:
             return np.full(len(keys), Presence.PENDING, np.uint8)
         return np.fromiter(map(self.blocks.__contains__, keys), np.uint8, len(keys))
@@ -189,7 +190,7 @@ class DictionaryTier:
         for copy in self._open:
             if not copy.has_ended:
                 copy.has_ended = True
-                copy.fail(len(copy.keys), _closed())
+                copy.fail(len(copy.keys), closed_error())
         self._open.clear()
         self._pins.clear()
 
@@ -236,9 +237,7 @@ class DictionaryTier:
 
     def _take_out(self, copy: TierCopy) -> _Open:
         self._check_open()
-        if not copy.has_ended or copy not in self._open:
-            asked = "a copy was completed before its end, or a second time."
-            raise TierError(Reason.INVALID_REQUEST, asked, "Complete each copy once, after its end.")
+        check_completes(copy, self._open)
         return self._open.pop(copy)
 
     def _check_verb(self) -> None:
@@ -248,8 +247,4 @@ class DictionaryTier:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise _closed()
-
-
-def _closed() -> TierError:
-    return TierError(Reason.CLOSED, "the tier is closed.", "Open another.")
+            raise closed_error()

@@ -555,7 +555,7 @@ class LowerTierSuite(TierSuite):
             bench.complete(copy)
 
     def test_wrong_slots_are_refused(self, bench: LowerBench) -> None:
-        """Before a byte moves: outside the region, another number than keys, a key twice."""
+        """Before a byte moves: outside the region, another number than keys, a key twice, 0 bytes."""
         region = bench.memory.region
         end = region.base_address + region.length
         outside = [(end - 8, 9), (end, 1), (region.base_address - 1, 8), (region.base_address, (1 << 64) - 1)]
@@ -567,6 +567,8 @@ class LowerTierSuite(TierSuite):
             assert refusal(prepare, [b"short"], one) is Reason.INVALID_REQUEST
             two = Slots.of([region.base_address] * 2, [512] * 2)
             assert refusal(prepare, block_keys(1, 1), two) is Reason.INVALID_REQUEST
+            empty = Slots.of([region.base_address], [0])
+            assert refusal(prepare, block_keys(1), empty) is Reason.INVALID_REQUEST
 
     def test_blocks_survive_a_close_where_the_tier_says_so(self, bench: LowerBench) -> None:
         """The blocks are there or not, as the capabilities say; no block has other bytes."""

@@ -25,7 +25,6 @@ from kvferry.tiers.changes import Journal
 from kvferry.tiers.eviction import Eviction, make_policy
 from kvferry.tiers.protocol import (
     KEY_BYTES,
-    MAX_BATCH,
     BlockKey,
     Capabilities,
     Load,
@@ -34,6 +33,8 @@ from kvferry.tiers.protocol import (
     Slots,
     Store,
     TierCopy,
+    check_batch,
+    closed_error,
 )
 
 Copy = TypeVar("Copy", bound=TierCopy)
@@ -308,7 +309,7 @@ class HostMemory:
             for copy in (*self._loads, *self._stores):
                 copy.landed[:] = False
                 copy.has_ended = True
-                copy.fail(len(copy.keys), _closed())
+                copy.fail(len(copy.keys), closed_error())
             self._loads.clear()
             self._stores.clear()
             self._pins[:] = 0
@@ -371,12 +372,11 @@ class HostMemory:
 
     def _check(self, keys: Sequence[BlockKey]) -> None:
         self._check_open()
-        if len(keys) > MAX_BATCH:
-            raise TierError(Reason.INVALID_REQUEST, f"{len(keys)} blocks in one call; the limit is {MAX_BATCH}.")
+        check_batch(keys)
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise _closed()
+            raise closed_error()
 
 
 def slots_that_fit(capacity_bytes: int, slot_bytes: Mapping[str, int]) -> dict[str, int]:
@@ -407,7 +407,3 @@ def _taken_out(open_copies: dict[Copy, Integers], copy: Copy) -> Integers:
 def _check_keys(keys: Sequence[BlockKey]) -> None:
     if wrong := set(map(len, keys)) - {KEY_BYTES}:
         raise TierError(Reason.INVALID_REQUEST, f"a key has {wrong.pop()} bytes.", f"Keys have {KEY_BYTES} bytes.")
-
-
-def _closed() -> TierError:
-    return TierError(Reason.CLOSED, "the tier is closed.", "Open another.")

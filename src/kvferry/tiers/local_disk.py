@@ -38,7 +38,6 @@ from kvferry.tiers.disk.space import Record, Segment, Space
 from kvferry.tiers.disk.workers import RUN_BYTES, HeaderWrite, LoadRun, Run, StoreRun, Task, Workers
 from kvferry.tiers.protocol import (
     CLOSE_SECONDS,
-    MAX_BATCH,
     BlockKey,
     Capabilities,
     Load,
@@ -47,7 +46,10 @@ from kvferry.tiers.protocol import (
     Slots,
     Store,
     TierCopy,
+    check_batch,
+    check_completes,
     check_slots,
+    closed_error,
 )
 from kvferry.units import format_bytes
 
@@ -186,7 +188,7 @@ class LocalDisk:
     def complete_load(self, load: Load) -> None:
         """End the pins."""
         self._check_open()
-        _check_ended(load, self._loads)
+        check_completes(load, self._loads)
         assert isinstance(load, DiskLoad)
         self._loads.remove(load)
         for record in load.records.values():
@@ -222,7 +224,7 @@ class LocalDisk:
     def complete_store(self, store: Store) -> None:
         """Make the blocks that have landed visible, and queue the writes of their headers."""
         self._check_open()
-        _check_ended(store, self._stores)
+        check_completes(store, self._stores)
         assert isinstance(store, DiskStore)
         self._stores.remove(store)
         store.is_completed = True
@@ -439,11 +441,7 @@ class LocalDisk:
         self._end(copy, error)
 
     def _end(self, copy: TierCopy, error: TierError | None = None) -> None:
-        """End a copy; with an error, for all blocks that have neither landed nor failed."""
-        num_open = len(copy.keys) - int(copy.landed.sum()) - copy.failures.total()
-        if error is not None and num_open:
-            copy.fail(num_open, error)
-        copy.has_ended = True
+        copy.end(error)
         self._ended.append(copy)
 
     def _forget(self, record: Record) -> None:
@@ -476,19 +474,16 @@ class LocalDisk:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise TierError(Reason.CLOSED, "the tier is closed.", "Open another.")
+            raise closed_error()
 
     def _check(self, keys: Sequence[BlockKey]) -> None:
         self._check_open()
-        if len(keys) > MAX_BATCH:
-            raise TierError(Reason.INVALID_REQUEST, f"{len(keys)} blocks in one call; the limit is {MAX_BATCH}.")
+        check_batch(keys)
 
     def _check_slots(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
         """Check the arguments of ``prepare_*`` and return the lengths of the slots."""
         self._check_open()
         check_slots(keys, slots, self._region)
-        if not slots.lengths.all():
-            raise TierError(Reason.INVALID_REQUEST, "a slot has 0 bytes.", "A block has at least one byte.")
         return [int(length) for length in slots.lengths]
 
 
@@ -557,9 +552,3 @@ def neighbours(records: Iterable[Record]) -> list[list[Record]]:
 def _segment_bytes(usable_bytes: int) -> int:
     """Return the bytes of a segment."""
     return usable_bytes // min(MAX_SEGMENTS, max(MIN_SEGMENTS, usable_bytes // SEGMENT_BYTES))
-
-
-def _check_ended(copy: TierCopy, open_copies: set[Any]) -> None:
-    if not copy.has_ended or copy not in open_copies:
-        asked = "a copy was completed before its end, a second time, or in another tier."
-        raise TierError(Reason.INVALID_REQUEST, asked, "Complete each copy once, when it has ended.")

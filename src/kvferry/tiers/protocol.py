@@ -30,7 +30,7 @@ errors of the caller.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
@@ -129,6 +129,13 @@ class TierCopy:
         self.failures[error.reason] += num_blocks
         self.error = self.error or error.without_traceback()
 
+    def end(self, error: TierError | None = None) -> None:
+        """End the copy; with an error, for all blocks that have neither landed nor failed."""
+        num_open = len(self.keys) - int(self.landed.sum()) - self.failures.total()
+        if error is not None and num_open:
+            self.fail(num_open, error)
+        self.has_ended = True
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Load(TierCopy):
@@ -195,8 +202,8 @@ class LowerTier(Tier, Protocol):
     """A tier below host memory: its copies are between its own storage and slots of the region it was opened with.
 
     ``prepare_*`` raise ``invalid-request`` for a key of another length than ``KEY_BYTES``, for another number of slots
-    than keys, for more than ``MAX_BATCH`` blocks and for a key twice in a call, and ``unregistered-range`` for a slot
-    outside the region. They then start nothing.
+    than keys, for more than ``MAX_BATCH`` blocks, for a key twice in a call and for a slot of 0 bytes, and
+    ``unregistered-range`` for a slot outside the region. They then start nothing.
     """
 
     def prepare_load(self, keys: Sequence[BlockKey], slots: Slots) -> Load:
@@ -220,10 +227,27 @@ class LowerTier(Tier, Protocol):
         """
 
 
-def check_slots(keys: Sequence[BlockKey], slots: Slots, region: Region) -> None:
-    """Raise as ``prepare_*`` of a :class:`LowerTier` do, for a tier whose slots lie in ``region``."""
+def closed_error() -> TierError:
+    """Return what verbs of a closed tier raise."""
+    return TierError(Reason.CLOSED, "the tier is closed.", "Open another.")
+
+
+def check_batch(keys: Sequence[BlockKey]) -> None:
+    """Raise ``invalid-request`` for more than ``MAX_BATCH`` keys."""
     if len(keys) > MAX_BATCH:
         raise TierError(Reason.INVALID_REQUEST, f"{len(keys)} blocks in one call; the limit is {MAX_BATCH}.")
+
+
+def check_completes(copy: TierCopy, open_copies: Container[TierCopy]) -> None:
+    """Raise ``invalid-request`` for a copy that has not ended or is not among the open ones of a tier."""
+    if not copy.has_ended or copy not in open_copies:
+        asked = "a copy was completed before its end, a second time, or in another tier."
+        raise TierError(Reason.INVALID_REQUEST, asked, "Complete each copy once, when it has ended.")
+
+
+def check_slots(keys: Sequence[BlockKey], slots: Slots, region: Region) -> None:
+    """Raise as ``prepare_*`` of a :class:`LowerTier` do, for a tier whose slots lie in ``region``."""
+    check_batch(keys)
     if len(slots) != len(keys) or len(set(keys)) != len(keys) or set(map(len, keys)) - {KEY_BYTES}:
         asked = f"{len(slots)} slots for {len(keys)} keys, of which {len(set(keys))} differ."
         raise TierError(Reason.INVALID_REQUEST, asked, f"Give one slot for each key of {KEY_BYTES} bytes.")
@@ -232,3 +256,5 @@ def check_slots(keys: Sequence[BlockKey], slots: Slots, region: Region) -> None:
         first = int(outside[0])
         asked = f"slot {first} has {int(slots.lengths[first])} bytes at {int(slots.addresses[first]):#x}."
         raise TierError(Reason.UNREGISTERED_RANGE, asked, f"The slab is {region!r}.")
+    if not slots.lengths.all():
+        raise TierError(Reason.INVALID_REQUEST, "a slot has 0 bytes.", "A block has at least one byte.")

@@ -32,7 +32,6 @@ from kvferry.tiers.pool.tasks import CANCELLED, Ask, Read, Removal, Transfer, Wr
 from kvferry.tiers.protocol import (
     CLOSE_SECONDS,
     KEY_BYTES,
-    MAX_BATCH,
     BlockKey,
     Capabilities,
     Load,
@@ -41,7 +40,10 @@ from kvferry.tiers.protocol import (
     Slots,
     Store,
     TierCopy,
+    check_batch,
+    check_completes,
     check_slots,
+    closed_error,
 )
 from kvferry.tiers.slab_memory import available_bytes
 from kvferry.units import format_bytes
@@ -121,8 +123,7 @@ class RemotePool:
     def look_up(self, keys: Sequence[BlockKey]) -> Presences:
         """Return what is known; the pool is asked for the rest, which is pending until its answer."""
         self._check_open()
-        if len(keys) > MAX_BATCH:
-            raise TierError(Reason.INVALID_REQUEST, f"{len(keys)} blocks in one call; the limit is {MAX_BATCH}.")
+        check_batch(keys)
         self._note_state()
         found = np.full(len(keys), Presence.ABSENT, np.uint8)
         if not self._is_reachable():
@@ -158,7 +159,7 @@ class RemotePool:
     def complete_load(self, load: Load) -> None:
         """End the pins."""
         self._check_open()
-        _check_ended(load, self._loads)
+        check_completes(load, self._loads)
         assert isinstance(load, PoolLoad)
         self._loads.remove(load)
         self._index.unpin(load.pinned)
@@ -194,7 +195,7 @@ class RemotePool:
     def complete_store(self, store: Store) -> None:
         """Make the blocks that have landed visible; those that must not stay are removed from the pool."""
         self._check_open()
-        _check_ended(store, self._stores)
+        check_completes(store, self._stores)
         assert isinstance(store, PoolStoring)
         self._stores.remove(store)
         self._failures.update(store.failures)
@@ -356,11 +357,7 @@ class RemotePool:
             self._index.forget(key)
 
     def _end(self, copy: TierCopy, error: TierError | None = None) -> None:
-        """End a copy; with an error, for all blocks that have neither landed nor failed."""
-        num_open = len(copy.keys) - int(copy.landed.sum()) - copy.failures.total()
-        if error is not None and num_open:
-            copy.fail(num_open, error)
-        copy.has_ended = True
+        copy.end(error)
         self._ended.append(copy)
 
     def _remove(self, keys: Sequence[BlockKey]) -> None:
@@ -403,14 +400,12 @@ class RemotePool:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise TierError(Reason.CLOSED, "the tier is closed.", "Open another.")
+            raise closed_error()
 
     def _check_slots(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
         """Check the arguments of ``prepare_*`` and return the lengths of the slots."""
         self._check_open()
         check_slots(keys, slots, self._region)
-        if not slots.lengths.all():
-            raise TierError(Reason.INVALID_REQUEST, "a slot has 0 bytes.", "A block has at least one byte.")
         return [int(length) for length in slots.lengths]
 
 
@@ -444,9 +439,3 @@ def _lose_all(copy: TierCopy) -> None:
 def _wrong_size(found: int, asked: int) -> TierError:
     message = f"a block of {found} bytes was to be copied from or to a slot of {asked} bytes."
     return TierError(Reason.BLOCK_SIZE_MISMATCH, message, "Let equal keys mean equal blocks.")
-
-
-def _check_ended(copy: TierCopy, open_copies: set[Any]) -> None:
-    if not copy.has_ended or copy not in open_copies:
-        asked = "a copy was completed before its end, a second time, or in another tier."
-        raise TierError(Reason.INVALID_REQUEST, asked, "Complete each copy once, when it has ended.")
