@@ -104,6 +104,15 @@ class Sample:
     same_token: bool
     num_batches: int = 0
 
+    @property
+    def handoff_seconds(self) -> float:
+        """The time from the end of the last step of prefill to the client's first token.
+
+        Two engines started alike compute one prompt up to 1.3 times apart, each at its own speed until its end; the
+        whole time to the first token therefore compares engines, and this part compares handoffs.
+        """
+        return self.first_token_seconds - self.prefill_seconds
+
 
 @dataclass(slots=True)
 class MeasuredPair(Pair):

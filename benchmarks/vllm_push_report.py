@@ -11,7 +11,7 @@ from vllm_push_engines import Case, Sample
 
 RESAMPLES = 4000
 CONFIDENCE = 0.95
-TIMES = ("wait_seconds", "first_token_seconds", "prefill_seconds")
+TIMES = ("wait_seconds", "first_token_seconds", "prefill_seconds", "handoff_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Result:
 
 
 COUNTS = ("MB", "desc.", "batches")
-COLUMNS = ("case", "by", *COUNTS, "wait", "ratio", "first token", "ratio", "cores")
+COLUMNS = ("case", "by", *COUNTS, "wait", "ratio", "first token", "ratio", "handoff", "ratio", "cores")
 
 
 def print_results(results: Sequence[Result], console: Console) -> None:
@@ -148,16 +148,18 @@ def print_results(results: Sequence[Result], console: Console) -> None:
 def _cells(result: Result, mode: str) -> list[str]:
     counts = [result.values(mode, name) for name in ("num_bytes", "num_descriptors", "num_batches", "decode_cores")]
     num_bytes, num_descriptors, num_batches, cores = (float(np.median(each)) for each in counts)
-    waits, firsts = (median(result.values(mode, name)) for name in TIMES[:2])
+    shown = ("wait_seconds", 1), ("first_token_seconds", 0), ("handoff_seconds", 1)
     is_push = mode.startswith("push")
     return [
         mode,
         f"{num_bytes / 1e6:.0f}",
         f"{num_descriptors:.0f}",
         f"{num_batches:.0f}" if is_push else "",
-        waits.text(1e3, 1),
-        result.ratio("wait_seconds").text(1, 2) if mode == "push" else "",
-        firsts.text(1e3, 0),
-        result.ratio("first_token_seconds").text(1, 2) if mode == "push" else "",
+        *(text for name, digits in shown for text in _time_and_ratio(result, mode, name, digits)),
         f"{cores:.2f}",
     ]
+
+
+def _time_and_ratio(result: Result, mode: str, name: str, digits: int) -> tuple[str, str]:
+    ratio = result.ratio(name).text(1, 2) if mode == "push" else ""
+    return median(result.values(mode, name)).text(1e3, digits), ratio

@@ -52,4 +52,5 @@ def test_what_is_printed_and_written(modules: tuple[Any, Any]) -> None:
     found = json.loads(json.dumps(result(modules, [0.02, 0.04, 0.06]).as_json()))
     assert found["push_to_pull"]["wait_seconds"]["value"] == pytest.approx(0.2)
     assert [found["modes"]["push"]["samples"][0][name] for name in ("wait_seconds", "num_batches")] == [0.02, 2]
+    assert found["modes"]["pull"]["medians"]["handoff_seconds"]["value"] == pytest.approx(0.1)  # first token - prefill
     assert found["rounds"] == 3
