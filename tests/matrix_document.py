@@ -104,9 +104,9 @@ models with windows or states. A write that was silently left out showed in the 
 ## Blocks that must be found again
 
 An engine with `KVFerryOffloadConnector`, whose own cache is too small for {documents} documents, gets {questions}
-prompts twice. It is killed by SIGKILL, one byte of one block on disk is changed, and another engine gets the same
-prompts with the same disk folder. Each request gave the tokens of an engine without offload, the one with the changed
-block too; none failed. Computed tokens are the engine's own count, in parts of all prompt tokens.
+prompts twice. It is killed by SIGKILL, one byte of each block of one more prompt is changed on disk, and another engine
+gets all prompts with the same disk folder. Each request gave the tokens of an engine without offload, the one with the
+changed blocks too; none failed. Computed tokens are the engine's own count, in parts of all prompt tokens.
 
 {offloads}
 
