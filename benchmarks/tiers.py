@@ -4,13 +4,13 @@
 
 Four parts, interleaved round by round, medians shown:
 
-* host memory: the connector's own copies between a cache and the slab, against ``memmove`` of as many bytes. A block is
-  one piece where the cache is cross-layer too; the same bytes in a piece for each layer are what a tier of per-layer
-  blocks moves.
+* host: the connector's own copies between a cache and the slab, against ``memmove`` of as many bytes. A block is one
+  piece where the cache is cross-layer too. A tier of per-layer blocks moves the same bytes in a piece for each layer:
+  by the same copy, and by a call of torch for each piece. ``--pieces`` are bytes of a layer in a block.
 * disk: the tier's blocks against ``pwritev`` and ``preadv`` with ``O_DIRECT``, pieces of the same size, as many
   threads. In runs of 4 MiB the same threads show what the disk can do at most.
-* a look-up of a block, held or not, in each tier and through the stack.
-* ``kvferry tiers verify`` against reading the same files with as many threads.
+* look-up: of a block, held or not, in each tier and through the stack.
+* verify: ``kvferry tiers verify`` against reading the same files with as many threads.
 """
 
 import ctypes
@@ -28,6 +28,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import torch
 import typer
 from disk import measure, threads_mover, tier_mover
 from rich.console import Console
@@ -54,6 +55,8 @@ from kvferry.tiers.stack import Stack
 from kvferry.units import format_bytes
 
 NUM_LAYERS, BLOCK_TOKENS = 36, 16
+TOKEN_BYTES = 512
+"""Most bytes of a token in one head and layer: 128 numbers of K and of V, in bfloat16."""
 LOOK_UP_KEYS = 10_000
 Row = dict[str, Any]
 
@@ -61,22 +64,29 @@ Row = dict[str, Any]
 def main(
     folder: Annotated[Path | None, typer.Option(help="Where the disk tier's directory lies.")] = None,
     total: Annotated[str, typer.Option(help="Bytes to move in each measurement.")] = "144M",
-    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of the model whose blocks are copied.")] = 8,
-    head_size: Annotated[int, typer.Option(min=8, help="Numbers of a head and token, of K and of V.")] = 128,
+    parts: Annotated[str, typer.Option(help="Parts to measure, separated by commas.")] = "host,look-up,disk,verify",
+    pieces: Annotated[str, typer.Option(help="Bytes of a layer in a block of 16 tokens, separated by commas.")] = "64K",
     sizes: Annotated[str, typer.Option(help="Bytes of a block on disk, separated by commas.")] = "64K,512K,4M",
     repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 7,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this file.")] = None,
 ) -> None:
     """Print a row for each figure: the tier, its roof, the share, and the target where there is one."""
     num_bytes, block_sizes = parse_size(total), [parse_size(size) for size in sizes.split(",")]
-    with progress("host memory") as announce, tempfile.TemporaryDirectory(dir=folder) as scratch:
-        rows = host_rows(num_bytes, kv_heads, head_size, repeat)
-        announce("look-ups")
-        rows += look_up_rows(Path(scratch) / "looked-up", repeat)
-        announce("disk")
-        rows += disk_rows(Path(scratch), num_bytes, block_sizes, repeat)
-        announce("verify")
-        rows += verify_rows(Path(scratch) / "verified", num_bytes, repeat)
+    measured: dict[str, Callable[[Path], list[Row]]] = {
+        "host": lambda scratch: [
+            row for piece in pieces.split(",") for row in host_rows(num_bytes, parse_size(piece), repeat)
+        ],
+        "look-up": lambda scratch: look_up_rows(scratch / "looked-up", repeat),
+        "disk": lambda scratch: disk_rows(scratch, num_bytes, block_sizes, repeat),
+        "verify": lambda scratch: verify_rows(scratch / "verified", num_bytes, repeat),
+    }
+    if unknown := set(parts.split(",")) - measured.keys():
+        raise typer.BadParameter(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(measured)}.")
+    rows: list[Row] = []
+    with progress("measuring") as announce, tempfile.TemporaryDirectory(dir=folder) as scratch:
+        for part in parts.split(","):
+            announce(part)
+            rows += measured[part](Path(scratch))
     command = "python " + " ".join(sys.argv)
     show(open_console(), rows, command)
     if json_path is not None:
@@ -86,8 +96,12 @@ def main(
 # Host memory.
 
 
-def host_rows(num_bytes: int, kv_heads: int, head_size: int, repeat: int) -> list[Row]:
+def host_rows(num_bytes: int, piece_bytes: int, repeat: int) -> list[Row]:
     """Return the rates of stores and loads for blocks of a bfloat16 model of 36 layers in blocks of 16 tokens."""
+    kv_heads = max(1, piece_bytes // (BLOCK_TOKENS * TOKEN_BYTES))
+    head_size, rest = divmod(piece_bytes, BLOCK_TOKENS * 2 * 2 * kv_heads)
+    if not head_size or rest:
+        raise typer.BadParameter(f"no layer has {piece_bytes} bytes in a block of {BLOCK_TOKENS} tokens.")
 
     def cache(layout: NamedLayout, num_blocks: int) -> Shard:
         return shard_for(
@@ -123,6 +137,9 @@ def host_rows(num_bytes: int, kv_heads: int, head_size: int, repeat: int) -> lis
         engine = at(cache(layout, num_blocks), base_address)
         moves[f"store, {name}"] = copying(LocalRoute([engine], place, own=[0]), ids)
         moves[f"load, {name}"] = copying(LocalRoute([place], engine, own=[0]), ids)
+    cached, held = by_layer(base_address, num_blocks, piece_bytes), by_layer(slab_address, num_blocks, piece_bytes)
+    moves["store, a torch copy a layer"] = copying_by_torch(cached, held, ids)
+    moves["load, a torch copy a layer"] = copying_by_torch(held, cached, ids)
     moves["memcpy down"] = lambda: void(ctypes.memmove(slab_address, base_address, memory.nbytes))
     moves["memcpy up"] = lambda: void(ctypes.memmove(base_address, slab_address, memory.nbytes))
     check_copied(moves["store, a piece a block"], memory, slab_address, block_bytes, order)
@@ -133,7 +150,10 @@ def host_rows(num_bytes: int, kv_heads: int, head_size: int, repeat: int) -> lis
     for way, roof in (("store", "memcpy down"), ("load", "memcpy up")):
         whole, pieces = rates[f"{way}, a piece a block"], rates[f"{way}, a piece a layer"]
         rows.append(row(f"host {way}, cross-layer {what}", whole, "memcpy", rates[roof], target=0.8))
-        rows.append(row(f"host {way}, cross-layer {what}", whole, f"{NUM_LAYERS} pieces a block", pieces, target=2.0))
+        many = f"{NUM_LAYERS} pieces of {format_bytes(piece_bytes)}"
+        rows.append(row(f"host {way}, cross-layer {what}", whole, many, pieces, target=2.0))
+        by_torch = rates[f"{way}, a torch copy a layer"]
+        rows.append(row(f"host {way}, cross-layer {what}", whole, f"{many}, each by torch", by_torch))
         mixed = rates[f"{way}, per-layer cache, cross-layer slab"]
         rows.append(row(f"host {way}, per-layer cache", mixed, "memcpy", rates[roof]))
     return rows
@@ -154,6 +174,29 @@ def copying(route: LocalRoute, blocks: GroupBlocks) -> Callable[[], None]:
             for _ in copy_blocks(each):
                 pass
 
+    return copy
+
+
+def by_layer(address: int, num_blocks: int, piece_bytes: int) -> list[list[torch.Tensor]]:
+    """Return the pieces in memory that has layers outermost: of each layer, of each block."""
+    shape = NUM_LAYERS, num_blocks, piece_bytes
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * int(np.prod(shape))).from_address(address)).reshape(shape)
+    return [list(layer) for layer in torch.from_numpy(memory)]
+
+
+def copying_by_torch(
+    source: Sequence[Sequence[torch.Tensor]], destination: Sequence[Sequence[torch.Tensor]], blocks: GroupBlocks
+) -> Callable[[], None]:
+    """Return the copy of these blocks by a call of torch for each block and layer, on one thread as the others."""
+    ids = (np.asarray(chosen).tolist() for chosen in (blocks.source_block_ids, blocks.destination_block_ids))
+    pairs = list(zip(*ids, strict=True))
+
+    def copy() -> None:
+        for of_source, of_destination in zip(source, destination, strict=True):
+            for source_id, destination_id in pairs:
+                of_destination[destination_id].copy_(of_source[source_id])
+
+    torch.set_num_threads(1)
     return copy
 
 

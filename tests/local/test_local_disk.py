@@ -1,5 +1,6 @@
 """The disk tier: crashes, damage, the cap on disk, a second owner, and a disk that fails or hangs."""
 
+import ctypes
 import errno
 import os
 import resource
@@ -16,8 +17,8 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason, TierError
-from kvferry.tiers.disk.records import MAX_CELLS, RECORD_BYTES, SegmentShape
-from kvferry.tiers.disk.segments import Directory, SegmentFile, segment_name
+from kvferry.tiers.disk.records import MAX_CELL_BYTES, MAX_CELLS, RECORD_BYTES, RecordHeader, SegmentShape
+from kvferry.tiers.disk.segments import Directory, SegmentFiles, cells_name, segment_name, table_name
 from kvferry.tiers.disk.workers import Buffer, HeaderWrite, Workers
 from kvferry.tiers.local_disk import RESERVED_BYTES, LocalDisk
 from kvferry.tiers.protocol import Presence, Slots, Store
@@ -48,13 +49,18 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Blocks]]:
 
 
 def segments(blocks: Blocks) -> list[Path]:
-    """Return the segment files."""
-    return sorted(blocks.directory.glob("segment-*"))
+    """Return the files of cells."""
+    return sorted(blocks.directory.glob("segment-*.kv"))
+
+
+def table_of(path: Path) -> Path:
+    """Return the file of the table that belongs to a file of cells."""
+    return path.with_suffix(".table")
 
 
 def shape_of(path: Path) -> SegmentShape:
-    """Return the shape of a segment file."""
-    return SegmentShape.unpack(path.read_bytes()[:4096])
+    """Return the shape of the segment with this file of cells."""
+    return SegmentShape.unpack(table_of(path).read_bytes()[:4096])
 
 
 def change(path: Path, offset: int, mask: int = 1) -> None:
@@ -100,11 +106,49 @@ def test_slots_need_no_page_boundary(opened: Callable[..., Blocks], length: int,
 def test_neighbouring_blocks_move_in_one_call(opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = opened(4 << 20)
     calls: list[int] = []
-    read = SegmentFile.read
-    monkeypatch.setattr(SegmentFile, "read", lambda *arguments: (calls.append(len(arguments[2])), read(*arguments))[1])
+    read = SegmentFiles.read
+    monkeypatch.setattr(SegmentFiles, "read", lambda *arguments: (calls.append(len(arguments[2])), read(*arguments))[1])
     blocks.store(list(range(32)))
     blocks.load(list(range(32))[::-1])
     assert calls == [32 * 8192]
+
+
+@pytest.mark.parametrize("length", [8192, 5000, 40_000])
+def test_a_block_is_longer_than_what_one_call_moves(
+    opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Linux moves at most 2 GiB less a page in one call; here it moves three pages."""
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, moving_at_most(3 * 4096, getattr(os, name)))
+    blocks = opened()
+    numbers = list(range(7))
+    assert blocks.store(numbers, length).landed.all()
+    assert blocks.load(numbers, length).landed.all()
+    assert opened().load(numbers, length).landed.all()
+
+
+def moving_at_most(most: int, call: Callable[..., int]) -> Callable[..., int]:
+    """Return the call with a limit."""
+
+    def limited(descriptor: int, pieces: list[memoryview], offset: int) -> int:
+        left, room = [], most
+        for piece in pieces:
+            left.append(piece[:room])
+            room -= len(left[-1])
+        return call(descriptor, [piece for piece in left if piece], offset)
+
+    return limited
+
+
+def test_a_block_that_no_segment_could_hold_after_a_restart_is_refused(
+    opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.tiers.local_disk.MAX_CELL_BYTES", 8192)
+    blocks = opened()
+    assert blocks.store([1]).landed.all()
+    assert blocks.store([2], 8193).failures == {Reason.BLOCK_SIZE_MISMATCH: 1}
+    assert blocks.held([1, 2]) == {1}
+    assert len(segments(blocks)) == 1
 
 
 # the cap
@@ -157,7 +201,7 @@ def test_a_smaller_cap_is_obeyed_at_once(opened: Callable[..., Blocks]) -> None:
     assert smaller.load(sorted(left)).landed.all()
     tiny = opened(2 * RESERVED_BYTES)
     assert bytes_on_disk(tiny.directory) <= 2 * RESERVED_BYTES
-    assert not segments(tiny)
+    assert [path.name for path in tiny.directory.iterdir()] == ["lock"]
 
 
 def test_the_least_recently_used_block_goes_first(opened: Callable[..., Blocks]) -> None:
@@ -238,14 +282,14 @@ def test_blocks_of_another_size_take_the_oldest_segment(opened: Callable[..., Bl
     assert len(blocks.held(numbers)) < 20  # blocks that nobody uses give way
 
 
-def test_a_file_that_was_never_made_hands_on_the_files_to_be_removed(tmp_path: Path) -> None:
+def test_a_segment_that_was_never_made_hands_on_the_files_to_be_removed(tmp_path: Path) -> None:
     directory = Directory(tmp_path)
-    first = SegmentFile(directory, SegmentShape(1, 4096, 2))
+    first = SegmentFiles(directory, SegmentShape(1, 4096, 2))
     first.clear_headers(0, 1)
-    second = SegmentFile(directory, SegmentShape(2, 4096, 2), replaces=[first])
-    third = SegmentFile(directory, SegmentShape(3, 4096, 2), replaces=[second])
+    second = SegmentFiles(directory, SegmentShape(2, 4096, 2), replaces=[first])
+    third = SegmentFiles(directory, SegmentShape(3, 4096, 2), replaces=[second])
     third.clear_headers(0, 1)
-    assert directory.segment_names() == ["segment-00000003.kv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["segment-00000003.kv", "segment-00000003.table"]
     third.close()
     directory.close()
 
@@ -332,11 +376,11 @@ def test_a_cell_that_is_written_again_is_free_after_a_crash(
     blocks.settle()
     crashed = tmp_path / "crashed"
 
-    def write(file: SegmentFile, cell: int, pieces: Any) -> None:
+    def write(file: SegmentFiles, cell: int, pieces: Any) -> None:
         shutil.copytree(blocks.directory, crashed)
         raise TierError(Reason.TIER_FAILED, "the process was killed.")
 
-    monkeypatch.setattr(SegmentFile, "write", write)
+    monkeypatch.setattr(SegmentFiles, "write", write)
     assert not blocks.store([1000]).landed.any()
     again = Blocks(crashed, CAPACITY)
     num_blocks = again.disk.snapshot()["num_blocks"]
@@ -445,7 +489,7 @@ def test_a_flipped_bit_in_a_record_header_is_a_miss(opened: Callable[..., Blocks
     blocks.store([0, 1, 2])
     blocks.disk.close()
     [path] = segments(blocks)
-    change(path, shape_of(path).header_offset(1) + offset)
+    change(table_of(path), shape_of(path).header_offset(1) + offset)
     blocks = opened()
     assert blocks.held([0, 1, 2]) == {0, 2}
     reason = "unsupported-version" if offset == 9 else "checksum-mismatch"
@@ -457,7 +501,7 @@ def test_a_header_of_another_cell_or_file_is_refused(opened: Callable[..., Block
     blocks = opened(segment_bytes=70_000)
     blocks.store(list(range(12)))
     blocks.disk.close()
-    first, second = segments(blocks)[:2]
+    first, second = map(table_of, segments(blocks)[:2])
     table = first.read_bytes()[4096 : 4096 + 2 * RECORD_BYTES]
     for path, cells in ((first, table[RECORD_BYTES:] + table[:RECORD_BYTES]), (second, table)):
         with path.open("r+b") as file:
@@ -469,31 +513,32 @@ def test_a_header_of_another_cell_or_file_is_refused(opened: Callable[..., Block
 
 
 @pytest.mark.parametrize("offset", [0, 8, 20, 30, 36, 41])
-def test_a_damaged_segment_header_removes_the_file(opened: Callable[..., Blocks], offset: int) -> None:
+def test_a_damaged_segment_header_removes_the_segment(opened: Callable[..., Blocks], offset: int) -> None:
     blocks = opened()
     blocks.store([0, 1])
     blocks.disk.close()
-    change(segments(blocks)[0], offset)
+    change(table_of(segments(blocks)[0]), offset)
     blocks = opened()
     assert blocks.held([0, 1]) == set()
-    assert not segments(blocks)
+    assert [path.name for path in blocks.directory.iterdir()] == ["lock"]
     reason = "unsupported-version" if offset == 8 else "checksum-mismatch"
     assert blocks.disk.snapshot()["refused"] == {reason: 1}
 
 
 def test_a_renamed_segment_is_removed(opened: Callable[..., Blocks]) -> None:
-    """Two files of one segment would be one for the tier, which counts and removes the file of the segment's name."""
+    """Two copies of one segment would be one for the tier, which counts and removes the files of the segment's name."""
     blocks = opened()
     blocks.store([0, 1])
     blocks.disk.close()
     [path] = segments(blocks)
-    path.rename(blocks.directory / segment_name(9))
+    table_of(path).rename(blocks.directory / table_name(segment_name(9)))
+    path.rename(blocks.directory / cells_name(segment_name(9)))
     blocks = opened()
     assert blocks.disk.snapshot()["refused"] == {"checksum-mismatch": 1}
     assert not segments(blocks)
 
 
-@pytest.mark.parametrize("length", [0, 4096, 50_000])
+@pytest.mark.parametrize("length", [0, 4096, 50_001])
 def test_a_cut_segment_is_removed_at_start_and_misses_while_open(opened: Callable[..., Blocks], length: int) -> None:
     blocks = opened()
     blocks.store(list(range(10)))
@@ -507,44 +552,133 @@ def test_a_cut_segment_is_removed_at_start_and_misses_while_open(opened: Callabl
     assert blocks.store([1]).landed.all()
 
 
+@pytest.mark.parametrize("gone", ["table", "cells"])
+def test_half_a_segment_is_removed_at_start(
+    opened: Callable[..., Blocks], caplog: pytest.LogCaptureFixture, gone: str
+) -> None:
+    blocks = opened()
+    blocks.store([1, 2])
+    blocks.disk.close()
+    [path] = segments(blocks)
+    (table_of(path) if gone == "table" else path).unlink()
+    blocks = opened()
+    assert blocks.held([1, 2]) == set()
+    assert blocks.disk.snapshot()["refused"] == {"checksum-mismatch": 1}
+    assert [path.name for path in blocks.directory.iterdir()] == ["lock"]
+    assert ("has no table" if gone == "table" else "is missing, its table is there") in caplog.text
+
+
+@pytest.mark.parametrize("longer", [-4096, 4096])
+@pytest.mark.parametrize("kind", ["table", "cells"])
+def test_a_table_that_does_not_fit_its_cells_is_removed_with_them(
+    opened: Callable[..., Blocks], caplog: pytest.LogCaptureFixture, kind: str, longer: int
+) -> None:
+    blocks = opened()
+    blocks.store([1, 2])
+    blocks.disk.close()
+    path = table_of(segments(blocks)[0]) if kind == "table" else segments(blocks)[0]
+    length = path.stat().st_size
+    os.truncate(path, length + longer)
+    blocks = opened()
+    assert blocks.held([1, 2]) == set()
+    assert f"has {length + longer} bytes; its table needs {length}" in caplog.text
+    assert [path.name for path in blocks.directory.iterdir()] == ["lock"]
+
+
+def test_a_directory_of_format_1_is_emptied_with_a_message(
+    opened: Callable[..., Blocks], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Format 1 had header, table and cells in one file, which has the name of today's cells."""
+    blocks = opened()
+    blocks.disk.close()
+    sealed = bytearray(SegmentShape(1, 8192, 10).pack())
+    sealed[8:10] = (1).to_bytes(2, "little")
+    path = blocks.directory / cells_name(segment_name(1))
+    path.write_bytes(bytes(sealed).ljust(100_000, b"\0"))
+    blocks = opened()
+    assert blocks.disk.snapshot()["refused"] == {"unsupported-version": 1}
+    assert "the segment has format 1, this kvferry reads and writes format 2" in caplog.text
+    assert not segments(blocks)
+
+
+def test_a_file_with_more_room_on_disk_than_a_segment_needs_is_removed(opened: Callable[..., Blocks]) -> None:
+    """Room behind the end of a file counts too: the cap is for what the directory occupies."""
+    blocks = opened()
+    blocks.store([1])
+    blocks.disk.close()
+    [path] = segments(blocks)
+    before = bytes_on_disk(blocks.directory)
+    with path.open("r+b") as file:
+        keep_size, offset, length = 1, ctypes.c_long(path.stat().st_size), ctypes.c_long(CAPACITY)
+        assert ctypes.CDLL(None).fallocate(file.fileno(), keep_size, offset, length) == 0
+    assert bytes_on_disk(blocks.directory) >= before + CAPACITY
+    blocks = opened()
+    assert blocks.disk.snapshot()["refused"] == {"tier-full": 1}
+    assert bytes_on_disk(blocks.directory) <= CAPACITY
+    assert blocks.held([1]) == set()
+
+
+@pytest.mark.parametrize("kind", ["table", "cells"])
+def test_a_file_with_a_second_name_is_not_written(opened: Callable[..., Blocks], tmp_path: Path, kind: str) -> None:
+    """A snapshot by hard links would change with the tier."""
+    blocks = opened()
+    blocks.store([1])
+    blocks.disk.close()
+    path = table_of(segments(blocks)[0]) if kind == "table" else segments(blocks)[0]
+    kept = tmp_path / "kept"
+    os.link(path, kept)
+    before = kept.read_bytes()
+    blocks = opened()
+    assert blocks.disk.snapshot()["refused"] == {"checksum-mismatch": 1}
+    assert blocks.store([2, 3]).landed.all()
+    blocks.settle()
+    assert kept.read_bytes() == before
+
+
 def test_foreign_files_are_left_alone(opened: Callable[..., Blocks]) -> None:
     blocks = opened()
     blocks.store([1])
-    others = [blocks.directory / name for name in ("notes.txt", "segment-notes.kv", "segment-1.kv")]
+    others = [blocks.directory / name for name in ("notes.txt", "segment-notes.kv", "segment-1.kv", "segment-1.table")]
     for other in others:
         other.write_text("mine")
-    folder = blocks.directory / "segment-00000077.kv"
-    folder.mkdir()
+    folders = [blocks.directory / "segment-00000077.kv", blocks.directory / "segment-00000001.table.d"]
+    for folder in folders:
+        folder.mkdir()
     opened(2 * RESERVED_BYTES)
-    assert [other.read_text() for other in others] == ["mine"] * 3
-    assert folder.is_dir()
+    assert [other.read_text() for other in others] == ["mine"] * 4
+    assert all(folder.is_dir() for folder in folders)
 
 
-def test_a_file_with_the_name_of_a_new_segment_is_left_alone(opened: Callable[..., Blocks]) -> None:
+@pytest.mark.parametrize("name", [cells_name(segment_name(1)), table_name(segment_name(1))])
+def test_a_file_with_the_name_of_a_new_segment_is_left_alone(opened: Callable[..., Blocks], name: str) -> None:
     blocks = opened()
-    foreign = blocks.directory / segment_name(1)
+    foreign = blocks.directory / name
     foreign.write_text("mine")
     assert blocks.store([1]).failures == {Reason.TIER_FAILED: 1}
     assert foreign.read_text() == "mine"
+    assert sorted(path.name for path in blocks.directory.iterdir()) == ["lock", name]
     blocks.disk._grow_again_at = 0.0
     blocks.disk.poll()
     assert blocks.store([1]).landed.all()
 
 
-def test_links_and_pipes_are_not_opened(opened: Callable[..., Blocks], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["table", "cells"])
+def test_links_and_pipes_are_not_opened(opened: Callable[..., Blocks], tmp_path: Path, kind: str) -> None:
     """A link must not lead to a file of another directory; a pipe would wait for its other end."""
     blocks = opened()
     blocks.store([1, 2])
     [path] = segments(blocks)
     blocks.disk.close()
     elsewhere = tmp_path / "elsewhere"
+    path = table_of(path) if kind == "table" else path
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
-    os.mkfifo(blocks.directory / segment_name(2))
+    os.mkfifo(blocks.directory / f"{segment_name(2)}{path.suffix}")
     before = elsewhere.read_bytes()
     blocks = opened()
     assert blocks.held([1, 2]) == set()
-    assert blocks.disk.snapshot()["refused"] == {"tier-failed": 1, "checksum-mismatch": 1}
+    reasons = {"tier-failed": 1, "checksum-mismatch": 1} if kind == "table" else {"checksum-mismatch": 2}
+    assert blocks.disk.snapshot()["refused"] == reasons
     assert blocks.store([1]).landed.all()
     assert elsewhere.read_bytes() == before
     lock = blocks.directory / "lock"
@@ -559,18 +693,45 @@ def test_links_and_pipes_are_not_opened(opened: Callable[..., Blocks], tmp_path:
 
 @pytest.mark.parametrize(
     "shape",
-    [SegmentShape(1, 4096, MAX_CELLS + 1), SegmentShape(1, 4096, 0), SegmentShape(1, 0, 9), SegmentShape(1, 4097, 9)],
+    [
+        SegmentShape(1, 4096, MAX_CELLS + 1),
+        SegmentShape(1, 4096, 0),
+        SegmentShape(1, 0, 9),
+        SegmentShape(1, 4097, 9),
+        SegmentShape(1, MAX_CELL_BYTES + 4096, 1),
+        SegmentShape(1, 1 << 63, 1 << 62),
+        SegmentShape((1 << 64) - 1, 4096, 1),
+    ],
 )
 def test_a_forged_header_cannot_claim_an_impossible_segment(opened: Callable[..., Blocks], shape: SegmentShape) -> None:
     """A file with holes may be as long as its header says, and take no room on disk."""
     blocks = opened()
     blocks.disk.close()
-    path = blocks.directory / segment_name(1)
-    path.write_bytes(shape.pack())
-    os.truncate(path, shape.file_bytes)
+    forge(blocks.directory, shape)
     blocks = opened()
     assert blocks.disk.snapshot()["refused"] == {"checksum-mismatch": 1}
     assert not segments(blocks)
+    assert blocks.store([1]).landed.all()
+
+
+def forge(directory: Path, shape: SegmentShape, table: bytes = b"") -> None:
+    """Write the files of a segment, with holes in place of the cells."""
+    name = segment_name(shape.segment_id)
+    (directory / table_name(name)).write_bytes(shape.pack().ljust(4096, b"\0") + table)
+    for path, length in ((table_name(name), shape.table_bytes), (cells_name(name), shape.data_bytes)):
+        (directory / path).touch()
+        os.truncate(directory / path, min(length, 1 << 40))
+
+
+def test_a_forged_sequence_leaves_room_for_the_next(opened: Callable[..., Blocks]) -> None:
+    """The largest number that fits into a header has no successor: no later block would survive a restart."""
+    blocks = opened()
+    blocks.disk.close()
+    forge(blocks.directory, SegmentShape(1, 8192, 3), RecordHeader(0, key_of(7), 8192, 0, (1 << 64) - 1).pack(1))
+    blocks = opened()
+    assert blocks.disk.snapshot()["refused"] == {"checksum-mismatch": 1}
+    blocks.store([1])
+    assert opened().held([1]) == {1}
 
 
 def test_a_process_without_descriptors_removes_no_segment(
@@ -672,7 +833,30 @@ def test_only_its_user_may_read_the_directory(opened: Callable[..., Blocks]) -> 
     blocks = opened()
     blocks.store([1])
     assert blocks.directory.stat().st_mode & 0o077 == 0
-    assert segments(blocks)[0].stat().st_mode & 0o077 == 0
+    assert all(path.stat().st_mode & 0o077 == 0 for path in blocks.directory.iterdir())
+
+
+def test_a_directory_of_another_user_is_refused(opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its user could read the blocks, and place others with right checksums."""
+    blocks = opened()
+    blocks.store([1])
+    blocks.disk.close()
+    before = sorted(blocks.directory.iterdir())
+    os.chown(blocks.directory, 12345, -1) if not os.geteuid() else monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(TierError, match=r"belongs to user \d+, this process runs as user \d+") as raised:
+        LocalDisk(blocks.directory, CAPACITY, blocks.region)
+    assert raised.value.reason is Reason.PERMISSION_DENIED
+    assert sorted(blocks.directory.iterdir()) == before
+
+
+def test_a_directory_that_every_user_may_write_is_refused(opened: Callable[..., Blocks]) -> None:
+    blocks = opened()
+    blocks.disk.close()
+    blocks.directory.chmod(0o777)
+    with pytest.raises(TierError, match="every user may write") as raised:
+        LocalDisk(blocks.directory, CAPACITY, blocks.region)
+    assert raised.value.reason is Reason.PERMISSION_DENIED
+    LocalDisk(blocks.directory / "inside", CAPACITY, blocks.region).close()
 
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path, opened: Callable[..., Blocks]) -> None:
@@ -681,9 +865,34 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path, opened: Call
     with pytest.raises(TierError) as raised:
         LocalDisk(tmp_path / "file" / "tier", CAPACITY, blocks.region)
     assert raised.value.reason is Reason.TIER_FAILED
+    with pytest.raises(TierError, match="is there and is no directory"):
+        LocalDisk(tmp_path / "file", CAPACITY, blocks.region)
     with pytest.raises(TierError) as raised:
         LocalDisk(tmp_path / "other", 4096, blocks.region)
     assert raised.value.reason is Reason.INVALID_SETTING
+
+
+def test_a_header_that_waits_for_the_kernel_holds_up_no_read(
+    opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = opened(num_threads=2)
+    blocks.store([1, 2])
+    blocks.settle()
+    goes_on, waits, write = threading.Event(), threading.Event(), os.pwrite
+
+    def wait(*arguments: Any) -> int:
+        waits.set()
+        goes_on.wait(20)
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", wait)
+    path = segments(blocks)[0]
+    change(path, shape_of(path).cell_offset(blocks.disk._space.held[key_of(2)].cell))
+    assert not blocks.load([2]).landed.any()  # its header is cleared, which waits
+    assert waits.wait(20)
+    assert blocks.load([1]).landed.all()
+    goes_on.set()
+    blocks.settle()
 
 
 # a disk that fails
@@ -700,7 +909,7 @@ def test_a_full_disk_is_a_miss_and_leaves_no_file(opened: Callable[..., Blocks])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert store.failures == {Reason.TIER_FULL: 3}
-    assert len(segments(blocks)) == 1
+    assert len(list(blocks.directory.iterdir())) == 3
     assert blocks.disk.snapshot()["num_segments"] == 1
     assert blocks.load([0]).landed.all()
     assert blocks.store([5, 6]).landed.all()  # its segment has free cells
@@ -718,7 +927,7 @@ def test_a_file_that_takes_more_room_than_it_should_is_not_kept(
 
     monkeypatch.setattr(os, "posix_fallocate", allocate_more)
     assert blocks.store([1]).failures == {Reason.TIER_FULL: 1}
-    assert not segments(blocks)
+    assert [path.name for path in blocks.directory.iterdir()] == ["lock"]
     assert blocks.disk.snapshot()["num_segments"] == 0
 
 
@@ -781,13 +990,13 @@ def test_a_read_that_hangs_ends_and_touches_no_slot_afterwards(
 ) -> None:
     blocks = opened(stall_seconds=1.0, num_threads=2)
     blocks.store([1, 2, 3])
-    goes_on, read = threading.Event(), SegmentFile.read
+    goes_on, read = threading.Event(), SegmentFiles.read
 
     def hang(*arguments: Any) -> None:
         read(*arguments)
         goes_on.wait(20)
 
-    monkeypatch.setattr(SegmentFile, "read", hang)
+    monkeypatch.setattr(SegmentFiles, "read", hang)
     loads = []
     for number in (1, 2):
         blocks.slab[:] = 0
@@ -816,13 +1025,13 @@ def test_a_write_that_hangs_keeps_its_cell_until_it_ends(
 ) -> None:
     blocks = opened(stall_seconds=1.0, num_threads=2, segment_bytes=CAPACITY)
     room = shape_room(blocks)
-    goes_on, write = threading.Event(), SegmentFile.write
+    goes_on, write = threading.Event(), SegmentFiles.write
 
     def hang(*arguments: Any) -> None:
         goes_on.wait(20)
         write(*arguments)
 
-    monkeypatch.setattr(SegmentFile, "write", hang)
+    monkeypatch.setattr(SegmentFiles, "write", hang)
     store = blocks.begin_store([1], [8192])
     blocks.wait(store)
     blocks.disk.complete_store(store)
@@ -843,7 +1052,7 @@ def test_close_is_bounded_and_a_hanging_thread_keeps_the_directory(
     blocks = Blocks(tmp_path, CAPACITY, num_threads=2)
     blocks.store([1])
     goes_on = threading.Event()
-    monkeypatch.setattr(SegmentFile, "read", lambda *arguments: goes_on.wait(20))
+    monkeypatch.setattr(SegmentFiles, "read", lambda *arguments: goes_on.wait(20))
     load = blocks.disk.prepare_load([key_of(1)], blocks.slots([8192]))
     time.sleep(0.05)
     began_at = time.monotonic()
@@ -901,13 +1110,13 @@ def test_the_first_thread_takes_stores_first_and_the_others_loads() -> None:
 def test_cancel_ends_a_copy_at_once(opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = opened()
     blocks.store([1])
-    goes_on, read = threading.Event(), SegmentFile.read
+    goes_on, read = threading.Event(), SegmentFiles.read
 
     def wait(*arguments: Any) -> None:
         goes_on.wait(20)
         read(*arguments)
 
-    monkeypatch.setattr(SegmentFile, "read", wait)
+    monkeypatch.setattr(SegmentFiles, "read", wait)
     blocks.slab[:] = 0
     load = blocks.disk.prepare_load([key_of(1)], blocks.slots([8192]))
     blocks.disk.cancel(load)

@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvferry.layout.shard import Region
 from kvferry.testing.tier_suite import LowerBench, LowerTierSuite, tier_machine
-from kvferry.tiers.disk.segments import Directory, read_segment
+from kvferry.tiers.disk.segments import Directory, cells_name, read_segment
 from kvferry.tiers.local_disk import LocalDisk
 from kvferry.tiers.pool.store import object_names
 from kvferry.tiers.protocol import BlockKey, LowerTier
@@ -41,7 +41,7 @@ class TestLocalDisk(LowerTierSuite):
             shape, headers, _ = read_segment(directory, name)
             for header in headers:
                 if header.key == key:
-                    with (directory.path / name).open("r+b") as file:
+                    with (directory.path / cells_name(name)).open("r+b") as file:
                         file.seek(shape.cell_offset(header.cell) + 100)
                         byte = file.read(1)[0]
                         file.seek(shape.cell_offset(header.cell) + 100)

@@ -27,8 +27,7 @@ tiers = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Show, verify or clear the blocks that a disk tier keeps in a directory.\n\nNo connector writes such a "
-    "directory yet: these commands serve programs that use kvferry.tiers.local_disk.",
+    help="Show, verify or clear the blocks that a disk tier keeps in a directory: the disk_path of an engine.",
 )
 
 DirectoryArgument = Annotated[Path, typer.Argument(help="The directory of a disk tier.", metavar="DIR")]
@@ -110,14 +109,13 @@ def clear(
     """
     with refused(as_json), locked(directory) as opened:
         names = opened.segment_names()
-        num_bytes = sum(
-            os.stat(name, dir_fd=opened.descriptor, follow_symlinks=False).st_blocks * 512 for name in names
-        )
+        with errors_of(directory):
+            num_bytes = sum(map(opened.occupied_bytes, names))
         if not yes:
             typer.confirm(f"Remove {len(names)} segments of {format_bytes(num_bytes)} in {directory}?", abort=True)
         for name in names:
             with errors_of(directory / name):
-                opened.remove(name)
+                opened.remove_segment(name)
     if as_json:
         typer.echo(json.dumps({"segments_removed": len(names), "bytes_removed": num_bytes}, indent=2))
     else:
@@ -151,7 +149,7 @@ def print_unusable(console: Console, reports: list[SegmentReport]) -> None:
     """Print why files and headers cannot be used."""
     for report in reports:
         if report.error is not None:
-            console.print(str(report.error), style="red", markup=False)
+            console.print(f"{report.name}: {report.error}", style="red", markup=False)
         for reason, count in report.refused.items():
             console.print(f"{report.name}: {count} unusable headers [{reason}]", style="red", markup=False)
 
@@ -169,7 +167,7 @@ def refused(as_json: bool) -> Iterator[None]:
 def locked(path: Path) -> Iterator[Directory]:
     """Own the directory of a disk tier. Raises :class:`TierError` ``tier-in-use`` while an engine owns it."""
     existing_directory(path).close()
-    directory, lock = open_directory(path)
+    directory, lock = open_directory(path, of_anybody=True)
     try:
         yield directory
     finally:

@@ -1,10 +1,10 @@
-"""The disk tier: blocks in segment files of one directory, which outlive the engine.
+"""The disk tier: blocks in the files of one directory, which outlive the engine.
 
 All decisions are taken inside the verbs, on the caller's thread; a few threads only move bytes. A block is read into a
 buffer of the thread, compared with its checksum, and then copied into its slot. So a copy can end at any time, even
 while the disk hangs, and its slots are free from that moment on.
 
-**Cap.** The directory never occupies more than ``capacity_bytes`` on disk. Segment files are allocated at once and
+**Cap.** The directory never occupies more than ``capacity_bytes`` on disk. A segment's files are allocated at once and
 never grow, so the bytes on disk are known before a file is made; a smaller cap is obeyed when the tier is opened.
 Files that are not the tier's are neither counted nor touched.
 
@@ -20,6 +20,7 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -32,8 +33,8 @@ import numpy as np
 
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
-from kvferry.tiers.disk.records import PAGE_BYTES
-from kvferry.tiers.disk.segments import LOCK_NAME, Directory, SegmentFile, errors_of, read_segment
+from kvferry.tiers.disk.records import MAX_CELL_BYTES, PAGE_BYTES
+from kvferry.tiers.disk.segments import LOCK_NAME, Directory, SegmentFiles, errors_of, read_segment
 from kvferry.tiers.disk.space import Record, Segment, Space
 from kvferry.tiers.disk.workers import RUN_BYTES, HeaderWrite, LoadRun, Run, StoreRun, Task, Workers
 from kvferry.tiers.protocol import (
@@ -61,6 +62,7 @@ RETRY_SECONDS = 30.0
 """How long the tier does not try to make another segment after the disk had no room for one."""
 RESERVED_BYTES = 16 * PAGE_BYTES
 """For the directory, the lock file and their growth."""
+_ROOT = 0
 _LACKS_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 MIN_SEGMENTS, MAX_SEGMENTS = 8, 64
 SEGMENT_BYTES = 64 << 20
@@ -94,8 +96,9 @@ class DiskStore(Store):
 class LocalDisk:
     """The disk tier in ``directory``, for slots of the host slab at ``region``. One owner at a time.
 
-    Raises :class:`TierError`: ``tier-in-use`` for a directory that another tier has open, ``tier-failed`` for one that
-    cannot be used, ``invalid-setting`` for a capacity that is too small for anything.
+    Raises :class:`TierError`: ``tier-in-use`` for a directory that another tier has open, ``permission-denied`` for one
+    that another user controls, ``tier-failed`` for one that cannot be used, ``invalid-setting`` for a capacity that is
+    too small for anything.
 
     >>> import tempfile
     >>> block = np.arange(4096, dtype=np.uint8)
@@ -130,7 +133,7 @@ class LocalDisk:
         self._stall_seconds = stall_seconds
         self._directory, self._lock = open_directory(directory)
         self._space = Space(usable_bytes, min(segment_bytes or _segment_bytes(usable_bytes), usable_bytes))
-        self._files: dict[Segment, SegmentFile] = {}
+        self._files: dict[Segment, SegmentFiles] = {}
         self._refused: Counter[Reason] = Counter()
         self._loads: set[DiskLoad] = set()
         self._stores: set[DiskStore] = set()
@@ -213,6 +216,9 @@ class LocalDisk:
             elif record is not None:
                 message = f"a block of {record.num_bytes} bytes was to be stored again with {lengths[index]} bytes."
                 store.fail(1, TierError(Reason.BLOCK_SIZE_MISMATCH, message, "Let equal keys mean equal blocks."))
+            elif lengths[index] > MAX_CELL_BYTES:
+                message = f"a block of {lengths[index]} bytes was to be stored; the disk tier takes {MAX_CELL_BYTES}."
+                store.fail(1, TierError(Reason.BLOCK_SIZE_MISMATCH, message, "Make blocks of fewer tokens."))
             elif key in self._being_stored:
                 store.fail(1, TierError(Reason.ALREADY_BEING_STORED, "another store writes the block."))
             else:
@@ -229,16 +235,15 @@ class LocalDisk:
         self._stores.remove(store)
         store.is_completed = True
         self._failures.update(store.failures)
-        landed = []
+        landed: dict[Segment, list[Record]] = {}
         for index, record in sorted(store.records.items(), reverse=True):  # the first block of a prefix goes last
             self._being_stored.discard(record.key)
             if store.landed[index]:
                 self._space.publish(record, store.checksums[index])
-                landed.append(record)
+                landed.setdefault(record.segment, []).append(record)
             elif index in store.finished:
                 self._space.give_back(record)
-        runs = neighbours(landed)
-        tasks = [HeaderWrite(self._files[run[0].segment], run) for run in runs]
+        tasks = [HeaderWrite(self._files[segment], in_order_of_cells(records)) for segment, records in landed.items()]
         self._workers.submit(tasks, is_load=False)
 
     def cancel(self, copy: TierCopy) -> None:
@@ -316,14 +321,14 @@ class LocalDisk:
             except TierError as error:
                 if isinstance(error.__cause__, OSError) and error.__cause__.errno in _LACKS_RESOURCES:
                     raise
-                logger.warning("%s is removed: %s", name, error)
+                logger.warning("%s is removed: %s", self._directory.path / name, error)
                 self._refused[error.reason] += 1
                 with errors_of(self._directory.path / name):
-                    self._directory.remove(name)
+                    self._directory.remove_segment(name)
                 continue
             segment = self._space.add_found(shape, headers)
             self._refused += refused
-            self._files[segment] = SegmentFile(self._directory, shape, exists=True)
+            self._files[segment] = SegmentFiles(self._directory, shape, exists=True)
         self._space.sort_found()
         for segment in self._space.shrink():
             self._files.pop(segment).remove()
@@ -355,11 +360,11 @@ class LocalDisk:
                 self._being_stored.add(record.key)
 
     def _make_files(self) -> None:
-        """Give each new segment a file; the threads remove the files that it replaces first."""
+        """Give each new segment its files; the threads remove the files that these replace first."""
         for segment in self._space.segments.values():
             if segment not in self._files:
                 replaced = [self._files.pop(old) for old in segment.replaces]
-                self._files[segment] = SegmentFile(self._directory, segment.shape, replaces=replaced)
+                self._files[segment] = SegmentFiles(self._directory, segment.shape, replaces=replaced)
                 segment.replaces = ()
 
     def _start(self, copy: DiskLoad | DiskStore, kind: type[LoadRun] | type[StoreRun]) -> None:
@@ -414,7 +419,7 @@ class LocalDisk:
                 self._space.give_back(record)
             if not copy.has_ended:
                 self._note(copy, index, error)
-        if run.file.is_removed:
+        if run.files.is_removed:
             self._drop(run.records[0].segment)
         self._count_down(run)
 
@@ -451,7 +456,7 @@ class LocalDisk:
             self._workers.submit([HeaderWrite(self._files[record.segment], forgotten=record)], is_load=False)
 
     def _drop(self, segment: Segment) -> None:
-        """Remove a segment whose file could not be made, and make no other for a while."""
+        """Remove a segment whose files could not be made, and make no other for a while."""
         if self._space.segments.get(segment.shape.segment_id) is segment:
             self._space.drop(segment)
             del self._files[segment]
@@ -487,15 +492,21 @@ class LocalDisk:
         return [int(length) for length in slots.lengths]
 
 
-def open_directory(path: Path) -> tuple[Directory, int]:
+def open_directory(path: Path, *, of_anybody: bool = False) -> tuple[Directory, int]:
     """Make and lock a directory; return it and the descriptor that holds the lock.
 
-    Raises :class:`TierError` ``tier-in-use`` for a second owner, else ``tier-failed``.
+    Raises :class:`TierError` ``tier-in-use`` for a second owner, ``permission-denied`` for a directory that another
+    user controls, unless it may be ``of_anybody``, else ``tier-failed``.
     """
     with ExitStack() as opened, errors_of(path):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError:
+            raise TierError(Reason.TIER_FAILED, f"{path} is there and is no directory.") from None
         directory = Directory(path)
         opened.callback(directory.close)
+        if not of_anybody:
+            _check_owner(directory)
         lock = directory.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
         opened.callback(os.close, lock)
         try:
@@ -523,6 +534,17 @@ def check_directory(path: Path) -> None:
     directory.close()
 
 
+def _check_owner(directory: Directory) -> None:
+    """Refuse a directory in which another user could read blocks, or place blocks with right checksums."""
+    found = os.fstat(directory.descriptor)
+    remedy = "Name a directory inside it: kvferry makes one for its user only."
+    if found.st_uid not in (os.geteuid(), _ROOT):
+        asked = f"{directory.path} belongs to user {found.st_uid}, this process runs as user {os.geteuid()}."
+        raise TierError(Reason.PERMISSION_DENIED, asked, remedy)
+    if found.st_mode & stat.S_IWOTH:
+        raise TierError(Reason.PERMISSION_DENIED, f"every user may write to {directory.path}.", remedy)
+
+
 def _lock_directory(directory: Directory) -> None:
     try:
         fcntl.flock(directory.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -535,7 +557,7 @@ def _lock_directory(directory: Directory) -> None:
 def neighbours(records: Iterable[Record]) -> list[list[Record]]:
     """Return the records of neighbouring cells together, in the order of the disk, up to ``RUN_BYTES``."""
     runs: list[list[Record]] = []
-    for record in sorted(records, key=lambda record: (record.segment.shape.segment_id, record.cell)):
+    for record in in_order_of_cells(records):
         last = runs[-1][-1] if runs else None
         if (
             last is not None
@@ -547,6 +569,11 @@ def neighbours(records: Iterable[Record]) -> list[list[Record]]:
         else:
             runs.append([record])
     return runs
+
+
+def in_order_of_cells(records: Iterable[Record]) -> list[Record]:
+    """Return the records in the order of the disk."""
+    return sorted(records, key=lambda record: (record.segment.shape.segment_id, record.cell))
 
 
 def _segment_bytes(usable_bytes: int) -> int:

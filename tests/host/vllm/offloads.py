@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kvferry.harness.engine_metrics import PromptTokens, cached_tokens
 from kvferry.tiers.disk.inspection import existing_directory, inspect
 from kvferry.tiers.disk.records import RecordHeader, SegmentShape
+from kvferry.tiers.disk.segments import cells_name
 
 from .engine_pool import Engine, EnginePool, Reference, post, tokens_of
 from .handoffs import ALL_PAIRS, random_prompt
@@ -163,7 +164,7 @@ DiskPlace = tuple[str, RecordHeader, SegmentShape]
 
 
 def on_disk(folder: Path) -> dict[bytes, DiskPlace]:
-    """Return the file, header and shape of each block in the folder of a disk tier, by the block's key."""
+    """Return the segment, header and shape of each block in the folder of a disk tier, by the block's key."""
     if not (folder / "lock").exists():
         return {}
     directory = existing_directory(folder)
@@ -193,8 +194,8 @@ def wait_until_on_disk(folder: Path) -> dict[bytes, DiskPlace]:
 def flip_byte_on_disk(folder: Path, place: DiskPlace) -> None:
     """Change one byte in the middle of a block, behind the back of the tier."""
     name, header, shape = place
-    offset = shape.first_cell_offset + header.cell * shape.cell_bytes + header.num_bytes // 2
-    with (folder / name).open("r+b") as file:
+    offset = shape.cell_offset(header.cell) + header.num_bytes // 2
+    with (folder / cells_name(name)).open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)
         file.seek(offset)

@@ -1,6 +1,5 @@
 """The directory of a disk tier as people see it: what it holds, and whether every block is intact."""
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,10 +8,12 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
 
+from xxhash import xxh3_64
+
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.checksum import checksum
 from kvferry.tiers.disk.records import RecordHeader, SegmentShape
-from kvferry.tiers.disk.segments import LOCK_NAME, Directory, SegmentFile, errors_of, read_segment
+from kvferry.tiers.disk.segments import LOCK_NAME, Directory, SegmentFiles, errors_of, read_segment
 from kvferry.tiers.disk.workers import RUN_BYTES, Buffer
 
 NUM_READERS = 4
@@ -20,7 +21,7 @@ NUM_READERS = 4
 
 @dataclass(frozen=True, slots=True)
 class SegmentReport:
-    """One segment file. ``error`` says why the file cannot be used; ``refused`` counts its unusable headers."""
+    """One segment. ``error`` says why its files cannot be used; ``refused`` counts its unusable headers."""
 
     name: str
     occupied_bytes: int
@@ -50,17 +51,15 @@ def existing_directory(path: Path) -> Directory:
 
 
 def inspect(directory: Directory) -> list[SegmentReport]:
-    """Return a report on every segment file; reads headers only, and needs no lock."""
+    """Return a report on every segment; reads headers only, and needs no lock. Raises as ``segment_names``."""
     reports = []
     for name in directory.segment_names():
-        try:
-            occupied_bytes = os.stat(name, dir_fd=directory.descriptor, follow_symlinks=False).st_blocks * 512
-        except FileNotFoundError:  # an engine has replaced the segment
-            continue
+        with errors_of(directory.path / name):
+            occupied_bytes = directory.occupied_bytes(name)
         try:
             shape, headers, refused = read_segment(directory, name)
         except TierError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
+            if not isinstance(error.__cause__, FileNotFoundError):  # else an engine has replaced the segment
                 reports.append(SegmentReport(name, occupied_bytes, error=error))
         else:
             reports.append(SegmentReport(name, occupied_bytes, shape, tuple(headers), refused))
@@ -75,13 +74,13 @@ def verify(directory: Directory, reports: list[SegmentReport], advance: Callable
         for report in reports:
             if report.shape is None:
                 continue
-            file = SegmentFile(directory, report.shape, exists=True)
+            files = SegmentFiles(directory, report.shape, exists=True)
             runs = list(_runs(report))
-            results = pool.map(lambda file, run: _damaged_in(file, run, buffers.own), repeat(file), runs)
+            results = pool.map(lambda files, run: _damaged_in(files, run, buffers.own), repeat(files), runs)
             for run, found in zip(runs, results, strict=True):
                 damaged += found
                 advance(len(run))
-            file.close()
+            files.close()
     return damaged
 
 
@@ -99,14 +98,32 @@ def _runs(report: SegmentReport) -> Iterator[list[RecordHeader]]:
         yield run
 
 
-def _damaged_in(file: SegmentFile, run: list[RecordHeader], buffer: Buffer) -> list[DamagedBlock]:
-    view, address = buffer.of(len(run) * file.shape.cell_bytes)
+def _damaged_in(files: SegmentFiles, run: list[RecordHeader], buffer: Buffer) -> list[DamagedBlock]:
     try:
-        file.read(run[0].cell, view)
+        found = _checksums(files, run, buffer)
     except TierError as error:
-        return [DamagedBlock(file.name, header.cell, header.key.hex(), error.reason) for header in run]
+        return [DamagedBlock(files.name, header.cell, header.key.hex(), error.reason) for header in run]
     return [
-        DamagedBlock(file.name, header.cell, header.key.hex(), Reason.CHECKSUM_MISMATCH)
-        for place, header in enumerate(run)
-        if checksum(address + place * file.shape.cell_bytes, header.num_bytes) != header.checksum
+        DamagedBlock(files.name, header.cell, header.key.hex(), Reason.CHECKSUM_MISMATCH)
+        for header, checksum in zip(run, found, strict=True)
+        if checksum != header.checksum
     ]
+
+
+def _checksums(files: SegmentFiles, run: list[RecordHeader], buffer: Buffer) -> list[int]:
+    """Return the checksums of blocks in neighbouring cells; a long block is read in parts, so memory is bounded."""
+    cell_bytes = files.shape.cell_bytes
+    if cell_bytes > RUN_BYTES:
+        return [_checksum_in_parts(files, header, buffer) for header in run]
+    view, address = buffer.of(len(run) * cell_bytes)
+    files.read(run[0].cell, view)
+    return [checksum(address + place * cell_bytes, header.num_bytes) for place, header in enumerate(run)]
+
+
+def _checksum_in_parts(files: SegmentFiles, header: RecordHeader, buffer: Buffer) -> int:
+    digest = xxh3_64()
+    for begin in range(0, header.num_bytes, RUN_BYTES):
+        view, _ = buffer.of(min(RUN_BYTES, files.shape.cell_bytes - begin))
+        files.read(header.cell, view, begin)
+        digest.update(view[: header.num_bytes - begin])
+    return digest.intdigest()

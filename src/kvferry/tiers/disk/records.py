@@ -1,15 +1,15 @@
-"""What lies in a segment file: a header, a table of record headers, and equal cells.
+"""What lies in the two files of a segment: a table of record headers, and equal cells.
 
 ::
 
-    page 0                  the segment's header
-    page 1 ...              the table: one record header of RECORD_BYTES for each cell
-    first_cell_offset ...   the cells: one block each, from a page boundary, without gaps
+    segment-00000001.table   page 0: the segment's header; page 1 ...: one record header of RECORD_BYTES for each cell
+    segment-00000001.kv      the cells: one block each, from a page boundary, without gaps
 
 A record header describes itself: magic, version, place, key, length and the block's checksum, under a checksum of its
 own. A cell whose header is not intact is free. The headers lie together, so that the index of a directory is read in a
-few long reads; the blocks of neighbouring cells lie together, so that they move in one call. All integers are
-little-endian.
+few long reads; the blocks of neighbouring cells lie together, so that they move in one call. Headers are written
+through the page cache and blocks are not: in one file, each header would wait for all blocks on their way, and hold up
+those behind them. All integers are little-endian.
 """
 
 import struct
@@ -25,7 +25,8 @@ from kvferry.tiers.protocol import KEY_BYTES, BlockKey
 
 PAGE_BYTES = 4096
 """The alignment of direct access: of every offset, length and address."""
-VERSION = 1
+VERSION = 2
+"""Version 1 had header, table and cells in one file, ``segment-00000001.kv``."""
 RECORD_BYTES = 128
 MAX_CELLS = 1 << 22
 """Most cells of a segment: a damaged header cannot claim a table that fills the memory."""
@@ -35,9 +36,12 @@ _RECORD_MAGIC = b"KVFBLOCK"
 _SEGMENT = struct.Struct("<8sHxxxxxxQQQ")
 _RECORD = struct.Struct(f"<8sHxxIQQQQ{KEY_BYTES}s24x")
 _DIGEST = struct.Struct("<Q")
+_MAX_NUMBER = 1 << 63
+"""Above all ids and sequences: a forged one leaves no room for the next ones."""
 _SPLITS_PER_PAGE = 84
 """A page of a file's extents holds 340 on ext4, half of which may be unused, and each split of an extent adds two. The
-first write of a cell splits one, and so may each MiB of a file on a fragmented file system."""
+first write of a cell or of a table's page splits one, and so may each MiB of a file on a fragmented file system."""
+_EXTENTS_IN_INODE = 4
 
 
 def round_up(num_bytes: int) -> int:
@@ -51,7 +55,7 @@ def round_up(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SegmentShape:
-    """The shape of a segment file.
+    """The shape of a segment.
 
     >>> SegmentShape(segment_id=1, cell_bytes=65536, num_cells=100)
     SegmentShape(segment_id=1, cell_bytes=65536, num_cells=100)
@@ -74,31 +78,34 @@ class SegmentShape:
         return cls(segment_id, cell_bytes, num_cells)
 
     @property
-    def first_cell_offset(self) -> int:
-        """Where the cells begin."""
+    def table_bytes(self) -> int:
+        """The length of the table's file."""
         return PAGE_BYTES + round_up(self.num_cells * RECORD_BYTES)
 
     @property
-    def file_bytes(self) -> int:
-        """The length of the file."""
-        return self.first_cell_offset + self.num_cells * self.cell_bytes
+    def data_bytes(self) -> int:
+        """The length of the cells' file."""
+        return self.num_cells * self.cell_bytes
 
     @property
     def occupied_bytes(self) -> int:
-        """The most that the file occupies on disk, with the file system's own pages that describe the file."""
+        """The most that both files occupy on disk, with the file system's own pages that describe the files."""
         return self.made_bytes + self.num_cells // _SPLITS_PER_PAGE * PAGE_BYTES
 
     @property
     def made_bytes(self) -> int:
-        """The most that the file occupies before a cell is written."""
-        return self.file_bytes + (4 + (self.file_bytes >> 20) // _SPLITS_PER_PAGE) * PAGE_BYTES
+        """The most that both files occupy before a cell is written."""
+        table_pages = self.table_bytes // PAGE_BYTES
+        of_table = (table_pages + _SPLITS_PER_PAGE - _EXTENTS_IN_INODE) // _SPLITS_PER_PAGE
+        of_data = 4 + (self.data_bytes >> 20) // _SPLITS_PER_PAGE
+        return self.table_bytes + self.data_bytes + (of_table + of_data) * PAGE_BYTES
 
     def cell_offset(self, cell: int) -> int:
-        """Return where a cell begins."""
-        return self.first_cell_offset + cell * self.cell_bytes
+        """Return where a cell begins in its file."""
+        return cell * self.cell_bytes
 
     def header_offset(self, cell: int) -> int:
-        """Return where the record header of a cell lies."""
+        """Return where the record header of a cell lies in the table's file."""
         return PAGE_BYTES + cell * RECORD_BYTES
 
     def pack(self) -> bytes:
@@ -111,20 +118,21 @@ class SegmentShape:
 
     @classmethod
     def unpack(cls, page: bytes) -> "SegmentShape":
-        """Return the shape in a segment's first page.
+        """Return the shape in a table's first page.
 
         Raises :class:`TierError`: ``unsupported-version`` for another format, ``checksum-mismatch`` for other bytes.
         """
         if len(page) < _SEGMENT.size + _DIGEST.size or not page.startswith(_SEGMENT_MAGIC):
-            raise TierError(Reason.CHECKSUM_MISMATCH, "the file does not begin with the header of a segment.")
+            raise TierError(Reason.CHECKSUM_MISMATCH, "the table does not begin with the header of a segment.")
         _, version, segment_id, cell_bytes, num_cells = _SEGMENT.unpack_from(page)
         if version != VERSION:
             message = f"the segment has format {version}, this kvferry reads and writes format {VERSION}."
             raise TierError(Reason.UNSUPPORTED_VERSION, message)
         if not _is_sealed(page[: _SEGMENT.size + _DIGEST.size]):
             raise TierError(Reason.CHECKSUM_MISMATCH, "the header of the segment is damaged.")
-        if not (0 < num_cells <= MAX_CELLS and 0 < cell_bytes <= MAX_CELL_BYTES) or cell_bytes % PAGE_BYTES:
-            message = f"no segment has {num_cells} cells of {cell_bytes} bytes."
+        is_possible = 0 < num_cells <= MAX_CELLS and 0 < cell_bytes <= MAX_CELL_BYTES and segment_id < _MAX_NUMBER
+        if not is_possible or cell_bytes % PAGE_BYTES:
+            message = f"no segment {segment_id} has {num_cells} cells of {cell_bytes} bytes."
             raise TierError(Reason.CHECKSUM_MISMATCH, message)
         return cls(segment_id, cell_bytes, num_cells)
 
@@ -176,6 +184,7 @@ def read_table(table: bytes, shape: SegmentShape) -> tuple[list[RecordHeader], C
             (magic, place, segment_id) != (_RECORD_MAGIC, cell, shape.segment_id)
             or not _is_sealed(row)
             or round_up(num_bytes) != shape.cell_bytes
+            or sequence >= _MAX_NUMBER
         ):
             refused[Reason.CHECKSUM_MISMATCH] += 1
         else:

@@ -1,4 +1,4 @@
-"""Segment files: made in one piece, read and written with direct access, on any thread."""
+"""The files of segments: made in one piece; cells are read and written with direct access, on any thread."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.disk.records import FREE_CELL, PAGE_BYTES, RECORD_BYTES, RecordHeader, SegmentShape, read_table
 
-_SEGMENT_NAME = re.compile(r"segment-\d{8,20}\.kv")
+_SEGMENT_FILE = re.compile(r"(segment-\d{8,20})\.(?:kv|table)")
 LOCK_NAME = "lock"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -39,26 +39,39 @@ class Directory:
             return self.open(name, flags)
 
     def segment_names(self) -> list[str]:
-        """Return the names of all segment files, and of what has such a name but is no file."""
-        with os.scandir(self.descriptor) as entries:
-            return sorted(
-                entry.name
-                for entry in entries
-                if _SEGMENT_NAME.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)
-            )
+        """Return the names of all segments that have a file, or something with the name of one that is no folder.
+
+        Raises :class:`TierError` ``tier-failed`` where the directory cannot be read.
+        """
+        with errors_of(self.path), os.scandir(self.descriptor) as entries:
+            files = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
+        return sorted({found[1] for found in map(_SEGMENT_FILE.fullmatch, files) if found})
+
+    def remove_segment(self, name: str) -> None:
+        """Remove the files of a segment, if there are any; the table first, which makes the cells a segment."""
+        for file in (table_name(name), cells_name(name)):
+            self.remove(file)
 
     def remove(self, name: str) -> None:
-        """Remove a file, if there is one."""
-        with suppress(FileNotFoundError):
+        """Remove a file, if there is one; a folder of that name is left alone."""
+        with suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(name, dir_fd=self.descriptor)
+
+    def occupied_bytes(self, segment: str) -> int:
+        """Return the bytes on disk of a segment's files."""
+        found = 0
+        for name in (table_name(segment), cells_name(segment)):
+            with suppress(FileNotFoundError):
+                found += os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_blocks * 512
+        return found
 
     def close(self) -> None:
         """Close the descriptor."""
         os.close(self.descriptor)
 
 
-class SegmentFile:
-    """The file of one segment. ``replaces`` are removed before this file is made, on its first write.
+class SegmentFiles:
+    """The table and the cells of one segment. ``replaces`` are removed before these are made, on the first write.
 
     Methods raise :class:`TierError`: ``tier-full`` where the disk has no room, ``tier-failed`` where the disk, or the
     directory, fails. They may take as long as the disk does.
@@ -69,144 +82,185 @@ class SegmentFile:
         directory: Directory,
         shape: SegmentShape,
         *,
-        replaces: Sequence["SegmentFile"] = (),
+        replaces: Sequence["SegmentFiles"] = (),
         exists: bool = False,
     ) -> None:
         self.name = segment_name(shape.segment_id)
-        self.path = directory.path / self.name
+        self.path = directory.path / cells_name(self.name)
         self.shape = shape
         self.is_removed = False
         self._is_made = exists
         self._error: Exception | None = None
         self._directory = directory
         self._replaces = tuple(replaces)
+        self._header_lock = threading.Lock()
+        """Held while headers are written, which may wait for the kernel; taken before ``_lock``, which blocks need."""
         self._lock = threading.Lock()
-        self._direct = -1
-        self._cached = -1
+        self._cells = -1
+        self._table = -1
 
-    def read(self, cell: int, buffer: memoryview) -> None:
-        """Fill ``buffer``, whole pages on a page boundary, with the bytes from the beginning of a cell."""
-        with errors_of(self.path):
-            with self._lock:
-                self._open()
-            self._check_moved(os.preadv(self._direct, [buffer], self.shape.cell_offset(cell)), len(buffer))
+    def read(self, cell: int, buffer: memoryview, begin: int = 0) -> None:
+        """Fill ``buffer``, whole pages on a page boundary, with the bytes from ``begin`` of a cell."""
+        self._move(os.preadv, self.shape.cell_offset(cell) + begin, [buffer])
 
     def write(self, cell: int, pieces: Sequence[memoryview]) -> None:
         """Write pieces, whole pages on page boundaries, one behind the other from the beginning of a cell."""
-        with errors_of(self.path):
-            with self._lock:
-                self._open()
-            moved = os.pwritev(self._direct, pieces, self.shape.cell_offset(cell))
-            self._check_moved(moved, sum(map(len, pieces)))
+        self._move(os.pwritev, self.shape.cell_offset(cell), pieces)
 
     def write_headers(self, current: Callable[[], Iterable[RecordHeader]]) -> None:
-        """Write the headers that ``current`` returns, which is asked while nothing else writes headers of this file.
+        """Write the headers that ``current`` returns, which is asked while nothing else writes headers of this segment.
 
         So a thread that is late writes no header of a block whose cell belongs to another block by now.
         """
-        with self._table():
+        with self._header_lock:
             for cell, packed in _stretches((header.cell, header.pack(self.shape.segment_id)) for header in current()):
                 self._write_table(cell, packed)
 
     def clear_headers(self, cell: int, num_cells: int, is_current: Callable[[], bool] = lambda: True) -> None:
         """Mark neighbouring cells as free, if ``is_current`` says so while nothing else writes headers."""
-        with self._table():
+        with self._header_lock:
             if is_current():
                 self._write_table(cell, FREE_CELL * num_cells)
 
     def remove(self) -> None:
-        """Remove the file, and those that it was to replace; nothing is written to it afterwards."""
-        with self._lock, errors_of(self.path):
+        """Remove the files, and those that they were to replace; nothing is written to them afterwards."""
+        with self._header_lock, self._lock, errors_of(self.path):
             self._remove_replaced()
             self.is_removed = True
-            self._directory.remove(self.name)
+            self._directory.remove_segment(self.name)
             self._close()
 
     def close(self) -> None:
-        """Close the file. A later read or write opens it again."""
-        with self._lock:
+        """Close the files. A later read or write opens them again."""
+        with self._header_lock, self._lock:
             self._close()
+
+    def _move(
+        self, call: Callable[[int, Sequence[memoryview], int], int], offset: int, pieces: Sequence[memoryview]
+    ) -> None:
+        """Call until all bytes have moved: the kernel moves less than 2 GiB in one call."""
+        with errors_of(self.path):
+            with self._lock:
+                self._open()
+            wanted, moved = sum(map(len, pieces)), 0
+            while moved < wanted:
+                found = call(self._cells, pieces, offset + moved)
+                moved += found
+                if found % PAGE_BYTES or not found:  # the end of the file
+                    break
+                if moved < wanted:
+                    pieces = without_first(pieces, found)
+            _check_moved(self._cells, self.path, moved, wanted)
 
     def _open(self) -> None:
         if self._error is not None:
             raise self._error
         if self.is_removed:
             raise TierError(Reason.TIER_FAILED, f"{self.path} has been removed.")
-        if self._direct >= 0:
+        if self._cells >= 0:
             return
         self._remove_replaced()
         if not self._is_made:
             self._make()
-        cached = self._directory.open(self.name, os.O_RDWR)
+        table = self._directory.open(table_name(self.name), os.O_RDWR)
         try:
-            self._direct = self._directory.open_direct(self.name, os.O_RDWR)
+            self._cells = self._directory.open_direct(cells_name(self.name), os.O_RDWR)
         except OSError:
-            os.close(cached)
+            os.close(table)
             raise
-        self._cached = cached
+        self._table = table
 
     def _remove_replaced(self) -> None:
-        for file in self._replaces:
-            file.remove()
+        for files in self._replaces:
+            files.remove()
         self._replaces = ()
 
     def _make(self) -> None:
-        """Make the file with all its bytes, and only then its header: a file without header is removed at start.
+        """Make both files with all their bytes, and only then the header: a segment without one is removed at start.
 
-        A file that cannot be made counts as removed, so that no thread makes the file after the tier has given up.
+        Files that cannot be made count as removed, so that no thread makes them after the tier has given up.
         """
-        descriptor = -1
+        shape, made = self.shape, list[str]()
+        occupied_bytes = 0
         try:
-            descriptor = self._directory.open(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            os.posix_fallocate(descriptor, 0, self.shape.file_bytes)
-            found = os.fstat(descriptor).st_blocks * 512
-            if found > self.shape.made_bytes:
-                message = f"{self.path} occupies {found} bytes on disk instead of at most {self.shape.made_bytes}."
-                raise TierError(Reason.TIER_FULL, message, "Is the free space of the file system very fragmented?")
-            os.pwrite(descriptor, self.shape.pack(), 0)
+            for name, length, header in (
+                (cells_name(self.name), shape.data_bytes, b""),
+                (table_name(self.name), shape.table_bytes, shape.pack()),
+            ):
+                descriptor = self._directory.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                made.append(name)  # a file of that name that was there before is another's
+                try:
+                    os.posix_fallocate(descriptor, 0, length)
+                    occupied_bytes += os.fstat(descriptor).st_blocks * 512
+                    if occupied_bytes > shape.made_bytes:
+                        message = f"{self.path} takes {occupied_bytes} bytes on disk instead of {shape.made_bytes}."
+                        raise TierError(Reason.TIER_FULL, message, "Is the file system's free space very fragmented?")
+                    os.pwrite(descriptor, header, 0)
+                finally:
+                    os.close(descriptor)
         except Exception as error:
             self.is_removed, self._error = True, error
-            if descriptor >= 0:  # else a file of that name is another's
-                self._directory.remove(self.name)
+            for name in made:
+                self._directory.remove(name)
             raise
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
         self._is_made = True
 
-    @contextmanager
-    def _table(self) -> Iterator[None]:
-        """Let one thread at a time write headers."""
-        with errors_of(self.path), self._lock:
-            yield
-
     def _write_table(self, cell: int, packed: bytes) -> None:
-        """Write through the page cache, which outlives this process: headers lie in pages of their own."""
-        if not self.is_removed:
-            self._open()
-            moved = os.pwrite(self._cached, packed, self.shape.header_offset(cell))
-            self._check_moved(moved, len(packed))
-
-    def _check_moved(self, moved: int, wanted: int) -> None:
-        if moved != wanted:
-            raise TierError(Reason.TIER_FAILED, f"{self.path} ended after {moved} of {wanted} bytes.")
-        if not os.fstat(self._direct).st_nlink:
-            raise TierError(Reason.TIER_FAILED, f"{self.path} was removed by another program.")
+        """Write through the page cache, which outlives this process."""
+        path = self.path.with_name(table_name(self.name))
+        with errors_of(path):
+            with self._lock:
+                if self.is_removed:
+                    return
+                self._open()
+            moved = os.pwrite(self._table, packed, self.shape.header_offset(cell))
+            _check_moved(self._table, path, moved, len(packed))
 
     def _close(self) -> None:
-        for descriptor in (self._direct, self._cached):
+        for descriptor in (self._cells, self._table):
             if descriptor >= 0:
                 os.close(descriptor)
-        self._direct = self._cached = -1
+        self._cells = self._table = -1
 
 
 def segment_name(segment_id: int) -> str:
-    """Return the name of a segment's file.
+    """Return the name of a segment, without the ending of either file.
 
     >>> segment_name(7)
+    'segment-00000007'
+    """
+    return f"segment-{segment_id:08d}"
+
+
+def cells_name(segment: str) -> str:
+    """Return the name of the file with a segment's cells.
+
+    >>> cells_name(segment_name(7))
     'segment-00000007.kv'
     """
-    return f"segment-{segment_id:08d}.kv"
+    return f"{segment}.kv"
+
+
+def table_name(segment: str) -> str:
+    """Return the name of the file with a segment's record headers.
+
+    >>> table_name(segment_name(7))
+    'segment-00000007.table'
+    """
+    return f"{segment}.table"
+
+
+def without_first(pieces: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what is left of pieces without their first ``num_bytes``.
+
+    >>> [bytes(piece) for piece in without_first([memoryview(b"ab"), memoryview(b"cd"), memoryview(b"e")], 3)]
+    [b'd', b'e']
+    """
+    left = []
+    for piece in pieces:
+        left += [piece[num_bytes:]] if num_bytes < len(piece) else []
+        num_bytes = max(0, num_bytes - len(piece))
+    return left
 
 
 def _stretches(rows: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
@@ -227,27 +281,84 @@ def _stretches(rows: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]
 
 
 def read_segment(directory: Directory, name: str) -> tuple[SegmentShape, list[RecordHeader], Counter[Reason]]:
-    """Return the shape of a segment file, its intact record headers, and the number of refused ones by reason.
+    """Return the shape of a segment, its intact record headers, and the number of refused ones by reason.
 
-    Raises :class:`TierError` where the file is no segment of this format, or is not as long as a segment of its shape.
+    Raises :class:`TierError` where the files are no segment of this format, or are not those that a tier made. Its
+    cause is a ``FileNotFoundError`` for a segment that is removed meanwhile.
     """
-    path = directory.path / name
+    path = directory.path / table_name(name)
     with errors_of(path):
-        descriptor = directory.open(name, os.O_RDONLY)
+        try:
+            descriptor = directory.open(path.name, os.O_RDONLY)
+        except FileNotFoundError:
+            _refuse_without_table(directory, name)
+            raise
         try:
             found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise TierError(Reason.CHECKSUM_MISMATCH, f"{path} is no file.")
-            shape, length = SegmentShape.unpack(os.pread(descriptor, PAGE_BYTES, 0)), found.st_size
-            if segment_name(shape.segment_id) != name or length != shape.file_bytes:
-                message = f"{path}: {length} bytes of segment {shape.segment_id} instead of {shape.file_bytes}."
-                raise TierError(Reason.CHECKSUM_MISMATCH, message)
+            _check_file(path, found)
+            shape = SegmentShape.unpack(os.pread(descriptor, PAGE_BYTES, 0))
+            if segment_name(shape.segment_id) != name:
+                raise TierError(Reason.CHECKSUM_MISMATCH, f"{path} is the table of segment {shape.segment_id}.")
+            _check_length(path, found, shape.table_bytes)
+            _check_cells(directory, name, shape, descriptor)
             table = os.pread(descriptor, shape.num_cells * RECORD_BYTES, PAGE_BYTES)
             if len(table) != shape.num_cells * RECORD_BYTES:
-                raise TierError(Reason.CHECKSUM_MISMATCH, f"{path} was cut while its table was read.")
+                raise TierError(Reason.CHECKSUM_MISMATCH, f"{path} was cut while it was read.")
         finally:
             os.close(descriptor)
     return shape, *read_table(table, shape)
+
+
+def _refuse_without_table(directory: Directory, name: str) -> None:
+    """Raise for cells without a table. In format 1 the table lay before them, in the same file."""
+    path = directory.path / cells_name(name)
+    descriptor = directory.open(path.name, os.O_RDONLY)
+    try:
+        _check_file(path, os.fstat(descriptor))
+        SegmentShape.unpack(os.pread(descriptor, PAGE_BYTES, 0))
+    except TierError as error:
+        if error.reason is Reason.UNSUPPORTED_VERSION:
+            raise
+    finally:
+        os.close(descriptor)
+    raise TierError(Reason.CHECKSUM_MISMATCH, f"{path} has no table that says which blocks it holds.")
+
+
+def _check_cells(directory: Directory, name: str, shape: SegmentShape, table: int) -> None:
+    path = directory.path / cells_name(name)
+    try:
+        found = os.stat(path.name, dir_fd=directory.descriptor, follow_symlinks=False)
+    except FileNotFoundError:
+        if not os.fstat(table).st_nlink:  # the table is gone too
+            raise
+        raise TierError(Reason.CHECKSUM_MISMATCH, f"{path} is missing, its table is there.") from None
+    _check_file(path, found)
+    _check_length(path, found, shape.data_bytes)
+    occupied_bytes = (found.st_blocks + os.fstat(table).st_blocks) * 512
+    if occupied_bytes > shape.occupied_bytes:
+        message = f"{path} and its table take {occupied_bytes} bytes on disk instead of {shape.occupied_bytes}."
+        raise TierError(Reason.TIER_FULL, message)
+
+
+def _check_file(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise TierError(Reason.CHECKSUM_MISMATCH, f"{path} is no file.")
+    if found.st_nlink > 1:
+        message = f"{path} is one of {found.st_nlink} names of a file: blocks written here would change it there."
+        raise TierError(Reason.CHECKSUM_MISMATCH, message)
+
+
+def _check_length(path: Path, found: os.stat_result, length: int) -> None:
+    if found.st_size != length:
+        message = f"{path} has {found.st_size} bytes; its table needs {length}."
+        raise TierError(Reason.CHECKSUM_MISMATCH, message)
+
+
+def _check_moved(descriptor: int, path: Path, moved: int, wanted: int) -> None:
+    if moved != wanted:
+        raise TierError(Reason.TIER_FAILED, f"{path} ended after {moved} of {wanted} bytes.")
+    if not os.fstat(descriptor).st_nlink:
+        raise TierError(Reason.TIER_FAILED, f"{path} was removed by another program.")
 
 
 @contextmanager

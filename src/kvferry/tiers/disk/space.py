@@ -16,7 +16,7 @@ from kvferry.tiers.protocol import BlockKey
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """The cells of one file. ``num_kept`` counts cells that must stay: being written, or pinned."""
+    """The cells of one segment. ``num_kept`` counts cells that must stay: being written, or pinned."""
 
     shape: SegmentShape
     last_use: int = 0

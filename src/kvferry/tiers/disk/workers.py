@@ -17,7 +17,7 @@ from typing import Protocol
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.checksum import checksum
 from kvferry.tiers.disk.records import PAGE_BYTES
-from kvferry.tiers.disk.segments import SegmentFile
+from kvferry.tiers.disk.segments import SegmentFiles
 from kvferry.tiers.disk.space import Record
 from kvferry.tiers.protocol import TierCopy
 
@@ -45,7 +45,7 @@ class Run:
     """
 
     copy: TierCopy
-    file: SegmentFile
+    files: SegmentFiles
     records: list[Record]
     indices: list[int]
     addresses: list[int]
@@ -66,7 +66,7 @@ class Run:
     @property
     def num_bytes(self) -> int:
         """The bytes of the run's cells."""
-        return len(self.records) * self.file.shape.cell_bytes
+        return len(self.records) * self.files.shape.cell_bytes
 
 
 class LoadRun(Run):
@@ -77,12 +77,12 @@ class LoadRun(Run):
         if self.is_over:
             return self.fail(_OVER)
         view, address = buffer.of(self.num_bytes)
-        self.file.read(self.records[0].cell, view)
+        self.files.read(self.records[0].cell, view)
         errors: list[TierError | None] = []
         for place, (record, slot) in enumerate(zip(self.records, self.addresses, strict=True)):
-            start = address + place * self.file.shape.cell_bytes
+            start = address + place * self.files.shape.cell_bytes
             if checksum(start, record.num_bytes) != record.checksum:
-                message = f"cell {record.cell} of {self.file.path} holds other bytes than were stored."
+                message = f"cell {record.cell} of {self.files.path} holds other bytes than were stored."
                 errors.append(TierError(Reason.CHECKSUM_MISMATCH, message))
                 continue
             with self.lock:
@@ -98,7 +98,7 @@ class StoreRun(Run):
 
     def perform(self, buffer: "Buffer") -> None:
         """Write all cells in one call, straight from the slots where they are whole pages."""
-        cell_bytes = self.file.shape.cell_bytes
+        cell_bytes = self.files.shape.cell_bytes
         lengths = [record.num_bytes for record in self.records]
         is_paged = all(value % PAGE_BYTES == 0 for value in (*self.addresses, *lengths))
         with self.lock:
@@ -113,8 +113,8 @@ class StoreRun(Run):
                     ctypes.memmove(address + place * cell_bytes, slot, length)
                 pieces = [view]
         # The headers of the blocks that lay here go first, so that a crash leaves free cells and no damaged blocks.
-        self.file.clear_headers(self.records[0].cell, len(self.records))
-        self.file.write(self.records[0].cell, pieces)
+        self.files.clear_headers(self.records[0].cell, len(self.records))
+        self.files.write(self.records[0].cell, pieces)
         self.errors = [None] * len(self.records)
 
 
@@ -125,7 +125,7 @@ class HeaderWrite:
     Threads may overtake each other, so a record's cell may belong to another block by now.
     """
 
-    file: SegmentFile
+    files: SegmentFiles
     held: Sequence[Record] = ()
     forgotten: Record | None = None
     error: TierError | None = None
@@ -133,9 +133,9 @@ class HeaderWrite:
     def perform(self, buffer: "Buffer") -> None:
         """Write the headers."""
         if self.forgotten is not None:
-            self.file.clear_headers(self.forgotten.cell, 1, self.forgotten.is_last_in_cell)
+            self.files.clear_headers(self.forgotten.cell, 1, self.forgotten.is_last_in_cell)
         else:
-            self.file.write_headers(lambda: [record.header for record in self.held if record.is_held])
+            self.files.write_headers(lambda: [record.header for record in self.held if record.is_held])
 
     def fail(self, error: TierError) -> None:
         """Note why the table was not written."""
