@@ -22,6 +22,8 @@ from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankR
 from kvferry.integrations.vllm.scheduler import offload_tiers
 from kvferry.integrations.vllm.worker import offload as worker_offload
 from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
+from kvferry.layout.shard import Region
+from kvferry.testing.dictionary_tier import DictionaryTier
 from kvferry.testing.oracle import Arena
 
 from . import test_offload_worker as rank_tests
@@ -320,3 +322,38 @@ def test_a_step_asks_for_the_blocks_of_requests_that_have_new_ones_only(make_eng
             engine.step()
     assert request.num_tokens > 128
     assert len(updates) == 2
+
+
+# Lower tiers.
+
+VERBS = ("look_up", "prepare_load", "complete_load", "prepare_store", "complete_store", "poll", "close")
+
+
+@pytest.mark.parametrize("error", [OSError("stale file handle"), MemoryError(), ValueError("a bug")], ids=repr)
+@pytest.mark.parametrize("verb", VERBS)
+def test_whatever_a_lower_tier_raises_the_engine_goes_on(
+    verb: str, error: Exception, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[DictionaryTier] = []
+
+    def lower(region: Region) -> DictionaryTier:
+        made.append(DictionaryTier(region, 1 << 20, name="local_disk"))
+        return made[-1]
+
+    engine = make_engine(lower=lower, host_blocks=8, load_wait_seconds=0.5)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    crowd_out(engine)
+    monkeypatch.setattr(made[0], verb, raises(error))
+    for number in range(4):
+        engine.add(f"again {number}", prompt_of(1, 2), max_tokens=3)
+        engine.run()
+        engine.now += 30.0
+    assert {f"again {number}" for number in range(4)} <= engine.finished.keys()
+    failures = engine.role.snapshot()["tiers"]["lower"]["local_disk"]["failures"]
+    assert failures.get("tier-failed", 0) > 0 or verb == "close"
+    engine.check_at_rest()
+    memory = engine.role._start.opened.memory  # type: ignore[union-attr]
+    engine.role.shutdown()
+    assert memory._is_open == (verb == "close"), "it may still be used"
+    memory.close()

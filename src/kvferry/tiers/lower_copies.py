@@ -6,14 +6,13 @@ memory down. At most ``copies_per_tier`` of each move at a time, and write-throu
 ``WRITE_SHARE`` of host memory.
 
 A tier that fails is left alone for ``suspend_seconds``, so that one broken disk costs one wait and not one for every
-request. A copy that does not end within ``hang_seconds`` is cancelled and *given up*: nobody waits for it, the tier is
-left alone until it ends, and its slots stay in use until then.
+request (:mod:`~kvferry.tiers.guarded_tier`). A copy that does not end within ``hang_seconds`` is cancelled and *given
+up*: nobody waits for it, the tier is left alone until it ends, and its slots stay in use until then. All copies of a
+tier that is set aside are given up; their slots are free when the tier has closed.
 """
 
-import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import compress, islice
 from typing import Any
@@ -21,11 +20,10 @@ from typing import Any
 import numpy as np
 
 from kvferry.errors import Reason, TierError
+from kvferry.tiers.guarded_tier import GuardedTier
 from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore
-from kvferry.tiers.protocol import BlockKey, Load, LowerTier, Presence, Presences, Store, TierCopy
+from kvferry.tiers.protocol import BlockKey, Load, LowerTier, Presence, Presences, Store, TierCopy, closed_error
 from kvferry.tiers.rates import CopyTimes
-
-logger = logging.getLogger(__name__)
 
 SUSPENDING = frozenset({Reason.TIER_FAILED, Reason.TRANSFER_FAILED, Reason.DEADLINE_EXCEEDED, Reason.CLOSED})
 """Failures of a tier; others are about single blocks."""
@@ -81,19 +79,17 @@ class LowerCopies:
     def __init__(self, host: HostMemory, tier: LowerTier, settings: CopySettings) -> None:
         self.stuck: set[BlockKey] = set()
         """Blocks of promotions that were given up: host memory says that they are being stored, and nobody waits."""
-        self.failures: Counter[Reason] = Counter()
-        """Blocks that did not arrive, above or below, by reason."""
         self.promotion_times = CopyTimes()
         self.copy_seconds: deque[tuple[str, float]] = deque(maxlen=MAX_KEPT_SECONDS)
         """Direction, ``up`` or ``down``, and seconds of the last copies; whoever reads them takes them out."""
-        self._host, self._tier, self._settings = host, tier, settings
+        self._host, self._settings = host, settings
+        self._tier = GuardedTier(tier, settings.suspend_seconds)
         self._queues: OrderedDict[str, deque[Chunk]] = OrderedDict()
         # Ordered dictionaries: of a plain one that loses its first keys, the next first key is found slowly.
         self._prefetches: OrderedDict[Chunk, None] = OrderedDict()
         self._to_write: OrderedDict[BlockKey, None] = OrderedDict()
         self._promotions: dict[Load, _Promotion] = {}
         self._writes: dict[Store, _Write] = {}
-        self._suspended_until = -np.inf
         self._counts: Counter[str] = Counter()
         self._bytes_to_pin = int(WRITE_SHARE * host.capabilities.capacity_bytes)
         most_bytes = min(settings.chunk_bytes, self._bytes_to_pin)
@@ -102,7 +98,12 @@ class LowerCopies:
     @property
     def name(self) -> str:
         """The tier's name."""
-        return self._tier.capabilities.name
+        return self._tier.name
+
+    @property
+    def failures(self) -> Counter[Reason]:
+        """Blocks that did not arrive, above or below, and calls that failed, by reason."""
+        return self._tier.failures
 
     @property
     def queued_bytes(self) -> int:
@@ -124,16 +125,13 @@ class LowerCopies:
     def is_suspended(self, now: float) -> bool:
         """Return whether the tier failed a short while ago, or has a copy that was given up and has not ended."""
         copies: list[_Promotion | _Write] = [*self._promotions.values(), *self._writes.values()]
-        return now < self._suspended_until or any(copy.is_given_up for copy in copies)
+        return self._tier.is_suspended(now) or any(copy.is_given_up for copy in copies)
 
     def look_up(self, keys: Sequence[BlockKey], now: float) -> Presences:
         """Return which blocks the tier holds: none of them while it is suspended."""
-        if not self.is_suspended(now):
-            try:
-                return self._tier.look_up(keys)
-            except TierError as error:
-                self._fail(len(keys), error, now)
-        return np.full(len(keys), Presence.ABSENT, np.uint8)
+        if self.is_suspended(now):
+            return np.full(len(keys), Presence.ABSENT, np.uint8)
+        return self._tier.look_up(keys, now)
 
     def promote(self, chunk: Chunk) -> None:
         """Queue a chunk. ``collect`` or ``begin`` returns it, once."""
@@ -152,6 +150,8 @@ class LowerCopies:
 
     def write(self, keys: Sequence[BlockKey]) -> None:
         """Queue visible blocks of host memory for the way down; those evicted before their turn are left out."""
+        if self._tier.is_set_aside:
+            return
         self._to_write.update(dict.fromkeys(keys))
         if len(self._to_write) > 2 * self._host.num_slots:
             self._to_write = OrderedDict.fromkeys(self._host.visible_among(list(self._to_write)))
@@ -162,12 +162,15 @@ class LowerCopies:
         What has landed is visible in host memory and not pinned: pin it before anything takes a slot.
         """
         ended: list[Chunk] = []
-        copies: Sequence[TierCopy] = ()
-        with self._failing(now):
-            copies = self._tier.poll()
-        for copy in copies:
-            self._finish(copy, ended, now)
+        self._tier.poll(now)
+        if not self._tier.is_set_aside:
+            for load in [load for load in self._promotions if load.has_ended]:
+                self._finish_promotion(load, ended, now)
+            for store in [store for store in self._writes if store.has_ended]:
+                self._finish_write(store, now)
         self._give_up_overdue(ended, now)
+        if self._tier.is_gone:
+            self._free_all()
         return ended
 
     def begin(self, now: float) -> list[Chunk]:
@@ -184,6 +187,14 @@ class LowerCopies:
         while self._to_write and self._may_begin(self._writes, now) and self._may_pin():
             self._begin_write(now)
         return left_out
+
+    def close(self) -> None:
+        """Begin to close the tier."""
+        self._tier.close()
+
+    def close_error(self, deadline: float) -> TierError | None:
+        """Wait until the tier is closed, as :meth:`GuardedTier.close_error`."""
+        return self._tier.close_error(deadline)
 
     @property
     def totals(self) -> dict[str, int]:
@@ -202,6 +213,7 @@ class LowerCopies:
             "writes": [now - write.since for write in self._writes.values()],
             "stuck_blocks": len(self.stuck),
             "is_suspended": self.is_suspended(now),
+            "is_set_aside": self._tier.is_set_aside,
         }
 
     def _may_begin(self, copies: Sized, now: float) -> bool:
@@ -236,15 +248,9 @@ class LowerCopies:
             return False
         room = self._host.prepare_store(chunk.group, chunk.keys, num_parts=1)
         self.failures.update(room.failures)
-        load: Load | None = None
-        if room.keys:
-            try:
-                load = self._tier.prepare_load(room.keys, room.slots)
-            except TierError as error:
-                self._fail(len(room.keys), error, now)
-                self._host.land(room, 0, np.zeros(len(room.keys), np.bool_))
+        load = self._tier.prepare_load(room.keys, room.slots, len(self._promotions), now) if room.keys else None
         if load is None:
-            self._host.complete_store(room)
+            self._free_room(room)
             return False
         self._promotions[load] = _Promotion(chunk, room, now)
         self.promotion_times.begin(load, load.slots.num_bytes, now)
@@ -256,48 +262,40 @@ class LowerCopies:
         for key in keys:
             del self._to_write[key]
         pins = self._host.prepare_load(keys, counts_as_use=False)
-        store: Store | None = None
-        if pins.keys:
-            try:
-                store = self._tier.prepare_store(pins.keys, pins.slots)
-            except TierError as error:
-                self._fail(len(pins.keys), error, now)
+        store = self._tier.prepare_store(pins.keys, pins.slots, len(self._writes), now) if pins.keys else None
         if store is None:
             self._host.complete_load(pins)
         else:
             self._host.journal.note(self.name, store.evicted, is_visible=False)
             self._writes[store] = _Write(pins, now)
 
-    def _finish(self, copy: TierCopy, ended: list[Chunk], now: float) -> None:
-        """Complete a copy on both sides."""
-        if isinstance(copy, Load):
-            promotion = self._promotions.pop(copy)
-            self.promotion_times.end(copy, now, has_landed=not copy.failures)
-            self._host.land(promotion.room, 0, copy.landed)
-            self._host.complete_store(promotion.room)
-            with self._failing(now):
-                self._tier.complete_load(copy)
-            self._note_lost(copy, now)
-            self.stuck.difference_update(copy.keys)
-            if not promotion.is_given_up:
-                ended.append(promotion.chunk)
-            self._count("up", copy, promotion, now)
-        elif isinstance(copy, Store):
-            write = self._writes.pop(copy)
-            with self._failing(now):
-                self._tier.complete_store(copy)
-            self._host.journal.note(self.name, list(compress(copy.keys, copy.landed)), is_visible=True)
-            self._host.complete_load(write.pins)
-            self._counts["evicted"] += len(copy.evicted)
-            self._count("down", copy, write, now)
+    def _finish_promotion(self, load: Load, ended: list[Chunk], now: float) -> None:
+        """Complete a load on both sides, first in host memory: no error of the tier keeps its slots."""
+        promotion = self._promotions.pop(load)
+        self.promotion_times.end(load, now, has_landed=not load.failures)
+        self._host.land(promotion.room, 0, load.landed)
+        self._host.complete_store(promotion.room)
+        self._tier.complete(load, now)
+        self._note_lost(load, now)
+        self.stuck.difference_update(load.keys)
+        if not promotion.is_given_up:
+            ended.append(promotion.chunk)
+        self._count("up", load, promotion, now)
+
+    def _finish_write(self, store: Store, now: float) -> None:
+        """Complete a store on both sides; what the tier could not complete is not announced."""
+        write = self._writes.pop(store)
+        if self._tier.complete(store, now):
+            self._host.journal.note(self.name, list(compress(store.keys, store.landed)), is_visible=True)
+        self._host.complete_load(write.pins)
+        self._counts["evicted"] += len(store.evicted)
+        self._count("down", store, write, now)
 
     def _note_lost(self, load: Load, now: float) -> None:
         """Note the blocks that the tier turned out not to hold, or gave up because they were damaged."""
         if self._host.journal.is_kept and not load.landed.all():
             missing = list(compress(load.keys, ~load.landed))
-            with self._failing(now):
-                is_gone = self._tier.look_up(missing) == Presence.ABSENT
-                self._host.journal.note(self.name, list(compress(missing, is_gone)), is_visible=False)
+            self._host.journal.note(self.name, self._tier.lost_among(missing, now), is_visible=False)
 
     def _count(self, way: str, copy: TierCopy, moved: _Promotion | _Write, now: float) -> None:
         self._counts[f"blocks_{way}"] += int(np.count_nonzero(copy.landed))
@@ -307,7 +305,7 @@ class LowerCopies:
         if not moved.is_given_up:  # its blocks are counted already
             self.failures.update(copy.failures)
             if copy.error is not None and SUSPENDING & copy.failures.keys():
-                self._suspend(copy.error, now)
+                self._tier.suspend(copy.error, now)
 
     def _give_up_overdue(self, ended: list[Chunk], now: float) -> None:
         for load, promotion in self._promotions.items():
@@ -320,29 +318,30 @@ class LowerCopies:
                 self._give_up(store, write, now)
 
     def _is_overdue(self, moving: _Promotion | _Write, now: float) -> bool:
-        return not moving.is_given_up and now - moving.since > self._settings.hang_seconds
+        is_late = self._tier.is_set_aside or now - moving.since > self._settings.hang_seconds
+        return is_late and not moving.is_given_up
 
     def _give_up(self, copy: TierCopy, moving: _Promotion | _Write, now: float) -> None:
         hangs = f"a copy of {len(copy.keys)} blocks has not ended for {now - moving.since:.1f} s."
-        self._fail(len(copy.keys), TierError(Reason.DEADLINE_EXCEEDED, hangs, "Look at the device."), now)
+        late = TierError(Reason.DEADLINE_EXCEEDED, hangs, "Look at the device.")
+        self._tier.fail(len(copy.keys), closed_error() if self._tier.is_set_aside else late, now)
         moving.is_given_up = True
         self.promotion_times.end(copy, now, has_landed=False)
-        with self._failing(now):
-            self._tier.cancel(copy)
+        self._tier.cancel(copy, now)
 
-    @contextmanager
-    def _failing(self, now: float) -> Iterator[None]:
-        """Note an error of the tier, whose pins must not keep those of host memory alive."""
-        try:
-            yield
-        except TierError as error:
-            self._fail(0, error, now)
+    def _free_all(self) -> None:
+        """Give back what a tier kept that is closed; nothing that it brought is believed."""
+        for promotion in self._promotions.values():
+            self._free_room(promotion.room)
+        for write in self._writes.values():
+            self._host.complete_load(write.pins)
+        self._promotions.clear()
+        self._writes.clear()
+        self._to_write.clear()
+        self.stuck.clear()
 
-    def _fail(self, num_blocks: int, error: TierError, now: float) -> None:
-        self.failures[error.reason] += num_blocks
-        self._suspend(error, now)
-
-    def _suspend(self, error: TierError, now: float) -> None:
-        if not self.is_suspended(now):
-            logger.warning("%s is left alone for %g s: %s", self.name, self._settings.suspend_seconds, error)
-        self._suspended_until = now + self._settings.suspend_seconds
+    def _free_room(self, room: HostStore) -> None:
+        """Give back the slots of a promotion that brings nothing."""
+        if not room.has_ended:
+            self._host.land(room, 0, np.zeros(len(room.keys), np.bool_))
+        self._host.complete_store(room)

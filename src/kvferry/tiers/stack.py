@@ -12,9 +12,11 @@ lower tiers is in :mod:`~kvferry.tiers.lower_copies`.
 **Which tier gets what.** New blocks are written through to all lower tiers. A block that a lower tier brings is written
 to the quicker ones, which have lost the block or never had it: a disk warms a pool after a restart.
 
-Nothing here has a thread or a clock: requests, landings and time are inputs, and ``poll`` drives the lower tiers.
+Nothing here has a thread or a clock, but for the end: requests, landings and time are inputs, and ``poll`` drives the
+lower tiers.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ import numpy as np
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.changes import Journal
+from kvferry.tiers.guarded_tier import MAX_CLOSE_SECONDS
 from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore
 from kvferry.tiers.lower_copies import Chunk, CopySettings, LowerCopies
 from kvferry.tiers.protocol import BlockKey, LowerTier, Presence, Presences
@@ -96,7 +99,7 @@ class Stack:
         settings: CopySettings | None = None,
         lease_seconds: float = 60.0,
     ) -> None:
-        self._host, self._tiers, self._lease_seconds = host, tuple(lower), lease_seconds
+        self._host, self._lease_seconds = host, lease_seconds
         self._settings = settings or CopySettings()
         self._lower = tuple(LowerCopies(host, tier, self._settings) for tier in lower)
         self._askers: dict[str, _Asker] = {}
@@ -364,13 +367,14 @@ class Stack:
         }
 
     def close(self) -> None:
-        """Close the lower tiers, then host memory. Raises the first error of a tier whose copies do not end."""
-        errors = []
-        for tier in self._tiers:
-            try:
-                tier.close()
-            except TierError as error:
-                errors.append(error)
+        """Close the lower tiers, all at once, then host memory; takes at most ``MAX_CLOSE_SECONDS``.
+
+        Raises the first :class:`TierError` of a tier that could not be closed: the slab must then stay mapped.
+        """
+        deadline = time.monotonic() + MAX_CLOSE_SECONDS
+        for copies in self._lower:
+            copies.close()
+        errors = [error for copies in self._lower if (error := copies.close_error(deadline)) is not None]
         self._host.close()
         if errors:
             raise errors[0]
