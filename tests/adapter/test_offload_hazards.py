@@ -346,7 +346,7 @@ def test_whatever_a_lower_tier_raises_the_engine_goes_on(
     crowd_out(engine)
     monkeypatch.setattr(made[0], verb, raises(error))
     for number in range(4):
-        engine.add(f"again {number}", prompt_of(1, 2), max_tokens=3)
+        engine.add(f"again {number}", prompt_of(1, 2, 60 + number), max_tokens=3)
         engine.run()
         engine.now += 30.0
     assert {f"again {number}" for number in range(4)} <= engine.finished.keys()
