@@ -22,7 +22,12 @@ import numpy as np
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -140,6 +145,21 @@ class SlabContents:
         return part.layer_offsets[0] + block * part.block_stride + slot * row + rank * 8
 
 
+class EngineContents:
+    """The engine's own blocks: cache groups share them, as in an engine whose groups have equal blocks."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[int, int, int], int] = {}
+
+    def get(self, place: tuple[int, str, int, int], missing: int) -> int:
+        rank, _, block, slot = place
+        return self._slots.get((rank, block, slot), missing)
+
+    def __setitem__(self, place: tuple[int, str, int, int], content: int) -> None:
+        rank, _, block, slot = place
+        self._slots[rank, block, slot] = content
+
+
 @dataclass
 class Step:
     """A step that was scheduled: what to compute, with the blocks as they were then."""
@@ -164,7 +184,7 @@ class Ranks:
     """All ranks of the engine: contents by (rank, group, block, slot)."""
 
     num_ranks: int
-    engine: dict[tuple[int, str, int, int], int] = field(default_factory=dict)
+    engine: EngineContents = field(default_factory=EngineContents)
     slab: Any = None
     copies: list[Copy] = field(default_factory=list)
     report: RankReport = field(default_factory=RankReport)
@@ -214,9 +234,11 @@ class Ranks:
         """End one of the copies that are under way."""
         copy = self.copies.pop(number)
         if not fails:
-            source, destination = (self.engine, self.slab) if copy.is_store else (self.slab, self.engine)
             for at, to in self.slots(copy):
-                destination[to] = source[at] if not copy.is_store else source.get(at, GARBAGE)
+                if copy.is_store:
+                    self.slab[to] = self.engine.get(at, GARBAGE)
+                else:
+                    self.engine[to] = self.slab[at]
         if copy.is_store:
             (self.report.failed if fails else self.report.stored)[copy.order.job_id] += 1
             return
@@ -274,23 +296,32 @@ class Engine:
         shards = {(0, rank): rank_shard(windows, num_blocks, rank, num_ranks) for rank in range(num_ranks)}
         self.ranks.report.shards = {key: encode_shard(shard) for key, shard in shards.items()}
 
-        def create(config: Any, role: KVConnectorRole, kv_cache_config: Any) -> KVFerryOffloadConnector:
-            config.kv_transfer_config.kv_connector_extra_config = given
+        factory = KVConnectorFactory.create_connector
+
+        def create(config: Any, role: KVConnectorRole, kv_cache_config: Any) -> KVConnectorBase_V1:
+            transfer = config.kv_transfer_config
+            if transfer.kv_connector == "MultiConnector":
+                transfer.kv_connector_extra_config["connectors"][-1]["kv_connector_extra_config"] = given
+            else:
+                transfer.kv_connector_extra_config = given
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(config, "parallel_config", parallel)
                 patch.setattr(offload_connector, "resolved_layout", lambda _: NamedLayout.BHLNC)
                 patch.setattr(offload_connector, "check_layout", lambda *_: None)
-                connector = KVFerryOffloadConnector(config, role, kv_cache_config)
-            connector._scheduler._clock = lambda: self.now
-            return connector
+                return factory(config, role, kv_cache_config)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(KVConnectorFactory, "create_connector", create)
             kind = AsyncScheduler if runs_ahead else Scheduler
             grammar: Any = SimpleNamespace(accept_tokens=lambda *_: True, validate_tokens=lambda _, tokens: tokens)
             self.scheduler = kind(vllm_config, config, grammar, BLOCK_SIZE, BLOCK_SIZE)
-        assert isinstance(self.scheduler.connector, KVFerryOffloadConnector)
-        self.role = self.scheduler.connector._scheduler
+        connector = self.scheduler.connector
+        *others, own = connector.sub_connectors if isinstance(connector, MultiConnector) else [connector]
+        assert isinstance(own, KVFerryOffloadConnector)
+        self.others: list[Any] = others
+        """Under a ``MultiConnector``: those that are asked before the offload connector."""
+        self.role = own._scheduler
+        self.role._clock = lambda: self.now
         hashing = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, hashing)
@@ -348,6 +379,8 @@ class Engine:
         step = self.scheduled.pop(0)
         sampled = {name: self._compute(step, name) for name in step.output.num_scheduled_tokens}
         orders = step.output.kv_connector_metadata
+        if isinstance(orders, MultiKVConnectorMetadata):
+            orders = orders.metadata[-1]
         assert isinstance(orders, OffloadStep)
         if orders.slab is not None:
             assert [decode_shard(rank).tp_rank for rank in orders.slab.ranks] == list(range(self.num_ranks))
@@ -443,7 +476,11 @@ class Engine:
             request = self.scheduler.requests[request_id]
             self._check_contents(request_id, self.scheduler.kv_cache_manager.get_block_ids(request_id), request, None)
             self.loaded[request_id] += request.num_computed_tokens
-        return self.ranks.take_output()
+        output = self.ranks.take_output()
+        if self.others:
+            reports = *(None for _ in self.others), output.kv_connector_worker_meta
+            output.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(reports)
+        return output
 
     def _tokens(self, request: Request, length: int) -> list[int]:
         """Return the request's tokens, also those that the scheduler does not know yet."""

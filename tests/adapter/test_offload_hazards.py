@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +9,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin as vllm_mixin
 
 from kvferry.execution.executor import Executor
 from kvferry.execution.local_copy import LocalCopy
-from kvferry.integrations.vllm import offload_names
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, StoreOrder
 from kvferry.integrations.vllm.scheduler import offload_tiers
@@ -134,39 +131,6 @@ def test_any_error_of_a_rank_at_the_start_is_a_refusal(monkeypatch: pytest.Monke
 # The scheduler.
 
 MakeEngine = Callable[..., Engine]
-
-
-@pytest.mark.parametrize(("change", "num_loaded"), [("", 96), ("weights", 0), ("scale", 0), ("unreadable", 0)])
-def test_blocks_on_disk_are_of_one_adapter_and_not_of_its_path(
-    change: str, num_loaded: int, make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """VLLM's hash has the adapter's name and path. The next training leaves other weights there."""
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_model.safetensors").write_bytes(bytes(8) + b"weights")
-    (folder / "adapter_config.json").write_text('{"lora_alpha": 8}')
-    arguments: dict[str, Any] = {"host_blocks": 60, "disk_path": str(tmp_path / "disk"), "disk_bytes": 1 << 20}
-    adapter = LoRARequest("adapter", 1, str(folder))
-    engine = make_engine(**arguments)
-    engine.add("first", prompt_of(1, 2), lora_request=adapter)
-    engine.run(3000)
-    engine.check_at_rest()
-    engine.role.shutdown()
-    if change == "weights":
-        (folder / "adapter_model.safetensors").write_bytes(bytes(8) + b"trained")
-    if change == "scale":
-        (folder / "adapter_config.json").write_text('{"lora_alpha": 16}')
-    if change == "unreadable":
-        (folder / "adapter_config.json").unlink()
-        monkeypatch.setattr(offload_names, "weights_of", raises(PermissionError("no access")))
-    offload_names._adapter.cache_clear()  # another process
-    later = make_engine(**arguments)
-    later.now = 2000.0
-    later.add("second", prompt_of(1, 2), lora_request=adapter)
-    later.run(3000)
-    assert later.loaded["second"] == num_loaded
-    later.check_at_rest()
-    offload_names._adapter.cache_clear()
 
 
 def raises(error: Exception) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("vllm")
 
@@ -21,9 +20,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from vllm.lora.request import LoRARequest
 
-from kvferry.errors import LayoutError, Reason, SettingsError, TierError
+from kvferry.errors import Reason, SettingsError, TierError
 from kvferry.integrations.vllm.offload_names import BlockNames
 from kvferry.integrations.vllm.offload_step import RankReport
 from kvferry.integrations.vllm.scheduler import stored_blocks
@@ -33,7 +31,7 @@ from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Region
 from kvferry.testing.dictionary_tier import DictionaryTier, TierFaults
 
-from .offload_engine import BLOCK_SIZE, LATENT, Engine, make_config, prompt_of
+from .offload_engine import BLOCK_SIZE, Engine, make_config, prompt_of
 from .test_offload_names import CONFIG
 
 FULL = GroupShape(CacheKind.ATTENTION, 16)
@@ -105,42 +103,6 @@ def test_a_prompt_that_was_seen_before_is_loaded(
     engine.check_at_rest()
 
 
-def test_output_that_was_computed_is_stored_but_for_the_last_token(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(host_blocks=60)
-    request = engine.add("first", prompt_of(1), max_tokens=17)
-    engine.run()
-    # 48 tokens and 17 sampled ones, of which the last was never computed: 4 whole blocks.
-    assert request.num_tokens == 65
-    num_others = crowd_out(engine)
-    engine.add("second", list(request.all_token_ids))
-    engine.run()
-    assert (engine.loaded["second"], engine.computed["second"]) == (64, 1)
-    engine.add("third", prompt_of(2), max_tokens=16)
-    engine.run()
-    # 63 tokens were computed of the third, so 3 blocks are stored; the others have 6 each.
-    assert engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"] == 4 + num_others * 6 + 3
-
-
-def test_a_hit_ends_where_a_group_lacks_a_block(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(windows=(0, 0), host_blocks=60)
-    prompt = prompt_of(1, 2)
-    engine.add("first", prompt)
-    engine.run()
-    crowd_out(engine)
-    tiers = engine.role._start.opened
-    keys = tiers.names.keys(1, engine_hashes(engine, prompt))
-    number = 0
-    while not all(tiers.stack.is_missing(keys[3:4])):
-        for group in range(2):
-            tiers.stack.touch([key for key in tiers.names.keys(group, engine.contents) if key != keys[3]])
-        tiers.stack.land(tiers.stack.prepare_store("1", [number.to_bytes(48, "big")], num_parts=1), 0)
-        number += 1
-    engine.add("second", prompt)
-    engine.run()
-    assert engine.loaded["second"] == 3 * BLOCK_SIZE
-    engine.check_at_rest()
-
-
 def engine_hashes(engine: Engine, prompt: list[int]) -> list[bytes]:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
@@ -174,94 +136,6 @@ def test_requests_with_one_prefix_wait_for_one_load(make_engine: Callable[..., E
         assert engine.role.snapshot()["counts"]["loaded_tokens"] == tokens
         assert [engine.computed[f"r{number}"] for number in range(3)] == [1, 1, 1]
         engine.check_at_rest()
-
-
-def test_requests_that_come_from_a_prefill_engine_are_never_delayed(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(host_blocks=60)
-    engine.add("first", prompt_of(1, 2))
-    engine.run()
-    crowd_out(engine)
-    params = {"kv_transfer_params": {"do_remote_prefill": True}}
-    engine.add("remote", prompt_of(1, 2), extra_args=params)
-    engine.run()
-    engine.add("logprobs", prompt_of(1, 2), skips_cache=True)
-    engine.run()
-    assert engine.loaded["remote"] == engine.loaded["logprobs"] == 0
-    assert "asked_again" not in engine.role.snapshot()["counts"]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize(("length", "num_loaded"), [(96, 96), (97, 96), (98, 0)])
-def test_mla_on_a_cpu_takes_hits_that_leave_one_token(
-    length: int, num_loaded: int, num_ranks: int, make_engine: Callable[..., Engine]
-) -> None:
-    """There vLLM turns chunked prefill and prefix caching off: several tokens behind a hit are a chunked prefill."""
-    config = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 256}
-    engine = make_engine(config, host_blocks=60, windows=(LATENT,), num_ranks=num_ranks)
-    engine.add("first", prompt_of(1, 2, 3)[:100])
-    engine.run()
-    engine.add("second", prompt_of(1, 2, 3)[:length])
-    engine.run()
-    assert engine.loaded["second"] == num_loaded
-    engine.check_at_rest()
-
-
-def test_what_vllm_hashes_beside_tokens_tells_requests_apart(make_engine: Callable[..., Engine]) -> None:
-    """Adapters, salts, and prompts given as embeddings."""
-    engine = make_engine(num_blocks=40, host_blocks=400)
-    adapters = [LoRARequest(f"adapter {number}", number, f"/adapters/{number}") for number in (1, 2)]
-    embeddings = [torch.full((96, 4), float(number)) for number in (1, 2)]
-    variants: list[dict[str, Any]] = [
-        {},
-        *({"cache_salt": salt} for salt in ("a", "b")),
-        *({"lora_request": adapter} for adapter in adapters),
-        *({"prompt_embeds": embedding} for embedding in embeddings),
-    ]
-    for turn in range(2):
-        for number, variant in enumerate(variants):
-            prompt = None if "prompt_embeds" in variant else prompt_of(1, 2)
-            engine.add(f"{turn} {number}", prompt, **variant)
-            engine.run()
-            crowd_out(engine)
-            assert engine.loaded[f"{turn} {number}"] == 96 * turn
-    engine.check_at_rest()
-
-
-@pytest.mark.parametrize("prompt_tokens", [48, 40])
-def test_rejected_drafts_are_never_stored(prompt_tokens: int, make_engine: Callable[..., Engine]) -> None:
-    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    engine = make_engine({"speculative_config": drafting}, num_blocks=40, host_blocks=400)
-    request = engine.add("first", prompt_of(1, 2)[:prompt_tokens], max_tokens=80)
-    while "first" not in engine.finished:
-        engine.step(ends_copies=True)
-        engine.check_slab()
-    engine.run()
-    assert request.spec_token_ids or engine.computed["first"] > prompt_tokens + 79, "some drafts were rejected"
-    crowd_out(engine)
-    engine.add("second", list(request.all_token_ids), max_tokens=3)
-    engine.run()
-    assert engine.loaded["second"] == (prompt_tokens + 79) // BLOCK_SIZE * BLOCK_SIZE
-    engine.check_at_rest()
-
-
-def test_a_promise_that_is_not_taken_up_is_dropped(make_engine: Callable[..., Engine]) -> None:
-    """VLLM has no room for the load: it asks again in each step, and between its questions nothing is pinned."""
-    engine = make_engine(num_blocks=13, host_blocks=60)
-    engine.add("first", prompt_of(1, 2))
-    engine.run()
-    engine.add("long", prompt_of(3, 4), max_tokens=60)
-    engine.step()
-    engine.step()
-    engine.add("second", prompt_of(1, 2))
-    for _ in range(20):
-        engine.step()
-        state = engine.role.snapshot()
-        assert state["promised"] == 0
-        if "second" not in state["loads"]:
-            assert state["tiers"]["host_memory"]["num_pinned"] == 0
-    engine.run()
-    assert engine.loaded["second"] == 96
-    engine.check_at_rest()
 
 
 # The start.
@@ -329,60 +203,10 @@ def test_a_block_size_that_does_not_fit_is_refused(make_engine: Callable[..., En
     assert refused.value.reason is Reason.INVALID_SETTING
 
 
-def test_states_are_refused_by_name(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.integrations.vllm.scheduler import offload
-
-    monkeypatch.setattr(offload, "group_shapes", lambda _: (FULL, GroupShape(CacheKind.STATE, 1)))
-    with pytest.raises(LayoutError, match="cache group 1 holds states"):
-        make_engine()
-
-
 # Failures.
 
 
-def test_a_store_that_fails_in_one_rank_is_invisible(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(num_ranks=2, host_blocks=60)
-    engine.add("first", prompt_of(1, 2))
-    for number in range(20):
-        engine.step(ends_copies=False)
-        while engine.ranks.copies:
-            engine.ranks.end(0, fails=engine.ranks.copies[0].rank == 1)
-        if number > 5 and not engine.scheduler.has_requests():
-            break
-    engine.check_at_rest()
-    assert engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"] == 0
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_failed_load_is_not_tried_again(policy: str, make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine({"failure_policy": policy}, num_ranks=2, host_blocks=60)
-    engine.add("first", prompt_of(1, 2))
-    engine.run()
-    crowd_out(engine)
-    engine.add("second", prompt_of(1, 2), max_tokens=3)
-    for _ in range(30):
-        engine.step(ends_copies=False)
-        engine.end_copies(fails=any(not copy.is_store for copy in engine.ranks.copies))
-    engine.run()
-    counts = engine.role.snapshot()["counts"]
-    assert (counts["loads"], counts["failed_loads"]) == (1, 1)
-    assert engine.computed["second"] == (0 if policy == "fail" else 98)
-    engine.check_at_rest()
-
-
 # Preemption, aborts, reset.
-
-
-def test_blocks_of_a_preempted_request_are_kept_until_they_are_stored(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(num_blocks=11, host_blocks=60)
-    engine.add("one", prompt_of(1), max_tokens=80)
-    engine.add("two", prompt_of(2), max_tokens=80)
-    while not any(each.num_preemptions for each in engine.scheduler.requests.values()):
-        engine.step(ends_copies=len(engine.scheduler.running) < 2)
-        assert len(engine.finished) < 2
-    engine.run()
-    assert engine.finished.keys() == {"one", "two"}
-    engine.check_at_rest()
 
 
 def test_the_engine_waits_for_blocks_that_a_store_is_about_to_free(make_engine: Callable[..., Engine]) -> None:
@@ -401,20 +225,6 @@ def test_the_engine_waits_for_blocks_that_a_store_is_about_to_free(make_engine: 
     engine.run()
     assert running.num_preemptions == 0
     assert not engine.role.has_pending_block_frees()
-    engine.check_at_rest()
-
-
-def test_the_last_blocks_of_an_aborted_request_are_not_kept(make_engine: Callable[..., Engine]) -> None:
-    """VLLM resets its cache after it has aborted all requests, and fails while a block is in use."""
-    engine = make_engine(host_blocks=60)
-    engine.add("never scheduled", prompt_of(3))
-    engine.abort("never scheduled")
-    engine.add("first", prompt_of(1, 2), max_tokens=40)
-    for _ in range(30):
-        engine.step()
-    engine.abort("first")
-    assert engine.role.snapshot()["kept_blocks"] == 0
-    engine.run()
     engine.check_at_rest()
 
 
@@ -492,23 +302,6 @@ def test_a_prompt_is_found_on_disk_by_a_later_engine(make_engine: Callable[..., 
     later.run(3000)
     assert later.loaded["second"] == 96
     later.check_at_rest()
-
-
-def test_hashes_that_another_process_cannot_make_are_refused_for_a_disk(
-    make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    pytest.importorskip("xxhash")
-    with pytest.raises(SettingsError) as refused:
-        make_engine({"prefix_caching_hash_algo": "xxhash"}, disk_path=str(tmp_path), disk_bytes=1 << 20)
-    assert refused.value.reason is Reason.UNREPEATABLE_HASHES
-    engine = make_engine({"prefix_caching_hash_algo": "xxhash"}, host_blocks=60)
-    engine.add("first", prompt_of(1, 2))
-    engine.run()
-    crowd_out(engine)
-    engine.add("second", prompt_of(1, 2))
-    engine.run()
-    assert engine.loaded["second"] == 96, "short hashes have keys too"
 
 
 @pytest.fixture
@@ -665,28 +458,6 @@ def in_slab(engine: Engine, group: int, prompt: list[int]) -> list[bool]:
     tiers = engine.role._start.opened
     assert tiers is not None
     return [not missing for missing in tiers.stack.is_missing(tiers.names.keys(group, engine_hashes(engine, prompt)))]
-
-
-@pytest.mark.parametrize("runs_ahead", [False, True])
-@pytest.mark.parametrize("windows", [(0, 40), (40, 0), (40,)])
-def test_of_a_window_only_the_end_is_loaded(
-    windows: tuple[int, ...], runs_ahead: bool, make_engine: Callable[..., Engine]
-) -> None:
-    engine = make_engine(num_blocks=40, windows=windows, host_blocks=80, runs_ahead=runs_ahead)
-    prompt = prompt_of(1, 2, 3)
-    engine.add("first", prompt, max_tokens=3)
-    engine.run()
-    crowd_out(engine)
-    engine.add("second", prompt, max_tokens=3)
-    [order] = [load for _ in range(3) if (engine.step() or True) for load in engine.last_loads]
-    # A whole hit would leave the last token without the first one of its window.
-    assert engine.scheduler.requests["second"].num_computed_tokens >= 128
-    for blocks in order.blocks:
-        # Behind 128 tokens of which the window has 40: tokens from 89 on, so from the block at 80.
-        assert (blocks.first_token, blocks.last_token) == ((80 if windows[int(blocks.group)] else 0), 128)
-    engine.run()
-    assert (engine.loaded["second"], engine.computed["second"]) == (128, 16 + 2)
-    engine.check_at_rest()
 
 
 def test_windows_are_stored_at_boundaries(make_engine: Callable[..., Engine]) -> None:

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -148,17 +149,23 @@ class BlockNames:
         if self.private is not None:
             raise self.private.without_traceback()
 
-    def of_adapter(self, path: str) -> "BlockNames":
+    def of_adapter(self, path: str, *, is_read_again: bool = False) -> "BlockNames":
         """Return the names for the requests of one adapter, a folder or a hub's name as ``LoRARequest.lora_path``.
 
         vLLM's hash has the adapter's name and path, and the same path has other weights after the next training. The
-        files are read once in a process. The names of a hub's adapter without a commit are private: no other process
-        has them.
+        files are read once in a process, and again where vLLM reads them again. From then on the names are private: no
+        other process has them, for vLLM's own cache may still hold blocks of the earlier weights under the same hash.
+        So are the names of a hub's adapter without a commit.
         """
-        adapter = _adapter(path)
+        if is_read_again:
+            _times_replaced[path] += 1
+        times_replaced = _times_replaced[path]
+        adapter = _adapter(path, times_replaced)
+        own = _OF_THIS_PROCESS if times_replaced else b""
         # Of the namespace, not of the facts: a renewed one is random.
-        namespace = hashlib.blake2b(self.namespace + adapter.digest.encode(), digest_size=NAMESPACE_BYTES).digest()
-        private = self.private or (None if adapter.are_known else _unknown_weights(path))
+        content = self.namespace + adapter.digest.encode() + own
+        namespace = hashlib.blake2b(content, digest_size=NAMESPACE_BYTES).digest()
+        private = self.private or (None if adapter.are_known and not times_replaced else _unknown_weights(path))
         return replace(self, namespace=namespace, facts={**self.facts, "adapter": adapter.digest}, private=private)
 
 
@@ -368,8 +375,13 @@ def _weights(vllm_config: "VllmConfig", model: "ModelConfig") -> Weights:
     return Weights(found.digest, found.are_known and is_from_files and not is_elsewhere)
 
 
+_OF_THIS_PROCESS = secrets.token_bytes(NAMESPACE_BYTES)
+_times_replaced: Counter[str] = Counter()
+"""How often vLLM has read an adapter again, by path."""
+
+
 @functools.lru_cache(maxsize=1024)
-def _adapter(path: str) -> Weights:
+def _adapter(path: str, times_replaced: int) -> Weights:
     """Return the digest of an adapter's weights and of its own configuration, which has their scale.
 
     Unknown weights have a name that no other process knows.

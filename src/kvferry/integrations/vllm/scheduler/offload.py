@@ -389,8 +389,22 @@ class OffloadScheduler:
     def _blocks_of(self, tiers: Tiers, entry: _Entry) -> RequestBlocks:
         if entry.blocks is None:
             entry.blocks = RequestBlocks(self._groups, _names_of(entry.request, tiers.names))
+            self._note_adapter(entry)
         entry.blocks.update(entry.request.block_hashes)
         return entry.blocks
+
+    def _note_adapter(self, entry: _Entry) -> None:
+        """Let earlier requests of an adapter that is read again store and load nothing more: their weights change."""
+        assert entry.blocks is not None
+        adapter = entry.request.lora_request
+        if adapter is None or not adapter.load_inplace:
+            return
+        for other in self._requests.values():
+            of_other = other.request.lora_request
+            is_earlier = other.blocks is not None and other.blocks.names.namespace != entry.blocks.names.namespace
+            if is_earlier and of_other is not None and of_other.lora_path == adapter.lora_path:
+                self._drop(other)
+                other.may_load = other.may_store = False
 
     def _num_cached_tokens(self, tiers: Tiers, entry: _Entry) -> int:
         """Return how many tokens the engine has itself, as far as its block pool says now."""
@@ -602,7 +616,7 @@ def _names_of(request: "Request", names: BlockNames) -> BlockNames:
         return names
     path = request.lora_request.lora_path
     try:
-        return names.of_adapter(path)
+        return names.of_adapter(path, is_read_again=request.lora_request.load_inplace)
     except OSError as error:
         logger.warning(
             "kvferry: nobody finds the blocks of %s: its adapter cannot be read: %s", request.request_id, error
