@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.harness.launch import free_port
 from kvferry.layout.shard import Region
+from kvferry.tiers.pool.store import PoolStore
 from kvferry.tiers.remote_pool import RemotePool
 
 WAIT_SECONDS = 20.0
@@ -67,6 +68,41 @@ class Master:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+class SharedClients:
+    """Mooncake's clients of one master, for one engine after another: each takes three seconds to leave a pool.
+
+    ``open`` takes the place of ``PoolStore``. A client that its tier closes stays for the next one, with an empty pool.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[PoolStore] = []
+        self._opened: list[PoolStore] = []
+        self._closes = PoolStore.close
+
+    def open(self, master: str, share_bytes: int, region: Region, num_threads: int) -> PoolStore:
+        """Return a client whose blocks are copied from and to this region."""
+        if not self._free:
+            client = PoolStore(master, share_bytes, region, num_threads)
+            self._opened.append(client)
+            client.close = lambda: self._leave(client)  # type: ignore[method-assign]
+            return client
+        client = self._free.pop()
+        assert (client._master, client._share_bytes) == (master, share_bytes)
+        assert client._store.register_buffer(region.base_address, region.length) == 0
+        client._region = region
+        return client
+
+    def close(self) -> None:
+        """Let all clients leave the pool."""
+        for client in self._opened:
+            self._closes(client)
+
+    def _leave(self, client: PoolStore) -> None:
+        assert client._store.remove_by_regex("^kvferry/[0-9a-f]{32}/", True) >= 0
+        assert client._store.unregister_buffer(client._region.base_address) == 0
+        self._free.append(client)
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = WAIT_SECONDS) -> None:

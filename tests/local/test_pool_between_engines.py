@@ -19,13 +19,14 @@ from kvferry.plan.request import GroupBlocks
 from kvferry.testing.dense_shards import shard_for
 from kvferry.testing.oracle import Arena, OracleMismatch, check_moved, strided_memory
 from kvferry.testing.tier_suite import block_keys
+from kvferry.tiers import remote_pool
 from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Stack
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.registry import Link
 
-from .pool_master import Master, open_pool, skip_without_mooncake, wait_until
+from .pool_master import Master, SharedClients, open_pool, skip_without_mooncake, wait_until
 
 pytestmark = pytest.mark.mooncake
 ARENA_BYTES, BLOCK_SIZE, NUM_SLOTS = 4 << 20, 4, 8
@@ -129,11 +130,19 @@ class PoolArena(Arena):
 
 
 @pytest.fixture(scope="module")
-def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Master, SharedClients]]:
     skip_without_mooncake()
-    started = Master(tmp_path_factory.mktemp("master"))
-    yield started
-    started.kill()
+    master, clients = Master(tmp_path_factory.mktemp("master")), SharedClients()
+    yield master, clients
+    clients.close()
+    master.kill()
+
+
+@pytest.fixture
+def master(started: tuple[Master, SharedClients], monkeypatch: pytest.MonkeyPatch) -> Master:
+    master, clients = started
+    monkeypatch.setattr(remote_pool, "PoolStore", clients.open)
+    return master
 
 
 @pytest.mark.parametrize("kind", [CacheKind.ATTENTION, CacheKind.MLA])

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
 from kvferry.testing.tier_suite import BLOCK_BYTES, LowerBench, block_keys, content_of, slab_of_blocks
 from kvferry.tiers.host_memory import HostMemory
+from kvferry.tiers.pool import store as pool_store
 from kvferry.tiers.pool.index import TRAILER_BYTES, allocated_bytes
-from kvferry.tiers.pool.store import object_names
+from kvferry.tiers.pool.store import PoolStore, object_names
 from kvferry.tiers.protocol import BlockKey, Load, LowerTier, Presence, Slots, TierCopy
 from kvferry.tiers.remote_pool import SILENT_SECONDS, USABLE_SHARE, RemotePool, check_pool
 from kvferry.tiers.slab_memory import SlabMemory
@@ -30,6 +32,13 @@ pytestmark = pytest.mark.mooncake
 CALL_SECONDS = 15.0
 """Limit of the time in which a copy ends, whatever the master does; a few seconds where nothing else computes."""
 BLOCKS_THAT_FIT = int(USABLE_SHARE * SHARE_BYTES) // allocated_bytes(BLOCK_BYTES)
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for the master and the mark five times as often as engines do."""
+    for name in ("LOOK_SECONDS", "FIRST_RETRY_SECONDS", "LONGEST_RETRY_SECONDS"):
+        monkeypatch.setattr(pool_store, name, getattr(pool_store, name) / 5)
 
 
 @pytest.fixture(scope="module")
@@ -198,19 +207,38 @@ def test_a_block_that_the_pool_lost_is_a_miss(engines: tuple[Engine, Engine]) ->
     assert first.store(*keys).landed.all()
 
 
-def test_another_length_than_another_engine_stored(engines: tuple[Engine, Engine]) -> None:
-    """The bytes around the slot stay; nothing lands."""
+@pytest.mark.parametrize("length", [100, 5000, BLOCK_BYTES - 72, BLOCK_BYTES - 1])
+def test_another_length_than_another_engine_stored(length: int, engines: tuple[Engine, Engine]) -> None:
+    """The bytes around the slot stay; nothing lands; the block goes, since its name promises another one."""
     first, second = engines
-    keys = block_keys(1, 2)
-    first.store(*keys)
-    assert second.held(keys) == keys
-    for length in (100, BLOCK_BYTES - 72, BLOCK_BYTES - 1):
-        load = second.load(*keys, lengths={keys[0]: length})
-        assert load.landed.tolist() == [False, True]
-        assert load.failures == {Reason.BLOCK_SIZE_MISMATCH: 1}
-    first.store(block_keys(3)[0], lengths={block_keys(3)[0]: 5000})
-    assert second.held(block_keys(3)) == block_keys(3)
-    assert second.load(*block_keys(3)).failures == {Reason.BLOCK_SIZE_MISMATCH: 1}
+    long, short, sound = block_keys(1, 2, 3)
+    first.store(long, short, sound, lengths={short: length})
+    assert second.held([long, short, sound]) == [long, short, sound]
+    load = second.load(long, short, sound, lengths={long: length})
+    assert load.landed.tolist() == [False, False, True]
+    assert load.failures == {Reason.BLOCK_SIZE_MISMATCH: 2}
+    wait_until(lambda: not second.tier.snapshot()["num_waiting"], "the blocks are removed")
+    second.poll()
+    assert second.held([long, short, sound]) == [sound]
+    assert second.store(long, short).landed.all()
+    assert second.load(long, short).landed.all()
+
+
+def test_why_a_master_refuses_is_logged_once(shared_master: Master, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as a master of another version, which answers greetings."""
+    memory = SlabMemory(BLOCK_BYTES)
+    store = PoolStore(shared_master.address, SHARE_BYTES, memory.region, num_threads=1)
+    refusing = SimpleNamespace(setup=lambda *_: -7)
+    store._package = SimpleNamespace(MooncakeDistributedStore=lambda: refusing)
+    for _ in range(3):
+        store.renew()
+    assert [record.message for record in caplog.records if "code -7" in record.message] == [
+        f"no block is shared: Mooncake's master at {shared_master.address} refuses this client (code -7). "
+        "Start mooncake_master of the same version. [tier-failed]"
+    ]
+    assert not store.state.is_reachable
+    store.close()
+    memory.close()
 
 
 def test_shares_that_are_too_small_never_fill_the_pool(engines: tuple[Engine, Engine]) -> None:
@@ -484,6 +512,7 @@ def test_a_stack_promises_what_its_pool_has_and_misses_without_it(own_master: Ma
         assert ctypes.string_at(address, BLOCK_BYTES) == content_of(key)
     stacks[1].complete_load("first")
 
+    stacks[0].close()
     own_master.kill()
     others = block_keys(*range(500, 510))
     began_at = time.monotonic()
@@ -494,8 +523,8 @@ def test_a_stack_promises_what_its_pool_has_and_misses_without_it(own_master: Ma
     assert not promise.held["full"].any()
     assert time.monotonic() - began_at < 3.0
     stacks[1].drop("second")
-    for stack, memory in zip(stacks, slabs, strict=True):
-        stack.close()
+    stacks[1].close()
+    for memory in slabs:
         memory.close()
 
 

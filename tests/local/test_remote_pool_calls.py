@@ -201,6 +201,52 @@ def test_blocks_that_were_stored_before_the_loss_was_noticed_are_removed(bench: 
     assert not fake(bench).blocks
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        Reason.PEER_UNREACHABLE,
+        Reason.TRANSFER_FAILED,
+        Reason.BLOCK_MISSING,
+        Reason.CHECKSUM_MISMATCH,
+        Reason.BLOCK_SIZE_MISMATCH,
+    ],
+)
+def test_an_own_block_that_cannot_be_read_leaves_the_pool(bench: LowerBench, reason: Reason) -> None:
+    """Its room is given back; a block that stayed would be in nobody's books, and the share would overflow."""
+    keys = block_keys(1, 2)
+    bench.store(*keys)
+    fake(bench).get = lambda *_: [TierError(reason, "not this time.")]  # type: ignore[method-assign]
+    load = bench.load(keys[0])
+    assert load.failures == {reason: 1}
+    settle(bench)
+    assert fake(bench).blocks.keys() == {keys[1]}
+    assert bench.tier.snapshot()["num_blocks"] == 1
+    assert bench.held(keys) == keys[1:]
+
+
+@pytest.mark.parametrize(
+    ("reason", "stays"),
+    [
+        (Reason.CHECKSUM_MISMATCH, False),
+        (Reason.BLOCK_SIZE_MISMATCH, False),
+        (Reason.PEER_UNREACHABLE, True),
+        (Reason.TRANSFER_FAILED, True),
+    ],
+)
+def test_a_block_of_another_that_is_not_what_its_name_says_leaves_the_pool(
+    bench: LowerBench, reason: Reason, stays: bool
+) -> None:
+    """Else everybody asks for the block, and nobody stores it, as long as its engine lives."""
+    (key,) = block_keys(1)
+    fake(bench).blocks[key] = b"forged"
+    fake(bench).get = lambda *_: [TierError(reason, "not this time.")]  # type: ignore[method-assign]
+    assert bench.held([key]) == [key]
+    assert bench.load(key).failures == {reason: 1}
+    settle(bench)
+    assert (key in fake(bench).blocks) == stays
+    assert bench.held([key]) == []
+
+
 def test_no_verb_waits_for_a_call(bench: LowerBench) -> None:
     bench.store(*block_keys(*range(8)))
     fake(bench).may_go_on.clear()

@@ -13,13 +13,14 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvferry.layout.shard import Region
 from kvferry.testing.tier_suite import LowerBench, LowerTierSuite, tier_machine
+from kvferry.tiers import remote_pool
 from kvferry.tiers.disk.segments import Directory, cells_name, read_segment
 from kvferry.tiers.local_disk import LocalDisk
 from kvferry.tiers.pool.store import object_names
 from kvferry.tiers.protocol import BlockKey, LowerTier
 from kvferry.tiers.remote_pool import RemotePool
 
-from .pool_master import Master, open_pool, skip_without_mooncake
+from .pool_master import Master, SharedClients, open_pool, skip_without_mooncake
 
 CAPACITY = 4 << 20
 
@@ -53,17 +54,24 @@ class TestLocalDisk(LowerTierSuite):
 
 @pytest.mark.mooncake
 class TestRemotePool(LowerTierSuite):
-    """The pool tier, with a master of its own."""
+    """The pool tier, with a master of its own. Tests of ``close`` have clients of their own, others share them."""
 
     master: ClassVar[Master]
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
-    def _master(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    def _clients(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedClients]:
         skip_without_mooncake()
         cls.master = Master(tmp_path_factory.mktemp("master"))
-        yield
+        clients = SharedClients()
+        yield clients
+        clients.close()
         cls.master.kill()
+
+    @pytest.fixture(autouse=True)
+    def _share(self, _clients: SharedClients, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        if "close" not in request.node.name:
+            monkeypatch.setattr(remote_pool, "PoolStore", _clients.open)
 
     def open_tier(self, region: Region, place: Path) -> LowerTier:
         """Open it as a client of the master."""
@@ -78,9 +86,10 @@ class TestRemotePool(LowerTierSuite):
 
 
 @pytest.mark.mooncake
-def test_remote_pool_against_a_dictionary(tmp_path: Path) -> None:
+def test_remote_pool_against_a_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_mooncake()
-    master = Master(tmp_path)
+    master, clients = Master(tmp_path), SharedClients()
+    monkeypatch.setattr(remote_pool, "PoolStore", clients.open)
     try:
         run_state_machine_as_test(
             tier_machine(lambda: LowerBench(lambda region: open_pool(master, region))),
@@ -88,6 +97,7 @@ def test_remote_pool_against_a_dictionary(tmp_path: Path) -> None:
                 max_examples=8, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
             ),
         )
+        clients.close()
     finally:
         master.kill()
 

@@ -1,5 +1,6 @@
 """What an engine knows of the pool: own blocks, answers, and blocks on their way out."""
 
+import time
 from collections import OrderedDict
 
 import pytest
@@ -139,6 +140,37 @@ def test_a_holder_that_does_not_answer_is_not_asked_for_a_while() -> None:
     assert found(index, A) == [Presence.ABSENT]
     index.expire(10.0 + HELD_SECONDS)
     assert index.look_up([A])[1] == [A]
+
+
+def test_an_earlier_answer_does_not_end_a_later_one() -> None:
+    """The pool said no, then an engine that stopped turned out to have the block: nobody asks for half a minute."""
+    index = index_with()
+    index.look_up([A])
+    index.answer([A], [False], now=0.0)
+    index.reserve(A, SIZE, NOTHING)
+    index.give_back(A, is_held_by_another=True, now=0.5)
+    index.distrust(A, now=0.6)
+    index.expire(ABSENT_SECONDS)
+    index.expire(0.5 + HELD_SECONDS)
+    assert index.look_up([A])[1] == []
+    index.expire(0.6 + HELD_SECONDS)
+    assert index.look_up([A])[1] == [A]
+
+
+def test_answers_that_are_still_believed_cost_no_poll_anything() -> None:
+    """A busy scheduler asks a thousand times a second, and polls twice a step."""
+    index = index_with()
+    for number in range(30_000):
+        key = number.to_bytes(4, "big")
+        index.look_up([key])
+        index.answer([key], [True], now=number / 1000)
+    began_at = time.thread_time()
+    for _ in range(100):
+        index.expire(HELD_SECONDS - 0.01)
+    assert time.thread_time() - began_at < 0.02
+    index.expire(2 * HELD_SECONDS)
+    assert not index._presence
+    assert not index._beliefs
 
 
 def test_an_emptied_pool_leaves_stores_in_progress_and_pins() -> None:

@@ -57,6 +57,7 @@ USABLE_SHARE = 0.85
 """Share of the lent memory that own blocks may fill. Mooncake's master evicts when 0.9 of the pool is full."""
 MIN_SHARE_BYTES = 16 << 20
 
+_NOT_WHAT_IT_SAYS = (Reason.CHECKSUM_MISMATCH, Reason.BLOCK_SIZE_MISMATCH)
 _never_closed: list[object] = []  # clients whose threads still hung when the tier was closed
 
 
@@ -347,14 +348,20 @@ class RemotePool:
         self._end(copy)
 
     def _note_miss(self, key: BlockKey, reason: Reason, now: float) -> None:
-        """Keep a block that did not arrive from being promised again."""
-        if reason is Reason.CHECKSUM_MISMATCH:
-            self._index.forget(key)
-            self._remove([key])
-        elif reason in (Reason.PEER_UNREACHABLE, Reason.TRANSFER_FAILED):
+        """Keep a block that did not arrive from being promised again.
+
+        A block that is not what its name says would stay there, and would be asked for and not stored, for ever. So
+        would a block of this engine whose room is given back.
+        """
+        is_own = key in self._index.own
+        if reason in (Reason.PEER_UNREACHABLE, Reason.TRANSFER_FAILED):
             self._index.distrust(key, now)
-        elif reason is Reason.BLOCK_MISSING:
+        elif reason in (Reason.BLOCK_MISSING, *_NOT_WHAT_IT_SAYS):
             self._index.forget(key)
+        else:
+            return
+        if is_own or reason in _NOT_WHAT_IT_SAYS:
+            self._remove([key])
 
     def _end(self, copy: TierCopy, error: TierError | None = None) -> None:
         copy.end(error)

@@ -11,6 +11,7 @@ until its fences have ended.
 import errno
 import os
 import re
+import select
 import socket
 import time
 from collections import Counter, deque
@@ -130,6 +131,12 @@ class Greeting:
                 return False
             raise
         return True
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the connection has got further, at most so many seconds."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN if self._is_shut_down else select.POLLOUT)
+        poller.poll(seconds * 1e3)
 
     def close(self) -> None:
         """Close the socket; twice is fine."""

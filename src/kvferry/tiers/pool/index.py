@@ -7,9 +7,11 @@ other blocks the engine knows what it asked: an answer is believed for a while, 
 No thread, no clock, no Mooncake: the tier calls this from its verbs.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, repeat
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import compress, count, repeat
 
 import numpy as np
 
@@ -20,7 +22,16 @@ HELD_SECONDS = 30.0
 """How long the answer is believed that another engine holds a block; a wrong one costs a load that misses."""
 ABSENT_SECONDS = 1.0
 """How long the answer is believed that no engine holds a block; a wrong one costs a hit."""
+_BELIEVED_SECONDS = {Presence.HELD: HELD_SECONDS, Presence.ABSENT: ABSENT_SECONDS}
 _UNKNOWN = 255
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Belief:
+    """What is believed of blocks until a time."""
+
+    presence: Presence
+    keys: Sequence[BlockKey]
 
 
 class PoolIndex:
@@ -51,7 +62,11 @@ class PoolIndex:
         self._asked: set[BlockKey] = set()
         self._leaving: Counter[BlockKey] = Counter()
         self._presence: dict[BlockKey, int] = {}
-        self._expiries: deque[tuple[float, Presence, Sequence[BlockKey]]] = deque()
+        self._beliefs: dict[BlockKey, _Belief] = {}
+        """The last one of each block: earlier ones end without effect."""
+        self._expiries: list[tuple[float, int, _Belief]] = []
+        """A heap: a poll must not go over the answers of half a minute."""
+        self._numbers = count()
 
     @property
     def num_pinned(self) -> int:
@@ -72,9 +87,10 @@ class PoolIndex:
 
     def answer(self, keys: Sequence[BlockKey], exists: Sequence[bool], now: float) -> None:
         """Note what the pool said of keys; what became known in another way meanwhile stays."""
-        for presence, seconds in ((Presence.HELD, HELD_SECONDS), (Presence.ABSENT, ABSENT_SECONDS)):
-            chosen = [k for k, is_there in zip(keys, exists, strict=True) if is_there == (presence is Presence.HELD)]
-            self._believe([key for key in chosen if key in self._asked], presence, now + seconds)
+        is_held = np.array(exists, np.bool_)
+        for presence, flags in ((Presence.HELD, is_held), (Presence.ABSENT, ~is_held)):
+            chosen = filter(self._asked.__contains__, compress(keys, flags.tolist()))
+            self._believe(list(chosen), presence, now)
 
     def cannot_answer(self, keys: Iterable[BlockKey]) -> None:
         """Note that the pool did not answer: the next look-up asks again."""
@@ -84,16 +100,15 @@ class PoolIndex:
 
     def expire(self, now: float) -> None:
         """Forget answers that are too old."""
-        kept: deque[tuple[float, Presence, Sequence[BlockKey]]] = deque()
-        while self._expiries:
-            until, presence, keys = self._expiries.popleft()
-            if until > now:
-                kept.append((until, presence, keys))
-                continue
-            for key in keys:
-                if self._presence.get(key) == presence and key not in self.own and key not in self._leaving:
+        while self._expiries and self._expiries[0][0] <= now:
+            _, _, belief = heappop(self._expiries)
+            for key in belief.keys:
+                if self._beliefs.get(key) is not belief:
+                    continue
+                del self._beliefs[key]
+                is_still = self._presence.get(key) == belief.presence
+                if is_still and key not in self.own and key not in self._leaving:
                     del self._presence[key]
-        self._expiries = kept
 
     def holds(self, key: BlockKey) -> bool:
         """Return whether a load may be tried."""
@@ -127,7 +142,7 @@ class PoolIndex:
         self.used_bytes -= allocated_bytes(self._being_stored.pop(key))
         del self._presence[key]
         if is_held_by_another:
-            self._believe([key], Presence.HELD, now + HELD_SECONDS)
+            self._believe([key], Presence.HELD, now)
         elif key in self._leaving:
             self._presence[key] = int(Presence.ABSENT)
 
@@ -144,7 +159,7 @@ class PoolIndex:
         """Take a block for absent for a while, whatever the pool says: its holder does not answer."""
         self.forget(key)
         if key not in self._being_stored:
-            self._believe([key], Presence.ABSENT, now + HELD_SECONDS)
+            self._believe([key], Presence.ABSENT, now, HELD_SECONDS)
 
     # blocks on their way out of the pool
 
@@ -184,16 +199,20 @@ class PoolIndex:
         self.own.clear()
         self._asked.clear()
         self._leaving.clear()
+        self._beliefs.clear()
         self._expiries.clear()
         self._presence = dict.fromkeys(self._being_stored, int(Presence.PENDING))
         self.used_bytes = sum(map(allocated_bytes, self._being_stored.values()))
         return owned
 
-    def _believe(self, keys: Sequence[BlockKey], presence: Presence, until: float) -> None:
+    def _believe(self, keys: Sequence[BlockKey], presence: Presence, now: float, seconds: float | None = None) -> None:
         if keys:
+            belief = _Belief(presence, keys)
             self._asked.difference_update(keys)
             self._presence.update(dict.fromkeys(keys, int(presence)))
-            self._expiries.append((until, presence, keys))
+            self._beliefs.update(dict.fromkeys(keys, belief))
+            until = now + (_BELIEVED_SECONDS[presence] if seconds is None else seconds)
+            heappush(self._expiries, (until, next(self._numbers), belief))
 
     def _make_room(self, occupied: int, kept: Iterable[BlockKey]) -> bool:
         stays: Callable[[BlockKey], bool] = lambda key: key in self._pins or key in kept  # noqa: E731

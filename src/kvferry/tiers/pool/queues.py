@@ -84,8 +84,8 @@ class TaskQueue:
             task = self._next(index, turn_at)
             if task is not None:
                 task.perform()
-                self._busy_since[index] = None
                 self._done.append(task)
+                self._busy_since[index] = None
 
     def _next(self, index: int, turn_at: float | None) -> Task | None:
         """Wait for a task; None when it is the turn of ``idle``, or the queue closes."""

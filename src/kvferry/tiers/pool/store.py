@@ -74,7 +74,8 @@ class PoolStore:
     """
 
     def __init__(self, master: str, share_bytes: int, region: Region, num_threads: int) -> None:
-        self.state = PoolState()
+        # Any thread may find that the master is away; the mark is looked for by one.
+        self._is_reachable, self._num_emptied = False, 0
         self._master, self._share_bytes, self._region = master, share_bytes, region
         self._trailers = np.zeros((num_threads, BLOCKS_PER_WRITE), _TRAILER)
         self._free_trailers = list(range(num_threads))
@@ -93,24 +94,30 @@ class PoolStore:
             raise TierError(error.reason, error.message, error.remedy) from error
         self._name = f"{self._address}:{self._engine.get_rpc_port()}"
         self._store: Any = None
+        self._refusal = ""
+        """Why the master did not take this client the last time; each is logged once."""
+
+    @property
+    def state(self) -> PoolState:
+        """What is known of the pool now."""
+        return PoolState(self._is_reachable, self._num_emptied)
 
     def renew(self) -> float:
         """Look whether the pool can be reached and still has this client's mark; return seconds until the next look.
 
-        Sets ``state``. Raises nothing.
+        Changes ``state``. Raises nothing.
         """
         try:
             greet(self._master)  # Mooncake's ``setup`` holds the GIL while it waits
             if self._store is None:
-                self._set_up()
+                self._join()
             if not self._has_mark():
                 self._put_mark()
-                self.state = PoolState(True, self.state.num_emptied + 1)
-            elif not self.state.is_reachable:
-                self.state = PoolState(True, self.state.num_emptied)
+                self._num_emptied += 1
+            self._is_reachable = True
         except Exception as error:  # Mooncake's binding raises what C++ throws
             logger.debug("the pool's master at %s: %r", self._master, error)
-            self._lose()
+            self._is_reachable = False
             seconds = self._retry_seconds
             self._retry_seconds = min(2 * seconds, LONGEST_RETRY_SECONDS)
             return seconds
@@ -233,16 +240,21 @@ class PoolStore:
 
         Takes up to a second, and some seconds where the master does not answer.
         """
-        self._lose()
+        self._is_reachable = False
         if self._store is not None:
             for address in (self._region.base_address, self._trailers.ctypes.data, self._mark.ctypes.data):
                 self._store.unregister_buffer(address)
             self._store.close()
         self._store = self._engine = None
 
-    def _lose(self) -> None:
-        if self.state.is_reachable:
-            self.state = PoolState(False, self.state.num_emptied)
+    def _join(self) -> None:
+        try:
+            self._set_up()
+        except TierError as error:
+            if self._refusal != str(error):
+                logger.warning("no block is shared: %s", error)
+            self._refusal = str(error)
+            raise
 
     def _set_up(self) -> None:
         store = self._package.MooncakeDistributedStore()
@@ -285,12 +297,12 @@ class PoolStore:
         return place, self._trailers[place, :num_blocks]
 
     def _check_reachable(self) -> None:
-        if not self.state.is_reachable:
+        if not self._is_reachable:
             raise self._unreachable()
 
     def _check_codes(self, codes: Sequence[int]) -> None:
         if any(code in _UNREACHABLE for code in codes):
-            self._lose()
+            self._is_reachable = False
             raise self._unreachable()
 
     def _unreachable(self) -> TierError:
@@ -333,9 +345,9 @@ def greet(address: str) -> None:
     deadline = time.monotonic() + GREETING_SECONDS
     try:
         while not greeting.is_over():
-            if time.monotonic() > deadline:
+            if (seconds := deadline - time.monotonic()) <= 0:
                 raise TimeoutError
-            time.sleep(0.0002)
+            greeting.wait(seconds)
     finally:
         greeting.close()
 
