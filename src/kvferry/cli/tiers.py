@@ -27,10 +27,11 @@ tiers = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Show, verify or clear the blocks that a disk tier keeps in a directory: the disk_path of an engine.",
+    help="Show, verify or clear the blocks that KVFerryOffloadConnector keeps on disk.\n\nDIR is the connector's "
+    "setting disk_path; each further data-parallel rank has a folder dp<rank> in it.",
 )
 
-DirectoryArgument = Annotated[Path, typer.Argument(help="The directory of a disk tier.", metavar="DIR")]
+DirectoryArgument = Annotated[Path, typer.Argument(help="The folder of one engine's blocks on disk.", metavar="DIR")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 MAX_DAMAGED_SHOWN = 20
 
