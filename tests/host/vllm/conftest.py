@@ -10,6 +10,7 @@ from .engine_pool import STAGES, EnginePool, Reference, stage_of
 from .handoffs import ALL_PAIRS
 
 FOLDER = Path(__file__).parent
+collect_ignore = ["fault_campaign/program.py"]  # imports vLLM
 TIMEOUT_SECONDS = 600
 LOG_LINES = 30
 
