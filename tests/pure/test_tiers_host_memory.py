@@ -1,6 +1,7 @@
 """Host memory: when a key is visible, what is never evicted, and that nothing leaks."""
 
 import ctypes
+import errno
 import itertools
 import multiprocessing
 import os
@@ -359,6 +360,35 @@ def test_another_process_maps_the_same_memory_in_huge_pages() -> None:
         assert memory.region.base_address % (2 << 20) == 0
     finally:
         memory.close()
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_every_page_of_a_slab_exists(is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With huge pages, which fill their holes themselves, and without: else a copy could end a process by a signal."""
+    if is_refused:
+        monkeypatch.setattr(slab_memory, "collapse_to_huge_pages", lambda *_: "EINVAL")
+    for length in (100, 2 << 20, (9 << 20) + 100):
+        memory = SlabMemory(length)
+        assert os.stat(f"/proc/self/fd/{memory.handle.file_descriptor}").st_blocks * 512 >= length
+        assert ctypes.string_at(memory.region.base_address, length) == bytes(length)
+        assert not (is_refused and memory.huge_bytes)
+        memory.close()
+
+
+@pytest.mark.parametrize("num_allocated", [0, 1, 4])
+def test_a_slab_whose_pages_run_out_leaves_nothing(num_allocated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate, calls, before = os.posix_fallocate, itertools.count(), (open_files(), mappings())
+
+    def run_out(*arguments: int) -> None:
+        if next(calls) >= num_allocated:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", run_out)
+    assert refusal(SlabMemory, 9 << 20) is Reason.TIER_FAILED
+    assert (open_files(), mappings()) == before
+    monkeypatch.undo()
+    assert next(calls) == num_allocated + 1
 
 
 def test_a_slab_cannot_be_cut_under_its_mappings() -> None:

@@ -4,10 +4,12 @@ A memfd needs no path, has no size limit of ``/dev/shm``, and goes with the last
 allocated at once, after a look at the available memory: a slab that is too large is an error at the start, and never a
 signal in the middle of a copy. Size seals let nobody cut the file under a mapping.
 
-The owner puts the file into huge pages with ``MADV_COLLAPSE`` after the pages exist; the kernel setting
-``shmem_enabled=never``, which is the default, refuses ``MADV_HUGEPAGE`` for a memfd, not ``MADV_COLLAPSE``.
-Whether it worked is read from ``ShmemPmdMapped`` in ``/proc/self/smaps``, in :attr:`SlabMemory.huge_bytes`. Ranks that
-attach later map the same huge pages, since every mapping begins at a multiple of 2 MiB.
+The owner puts the file into huge pages with ``MADV_COLLAPSE``; the kernel setting ``shmem_enabled=never``, which is the
+default, refuses ``MADV_HUGEPAGE`` for a memfd, not ``MADV_COLLAPSE``. A huge page is made from one small page and 511
+holes, and the holes are filled afterwards only where there is no huge page: to allocate all small pages first takes
+several times as long. Whether it worked is read from ``ShmemPmdMapped`` in ``/proc/self/smaps``, in
+:attr:`SlabMemory.huge_bytes`. Ranks that attach later map the same huge pages, since every mapping begins at a multiple
+of 2 MiB.
 """
 
 import ctypes
@@ -75,7 +77,7 @@ class SlabMemory:
     _is_open: bool
 
     def __init__(self, length: int) -> None:
-        """Allocate ``length`` bytes, about a second for 500 MB. Raises :class:`TierError` ``tier-failed``."""
+        """Allocate ``length`` bytes. Raises :class:`TierError` ``tier-failed``."""
         # The kernel would grant each page, and then kill processes for memory.
         if length > (available := available_bytes()):
             raise _too_large(length, f"{format_bytes(available)} are available")
@@ -84,15 +86,19 @@ class SlabMemory:
         except OSError as error:
             raise _too_large(length, str(error.strerror)) from error
         with _closed_on_error(file_descriptor):
-            try:
-                os.posix_fallocate(file_descriptor, 0, length)
-            except OSError as error:
-                raise _too_large(length, str(error.strerror)) from error
+            os.truncate(file_descriptor, length)
             fcntl.fcntl(file_descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            for begin in range(0, length - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
+                _allocate(file_descriptor, begin, mmap.PAGESIZE)
             self._map(file_descriptor, length)
         refused = collapse_to_huge_pages(self.region.base_address, length)
         if refused is not None:
             logger.info("the slab has no huge pages: %s", refused)
+        try:
+            _allocate(file_descriptor, 0, length)
+        except TierError:
+            self.close()
+            raise
 
     @classmethod
     def attach(cls, handle: SlabHandle) -> "SlabMemory":
@@ -187,6 +193,14 @@ def _control_groups() -> Iterator[Path]:
 def _counted(path: str | Path, name: str) -> int:
     """Return the number that stands behind ``name`` in a file of the kernel."""
     return next(int(line.split()[1]) for line in Path(path).read_text().splitlines() if line.split()[0] == name)
+
+
+def _allocate(file_descriptor: int, begin: int, length: int) -> None:
+    """Give these bytes of the file pages where they have none. Raises :class:`TierError` ``tier-failed``."""
+    try:
+        os.posix_fallocate(file_descriptor, begin, length)
+    except OSError as error:
+        raise _too_large(length, str(error.strerror)) from error
 
 
 @contextmanager
