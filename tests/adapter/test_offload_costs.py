@@ -1,10 +1,12 @@
 """Load, wait or compute inside vLLM's real scheduler: what is measured, decided, counted, and said about hits."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -14,12 +16,19 @@ import json
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import PrefixCacheStats
 
+from kvferry.arrays import Integers
+from kvferry.integrations.vllm.offload_names import BlockNames
 from kvferry.integrations.vllm.offload_records import OffloadStatistics
 from kvferry.integrations.vllm.offload_step import LoadOrder, RankReport
 from kvferry.integrations.vllm.scheduler import offload_costs
+from kvferry.integrations.vllm.scheduler.blocks import GroupShape
+from kvferry.integrations.vllm.scheduler.offload_costs import NUM_PREFIXES, Hit
+from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, longest_hit, stored_groups
+from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Region
 from kvferry.testing.dictionary_tier import DictionaryTier
 from kvferry.tiers.costs import Work
+from kvferry.tiers.rates import CopyTimes
 
 from .offload_engine import Engine, make_config, prompt_of
 from .test_offload_names import CONFIG
@@ -258,3 +267,54 @@ def test_failures_and_refusals_are_counted_by_reason(make_engine: Callable[..., 
 def test_ranks_report_the_slowest_load() -> None:
     reports = [RankReport(load_seconds={1: 0.5, 2: 0.1}), RankReport(load_seconds={1: 0.2, 3: 0.3})]
     assert reports[0].aggregate(reports[1]).load_seconds == {1: 0.5, 2: 0.1, 3: 0.3}
+
+
+class Places:
+    """Stands for a stack: says where the blocks of each group are, ``nowhere`` as 2."""
+
+    def __init__(self, places: Sequence[Integers], keys: Sequence[Sequence[bytes]]) -> None:
+        self.slot_bytes = {"0": 100, "1": 7}
+        self.promotion_times = {"local_disk": CopyTimes()}
+        self.queued_bytes = {"local_disk": 3}
+        self._places = dict(zip(chain(*keys), chain(*places), strict=True))
+
+    def locate(self, keys: Sequence[bytes], now: float) -> Integers:
+        return np.array([self._places[key] for key in keys], np.int64)
+
+
+@pytest.mark.parametrize("first_token", [0, 32])
+@pytest.mark.parametrize("seed", range(8))
+def test_an_offer_has_prefixes_that_can_be_loaded_and_what_each_takes(seed: int, first_token: int) -> None:
+    """Against each prefix alone: whether it is a hit, and which blocks of which tier it needs."""
+    random = np.random.default_rng(seed)
+    groups = stored_groups([GroupShape(CacheKind.ATTENTION, 16), GroupShape(CacheKind.SLIDING_WINDOW, 16, 40)], 0, 16)
+    blocks = RequestBlocks(groups, BlockNames(bytes(14), {}))
+    blocks.update([bytes([number]) * 32 for number in range(40)])
+    disk_from, gone = int(random.integers(0, 40)), int(random.integers(20, 45))
+    places = [np.where(np.arange(40) < disk_from, 0, 1), random.choice(3, 40, p=(0.6, 0.3, 0.1))]
+    places[0][gone:] = 2
+    stack: Any = Places(places, blocks.keys)
+    found = Hit.of(blocks, stack, first_token, 635, 0.0)
+    held = [where[first_token // 16 :] != 2 for where in places]
+    hits = {longest_hit(blocks, held, first_token, end) for end in range(first_token, 636)} - {first_token}
+    assert found.ends.tolist() == sorted(hits)
+    assert found.boundary == longest_hit(blocks, held, first_token, 635)
+    offer = found.offer(640, stack, is_whole=False)
+    assert set(offer.ends.tolist()) <= hits
+    assert offer.ends[-1] == found.boundary
+    assert len(offer.ends) >= min(len(hits), NUM_PREFIXES)
+    assert (np.diff(offer.ends) > 0).all()
+    # The last prefix ends here that takes whole attention from host memory alone.
+    near = [end for end in hits if end <= disk_from * 16 < found.boundary]
+    assert not near or max(near) in offer.ends
+    for number, end in enumerate(offer.ends.tolist()):
+        assert offer.lower_bytes["local_disk"][number] == bytes_of(blocks, places, first_token, end, 1)
+        assert offer.num_bytes[number] == sum(bytes_of(blocks, places, first_token, end, place) for place in (0, 1))
+    assert found.offer(640, stack, is_whole=True).ends.tolist() == [found.boundary]
+
+
+def bytes_of(blocks: RequestBlocks, places: Sequence[Integers], first_token: int, end: int, place: int) -> int:
+    """Return the bytes that a load of these tokens takes from a place."""
+    needed = blocks.needed(first_token, end)
+    counts = [int((where[slice(*each)] == place).sum()) for where, each in zip(places, needed, strict=True)]
+    return 100 * counts[0] + 7 * counts[1]

@@ -1,5 +1,6 @@
 """Load, wait or compute: the decisions against engines and tiers whose true times are known."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.tiers.costs import STALE_AFTER, Because, Choice, Costs, Decision, Offer, Work
-from kvferry.tiers.rates import COPIES_OF_A_SPAN, CopyTimes, Rates
+from kvferry.tiers.rates import COPIES_OF_A_SPAN, MOST_BETWEEN_FITS, CopyTimes, Rates, _with_none_below_zero
 
 BLOCK = 16
 LEARNING = 60
@@ -301,9 +302,56 @@ def test_noise_is_no_change() -> None:
     assert max(off[50:]) < 1.4
 
 
+def test_a_decision_makes_no_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request waits for its decision, and a fit takes as long as ten of them."""
+    costs = learned({"disk": 1e9})
+    for number in range(20):
+        costs.computed(Work.of(100, 101 + number), 0.02)
+    monkeypatch.setattr(Rates, "_fit", lambda _: pytest.fail("a fit where a prediction is asked for"))
+    assert costs.decide(offer(500, 500), running=Work.of(10, 11)).because is Because.QUICKEST
+    assert costs.snapshot()["computing"]["token_seconds"] > 0
+
+
+def test_fits_are_seldom_once_the_rates_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit, fits = Rates._fit, Counter[str]()
+
+    def counted(rates: Rates) -> None:
+        fits[phases[-1]] += 1
+        fit(rates)
+
+    monkeypatch.setattr(Rates, "_fit", counted)
+    rates, phases = Rates((1e-3, 1e-9)), list[str]()
+    for phase, number, factor in (("first", 4, 1.0), ("then", 60, 1.0), ("known", 160, 1.0), ("changed", 20, 3.0)):
+        phases.append(phase)
+        for size in np.geomspace(1e5, 1e8, number).tolist():
+            rates.record((1.0, size), factor * (1e-3 + size / 1e9))
+    assert fits["first"] == 4, "each sample says much"
+    assert fits["then"] <= 24
+    assert fits["known"] <= 160 / MOST_BETWEEN_FITS + 1
+    assert fits["changed"] >= 8
+    assert float(rates.seconds(np.array([1.0, 1e7]))) == pytest.approx(0.033, rel=0.1)
+
+
 def test_no_coefficient_is_negative() -> None:
     rates = Rates((1e-3, 1e-9))
     for size, seconds in ((1e6, 5e-3), (2e6, 4e-3), (4e6, 3e-3), (8e6, 2e-3)):  # larger ones are quicker
         rates.record((1.0, size), seconds)
     assert min(rates.coefficients) >= 0
     assert 1e-3 < float(rates.seconds(np.array([1.0, 1e9]))) < 1.0
+
+
+@pytest.mark.parametrize("num_features", [2, 3])
+def test_shares_below_zero_give_way_to_the_best_others(num_features: int) -> None:
+    random = np.random.default_rng(num_features)
+    num_negative = 0
+    for _ in range(200):
+        scaled, seconds = random.exponential(size=(5, num_features)), random.exponential(size=5)
+        products, target = scaled.T @ scaled + 0.01 * np.eye(num_features), scaled.T @ seconds + 0.01
+        found = _with_none_below_zero(products, target)
+        num_negative += bool((np.linalg.solve(products, target) < 0).any())
+        slope = products @ found - target
+        assert (found >= 0).all()
+        # Where the squares are least no share can grow or, where it is above 0, shrink.
+        assert slope.min() > -1e-9
+        assert np.abs(slope[found > 0]).max() < 1e-9
+    assert num_negative > 20

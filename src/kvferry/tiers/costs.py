@@ -167,9 +167,9 @@ class Costs:
         self._num_decisions += 1
         if not len(offer.ends):
             return Decision(Choice.COMPUTE, Because.QUICKEST, 0)
-        ends = np.concatenate([[offer.num_local], offer.ends])
-        num_bytes = np.concatenate([[0], offer.num_bytes])
-        lower = {name: np.concatenate([[0], amounts]) for name, amounts in offer.lower_bytes.items() if amounts.any()}
+        ends = _behind(offer.num_local, offer.ends)
+        num_bytes = _behind(0, offer.num_bytes)
+        lower = {name: _behind(0, amounts) for name, amounts in offer.lower_bytes.items() if amounts.any()}
         computing = self._computing_seconds(ends, offer.num_tokens) if self._steps.is_measured else None
         ways = [self.loads, *(self.promotions[name] for name in lower)]
         if computing is None or not all(way.is_measured for way in ways):
@@ -200,21 +200,24 @@ class Costs:
 
     def _computing_seconds(self, ends: Integers, num_tokens: int) -> Seconds:
         """Return the seconds to compute what lies behind each end: at least one token, for the first new one."""
-        before = np.minimum(ends, num_tokens - 1).astype(np.float64)
-        tokens = num_tokens - before
-        pairs = (num_tokens * (num_tokens + 1) - before * (before + 1)) / 2
-        return self._steps.seconds(np.stack([np.ceil(tokens / self._max_step_tokens), tokens, pairs], axis=-1))
+        per_step, per_token, per_pair = self._steps.coefficients
+        tokens = num_tokens - np.minimum(ends, num_tokens - 1)
+        # A token of these attends to all tokens up to itself: on average to those before the middle of them.
+        of_token = per_token + per_pair * (num_tokens - (tokens - 1) / 2)
+        seconds: Seconds = per_step * -(-tokens // self._max_step_tokens) + of_token * tokens
+        return seconds
 
     def _loading_seconds(
         self, num_bytes: Integers, lower: Mapping[str, Integers], queued: Mapping[str, int], running: Work
     ) -> Seconds:
         """Return the seconds until each option's blocks are loaded: promoted side by side, then copied."""
-        seconds = np.where(num_bytes > 0, self.loads.seconds(num_bytes) + self._overhead.coefficients[0], 0.0)
+        seconds = self.loads.seconds(num_bytes) + self._overhead.coefficients[0] * (num_bytes > 0)
         if lower:
             brought = [self.promotions[name].seconds(each, queued.get(name, 0)) for name, each in lower.items()]
             seconds = seconds + np.max(brought, axis=0)
         if running.num_tokens:
-            step = self._steps.seconds(np.array([1.0, running.num_tokens, running.num_pairs]))
+            per_step, per_token, per_pair = self._steps.coefficients
+            step = per_step + per_token * running.num_tokens + per_pair * running.num_pairs
             seconds = np.ceil(seconds / step) * step
         return seconds
 
@@ -227,14 +230,18 @@ class Costs:
         computes a good share of the prompt: a wrong prediction then costs little.
         """
         self._refresh_seconds += REFRESH_SHARE * float(seconds[best])
-        extra = seconds - seconds[best]
-        copies, computes = np.zeros((2, len(seconds)), np.bool_)
-        if self._is_stale("loading", self.loads.num_measured):
-            copies |= num_bytes > 0
+        stale_copies = [num_bytes] if self._is_stale("loading", self.loads.num_measured) else []
         for name, amounts in lower.items():
             if self._is_stale(name, self.promotions[name].num_measured):
-                copies |= amounts > 0
-        if self._is_stale("computing", self._num_prefills):
+                stale_copies.append(amounts)
+        is_computing_stale = self._is_stale("computing", self._num_prefills)
+        if not (stale_copies or is_computing_stale):
+            return best
+        extra = seconds - seconds[best]
+        copies, computes = np.zeros((2, len(seconds)), np.bool_)
+        for amounts in stale_copies:
+            copies |= amounts > 0
+        if is_computing_stale:
             computes = rest >= max(LEAST_PREFILL_TOKENS, LEAST_PREFILL_SHARE * rest[0])
         if copies[best] or computes[best]:
             return best
@@ -255,6 +262,12 @@ class Costs:
             self._measured_at[way] = (num_measured, self._num_decisions)
             return False
         return self._num_decisions - since >= STALE_AFTER
+
+
+def _behind(first: int, others: Integers) -> Integers:
+    found = np.empty(len(others) + 1, np.int64)
+    found[0], found[1:] = first, others
+    return found
 
 
 def _choice(chosen: int, lower: Mapping[str, Integers]) -> Choice:

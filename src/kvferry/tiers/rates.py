@@ -5,12 +5,17 @@ the further it lies from the fit (iteratively reweighted least squares), and lea
 where the samples leave a direction open, such as the share of latency in copies that all have one size. Samples are
 kept by size, a few of each, so that the many small ones do not displace the few large ones. When several samples in a
 row deviate in one direction the rates themselves have changed: older samples are forgotten.
+
+A fit costs as much as many predictions. So it is made where a sample comes, each time at first and then seldom, and
+never where a prediction is asked for: a request waits for that.
 """
 
 import math
 from collections import deque
 from collections.abc import Sequence
-from itertools import combinations
+from functools import cache
+from itertools import product
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +41,9 @@ LEAST_SHARE = 1e-2
 """Share of its prior from which a coefficient that was 0 begins again."""
 HALF_LIFE = 64
 """Samples after which a sample counts half."""
+MOST_BETWEEN_FITS = 16
+"""Samples from one fit to the next; a quarter of the samples since the rates changed where that is fewer."""
+FIT_PASSES = 4
 COPIES_OF_A_SPAN = 8
 """A tier that is never idle is measured anew after so many copies."""
 LEAST_SPREAD = 0.05
@@ -57,7 +65,7 @@ class Rates:
 
     def __init__(self, prior: Sequence[float], num_skipped: int = 0) -> None:
         self._prior = np.array(prior, np.float64)
-        self._coefficients = self._prior.copy()
+        self._set_coefficients(self._prior)
         self._num_skipped = num_skipped
         self._num_samples = 0
         self._samples: dict[int, deque[tuple[int, tuple[float, ...], float]]] = {}
@@ -65,7 +73,8 @@ class Rates:
         """Logarithms of time over prediction of the last samples that all lie far off on one side."""
         self._spread = LEAST_SPREAD
         """The usual deviation of a sample, as a logarithm."""
-        self._is_fitted = True
+        self._anew_at = self._fit_at = 0
+        """The number of samples when the rates changed last, and when they are fitted next."""
         self._scale_is_known = False
 
     @property
@@ -76,12 +85,10 @@ class Rates:
     @property
     def coefficients(self) -> tuple[float, ...]:
         """Seconds for one of each feature, as learned so far."""
-        self._fit()
-        return tuple(self._coefficients.tolist())
+        return self._as_numbers
 
     def seconds(self, features: Seconds) -> Seconds:
         """Return the predicted seconds for features along the last axis."""
-        self._fit()
         predicted: Seconds = features @ self._coefficients
         return predicted
 
@@ -93,24 +100,28 @@ class Rates:
         seconds = max(seconds, LEAST_SECONDS)
         if not self._scale_is_known:
             self._prior *= seconds / max(float(self._prior @ features), LEAST_SECONDS)
-            self._coefficients = self._prior.copy()
+            self._set_coefficients(self._prior)
             self._scale_is_known = True
         self._watch(features, seconds)
         size = round(math.log(max(features[-1], 1.0), 4))
         self._samples.setdefault(size, deque(maxlen=SAMPLES_OF_A_SIZE)).append((self._num_samples, features, seconds))
         self._num_samples += 1
-        self._is_fitted = False
-        evidence = sum(min(abs(off), MOST_EVIDENCE) for off in self._run)
-        if len(self._run) >= CHANGE_SAMPLES and evidence >= CHANGE_EVIDENCE:
+        if (
+            len(self._run) >= CHANGE_SAMPLES
+            and sum(min(abs(off), MOST_EVIDENCE) for off in self._run) >= CHANGE_EVIDENCE
+        ):
             self._begin_anew()
+            self._anew_at = self._fit_at = self._num_samples
+        if self._num_samples >= self._fit_at:
+            self._fit()
+            since = self._num_samples - self._anew_at
+            self._fit_at = self._num_samples + max(1, min(since // 4, MOST_BETWEEN_FITS))
 
     def _watch(self, features: tuple[float, ...], seconds: float) -> None:
         """Extend or end the run of samples that lie far off on one side."""
         if not self.is_measured:
             return
-        if self._num_samples % SAMPLES_OF_A_SIZE == 0:
-            self._fit()
-        predicted = sum(map(float.__mul__, self._coefficients.tolist(), features))
+        predicted = sum(map(mul, self._as_numbers, features))
         off = math.log(seconds / max(predicted, LEAST_SECONDS))
         is_far_off = abs(off) >= max(math.log(CHANGE_FACTOR), 2 * self._spread)
         if not is_far_off or (self._run and off * self._run[0] < 0):
@@ -121,7 +132,8 @@ class Rates:
     def _begin_anew(self) -> None:
         """Forget the samples before the run that are of the run's sizes; scale the others, which now count little."""
         change = math.exp(float(np.median(self._run)))
-        self._prior, self._coefficients = self._prior * change, self._coefficients * change
+        self._prior = self._prior * change
+        self._set_coefficients(self._coefficients * change)
         first = self._num_samples - len(self._run)
         for size, samples in self._samples.items():
             kept = [sample for sample in samples if sample[0] >= first]
@@ -129,23 +141,24 @@ class Rates:
             self._samples[size] = deque(kept or older, maxlen=SAMPLES_OF_A_SIZE)
         self._run.clear()
 
+    def _set_coefficients(self, coefficients: Seconds) -> None:
+        self._coefficients = coefficients
+        self._as_numbers: tuple[float, ...] = tuple(coefficients.tolist())
+
     def _fit(self) -> None:
-        if self._is_fitted:
-            return
-        self._is_fitted = True
         samples = [sample for of_size in self._samples.values() for sample in of_size]
-        features = np.array([sample[1] for sample in samples])
-        seconds = np.array([sample[2] for sample in samples])
-        ages = self._num_samples - np.array([sample[0] for sample in samples], np.float64)
-        by_age = 0.5 ** (ages / HALF_LIFE)
-        weights, divisors = by_age, seconds
-        for _ in range(4):
-            known = np.maximum(self._coefficients, LEAST_SHARE * self._prior)
-            self._coefficients = _fitted(features, seconds, weights / divisors**2, known)
-            divisors = np.maximum(features @ self._coefficients, LEAST_SECONDS)
+        numbers, done, took = zip(*samples, strict=True)
+        features, seconds = np.array(done), np.array(took)
+        by_age = 0.5 ** ((self._num_samples - np.array(numbers, np.float64)) / HALF_LIFE)
+        weights, divisors, coefficients = by_age, seconds, self._coefficients
+        for _ in range(FIT_PASSES):
+            known = np.maximum(coefficients, LEAST_SHARE * self._prior)
+            coefficients = _fitted(features, seconds, weights / divisors**2, known)
+            divisors = np.maximum(features @ coefficients, LEAST_SECONDS)
             off = np.log(seconds / divisors)
-            self._spread = max(LEAST_SPREAD, 1.5 * float(np.median(np.abs(off))))
+            self._spread = max(LEAST_SPREAD, 1.5 * float(np.sort(np.abs(off))[len(off) // 2]))
             weights = by_age / (1 + (off / (2 * self._spread)) ** 2) ** 2
+        self._set_coefficients(coefficients)
 
 
 class CopyTimes:
@@ -195,9 +208,10 @@ class CopyTimes:
 
     def seconds(self, num_bytes: Integers, num_bytes_ahead: int = 0) -> Seconds:
         """Return the predicted seconds for so many more bytes behind those that move and wait; 0 for none."""
-        is_any = num_bytes > 0
-        behind = np.where(is_any, num_bytes + self.moving_bytes + num_bytes_ahead, 0)
-        return self._rates.seconds(np.stack([is_any, behind], axis=-1).astype(np.float64))
+        latency, per_byte = self._rates.coefficients
+        behind = num_bytes.astype(np.float64) + (self.moving_bytes + num_bytes_ahead)
+        seconds: Seconds = (latency + behind * per_byte) * (num_bytes > 0)
+        return seconds
 
     def snapshot(self) -> dict[str, float]:
         """Return the latency in seconds and the bytes per second."""
@@ -212,22 +226,32 @@ def _fitted(features: Seconds, seconds: Seconds, weights: Seconds, prior: Second
     """Return the coefficients, none below 0, with the least weighted squares of the errors."""
     scaled = features * prior
     weighted = scaled.T * weights
-    products = weighted @ scaled + PRIOR_WEIGHT * np.eye(len(prior))
+    identity = _identity(len(prior))
+    products = weighted @ scaled + PRIOR_WEIGHT * identity
     target = weighted @ seconds + PRIOR_WEIGHT
     shares = np.linalg.solve(products, target)
-    if (shares < 0).any():
+    if shares.min() < 0:
         shares = _with_none_below_zero(products, target)
     return shares * prior
 
 
 def _with_none_below_zero(products: Seconds, target: Seconds) -> Seconds:
-    """Solve the same with some shares at 0: try every set of others, for there are few."""
-    best, least = np.zeros(len(target)), 0.0
-    for size in range(1, len(target)):
-        for chosen in combinations(range(len(target)), size):
-            shares = np.zeros(len(target))
-            shares[list(chosen)] = np.linalg.solve(products[np.ix_(chosen, chosen)], target[list(chosen)])
-            squares = float(shares @ products @ shares - 2 * target @ shares)
-            if (shares >= 0).all() and squares < least:
-                best, least = shares, squares
+    """Solve the same with some shares at 0: try every set of others, for there are few, and all in one call."""
+    chosen, pairs, others = _sets_of(len(target))
+    shares = np.linalg.solve(products * pairs + others, (target * chosen)[..., np.newaxis])[..., 0]
+    # Where the others are 0, the squares are least at these shares: their target times them, less than without any.
+    gain = np.where((shares >= 0).all(axis=1), shares @ target, -np.inf)
+    best: Seconds = shares[gain.argmax()]
     return best
+
+
+@cache
+def _identity(size: int) -> Seconds:
+    return np.eye(size)
+
+
+@cache
+def _sets_of(number: int) -> tuple[Seconds, Seconds, Seconds]:
+    """Return every set of some of so many shares as flags, the flags of its pairs, and a 1 for each other share."""
+    chosen = np.array([flags for flags in product((0.0, 1.0), repeat=number) if any(flags)])
+    return chosen, chosen[:, :, np.newaxis] * chosen[:, np.newaxis], (1 - chosen)[:, np.newaxis] * _identity(number)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.arrays import Integers
-from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, longest_hit
+from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, reachable
 from kvferry.tiers.costs import Costs, Decision, Offer, Work
 from kvferry.tiers.stack import Stack
 
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 NUM_PREFIXES = 8
 """Prefixes among those that are offered, besides those that end where the tier changes."""
+_PARTS = np.arange(1, NUM_PREFIXES + 1)
 MOST_STEPS_AHEAD = 16
 """More planned steps without results mean that results are not reported here; then nothing is measured."""
 
@@ -49,33 +50,36 @@ class StepTimes:
 
     def __init__(self, costs: Costs) -> None:
         self.num_busy_steps = 0
-        self._next_tokens: dict[str, Work] = {}
-        """Of each request of the last planned step that has not ended, the work of its next token."""
+        self._contexts: dict[str, int] = {}
+        """Of each request of the last planned step that has not ended, its tokens after the step."""
         self._costs = costs
         self._planned: deque[_PlannedStep] = deque(maxlen=MOST_STEPS_AHEAD)
         self._last_ended_at = -np.inf
 
     def begin(self, output: "SchedulerOutput", now: float) -> None:
         """Take a step that vLLM has planned."""
-        contexts = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+        before = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
-        contexts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        work, self._next_tokens = Work(), {}
+        before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        after, num_pairs = {}, 0
         for name, number in output.num_scheduled_tokens.items():
-            end = contexts[name] + number
-            work += Work.of(contexts[name], end)
-            self._next_tokens[name] = Work.of(end, end + 1)
-        self.num_busy_steps += work.num_tokens > 0
-        self._planned.append(_PlannedStep(work, now))
+            context = before[name]
+            after[name] = end = context + number
+            num_pairs += number * (context + end + 1) // 2
+        self._contexts = after
+        num_tokens = output.total_num_scheduled_tokens
+        self.num_busy_steps += num_tokens > 0
+        self._planned.append(_PlannedStep(Work(num_tokens, num_pairs), now))
 
     def forget(self, request_id: str) -> None:
         """Note that a request has ended: no load waits for a step of it."""
-        self._next_tokens.pop(request_id, None)
+        self._contexts.pop(request_id, None)
 
     @property
     def running(self) -> Work:
-        """The work of a step of the requests that run."""
-        return sum(self._next_tokens.values(), Work())
+        """The work of a step of the requests that run: one token each."""
+        num_tokens = len(self._contexts)
+        return Work(num_tokens, sum(self._contexts.values()) + num_tokens)
 
     def end(self, now: float) -> None:
         """Note that vLLM has taken the results of the oldest planned step."""
@@ -141,7 +145,7 @@ class LoadDecisions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hit:
-    """The blocks behind ``first_token`` that a request can have, up to ``boundary``.
+    """The blocks behind ``first_token`` that a request can have; ``ends`` are the boundaries that a load can reach.
 
     ``places`` says for the stored blocks of each group, from the one with the first token on, which tier has them:
     as :meth:`Stack.locate`, which calls a block of no tier ``nowhere``.
@@ -149,7 +153,7 @@ class Hit:
 
     blocks: RequestBlocks
     first_token: int
-    boundary: int
+    ends: Integers
     places: Sequence[Integers]
     nowhere: int
 
@@ -162,19 +166,25 @@ class Hit:
         ]
         nowhere = 1 + len(stack.promotion_times)
         held = [where != nowhere for where in places]
-        return cls(blocks, first_token, longest_hit(blocks, held, first_token, end_token), places, nowhere)
+        return cls(blocks, first_token, reachable(blocks, held, first_token, end_token), places, nowhere)
+
+    @property
+    def boundary(self) -> int:
+        """The end of the hit; ``first_token`` where there is none."""
+        return int(self.ends[-1]) if len(self.ends) else self.first_token
 
     def offer(self, num_tokens: int, stack: Stack, *, is_whole: bool) -> Offer:
         """Return the prefixes to choose from, for a request with ``num_tokens``."""
-        ends = np.array([self.boundary]) if is_whole else self._ends()
+        ends = self.ends[-1:] if is_whole else self._chosen_ends()
         amounts = np.zeros((self.nowhere, len(ends)), np.int64)
         for group, where in zip(self.blocks.groups, self.places, strict=True):
             before = self.first_token // group.tokens
             begins = group.first_needed(np.array(self.first_token), ends) // group.tokens - before
+            behind = ends // group.tokens - before
             for place in range(self.nowhere):
-                up_to = np.concatenate([[0], np.cumsum(where == place)])
-                num_blocks = up_to[ends // group.tokens - before] - up_to[np.minimum(begins, len(where))]
-                amounts[place] += stack.slot_bytes[group.name] * np.maximum(0, num_blocks)
+                up_to = np.zeros(len(where) + 1, np.int64)
+                np.cumsum(where == place, out=up_to[1:])
+                amounts[place] += stack.slot_bytes[group.name] * (up_to[behind] - up_to[np.minimum(begins, behind)])
         lower = dict(zip(stack.promotion_times, amounts[1:], strict=True))
         return Offer(num_tokens, self.first_token, ends, amounts.sum(axis=0), lower, stack.queued_bytes)
 
@@ -182,15 +192,14 @@ class Hit:
         """Return whether a block of the hit, or behind it, lies in a lower tier."""
         return any(((where > 0) & (where < self.nowhere)).any() for where in self.places)
 
-    def _ends(self) -> Integers:
+    def _chosen_ends(self) -> Integers:
         """Return where prefixes end: where the tier changes, and some others of equal length."""
-        ends = [np.linspace(self.first_token, self.boundary, NUM_PREFIXES + 1)[1:].astype(np.int64)]
+        is_chosen = np.zeros(len(self.ends), np.bool_)
+        if len(self.ends):
+            is_chosen[-(-_PARTS * len(self.ends) // NUM_PREFIXES) - 1] = True
         for group, where in zip(self.blocks.groups, self.places, strict=True):
-            changes = np.flatnonzero(np.diff(where)) + 1
-            ends.append((self.first_token // group.tokens + changes[:NUM_PREFIXES]) * group.tokens)
-        held = [where != self.nowhere for where in self.places]
-        asked = np.unique(np.concatenate(ends))
-        found = {
-            longest_hit(self.blocks, held, self.first_token, end) for end in asked[asked <= self.boundary].tolist()
-        }
-        return np.array(sorted(found - {self.first_token} | {self.boundary}), np.int64)
+            changes = np.flatnonzero(where[1:] != where[:-1])[:NUM_PREFIXES] + 1
+            if len(changes):
+                last = self.ends.searchsorted((self.first_token // group.tokens + changes) * group.tokens, "right") - 1
+                is_chosen[last[last >= 0]] = True
+        return self.ends[is_chosen]

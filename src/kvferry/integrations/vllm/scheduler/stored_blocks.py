@@ -186,7 +186,13 @@ def alignment(groups: Sequence[StoredGroup]) -> int:
 
 
 def longest_hit(blocks: RequestBlocks, held: Sequence[Flags], first_token: int, end_token: int) -> int:
-    """Return the last boundary up to ``end_token`` that a load from ``first_token`` can reach; else ``first_token``.
+    """Return the last of the boundaries that a load can reach, see :func:`reachable`; else ``first_token``."""
+    found = reachable(blocks, held, first_token, end_token)
+    return int(found[-1]) if len(found) else first_token
+
+
+def reachable(blocks: RequestBlocks, held: Sequence[Flags], first_token: int, end_token: int) -> Integers:
+    """Return the boundaries up to ``end_token`` that a load from ``first_token`` can reach, in their order.
 
     ``held`` says for the stored blocks of each group, from the one with ``first_token`` on, whether they can be had.
     The hit is what all groups have: each is evicted alone.
@@ -200,5 +206,4 @@ def longest_hit(blocks: RequestBlocks, held: Sequence[Flags], first_token: int, 
             last_missing = np.maximum.accumulate(np.where(is_held, -1, np.arange(len(is_held))))
             begin = group.first_needed(np.array(first_token), boundaries) // group.tokens - before
             reaches &= last_missing[boundaries // group.tokens - before - 1] < begin
-    found = np.flatnonzero(reaches)
-    return int(boundaries[found[-1]]) if len(found) else first_token
+    return boundaries[reaches]
