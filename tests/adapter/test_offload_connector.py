@@ -15,6 +15,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvferry.execution.job import JobResult
+from kvferry.integrations.vllm import offload_connector
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.offload_records import OffloadStatistics
 from kvferry.integrations.vllm.offload_step import OffloadStep
@@ -76,6 +77,15 @@ def test_only_a_step_that_computes_nothing_waits(computes: bool, waits: list[flo
         assert (output.finished_recving, output.failed_recving) == (received, received)
     found = [call.args[0] / FIRST_WAIT_SECONDS for call in worker.take_finished.call_args_list]
     assert found == waits
+
+
+def test_a_step_sleeps_as_long_as_the_scheduler_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(offload_connector.time, "sleep", slept.append)
+    connector = connector_of(Mock())
+    for seconds in (0.0, 0.004):
+        run_step(connector, OffloadStep(computes=False, wait_seconds=seconds))
+    assert slept == [0.004]
 
 
 def test_no_preemption_waits_for_the_connector_and_all_cache_groups_are_handled() -> None:

@@ -82,6 +82,8 @@ class LowerCopies:
         self.promotion_times = CopyTimes()
         self.copy_seconds: deque[tuple[str, float]] = deque(maxlen=MAX_KEPT_SECONDS)
         """Direction, ``up`` or ``down``, and seconds of the last copies; whoever reads them takes them out."""
+        self.num_ended = 0
+        """Copies that have ended so far, however."""
         self._host, self._settings = host, settings
         self._tier = GuardedTier(tier, settings.suspend_seconds)
         self._queues: OrderedDict[str, deque[Chunk]] = OrderedDict()
@@ -298,6 +300,7 @@ class LowerCopies:
             self._host.journal.note(self.name, self._tier.lost_among(missing, now), is_visible=False)
 
     def _count(self, way: str, copy: TierCopy, moved: _Promotion | _Write, now: float) -> None:
+        self.num_ended += 1
         self._counts[f"blocks_{way}"] += int(np.count_nonzero(copy.landed))
         self._counts[f"bytes_{way}"] += copy.slots[copy.landed].num_bytes
         if copy.landed.any():

@@ -124,6 +124,11 @@ class Stack:
         """Return whether a lower tier copies, or would if ``poll`` were called."""
         return any(copies.is_moving(now) for copies in self._lower)
 
+    @property
+    def num_copies_ended(self) -> int:
+        """How many copies of lower tiers have ended so far."""
+        return sum(copies.num_ended for copies in self._lower)
+
     # Requests.
 
     def look_up(self, keys: Sequence[BlockKey], now: float) -> Presences:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +187,8 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if sys.exc_info()[0] is not None:
             # With a drafter vLLM does not end a step that failed.
             self._worker.finish_step(self._orders, has_failed=True)
+        if self._orders.wait_seconds:
+            time.sleep(self._orders.wait_seconds)
         received, failed = self._worker.take_finished(self._idle_steps.wait(computes=self._orders.computes))
         if received:
             self._idle_steps.reset()

@@ -47,9 +47,13 @@ class LoadOrder:
 
 @dataclass
 class OffloadStep(KVConnectorMetadata):
-    """Orders of one step. ``computes`` is false for a step that computes no token."""
+    """Orders of one step. ``computes`` is false for a step that computes no token.
+
+    ``wait_seconds``: how long the step waits where nothing but the copies of lower tiers is under way; else 0.
+    """
 
     computes: bool = True
+    wait_seconds: float = 0.0
     slab: SlabOrder | None = None
     stores: list[StoreOrder] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)

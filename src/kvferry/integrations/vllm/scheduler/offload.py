@@ -37,6 +37,7 @@ from kvferry.integrations.vllm.scheduler.stored_blocks import (
     longest_hit,
     stored_groups,
 )
+from kvferry.integrations.vllm.scheduler.tier_waits import TierWaits
 from kvferry.integrations.vllm.translate.shards import group_shapes
 from kvferry.integrations.vllm.translate.specs import UNEXPECTED, refuse
 from kvferry.layout.group import CacheKind
@@ -180,6 +181,7 @@ class OffloadScheduler:
         self._decisions = LoadDecisions(
             vllm_config.scheduler_config.max_num_batched_tokens, is_whole=self._leaves_one_token
         )
+        self._tier_waits = TierWaits()
         self._copy_seconds: dict[int, float] = {}
         """Of loads that have not been reported by all ranks, what the slowest rank needed."""
 
@@ -276,6 +278,7 @@ class OffloadScheduler:
         step, self._step = self._step, OffloadStep()
         step.stores = self._stores.take_orders()
         step.computes = output.total_num_scheduled_tokens > 0
+        step.wait_seconds = self._tier_wait(step)
         return step
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -509,6 +512,15 @@ class OffloadScheduler:
         self._reported = totals
         for tier, direction, seconds in stack.take_copy_seconds():
             self._statistics.observe("tier_seconds", seconds, tier, direction)
+
+    def _tier_wait(self, step: OffloadStep) -> float:
+        """Return how long a step waits: not at all where ranks have something to do."""
+        tiers, now = self._start.tiers, self._clock()
+        is_busy = step.computes or step.loads or self._loads or self._stores.are_under_way or step.stores
+        if tiers is None or is_busy or not tiers.stack.is_moving(now):
+            self._tier_waits.reset()
+            return 0.0
+        return self._tier_waits.wait(tiers.stack.num_copies_ended, now)
 
     def _num_settled(self, entry: _Entry) -> int:
         """Return how many tokens of a running request will not be written again."""
