@@ -7,8 +7,10 @@ Cases:
 * ``grid``: the same for each length and each model; models differ in the bytes of cache per token. The connector
   decides itself whether to load, so its time must be near the better one of computing and always loading.
 * ``shared``: 16 requests at once with one shared prefix in host memory, their median against one request alone. The
-  same on the engine without offload, whose own cache has the prefix, shows what 16 requests cost without any load.
-* ``decode``: short prompts and long answers, every block stored, against the same without offload.
+  same on the engine without offload, whose own cache has the prefix, is the roof: what 16 requests cost without any
+  load. The third row is the ratio to that roof.
+* ``decode``: short prompts and long answers, every block stored, against the same without offload. An engine without
+  offload that has kvferry's cache layout (``--against``) shows what the layout alone costs.
 
 Engines differ in nothing but the connector. They take turns, and the processes of the others are stopped meanwhile.
 Before each measurement the engine forgets its own cache, so that prefixes come from the tiers. A watch
@@ -34,6 +36,7 @@ from vllm_offload_engines import (
     BLOCK_SIZE,
     CONTESTANTS,
     KVFERRY,
+    LAYOUT,
     NONE,
     REQUESTS_AT_ONCE,
     SETTLE_SECONDS,
@@ -60,6 +63,8 @@ EXAMPLES = """Try:
 python benchmarks/vllm_offload.py --repeat 9 --json offload.json
 
 python benchmarks/vllm_offload.py --cases grid --grid-tokens 257,1025 --grid-models kv-heavy
+
+python benchmarks/vllm_offload.py --cases grid --grid-models qwen3-tiny --against kvferry-always --repeat 25
 """
 Measure = Callable[[Engine], Sample]
 
@@ -73,7 +78,7 @@ def main(
     grid_tokens: Annotated[str, typer.Option(help="Lengths of the prompts of the grid.")] = "129,513,1025,2049,3073",
     against: Annotated[
         str, typer.Option(help=f"Contestants beside kvferry, separated by commas: {', '.join(CONTESTANTS[1:])}.")
-    ] = ",".join(CONTESTANTS[1:]),
+    ] = ",".join(CONTESTANTS[1:5]),
     disk: Annotated[bool, typer.Option(help="Give kvferry a disk tier too, in a temporary folder.")] = False,
     repeat: Annotated[int, typer.Option(min=1, help="Turns of each case and run.")] = 9,
     runs: Annotated[int, typer.Option(min=1, help="Start all engines anew, this often.")] = 1,
@@ -83,8 +88,10 @@ def main(
     """Run the cases and print the comparison."""
     chosen = _known(cases, CASES, "--cases")
     contestants = [KVFERRY, *(name for name in _known(against, CONTESTANTS, "--against") if name != KVFERRY)]
-    if NONE not in contestants and set(chosen) != {"shared"}:
+    if NONE not in contestants and not set(chosen) <= {"shared", "grid"}:
         raise typer.BadParameter(f"these cases compare with an engine that computes: name {NONE!r} in --against.")
+    if {NONE, ALWAYS}.isdisjoint(contestants) and "grid" in chosen:
+        raise typer.BadParameter(f"the grid compares with {NONE!r} and {ALWAYS!r}: name one of them in --against.")
     lengths = [int(text) for text in grid_tokens.split(",")]
     models = list(dict.fromkeys([*([model] if set(chosen) - {"grid"} else []), *_grid(grid_models, chosen)]))
     console = Console()
@@ -136,12 +143,13 @@ def _comparisons(
         above, below = figures
         made.append((Comparison(case, title, above, below, target), figures))
 
-    rivals = [name for name in contestants if name not in (NONE, ALWAYS)]
+    rivals = [name for name in contestants if name not in (NONE, ALWAYS, LAYOUT)]
     wanted = [("first-token", FIRST_TOKEN_TOKENS)] if "first-token" in cases else []
     for case, tokens in [*wanted, *(("grid", tokens) for tokens in lengths)]:
         title = f"{case}, {model} ({per_token} KiB a token), {tokens} tokens"
         computing, stored = (NONE, _computing(tokens)), (KVFERRY, _stored(tokens))
-        for name in rivals if case == "first-token" else [KVFERRY]:
+        compared = rivals if case == "first-token" else [KVFERRY]
+        for name in compared if NONE in contestants else ():
             target = TARGETS[case] if name == KVFERRY else None
             add(case, title, target, {f"{name}, {STORED}": (name, _stored(tokens)), f"{NONE}, {FORGOTTEN}": computing})
         if case == "grid" and ALWAYS in contestants:
@@ -155,9 +163,14 @@ def _comparisons(
         loading = {f"{name}, {label}": (name, _shared(count)) for label, count in COUNTS.items()}
         add("shared", title, TARGETS["shared"] if name == KVFERRY else None, loading)
     if "shared" in cases and NONE in contestants:
-        cached = [(f"{NONE}, own cache, {label}", (NONE, _cached(count))) for label, count in COUNTS.items()]
-        add("shared", title, None, dict(cached))
-    for name in rivals if "decode" in cases else ():
+        cached = {f"{NONE}, own cache, {label}": (NONE, _cached(count)) for label, count in COUNTS.items()}
+        add("shared", title, None, cached)
+        roof = next(iter(cached))
+        at_once = {f"{KVFERRY}, {AT_ONCE}": (KVFERRY, _shared(REQUESTS_AT_ONCE)), roof: cached[roof]}
+        add("shared", title, None, at_once)
+    for name in contestants if "decode" in cases else ():
+        if name in (NONE, ALWAYS):
+            continue
         title = f"decode, {model}, {DECODES} requests of {DECODE_PROMPT_TOKENS} + {DECODE_TOKENS} tokens"
         target = TARGETS["decode"] if name == KVFERRY else None
         add("decode", title, target, {f"{name}": (name, _decoding), NONE: (NONE, _decoding)})

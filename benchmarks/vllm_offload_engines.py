@@ -31,7 +31,9 @@ WARM_UP_REQUESTS, WARM_UP_ROUNDS = 3, 8
 MAX_STALLED_PART = 0.05
 KVFERRY, ALWAYS, NONE = "kvferry", "kvferry-always", "no offload"
 SPEC, IN_TREE = "KVFerryOffloadingSpec", "OffloadingConnector"
-CONTESTANTS = (KVFERRY, NONE, ALWAYS, SPEC, IN_TREE)
+LAYOUT = "no offload cross-layer"
+"""No connector, and the cache layout that kvferry asks for: what the layout alone costs."""
+CONTESTANTS = (KVFERRY, NONE, ALWAYS, SPEC, IN_TREE, LAYOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,7 @@ def engine_settings(contestant: str, model: str, path: Path, longest: int, disk:
         block_size=BLOCK_SIZE,
         cores=(str(max(os.sched_getaffinity(0))),),
         kv_cache_bytes=blocks * block_bytes,
+        layout="BHLNC" if contestant == LAYOUT else None,
         variables=extension_variables(),
     )
 
@@ -197,6 +200,7 @@ def engine_settings(contestant: str, model: str, path: Path, longest: int, disk:
 CONNECTORS: dict[str, tuple[str | None, dict[str, Any]]] = {
     KVFERRY: ("KVFerryOffloadConnector", {}),
     NONE: (None, {}),
+    LAYOUT: (None, {}),
     # Never computes what it could load.
     ALWAYS: ("KVFerryOffloadConnector", {"loads": "always"}),
     # vLLM's own connector with kvferry's host memory, and with its own.
@@ -228,7 +232,8 @@ def running_engine(
     """Start and warm one engine, or yield why it does not start; end it on leaving, however that happens."""
     path = make_tiny_model(model, folder / "models")
     name = f"{contestant.replace(' ', '-')}-{model}"
-    server = start_engine(name, engine_settings(contestant, model, path, longest, disk), folder)
+    settings = engine_settings(contestant, model, path, longest, disk)
+    server = start_engine(name, settings, folder)
     engine: Engine | None = None
     try:
         try:
@@ -241,7 +246,7 @@ def running_engine(
         engine = Engine(contestant, server, np.random.default_rng(time.time_ns()), watch)
         for index in range(WARM_UP_REQUESTS):
             announce(f"{name}: warm-up prompt {index + 1}")
-            engine.store(engine.fresh(longest)) if contestant != NONE else engine.first_tokens([engine.fresh(longest)])
+            engine.store(engine.fresh(longest)) if settings.role else engine.first_tokens([engine.fresh(longest)])
         yield engine
     finally:
         if engine is not None:

@@ -79,6 +79,7 @@ def test_every_case_compares_what_it_says(bench: Any) -> None:
         ("grid", "kvferry, stored", "no offload, computed"),
         ("shared", "kvferry, 16 at once", "kvferry, one alone"),
         ("shared", "no offload, own cache, 16 at once", "no offload, own cache, one alone"),
+        ("shared", "kvferry, 16 at once", "no offload, own cache, 16 at once"),
         ("decode", "kvferry", "no offload"),
     ]
     assert [[name for name, _ in figures.values()] for _, figures in made] == [
@@ -88,4 +89,12 @@ def test_every_case_compares_what_it_says(bench: Any) -> None:
         ["kvferry", "kvferry"],
         ["no offload", "no offload"],
         ["kvferry", "no offload"],
+        ["kvferry", "no offload"],
     ]
+
+
+def test_a_grid_compares_with_loading_always_alone(bench: Any) -> None:
+    made = bench._comparisons("qwen3-tiny", [], [129, 257], ["kvferry", "kvferry-always"])
+    assert [(each.numerator, each.denominator) for each, _ in made] == [
+        ("kvferry, stored", "kvferry-always, stored")
+    ] * 2
