@@ -248,6 +248,8 @@ class Campaign:
             self._life = None
         outcome.seconds = time.monotonic() - began_at
         self.outcomes.append(outcome)
+        with (self.folder / "outcomes").open("a") as file:
+            file.write(f"{len(self.outcomes)} {outcome}\n")
         return outcome
 
     def _check_cap(self, outcome: Outcome) -> None:

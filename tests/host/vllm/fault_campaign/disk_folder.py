@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvferry.tiers.disk.records import PAGE_BYTES, RECORD_BYTES, VERSION, RecordHeader, SegmentShape
+from kvferry.tiers.disk.segments import cells_name, table_name
 
 from ..offloads import DiskPlace, on_disk
 
@@ -27,13 +28,21 @@ class DiskFolder:
         except OSError:
             return {}
 
-    def segments(self) -> list[Path]:
-        """Return the segment files."""
-        return sorted(self.path.glob("segment-*.kv"))
+    def segments(self) -> list[str]:
+        """Return the names of the segments that have a table."""
+        return sorted(file.stem for file in self.path.glob("segment-*.table"))
 
-    def segment(self) -> Path:
-        """Return the file of a wanted block, else any segment."""
-        return self.path / self.random.choice(self.wanted)[0] if self.wanted else self.random.choice(self.segments())
+    def segment(self) -> str:
+        """Return the segment of a wanted block, else any segment."""
+        return self.random.choice(self.wanted)[0] if self.wanted else self.random.choice(self.segments())
+
+    def table(self, segment: str) -> Path:
+        """Return the file of a segment's record headers."""
+        return self.path / table_name(segment)
+
+    def cells(self, segment: str) -> Path:
+        """Return the file of a segment's blocks."""
+        return self.path / cells_name(segment)
 
     def change(self, file: Path, offset: int, content: bytes) -> None:
         """Write bytes into a file, not beyond its end."""
@@ -51,21 +60,21 @@ class DiskFolder:
         if byte:
             self.change(file, offset, bytes([byte[0] ^ 1 << self.random.randrange(8)]))
 
-    def shape(self, file: Path) -> SegmentShape:
+    def shape(self, segment: str) -> SegmentShape:
         """Return the shape of a segment."""
-        with file.open("rb") as opened:
+        with self.table(segment).open("rb") as opened:
             return SegmentShape.unpack(opened.read(PAGE_BYTES))
 
     def header(self, place: DiskPlace) -> tuple[Path, int, RecordHeader, SegmentShape]:
         """Return the file, the offset of the record header, the header and the shape of a block's segment."""
         name, header, shape = place
-        return self.path / name, shape.header_offset(header.cell), header, shape
+        return self.table(name), shape.header_offset(header.cell), header, shape
 
     def cell(self, place: DiskPlace) -> tuple[Path, int, int]:
         """Return the file of a block, where it begins and where it ends."""
         name, header, shape = place
         begin = shape.cell_offset(header.cell)
-        return self.path / name, begin, begin + header.num_bytes
+        return self.cells(name), begin, begin + header.num_bytes
 
     def any_place(self) -> DiskPlace:
         """Return a wanted block, else any block."""
@@ -100,17 +109,21 @@ def cut_in_a_block(folder: DiskFolder) -> None:
     os.truncate(file, folder.random.randrange(begin, end))
 
 
-def empty_segment(folder: DiskFolder) -> None:
-    os.truncate(folder.segment(), 0)
+def no_cells_left(folder: DiskFolder) -> None:
+    os.truncate(folder.cells(folder.segment()), 0)
 
 
-def segment_removed(folder: DiskFolder) -> None:
-    folder.segment().unlink()
+def cells_removed(folder: DiskFolder) -> None:
+    folder.cells(folder.segment()).unlink()
 
 
-def segment_replaced_by_a_copy(folder: DiskFolder) -> None:
+def table_removed(folder: DiskFolder) -> None:
+    folder.table(folder.segment()).unlink()
+
+
+def cells_replaced_by_a_copy(folder: DiskFolder) -> None:
     """The copy has another inode: what the tier has open is no longer the file of that name."""
-    file = folder.segment()
+    file = folder.cells(folder.segment())
     shutil.copyfile(file, folder.path / "copy")
     os.replace(folder.path / "copy", file)
 
@@ -176,29 +189,40 @@ def record_header_of_another_version(folder: DiskFolder) -> None:
 
 
 def table_of_zeros(folder: DiskFolder) -> None:
-    file = folder.segment()
-    folder.change(file, PAGE_BYTES, bytes(folder.shape(file).num_cells * RECORD_BYTES))
+    segment = folder.segment()
+    folder.change(folder.table(segment), PAGE_BYTES, bytes(folder.shape(segment).num_cells * RECORD_BYTES))
 
 
 def table_of_noise(folder: DiskFolder) -> None:
-    file = folder.segment()
-    folder.change(file, PAGE_BYTES, folder.random.randbytes(folder.shape(file).num_cells * RECORD_BYTES))
+    segment = folder.segment()
+    noise = folder.random.randbytes(folder.shape(segment).num_cells * RECORD_BYTES)
+    folder.change(folder.table(segment), PAGE_BYTES, noise)
 
 
 def cut_in_a_table(folder: DiskFolder) -> None:
-    os.truncate(folder.segment(), PAGE_BYTES + folder.random.randrange(RECORD_BYTES * 4))
+    os.truncate(folder.table(folder.segment()), PAGE_BYTES + folder.random.randrange(RECORD_BYTES * 4))
 
 
 def flip_bit_in_a_segment_header(folder: DiskFolder) -> None:
-    folder.flip_bit(folder.segment(), 0, 48)
+    folder.flip_bit(folder.table(folder.segment()), 0, 48)
+
+
+def table_of_another_segment(folder: DiskFolder) -> None:
+    segment = folder.segment()
+    others = [other for other in folder.segments() if other != segment]
+    if others:
+        shutil.copyfile(folder.table(folder.random.choice(others)), folder.table(segment))
 
 
 def segment_under_another_name(folder: DiskFolder) -> None:
-    shutil.copyfile(folder.segment(), folder.path / "segment-99999999.kv")
+    segment = folder.segment()
+    shutil.copyfile(folder.cells(segment), folder.cells("segment-99999999"))
+    shutil.copyfile(folder.table(segment), folder.table("segment-99999999"))
 
 
 def noise_with_the_name_of_a_segment(folder: DiskFolder) -> None:
-    (folder.path / "segment-88888888.kv").write_bytes(folder.random.randbytes(10_000))
+    folder.cells("segment-88888888").write_bytes(folder.random.randbytes(10_000))
+    folder.table("segment-88888888").write_bytes(folder.random.randbytes(10_000))
 
 
 def lock_file_removed(folder: DiskFolder) -> None:
@@ -206,14 +230,9 @@ def lock_file_removed(folder: DiskFolder) -> None:
 
 
 def tables_of(folder: DiskFolder) -> dict[Path, bytes]:
-    """Return the tables of all segments, to be put back later."""
-    found = {}
-    for file in folder.segments():
-        shape = folder.shape(file)
-        with file.open("rb") as opened:
-            opened.seek(PAGE_BYTES)
-            found[file] = opened.read(shape.num_cells * RECORD_BYTES)
-    return found
+    """Return the tables of all segments without their headers, to be put back later."""
+    tables = map(folder.table, folder.segments())
+    return {file: file.read_bytes()[PAGE_BYTES:] for file in tables}
 
 
 def put_back(folder: DiskFolder, tables: dict[Path, bytes]) -> None:
@@ -230,12 +249,13 @@ OF_BLOCKS: dict[str, Damage] = {
     "a page of a block zeroed": page_of_zeros_in_a_block,
     "a block with the bytes of another": bytes_of_another_block,
     "a file cut within a block": cut_in_a_block,
-    "a file cut to nothing": empty_segment,
+    "a file cut to nothing": no_cells_left,
 }
 """Damage that a tier meets in its next read; the tier goes on with its files."""
 OF_FILES: dict[str, Damage] = {
-    "a segment file removed": segment_removed,
-    "a segment file replaced by a copy": segment_replaced_by_a_copy,
+    "the cells of a segment removed": cells_removed,
+    "the table of a segment removed": table_removed,
+    "the cells of a segment replaced by a copy": cells_replaced_by_a_copy,
     "the directory removed": directory_removed,
     "the directory replaced by an empty one": directory_replaced,
     "all files of the directory removed": everything_in_the_directory_removed,
@@ -251,8 +271,10 @@ OF_THE_INDEX: dict[str, Damage] = {
     "a record header of another version": record_header_of_another_version,
     "a table zeroed": table_of_zeros,
     "a table of noise": table_of_noise,
-    "a file cut within its table": cut_in_a_table,
+    "a table cut": cut_in_a_table,
+    "the table of another segment": table_of_another_segment,
     "a bit of a segment header flipped": flip_bit_in_a_segment_header,
+    "the cells of a segment gone": cells_removed,
     "a segment under another name": segment_under_another_name,
     "noise with the name of a segment": noise_with_the_name_of_a_segment,
     "the lock file removed": lock_file_removed,

@@ -102,7 +102,7 @@ class FaultyOs:
         return moved
 
     def pwrite(self, descriptor: int, content: bytes, offset: int) -> int:
-        fault = self._met("pwrite")
+        fault = self._met("pwrite") if content else None
         if fault is None:
             return os.pwrite(descriptor, content, offset)
         return self._write_badly(fault, descriptor, content, offset, page_bytes=1)
