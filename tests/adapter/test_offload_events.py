@@ -247,3 +247,62 @@ def test_parents_are_announced_first_whatever_the_order_of_the_tiers(
     events.note([Change("host_memory", keys[::-1], is_visible=True)])
     parents = [event.parent_block_hash for event in events.take()]  # type: ignore[union-attr]
     assert parents == [None, *map(maybe_convert_block_hash, request.block_hashes[:-1])]
+
+
+def described(make_engine: Callable[..., PublishingEngine], **arguments: Any) -> tuple[Any, list[BlockKey], list[Any]]:
+    """Return events that know the blocks of a prompt, which no tier holds; their keys and their hashes in events."""
+    engine = make_engine(host_blocks=40, **arguments)
+    request = engine.add("a", prompt_of(1, -1))
+    engine.run()
+    events, tiers = engine.role._events, engine.role._start.tiers
+    assert events is not None
+    assert tiers is not None
+    events.reset()
+    events.take()
+    group = engine.role._groups[0]
+    keys = tiers.names.keys(0, request.block_hashes)
+    events.learn(request, group, range(len(keys)), keys)
+    return events, keys, [maybe_convert_block_hash(each) for each in request.block_hashes]
+
+
+def test_a_child_that_comes_before_its_parent_waits_for_it(make_engine: Callable[..., PublishingEngine]) -> None:
+    """A lower tier brings blocks in chunks, several at a time."""
+    events, keys, hashes = described(make_engine)
+
+    def announced(*changes: Change) -> list[Any]:
+        events.note(changes)
+        return [(type(event).__name__, *event.block_hashes) for event in events.take()]
+
+    host, disk = "host_memory", "local_disk"
+    assert announced(Change(host, keys[3:5], is_visible=True)) == []
+    assert announced(Change(host, keys[1:2], is_visible=True), Change(disk, keys[4:5], is_visible=True)) == []
+    assert announced(Change(host, keys[:1], is_visible=True)) == [
+        ("BlockStored", hashes[0]),
+        ("BlockStored", hashes[1]),
+    ]
+    assert announced(Change(host, keys[4:5], is_visible=False)) == [], "it was never announced there"
+    assert announced(Change(disk, keys[2:3], is_visible=True)) == [
+        ("BlockStored", hashes[2]),
+        ("BlockStored", hashes[3]),
+        ("BlockStored", hashes[4]),
+    ]
+    assert announced(Change(disk, keys[4:5], is_visible=False)) == [("BlockRemoved", hashes[4])]
+    assert not events._orphans
+
+
+def test_a_child_whose_parent_is_gone_is_not_announced(make_engine: Callable[..., PublishingEngine]) -> None:
+    events, keys, _ = described(make_engine)
+    events.note([Change("host_memory", keys[:1], is_visible=True), Change("host_memory", keys[:1], is_visible=False)])
+    assert len(events.take()) == 2
+    events.note([Change("host_memory", keys[1:2], is_visible=True)])
+    assert events.take() == []
+    events.reset()
+    assert not events._orphans
+    assert not events._announced
+
+
+def test_blocks_of_a_window_wait_for_no_parent(make_engine: Callable[..., PublishingEngine]) -> None:
+    """Most of their parents are in no tier."""
+    events, keys, hashes = described(make_engine, windows=(40,))
+    events.note([Change("host_memory", keys[3:4], is_visible=True)])
+    assert [event.block_hashes for event in events.take()] == [[hashes[3]]]

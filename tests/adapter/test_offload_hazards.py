@@ -1,7 +1,10 @@
 """What would give wrong tokens, keep memory for ever or end the engine core, and what the offload connector does."""
 
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +25,11 @@ from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
 from kvferry.layout.shard import Region
 from kvferry.testing.dictionary_tier import DictionaryTier
 from kvferry.testing.oracle import Arena
+from kvferry.tiers import local_disk
+from kvferry.tiers.disk.segments import SegmentFiles
 
 from . import test_offload_worker as rank_tests
-from .offload_engine import Engine, prompt_of
+from .offload_engine import BLOCK_SIZE, Engine, prompt_of
 from .test_offload_requests import configs, crowd_out, make_engine  # noqa: F401
 
 # ruff: noqa: F811
@@ -286,6 +291,213 @@ def test_a_step_asks_for_the_blocks_of_requests_that_have_new_ones_only(make_eng
             engine.step()
     assert request.num_tokens > 128
     assert len(updates) == 2
+
+
+def test_a_rank_that_refuses_lets_all_ranks_unmap_the_slab(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_ranks=2, host_blocks=60, starts=False)
+    engine.are_ready = False
+    while engine.role._start.opened is None:
+        engine.step()
+    orders = [engine.role.build_connector_meta(engine.scheduler.schedule())]
+    assert orders[0].slab is None, "it was ordered before"
+    engine.role.update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=RankReport(num_ready=1, refused="no address space"))
+    )
+    assert engine.role.has_pending_work(), "an engine without requests still takes the step"
+    engine.schedule()
+    step = engine.scheduled[-1].output.kv_connector_metadata
+    assert (step.unmaps, step.slab) == (True, None)
+    engine.process()
+    assert not engine.role.has_pending_work()
+    engine.schedule()
+    assert not engine.scheduled[-1].output.kv_connector_metadata.unmaps
+    engine.process()
+
+
+def mapped_slabs() -> int:
+    return Path("/proc/self/maps").read_text().count("kvferry-slab")
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_ranks_unmap_a_slab_that_another_rank_has_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = rank_tests.Engine(rank_tests.memory(Arena(1 << 18), tp=2))
+    slab_copies, before = worker_offload.SlabCopies, (mapped_slabs(), open_files())
+
+    def refuse_one(order: Any, index: int, own: Any) -> Any:
+        if index:
+            raise OSError("no address space")
+        return slab_copies(order, index, own)
+
+    monkeypatch.setattr(worker_offload, "SlabCopies", refuse_one)
+    report = engine.open()
+    assert (report.num_ready, "no address space" in report.refused) == (1, True)
+    assert mapped_slabs() == before[0] + 2, "the owner's and the rank's"
+    engine.step(OffloadStep(unmaps=True))
+    engine.slab.close()
+    assert (mapped_slabs(), open_files()) == before
+    engine.step(OffloadStep(stores=[StoreOrder(1, rank_tests.blocks([1], [1]))]))
+    assert engine.report() == RankReport(failed={1: 2})  # type: ignore[arg-type]
+    engine.close()
+
+
+@pytest.mark.parametrize("part", ["HostMemory", "Stack", "lower_tiers"])
+def test_tiers_that_cannot_be_opened_leave_no_memory_and_no_file(
+    part: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = mapped_slabs(), open_files()
+    engine = make_engine(host_blocks=60, starts=False)
+    monkeypatch.setattr(offload_tiers, part, raises(MemoryError()))
+    while engine.role.has_pending_work():
+        engine.step()
+    assert engine.role.snapshot()["start"] == "refused"
+    assert (mapped_slabs(), open_files()) == before
+
+
+# Resets.
+
+
+def with_tier(make_engine: MakeEngine, **arguments: Any) -> tuple[Engine, DictionaryTier]:
+    """Return an engine, and its lower tier that holds a prompt of two parts which host memory has not."""
+    made: list[DictionaryTier] = []
+
+    def lower(region: Region) -> DictionaryTier:
+        made.append(DictionaryTier(region, 1 << 20, name="local_disk"))
+        return made[-1]
+
+    engine = make_engine(lower=lower, host_blocks=8, **arguments)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    crowd_out(engine)
+    return engine, made[0]
+
+
+@pytest.mark.parametrize("num_resets", [1, 2])
+def test_after_a_reset_nothing_of_before_goes_down(num_resets: int, make_engine: MakeEngine) -> None:
+    """Neither what waits nor what moves: after a second reset the names are of no process at all."""
+    engine, tier = with_tier(make_engine)
+    if num_resets == 2:
+        engine.role.reset_cache()
+    tier.faults.hangs = True
+    engine.add("last", prompt_of(31, 32))
+    while "last" not in engine.finished:
+        engine.step()
+    engine.step(is_forced=True)
+    lower = engine.role.snapshot()["tiers"]["lower"]["local_disk"]
+    assert lower["writes"] or lower["blocks_to_write"]
+    before = set(tier.blocks)
+    engine.role.reset_cache()
+    tier.faults.hangs = False
+    for _ in range(5):
+        engine.step(is_forced=True)
+    assert set(tier.blocks) == before
+    engine.add("now", prompt_of(31, 32))
+    engine.run()
+    assert engine.loaded["now"] == 0
+    assert len(set(tier.blocks) - before) == 6, "what is stored now goes down"
+    engine.check_at_rest()
+
+
+def test_a_promotion_under_way_at_a_reset_is_announced_nowhere(make_engine: MakeEngine) -> None:
+    engine, tier = with_tier(make_engine)
+    tier.faults.hangs = True
+    engine.add("second", prompt_of(1, 2))
+    engine.step()
+    assert engine.role.snapshot()["tiers"]["lower"]["local_disk"]["promotions"]
+    tiers = engine.role._start.opened
+    assert tiers is not None
+    keys = engine.role._requests["second"].blocks.keys[0]  # type: ignore[union-attr]
+    tiers.stack.journal.is_kept = True
+    engine.role.reset_cache()
+    assert tiers.stack.snapshot(engine.now)["blocks_in_chunks"] > 0, "slots stay in use until the copy ends"
+    tiers.stack.journal.take()
+    tier.faults.hangs = False
+    engine.run()
+    assert not [change for change in tiers.stack.journal.take() if change.is_visible and set(change.keys) & set(keys)]
+    assert tiers.stack.is_missing(keys).all()
+    assert engine.loaded["second"] == 0
+    engine.check_at_rest()
+
+
+def test_a_request_of_before_a_reset_stores_nothing_when_the_tiers_open_later(make_engine: MakeEngine) -> None:
+    """Its blocks may be of either weights, and the names are new."""
+    engine = make_engine(num_ranks=2, host_blocks=60, starts=False)
+    engine.are_ready = False
+    engine.add("running", prompt_of(1, 2), max_tokens=40)
+    report, engine.ranks.report = engine.ranks.report, RankReport()
+    for _ in range(3):
+        engine.step()
+    assert engine.role._start.opened is None
+    engine.role.reset_cache()
+    engine.ranks.report, engine.are_ready = report, True
+    engine.run()
+    assert engine.role.snapshot()["start"] == "ready"
+    assert "stores" not in engine.role.snapshot()["counts"]
+
+
+# Deadlines.
+
+
+def test_a_request_whose_question_changes_waits_no_longer(make_engine: MakeEngine) -> None:
+    """Its own cache gains and loses blocks meanwhile: each question would have a deadline of its own."""
+    engine, tier = with_tier(make_engine, load_wait_seconds=2.0)
+    tier.faults.hangs = True
+    request = engine.add("second", prompt_of(1, 2))
+    began_at = engine.now
+    for turn in range(1000):
+        answer, _ = engine.role.get_num_new_matched_tokens(request, BLOCK_SIZE * (turn % 2))
+        if answer is not None:
+            break
+        engine.role._start.tiers.stack.poll(engine.now)  # type: ignore[union-attr]
+        engine.now += 0.1
+    assert engine.now - began_at <= 2.2
+    tier.faults.hangs = False
+    engine.run()
+    engine.check_at_rest()
+
+
+def test_a_request_waits_for_the_load_of_another_no_longer_than_for_a_tier(make_engine: MakeEngine) -> None:
+    engine = make_engine({"enable_prefix_caching": True}, num_blocks=40, host_blocks=60, load_wait_seconds=2.0)
+    engine.add("first", prompt_of(1, 2))
+    engine.run()
+    crowd_out(engine)
+    engine.add("second", prompt_of(1, 2))
+    engine.step(ends_copies=False)
+    engine.add("third", prompt_of(1, 2))
+    engine.step(ends_copies=False)
+    assert engine.role.snapshot()["loads"] == ["second"]
+    for _ in range(30):
+        engine.now += 0.1
+        engine.step(ends_copies=False)
+    assert engine.role.snapshot()["loads"] == ["second", "third"]
+    engine.run()
+    engine.check_at_rest()
+
+
+def test_a_disk_whose_reads_never_return_costs_a_wait_and_holds_up_no_end(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    arguments: dict[str, Any] = {"host_blocks": 8, "disk_path": str(tmp_path), "disk_bytes": 1 << 20}
+    engine = make_engine(**arguments)
+    engine.add("first", prompt_of(1, 2))
+    engine.run(3000)
+    crowd_out(engine)
+    monkeypatch.setattr(SegmentFiles, "read", lambda *_: may_end.wait(60))
+    monkeypatch.setattr(local_disk, "CLOSE_SECONDS", 0.2)
+    began_at = engine.now
+    engine.add("second", prompt_of(1, 2))
+    while "second" not in engine.finished:
+        engine.now += 0.05
+        engine.step()
+    assert engine.now - began_at < 2.3
+    assert (engine.computed["second"], engine.loaded["second"]) == (96, 0)
+    closes_at = time.monotonic()
+    engine.role.shutdown()
+    assert time.monotonic() - closes_at < 5.0
+    may_end.set()
 
 
 # Lower tiers.

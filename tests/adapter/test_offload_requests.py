@@ -31,7 +31,7 @@ from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Region
 from kvferry.testing.dictionary_tier import DictionaryTier, TierFaults
 
-from .offload_engine import BLOCK_SIZE, Engine, make_config, prompt_of
+from .offload_engine import BLOCK_SIZE, LATENT, Engine, make_config, prompt_of
 from .test_offload_names import CONFIG
 
 FULL = GroupShape(CacheKind.ATTENTION, 16)
@@ -201,6 +201,14 @@ def test_a_block_size_that_does_not_fit_is_refused(make_engine: Callable[..., En
     with pytest.raises(SettingsError) as refused:
         make_engine(block_size=24)
     assert refused.value.reason is Reason.INVALID_SETTING
+
+
+def test_an_interval_of_windows_is_refused_for_a_model_without_windows(make_engine: Callable[..., Engine]) -> None:
+    for windows in ((0,), (LATENT,), (0, 0)):
+        with pytest.raises(SettingsError, match="window_interval is 64; no cache group") as refused:
+            make_engine(windows=windows, window_interval=64)
+        assert refused.value.reason is Reason.INVALID_SETTING
+    make_engine(num_blocks=40, windows=(0, 24), window_interval=64)
 
 
 # Failures.
@@ -571,6 +579,8 @@ class OffloadMachine(RuleBasedStateMachine):
         self, caches_prefixes: bool, policy: str, num_drafts: int, lower_blocks: int, arguments: dict[str, Any]
     ) -> None:
         arguments["num_blocks"] *= len(arguments["windows"])
+        if not any(arguments["windows"]):
+            arguments["window_interval"] = 0
         named: dict[str, Any] = {}
         if num_drafts:
             named["speculative_config"] = {

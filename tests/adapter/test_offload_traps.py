@@ -242,6 +242,7 @@ def test_trap_02_blocks_on_disk_are_of_an_adapters_weights_and_not_of_its_path(
     later.add("second", PROMPT, lora_request=request)
     later.run(3000)
     assert later.loaded["second"] == num_loaded
+    assert later.role.snapshot()["counts"].get("stores", 0) == 0 or change in ("weights", "scale")
     later.check_at_rest()
 
 

@@ -158,6 +158,19 @@ class LowerCopies:
         if len(self._to_write) > 2 * self._host.num_slots:
             self._to_write = OrderedDict.fromkeys(self._host.visible_among(list(self._to_write)))
 
+    def disown(self, now: float) -> list[Chunk]:
+        """Let nothing that waits or moves become visible, above or below; return the chunks that will not be brought.
+
+        Copies that move still end, and their chunks with them.
+        """
+        self._to_write.clear()
+        for load, promotion in self._promotions.items():
+            self._host.cancel(promotion.room)
+            self._tier.cancel(load, now)
+        for store in self._writes:
+            self._tier.cancel(store, now)
+        return self._drained()
+
     def collect(self, now: float) -> list[Chunk]:
         """Drive the tier; return the chunks that have ended or were given up since the last call.
 

@@ -333,6 +333,15 @@ class Stack:
         """Let no block of a store become visible. All its parts must still :meth:`land`."""
         self._host.cancel(store)
 
+    def disown(self, now: float) -> None:
+        """Let nothing that is on its way between tiers become visible in any; for blocks whose names nobody uses again.
+
+        Blocks that are visible stay, and leave as others come. Stores of ranks: :meth:`cancel`.
+        """
+        for number, copies in enumerate(self._lower):
+            for chunk in copies.disown(now):
+                self._end_chunk(number, chunk)
+
     # Time.
 
     def poll(self, now: float) -> None:

@@ -87,7 +87,7 @@ class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         msgspec.Meta(ge=0),
         about(
             "The tokens between the boundaries at which sliding windows are stored, beside the ends of prompts and "
-            "requests; a hit ends at a boundary.",
+            "requests, for models that have such windows; a hit ends at a boundary.",
             unit="tokens",
             unset="every block is stored",
         ),

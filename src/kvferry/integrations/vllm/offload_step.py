@@ -49,12 +49,14 @@ class LoadOrder:
 class OffloadStep(KVConnectorMetadata):
     """Orders of one step. ``computes`` is false for a step that computes no token.
 
-    ``wait_seconds``: how long the step waits where nothing but the copies of lower tiers is under way; else 0.
+    ``wait_seconds``: how long the step waits where nothing but the copies of lower tiers is under way; else 0. With
+    ``unmaps`` a rank has refused the slab: nothing will be offloaded, and all ranks unmap it.
     """
 
     computes: bool = True
     wait_seconds: float = 0.0
     slab: SlabOrder | None = None
+    unmaps: bool = False
     stores: list[StoreOrder] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
 

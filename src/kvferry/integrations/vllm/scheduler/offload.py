@@ -34,6 +34,7 @@ from kvferry.integrations.vllm.scheduler.offload_tiers import Start, Tiers, chec
 from kvferry.integrations.vllm.scheduler.stored_blocks import (
     RequestBlocks,
     alignment,
+    check_window_interval,
     longest_hit,
     stored_groups,
 )
@@ -111,6 +112,8 @@ class _Entry:
     decided: _Decided | None = None
     promised: int = 0
     """Tokens that were promised in this call of vLLM's ``schedule``."""
+    waits_since: float | None = None
+    """The first question of those in a row that had no answer."""
 
 
 class OffloadScheduler:
@@ -132,6 +135,7 @@ class OffloadScheduler:
         )
         self._settings, self._clock = settings, clock
         self._groups = stored_groups(shapes, settings.block_size, tokens_per_hash)
+        check_window_interval(shapes, settings.window_interval)
         self._alignment = alignment(self._groups)
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -215,6 +219,7 @@ class OffloadScheduler:
         if boundary is None:
             self._counts["asked_again"] += 1
             return None, False
+        entry.waits_since = None
         if boundary == num_computed_tokens or not self._is_worth_loading(entry, num_computed_tokens, boundary):
             self._drop(entry)
             return 0, False
@@ -287,7 +292,7 @@ class OffloadScheduler:
             self._disown_stores()
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, RankReport):
-            self._step.slab = self._start.note(report) or self._step.slab
+            self._note_start(report)
             self._take_stored(report)
             for job_id, seconds in report.load_seconds.items():
                 self._copy_seconds[job_id] = max(seconds, self._copy_seconds.get(job_id, 0.0))
@@ -321,7 +326,8 @@ class OffloadScheduler:
         Ranks start, copy or wait for an order, or a lower tier copies, which the steps drive.
         """
         step, tiers = self._step, self._start.tiers
-        if self._start.is_under_way or self._stores.are_under_way or step.loads or step.slab:
+        has_orders = bool(step.loads or step.slab or step.unmaps)
+        if self._start.is_under_way or self._stores.are_under_way or has_orders:
             return True
         return tiers is not None and tiers.stack.is_moving(self._clock())
 
@@ -355,16 +361,17 @@ class OffloadScheduler:
     def reset_cache(self) -> bool:
         """Forget all stored blocks: the weights may have changed. Requests that are under way store nothing more."""
         self._was_reset, tiers = True, self._start.opened
-        if tiers is None:
-            return True
-        tiers.names = tiers.names.renewed()
-        if self._events is not None:
-            self._events.note(tiers.stack.journal.take())
-            self._events.reset()
-        self._stores.cancel(tiers.stack)
         for entry in self._requests.values():
             self._drop(entry)
             entry.may_load = entry.may_store = False
+        if tiers is None:
+            return True
+        tiers.names = tiers.names.renewed()
+        self._stores.cancel(tiers.stack)
+        tiers.stack.disown(self._clock())
+        if self._events is not None:
+            self._events.note(tiers.stack.journal.take())
+            self._events.reset()
         return True
 
     def shutdown(self) -> None:
@@ -391,7 +398,10 @@ class OffloadScheduler:
 
     def _blocks_of(self, tiers: Tiers, entry: _Entry) -> RequestBlocks:
         if entry.blocks is None:
-            entry.blocks = RequestBlocks(self._groups, _names_of(entry.request, tiers.names))
+            names = _names_of(entry.request, tiers.names)
+            if names is None:
+                entry.may_load = entry.may_store = False
+            entry.blocks = RequestBlocks(self._groups, names or tiers.names.renewed())
             self._note_adapter(entry)
         entry.blocks.update(entry.request.block_hashes)
         return entry.blocks
@@ -440,13 +450,15 @@ class OffloadScheduler:
     def _ask(self, tiers: Tiers, entry: _Entry, first_token: int) -> int | None:
         """Return the boundary up to which blocks are pinned for the request; None to ask again."""
         blocks, question = self._blocks_of(tiers, entry), entry.question
+        if entry.waits_since is None:
+            entry.waits_since = self._clock()
         if (
             question is None
             or question.first_token != first_token
             or question.wanted != _wanted(blocks, first_token, question.boundary)
         ):
             self._drop(entry)
-            if self._is_being_loaded(blocks, first_token):
+            if self._is_being_loaded(blocks, first_token) and self._wait_seconds(entry):
                 return None
             question = entry.question = self._question(tiers, entry, first_token)
         if question.boundary == first_token:
@@ -470,7 +482,7 @@ class OffloadScheduler:
         blocks, now = self._blocks_of(tiers, entry), self._clock()
         end = entry.request.num_tokens - self._num_recomputed
         hit = Hit.of(blocks, tiers.stack, first_token, end, now)
-        boundary, wait_seconds = hit.boundary, self._settings.load_wait_seconds
+        boundary, wait_seconds = hit.boundary, self._wait_seconds(entry)
         if not self._is_worth_loading(entry, first_token, boundary):
             boundary = first_token
         if boundary > first_token and self._settings.loads == "when-quicker":
@@ -483,6 +495,11 @@ class OffloadScheduler:
             for group, (begin, end) in zip(self._groups, blocks.needed(first_token, boundary), strict=True):
                 self._events.learn(entry.request, group, range(begin, end), wanted[group.name])
         return _Question(first_token, boundary, wanted, wait_seconds, asked_at=now)
+
+    def _wait_seconds(self, entry: _Entry) -> float:
+        """Return how long the request may still wait, whatever it has asked for since it began to wait."""
+        waited = 0.0 if entry.waits_since is None else self._clock() - entry.waits_since
+        return max(0.0, self._settings.load_wait_seconds - waited)
 
     def _decide(self, tiers: Tiers, entry: _Entry, hit: Hit) -> Decision:
         """Return what is decided for a hit, once."""
@@ -558,7 +575,15 @@ class OffloadScheduler:
         """Offer the request's stored blocks up to ``end_token`` that host memory lacks."""
         if entry.may_store and not (self._stores.has_offered(entry.blocks, end_token) and not is_last):
             blocks = self._blocks_of(tiers, entry)
-            self._stores.offer(tiers.stack, entry.request, blocks, end_token, block_ids, is_last=is_last)
+            if entry.may_store:
+                self._stores.offer(tiers.stack, entry.request, blocks, end_token, block_ids, is_last=is_last)
+
+    def _note_start(self, report: RankReport) -> None:
+        """Take what ranks report of the start; after a refusal those that have mapped the slab unmap it."""
+        was_open = self._start.opened is not None
+        self._step.slab = self._start.note(report) or self._step.slab
+        if was_open and self._start.opened is None:
+            self._step.slab, self._step.unmaps = None, True
 
     def _take_stored(self, report: RankReport) -> None:
         """Take the parts of stores that ranks have copied, or could not copy."""
@@ -622,18 +647,17 @@ class OffloadScheduler:
         self._promised.pop(entry.request.request_id, None)
 
 
-def _names_of(request: "Request", names: BlockNames) -> BlockNames:
-    """Return the names for a request: those of its adapter, whose weights may change in their place."""
+def _names_of(request: "Request", names: BlockNames) -> BlockNames | None:
+    """Return the names for a request, those of its adapter, whose weights may change in place; None if unknown."""
     if request.lora_request is None:
         return names
     path = request.lora_request.lora_path
     try:
         return names.of_adapter(path, is_read_again=request.lora_request.load_inplace)
     except OSError as error:
-        logger.warning(
-            "kvferry: nobody finds the blocks of %s: its adapter cannot be read: %s", request.request_id, error
-        )
-        return names.renewed()
+        told = "kvferry: %s loads and stores nothing: its adapter cannot be read: %s"
+        logger.warning(told, request.request_id, error)
+        return None
 
 
 def _wanted(blocks: RequestBlocks, first_token: int, boundary: int) -> dict[str, Sequence[BlockKey]]:

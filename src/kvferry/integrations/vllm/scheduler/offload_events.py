@@ -6,8 +6,9 @@ while a request is: they are learned when its blocks are stored, or asked of a l
 the block. A block of which no request has told the tokens, such as one of an earlier process, has no event.
 """
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_co
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvferry.integrations.vllm.scheduler.stored_blocks import StoredGroup
+from kvferry.layout.group import CacheKind
 from kvferry.tiers.changes import Change
 from kvferry.tiers.protocol import BlockKey
 
@@ -32,7 +34,7 @@ MAX_UNSEEN = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class _Described:
-    """A stored block as events describe it, and the tiers in which it was announced."""
+    """A stored block as events describe it, and the tiers that hold it and in which it was announced."""
 
     number: int
     hashes: "list[ExternalBlockHash]"
@@ -43,7 +45,9 @@ class _Described:
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None
     group: int
-    tiers: set[str]
+    tiers: set[str] = field(default_factory=set)
+    """The tiers that hold it."""
+    announced: set[str] = field(default_factory=set)
 
 
 class BlockEvents:
@@ -55,6 +59,10 @@ class BlockEvents:
         self._numbers = count()
         self._unseen: dict[BlockKey, _Described] = {}
         self._seen: dict[BlockKey, _Described] = {}
+        self._announced: Counter[tuple[int, ExternalBlockHash]] = Counter()
+        """By group and last hash: in how many tiers a block is announced."""
+        self._orphans: defaultdict[tuple[int, ExternalBlockHash], list[tuple[_Described, str]]] = defaultdict(list)
+        """Blocks that a tier holds, by the parent that no tier has announced."""
         self._events: list[KVCacheEvent] = []
 
     def learn(self, request: "Request", group: StoredGroup, places: Iterable[int], keys: Iterable[BlockKey]) -> None:
@@ -87,6 +95,7 @@ class BlockEvents:
         for tier in {tier for described in self._seen.values() for tier in described.tiers}:
             self._remove(tier, list(self._seen))
         self._unseen.clear()
+        self._orphans.clear()
 
     def take(self) -> list[KVCacheEvent]:
         """Return the events since the last call."""
@@ -112,30 +121,47 @@ class BlockEvents:
             lora_name=None if lora is None else lora.name,
             extra_keys=to_event_extra_keys(extra),
             group=group.index,
-            tiers=set(),
         )
 
     def _store(self, appeared: Sequence[tuple[_Described, str]]) -> None:
-        """Announce blocks, those that were learned first before others: so parents come before their children."""
-        for described, tier in sorted(appeared, key=lambda each: each[0].number):
-            spec = self._specs[described.group]
-            self._events.append(
-                BlockStored(
-                    block_hashes=described.hashes,
-                    parent_block_hash=described.parent,
-                    token_ids=described.token_ids,
-                    block_size=described.block_size,
-                    lora_id=described.lora_id,
-                    medium=_medium(tier),
-                    lora_name=described.lora_name,
-                    extra_keys=described.extra_keys,
-                    group_idx=described.group,
-                    kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
-                    kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
-                    locality=_locality(tier),
-                    ownership=_ownership(tier),
-                )
-            )
+        """Announce blocks, parents before their children; a child without its parent waits for it.
+
+        A lower tier may bring a child first. Most parents in sliding windows are in no tier, so none is waited for.
+        """
+        to_announce = deque(sorted(appeared, key=lambda each: each[0].number))
+        while to_announce:
+            described, tier = to_announce.popleft()
+            parent = described.parent
+            if parent is not None and not self._is_announced(described.group, parent):
+                self._orphans[described.group, parent].append((described, tier))
+                continue
+            described.announced.add(tier)
+            last = described.group, described.hashes[-1]
+            self._announced[last] += 1
+            self._events.append(self._stored_event(described, tier))
+            to_announce.extendleft(reversed(self._orphans.pop(last, ())))
+
+    def _is_announced(self, group: int, parent: "ExternalBlockHash") -> bool:
+        is_window = self._groups[group].shape.kind is CacheKind.SLIDING_WINDOW
+        return is_window or (group, parent) in self._announced
+
+    def _stored_event(self, described: _Described, tier: str) -> BlockStored:
+        spec = self._specs[described.group]
+        return BlockStored(
+            block_hashes=described.hashes,
+            parent_block_hash=described.parent,
+            token_ids=described.token_ids,
+            block_size=described.block_size,
+            lora_id=described.lora_id,
+            medium=_medium(tier),
+            lora_name=described.lora_name,
+            extra_keys=described.extra_keys,
+            group_idx=described.group,
+            kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+            kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
+            locality=_locality(tier),
+            ownership=_ownership(tier),
+        )
 
     def _remove(self, tier: str, keys: Sequence[BlockKey]) -> None:
         """Announce that a tier holds these blocks no more, children before their parents."""
@@ -144,8 +170,12 @@ class BlockEvents:
             described = self._seen.get(key)
             if described is None or tier not in described.tiers:
                 continue
-            hashes.setdefault(described.group, []).extend(reversed(described.hashes))
             described.tiers.remove(tier)
+            if tier in described.announced:
+                self._withdraw(described, tier)
+                hashes.setdefault(described.group, []).extend(reversed(described.hashes))
+            else:
+                self._forget_orphan(described, tier)
             if not described.tiers:
                 del self._seen[key]
         for group, gone in hashes.items():
@@ -158,6 +188,20 @@ class BlockEvents:
                     ownership=_ownership(tier),
                 )
             )
+
+    def _withdraw(self, described: _Described, tier: str) -> None:
+        described.announced.remove(tier)
+        last = described.group, described.hashes[-1]
+        self._announced[last] -= 1
+        if not self._announced[last]:
+            del self._announced[last]
+
+    def _forget_orphan(self, described: _Described, tier: str) -> None:
+        assert described.parent is not None, "a block without a parent is announced at once"
+        place = described.group, described.parent
+        self._orphans[place] = [each for each in self._orphans[place] if each != (described, tier)]
+        if not self._orphans[place]:
+            del self._orphans[place]
 
 
 def _medium(tier: str) -> str:

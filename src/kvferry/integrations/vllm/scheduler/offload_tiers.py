@@ -36,11 +36,11 @@ class Tiers:
     order: SlabOrder
 
     def close(self) -> None:
-        """Close the tiers; the slab stays mapped where a copy of a lower tier does not end."""
+        """Close the tiers; the slab stays mapped where a lower tier may still use it."""
         try:
             self.stack.close()
-        except TierError as error:
-            logger.warning("kvferry: %s", error)
+        except Exception as error:
+            logger.warning("kvferry: the slab stays mapped: %s", error, exc_info=not isinstance(error, TierError))
             return
         self.memory.close()
 
@@ -114,18 +114,19 @@ def open_tiers(
     slot_bytes = {group.name: group.components[0].block_stride for group in one_block.groups}
     num_blocks = slots_that_fit(settings.host_bytes, slot_bytes)
     length = sum(num_blocks[name] * slot_bytes[name] for name in num_blocks)
-    memory = SlabMemory(length)
-    try:
+    with ExitStack() as opened:
+        memory = SlabMemory(length)
+        opened.callback(memory.close)
         address = memory.region.base_address
         slab = slab_shard(shards, num_blocks, engine_blocks=engine_blocks, base_address=address)
         names = facts.names(slab)
-        lower = lower_tiers(settings, memory.region, names, data_parallel_rank)
-    except BaseException:
-        memory.close()
-        raise
-    stack = Stack(HostMemory(slab, Eviction(settings.eviction)), lower)
+        host = HostMemory(slab, Eviction(settings.eviction))
+        order = SlabOrder(memory.handle, tuple(ranks), num_blocks, engine_blocks)
+        # Last: nothing behind it can fail, so no tier stays open on memory that is gone.
+        stack = Stack(host, lower_tiers(settings, memory.region, names, data_parallel_rank))
+        opened.pop_all()
     logger.info("kvferry: %s of host memory for stored blocks: %s.", format_bytes(length), num_blocks)
-    return Tiers(stack, names, memory, SlabOrder(memory.handle, tuple(ranks), num_blocks, engine_blocks))
+    return Tiers(stack, names, memory, order)
 
 
 class StartState(Enum):

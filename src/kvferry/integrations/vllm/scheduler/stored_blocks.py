@@ -109,6 +109,16 @@ def stored_groups(shapes: Sequence[GroupShape], block_size: int, tokens_per_hash
     return tuple(StoredGroup(index, shape, num, tokens_per_hash) for index, shape in enumerate(shapes))
 
 
+def check_window_interval(shapes: Sequence[GroupShape], interval: int) -> None:
+    """Raise :class:`SettingsError` (invalid-setting) for an interval of windows that the model does not have.
+
+    >>> check_window_interval([GroupShape(CacheKind.ATTENTION, 16)], 0)
+    """
+    if interval and not any(shape.kind is CacheKind.SLIDING_WINDOW for shape in shapes):
+        asked = f"window_interval is {interval}; no cache group of this model has a sliding window."
+        raise SettingsError(Reason.INVALID_SETTING, asked, "Leave the setting out.")
+
+
 @dataclass(slots=True, eq=False)
 class RequestBlocks:
     """The keys of a request's stored blocks, by group, and how many of each group were offered to the tiers.

@@ -82,6 +82,10 @@ class OffloadWorker:
         self._unfinished = orders
         if orders.slab is not None:
             self._open(orders.slab)
+        if orders.unmaps and self._copies is not None:
+            # Nothing was ordered before all ranks were ready, so no copy runs.
+            self._copies.close()
+            self._copies = None
         if orders.loads:
             # Launched work may still write the blocks of these loads: an earlier request's step, or the engine's zeros.
             self._launched_before = self._order.mark()
