@@ -422,12 +422,14 @@ def test_trap_05_no_copy_is_launched_before_the_step_has_written(
     monkeypatch.setattr(worker_steps := run_step.__globals__["vllm_mixin"], "get_kv_transfer_group", lambda: connector)
     monkeypatch.setattr(worker_steps, "get_forward_context", lambda: None)
     output = SimpleNamespace(kv_connector_metadata=orders, has_sync_kv_loads=False, finished_req_ids=set())
-    with worker_steps.KVConnectorModelRunnerMixin._get_kv_connector_output(output):
-        compute()
     reported = RankReport()
-    while not reported.stored:
-        found = run_step(monkeypatch, connector, OffloadStep(computes=False))
+    with worker_steps.KVConnectorModelRunnerMixin._get_kv_connector_output(output) as found:
+        compute()
+    for _ in range(1000):
         reported = reported.aggregate(found.kv_connector_worker_meta or RankReport())
+        if reported.stored:
+            break
+        found = run_step(monkeypatch, connector, OffloadStep(computes=False))
     block_bytes = ranks.memory[0].views["full", "kv", "0"][1].size
     assert int((ranks.bytes == 77).sum()) == block_bytes
 
@@ -626,14 +628,13 @@ def test_trap_09_none_stalls_all_children_of_a_multi_connector(make_engine_with_
     engine.check_at_rest()
 
 
-def test_trap_09_nothing_is_brought_for_a_request_whose_answer_is_dropped(make_engine_with_tier: Any) -> None:
+def test_trap_09_the_tiers_are_not_asked_where_the_answer_is_dropped(make_engine_with_tier: Any) -> None:
     """Its answer may be dropped: vLLM asks for a request that must not read the cache too, and takes it for 0."""
     engine, _ = make_engine_with_tier(num_blocks=40)
-    before = engine.role.snapshot()["tiers"]["lower"]["dictionary"]["blocks_up"]
     engine.add("logprobs", PROMPT, skips_cache=True)
     engine.run()
     assert engine.loaded["logprobs"] == 0
-    assert engine.role.snapshot()["tiers"]["lower"]["dictionary"]["blocks_up"] == before
+    assert "asked_again" not in engine.role.snapshot()["counts"]
     engine.check_at_rest()
 
 
@@ -674,7 +675,7 @@ def failed_load(monkeypatch: pytest.MonkeyPatch, ranks: rank_tests.Engine) -> li
     connectors = [connector_of(rank) for rank in ranks.workers]
     aggregator, found, job_ids = KVOutputAggregator(NUM_RANKS), [], (1, 99)
     steps = [OffloadStep(computes=False, loads=[LoadOrder("second", 7, rank_tests.blocks([1], [n]))]) for n in job_ids]
-    while not (found and found[-1].finished_recving):
+    for _ in range(1000):
         outputs: list[ModelRunnerOutput | None] = []
         for connector, step in zip(connectors, steps, strict=True):
             one = ModelRunnerOutput(req_ids=[], req_id_to_index={})
@@ -684,6 +685,8 @@ def failed_load(monkeypatch: pytest.MonkeyPatch, ranks: rank_tests.Engine) -> li
         assert together is not None
         assert together.kv_connector_output is not None
         found.append(together.kv_connector_output)
+        if found[-1].finished_recving:
+            break
         steps = [OffloadStep(computes=False)] * NUM_RANKS
     return found
 
@@ -770,8 +773,10 @@ def test_trap_13_idle_steps_wait(ranks: rank_tests.Engine, monkeypatch: pytest.M
         assert time.monotonic() - began_at >= 0.9 * turns * FIRST_WAIT_SECONDS
         assert not found.finished_recving
     may_end.set()
-    while not found.finished_recving:
+    for _ in range(1000):
         found = run_step(monkeypatch, connector, OffloadStep(computes=False))
+        if found.finished_recving:
+            break
     assert found.finished_recving == {"r"}
 
 
