@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from kvferry.integrations.vllm.offload_records import OffloadStatistics
 from kvferry.integrations.vllm.offload_step import LoadOrder, RankReport
 from kvferry.integrations.vllm.scheduler import offload_costs
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
-from kvferry.integrations.vllm.scheduler.offload_costs import NUM_PREFIXES, Hit
+from kvferry.integrations.vllm.scheduler.offload_costs import NUM_PREFIXES, Hit, StepTimes
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, longest_hit, stored_groups
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Region
@@ -191,6 +193,21 @@ def test_a_load_waits_for_steps_of_requests_that_run(runs_ahead: bool, make_engi
     assert steps.running.num_tokens == 1
     engine.run()
     assert steps.running == Work()
+
+
+def test_the_work_of_a_step_is_that_of_its_requests() -> None:
+    costs = Mock()
+    steps = StepTimes(costs)
+    output: Any = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="new", num_computed_tokens=32)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=["old", "older"], num_computed_tokens=[50, 7]),
+        num_scheduled_tokens={"old": 1, "new": 100, "older": 4},
+        total_num_scheduled_tokens=105,
+    )
+    steps.begin(output, now=1.0)
+    steps.end(now=1.5)
+    assert costs.computed.call_args.args == (Work.of(32, 132) + Work.of(50, 51) + Work.of(7, 11), 0.5)
+    assert steps.running == Work.of(132, 133) + Work.of(51, 52) + Work.of(11, 12)
 
 
 def test_the_decision_can_be_read(make_engine: Callable[..., TimedEngine], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,7 @@ def test_no_other_step_waits(make_engine: Callable[[], EngineWithTier]) -> None:
     engine = make_engine()
     engine.tier.faults.hangs = True
     engine.add("below", prompt_of(1, -1))
+    assert [engine.wait(0.1) for _ in range(2)] == [LEAST_SECONDS, MOST_SECONDS]
     engine.add("computes", prompt_of(100), max_tokens=3)
     waits = []
     while "computes" not in engine.finished:
@@ -94,6 +95,26 @@ def test_no_other_step_waits(make_engine: Callable[[], EngineWithTier]) -> None:
     engine.run()
     assert engine.loaded["below"] == 96
     engine.check_at_rest()
+
+
+def test_a_step_does_not_wait_while_a_rank_loads(make_engine: Callable[[], EngineWithTier]) -> None:
+    engine = make_engine()
+    engine.tier.faults.hangs = True
+    engine.add("below", prompt_of(1, -1))
+    assert engine.wait() == LEAST_SECONDS
+    engine.add("near", prompt_of(5, -5))  # in host memory
+    ordered: Any = engine.schedule().output.kv_connector_metadata
+    engine.process()
+    later: Any = engine.schedule().output.kv_connector_metadata
+    engine.process()
+    assert [(bool(step.loads), step.computes, step.wait_seconds) for step in (ordered, later)] == [
+        (True, False, 0),
+        (False, False, 0),
+    ]
+    engine.end_copies()
+    assert engine.wait() == 0
+    engine.tier.faults.hangs = False
+    engine.run()
 
 
 def test_an_idle_engine_does_not_wait(make_engine: Callable[[], EngineWithTier]) -> None:
