@@ -240,7 +240,7 @@ class Worker:
     def __init__(self, order: DeviceOrder, strategy: str, patch: pytest.MonkeyPatch) -> None:
 
         from kvferry.integrations.vllm.settings import Settings
-        from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
+        from kvferry.integrations.vllm.step import PromptLoad, StepMetadata
         from kvferry.integrations.vllm.worker import role as worker_role
         from kvferry.layout.named_layouts import NamedLayout
 
@@ -261,7 +261,7 @@ class Worker:
         settings = Settings(transport="memcpy", strategy=strategy)  # type: ignore[arg-type]
         self.role = worker_role.WorkerRole(config, None, settings)  # type: ignore[arg-type]
         self.role.register_kv_caches({})
-        self.orders = StepMetadata(loads=[LoadOrder("a", 30.0, self.prefill.hold(), SLOT, 8, tuple(blocks()))])
+        self.orders = StepMetadata(loads=[PromptLoad("a", 30.0, self.prefill.hold(), SLOT, 8, tuple(blocks()))])
 
     def begin_load(self) -> None:
         self.role.begin_step(self.orders)

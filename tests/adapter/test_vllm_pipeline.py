@@ -17,7 +17,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
-from kvferry.integrations.vllm.step import LoadOrder, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.step import PromptLoad, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.integrations.vllm.worker.role import WorkerRole
 from kvferry.layout.named_layouts import NamedLayout
@@ -45,7 +45,7 @@ def test_a_load_is_over_when_every_rank_of_every_stage_has_said_so_once() -> Non
     connector: Any = SimpleNamespace(get_finished_count=lambda: KVFerryConnector.get_finished_count(connector))
     aggregator = KVOutputAggregator.from_connector(connector, world_size=TP * PP)
     roles = [rank_without_engine() for _ in range(TP * PP)]
-    refused = StepMetadata(loads=[LoadOrder("r", 1.0, error=HandoffError(Reason.INVALID_REQUEST, "of no use."))])
+    refused = StepMetadata(loads=[PromptLoad("r", 1.0, error=HandoffError(Reason.INVALID_REQUEST, "of no use."))])
     reports = []
     for late in (*roles, None):  # one rank after the other gets to the order
         if late is not None:

@@ -35,7 +35,7 @@ from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import EngineEndPoint, LoadOrder, PushedPrompt, StepMetadata
+from kvferry.integrations.vllm.step import EngineEndPoint, PromptLoad, PushedPrompt, StepMetadata
 from kvferry.integrations.vllm.translate.shards import decode_rank_entry
 from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, IdleSteps
@@ -92,7 +92,7 @@ class Workers:
     def announce(self, request_id: str = "r", seconds: float = SECONDS) -> None:
         blocks = (whole_blocks("full", [0] * 3, TARGET_IDS),)
         prompt = PushedPrompt("x", 3 * BLOCK_SIZE, "prompt")
-        order = LoadOrder(request_id, seconds, self.hold, 0, 3 * BLOCK_SIZE, blocks, pushed=prompt)
+        order = PromptLoad(request_id, seconds, self.hold, 0, 3 * BLOCK_SIZE, blocks, pushed=prompt)
         self.step([self.receiver], StepMetadata(loads=[order]))
 
     def step(self, roles: list[Any], orders: StepMetadata) -> None:
@@ -390,7 +390,9 @@ def test_a_rank_may_push_and_be_pushed_to_at_once(monkeypatch: pytest.MonkeyPatc
         for number in range(6):
             workers.announce(f"r{number}")
             blocks = (whole_blocks("full", [0], [number]),)
-            order = LoadOrder(f"s{number}", SECONDS, hold, 0, BLOCK_SIZE, blocks, pushed=PushedPrompt("y", 4, "prompt"))
+            order = PromptLoad(
+                f"s{number}", SECONDS, hold, 0, BLOCK_SIZE, blocks, pushed=PushedPrompt("y", 4, "prompt")
+            )
             workers.step(workers.senders, StepMetadata(loads=[order]))
         prompt = Prompt(BLOCK_SIZE, "prompt", {"full": BlockList(0, [5])}, END)
         workers.step([workers.receiver], StepMetadata(prompts=[("y", prompt)]))

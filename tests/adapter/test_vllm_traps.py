@@ -24,7 +24,7 @@ from kvferry.execution.guard_words import Scratch
 from kvferry.execution.read import Read
 from kvferry.handoff.holds import lease_lost
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
+from kvferry.integrations.vllm.step import PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate.shards import group_shapes
 from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
@@ -223,7 +223,7 @@ class CountedRank:
                 raise error
             return ()
 
-        self.role._orders[request_id] = LoadOrder(request_id, 20.0)
+        self.role._orders[request_id] = PromptLoad(request_id, 20.0)
         self.executor.submit(Read(request_id, prepare, time.monotonic() + 20))
 
     def output(self) -> Any:
@@ -246,7 +246,7 @@ def test_trap_11_every_rank_reports_a_request_once(monkeypatch: pytest.MonkeyPat
             rank.submit("received", None)
             rank.submit("failed", error)
             rank.submit("aborted", error)
-            refused = LoadOrder("refused", 1.0, error=lease_lost("refused"))
+            refused = PromptLoad("refused", 1.0, error=lease_lost("refused"))
             orders = StepMetadata(loads=[refused], aborted=["aborted"])
             rank.role.begin_step(orders)
             rank.role.start_loads(orders)

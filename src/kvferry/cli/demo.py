@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.status import Status
 
 from kvferry.cli.console import open_console
-from kvferry.cli.demo_offload import run_offload_demo
+from kvferry.cli.demo_offload import OffloadOptions, run_offload_demo
 from kvferry.cli.demo_offload_report import OffloadReport, find_offload_problems, print_offload_report
 from kvferry.cli.demo_report import (
     CacheShape,
@@ -172,7 +172,8 @@ def demo(
     with _interrupted_by_signals(), _folder(keep, console) as folder:
         report: DemoReport | OffloadReport
         if mode == OFFLOAD:
-            report = _run_offload(model, folder, (prefill_tp, decode_tp), layout, prompts, block_size, console)
+            options = OffloadOptions(prefill_tp, decode_tp, layout, prompts, block_size)
+            report = _run_offload(model, folder, options, console)
         else:
             settings = DemoSettings(prefill_tp, decode_tp, layout, transport, mode, prompts, block_size)
             report = _run(model, settings, folder, console)
@@ -199,16 +200,8 @@ def _check(mode: str, layout: str | None, transport: str) -> None:
             raise SettingsError(Reason.INVALID_SETTING, what, "Leave out --transport.")
 
 
-def _run_offload(
-    model: str,
-    folder: Path,
-    tp_sizes: tuple[int, int],
-    layout: str | None,
-    num_prompts: int,
-    block_size: int | None,
-    console: Console,
-) -> OffloadReport:
-    report = run_offload_demo(model, folder, tp_sizes, layout, num_prompts, block_size, console)
+def _run_offload(model: str, folder: Path, options: OffloadOptions, console: Console) -> OffloadReport:
+    report = run_offload_demo(model, folder, options, console)
     report = replace(report, problems=tuple(find_offload_problems(report)))
     print_offload_report(report, console)
     return report

@@ -46,16 +46,23 @@ Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadDemo:
+class OffloadOptions:
     """The options. The engine that stores has ``first_tp`` ranks, the engine after the restart ``second_tp``."""
 
-    model: Path
-    folder: Path
     first_tp: int
     second_tp: int
     layout: str | None
     num_prompts: int
     block_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadDemo:
+    """The options, with the model and the folder of one run."""
+
+    model: Path
+    folder: Path
+    options: OffloadOptions
 
     @property
     def disk_path(self) -> Path:
@@ -70,12 +77,13 @@ class OffloadDemo:
 
     def check(self) -> None:
         """Raise :class:`SettingsError` where the ranks cannot split the heads."""
-        for tp_size in (self.first_tp, self.second_tp):
+        for tp_size in (self.options.first_tp, self.options.second_tp):
             uniform_cache(model_caches(self.model, DTYPE)).heads(0, tp_size)
 
     def engine(self, tp_size: int, *, offloads: bool) -> EngineSettings:
         """Return the settings of an engine with a small cache of its own."""
-        stored_tokens = NUM_DOCUMENTS * DOCUMENT_TOKENS + self.num_prompts * (MAX_MODEL_LEN - DOCUMENT_TOKENS)
+        options = self.options
+        stored_tokens = NUM_DOCUMENTS * DOCUMENT_TOKENS + options.num_prompts * (MAX_MODEL_LEN - DOCUMENT_TOKENS)
         settings: dict[str, str | int] = {
             "host_bytes": 2 * stored_tokens * self.token_bytes,
             "disk_path": str(self.disk_path),
@@ -83,8 +91,8 @@ class OffloadDemo:
             # The demo shows what is found; a model as small as these is often quicker to compute.
             "loads": "always",
         }
-        if self.layout is not None:
-            settings["layout"] = self.layout
+        if options.layout is not None:
+            settings["layout"] = options.layout
         caches = model_caches(self.model, DTYPE)
         cache_bytes = CACHE_TOKENS * len(caches) * uniform_cache(caches).page_bytes(1, tp_size)
         role: Role | None = "kv_both" if offloads else None
@@ -95,28 +103,20 @@ class OffloadDemo:
             connector=CONNECTOR,
             connector_settings=settings if offloads else {},
             max_model_len=MAX_MODEL_LEN,
-            block_size=self.block_size,
+            block_size=options.block_size,
             kv_cache_bytes=cache_bytes,
             cores=spread_over_cores(tp_size, from_last=not offloads),
             arguments=("--prefix-caching-hash-algo", "sha256_cbor"),
         )
 
 
-def run_offload_demo(
-    model: str,
-    folder: Path,
-    tp_sizes: tuple[int, int],
-    layout: str | None,
-    num_prompts: int,
-    block_size: int | None,
-    console: Console,
-) -> OffloadReport:
+def run_offload_demo(model: str, folder: Path, options: OffloadOptions, console: Console) -> OffloadReport:
     """Run all passes in ``folder`` and return what they measured. Raises :class:`KVFerryError`."""
     with console.status("making the model") as status:
         path = Path(model) if Path(model).is_dir() else make_tiny_model(model, folder)
-        demo = OffloadDemo(path, folder, *tp_sizes, layout, num_prompts, block_size)
+        demo = OffloadDemo(path, folder, options)
         demo.check()
-        prompts = make_documents(num_prompts, vocabulary_size(path))
+        prompts = make_documents(options.num_prompts, vocabulary_size(path))
         began_at = time.monotonic()
         report = _run_passes(demo, prompts, status.update)
         console.print(f"The whole run took {time.monotonic() - began_at:.0f} s.")
@@ -137,21 +137,21 @@ def make_documents(num_prompts: int, vocabulary_size: int) -> list[list[int]]:
 
 
 def _run_passes(demo: OffloadDemo, prompts: Sequence[list[int]], announce: Announce) -> OffloadReport:
-    starting = (("alone", demo.second_tp, False), ("first", demo.first_tp, True))
+    starting = (("alone", demo.options.second_tp, False), ("first", demo.options.first_tp, True))
     with _engines(demo, starting, announce) as (alone, first):
-        reference, answers = _send_pass(f"no offload, TP {demo.second_tp}", alone, prompts, None, announce)
+        reference, answers = _send_pass(f"no offload, TP {demo.options.second_tp}", alone, prompts, None, announce)
         alone.stop()
         lines = [reference]
         for name in ("nothing stored", "stored"):
-            line, _ = _send_pass(f"{name}, TP {demo.first_tp}", first, prompts, answers, announce)
+            line, _ = _send_pass(f"{name}, TP {demo.options.first_tp}", first, prompts, answers, announce)
             lines.append(line)
         block_size = cache_block_size(first.url)
         num_stored = _wait_until_on_disk(demo.disk_path, _num_blocks(prompts, block_size), announce)
         announce("killing the engine")
         first.process.kill()
         left = len(first.process.process_ids())
-    with _engines(demo, (("second", demo.second_tp, True),), announce) as (second,):
-        line, _ = _send_pass(f"after SIGKILL, TP {demo.second_tp}", second, prompts, answers, announce)
+    with _engines(demo, (("second", demo.options.second_tp, True),), announce) as (second,):
+        line, _ = _send_pass(f"after SIGKILL, TP {demo.options.second_tp}", second, prompts, answers, announce)
         usage = _wait_until_free(second)
     left += len(second.process.process_ids())
     return OffloadReport((*lines, line), block_size, num_stored, usage, left)

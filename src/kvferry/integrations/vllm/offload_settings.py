@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.integrations.vllm.settings import about, converted
-from kvferry.layout.named_layouts import NamedLayout
+from kvferry.integrations.vllm.settings import CacheLayout, TransferCores, about, converted
 from kvferry.units import parse_bytes
 
 LONGEST_WAIT_SECONDS = 86400
@@ -92,14 +91,7 @@ class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             unset="every block is stored",
         ),
     ] = 0
-    layout: Annotated[
-        str,
-        about(
-            "The KV cache layout to ask the engine for; `VLLM_KV_CACHE_LAYOUT` wins.",
-            unset="chosen",
-            values=tuple(NamedLayout),
-        ),
-    ] = ""
+    layout: CacheLayout = ""
     model_id: Annotated[
         str,
         about(
@@ -108,14 +100,7 @@ class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             page="decisions/names-of-stored-blocks.md",
         ),
     ] = ""
-    transfer_cores: Annotated[
-        tuple[Annotated[int, msgspec.Meta(ge=0)], ...],
-        about(
-            "Numbers of the cores of the threads that copy blocks; by default those on which the rank does not "
-            "compute.",
-            unset="chosen",
-        ),
-    ] = ()
+    transfer_cores: TransferCores = ()
 
 
 def parse_offload_settings(extra_config: Mapping[str, Any]) -> OffloadSettings:

@@ -31,6 +31,24 @@ def about(meaning: str, **more: str | tuple[str, ...]) -> msgspec.Meta:
     return msgspec.Meta(description=meaning, extra=more)
 
 
+CacheLayout = Annotated[
+    str,
+    about(
+        "The KV cache layout to ask the engine for; `VLLM_KV_CACHE_LAYOUT` wins.",
+        unset="chosen",
+        values=tuple(NamedLayout),
+    ),
+]
+TransferCores = Annotated[
+    tuple[Annotated[int, msgspec.Meta(ge=0)], ...],
+    about(
+        "Numbers of the cores of the transfer thread and of the threads that copy beside it; by default those on "
+        "which the rank does not compute.",
+        unset="chosen",
+    ),
+]
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings with their defaults; ``kvferry settings`` prints what is written here, and docs/settings.md has it.
 
@@ -72,14 +90,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             values=("auto", *FACTORIES),
         ),
     ] = "auto"
-    layout: Annotated[
-        str,
-        about(
-            "The KV cache layout to ask the engine for; `VLLM_KV_CACHE_LAYOUT` wins.",
-            unset="chosen",
-            values=tuple(NamedLayout),
-        ),
-    ] = ""
+    layout: CacheLayout = ""
     host: Annotated[
         Annotated[str, msgspec.Meta(min_length=1)],
         about("Where the engine answers handshakes, renewals and releases of other engines.", page="two-hosts.md"),
@@ -125,14 +136,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             page="decisions/packing-at-the-source.md",
         ),
     ] = "direct"
-    transfer_cores: Annotated[
-        tuple[Annotated[int, msgspec.Meta(ge=0)], ...],
-        about(
-            "Numbers of the cores of the transfer thread and of the threads that copy beside it; by default those on "
-            "which the rank does not compute.",
-            unset="chosen",
-        ),
-    ] = ()
+    transfer_cores: TransferCores = ()
     transfer_log: Annotated[
         str,
         about(

@@ -26,7 +26,7 @@ class PushedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOrder:
+class PromptLoad:
     """One request's ``num_tokens`` prompt tokens to load, as blocks of every cache group.
 
     A worker reports an order with an ``error`` as failed at once. An order with ``pushed`` is announced and has no
@@ -65,7 +65,7 @@ class StepMetadata(KVConnectorMetadata):
     computes: bool = True
     written: list[Held] = field(default_factory=list)
     ended_slots: list[int] = field(default_factory=list)
-    loads: list[LoadOrder] = field(default_factory=list)
+    loads: list[PromptLoad] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     prompts: list[tuple[str, Prompt]] = field(default_factory=list)

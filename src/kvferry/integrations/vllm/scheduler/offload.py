@@ -127,7 +127,6 @@ class OffloadScheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         shapes = group_shapes(kv_cache_config)
-        check_offloadable(vllm_config, kv_cache_config)
         parallel = vllm_config.parallel_config
         # The engine core sets it before it makes the scheduler; in tests it may be missing.
         tokens_per_hash = (

@@ -16,7 +16,7 @@ from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
+from kvferry.integrations.vllm.step import PromptLoad, StepMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -90,7 +90,7 @@ class Destination(Protocol):
     def hold_of(self, request_id: str) -> RemoteHold | None:
         """Return the remote hold of an expected request; None while the hold is not known."""
 
-    def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> LoadOrder:
+    def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> PromptLoad:
         """Return the order to load these tokens. Raises :class:`KVFerryError` where they cannot be loaded."""
 
     def finish(self, request_id: str) -> None:

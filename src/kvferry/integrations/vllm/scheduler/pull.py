@@ -18,7 +18,7 @@ from kvferry.integrations.vllm.scheduler.params import (
     token_ids_of,
 )
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
-from kvferry.integrations.vllm.step import LoadOrder
+from kvferry.integrations.vllm.step import PromptLoad
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -106,7 +106,7 @@ class PullDestination(Destination):
         expected = self._expected.get(request_id)
         return expected.hold if isinstance(expected, RemoteParams) else None
 
-    def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> LoadOrder:
+    def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> PromptLoad:
         """Return the order to read these tokens while the lease runs."""
         state, request_id = self._state, request.request_id
         expected = self._expected[request_id]
@@ -120,7 +120,7 @@ class PullDestination(Destination):
         lease = state.leases.running_lease(request_id)
         # A read that outlives the lease would find the guard word changed: the prefill engine may reuse the blocks.
         timeout = min(state.settings.load_seconds, lease.remaining(time.monotonic()))
-        return LoadOrder(request_id, timeout, expected.hold, expected.kvferry.slot, end_token - first_token, blocks)
+        return PromptLoad(request_id, timeout, expected.hold, expected.kvferry.slot, end_token - first_token, blocks)
 
     def finish(self, request_id: str) -> None:
         """Release the remote hold once no other sample of the request uses it."""

@@ -17,7 +17,7 @@ from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cac
 from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params, prompt_digest, token_ids_of
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
 from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_zmq_address
-from kvferry.integrations.vllm.step import LoadOrder, PushedPrompt
+from kvferry.integrations.vllm.step import PromptLoad, PushedPrompt
 from kvferry.layout.group import CacheKind
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class PushDestination(Destination):
         expected = self._expected.get(request_id)
         return expected.hold if isinstance(expected, _Expected) else None
 
-    def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> LoadOrder:
+    def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> PromptLoad:
         """Return the order to announce the blocks of these tokens."""
         state, request_id = self._state, request.request_id
         expected = self._expected[request_id]
@@ -220,7 +220,7 @@ class PushDestination(Destination):
         blocks = blocks_to_load(state.groups, sizes, tokens, None, block_ids)
         prompt = PushedPrompt(expected.params.transfer_id, end_token, prompt_digest(request, end_token))
         num_tokens = end_token - first_token
-        return LoadOrder(request_id, state.settings.load_seconds, expected.hold, 0, num_tokens, blocks, pushed=prompt)
+        return PromptLoad(request_id, state.settings.load_seconds, expected.hold, 0, num_tokens, blocks, pushed=prompt)
 
     def finish(self, request_id: str) -> None:
         """Release the transfer, now or once the prefill engine is known."""

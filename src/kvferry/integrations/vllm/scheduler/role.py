@@ -38,7 +38,7 @@ from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, 
 from kvferry.integrations.vllm.scheduler.pull import PullDestination, PullSource
 from kvferry.integrations.vllm.scheduler.push import PushDestination, PushSource, check_pushable
 from kvferry.integrations.vllm.settings import Settings, control_port
-from kvferry.integrations.vllm.step import EPOCH_BITS, MAX_HELD_REQUESTS, EngineEndPoint, LoadOrder, StepMetadata
+from kvferry.integrations.vllm.step import EPOCH_BITS, MAX_HELD_REQUESTS, EngineEndPoint, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
 from kvferry.integrations.vllm.versions import find_engine_wake
@@ -245,7 +245,7 @@ class SchedulerRole:
 
     def _load_order(
         self, request: "Request", block_ids: Sequence[Sequence[int]], num_external_tokens: int
-    ) -> LoadOrder:
+    ) -> PromptLoad:
         end_token = self._num_loadable(request)
         try:
             if self._num_loads > MAX_LOADS:
@@ -259,7 +259,7 @@ class SchedulerRole:
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error)
             hold = self._destination.hold_of(request.request_id)
-            return LoadOrder(request.request_id, self._state.settings.load_seconds, hold, error=error)
+            return PromptLoad(request.request_id, self._state.settings.load_seconds, hold, error=error)
 
     def _end_hold(self, ended: Ended) -> None:
         """Order the workers to clear the guard word or stop the push, and free the blocks.

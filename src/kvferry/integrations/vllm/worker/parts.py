@@ -13,7 +13,7 @@ from kvferry.execution.executor import Executor
 from kvferry.execution.source_engines import SourceEngines
 from kvferry.handoff.messages import Identity
 from kvferry.handoff.wire.client import Client
-from kvferry.integrations.vllm.step import LoadOrder, StepMetadata
+from kvferry.integrations.vllm.step import PromptLoad, StepMetadata
 from kvferry.transport.registry import TransportSet
 
 
@@ -66,14 +66,14 @@ class Source(Protocol):
 class Destination(Protocol):
     """The part that fills this rank's cache."""
 
-    def expect(self, order: LoadOrder, launched_before: Mark) -> None:
+    def expect(self, order: PromptLoad, launched_before: Mark) -> None:
         """Prepare a load before the step computes; the load may fill its blocks once ``launched_before`` is over."""
         return
 
-    def start(self, order: LoadOrder, launched_before: Mark) -> None:
+    def start(self, order: PromptLoad, launched_before: Mark) -> None:
         """Start the load; the step has begun to compute."""
         return
 
-    def fail(self, order: LoadOrder) -> None:
+    def fail(self, order: PromptLoad) -> None:
         """The load has failed in this rank."""
         return

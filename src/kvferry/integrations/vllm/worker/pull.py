@@ -7,7 +7,7 @@ from functools import partial
 from kvferry.execution.device import DeviceOrder, Mark
 from kvferry.execution.guard_words import GuardWords, StepWords
 from kvferry.execution.read import RankRead, Read
-from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, LoadOrder, StepMetadata
+from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.layout.shard import Region
 
@@ -48,12 +48,12 @@ class PullDestination(Destination):
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
 
-    def start(self, order: LoadOrder, launched_before: Mark) -> None:
+    def start(self, order: PromptLoad, launched_before: Mark) -> None:
         """Read on the transfer thread."""
         deadline = time.monotonic() + order.timeout_seconds
         self._rank.executor.submit(Read(order.request_id, partial(self._reads, order, launched_before), deadline))
 
-    def _reads(self, order: LoadOrder, launched_before: Mark) -> Sequence[RankRead] | None:
+    def _reads(self, order: PromptLoad, launched_before: Mark) -> Sequence[RankRead] | None:
         assert order.hold is not None
         if not launched_before.is_over():
             return None

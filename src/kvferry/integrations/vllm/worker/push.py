@@ -12,7 +12,7 @@ from kvferry.execution.write import Writer
 from kvferry.handoff.messages import Answer, EndPoint, Pushed, PushFailed, Question, Release
 from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.wire.server import Server
-from kvferry.integrations.vllm.step import EPOCH_BITS, LoadOrder, StepMetadata
+from kvferry.integrations.vllm.step import EPOCH_BITS, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.plan.layer_spans import LayerSpans
 
@@ -105,7 +105,7 @@ class PushDestination(Destination):
             keeps_events,
         )
 
-    def expect(self, order: LoadOrder, launched_before: Mark) -> None:
+    def expect(self, order: PromptLoad, launched_before: Mark) -> None:
         """Announce the blocks before the step computes: the source may be computing the prompt already."""
         assert order.pushed is not None
         deadline = time.monotonic() + order.timeout_seconds
@@ -113,12 +113,12 @@ class PushDestination(Destination):
         request = PushedRequest(order.request_id, pushed.transfer_id, pushed.num_tokens, pushed.digest, deadline)
         self.announcer.announce(request, partial(self._sources, order, launched_before))
 
-    def fail(self, order: LoadOrder) -> None:
+    def fail(self, order: PromptLoad) -> None:
         """Release the hold, so that the pushes to this engine's other ranks fail too instead of waiting."""
         if (hold := order.hold) is not None:
             self._rank.client.tell(hold.host, hold.port, Release(hold.epoch, (hold.handle,)), self._answer_seconds)
 
-    def _sources(self, order: LoadOrder, launched_before: Mark) -> Sequence[SourceRank] | None:
+    def _sources(self, order: PromptLoad, launched_before: Mark) -> Sequence[SourceRank] | None:
         assert order.hold is not None
         assert order.pushed is not None
         if not launched_before.is_over():

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvferry.execution.job import JobResult
 from kvferry.integrations.vllm.observations import BYTES, COUNTS, SECONDS, Metric, ObservationMetrics, Observations
-from kvferry.integrations.vllm.step import LoadOrder
+from kvferry.integrations.vllm.step import PromptLoad
 from kvferry.layout.named_layouts import NamedLayout
 
 
@@ -75,7 +75,7 @@ class TransferLog:
         self._rank = rank
         self._layout = layout
 
-    def write(self, order: LoadOrder, result: JobResult) -> None:
+    def write(self, order: PromptLoad, result: JobResult) -> None:
         """Append one load."""
         hold = order.hold
         line = {

@@ -22,7 +22,7 @@ from kvferry.handoff.holds import lease_lost
 from kvferry.handoff.messages import RankEntry, StillWriting
 from kvferry.handoff.wire.client import Client
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import EngineEndPoint, LoadOrder, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.step import EngineEndPoint, PromptLoad, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
 from kvferry.integrations.vllm.worker.caches import register_caches
@@ -66,7 +66,7 @@ class WorkerRole:
         self._rank: Rank | None = None
         self._source: Source | None = None
         self._destination: Destination | None = None
-        self._orders: dict[str, LoadOrder] = {}
+        self._orders: dict[str, PromptLoad] = {}
         self._failed: set[str] = set()
         self._engine: EngineEndPoint | None = None
         self._num_reports = 0
@@ -248,7 +248,7 @@ class WorkerRole:
             if kinds[index].kind is not CacheKind.STATE and group.layer_names
         }
 
-    def _refuse(self, order: LoadOrder, error: KVFerryError) -> None:
+    def _refuse(self, order: PromptLoad, error: KVFerryError) -> None:
         """Report a load as failed that the scheduler could not order; the scheduler has logged why."""
         result = JobResult(order.request_id, error)
         self._failed.add(order.request_id)
