@@ -267,10 +267,10 @@ def test_the_end_of_a_load_counts_its_own_keys_only(make_engine: MakeEngine) -> 
     for number in range(3):
         engine.add(f"r{number}", prompt_of(1, 2))
     engine.step(ends_copies=False)
-    assert set(engine.role._loading.values()) == {3}
-    loading = engine.role._loading
+    assert set(engine.role._loads.loading.values()) == {3}
+    loading = engine.role._loads.loading
     engine.run()
-    assert engine.role._loading is loading, "the counter was copied"
+    assert engine.role._loads.loading is loading, "the counter was copied"
     assert not loading
     engine.check_at_rest()
 

@@ -190,6 +190,14 @@ class WindowBoundaries:
         return flags
 
 
+_WHOLE = (CacheKind.ATTENTION, CacheKind.MLA)
+
+
+def whole_group(groups: Sequence[StoredGroup]) -> StoredGroup | None:
+    """Return a group whose attention is whole: every load of a longer prefix has all of its earlier blocks."""
+    return next((group for group in groups if group.shape.kind in _WHOLE), None)
+
+
 def alignment(groups: Sequence[StoredGroup]) -> int:
     """Return the tokens of which every boundary is a multiple."""
     return math.lcm(*(group.tokens for group in groups))
