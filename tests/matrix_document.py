@@ -10,7 +10,7 @@ from typing import Any
 
 from .host.vllm.engine_pool import ENGINES
 from .host.vllm.handoffs import FIRST_WAVE, NAMED_TOKENS, PAIRS, PUSH_PAIRS, PUSHED_WAVE, Pair
-from .host.vllm.offloads import DOCUMENT_TOKENS, OFFLOADS, Offload
+from .host.vllm.offloads import DOCUMENT_TOKENS, OFFLOADS, SHARED, Offload
 from .matrix_refusals import REFUSALS, Refusal
 from .matrix_results import REPOSITORY, Results
 
@@ -66,6 +66,16 @@ OFFLOAD_COLUMNS = (
     *("pair", "model", "stored by", "loaded by", "block", "layout", "requests", "identical"),
     *("second pass: computed", "after SIGKILL: computed", "after SIGKILL: from disk", "result"),
 )
+SHARED_CHECKS = {
+    "test_a_second_engine_loads_what_the_first_has_stored": "second engine",
+    "test_a_salt_keeps_blocks_apart_in_the_pool": "another salt",
+    "test_a_flipped_byte_in_the_pool_is_a_miss": "a flipped byte",
+}
+"""The tests that every pair of engines with a pool must pass."""
+SHARED_COLUMNS = (
+    *("pair", "model", "stored by", "loaded by", "block", "layout", "requests", "identical"),
+    *("second engine: computed", "from the pool", "damaged prompt: computed", "result"),
+)
 REFUSAL_COLUMNS = ("combination", "refused by", "code that must come", "code that came", "result")
 
 
@@ -74,7 +84,7 @@ TEXT = """# What works between which engines
 Written by `{command}` from what its tests measured; not to be edited. Engines are real vLLM on a CPU, in float32 unless
 the model's name says otherwise, with tiny random models. \
 Of {num_pairs} combinations {num_passed} passed, of {num_pushes} pushes {num_pushed}, \
-of {num_offloads} offloads {num_offloaded}; of \
+of {num_offloads} offloads {num_offloaded}, of {num_shared} through a pool {num_found}; of \
 {num_refusals} that must be refused {num_refused} were, with their code. What ran:
 
 {runs}
@@ -109,6 +119,16 @@ gets all prompts with the same disk folder. Each request gave the tokens of an e
 changed blocks too; none failed. Computed tokens are the engine's own count, in parts of all prompt tokens.
 
 {offloads}
+
+## Blocks that another engine must find
+
+Two engines with `KVFerryOffloadConnector` run at the same time and share a pool. The second gets the {questions}
+prompts that the first has computed, and loads each of their blocks from the pool once. Of one more prompt a byte of
+each block is changed in the memory that the first engine lends: the second computes that prompt. With another
+`cache_salt` it computes too. All tokens are those of an engine without offload. The part from the pool is what a
+request waited for itself.
+
+{shared}
 
 ## Combinations that must be refused
 
@@ -228,6 +248,24 @@ def offload_row(pair: Offload, found: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def shared_row(pair: Offload, found: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a pair of engines that share a pool."""
+    measured = found.get("measured", {})
+    second, damaged = measured.get("second", {}), measured.get("damaged", {})
+    return (
+        pair.name,
+        MODELS[pair.model],
+        shape_of(pair.stores),
+        shape_of(pair.loads),
+        str(measured.get("block_size", "")),
+        measured.get("layout", ""),
+        *(str(second.get(name, "")) for name in ("requests", "identical")),
+        *(f"{second[name] / second['tokens']:.3f}" if second else "" for name in ("computed", "pool")),
+        f"{damaged['computed'] / damaged['tokens']:.3f}" if damaged else "",
+        result_of(found, SHARED_CHECKS),
+    )
+
+
 def refusal_row(refusal: Refusal, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a refused combination."""
     came = found.get("found", "")
@@ -256,7 +294,9 @@ def document(results: Results) -> str:
     pairs = [(pair, results.pair(pair.name)) for pair in PAIRS]
     pushes = [(pair, results.pair(pair.name)) for pair in PUSH_PAIRS]
     offloads = [(pair, results.pair(pair.name)) for pair in OFFLOADS]
+    shared = [(pair, results.pair(pair.name)) for pair in SHARED]
     refusals = [(refusal, results.refusal(refusal.name)) for refusal in REFUSALS]
+    found_in_pool = [shared_row(*each) for each in shared]
     pushed = [push_row(*each) for each in pushes]
     offloaded = [offload_row(*each) for each in offloads]
     rows, refused = [pair_row(*each) for each in pairs], [refusal_row(*each) for each in refusals]
@@ -270,7 +310,10 @@ def document(results: Results) -> str:
         num_offloaded=sum(row[-1] == "passed" for row in offloaded),
         num_refusals=len(refused),
         num_refused=sum(row[-1] == "refused" for row in refused),
-        runs="\n".join(runs([found for _, found in (*pairs, *pushes, *offloads, *refusals)])) or "Nothing has run.",
+        num_shared=len(found_in_pool),
+        num_found=sum(row[-1] == "passed" for row in found_in_pool),
+        runs="\n".join(runs([found for _, found in (*pairs, *pushes, *offloads, *shared, *refusals)]))
+        or "Nothing has run.",
         at_once=len(FIRST_WAVE),
         shortest=min(map(len, FIRST_WAVE)),
         longest=max(map(len, FIRST_WAVE)),
@@ -283,6 +326,7 @@ def document(results: Results) -> str:
         documents=len(DOCUMENT_TOKENS),
         questions=len(OFFLOADS[0].prompts()),
         offloads=table(OFFLOAD_COLUMNS, offloaded),
+        shared=table(SHARED_COLUMNS, found_in_pool),
         refusals=table(REFUSAL_COLUMNS, refused),
     )
 

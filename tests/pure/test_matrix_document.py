@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from ..host.vllm.handoffs import PAIRS, PUSH_PAIRS
-from ..host.vllm.offloads import OFFLOADS
+from ..host.vllm.offloads import OFFLOADS, SHARED
 from ..matrix_document import (
     BYTES_ONLY,
     CHECKS,
     CHECKS_OF_BYTES,
     OFFLOAD_CHECKS,
     PUSH_CHECKS,
+    SHARED_CHECKS,
     TOKENS,
     document,
     shape_of,
@@ -20,6 +21,7 @@ from ..matrix_refusals import REFUSALS
 from ..matrix_results import Results
 
 PAIR, REFUSAL = PAIRS[0].name, REFUSALS[0]
+ALL = (*PAIRS, *PUSH_PAIRS, *OFFLOADS, *SHARED)
 TRAFFIC = {"requests": 40, "identical": 39, "received": 1234, "computed": 3}
 
 
@@ -41,7 +43,7 @@ def add(results: Results, checks: list[str], outcome: str = "passed", **measured
 
 def test_what_did_not_run_is_said_not_to_have_run(results: Results) -> None:
     found = rows(results)
-    assert {found[pair.name][-1] for pair in (*PAIRS, *PUSH_PAIRS, *OFFLOADS)} == {"not run"}
+    assert {found[pair.name][-1] for pair in ALL} == {"not run"}
     assert {found[refusal.combination][-1] for refusal in REFUSALS} == {"not run"}
     assert "Nothing has run." in document(results)
     add(results, [*CHECKS], "skipped")
@@ -104,7 +106,20 @@ def test_an_offload_shows_what_its_engines_computed(results: Results) -> None:
         results.add_check(pair.name, check, outcome="passed", message="", measured=measured)
     found = rows(results)[pair.name]
     assert found[2:] == ["TP 1", "TP 2", "128", "BHLNC", "24", "23", "0.040", "0.041", "0.333", "passed"]
-    assert f"of {len(OFFLOADS)} offloads 1;" in document(results)
+    assert f"of {len(OFFLOADS)} offloads 1, of {len(SHARED)} through a pool 0;" in document(results)
+
+
+def test_a_pool_shows_what_the_second_engine_computed_and_found(results: Results) -> None:
+    pair = SHARED[1]
+    second = {"requests": 12, "identical": 11, "tokens": 1000, "computed": 40, "host": 600, "disk": 0, "pool": 360}
+    damaged = {"computed": 130, "tokens": 131}
+    measured = {"block_size": 128, "layout": "BHLNC", "second": second, "damaged": damaged}
+    for check in SHARED_CHECKS:
+        assert rows(results)[pair.name][-1] != "passed"
+        results.add_check(pair.name, check, outcome="passed", message="", measured=measured)
+    found = rows(results)[pair.name]
+    assert found[2:] == ["TP 1", "TP 2", "128", "BHLNC", "12", "11", "0.040", "0.360", "0.992", "passed"]
+    assert f"through a pool 1; of {len(REFUSALS)}" in document(results)
 
 
 def test_a_refusal_counts_with_its_code_only(results: Results) -> None:
@@ -117,7 +132,7 @@ def test_a_refusal_counts_with_its_code_only(results: Results) -> None:
 
 def test_names_are_unique() -> None:
     for names in (
-        [pair.name for pair in (*PAIRS, *PUSH_PAIRS, *OFFLOADS)],
+        [pair.name for pair in ALL],
         [each.name for each in REFUSALS],
         [e.combination for e in REFUSALS],
     ):

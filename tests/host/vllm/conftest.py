@@ -48,7 +48,7 @@ def engine_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool
     try:
         yield pool
     finally:
-        pool.stop_all_but(())
+        pool.close()
         for names, seconds in pool.seconds.items():
             print(f"\nstarting {names}: {seconds:.1f} s", end="")
 

@@ -29,6 +29,7 @@ from kvferry.harness.launch import (
 from kvferry.harness.tiny_models import make_tiny_model
 from kvferry.integrations.vllm.plugin import CONNECTORS
 
+from ...local.pool_master import Master
 from .lora_adapter import ADAPTER_RANK, make_adapter
 
 MODELS = {
@@ -76,8 +77,10 @@ CONNECTOR_SETTINGS: dict[str, Any] = {
 OFFLOAD = "KVFerryOffloadConnector"
 MULTI = "MultiConnector"
 TIER_SETTINGS: dict[str, Any] = {"host_bytes": 256 << 20, "disk_bytes": 1 << 30}
-# Models as small as those of the tests are often quicker to compute; the tests count what is found.
-ALWAYS: dict[str, Any] = {"loads": "always"}
+POOL_BYTES = 160 << 20
+# Models as small as those of the tests are often quicker to compute; the tests count what is found, on a busy machine
+# too.
+ALWAYS: dict[str, Any] = {"loads": "always", "load_wait_seconds": 20.0}
 REPEATABLE = ("--prefix-caching-hash-algo", "sha256_cbor")
 # The longest prompt and one block more: less than the prompts of one test have.
 SMALL: dict[str, Any] = {"max_model_len": 2048, "kv_cache_bytes": 48 << 20}
@@ -135,6 +138,10 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "mla-keeps-tp1-again": ("mla", {"connector": OFFLOAD, **SMALL}),
     "mla-keeps-tp2": ("mla", {"connector": OFFLOAD, **SMALL, "tensor_parallel_size": 2}),
     "lora-keeps-tp1": ("lora", {"connector": OFFLOAD, **SMALL}),
+    # These share a pool and have no disk.
+    "gqa-shares-tp1": ("gqa", {"connector": OFFLOAD, **SMALL, "lower_tier": "pool"}),
+    "gqa-shares-tp1-other": ("gqa", {"connector": OFFLOAD, **SMALL, "lower_tier": "pool", "cores": LAST_CORE}),
+    "gqa-shares-tp2": ("gqa", {"connector": OFFLOAD, **SMALL, "lower_tier": "pool", "tensor_parallel_size": 2}),
     # Each both moves prompts and keeps blocks, in host memory.
     "gqa-moves-and-keeps": ("gqa", {"connector": MULTI, **SMALL}),
     "gqa-moves-and-keeps-other": ("gqa", {"connector": MULTI, **SMALL, "cores": LAST_CORE}),
@@ -246,6 +253,7 @@ STAGES: tuple[tuple[str, ...], ...] = (
     *((f"{model}-reference", f"{model}-keeps-{ranks}") for model in ("gemma", "mla") for ranks in ("tp1", "tp2")),
     ("mqa-reference", "mqa-keeps-tp2"),
     ("lora-reference", "lora-keeps-tp1"),
+    ("gqa-reference", "gqa-shares-tp1", "gqa-shares-tp1-other", "gqa-shares-tp2"),
 )
 
 
@@ -409,6 +417,8 @@ class EnginePool:
     models: Path
     running: dict[str, Engine] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    pool_master: Master | None = None
+    """The master of the pool that engines share; it starts with the first of them."""
 
     def model_path(self, model: str) -> Path:
         return make_tiny_model(MODELS[model], self.models)
@@ -423,6 +433,7 @@ class EnginePool:
         connector_settings = dict(CONNECTOR_SETTINGS)
         for setting in PASSED_ON & differences.keys():
             connector_settings[setting] = differences.pop(setting)
+        lower_tier = differences.pop("lower_tier", "disk")
         cache_bytes = differences.pop("kv_cache_bytes", 256 << 20) // (pp * (1 if model in MLA_MODELS else tp))
         arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": cache_bytes}
         adapter = ("--lora-modules", f"{ADAPTER}={self.adapter_path()}") if model == "lora" else ()
@@ -430,16 +441,22 @@ class EnginePool:
         arguments.update(differences, arguments=given)
         if arguments["role"] is not None:
             connector_settings["transfer_log"] = str(self.folder / f"{name}.transfers")
-            connector_settings = self.with_tiers(differences.get("connector", ""), model, connector_settings)
-            arguments["arguments"] = (*given, *(REPEATABLE if differences.get("connector") == OFFLOAD else ()))
+            connector = differences.get("connector", "")
+            connector_settings = self.with_tiers(connector, model, lower_tier, connector_settings)
+            arguments["arguments"] = (*given, *(REPEATABLE if connector == OFFLOAD else ()))
             arguments.update(connector_settings=connector_settings, arguments=(*arguments["arguments"], *EXTENSION))
             arguments["variables"] = {"VLLM_SERVER_DEV_MODE": "1", **differences.get("variables", {})}
             if "connector_module" in differences:
                 arguments["variables"]["VLLM_PLUGINS"] = ""
         return EngineSettings(self.model_path(model), **arguments)
 
-    def with_tiers(self, connector: str, model: str, moves: dict[str, Any]) -> dict[str, Any]:
+    def with_tiers(self, connector: str, model: str, lower_tier: str, moves: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of a connector; ``moves`` are those of one that moves prompts."""
+        if connector == OFFLOAD and lower_tier == "pool":
+            if self.pool_master is None:
+                self.pool_master = Master(self.folder)
+            pool = {"pool_master": self.pool_master.address, "pool_bytes": POOL_BYTES}
+            return {"host_bytes": TIER_SETTINGS["host_bytes"], **pool, **ALWAYS}
         if connector == OFFLOAD:
             return {**TIER_SETTINGS, **ALWAYS, "disk_path": str(self.disk_folder(model))}
         if connector == MULTI:
@@ -483,6 +500,12 @@ class EnginePool:
         kept = set(names)
         stopped = [self.running.pop(name) for name in list(self.running) if name not in kept]
         stop_servers([engine.server for engine in stopped])
+
+    def close(self) -> None:
+        """Stop everything."""
+        self.stop_all_but(())
+        if self.pool_master is not None:
+            self.pool_master.kill()
 
 
 @dataclass

@@ -1,13 +1,14 @@
 """Engines that keep blocks behind their cache: pairs of an engine that stores and one that loads, and their prompts.
 
-Both engines of a pair have the disk tier in one folder, so one of them is dead while the other runs.
+Both engines of a pair have the disk tier in one folder, so one of them is dead while the other runs. Engines that share
+a pool run together.
 """
 
 import mmap
 import os
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +34,13 @@ QUESTION_TOKENS, QUESTIONS = 49, 3
 DOCUMENT_TOKENS = (1024, 1152, 1280, 1408)
 """Whole blocks of any size, with a question behind them whose blocks of 16 tokens leave one token."""
 EDGES = (127, 128, 129, 255, 256, 257, 16, 17)
+SOURCES = {"host": "host", "disk": "disk", "pool": "external_unspecified"}
+"""vLLM's own names of what it counts as found in a tier."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """An engine that stores and the engine that loads after the first was killed, by name."""
+    """An engine that stores and the engine that loads, by name: after the first was killed, or from a pool."""
 
     name: str
     stores: str
@@ -77,6 +80,14 @@ OFFLOADS = (
     Offload("offload-mla-1-1", "mla-keeps-tp1", "mla-keeps-tp1-again"),
     Offload("offload-mla-2-1", "mla-keeps-tp2", "mla-keeps-tp1"),
 )
+SHARED = (
+    Offload("pool-1-1", "gqa-shares-tp1", "gqa-shares-tp1-other"),
+    Offload("pool-1-2", "gqa-shares-tp1", "gqa-shares-tp2"),
+    Offload("pool-2-1", "gqa-shares-tp2", "gqa-shares-tp1-other"),
+)
+"""Pairs of engines that share a pool."""
+BYTES_OF_A_TOKEN = {"gqa": 8 * 4 * 128 * 4, "mqa": 8 * 128 * 4, "mla": 4 * 576 * 4}
+"""What a token needs in a tier: layers, KV heads, keys and values of a head, float32. MLA has no heads."""
 
 
 def for_offloads(*names: str) -> Any:
@@ -89,6 +100,14 @@ def for_offloads(*names: str) -> Any:
     chosen = [pair for pair in named if ALL_PAIRS or not pair.in_matrix]
     return pytest.mark.parametrize(
         "pair", [pytest.param(pair, id=pair.name, marks=pytest.mark.engines(pair.stores)) for pair in chosen]
+    )
+
+
+def for_shared() -> Any:
+    """Parametrize a test over the pairs that share a pool; the argument is ``pair``."""
+    return pytest.mark.parametrize(
+        "pair",
+        [pytest.param(pair, id=pair.name, marks=pytest.mark.engines(pair.stores, pair.loads)) for pair in SHARED],
     )
 
 
@@ -108,7 +127,7 @@ class Pass:
 
     def counts(self) -> dict[str, int]:
         """Return the counts for the results of the matrix."""
-        tiers = {name: self.from_tiers[name] for name in ("host", "disk")}
+        tiers = {name: self.from_tiers[source] for name, source in SOURCES.items()}
         return {"requests": len(self.answers), "tokens": self.num_tokens, "computed": self.tokens.computed, **tiers}
 
 
@@ -158,6 +177,20 @@ def send_until_loaded(engine: Engine, prompt: Sequence[int], salt: str, num_toke
         assert time.monotonic() < deadline, f"{sent.tokens} where {num_tokens} tokens are stored"
 
 
+def tier_bytes(engine: Engine, tier: str, direction: str) -> int:
+    """Return how many bytes the engine has copied from (``up``) or to (``down``) a tier."""
+    sample = f'kvferry:offload_tier_bytes_total{{direction="{direction}",tier="{tier}"}}'
+    return int(engine.server.metrics().get(sample, 0))
+
+
+def wait_for_tier_bytes(engine: Engine, tier: str, direction: str, num_bytes: int) -> None:
+    """Wait until the engine has copied so many bytes since its start."""
+    deadline = time.monotonic() + STORE_SECONDS
+    while (found := tier_bytes(engine, tier, direction)) < num_bytes:
+        assert time.monotonic() < deadline, f"{found} of {num_bytes} bytes were copied {direction}"
+        time.sleep(0.05)
+
+
 # the disk tier's folder
 
 DiskPlace = tuple[str, RecordHeader, SegmentShape]
@@ -200,6 +233,52 @@ def flip_byte_on_disk(folder: Path, place: DiskPlace) -> None:
         byte = file.read(1)
         file.seek(offset)
         file.write(bytes([byte[0] ^ 0xFF]))
+
+
+# the pool
+
+PoolPlace = tuple[int, int]
+MAGIC, KEY_BYTES = b"kvferry1", 48
+"""What ends the key behind each block in a pool; the block's length follows."""
+
+
+def in_share(engine: Engine, share_bytes: int) -> dict[bytes, PoolPlace]:
+    """Return the process and address of each block in the memory that an engine lends to the pool, by the block's key.
+
+    Blocks that have left the pool are found too, until others overwrite them.
+    """
+    found: dict[bytes, PoolPlace] = {}
+    for process_id in engine.server.process.process_ids():
+        for line in Path(f"/proc/{process_id}/maps").read_text().splitlines():
+            addresses, rights, *_ = line.split()
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            if end - begin >= share_bytes and rights.startswith("rw") and "kvferry-slab" not in line:
+                found |= {key: (process_id, at) for key, at in _blocks_between(process_id, begin, end)}
+    return found
+
+
+def _blocks_between(process_id: int, begin: int, end: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the key and address of each block with a trailer in this memory of a process."""
+    with Path(f"/proc/{process_id}/mem").open("rb", buffering=0) as memory:
+        memory.seek(begin)
+        content = memory.read(end - begin)
+    at = content.find(MAGIC, KEY_BYTES)
+    while at != -1:
+        behind = at + len(MAGIC)
+        start = at - KEY_BYTES - int.from_bytes(content[behind : behind + 8], "little")
+        if start >= 0:
+            yield content[at - KEY_BYTES : at], begin + start
+        at = content.find(MAGIC, behind)
+
+
+def flip_byte_in_share(place: PoolPlace) -> None:
+    """Change a byte of a block in the pool, behind the back of all engines."""
+    process_id, address = place
+    with Path(f"/proc/{process_id}/mem").open("r+b", buffering=0) as memory:
+        memory.seek(address + 1000)
+        byte = memory.read(1)
+        memory.seek(address + 1000)
+        memory.write(bytes([byte[0] ^ 0xFF]))
 
 
 # the slab
