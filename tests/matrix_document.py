@@ -10,7 +10,7 @@ from typing import Any
 
 from .host.vllm.engine_pool import ENGINES
 from .host.vllm.handoffs import FIRST_WAVE, NAMED_TOKENS, PAIRS, PUSH_PAIRS, PUSHED_WAVE, Pair
-from .host.vllm.offloads import DOCUMENT_TOKENS, OFFLOADS, SHARED, Offload
+from .host.vllm.offloads import DOCUMENT_TOKENS, MOVED_AND_KEPT, NUM_ANSWERED, OFFLOADS, SHARED, Offload
 from .matrix_refusals import REFUSALS, Refusal
 from .matrix_results import REPOSITORY, Results
 
@@ -76,6 +76,15 @@ SHARED_COLUMNS = (
     *("pair", "model", "stored by", "loaded by", "block", "layout", "requests", "identical"),
     *("second engine: computed", "from the pool", "damaged prompt: computed", "result"),
 )
+BOTH_CHECKS = {
+    "test_two_connectors_in_one_engine": "a few prompts",
+    "test_many_requests_leave_nothing": "many requests",
+}
+"""The tests of two engines that have both connectors."""
+BOTH_COLUMNS = (
+    *("pair", "model", "prefill", "decode", "answered", "identical", "given up", "seconds"),
+    *("prefill: computed / from tiers / cached", "decode: computed / received / cached", "evicted", "result"),
+)
 REFUSAL_COLUMNS = ("combination", "refused by", "code that must come", "code that came", "result")
 
 
@@ -129,6 +138,16 @@ each block is changed in the memory that the first engine lends: the second comp
 request waited for itself.
 
 {shared}
+
+## Both connectors in one engine
+
+Two engines with `KVFerryConnector` and `KVFerryOffloadConnector` under vLLM's `MultiConnector`, whose own caches hold
+fewer than two of the longest prompts, and host memory not all prompts. Of the {num_answered} requests that are
+answered most are handed from one engine to the other, and one in eight goes to the decode engine alone; others are
+given up while they are computed, loaded or answered. Then no engine keeps a block, a hold, a slot, a pin or a store
+for any request.
+
+{both}
 
 ## Combinations that must be refused
 
@@ -266,6 +285,30 @@ def shared_row(pair: Offload, found: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def both_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of two engines that have both connectors."""
+    measured = found.get("measured", {})
+    many = measured.get("many", {})
+    sides = [(measured.get(f"{side}_tokens", {}), names) for side, names in SIDES.items()]
+    return (
+        pair.name,
+        MODELS[pair.model],
+        shape_of(pair.prefill),
+        shape_of(pair.decode),
+        str(many.get("answered", "")),
+        str(measured.get("identical", "")),
+        str(sum(number for kind, number in many.items() if kind.startswith("given up"))) if many else "",
+        str(many.get("seconds", "")),
+        *(" / ".join(f"{moved.get(name, 0):,}" for name in names) if moved else "" for moved, names in sides),
+        " / ".join(f"{moved.get('evicted', 0):,}" for moved, _ in sides if moved),
+        result_of(found, BOTH_CHECKS),
+    )
+
+
+SIDES = {"prefill": ("computed", "host", "cached"), "decode": ("computed", "received", "cached")}
+"""The counts of tokens that are shown of each engine that has both connectors."""
+
+
 def refusal_row(refusal: Refusal, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a refused combination."""
     came = found.get("found", "")
@@ -295,6 +338,7 @@ def document(results: Results) -> str:
     pushes = [(pair, results.pair(pair.name)) for pair in PUSH_PAIRS]
     offloads = [(pair, results.pair(pair.name)) for pair in OFFLOADS]
     shared = [(pair, results.pair(pair.name)) for pair in SHARED]
+    both_connectors = results.pair(MOVED_AND_KEPT.name)
     refusals = [(refusal, results.refusal(refusal.name)) for refusal in REFUSALS]
     found_in_pool = [shared_row(*each) for each in shared]
     pushed = [push_row(*each) for each in pushes]
@@ -327,6 +371,8 @@ def document(results: Results) -> str:
         questions=len(OFFLOADS[0].prompts()),
         offloads=table(OFFLOAD_COLUMNS, offloaded),
         shared=table(SHARED_COLUMNS, found_in_pool),
+        num_answered=NUM_ANSWERED,
+        both=table(BOTH_COLUMNS, [both_row(MOVED_AND_KEPT, both_connectors)]),
         refusals=table(REFUSAL_COLUMNS, refused),
     )
 

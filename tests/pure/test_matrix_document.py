@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from ..host.vllm.handoffs import PAIRS, PUSH_PAIRS
-from ..host.vllm.offloads import OFFLOADS, SHARED
+from ..host.vllm.offloads import MOVED_AND_KEPT, OFFLOADS, SHARED
 from ..matrix_document import (
+    BOTH_CHECKS,
     BYTES_ONLY,
     CHECKS,
     CHECKS_OF_BYTES,
@@ -21,7 +22,7 @@ from ..matrix_refusals import REFUSALS
 from ..matrix_results import Results
 
 PAIR, REFUSAL = PAIRS[0].name, REFUSALS[0]
-ALL = (*PAIRS, *PUSH_PAIRS, *OFFLOADS, *SHARED)
+ALL = (*PAIRS, *PUSH_PAIRS, *OFFLOADS, *SHARED, MOVED_AND_KEPT)
 TRAFFIC = {"requests": 40, "identical": 39, "received": 1234, "computed": 3}
 
 
@@ -120,6 +121,22 @@ def test_a_pool_shows_what_the_second_engine_computed_and_found(results: Results
     found = rows(results)[pair.name]
     assert found[2:] == ["TP 1", "TP 2", "128", "BHLNC", "12", "11", "0.040", "0.360", "0.992", "passed"]
     assert f"through a pool 1; of {len(REFUSALS)}" in document(results)
+
+
+def test_two_connectors_show_what_each_engine_did(results: Results) -> None:
+    many = {"seconds": 77, "handed over": 437, "given up while loading": 20, "given up while decoding": 3}
+    measured = {
+        "many": {**many, "answered": 500},
+        "identical": 499,
+        "prefill_tokens": {"computed": 1000, "host": 2000, "cached": 3},
+        "decode_tokens": {"computed": 500, "received": 7, "cached": 8, "evicted": 9},
+    }
+    for check in BOTH_CHECKS:
+        assert rows(results)[MOVED_AND_KEPT.name][-1] != "passed"
+        results.add_check(MOVED_AND_KEPT.name, check, outcome="passed", message="", measured=measured)
+    found = rows(results)[MOVED_AND_KEPT.name]
+    assert found[4:8] == ["500", "499", "23", "77"]
+    assert found[8:] == ["1,000 / 2,000 / 3", "500 / 7 / 8", "0 / 9", "passed"]
 
 
 def test_a_refusal_counts_with_its_code_only(results: Results) -> None:

@@ -6,6 +6,7 @@ pair and as the decode engine of another.
 """
 
 import json
+import os
 import re
 import time
 import urllib.error
@@ -87,6 +88,15 @@ SMALL: dict[str, Any] = {"max_model_len": 2048, "kv_cache_bytes": 48 << 20}
 
 CHUNKED = ("--max-num-batched-tokens", "256", "--enable-chunked-prefill")
 BOTH_CORES = (",".join(sorted(spread_over_cores(2))),)
+# A hold whose request was given up before the answer came ends with its lease.
+WATCHED: dict[str, Any] = {
+    "lease_seconds": 20.0,
+    "load_timeout_seconds": 15.0,
+    "arguments": ("--scheduler-cls", "watched_scheduler.WatchedScheduler"),
+}
+WATCH_FILE = "KVFERRY_WATCH_FILE"
+IN_ENGINE = Path(__file__).with_name("in_engine")
+"""The folder of what runs inside an engine."""
 SEVERAL_API_SERVERS = (str(Path(__file__).with_name("several_api_servers.py")),)
 LAST_CORE = spread_over_cores(1, from_last=True)
 # Some ten seconds of a C++ compiler at the start.
@@ -143,8 +153,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-shares-tp1-other": ("gqa", {"connector": OFFLOAD, **SMALL, "lower_tier": "pool", "cores": LAST_CORE}),
     "gqa-shares-tp2": ("gqa", {"connector": OFFLOAD, **SMALL, "lower_tier": "pool", "tensor_parallel_size": 2}),
     # Each both moves prompts and keeps blocks, in host memory.
-    "gqa-moves-and-keeps": ("gqa", {"connector": MULTI, **SMALL}),
-    "gqa-moves-and-keeps-other": ("gqa", {"connector": MULTI, **SMALL, "cores": LAST_CORE}),
+    "gqa-moves-and-keeps": ("gqa", {"connector": MULTI, **SMALL, **WATCHED}),
+    "gqa-moves-and-keeps-other": ("gqa", {"connector": MULTI, **SMALL, **WATCHED, "cores": LAST_CORE}),
     "gqa-push-tp1": ("gqa", {"mode": "push"}),
     "gqa-push-tp1-other": ("gqa", {"mode": "push", "cores": LAST_CORE}),
     "gqa-push-tp2": ("gqa", {"mode": "push", "tensor_parallel_size": 2}),
@@ -221,7 +231,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwennext-tp1-other": ("qwennext", {"prefix_caching": False, "dtype": "bfloat16", "cores": LAST_CORE}),
     "qwennext-tp2": ("qwennext", {"tensor_parallel_size": 2, "prefix_caching": False, "dtype": "bfloat16"}),
 }
-PASSED_ON = {"transport", "strategy", "mode", "load_timeout_seconds"}
+PASSED_ON = {"transport", "strategy", "mode", "load_timeout_seconds", "lease_seconds"}
 """What differs in the connector's settings, not in the engine's."""
 # What runs together; memory for all at once is not asked for. Those of two stages that follow one another stay.
 STAGES: tuple[tuple[str, ...], ...] = (
@@ -448,6 +458,9 @@ class EnginePool:
             arguments["variables"] = {"VLLM_SERVER_DEV_MODE": "1", **differences.get("variables", {})}
             if "connector_module" in differences:
                 arguments["variables"]["VLLM_PLUGINS"] = ""
+            if connector == MULTI:
+                paths = os.pathsep.join(filter(None, (str(IN_ENGINE), os.environ.get("PYTHONPATH"))))
+                arguments["variables"] |= {"PYTHONPATH": paths, WATCH_FILE: str(self.watch_file(name))}
         return EngineSettings(self.model_path(model), **arguments)
 
     def with_tiers(self, connector: str, model: str, lower_tier: str, moves: dict[str, Any]) -> dict[str, Any]:
@@ -468,6 +481,10 @@ class EnginePool:
                 ]
             }
         return moves
+
+    def watch_file(self, name: str) -> Path:
+        """Return the file to which an engine with both connectors writes what is under way."""
+        return self.folder / f"{name}.under-way"
 
     def disk_folder(self, model: str) -> Path:
         """Return the folder of the disk tier of all engines of a model."""

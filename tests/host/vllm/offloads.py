@@ -24,7 +24,7 @@ from kvferry.tiers.disk.records import RecordHeader, SegmentShape
 from kvferry.tiers.disk.segments import cells_name
 
 from .engine_pool import Engine, EnginePool, Reference, post, tokens_of
-from .handoffs import ALL_PAIRS, random_prompt
+from .handoffs import ALL_PAIRS, Pair, random_prompt
 
 MOST_COMPUTED = 0.1
 """The part of prompts that are stored which an engine may compute."""
@@ -86,6 +86,10 @@ SHARED = (
     Offload("pool-2-1", "gqa-shares-tp2", "gqa-shares-tp1-other"),
 )
 """Pairs of engines that share a pool."""
+MOVED_AND_KEPT = Pair("moves-and-keeps", "gqa-moves-and-keeps", "gqa-moves-and-keeps-other")
+"""Two engines that have both connectors."""
+NUM_ANSWERED = 500
+"""The requests that this pair must answer."""
 BYTES_OF_A_TOKEN = {"gqa": 8 * 4 * 128 * 4, "mqa": 8 * 128 * 4, "mla": 4 * 576 * 4}
 """What a token needs in a tier: layers, KV heads, keys and values of a head, float32. MLA has no heads."""
 

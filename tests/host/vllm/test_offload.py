@@ -6,16 +6,14 @@ fails here, whatever happens to the tiers.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvferry.harness.engine_metrics import cache_block_size, cached_tokens
+from kvferry.harness.engine_metrics import cache_block_size
 
 from .engine_pool import ADAPTER, BASE_MODEL, EnginePool, Reference, fresh_salt, tokens_of
-from .handoffs import Handoffs, Pair, check_tokens, different_prompts, random_prompt, wait_until_unused
+from .handoffs import check_tokens, different_prompts, random_prompt, wait_until_unused
 from .offloads import (
-    AT_ONCE,
     MOST_COMPUTED,
     Offload,
     check_identical,
@@ -138,33 +136,3 @@ def test_an_adapter_keeps_blocks_apart(engine_pool: EnginePool, reference: Refer
         forget_own_cache(engine)
         again = send_pass(engine, [prompt], salt, model=model)
         assert (again.tokens.received, again.answers) == (256, [[expected[model]]])
-
-
-MOVED_AND_KEPT = Pair("moves-and-keeps", "gqa-moves-and-keeps", "gqa-moves-and-keeps-other")
-
-
-@pytest.mark.engines(MOVED_AND_KEPT.prefill, MOVED_AND_KEPT.decode)
-@pytest.mark.parametrize("num_prompts", [12, pytest.param(500, marks=pytest.mark.matrix)])
-def test_two_connectors_in_one_engine(num_prompts: int, engine_pool: EnginePool, reference: Reference) -> None:
-    """Prompts move from engine to engine, and each engine keeps what it computed or received."""
-    handoffs = Handoffs.of(MOVED_AND_KEPT, engine_pool)
-    prompts = [random_prompt(3100 + index, 128 * (3 + index) + 12) for index in range(12)]
-    rounds, salt, logs_before = max(2, num_prompts // len(prompts)), fresh_salt(), handoffs.log_ends()
-    for number in range(rounds):
-        before = [engine.prompt_tokens() for engine in (handoffs.prefill, handoffs.decode)]
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            answers = list(threads.map(lambda prompt: handoffs.send(prompt, salt=salt), prompts))
-        check_tokens(answers, "gqa", prompts, reference)
-        prefill, decode = (
-            engine.prompt_tokens() - earlier
-            for engine, earlier in zip((handoffs.prefill, handoffs.decode), before, strict=True)
-        )
-        assert decode.computed <= len(prompts), "the prefill engine's blocks move, even where the tiers have them"
-        if number:
-            assert prefill.computed < MOST_COMPUTED * sum(map(len, prompts))
-    handoffs.check_released(logs_before)
-    kept = send_pass(handoffs.decode, prompts, salt)
-    check_tokens(kept.answers, "gqa", prompts, reference)
-    assert kept.computed_part < MOST_COMPUTED
-    assert cached_tokens(handoffs.decode.server.metrics())["host"] > 0
-    wait_until_unused([handoffs.prefill, handoffs.decode])
