@@ -95,7 +95,6 @@ class Campaign:
         self.processes.stop()
         if self.master is not None:
             self.master.kill()
-        self._unmount()
 
     # Engines.
 
@@ -426,12 +425,21 @@ class Campaign:
 
     def file_system_full(self, outcome: Outcome) -> None:
         """The folder lies on a file system that is smaller than the cap, and partly full; later there is room."""
-        folder = self._mounted()
-        if folder is None:
+        self.end_life()
+        folder = self.folder / "full"
+        folder.mkdir(exist_ok=True)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={FULL_DISK_BYTES}", "kvferry-faults", str(folder)]
+        if subprocess.run(mount, capture_output=True).returncode:  # this process may mount nothing
             self.files_limited(outcome)
             return
-        self.end_life()
-        shutil.rmtree(folder / "disk", ignore_errors=True)
+        try:
+            self._on_full_file_system(folder, outcome)
+        finally:
+            self.end_life()
+            subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=True)
+        self.restart(outcome)
+
+    def _on_full_file_system(self, folder: Path, outcome: Outcome) -> None:
         filler = folder / "filler"
         with filler.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, self.random.randrange(FULL_DISK_BYTES // 2, FULL_DISK_BYTES))
@@ -447,9 +455,7 @@ class Campaign:
         for known in (self.fresh(3), chosen):
             self.send(known, outcome)
         self.send(self.on_disk(), outcome)
-        self.end_life()
         outcome.over_cap += bytes_on_disk(folder / "disk") > DISK_BYTES
-        self.restart(outcome)
 
     def restart(self, outcome: Outcome) -> int:
         """Kill the engine, if it lives, and let it live again; return how many blocks it found on disk."""
@@ -487,22 +493,3 @@ class Campaign:
         self.live(pool_master=self.master.address, pool_bytes=POOL_BYTES)
         self._has_pool = True
         assert self.live().call("settle", with_pool=True), "the pool's master does not answer"
-
-    # The small file system.
-
-    def _mounted(self) -> Path | None:
-        """Return a small file system in memory; None where this process may mount none."""
-        path = self.folder / "full"
-        if not path.exists():
-            path.mkdir()
-            options = f"size={FULL_DISK_BYTES}"
-            mount = ["mount", "-t", "tmpfs", "-o", options, "kvferry-faults", str(path)]
-            if subprocess.run(mount, capture_output=True).returncode:
-                path.rmdir()
-                return None
-        return path
-
-    def _unmount(self) -> None:
-        path = self.folder / "full"
-        if path.exists():
-            subprocess.run(["umount", "-l", str(path)], capture_output=True)
