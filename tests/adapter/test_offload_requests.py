@@ -1,8 +1,11 @@
 """The offload connector in vLLM's scheduler, against vLLM's real scheduler and a model of ranks, caches and slab."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from kvferry.integrations.vllm.offload_names import BlockNames
 from kvferry.integrations.vllm.offload_step import RankReport
 from kvferry.integrations.vllm.scheduler import stored_blocks
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
+from kvferry.integrations.vllm.scheduler.offload_stores import Stores
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, longest_hit, stored_groups
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Region
@@ -496,6 +500,32 @@ def test_a_hit_with_a_window_ends_where_the_window_is_whole() -> None:
         assert longest_hit(blocks, held, 0, 128) == hit
     # Behind a local hit the engine has what the window needs before it.
     assert longest_hit(blocks, [np.ones(2, np.bool_), np.array([True, False])], 96, 128) == 112
+
+
+def test_a_stored_block_of_which_a_part_has_left_its_window_is_not_stored() -> None:
+    """The engine has its first half no more: in its place is the null block, with anybody's bytes."""
+    groups = stored_groups([GroupShape(CacheKind.SLIDING_WINDOW, 16, 40)], 32, 16)
+    blocks = RequestBlocks(groups, BlockNames(bytes(14), {}))
+    blocks.update([bytes([number]) * 32 for number in range(8)])
+    stores = Stores(groups, 1, 0, count(1), Counter(), None)
+    stores.max_kept = 100
+    stack: Any = SimpleNamespace(is_missing=lambda keys: np.ones(len(keys), np.bool_))
+    request: Any = SimpleNamespace(num_prompt_tokens=128)
+    stores.offer(stack, request, blocks, 128, lambda: ([0, 5, 6, 7, 0, 0, 8, 9],))
+    assert stores._offers.keys == {0: [blocks.keys[0][1], blocks.keys[0][3]]}
+    assert [rows.tolist() for rows in stores._offers.rows[0]] == [[[6, 7], [8, 9]]]
+
+
+def test_a_block_that_two_requests_of_a_step_fill_is_stored_once(make_engine: Callable[..., Engine]) -> None:
+    """The blocks behind it must not take its place."""
+    engine = make_engine({"enable_prefix_caching": False}, num_blocks=40, host_blocks=60)
+    engine.add("one", prompt_of(1, 2, length=16))
+    engine.add("two", prompt_of(1, 3, length=16))
+    assert engine.schedule().output.total_num_scheduled_tokens == 64
+    engine.process()
+    engine.run()
+    assert engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"] == 3
+    engine.check_at_rest()
 
 
 # A request's blocks.
