@@ -11,9 +11,10 @@ import pytest
 
 from kvferry.harness.engine_metrics import cache_block_size
 
-from .engine_pool import ADAPTER, BASE_MODEL, EnginePool, Reference, fresh_salt, tokens_of
+from .engine_pool import ADAPTER, BASE_MODEL, Engine, EnginePool, Reference, fresh_salt, tokens_of
 from .handoffs import check_tokens, different_prompts, random_prompt, wait_until_unused
 from .offloads import (
+    BYTES_OF_A_TOKEN,
     MOST_COMPUTED,
     Offload,
     check_identical,
@@ -136,3 +137,25 @@ def test_an_adapter_keeps_blocks_apart(engine_pool: EnginePool, reference: Refer
         forget_own_cache(engine)
         again = send_pass(engine, [prompt], salt, model=model)
         assert (again.tokens.received, again.answers) == (256, [[expected[model]]])
+
+
+@for_offloads("offload-mqa-2-1")
+def test_what_two_ranks_have_is_stored_once(pair: Offload, engine_pool: EnginePool) -> None:
+    """Both ranks have the only KV head: the bytes that ranks copied are those of one of them."""
+    engine, prompt = engine_pool.running[pair.stores], random_prompt(82, 1029)
+    stored_before, copied_before = num_stored(engine), copied_bytes(engine)
+    send_pass(engine, [prompt], fresh_salt())
+    forget_own_cache(engine)  # waits for the end of the store
+    num_tokens = (num_stored(engine) - stored_before) * cache_block_size(engine.server.url)
+    assert num_tokens == 1024
+    assert copied_bytes(engine) - copied_before == num_tokens * BYTES_OF_A_TOKEN[pair.model]
+
+
+def num_stored(engine: Engine) -> int:
+    """Return how many blocks the engine has stored in host memory."""
+    return int(engine.server.metrics().get('kvferry:offload_stored_blocks_total{tier="host_memory"}', 0))
+
+
+def copied_bytes(engine: Engine) -> int:
+    """Return how many bytes all ranks of the engine have copied to host memory."""
+    return int(engine.server.metrics().get('kvferry:offload_copy_bytes_sum{direction="store"}', 0))
