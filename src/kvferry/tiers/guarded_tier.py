@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RAISED = 5
 """So many errors of a verb in a row are no accident."""
-QUICK_SECONDS = 0.05
+QUICK_SECONDS = 0.25
 """How long the caller waits for the end of a tier that is set aside; most end at once."""
 MAX_CLOSE_SECONDS = 2 * CLOSE_SECONDS
 """How long the caller waits for the end of a tier when all is closed."""
