@@ -245,6 +245,12 @@ def push_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _stored_and_loaded(pair: Offload, measured: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells that name the pair, its engines and their caches."""
+    shapes = shape_of(pair.stores), shape_of(pair.loads)
+    return pair.name, MODELS[pair.model], *shapes, str(measured.get("block_size", "")), measured.get("layout", "")
+
+
 def offload_row(pair: Offload, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a pair of which one engine stores and the other loads."""
     measured = found.get("measured", {})
@@ -253,12 +259,7 @@ def offload_row(pair: Offload, found: dict[str, Any]) -> tuple[str, ...]:
         str(second[name] + third[name]) if second and third else "" for name in ("requests", "identical")
     )
     return (
-        pair.name,
-        MODELS[pair.model],
-        shape_of(pair.stores),
-        shape_of(pair.loads),
-        str(measured.get("block_size", "")),
-        measured.get("layout", ""),
+        *_stored_and_loaded(pair, measured),
         requests,
         identical,
         *(f"{sent['computed'] / sent['tokens']:.3f}" if sent else "" for sent in (second, third)),
@@ -272,12 +273,7 @@ def shared_row(pair: Offload, found: dict[str, Any]) -> tuple[str, ...]:
     measured = found.get("measured", {})
     second, damaged = measured.get("second", {}), measured.get("damaged", {})
     return (
-        pair.name,
-        MODELS[pair.model],
-        shape_of(pair.stores),
-        shape_of(pair.loads),
-        str(measured.get("block_size", "")),
-        measured.get("layout", ""),
+        *_stored_and_loaded(pair, measured),
         *(str(second.get(name, "")) for name in ("requests", "identical")),
         *(f"{second[name] / second['tokens']:.3f}" if second else "" for name in ("computed", "pool")),
         f"{damaged['computed'] / damaged['tokens']:.3f}" if damaged else "",

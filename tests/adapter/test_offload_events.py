@@ -230,25 +230,6 @@ def test_an_adapter_and_a_salt_are_named(make_engine: Callable[..., PublishingEn
     assert "salt" not in stored[1].extra_keys[0]
 
 
-def test_parents_are_announced_first_whatever_the_order_of_the_tiers(
-    make_engine: Callable[..., PublishingEngine],
-) -> None:
-    engine = make_engine(host_blocks=40)
-    request = engine.add("a", prompt_of(1, -1))
-    engine.run()
-    events, tiers = engine.role._events, engine.role._start.tiers
-    assert events is not None
-    assert tiers is not None
-    events.reset()
-    events.take()
-    group = engine.role._groups[0]
-    keys = tiers.names.keys(0, request.block_hashes)
-    events.learn(request, group, range(len(keys)), keys)
-    events.note([Change("host_memory", keys[::-1], is_visible=True)])
-    parents = [event.parent_block_hash for event in events.take()]  # type: ignore[union-attr]
-    assert parents == [None, *map(maybe_convert_block_hash, request.block_hashes[:-1])]
-
-
 def described(make_engine: Callable[..., PublishingEngine], **arguments: Any) -> tuple[Any, list[BlockKey], list[Any]]:
     """Return events that know the blocks of a prompt, which no tier holds; their keys and their hashes in events."""
     engine = make_engine(host_blocks=40, **arguments)
@@ -263,6 +244,14 @@ def described(make_engine: Callable[..., PublishingEngine], **arguments: Any) ->
     keys = tiers.names.keys(0, request.block_hashes)
     events.learn(request, group, range(len(keys)), keys)
     return events, keys, [maybe_convert_block_hash(each) for each in request.block_hashes]
+
+
+def test_parents_are_announced_first_whatever_the_order_of_the_tiers(
+    make_engine: Callable[..., PublishingEngine],
+) -> None:
+    events, keys, hashes = described(make_engine)
+    events.note([Change("host_memory", keys[::-1], is_visible=True)])
+    assert [event.parent_block_hash for event in events.take()] == [None, *hashes[:-1]]
 
 
 def test_a_child_that_comes_before_its_parent_waits_for_it(make_engine: Callable[..., PublishingEngine]) -> None:
