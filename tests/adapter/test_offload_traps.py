@@ -269,6 +269,27 @@ def test_trap_02_an_adapter_that_is_loaded_anew_while_the_engine_runs(adapter: P
     engine.check_at_rest()
 
 
+@pytest.mark.parametrize(("is_trained", "num_loaded"), [(False, 80), (True, 0)])
+def test_trap_02_an_adapter_that_is_unloaded_and_loaded_again_has_another_id(
+    is_trained: bool, num_loaded: int, adapter: Path, make_engine: MakeEngine
+) -> None:
+    """VLLM reads the files again and keeps the hash, which has name and path and not the id."""
+    engine = make_engine(num_blocks=40, host_blocks=400)
+    seen_before(engine, lora_request=LoRARequest("adapter", 1, str(adapter)))
+    engine.add("running", prompt_of(3), max_tokens=80, lora_request=LoRARequest("adapter", 1, str(adapter)))
+    engine.step()
+    running = engine.role._requests["running"]
+    if is_trained:
+        (adapter / "adapter_model.safetensors").write_bytes(bytes(8) + b"trained")
+    for turn, expected in enumerate((num_loaded, 80)):
+        engine.add(f"again {turn}", PROMPT[:-1], lora_request=LoRARequest("adapter", 2, str(adapter)))
+        engine.run()
+        crowd_out(engine)
+        assert engine.loaded[f"again {turn}"] == expected
+    assert running.may_store != is_trained
+    engine.check_at_rest()
+
+
 def shards_with(**parts: Any) -> Callable[[], dict[Any, Shard]]:
     """Return what makes the shard of an engine's one rank, whose group or component has other fields."""
 

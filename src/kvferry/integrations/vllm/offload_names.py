@@ -14,7 +14,7 @@ import functools
 import hashlib
 import json
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,18 +149,20 @@ class BlockNames:
         if self.private is not None:
             raise self.private.without_traceback()
 
-    def of_adapter(self, path: str, *, is_read_again: bool = False) -> "BlockNames":
+    def of_adapter(self, path: str, adapter_id: int = 1, *, is_read_again: bool = False) -> "BlockNames":
         """Return the names for the requests of one adapter, a folder or a hub's name as ``LoRARequest.lora_path``.
 
         vLLM's hash has the adapter's name and path, and the same path has other weights after the next training. The
-        files are read once in a process, and again where vLLM reads them again. From then on the names are private: no
-        other process has them, for vLLM's own cache may still hold blocks of the earlier weights under the same hash.
-        So are the names of a hub's adapter without a commit.
+        files are read once in a process, and again where vLLM reads them again: into the place of the loaded adapter
+        (``is_read_again``), or under another ``adapter_id`` once the adapter was unloaded. From then on, under another
+        id only if they differ, the names are private: no other process has them, for vLLM's own cache may still hold
+        blocks of the earlier weights under the same hash. So are the names of a hub's adapter without a commit.
         """
-        if is_read_again:
+        if is_read_again or _is_replaced(path, adapter_id):
             _times_replaced[path] += 1
         times_replaced = _times_replaced[path]
         adapter = _adapter(path, times_replaced)
+        _ids_of_adapter[path].add(adapter_id)
         own = _OF_THIS_PROCESS if times_replaced else b""
         # Of the namespace, not of the facts: a renewed one is random.
         content = self.namespace + adapter.digest.encode() + own
@@ -378,10 +380,23 @@ def _weights(vllm_config: "VllmConfig", model: "ModelConfig") -> Weights:
 _OF_THIS_PROCESS = secrets.token_bytes(NAMESPACE_BYTES)
 _times_replaced: Counter[str] = Counter()
 """How often vLLM has read an adapter again, by path."""
+_ids_of_adapter: defaultdict[str, set[int]] = defaultdict(set)
+"""Under which ids vLLM has read an adapter, by path."""
+
+
+def _is_replaced(path: str, adapter_id: int) -> bool:
+    """Return whether the files of a known adapter have other weights now that vLLM reads them under another id."""
+    known = _ids_of_adapter[path]
+    return bool(known) and adapter_id not in known and _read_adapter(path) != _adapter(path, _times_replaced[path])
 
 
 @functools.lru_cache(maxsize=1024)
 def _adapter(path: str, times_replaced: int) -> Weights:
+    """Return what was read when vLLM had read the adapter again so many times."""
+    return _read_adapter(path)
+
+
+def _read_adapter(path: str) -> Weights:
     """Return the digest of an adapter's weights and of its own configuration, which has their scale.
 
     Unknown weights have a name that no other process knows.

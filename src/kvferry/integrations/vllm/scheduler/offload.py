@@ -318,7 +318,7 @@ class OffloadScheduler:
         """Let earlier requests of an adapter that is read again store and load nothing more: their weights change."""
         assert entry.blocks is not None
         adapter = entry.request.lora_request
-        if adapter is None or not adapter.load_inplace:
+        if adapter is None:
             return
         for other in self._requests.values():
             of_other = other.request.lora_request

@@ -70,9 +70,9 @@ def names_of(request: "Request", names: BlockNames) -> BlockNames | None:
     """Return the names for a request, those of its adapter, whose weights may change in place; None if unknown."""
     if request.lora_request is None:
         return names
-    path = request.lora_request.lora_path
+    adapter = request.lora_request
     try:
-        return names.of_adapter(path, is_read_again=request.lora_request.load_inplace)
+        return names.of_adapter(adapter.lora_path, adapter.lora_int_id, is_read_again=adapter.load_inplace)
     except OSError as error:
         told = "kvferry: %s loads and stores nothing: its adapter cannot be read: %s"
         logger.warning(told, request.request_id, error)
