@@ -264,6 +264,29 @@ def test_copies_side_by_side_are_measured_together() -> None:
     assert times.moving_bytes == 0
 
 
+@pytest.mark.parametrize("number", [2, COPIES_OF_A_SPAN + 1, 4 * COPIES_OF_A_SPAN])
+def test_the_order_in_which_ends_become_known_does_not_matter(number: int) -> None:
+    """A step of the engine reports a set of loads: one that ended earlier may be heard of later."""
+    times, random = CopyTimes(), np.random.default_rng(0)
+    for at in range(12):
+        for copy in range(number):
+            times.begin(copy, 40_000_000, now=float(at))
+        for copy in random.permutation(number).tolist():
+            times.end(copy, now=at + 0.02 * (copy + 1))
+    assert times.seconds(np.array([number * 40_000_000]))[0] == pytest.approx(number * 0.02, rel=0.05)
+
+
+def test_a_pause_before_an_end_became_known_is_no_copying() -> None:
+    """Under asynchronous scheduling the next load is ordered before the end of the last one is known."""
+    times = CopyTimes()
+    times.begin(0, 40_000_000, now=0.0)
+    for copy in range(10 * COPIES_OF_A_SPAN):
+        times.begin(copy + 1, 40_000_000, now=copy + 1.0)
+        times.end(copy, now=copy + 0.02)
+    times.end(copy + 1, now=copy + 1.02)
+    assert times.seconds(np.array([40_000_000]))[0] == pytest.approx(0.02, rel=0.05)
+
+
 def test_a_tier_that_is_never_idle_is_measured_all_the_same() -> None:
     times = CopyTimes()
     times.begin(0, 1_000_000, now=0.0)

@@ -164,15 +164,18 @@ class Rates:
 class CopyTimes:
     """The time of copies of one tier in one direction, ``latency + bytes / rate``, and the bytes that are moving.
 
-    A sample is a span in which the tier was busy without a pause, so copies side by side are counted together.
+    A sample is a span in which the tier was busy, as far as was known, without a pause, so copies side by side are
+    counted together. A pause that becomes known later is no part of the time.
     """
 
     def __init__(self) -> None:
         self._rates = Rates(prior=(1e-3, 1e-9), num_skipped=1)
-        self._moving: dict[object, int] = {}
+        self._moving: dict[object, tuple[int, float]] = {}
+        """Bytes, and when the copy began."""
         self._span_began_at = 0.0
         self._span_bytes = 0
-        self._span_copies = 0
+        self._ended: list[tuple[float, float]] = []
+        """When the copies of the span began and ended."""
         self._has_failed = False
         self.num_measured = 0
 
@@ -184,27 +187,29 @@ class CopyTimes:
     @property
     def moving_bytes(self) -> int:
         """Bytes of the copies that have begun and not ended."""
-        return sum(self._moving.values())
+        return sum(num_bytes for num_bytes, _ in self._moving.values())
 
     def begin(self, copy_id: object, num_bytes: int, now: float) -> None:
         """Note the begin of a copy."""
         if not self._moving:
             self._begin_span(now)
-        self._moving[copy_id] = num_bytes
+        elif len(self._ended) >= COPIES_OF_A_SPAN:
+            self._end_span()
+        self._moving[copy_id] = num_bytes, now
 
     def end(self, copy_id: object, now: float, *, has_landed: bool = True) -> None:
-        """Note the end of a copy; an unknown one is ignored. A span with a copy that failed measures nothing."""
-        if (num_bytes := self._moving.pop(copy_id, None)) is None:
+        """Note the end of a copy; an unknown one is ignored. A span with a copy that failed measures nothing.
+
+        Ends may become known late, after other begins, and in any order: no span ends between them.
+        """
+        if (moved := self._moving.pop(copy_id, None)) is None:
             return
+        num_bytes, began_at = moved
         self._span_bytes += num_bytes
-        self._span_copies += 1
+        self._ended.append((began_at, now))
         self._has_failed |= not has_landed
-        if self._moving and self._span_copies < COPIES_OF_A_SPAN:
-            return
-        if self._span_bytes and not self._has_failed:
-            self._rates.record((1.0, float(self._span_bytes)), now - self._span_began_at)
-            self.num_measured += 1
-        self._begin_span(now)
+        if not self._moving:
+            self._end_span()
 
     def seconds(self, num_bytes: Integers, num_bytes_ahead: int = 0) -> Seconds:
         """Return the predicted seconds for so many more bytes behind those that move and wait; 0 for none."""
@@ -218,8 +223,20 @@ class CopyTimes:
         latency, per_byte = self._rates.coefficients
         return {"latency_seconds": latency, "bytes_per_second": 1 / max(per_byte, 1e-15)}
 
+    def _end_span(self) -> None:
+        """Learn from the time in which copies of the span moved; the next span begins where the last of them ended."""
+        seconds, until, num_waits = 0.0, self._span_began_at, 0
+        for began_at, ended_at in sorted(self._ended):
+            num_waits += began_at >= until  # nothing moved then, so the latency is not hidden by other copies
+            seconds += max(0.0, ended_at - max(began_at, until))
+            until = max(until, ended_at)
+        if self._span_bytes and seconds > 0 and not self._has_failed:
+            self._rates.record((float(max(1, num_waits)), float(self._span_bytes)), seconds)
+            self.num_measured += 1
+        self._begin_span(until)
+
     def _begin_span(self, now: float) -> None:
-        self._span_began_at, self._span_bytes, self._span_copies, self._has_failed = now, 0, 0, False
+        self._span_began_at, self._span_bytes, self._ended, self._has_failed = now, 0, [], False
 
 
 def _fitted(features: Seconds, seconds: Seconds, weights: Seconds, prior: Seconds) -> Seconds:
