@@ -20,7 +20,7 @@ from kvferry.errors import Reason, TierError
 from kvferry.tiers.disk.records import MAX_CELL_BYTES, MAX_CELLS, RECORD_BYTES, RecordHeader, SegmentShape
 from kvferry.tiers.disk.segments import Directory, SegmentFiles, cells_name, segment_name, table_name
 from kvferry.tiers.disk.workers import Buffer, HeaderWrite, Workers
-from kvferry.tiers.local_disk import RESERVED_BYTES, LocalDisk
+from kvferry.tiers.local_disk import RESERVED_BYTES, LocalDisk, open_directory
 from kvferry.tiers.protocol import Presence, Slots, Store
 
 from ..counted_work import lines_of
@@ -805,6 +805,24 @@ def test_a_lock_file_that_was_removed_lets_no_second_owner_in(opened: Callable[.
     with pytest.raises(TierError) as raised:
         LocalDisk(blocks.directory, CAPACITY, blocks.region)
     assert raised.value.reason is Reason.TIER_IN_USE
+
+
+@pytest.mark.parametrize("kind", ["text", "second name"])
+def test_a_lock_file_of_another_program_is_left_alone(tmp_path: Path, kind: str) -> None:
+    other, directory = tmp_path / "other", tmp_path / "tier"
+    directory.mkdir()
+    other.write_text("4321\n" if kind == "second name" else '{"dependencies": {}}\n')
+    (directory / "lock").hardlink_to(other)
+    if kind == "text":
+        other.unlink()
+    before = (directory / "lock").read_bytes()
+    held, lock = open_directory(directory)
+    with pytest.raises(TierError) as raised:
+        open_directory(directory)
+    assert raised.value.reason is Reason.TIER_IN_USE
+    os.close(lock)
+    held.close()
+    assert (directory / "lock").read_bytes() == before
 
 
 def test_a_full_disk_has_an_owner_too(opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import errno
 import itertools
 import multiprocessing
 import os
+import resource
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -389,6 +390,16 @@ def test_a_slab_whose_pages_run_out_leaves_nothing(num_allocated: int, monkeypat
     assert (open_files(), mappings()) == before
     monkeypatch.undo()
     assert next(calls) == num_allocated + 1
+
+
+def test_a_slab_longer_than_files_may_be_is_refused() -> None:
+    limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), open_files()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        assert refusal(SlabMemory, 4 << 20) is Reason.TIER_FAILED
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert open_files() == before
 
 
 def test_a_slab_cannot_be_cut_under_its_mappings() -> None:

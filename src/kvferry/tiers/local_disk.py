@@ -20,6 +20,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import stat
 import time
 from collections import Counter, deque
@@ -63,6 +64,8 @@ RETRY_SECONDS = 30.0
 RESERVED_BYTES = 16 * PAGE_BYTES
 """For the directory, the lock file and their growth."""
 _ROOT = 0
+_OWNER = re.compile(rb"\d*\n?")
+"""What the lock file holds; a file of that name with anything else in it is another program's."""
 _LACKS_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 MIN_SEGMENTS, MAX_SEGMENTS = 8, 64
 SEGMENT_BYTES = 64 << 20
@@ -520,9 +523,7 @@ def open_directory(path: Path, *, of_anybody: bool = False) -> tuple[Directory, 
                 f"{path} is in use by process {owner or 'unknown'}.",
                 "Give each engine a directory of its own, or end that process.",
             ) from error
-        with suppress(OSError):  # a disk may be too full even for the number, which is for people
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        _write_owner(lock)
         opened.pop_all()
         return directory, lock
 
@@ -543,6 +544,14 @@ def _check_owner(directory: Directory) -> None:
         raise TierError(Reason.PERMISSION_DENIED, asked, remedy)
     if found.st_mode & stat.S_IWOTH:
         raise TierError(Reason.PERMISSION_DENIED, f"every user may write to {directory.path}.", remedy)
+
+
+def _write_owner(lock: int) -> None:
+    """Write this process's number, which is for people, over another such number; a file that is not ours stays."""
+    with suppress(OSError):  # a disk may be too full even for the number
+        if os.fstat(lock).st_nlink == 1 and _OWNER.fullmatch(os.pread(lock, 32, 0)):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
 
 def _lock_directory(directory: Directory) -> None:

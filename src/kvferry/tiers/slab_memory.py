@@ -86,7 +86,10 @@ class SlabMemory:
         except OSError as error:
             raise _too_large(length, str(error.strerror)) from error
         with _closed_on_error(file_descriptor):
-            os.truncate(file_descriptor, length)
+            try:
+                os.truncate(file_descriptor, length)
+            except OSError as error:  # a process may have a limit for the size of files
+                raise _too_large(length, str(error.strerror)) from error
             fcntl.fcntl(file_descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             for begin in range(0, length - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
                 _allocate(file_descriptor, begin, mmap.PAGESIZE)
