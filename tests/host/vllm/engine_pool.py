@@ -53,8 +53,8 @@ ROUNDED_MODELS = ("qwennext",)
 """Models that compute in bfloat16: tokens depend on the number of ranks and on which tokens share a step."""
 ROUNDED_STEP = 256
 """Tokens of a prompt that an engine computes in one step with these models."""
-BASE_MODEL, ADAPTER = "model", "adapter"
-"""Names that requests give: that of every engine's model, and that of the adapter of the model "lora"."""
+BASE_MODEL, ADAPTER, OTHER_ADAPTER = "model", "adapter", "other-adapter"
+"""Names that requests give: that of every engine's model, and those of the adapters of the model "lora"."""
 EXTENSION = ("--worker-extension-cls", "kvferry.testing.engine_oracle.EngineOracle")
 # In vLLM 0.32 the CPU's rotary_embedding kernel turns a query that is a slice of a wider tensor, as MLA's is, by wrong
 # angles, other ones for a token alone than for the same token in a prompt; the plain PyTorch one is right.
@@ -148,6 +148,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "mla-keeps-tp1-again": ("mla", {"connector": OFFLOAD, **SMALL}),
     "mla-keeps-tp2": ("mla", {"connector": OFFLOAD, **SMALL, "tensor_parallel_size": 2}),
     "lora-keeps-tp1": ("lora", {"connector": OFFLOAD, **SMALL}),
+    "lora-keeps-tp2": ("lora", {"connector": OFFLOAD, **SMALL, "tensor_parallel_size": 2}),
     # These share a pool and have no disk.
     "gqa-shares-tp1": ("gqa", {"connector": OFFLOAD, **SMALL, "lower_tier": "pool"}),
     "gqa-shares-tp1-other": ("gqa", {"connector": OFFLOAD, **SMALL, "lower_tier": "pool", "cores": LAST_CORE}),
@@ -262,7 +263,7 @@ STAGES: tuple[tuple[str, ...], ...] = (
     *(("gqa-reference", f"gqa-keeps-{ranks}") for ranks in ("tp1", "tp2", "pp2")),
     *((f"{model}-reference", f"{model}-keeps-{ranks}") for model in ("gemma", "mla") for ranks in ("tp1", "tp2")),
     ("mqa-reference", "mqa-keeps-tp2"),
-    ("lora-reference", "lora-keeps-tp1"),
+    ("lora-reference", "lora-keeps-tp2"),
     ("gqa-reference", "gqa-shares-tp1", "gqa-shares-tp1-other", "gqa-shares-tp2"),
 )
 
@@ -433,8 +434,13 @@ class EnginePool:
     def model_path(self, model: str) -> Path:
         return make_tiny_model(MODELS[model], self.models)
 
-    def adapter_path(self) -> Path:
-        return make_adapter(self.model_path("lora"), self.folder / ADAPTER)
+    def adapters(self) -> list[str]:
+        """Return the adapters of the model "lora" as its engines are told of them."""
+        model = self.model_path("lora")
+        return [
+            f"{name}={make_adapter(model, self.folder / name, seed)}"
+            for seed, name in enumerate((ADAPTER, OTHER_ADAPTER))
+        ]
 
     def settings(self, name: str) -> EngineSettings:
         model, differences = ENGINES[name]
@@ -446,8 +452,8 @@ class EnginePool:
         lower_tier = differences.pop("lower_tier", "disk")
         cache_bytes = differences.pop("kv_cache_bytes", 256 << 20) // (pp * (1 if model in MLA_MODELS else tp))
         arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": cache_bytes}
-        adapter = ("--lora-modules", f"{ADAPTER}={self.adapter_path()}") if model == "lora" else ()
-        given = (*MODEL_ARGUMENTS.get(model, ()), *adapter, *differences.pop("arguments", ()))
+        adapters = ("--lora-modules", *self.adapters()) if model == "lora" else ()
+        given = (*MODEL_ARGUMENTS.get(model, ()), *adapters, *differences.pop("arguments", ()))
         arguments.update(differences, arguments=given)
         if arguments["role"] is not None:
             connector_settings["transfer_log"] = str(self.folder / f"{name}.transfers")

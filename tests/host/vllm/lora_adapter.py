@@ -11,14 +11,14 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 """Keys and values too: a prompt's cache is another one under the adapter."""
 
 
-def make_adapter(model: Path, folder: Path) -> Path:
+def make_adapter(model: Path, folder: Path, seed: int = 0) -> Path:
     """Write an adapter of the attention of ``model`` into ``folder``, unless the folder exists; return the folder."""
     if folder.exists():
         return folder
     config = json.loads((model / "config.json").read_text())
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     heads = {"q_proj": config["num_attention_heads"]}
-    generator, weights = np.random.default_rng(0), {}
+    generator, weights = np.random.default_rng(seed), {}
     for layer in range(config["num_hidden_layers"]):
         for projection in PROJECTIONS:
             name = f"base_model.model.model.layers.{layer}.self_attn.{projection}"

@@ -79,6 +79,7 @@ OFFLOADS = (
     Offload("offload-gemma-2-1", "gemma-keeps-tp2", "gemma-keeps-tp1"),
     Offload("offload-mla-1-1", "mla-keeps-tp1", "mla-keeps-tp1-again"),
     Offload("offload-mla-2-1", "mla-keeps-tp2", "mla-keeps-tp1"),
+    Offload("offload-lora-2-1", "lora-keeps-tp2", "lora-keeps-tp1"),
 )
 SHARED = (
     Offload("pool-1-1", "gqa-shares-tp1", "gqa-shares-tp1-other"),

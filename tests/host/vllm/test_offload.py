@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.harness.engine_metrics import cache_block_size
 
-from .engine_pool import ADAPTER, BASE_MODEL, Engine, EnginePool, Reference, fresh_salt, tokens_of
+from .engine_pool import ADAPTER, BASE_MODEL, OTHER_ADAPTER, Engine, EnginePool, Reference, fresh_salt, tokens_of
 from .handoffs import check_tokens, different_prompts, random_prompt, wait_until_unused
 from .offloads import (
     BYTES_OF_A_TOKEN,
@@ -122,23 +122,6 @@ def test_a_salt_keeps_blocks_apart(pair: Offload, engine_pool: EnginePool, refer
         assert sent.tokens.computed == len(prompt)
 
 
-@pytest.mark.matrix
-@pytest.mark.engines("lora-keeps-tp1")
-def test_an_adapter_keeps_blocks_apart(engine_pool: EnginePool, reference: Reference) -> None:
-    engine, prompt, salt = engine_pool.running["lora-keeps-tp1"], random_prompt(80, 300), fresh_salt()
-    plain = engine_pool.running["lora-reference"].complete(prompt, model=BASE_MODEL)
-    expected = {ADAPTER: reference.tokens("lora", [prompt])[0], BASE_MODEL: tokens_of(plain)[0]}
-    assert expected[ADAPTER] != expected[BASE_MODEL]
-    for model in (ADAPTER, BASE_MODEL):
-        sent = send_pass(engine, [prompt], salt, model=model)
-        assert sent.answers == [[expected[model]]]
-        assert sent.tokens.computed == len(prompt), "blocks of another adapter were loaded"
-    for model in (ADAPTER, BASE_MODEL):
-        forget_own_cache(engine)
-        again = send_pass(engine, [prompt], salt, model=model)
-        assert (again.tokens.received, again.answers) == (256, [[expected[model]]])
-
-
 @for_offloads("offload-mqa-2-1")
 def test_what_two_ranks_have_is_stored_once(pair: Offload, engine_pool: EnginePool) -> None:
     """Both ranks have the only KV head: the bytes that ranks copied are those of one of them."""
@@ -149,6 +132,33 @@ def test_what_two_ranks_have_is_stored_once(pair: Offload, engine_pool: EnginePo
     num_tokens = (num_stored(engine) - stored_before) * cache_block_size(engine.server.url)
     assert num_tokens == 1024
     assert copied_bytes(engine) - copied_before == num_tokens * BYTES_OF_A_TOKEN[pair.model]
+
+
+@for_offloads("offload-lora-2-1")
+@pytest.mark.ends_engines
+def test_adapters_keep_blocks_apart(pair: Offload, engine_pool: EnginePool, reference: Reference) -> None:
+    """One prompt and salt under two adapters and under none, stored at TP 2 and loaded at TP 1 by another engine."""
+    engine, prompt, salt = engine_pool.running[pair.stores], random_prompt(80, 300), fresh_salt()
+    plain = engine_pool.running["lora-reference"]
+    models = (ADAPTER, OTHER_ADAPTER, BASE_MODEL)
+    expected = {model: tokens_of(plain.complete(prompt, model=model)) for model in models}
+    assert expected[ADAPTER] == reference.tokens("lora", [prompt])
+    assert len({tuple(tokens) for (tokens,) in expected.values()}) == 3
+    for model in models:
+        sent = send_pass(engine, [prompt], salt, model=model)
+        assert sent.answers == [expected[model]]
+        assert sent.tokens.computed == len(prompt), f"{model} loaded blocks of another"
+    for model in models:
+        forget_own_cache(engine)
+        again = send_pass(engine, [prompt], salt, model=model)
+        assert (again.tokens.received, again.answers) == (256, [expected[model]])
+    wait_until_on_disk(engine_pool.disk_folder(pair.model))
+    kill(engine, engine_pool)
+    survivor = start(pair.loads, engine_pool)
+    for model in models:
+        loaded = send_pass(survivor, [prompt], salt, model=model)
+        assert loaded.answers == [expected[model]]
+        assert (loaded.from_tiers["disk"], loaded.tokens.computed) == (256, len(prompt) - 256)
 
 
 def num_stored(engine: Engine) -> int:
