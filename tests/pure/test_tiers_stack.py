@@ -20,6 +20,7 @@ from kvferry.testing.tier_suite import (
     slab_of_blocks,
 )
 from kvferry.tiers.eviction import Eviction
+from kvferry.tiers.guarded_tier import MAX_RAISED
 from kvferry.tiers.host_memory import HostMemory, HostStore
 from kvferry.tiers.lower_copies import CopySettings
 from kvferry.tiers.protocol import BlockKey, Presence
@@ -718,7 +719,7 @@ class StackMachine(RuleBasedStateMachine):
                 self.engine.stack.land(store, part)
         self.engine.step()
         self.engine.step(SETTINGS.suspend_seconds + 1.0)  # gives up what has hung, and suspends its tier
-        self.engine.step(SETTINGS.suspend_seconds + 1.0)
+        self.engine.step(SETTINGS.suspend_seconds * 2**MAX_RAISED)  # longer than any suspension
         self.engine.settle()
         self.engine.check_nothing_is_left()
         self.engine.close()

@@ -66,8 +66,9 @@ class Connecting:
             except TransportError as error:
                 if error.reason is Reason.MALFORMED_MESSAGE:
                     raise
-                logger.info("%s does not reach the peer: %s", name, error)
-                self._refusals.append(error.without_traceback())
+                refusal = error.without_traceback()
+                logger.info("%s does not reach the peer: %s", name, refusal)
+                self._refusals.append(refusal)
                 self._untried.popleft()
                 self._transfer = None
                 continue
