@@ -26,7 +26,7 @@ test: setup ## Every test, real vLLM engines included (about 18 minutes on 2 cor
 	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local tests/adapter src $(ARGS)
 	@$(PYTEST) tests/host $(ARGS)
 
-test-matrix: setup ## Every pair of engines and every refusal; writes docs/matrix.md (50 minutes on 2 busy cores)
+test-matrix: setup ## Every pair of engines and every refusal; writes docs/matrix.md (about an hour on 2 busy cores)
 	@rm -rf build/matrix
 	@KVFERRY_MATRIX=build/matrix $(PYTEST) $(MATRIX) $(ARGS); status=$$?; \
 	$(PYTHON) -m tests.matrix_document build/matrix && exit $$status
