@@ -16,7 +16,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin as vllm_mixin
 
 from kvferry.execution.executor import Executor
-from kvferry.execution.local_copy import LocalCopy
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, StoreOrder
 from kvferry.integrations.vllm.scheduler import offload_tiers
@@ -103,14 +102,7 @@ def test_the_slab_stays_mapped_under_a_copy_that_does_not_end(monkeypatch: pytes
     """A copy in memory that is no longer mapped ends the process by a signal."""
     engine = rank_tests.Engine(rank_tests.memory(Arena(1 << 18), tp=1))
     engine.open()
-    began, may_end, advance = threading.Event(), threading.Event(), LocalCopy.advance
-
-    def hangs(copy: LocalCopy, *arguments: Any) -> bool:
-        began.set()
-        may_end.wait(20)
-        return advance(copy, *arguments)
-
-    monkeypatch.setattr(LocalCopy, "advance", hangs)
+    began, may_end = rank_tests.hold_copies(monkeypatch)
     monkeypatch.setattr(Executor.close, "__defaults__", (0.05,))
     [rank] = engine.workers
     copies = rank._copies

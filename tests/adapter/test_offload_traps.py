@@ -777,14 +777,7 @@ def test_trap_13_pending_work_is_what_ranks_copy_and_not_a_tier_that_hangs(make_
 
 def test_trap_13_idle_steps_wait(ranks: rank_tests.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """``has_pending_push_work`` makes the engine spin; wait in idle steps. A load ends the wait."""
-    began, may_end, advance = threading.Event(), threading.Event(), LocalCopy.advance
-
-    def hangs(copy: LocalCopy, *arguments: Any) -> bool:
-        began.set()
-        may_end.wait(20)
-        return advance(copy, *arguments)
-
-    monkeypatch.setattr(LocalCopy, "advance", hangs)
+    began, may_end = rank_tests.hold_copies(monkeypatch)
     connector = connector_of(ranks.workers[0])
     run_step(monkeypatch, connector, OffloadStep(loads=[LoadOrder("r", 7, rank_tests.blocks([1], [1]))]))
     assert began.wait(20)

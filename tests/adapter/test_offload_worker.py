@@ -1,5 +1,6 @@
 """The offload connector in its workers: real caches and a real slab; each rank is a worker role of its own."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.execution.device import CudaOrder
+from kvferry.execution.local_copy import LocalCopy
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder, StoreOrder
 from kvferry.integrations.vllm.worker import offload as worker_offload
@@ -59,6 +61,19 @@ def blocks(source: Sequence[int], destination: Sequence[int]) -> tuple[GroupBloc
             destination_block_ids=destination,
         ),
     )
+
+
+def hold_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Let copies hang, for 20 s at most; return what is set when one has begun, and what lets them go on."""
+    began, may_end, advance = threading.Event(), threading.Event(), LocalCopy.advance
+
+    def hangs(copy: LocalCopy, *arguments: Any) -> bool:
+        began.set()
+        may_end.wait(20)
+        return advance(copy, *arguments)
+
+    monkeypatch.setattr(LocalCopy, "advance", hangs)
+    return began, may_end
 
 
 class Engine:
