@@ -21,7 +21,7 @@ def test_tools_and_engines_are_pinned(extra: str) -> None:
 
 def test_mandatory_dependencies_are_few() -> None:
     names = {re.split(r"[<>=]", item)[0] for item in PROJECT["dependencies"]}
-    assert names == {"numpy", "msgspec", "pyzmq", "typer", "rich"}
+    assert names == {"numpy", "msgspec", "cryptography", "pyzmq", "typer", "rich"}
 
 
 def test_set_up_installs_every_extra() -> None:

@@ -21,6 +21,7 @@ class Commands(TyperGroup):
         "doctor": "kvferry.cli.doctor:doctor",
         "settings": "kvferry.cli.settings:settings",
         "tiers": "kvferry.cli.tiers:tiers",
+        "keys": "kvferry.cli.keys:keys",
     }
 
     def list_commands(self, ctx: Any) -> list[str]:

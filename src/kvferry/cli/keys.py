@@ -1,0 +1,78 @@
+"""``kvferry keys``: makes the keys with which engines know each other, and shows whom an engine trusts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from kvferry.cli.console import open_console
+from kvferry.cli.plan import refuse
+from kvferry.errors import KVFerryError
+from kvferry.handoff.wire.keys import Keys, make_keys
+
+keys = typer.Typer(
+    name="keys",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Make and show the keys with which engines authenticate each other, encrypt what they say to each other, and "
+    'sign.\n\nFOLDER is the connector\'s setting "keys". It has key.pem, certificate.pem and trusted/.',
+)
+
+FolderArgument = Annotated[Path, typer.Argument(help="The folder with key.pem.", metavar="FOLDER")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
+
+
+@keys.command("new")
+def new(folder: FolderArgument, as_json: AsJson = False) -> None:
+    """Make a key and its certificate. Nothing is overwritten.
+
+    One folder for all engines: make it once and copy it, with its modes, to every host. Each engine then trusts the
+    others because they have the same key. Whoever reads key.pem is an engine.
+
+    kvferry keys new /etc/kvferry/keys
+
+    scp -rp /etc/kvferry/keys decode-0.example:/etc/kvferry/keys
+
+    One folder for each engine: make one on every host, and copy its certificate.pem, never key.pem, into trusted/ on
+    the hosts that it talks to. To end the trust in one engine, remove its certificate there and restart.
+
+    kvferry keys new /etc/kvferry/keys
+
+    scp /etc/kvferry/keys/certificate.pem decode-0.example:/etc/kvferry/keys/trusted/prefill-0.pem
+    """
+    _show(lambda: make_keys(folder), as_json)
+
+
+@keys.command("show")
+def show(folder: FolderArgument, as_json: AsJson = False) -> None:
+    """Check a folder as an engine does at its start, and list the certificates that it trusts.
+
+    Try:
+
+    kvferry keys show /etc/kvferry/keys
+
+    kvferry keys show /etc/kvferry/keys --json
+    """
+    _show(lambda: Keys(folder), as_json)
+
+
+def _show(read: Callable[[], Keys], as_json: bool) -> None:
+    try:
+        found = read()
+    except KVFerryError as error:
+        refuse(error, as_json)
+    trusted = {fingerprint: str(path) for fingerprint, path in found.trusted.items()}
+    if as_json:
+        own = {"folder": str(found.folder), "fingerprint": found.fingerprint}
+        typer.echo(json.dumps({**own, "trusted": trusted}, indent=2))
+        return
+    table = Table(title=f"{found.folder} trusts")
+    table.add_column("certificate (SHA-256)", no_wrap=True, min_width=64)
+    table.add_column("file", overflow="fold")
+    for fingerprint, path in trusted.items():
+        table.add_row(fingerprint, f"{path} (its own)" if fingerprint == found.fingerprint else path)
+    open_console().print(table)

@@ -1,0 +1,232 @@
+"""One peer on a plain socket, for the server and the client: bounded frames in both directions, over TLS with keys.
+
+A frame is the length of its message (4 bytes), a number that the asking side chooses (8 bytes), and the message. No
+method waits. A socket of zmq would keep every frame that any number of peers has begun.
+"""
+
+import socket
+import ssl
+from collections import deque
+from struct import Struct
+from typing import NamedTuple
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.wire.keys import Keys
+
+READ_BYTES = 64 << 10
+"""Read, or sent, at a time."""
+PATIENCE_SECONDS = 10
+"""How long a peer may take to shake hands and ask its first question, to finish a frame, or to take one."""
+_HEADER = Struct(">IQ")
+_TLS_RECORDS = range(20, 25)
+"""First bytes of what TLS sends; the first byte of a frame is that of its length, 0 or 1."""
+_TLS_ALERT = 21
+_OTHER_PEER = "Check which program connects to this port: it is for kvferry's engines."
+_KEYS = 'Give both engines the setting "keys" with folders that trust each other, or neither of them.'
+
+
+class Frame(NamedTuple):
+    """A message and the number of its question."""
+
+    number: int
+    message: bytes
+
+
+class Connection:
+    """A connection that was accepted, or one that ``connect`` has begun.
+
+    ``max_bytes`` bounds a received message. An accepted peer ``must_ask``: one that says nothing is given up.
+    :meth:`advance`, :meth:`send` and :meth:`take` raise :class:`HandoffError` or :class:`OSError`, which end the
+    connection.
+    """
+
+    def __init__(self, peer: socket.socket, max_bytes: int, keys: Keys | None, *, must_ask: bool) -> None:
+        peer.setblocking(False)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = peer
+        self.is_open = False
+        self.wants_write = not must_ask
+        self._max_bytes, self._keys = max_bytes, keys
+        self._is_server, self._has_asked = must_ask, not must_ask
+        self._received = bytearray()
+        self._unsent: deque[memoryview] = deque()
+        self._seconds = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes kept of unfinished frames in both directions."""
+        return len(self._received) + self.num_unsent
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that the peer has not taken."""
+        return sum(map(len, self._unsent))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way: the connection is open, and every frame whole."""
+        return self.is_open and self._has_asked and not self._received and not self._unsent
+
+    @property
+    def has_more(self) -> bool:
+        """Whether received bytes wait that the kernel does not announce, as they lie in this process."""
+        pending = self.socket.pending() if isinstance(self.socket, ssl.SSLSocket) and self.is_open else 0
+        return pending > 0 or self._has_whole_frame()
+
+    def advance(self) -> bool:
+        """Go on connecting and shaking hands; return whether frames can be exchanged."""
+        if self.is_open:
+            return True
+        if (error := self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) != 0:
+            raise OSError(error, "cannot connect")
+        if self._keys is not None:
+            if not self._shake_hands(self._keys):
+                return False
+        elif self.wants_write and not self._is_connected():
+            return False
+        self.is_open, self.wants_write = True, bool(self._unsent)
+        return True
+
+    def put(self, frame: Frame) -> None:
+        """Queue a frame; :meth:`send` sends it."""
+        self._unsent.append(memoryview(_HEADER.pack(len(frame.message), frame.number) + frame.message))
+
+    def send(self) -> bool:
+        """Send what is queued, as far as the kernel takes it; return whether all of it is sent."""
+        try:
+            while self._unsent:
+                first = self._unsent[0]
+                first = first[self.socket.send(first[:READ_BYTES]) :]
+                if first:
+                    self._unsent[0] = first
+                else:
+                    self._unsent.popleft()
+                    self._seconds = 0
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            self.wants_write = True
+            return False
+        except ssl.SSLWantReadError:
+            self.wants_write = False
+            return False
+        except ssl.SSLError as error:
+            raise _tls_failed(error) from error
+        self.wants_write = False
+        return True
+
+    def take(self) -> Frame | None:
+        """Return the next frame, reading at most ``READ_BYTES``; None while it is not whole.
+
+        Raises :class:`HandoffError`: malformed-message as soon as the peer announces a longer message than allowed,
+        permission-denied where one side speaks TLS and the other does not; :class:`ConnectionError` at the end.
+        """
+        if not self._has_whole_frame():
+            self._read()
+        if not self._has_whole_frame():
+            return None
+        length, number = _HEADER.unpack_from(self._received)
+        end = _HEADER.size + length
+        with memoryview(self._received) as view:
+            message = bytes(view[_HEADER.size : end])
+        del self._received[:end]
+        self._has_asked, self._seconds = True, 0
+        return Frame(number, message)
+
+    def count_second(self) -> None:
+        """Note that a second has passed in which the peer could go on.
+
+        Raises :class:`HandoffError` (deadline-exceeded) for a peer that has left something unfinished for
+        ``PATIENCE_SECONDS``. Seconds are counted, and no clock read, so that a process that was stopped, or busy, does
+        not take its own time for its peers'.
+        """
+        self._seconds = 0 if self.is_idle else self._seconds + 1
+        if self._seconds > PATIENCE_SECONDS:
+            what = "to shake hands" if not self.is_open else "to ask" if not self._has_asked else "for a message"
+            raise HandoffError(
+                Reason.DEADLINE_EXCEEDED, f"the peer took more than {PATIENCE_SECONDS} s {what}.", _OTHER_PEER
+            )
+
+    def close(self) -> None:
+        """Close the socket; twice is fine."""
+        self.socket.close()
+
+    def _is_connected(self) -> bool:
+        try:
+            self.socket.getpeername()
+        except OSError:
+            return False
+        return True
+
+    def _shake_hands(self, keys: Keys) -> bool:
+        if not isinstance(self.socket, ssl.SSLSocket):
+            if not self._is_connected():
+                return False
+            context = keys.server_context if self._is_server else keys.client_context
+            self.socket = context.wrap_socket(
+                self.socket, server_side=self._is_server, do_handshake_on_connect=False, suppress_ragged_eofs=False
+            )
+        try:
+            self.socket.do_handshake()
+        except ssl.SSLWantReadError:
+            self.wants_write = False
+            return False
+        except ssl.SSLWantWriteError:
+            self.wants_write = True
+            return False
+        except ssl.SSLError as error:
+            raise _tls_failed(error) from error
+        keys.check_peer(self.socket.getpeercert(binary_form=True))
+        return True
+
+    def _read(self) -> None:
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return
+        except ssl.SSLWantWriteError:
+            self.wants_write = True
+            return
+        except ssl.SSLError as error:
+            raise _tls_failed(error) from error
+        if not data:
+            raise ConnectionError("the peer has closed the connection")
+        self._received += data
+
+    def _has_whole_frame(self) -> bool:
+        """Return whether the next frame is whole. Raises :class:`HandoffError` for one that cannot be."""
+        if not self._received:
+            return False
+        if self._keys is None and self._received[0] in _TLS_RECORDS:
+            who = "refuses this one, which" if self._received[0] == _TLS_ALERT else "speaks TLS, and this side"
+            raise HandoffError(Reason.PERMISSION_DENIED, f"the peer has keys: it {who} has none.", _KEYS)
+        if len(self._received) < _HEADER.size:
+            return False
+        length, _ = _HEADER.unpack_from(self._received)
+        if length > self._max_bytes:
+            raise HandoffError(
+                Reason.MALFORMED_MESSAGE,
+                f"the peer announces a message of {length} bytes, at most {self._max_bytes} are allowed.",
+                _OTHER_PEER,
+            )
+        return len(self._received) >= _HEADER.size + length
+
+
+def connect(address: str, port: int, max_bytes: int, keys: Keys | None) -> Connection:
+    """Begin to connect to a numeric address. Raises :class:`OSError`."""
+    peer = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        connection = Connection(peer, max_bytes, keys, must_ask=False)
+        peer.connect((address, port))
+    except BlockingIOError:
+        pass
+    except BaseException:
+        peer.close()
+        raise
+    return connection
+
+
+def _tls_failed(error: ssl.SSLError) -> Exception:
+    """Return what an error of TLS means: the end of the connection, or a peer that is not trusted."""
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return ConnectionError("the peer has closed the connection")
+    why = getattr(error, "verify_message", "") or (error.reason or str(error)).replace("_", " ").lower()
+    return HandoffError(Reason.PERMISSION_DENIED, f"the peer and this side do not trust each other: {why}.", _KEYS)
