@@ -1,14 +1,27 @@
-"""Where KVFERRY_MATRIX names a folder, writes the results of the tests of pairs and of refusals to it."""
+"""For all tests: each begins with an unused limit of log lines.
+
+Where KVFERRY_MATRIX names a folder, the results of the tests of pairs and of refusals are written to it.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from kvferry import peer_log
+
 from . import mooncake_libraries
 from .matrix_results import Results, results_folder
 
 mooncake_libraries.make_loadable()
+
+
+@pytest.fixture(autouse=True)
+def unused_limit_of_log_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give each test its own limit: else the lines of one test would leave out those of the next."""
+    monkeypatch.setattr(peer_log, "lines", lines := peer_log._Lines())
+    yield
+    lines.close()
 
 
 def check_of(item: pytest.Item) -> tuple[str, str] | None:

@@ -141,3 +141,20 @@ def test_layers_that_need_neither_torch_nor_vllm_do_not_import_them(package: str
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert output.split() == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_text_of_peers_and_clients_is_logged_printable_and_limited(path: Path) -> None:
+    """A module that sees messages of peers logs only through a PeerLog."""
+    imports_handoff = any(package_of(module) == "handoff" for module in imported_modules(path))
+    if not imports_handoff and package_of(module_name(path)) not in ("handoff", "execution"):
+        return
+    tree = ast.parse(path.read_text())
+    wrapped = {
+        argument
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "PeerLog"
+        for argument in node.args
+    }
+    loggers = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "getLogger" in ast.unparse(node.func)]
+    assert {*loggers} <= wrapped, f"{path} logs values as they are"

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from kvferry.errors import Reason, TransportError
+from kvferry.peer_log import PeerLog
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 
 class Mark(Protocol):

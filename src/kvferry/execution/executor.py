@@ -13,8 +13,9 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.execution.device import HOST, DeviceOrder
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Job, JobResult, Phase
+from kvferry.peer_log import PeerLog
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 WAIT_SECONDS = 0.0005
 MAX_WAIT_SECONDS = 0.01
@@ -208,7 +209,8 @@ class Executor:
         if job.phase is Phase.DONE and job.job_id in self._still_writing:
             self._still_writing.remove(job.job_id)
             self._report(job)
-            logger.warning("kvferry: the transfers of %s ended %.0f s after the job was given up.", job.job_id, seconds)
+            told = "kvferry: the transfers of %s ended %.0f s after the job was given up."
+            logger.warning(told, job.job_id, seconds, peer=job.job_id)
         elif job.phase is Phase.STOPPING and seconds > QUIET_SECONDS and job.job_id not in self._still_writing:
             self._still_writing.add(job.job_id)
             self._report(job)
@@ -219,6 +221,7 @@ class Executor:
                 job.job_id,
                 seconds,
                 job.error,
+                peer=job.job_id,
             )
 
     def _report(self, changed: Job) -> None:

@@ -7,6 +7,7 @@ from kvferry.arrays import Descriptors
 from kvferry.execution.read import Guard, RankRead
 from kvferry.execution.stage import Stage
 from kvferry.layout.shard import Shard
+from kvferry.peer_log import PeerLog
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import compose, verify_destination
 from kvferry.plan.request import GroupBlocks, sample_requests
@@ -14,7 +15,7 @@ from kvferry.plan.staging.scatter import NOTHING, ScatterPlan, lay_out_round
 from kvferry.plan.staging.strategy import Strategy, choose, typical_costs
 from kvferry.transport.registry import Connecting, Link
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 
 class Route:
@@ -82,7 +83,7 @@ class Route:
         if plan not in self._scatter_plans:
             choice = choose(plan, typical_costs(self._link(plan).name), self._strategy, self._stage.region.length)
             pair = f"{plan.source.rank_name} to {plan.destination.rank_name}"
-            logger.info("kvferry: %s %s", pair, choice)
+            logger.info("kvferry: %s %s", pair, choice, peer=pair)
             is_scatter = choice.chosen.strategy is Strategy.SCATTER
             self._scatter_plans[plan] = ScatterPlan(plan, choice.chosen.gap_bytes) if is_scatter else None
         return self._scatter_plans[plan]

@@ -17,12 +17,13 @@ from kvferry.handoff.push.part import Part, announced_blocks, selector_of
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unexpected_error
 from kvferry.layout.shard import Shard
+from kvferry.peer_log import PeerLog
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
 from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.registry import TransportSet
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 MAX_ENGINES = 1024
 

@@ -40,13 +40,14 @@ from kvferry.handoff.messages import (
 from kvferry.handoff.push.part import Part, selector_of
 from kvferry.handoff.push.sender import Batch, Prompt, PushRequest, Sender
 from kvferry.handoff.wire.client import Client
+from kvferry.peer_log import PeerLog
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.wire import decode_shard
 from kvferry.transport.protocol import Direction, Status, Transfer
 from kvferry.transport.registry import Link, TransportSet
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 MAX_BATCHES = 1024
 """Batches kept of one push's events; later ones are only counted."""
@@ -511,7 +512,7 @@ class Writer:
             self.connect_anew(destination)
             self._give_up(request.transfer_id)
         if error is not None:
-            logger.warning("kvferry: push %d to %s failed: %s", key.number, key.receiver, error)
+            logger.warning("kvferry: push %d to %s failed: %s", key.number, key.receiver, error, peer=key.receiver)
         index, where = destination.source_index, destination.answers_at
         report: Pushed | PushFailed
         if error is None:

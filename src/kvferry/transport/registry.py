@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
+from kvferry.peer_log import PeerLog
 from kvferry.transport.protocol import Peer, Status, Transfer, Transport
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 FACTORIES: dict[str, str] = {
     "cma": "kvferry.transport.cma:CmaTransport",
@@ -67,7 +68,7 @@ class Connecting:
                 if error.reason is Reason.MALFORMED_MESSAGE:
                     raise
                 refusal = error.without_traceback()
-                logger.info("%s does not reach the peer: %s", name, refusal)
+                logger.info("%s does not reach the peer: %s", name, refusal, peer=name)
                 self._refusals.append(refusal)
                 self._untried.popleft()
                 self._transfer = None
@@ -99,7 +100,9 @@ class Connecting:
 
     def _link(self, name: str, peer: Peer) -> Link:
         failed = "; ".join(f"a preferred transport failed: {error.message}" for error in self._refusals)
-        logger.info("using the %s transport for %s: %s", name, peer.name, failed or "the preferred transport")
+        logger.info(
+            "using the %s transport for %s: %s", name, peer.name, failed or "the preferred transport", peer=peer.name
+        )
         return Link(name, self._transports[name], peer)
 
     def _unreachable(self) -> TransportError:

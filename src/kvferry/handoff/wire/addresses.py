@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.peer_log import PeerLog
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 MAX_ADDRESSES = 8
 """Addresses of one name that are tried."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.peer_log import PeerLog
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 MAX_RUNNING = 64
 """Calls of one kind that run at a time; a further call starts when one of them has ended."""

@@ -19,8 +19,9 @@ from kvferry.handoff import messages as protocol
 from kvferry.handoff.messages import Answer, Question, Refusal
 from kvferry.handoff.wire.addresses import end_point, find_address, is_ipv6, is_numeric
 from kvferry.handoff.wire.background import BackgroundCalls
+from kvferry.peer_log import PeerLog
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 RESEND_SECONDS = 2.0
 IDLE_SOCKET_SECONDS = 120.0
@@ -210,7 +211,13 @@ class Client:
         try:
             exchange.answer = protocol.decode_answer(frames[1])
         except HandoffError as error:
-            logger.warning("kvferry client: the answer of %s:%d is malformed: %s", exchange.host, exchange.port, error)
+            logger.warning(
+                "kvferry client: the answer of %s:%d is malformed: %s",
+                exchange.host,
+                exchange.port,
+                error,
+                peer=exchange.host,
+            )
             exchange.answer = Refusal.of(error)
         del self._awaiting_answer[frames[0]]
         self._end(exchange)
@@ -287,7 +294,8 @@ def log_undelivered(exchange: Exchange) -> None:
     kind = type(exchange.question).__name__.lower()
     refusal = exchange.answer if isinstance(exchange.answer, Refusal) else None
     why = "no answer" if refusal is None else f"{refusal.message} {refusal.remedy}"
-    logger.warning("kvferry: a %s to %s:%d was not acknowledged: %s", kind, exchange.host, exchange.port, why)
+    told = "kvferry: a %s to %s:%d was not acknowledged: %s"
+    logger.warning(told, kind, exchange.host, exchange.port, why, peer=f"{exchange.host}:{exchange.port} {kind}")
 
 
 def _connected(context: "zmq.Context[zmq.Socket[bytes]]", address: str, port: int) -> "zmq.Socket[bytes]":

@@ -18,8 +18,9 @@ from kvferry.handoff import messages as protocol
 from kvferry.handoff.messages import Answer, Question, Refusal
 from kvferry.handoff.wire.addresses import bare, is_ipv6
 from kvferry.handoff.wire.zmtp import HELLO, Inbox, encode_message
+from kvferry.peer_log import PeerLog
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 POLL_SECONDS = 0.2
 PAUSE_SECONDS = 0.02
@@ -38,10 +39,11 @@ _STOP = object()
 class _Connection:
     """One client: its unfinished questions, and the unsent rest of its last answer."""
 
-    def __init__(self, peer: socket.socket) -> None:
+    def __init__(self, peer: socket.socket, host: str) -> None:
         peer.setblocking(False)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = peer
+        self.host = host
         self.inbox = Inbox(MAX_FRAMES, protocol.MAX_QUESTION_BYTES)
         self.unsent = memoryview(HELLO)
         self.asked_at = time.monotonic()
@@ -155,7 +157,7 @@ class Server:
         if len(self._connections) >= MAX_CONNECTIONS:
             self._close_idlest()
         try:
-            peer, _ = self._socket.accept()
+            peer, (host, *_) = self._socket.accept()
         except BlockingIOError:
             return
         except OSError as error:
@@ -163,7 +165,7 @@ class Server:
             self._close_idlest()
             self._stop.wait(PAUSE_SECONDS)
             return
-        connection = _Connection(peer)
+        connection = _Connection(peer, host)
         self._selector.register(peer, connection.events, connection)
         self._connections[connection] = None
 
@@ -173,7 +175,7 @@ class Server:
             question = connection.read() if connection.send() else None
             if question is not None:
                 connection.asked_at = time.monotonic()
-                connection.unsent = memoryview(self._answer_message(question))
+                connection.unsent = memoryview(self._answer_message(question, connection.host))
                 if connection.send():
                     self._answered.append(connection)
         except HandoffError as error:
@@ -204,27 +206,33 @@ class Server:
 
     def _close(self, connection: _Connection, why: str = "") -> None:
         if why:
-            logger.warning("kvferry server closes a connection: %s", why)
+            logger.warning("kvferry server closes a connection of %s: %s", connection.host, why, peer=connection.host)
         self._selector.unregister(connection.socket)
         connection.socket.close()
         del self._connections[connection]
 
-    def _answer_message(self, question: list[bytes]) -> bytes:
+    def _answer_message(self, question: list[bytes], host: str) -> bytes:
         """Return the answer as bytes; none for a question without a number."""
         if len(question) < MAX_FRAMES:
-            logger.warning("kvferry server: ignored a message of %d frames, expected %d", len(question), MAX_FRAMES)
+            logger.warning(
+                "kvferry server: ignored a message of %s with %d frames, expected %d",
+                host,
+                len(question),
+                MAX_FRAMES,
+                peer=host,
+            )
             return b""
         number, data = question
-        return encode_message(number, self._answer_or_refuse(data))
+        return encode_message(number, self._answer_or_refuse(data, host))
 
-    def _answer_or_refuse(self, data: bytes) -> bytes:
+    def _answer_or_refuse(self, data: bytes, host: str) -> bytes:
         try:
             return protocol.encode(self._answer(protocol.decode_question(data)))
         except KVFerryError as error:
-            logger.warning("kvferry server refused a message: %s", error)
+            logger.warning("kvferry server refused a message of %s: %s", host, error, peer=host)
             refusal = Refusal.of(error)
         except Exception:
-            logger.exception("kvferry server failed on a message")
+            logger.exception("kvferry server failed on a message of %s", host, peer=host)
             refusal = Refusal(Reason.UNSUPPORTED.value, "the server failed on this message.", "Its log says why.")
         return protocol.encode(refusal)
 

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID
+from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 BlockIds = Sequence[Sequence[int]]
 
@@ -124,6 +125,7 @@ class Quarantine:
                 "kvferry: no peer writes into the blocks of %s any more: they are free after %.0f s.",
                 request_id,
                 seconds,
+                peer=request_id,
             )
         new, self._agreed = agreed - self._agreed, agreed
         return sorted(new)

@@ -17,11 +17,12 @@ from kvferry.integrations.vllm.scheduler.offload_costs import LoadDecisions
 from kvferry.integrations.vllm.scheduler.offload_requests import OffloadRequest, Question, wanted_blocks
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, StoredGroup, alignment, whole_group
 from kvferry.integrations.vllm.translate.specs import UNEXPECTED
+from kvferry.peer_log import PeerLog
 from kvferry.tiers.host_memory import HostLoad
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Stack
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 HOST_MEMORY = "host_memory"
 _SOURCES = {HOST_MEMORY: CacheHitSource.HOST, "local_disk": CacheHitSource.DISK}
@@ -85,7 +86,7 @@ class Loads:
         try:
             job = self._begin(stack, entry, num_tokens, block_ids())
         except KVFerryError as error:
-            logger.error("kvferry: %s cannot be loaded: %s", request_id, error)
+            logger.error("kvferry: %s cannot be loaded: %s", request_id, error, peer=request_id)
             self._counts["refused_loads"] += 1
             job = LoadJob(next(self._job_ids), (), {HOST_MEMORY: num_tokens})
             self._orders.append(LoadOrder(request_id, job.job_id, (), is_refused=True))
@@ -119,7 +120,7 @@ class Loads:
         stack.complete_load(request_id)
         if has_failed:
             self._counts["failed_loads"] += 1
-            logger.error("kvferry: a rank could not load the stored blocks of %s.", request_id)
+            logger.error("kvferry: a rank could not load the stored blocks of %s.", request_id, peer=request_id)
 
     def _begin(
         self, stack: Stack | None, entry: OffloadRequest, num_tokens: int, block_ids: Sequence[Sequence[int]]

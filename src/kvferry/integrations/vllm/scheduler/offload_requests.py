@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.integrations.vllm.offload_names import BlockNames
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks
+from kvferry.peer_log import PeerLog
 from kvferry.tiers.costs import Decision
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Promise
@@ -14,7 +15,7 @@ from kvferry.tiers.stack import Promise
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 
 @dataclass(slots=True, eq=False)
@@ -75,5 +76,5 @@ def names_of(request: "Request", names: BlockNames) -> BlockNames | None:
         return names.of_adapter(adapter.lora_path, adapter.lora_int_id, is_read_again=adapter.load_inplace)
     except OSError as error:
         told = "kvferry: %s loads and stores nothing: its adapter cannot be read: %s"
-        logger.warning(told, request.request_id, error)
+        logger.warning(told, request.request_id, error, peer=request.request_id)
         return None

@@ -19,12 +19,13 @@ from kvferry.integrations.vllm.scheduler.params import (
 )
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
 from kvferry.integrations.vllm.step import PromptLoad
+from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 
 class PullSource(Source):
@@ -43,6 +44,7 @@ class PullSource(Source):
                 "kvferry: %s is not held for a decode engine: all guard words are taken, a request of this id is still "
                 "held, or the id is too long.",
                 request.request_id,
+                peer=request.request_id,
             )
             return
         self._state.step.written.append(self._word(hold))
@@ -58,7 +60,8 @@ class PullSource(Source):
                 return None
             if self._has_state and request.num_computed_tokens != request.num_prompt_tokens:
                 state.holds.drop(request.request_id)
-                logger.warning("kvferry: %s is not held: its state went past the prompt.", request.request_id)
+                told = "kvferry: %s is not held: its state went past the prompt."
+                logger.warning(told, request.request_id, peer=request.request_id)
                 return None
             hold = state.holds.hold(request.request_id, time.monotonic())
         if hold is None:

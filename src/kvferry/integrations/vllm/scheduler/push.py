@@ -19,13 +19,14 @@ from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, 
 from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_zmq_address
 from kvferry.integrations.vllm.step import PromptLoad, PushedPrompt
 from kvferry.layout.group import CacheKind
+from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 WHOLE = (CacheKind.ATTENTION, CacheKind.MLA)
 """Kinds whose blocks neither change nor are freed when the engine goes past the prompt."""
@@ -60,13 +61,16 @@ class PushSource(Source):
         """Open a hold under the router's transfer id."""
         transfer_id = _transfer_of(request)
         if token_ids_of(request) is None:
-            logger.warning("kvferry: %s is not pushed: its prompt has embeddings.", request.request_id)
+            logger.warning(
+                "kvferry: %s is not pushed: its prompt has embeddings.", request.request_id, peer=request.request_id
+            )
             return
         if transfer_id is None:
             logger.warning(
                 "kvferry: %s is not pushed: the router gave it no transfer_id of 1 to %d characters.",
                 request.request_id,
                 MAX_IDENTIFIER_LENGTH,
+                peer=request.request_id,
             )
             return
         with self._state.holds_lock:
@@ -140,7 +144,9 @@ class PushSource(Source):
         num_final = request.num_computed_tokens + num_scheduled
         if num_final > num_tokens and not all(group.kind in WHOLE for group in groups):
             # A state goes past the prompt, and blocks that leave a window are freed.
-            logger.warning("kvferry: %s is not pushed: the step computes more than the prompt.", transfer_id)
+            logger.warning(
+                "kvferry: %s is not pushed: the step computes more than the prompt.", transfer_id, peer=transfer_id
+            )
             with self._state.holds_lock:
                 self._state.holds.drop(request.request_id)
             return

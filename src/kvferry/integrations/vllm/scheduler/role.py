@@ -42,6 +42,7 @@ from kvferry.integrations.vllm.step import EPOCH_BITS, MAX_HELD_REQUESTS, Engine
 from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
 from kvferry.integrations.vllm.versions import find_engine_wake
+from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 SECRET_BYTES = 32
 MAX_LOADS = MAX_REQUESTS_PER_MESSAGE
@@ -257,7 +258,7 @@ class SchedulerRole:
             _check_reportable(request.request_id)
             return self._destination.order(request, (end_token - num_external_tokens, end_token), block_ids)
         except KVFerryError as error:
-            logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error)
+            logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error, peer=request.request_id)
             hold = self._destination.hold_of(request.request_id)
             return PromptLoad(request.request_id, self._state.settings.load_seconds, hold, error=error)
 
@@ -281,6 +282,7 @@ class SchedulerRole:
                 "kvferry: no decode engine took or renewed %s within %g s: its blocks are freed.",
                 name,
                 state.settings.lease_seconds,
+                peer=name,
             )
 
     # The server's thread.

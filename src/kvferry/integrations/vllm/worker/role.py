@@ -31,6 +31,7 @@ from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
 from kvferry.integrations.vllm.worker.push import PushDestination, PushEndPoint, PushSource
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.layout.group import CacheKind
+from kvferry.peer_log import PeerLog
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES
 from kvferry.plan.wire import encode_shard
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 SCRATCH_WORDS = 4096
 REPORT_SECONDS = 3600.0
@@ -264,7 +265,9 @@ class WorkerRole:
         if isinstance(result.error, TransportError) and order.hold is not None:
             self._rank.source_engines.suspect(order.hold)
         if result.error.reason is not Reason.ABORTED:
-            logger.error("kvferry: rank %d failed to load %s: %s", self._index, result.job_id, result.error)
+            logger.error(
+                "kvferry: rank %d failed to load %s: %s", self._index, result.job_id, result.error, peer=result.job_id
+            )
             self._destination.fail(order)
 
 
