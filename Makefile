@@ -10,7 +10,7 @@ MATRIX := $(addprefix tests/host/vllm/,test_pairs.py test_engine_oracle.py test_
 IN_TWO_PROCESSES := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix test-fast test-full lint bench clean
+.PHONY: help setup demo test test-matrix test-chaos test-fast test-full lint bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -21,6 +21,9 @@ setup: ## Make .venv with everything pinned (once per change of pyproject.toml)
 demo: setup ## Prefill on one vLLM engine, decode on another, compare with one engine alone
 	@.venv/bin/kvferry demo --mode $(MODE) $(ARGS)
 
+# Setup installs every package, so a test that is skipped hides a transport that is missing.
+test test-chaos: export KVFERRY_NO_SKIPS := 1
+
 # These tests wait more than they compute, so two processes run them. Engines compute: one process runs those tests.
 test: setup ## Every test, real vLLM engines included (about 18 minutes on 2 cores)
 	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local tests/adapter src $(ARGS)
@@ -30,6 +33,9 @@ test-matrix: setup ## Every pair of engines and every refusal; writes docs/matri
 	@rm -rf build/matrix
 	@KVFERRY_MATRIX=build/matrix $(PYTEST) $(MATRIX) $(ARGS); status=$$?; \
 	$(PYTHON) -m tests.matrix_document build/matrix && exit $$status
+
+test-chaos: setup ## Engines killed, stopped and cut off under load, in every mode (about 30 minutes on 2 cores)
+	@KVFERRY_CHAOS=1 $(PYTEST) tests/host/vllm/chaos tests/local/test_chaos_relay.py $(ARGS)
 
 test-fast: setup ## The tests that need neither vLLM nor Mooncake (2 minutes on 2 cores)
 	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local src -m "not mooncake" --ignore=src/kvferry/integrations $(ARGS)

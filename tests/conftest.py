@@ -12,6 +12,7 @@ from kvferry import peer_log
 
 from . import mooncake_libraries
 from .matrix_results import Results, results_folder
+from .no_skips import pytest_sessionfinish as pytest_sessionfinish
 
 mooncake_libraries.make_loadable()
 

@@ -239,6 +239,25 @@ def test_faults_that_fail_hang_and_delay(remote_memory: tuple[Transport, np.ndar
     assert time.monotonic() - started >= 0.1
 
 
+def test_a_slow_submission_moves_in_order_and_stops_in_the_middle(
+    remote_memory: tuple[Transport, np.ndarray, bytes],
+) -> None:
+    _, source, end_point = remote_memory
+    began_at = time.monotonic()
+    slow, landed, _ = read_with(FaultPlan(bytes_per_second=10 * BYTES), end_point, source)
+    assert slow.status is Status.DONE
+    assert np.array_equal(landed, source)
+    assert 0.08 < time.monotonic() - began_at < 0.25
+    slower, landed, transport = read_with(FaultPlan(bytes_per_second=2 * BYTES), end_point, source)
+    assert slower.status is Status.PENDING
+    num_landed = slower.bytes_done
+    assert 0.3 * BYTES < num_landed < 0.7 * BYTES
+    assert np.array_equal(landed[:num_landed], source[:num_landed])
+    assert transport.cancel(slower) is Status.CANCELLED
+    assert transport.poll(slower) is Status.CANCELLED
+    assert not landed[num_landed:].any()
+
+
 OUTSIDE = [1 << 40, 0, 9]
 
 

@@ -1,11 +1,15 @@
 """Scripts, dependencies and links of the repository."""
 
+import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from ..no_skips import VARIABLE
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -36,7 +40,9 @@ def test_scripts_are_executable_and_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-matrix", "test-fast", "test-full", "lint", "bench", "clean"])
+@pytest.mark.parametrize(
+    "target", ["demo", "test", "test-matrix", "test-chaos", "test-fast", "test-full", "lint", "bench", "clean"]
+)
 def test_make_knows_its_targets(target: str) -> None:
     result = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -45,6 +51,32 @@ def test_make_knows_its_targets(target: str) -> None:
 def test_ci_runs_the_command_that_the_readme_names() -> None:
     assert re.search(r"^make test\b", (ROOT / ".ci/run").read_text(), re.MULTILINE)
     assert "make test" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("text", "status"), [("def test_it(): pass", 0), ("pytest.importorskip('no_such_module')", 1)])
+def test_a_skipped_test_fails_where_nothing_may_be_skipped(text: str, status: int, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.no_skips import pytest_sessionfinish\n")
+    (tmp_path / "test_whole.py").write_text("def test_whole(): pass\n")
+    (tmp_path / "test_case.py").write_text(f"import pytest\n{text}\n")
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | {"PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        str(tmp_path),
+    ]
+    without, with_it = (
+        subprocess.run(command, cwd=tmp_path, env=each, capture_output=True, text=True)
+        for each in (environment, {**environment, VARIABLE: "1"})
+    )
+    assert without.returncode == 0, without.stdout
+    assert with_it.returncode == status, with_it.stdout
+    assert ("test_case.py was skipped" in with_it.stdout) == bool(status)
 
 
 def test_no_package_index_is_named() -> None:

@@ -3,8 +3,10 @@
 import ctypes
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -15,11 +17,14 @@ from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, Transport
 from kvferry.transport.regions import RangeStream
+from kvferry.transport.sliced import slice_bounds, split_long
 
 logger = logging.getLogger(__name__)
 
 Position = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
+SLICE_SECONDS = 0.02
+"""How often a slow submission moves bytes."""
 
 
 class SwapRanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,8 +55,9 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``swap`` and ``zero`` (``READ`` only) change the bytes that landed, just before ``DONE``; ``drop`` silently omits
     the descriptor of that index; ``fail_after`` moves so many descriptors and then fails; ``delay_seconds`` keeps a
-    finished transfer pending; ``hang`` moves no bytes and keeps the transfer pending. Small submissions, such as a
-    guard word, have no faults.
+    finished transfer pending; ``hang`` moves no bytes and keeps the transfer pending; ``bytes_per_second`` moves the
+    bytes of each submission at this rate, so that a test can act while they move. Small submissions, such as a guard
+    word, have no faults.
 
     >>> msgspec.convert({"zero": {"position": 4096, "length": 512}}, FaultPlan).zero
     ZeroRange(position=4096, length=512)
@@ -63,6 +69,7 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fail_after: Position | None = None
     delay_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
     hang: bool = False
+    bytes_per_second: Count | None = None
     min_bytes: Count = 256
 
     def fits(self, num_descriptors: int, num_bytes: int) -> bool:
@@ -81,8 +88,14 @@ class FaultyTransfer(Transfer):
     """The submitted transfer, around the transfer of the descriptors that really move."""
 
     inner: Transfer = field(kw_only=True)
+    """The slice that moves, or the whole."""
     landed: RangeStream = field(kw_only=True)
     not_before: float = field(kw_only=True)
+    slices: deque[Descriptors] = field(kw_only=True)
+    """What moves after ``inner``."""
+    submitted_at: float = field(kw_only=True)
+    bytes_before: int = 0
+    """Bytes of the slices before ``inner``."""
 
 
 class FaultyTransport:
@@ -119,14 +132,17 @@ class FaultyTransport:
                 "Inject them into the engine that reads.",
             )
         self.num_injected += 1
+        slices, now = self._slices(self._moved(descriptors)), time.monotonic()
         return FaultyTransfer(
             peer,
             direction,
             len(descriptors),
             num_bytes,
-            inner=self._inner.submit(peer, direction, self._moved(descriptors)),
+            inner=self._inner.submit(peer, direction, slices.popleft()),
             landed=RangeStream(descriptors[:, 1], descriptors[:, 2]),
-            not_before=time.monotonic() + self._plan.delay_seconds,
+            not_before=now + self._plan.delay_seconds,
+            slices=slices,
+            submitted_at=now,
         )
 
     def poll(self, transfer: Transfer) -> Status:
@@ -136,7 +152,9 @@ class FaultyTransport:
         if transfer.status is not Status.PENDING:
             return transfer.status
         status = self._inner.poll(transfer.inner)
-        transfer.bytes_done = transfer.inner.bytes_done
+        transfer.bytes_done = transfer.bytes_before + transfer.inner.bytes_done
+        if status is Status.DONE and transfer.slices:
+            return self._go_on(transfer)
         return self._finish(transfer) if status is Status.DONE else _end(transfer, status)
 
     def cancel(self, transfer: Transfer) -> Status:
@@ -146,6 +164,7 @@ class FaultyTransport:
         if transfer.status is not Status.PENDING:
             return transfer.status
         status = self._inner.cancel(transfer.inner)
+        transfer.slices.clear()
         return _end(transfer, Status.CANCELLED if status is Status.DONE else status)
 
     def close(self) -> None:
@@ -159,6 +178,28 @@ class FaultyTransport:
         if self._plan.drop is not None:
             descriptors = np.delete(descriptors, self._plan.drop, axis=0)
         return descriptors if self._plan.fail_after is None else descriptors[: self._plan.fail_after]
+
+    def _slices(self, descriptors: Descriptors) -> deque[Descriptors]:
+        """Return the parts of a submission that move one after the other; without a rate all at once."""
+        rate = self._plan.bytes_per_second
+        if rate is None or not len(descriptors):
+            return deque([descriptors])
+        most = max(1, int(rate * SLICE_SECONDS))
+        split = split_long(descriptors, most)
+        bounds = slice_bounds(split[:, 2], len(split), most)
+        return deque(split[start:stop] for start, stop in pairwise(bounds))
+
+    def _go_on(self, transfer: FaultyTransfer) -> Status:
+        """Move the next slice, once the rate allows that."""
+        assert self._plan.bytes_per_second is not None
+        if transfer.bytes_done > (time.monotonic() - transfer.submitted_at) * self._plan.bytes_per_second:
+            return transfer.status
+        transfer.bytes_before = transfer.bytes_done
+        try:
+            transfer.inner = self._inner.submit(transfer.peer, transfer.direction, transfer.slices.popleft())
+        except TransportError as error:
+            return transfer.fail(error)
+        return transfer.status
 
     def _finish(self, transfer: FaultyTransfer) -> Status:
         plan = self._plan

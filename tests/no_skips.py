@@ -1,0 +1,19 @@
+"""Lets a run fail in which a test was skipped: where every package is installed, a skipped test hides a missing one."""
+
+import os
+
+import pytest
+
+VARIABLE = "KVFERRY_NO_SKIPS"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """With ``KVFERRY_NO_SKIPS`` set, fail and name what was skipped; tests and modules alike."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = [] if reporter is None else reporter.stats.get("skipped", [])
+    if skipped and os.environ.get(VARIABLE):
+        for report in skipped:
+            reporter.write_line(f"{VARIABLE}: {report.nodeid} was skipped: {report.longrepr[-1]}", red=True)
+        if exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
