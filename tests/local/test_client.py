@@ -1,19 +1,21 @@
 """The client over real sockets: answers, silence, garbage, impossible addresses, and a close without leaks."""
 
 import os
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
-import zmq
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import Answer, Handle, Noted, Question, Refusal, Release, encode
 from kvferry.handoff.wire import client as client_module
 from kvferry.handoff.wire.client import Client, Exchange, ask
+from kvferry.handoff.wire.connection import Connection, Frame
 from kvferry.handoff.wire.server import Server
 
 HOST = "127.0.0.1"
@@ -51,35 +53,47 @@ def free_port() -> int:
 
 
 class RawPeer:
-    """A peer that says what the test says: ``reply(sequence, data)`` gives the frames of each answer."""
+    """A peer that says what the test says: ``reply(number, message)`` gives the frames of each answer."""
 
-    def __init__(self, reply: Callable[[bytes, bytes], list[list[bytes]]]) -> None:
-        self.received: list[bytes] = []
+    def __init__(self, reply: Callable[[int, bytes], list[Frame]]) -> None:
+        self.received: list[int] = []
         self.received_at: list[float] = []
         self._reply = reply
         self._stop = threading.Event()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self.port: int = self._socket.bind_to_random_port(f"tcp://{HOST}")
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._listening = socket.create_server((HOST, 0))
+        self.port: int = self._listening.getsockname()[1]
+        self._threads = [threading.Thread(target=self._run)]
+        self._threads[0].start()
 
     def _run(self) -> None:
-        with self._socket:
+        self._listening.settimeout(0.02)
+        while not self._stop.is_set():
+            with suppress(TimeoutError):
+                peer, _ = self._listening.accept()
+                self._threads.append(threading.Thread(target=self._answer, args=[peer]))
+                self._threads[-1].start()
+        self._listening.close()
+
+    def _answer(self, peer: socket.socket) -> None:
+        connection = Connection(peer, HOST, 1 << 20, None, must_ask=True)
+        with suppress(OSError):
             while not self._stop.is_set():
-                if self._socket.poll(20):
-                    sender, sequence, data = self._socket.recv_multipart()
-                    self.received.append(sequence)
+                connection.advance()
+                if select.select([peer], [], [], 0.02)[0] and (frame := connection.take()) is not None:
                     self.received_at.append(time.monotonic())
-                    for frames in self._reply(sequence, data):
-                        self._socket.send_multipart([sender, *frames])
+                    self.received.append(frame.number)
+                    for answer in self._reply(*frame):
+                        connection.put(answer)
+                    assert connection.send()
+        peer.close()
 
     def __enter__(self) -> "RawPeer":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
 
 def test_an_answer_arrives_once_with_its_question(client: Client) -> None:
@@ -136,8 +150,8 @@ def test_two_destinations_each_answer_their_own(client: Client) -> None:
 
 @pytest.mark.usefixtures("resend_soon")
 def test_a_lost_message_is_sent_again_and_its_lease_counts_from_the_first_sending(client: Client) -> None:
-    def lose_two(sequence: bytes, data: bytes) -> list[list[bytes]]:
-        return [[sequence, encode(Noted(7))]] if len(peer.received) > 2 else []
+    def lose_two(number: int, data: bytes) -> list[Frame]:
+        return [Frame(number, encode(Noted(7)))] if len(peer.received) > 2 else []
 
     with RawPeer(lose_two) as peer:
         client.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
@@ -162,7 +176,7 @@ def test_a_peer_that_appears_late_gets_the_message(client: Client) -> None:
 
 @pytest.mark.usefixtures("resend_soon")
 def test_a_question_comes_back_unanswered_at_its_deadline(client: Client) -> None:
-    with RawPeer(lambda sequence, data: []) as peer:
+    with RawPeer(lambda number, data: []) as peer:
         sent_at = time.monotonic()
         client.send(HOST, peer.port, Release(7, ()), timeout_seconds=0.3)
         (exchange,) = collect(client)
@@ -175,9 +189,9 @@ def test_a_question_comes_back_unanswered_at_its_deadline(client: Client) -> Non
 
 
 def test_an_answer_after_the_deadline_is_not_delivered(client: Client) -> None:
-    def late(sequence: bytes, data: bytes) -> list[list[bytes]]:
+    def late(number: int, data: bytes) -> list[Frame]:
         time.sleep(0.2)
-        return [[sequence, encode(Noted(7))]]
+        return [Frame(number, encode(Noted(7)))]
 
     with RawPeer(late) as peer:
         client.send(HOST, peer.port, Release(7, ()), timeout_seconds=0.05)
@@ -187,9 +201,9 @@ def test_an_answer_after_the_deadline_is_not_delivered(client: Client) -> None:
 
 
 def test_garbage_answers_are_ignored_or_refusals(client: Client) -> None:
-    def garble(sequence: bytes, data: bytes) -> list[list[bytes]]:
-        unknown, malformed = [b"unknown", encode(Noted(1))], [sequence, os.urandom(50)]
-        return [[b""], [sequence], [sequence, b"", b""], unknown, malformed, [sequence, encode(Noted(2))]]
+    def garble(number: int, data: bytes) -> list[Frame]:
+        unknown, malformed = Frame(1 << 63, encode(Noted(1))), Frame(number, os.urandom(50))
+        return [Frame(0, encode(Noted(1))), unknown, malformed, Frame(number, encode(Noted(2)))]
 
     with RawPeer(garble) as peer:
         client.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
@@ -205,10 +219,10 @@ def test_garbage_answers_are_ignored_or_refusals(client: Client) -> None:
 
 
 def test_a_peer_cannot_answer_for_another(client: Client) -> None:
-    def answer_all(sequence: bytes, data: bytes) -> list[list[bytes]]:
-        return [[number.to_bytes(8, "big"), encode(Noted(666))] for number in range(1, 5)]
+    def answer_all(number: int, data: bytes) -> list[Frame]:
+        return [Frame(each, encode(Noted(666))) for each in range(1, 5)]
 
-    with RawPeer(lambda sequence, data: []) as silent, RawPeer(answer_all) as forger:
+    with RawPeer(lambda number, data: []) as silent, RawPeer(answer_all) as forger:
         client.send(HOST, silent.port, Release(7, ()), timeout_seconds=0.5)
         client.send(HOST, forger.port, Release(7, ()), timeout_seconds=20)
         answers = {exchange.port: exchange.answer for exchange in collect(client, 2)}
@@ -239,8 +253,16 @@ def test_what_cannot_be_sent_comes_back_and_stops_nothing(
         listener.close()
 
 
+def test_a_question_that_is_refused_comes_back_once(client: Client, resend_soon: None) -> None:
+    with RawPeer(lambda number, data: [Frame(0, encode(Refusal("aborted", "no.")))]) as peer:
+        for _ in range(3):
+            client.send(HOST, peer.port, Release(7, ()), timeout_seconds=0.2)
+        assert [type(exchange.answer) for exchange in collect(client, 3)] == [Refusal] * 3
+        assert collect(client, seconds=0.4) == []
+
+
 def test_a_slow_lookup_of_a_name_delays_no_other_question(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else zmq would look it up on the one thread that serves every socket."""
+    """One thread serves every connection."""
     may_answer, look_up = threading.Event(), socket.getaddrinfo
 
     def look_up_late(host: str, *arguments: Any, **options: Any) -> Any:
@@ -270,7 +292,6 @@ def test_a_name_is_asked_at_the_address_that_listens(client: Client, monkeypatch
         "getaddrinfo",
         lambda host, port, **_: [(0, 0, 0, "", (address, port)) for address in ("127.0.0.2", HOST)],
     )
-    monkeypatch.setattr(socket, "create_connection", connect_to_numbers)
     listener = Server(HOST, 0, echo_epoch)
     try:
         assert ask("prefill-0", listener.port, Release(7, ()), timeout_seconds=20) == Noted(7)
@@ -280,17 +301,10 @@ def test_a_name_is_asked_at_the_address_that_listens(client: Client, monkeypatch
         listener.close()
 
 
-def connect_to_numbers(address: tuple[str, int], timeout: float) -> socket.socket:
-    connection = socket.socket()
-    connection.settimeout(timeout)
-    connection.connect(address)
-    return connection
-
-
-def test_connections_are_bounded_and_the_idle_one_gives_way(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_SOCKETS", 1)
+def test_connections_are_bounded_and_the_idle_one_gives_way(client: Client) -> None:
+    client._max_links = 1
     listener = Server(HOST, 0, echo_epoch)
-    with RawPeer(lambda sequence, data: []) as mute:
+    with RawPeer(lambda number, data: []) as mute:
         client.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
         assert [exchange.answer for exchange in collect(client)] == [Noted(7)]
         client.send(HOST, mute.port, Release(7, ()), timeout_seconds=0.3)
@@ -299,13 +313,13 @@ def test_connections_are_bounded_and_the_idle_one_gives_way(client: Client, monk
         assert isinstance(refused.answer, Refusal)
         assert "kv_transfer_params" in refused.answer.remedy
         assert (refused.port, given_up.port, given_up.answer) == (listener.port, mute.port, None)
-        assert list(client._sockets) == [(HOST, mute.port)]
+        assert list(client._links) == [(HOST, mute.port, False)]
     listener.close()
 
 
-def test_a_message_waits_for_a_connection_that_gives_way(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_waits_for_a_connection_that_gives_way(client: Client) -> None:
     """A rank reports to its own engine with the client that asks peers, which a request can name."""
-    monkeypatch.setattr(client_module, "MAX_SOCKETS", 1)
+    client._max_links = 1
     told: list[Question] = []
 
     def note(question: Question) -> Answer:
@@ -327,23 +341,24 @@ def test_a_message_waits_for_a_connection_that_gives_way(client: Client, monkeyp
 def test_a_fault_in_a_turn_does_not_end_the_clients_thread(
     client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    close_idle, resend = Client._close_idle, Client._send
+    look_after, put = Client._look_after, Connection.put
     monkeypatch.setattr(client_module, "PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(client_module, "RESEND_SECONDS", 0.01)
-    monkeypatch.setattr(Client, "_close_idle", lambda *_: 1 / 0)
+    monkeypatch.setattr(client_module, "SECOND", 0.0)
+    monkeypatch.setattr(Client, "_look_after", lambda *_: 1 / 0)
     listener = Server(HOST, 0, echo_epoch)
     try:
         client.send(HOST, listener.port, Release(7, ()), timeout_seconds=20)
         assert [exchange.answer for exchange in collect(client)] == [Noted(7)]
         assert "a turn failed" in caplog.text
-        monkeypatch.setattr(Client, "_close_idle", close_idle)
-        with RawPeer(lambda sequence, data: []) as mute:
+        monkeypatch.setattr(Client, "_look_after", look_after)
+        with RawPeer(lambda number, data: []) as mute:
             client.send(HOST, mute.port, Release(8, ()), timeout_seconds=20)
             while not mute.received:
                 time.sleep(0.001)
-            monkeypatch.setattr(Client, "_send", lambda *_: 1 / 0)
+            monkeypatch.setattr(Connection, "put", lambda *_: 1 / 0)
             assert [type(exchange.answer) for exchange in collect(client)] == [Refusal], "not tried again for ever"
-        monkeypatch.setattr(Client, "_send", resend)
+        monkeypatch.setattr(Connection, "put", put)
         client.send(HOST, listener.port, Release(9, ()), timeout_seconds=20)
         assert [exchange.answer for exchange in collect(client)] == [Noted(9)]
     finally:
@@ -367,7 +382,7 @@ def test_a_refusals_remedy_reaches_the_client() -> None:
 def test_sending_never_waits_for_the_clients_thread(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many questions are queued while the thread is held up."""
     held_up = threading.Event()
-    monkeypatch.setattr(Client, "_take_outgoing", lambda self, poller: held_up.wait(20))
+    monkeypatch.setattr(Client, "_take_outgoing", lambda self: [held_up.wait(20)][1:])
 
     def send_many() -> None:
         for _ in range(2500):
@@ -385,18 +400,22 @@ def test_sending_never_waits_for_the_clients_thread(client: Client, monkeypatch:
 
 def test_an_idle_connection_is_closed_and_opened_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "IDLE_SOCKET_SECONDS", 0.0)
+    monkeypatch.setattr(client_module, "SECOND", 0.0)
     listener = Server(HOST, 0, echo_epoch)
     try:
         for epoch in range(5):
             client.send(HOST, listener.port, Release(epoch, ()), timeout_seconds=20)
             assert [exchange.answer for exchange in collect(client)] == [Noted(epoch)]
-            assert len(client._sockets) <= 1
+            end = time.monotonic() + 20
+            while client._links and time.monotonic() < end:
+                time.sleep(0.001)
+            assert not client._links
     finally:
         listener.close()
 
 
 def test_a_question_queued_at_the_close_is_still_sent() -> None:
-    with RawPeer(lambda sequence, data: []) as peer:
+    with RawPeer(lambda number, data: []) as peer:
         client = Client()
         client.send(HOST, peer.port, Release(7, ()), timeout_seconds=20)
         client.close()
@@ -406,8 +425,8 @@ def test_a_question_queued_at_the_close_is_still_sent() -> None:
         assert len(peer.received) == 1
 
 
-def test_close_leaves_no_thread_and_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "CLOSING_MILLISECONDS", 10)
+def test_close_leaves_no_thread_and_no_file() -> None:
+    files = len(os.listdir("/proc/self/fd"))
     threads = set(threading.enumerate())
     clients = [Client() for _ in range(30)]
     for client in clients:
@@ -417,11 +436,7 @@ def test_close_leaves_no_thread_and_no_socket(monkeypatch: pytest.MonkeyPatch) -
         client.close()
         client.send(HOST, 1, Release(7, ()), timeout_seconds=1)  # into the void, and no error
     assert not {thread for thread in threading.enumerate() if thread.name == "kvferry-client"} - threads
-    for client in clients:
-        assert all(socket.closed for socket in client._sockets.values())
-        assert client._wake_sender.closed
-        assert client._wake_receiver.closed
-        assert client._context.closed
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 def test_a_client_can_be_opened_at_once_after_another_closed() -> None:
@@ -461,7 +476,7 @@ def test_ask_refuses_what_is_no_address() -> None:
 
 
 def test_ask_refuses_a_garbage_answer() -> None:
-    with RawPeer(lambda sequence, data: [[sequence, b"garbage"]]) as peer:
+    with RawPeer(lambda number, data: [Frame(number, b"garbage")]) as peer:
         with pytest.raises(HandoffError) as caught:
             ask(HOST, peer.port, Release(7, ()), timeout_seconds=20)
         assert caught.value.reason is Reason.MALFORMED_MESSAGE

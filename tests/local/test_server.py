@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import zmq
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff import messages as protocol
@@ -32,8 +32,8 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.wire import server as server_module
 from kvferry.handoff.wire.client import Client, ask
+from kvferry.handoff.wire.connection import Frame
 from kvferry.handoff.wire.server import Server
-from kvferry.handoff.wire.zmtp import DEALERS_HELLO, LONG, MORE, Inbox, encode_message
 
 HOST = "127.0.0.1"
 NOISE = random.Random(0).randbytes(1000)
@@ -69,38 +69,83 @@ def answers(listener: Server) -> bool:
     return ask(HOST, listener.port, Release(7, ()), timeout_seconds=20) == Noted(7)
 
 
-def send_and_receive(port: int, frames: list[bytes], wait_seconds: float = 0.05) -> list[bytes] | None:
-    client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    with client:
-        client.setsockopt(zmq.LINGER, 500)
-        client.connect(f"tcp://{HOST}:{port}")
-        client.send_multipart(frames)
-        return client.recv_multipart() if client.poll(int(wait_seconds * 1000)) else None
+def frame(number: int, message: bytes) -> bytes:
+    return len(message).to_bytes(4, "big") + number.to_bytes(8, "big") + message
 
 
-@pytest.mark.parametrize("frames", [[b""], [b"x"], [b"a", b"b", b"c"], [b"", b"", b"", b""], [NOISE] * 5])
-def test_frames_that_are_no_question_are_ignored(listener: Server, frames: list[bytes]) -> None:
-    assert send_and_receive(listener.port, frames) is None
-    assert answers(listener)
+def ends_of(data: bytes) -> list[int]:
+    """Return where each whole frame ends."""
+    ends = [0]
+    while len(data) >= ends[-1] + 12 and len(data) >= (
+        end := ends[-1] + 12 + int.from_bytes(data[ends[-1] : ends[-1] + 4], "big")
+    ):
+        ends.append(end)
+    return ends[1:]
+
+
+class RawPeer:
+    """A connection that says only what the test says, and reads only on command."""
+
+    def __init__(self, listener: Server, *sent: bytes) -> None:
+        self.socket = socket.create_connection((HOST, listener.port), timeout=20)
+        self.say(*sent)
+
+    def say(self, *sent: bytes) -> None:
+        self.socket.sendall(b"".join(sent))
+
+    def hear(self, number: int = 1, most: int = 1 << 20) -> list[Frame]:
+        """Return so many frames, or those that come before the listener closes the connection."""
+        data = b""
+        with suppress(ConnectionError):
+            while len(ends_of(data)) < number and (more := self.socket.recv(most)):
+                data += more
+        frames = [data[begin:end] for begin, end in pairwise([0, *ends_of(data)])]
+        return [Frame(int.from_bytes(each[4:12], "big"), each[12:]) for each in frames]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the listener has closed it; waits for what is on its way."""
+        self.socket.settimeout(0.02)
+        try:
+            while self.socket.recv(1 << 20):
+                pass
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            pass
+        finally:
+            self.socket.settimeout(20)
+        return True
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"cposix\nsystem\n", NOISE[:64], b"\x91" * 50_000])
 def test_bytes_that_are_no_question_are_refused(listener: Server, data: bytes) -> None:
-    frames = send_and_receive(listener.port, [b"my sequence", data], wait_seconds=20)
-    assert frames is not None
-    sequence, refusal = frames[0], decode_answer(frames[1])
-    assert sequence == b"my sequence"
+    [[number, message]] = RawPeer(listener, frame(77, data)).hear()
+    refusal = decode_answer(message)
+    assert number == 77
     assert isinstance(refusal, Refusal)
     assert refusal.reason == Reason.MALFORMED_MESSAGE
     assert answers(listener)
+
+
+def refusal_of_connection(peer: RawPeer) -> Refusal:
+    """Return what the listener says before it closes the connection."""
+    [[number, message]] = peer.hear()
+    refusal = decode_answer(message)
+    assert number == 0
+    assert isinstance(refusal, Refusal)
+    wait_until(lambda: peer.is_closed)
+    return refusal
 
 
 def test_a_message_over_the_bound_is_not_even_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "MAX_QUESTION_BYTES", 1024)
     small = Server(HOST, 0, answer)
     try:
-        assert send_and_receive(small.port, [b"1", bytes(1025)], wait_seconds=0.3) is None
-        assert send_and_receive(small.port, [b"1", bytes(1024)], wait_seconds=20) is not None
+        refusal = refusal_of_connection(RawPeer(small, frame(1, bytes(1025))[:4]))
+        assert refusal.reason == Reason.MALFORMED_MESSAGE
+        assert "1025" in refusal.message
+        assert RawPeer(small, frame(1, bytes(1024))).hear()[0].number == 1
         assert answers(small)
     finally:
         small.close()
@@ -116,28 +161,24 @@ def test_a_peer_that_only_asks_has_few_questions_waiting() -> None:
         return Noted(7)
 
     busy = Server(HOST, 0, answer_later)
-    flooder: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    flooder.setsockopt(zmq.LINGER, 0)
-    flooder.setsockopt(zmq.SNDHWM, 1)
-    flooder.connect(f"tcp://{HOST}:{busy.port}")
     try:
-        flooder.send_multipart([b"1", encode(Release(7, ()))])
+        flooder = RawPeer(busy, frame(1, encode(Release(7, ()))))
         assert is_asked.wait(20)
+        flooder.socket.settimeout(0.5)
         num_sent = 0
-        while num_sent < 200 and flooder.poll(500, zmq.POLLOUT):
-            flooder.send_multipart([b"1", bytes(1 << 20)])
-            num_sent += 1
-        assert 1 < num_sent < 100, "beside the waiting ones the kernel's buffers hold some"
+        with suppress(TimeoutError):
+            while num_sent < 200:
+                flooder.say(frame(1, bytes(1 << 20)))
+                num_sent += 1
+        assert num_sent < 100, "beside the waiting ones the kernel's buffers hold some"
     finally:
-        flooder.close()
         may_answer.set()
         busy.close()
 
 
-def test_bytes_that_are_not_even_zmq_are_survived(listener: Server) -> None:
-    for data in (b"GET / HTTP/1.1\r\n\r\n", NOISE[:256], b"\xff" * 64):
-        with socket.create_connection((HOST, listener.port)) as client:
-            client.sendall(data)
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, NOISE[:256]])
+def test_bytes_that_are_no_frame_are_refused_at_once(listener: Server, data: bytes) -> None:
+    assert refusal_of_connection(RawPeer(listener, data)).reason == Reason.MALFORMED_MESSAGE
     assert answers(listener)
 
 
@@ -172,85 +213,110 @@ def test_a_reason_of_a_later_version_is_a_protocol_mismatch() -> None:
         refusing.close()
 
 
-class RawPeer:
-    """A connection that speaks ZMTP only as far as the test does, and reads only on command."""
-
-    def __init__(self, listener: Server, *sent: bytes) -> None:
-        self.socket = socket.create_connection((HOST, listener.port), timeout=20)
-        self.say(DEALERS_HELLO, *sent)
-
-    def say(self, *sent: bytes) -> None:
-        self.socket.sendall(b"".join(sent))
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the listener has closed it; waits for what is on its way."""
-        self.socket.settimeout(0.02)
-        try:
-            while self.socket.recv(1 << 20):
-                pass
-        except TimeoutError:
-            return False
-        except ConnectionError:
-            pass
-        finally:
-            self.socket.settimeout(20)
-        return True
-
-
-def frame(flags: int, body: bytes) -> bytes:
-    return bytes((flags | LONG,)) + len(body).to_bytes(8, "big") + body
-
-
-def test_a_message_that_never_ends_is_not_kept(listener: Server) -> None:
-    """A zmq socket would keep all of its frames, each within the bound, until the last has come."""
-    peer = RawPeer(listener)
-    with suppress(ConnectionError):
-        peer.say(*[frame(MORE, bytes(1 << 20))] * 3)
-    wait_until(lambda: peer.is_closed)
-    assert answers(listener)
-
-
-def test_a_frame_that_is_only_announced_is_refused_at_once(listener: Server) -> None:
-    peer = RawPeer(listener, bytes((LONG,)) + (1 << 62).to_bytes(8, "big"))
-    wait_until(lambda: peer.is_closed)
-    assert answers(listener)
-
-
 def test_a_peer_may_take_its_time(listener: Server) -> None:
     """Byte by byte; and the next question may come before the last is answered."""
-    question = encode_message(b"1", encode(Release(7, ())))
+    question = encode(Release(7, ()))
     peer = RawPeer(listener)
-    for byte in question[:-1]:
+    for byte in frame(1, question)[:-1]:
         peer.say(bytes((byte,)))
-    peer.say(question[-1:], question.replace(b"\x011", b"\x012"))
-    inbox = Inbox(2, 1000)
-    found = []
-    while len(found) < 2:
-        inbox.add(peer.socket.recv(7))
-        while (message := inbox.take()) is not None:
-            found.append(message)
-    assert found == [[number, encode(Noted(7))] for number in (b"1", b"2")]
+    peer.say(frame(1, question)[-1:], frame(2, question))
+    assert peer.hear(2, most=7) == [Frame(number, encode(Noted(7))) for number in (1, 2)]
 
 
-def test_the_longest_idle_connection_closes_when_there_are_too_many(
-    listener: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 3)
-    asked, *silent = [RawPeer(listener) for _ in range(3)]
-    wait_until(lambda: len(listener._connections) == 3)
-    asked.say(encode_message(b"1", encode(Release(7, ()))))
-    assert asked.socket.recv(1000).startswith(b"\xff")
-    time.sleep(0.05)
-    more = RawPeer(listener)
-    wait_until(lambda: silent[0].is_closed)
-    assert [peer.is_closed for peer in (asked, silent[1], more)] == [False] * 3
-    assert len(listener._connections) == 3
+@pytest.fixture
+def seconds_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a peer may leave unfinished for seconds ends after hundredths of them."""
+    monkeypatch.setattr(server_module, "SECOND", 0.01)
+    monkeypatch.setattr(server_module, "POLL_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("seconds_are_short")
+@pytest.mark.parametrize(
+    ("sent", "problem"),
+    [
+        (b"", "to ask"),
+        (frame(1, b"question")[:7], "to ask"),
+        (frame(1, encode(Release(7, ()))) + frame(2, b"question")[:-1], "for a message"),
+    ],
+    ids=["says nothing", "never asks", "never finishes its second question"],
+)
+def test_half_open_and_slow_peers_are_closed_at_their_deadline(listener: Server, sent: bytes, problem: str) -> None:
+    peer = RawPeer(listener, sent)
+    *answered, last = peer.hear(2 if len(sent) > 12 else 1)
+    refusal = decode_answer(last.message)
+    assert [each.number for each in answered] == [1][: len(answered)]
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == Reason.DEADLINE_EXCEEDED
+    assert problem in refusal.message
     assert answers(listener)
 
 
-def test_a_zmq_peer_that_gave_way_asks_again(listener: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 1)
+@pytest.mark.usefixtures("seconds_are_short")
+def test_a_peer_that_takes_no_answer_is_closed_at_its_deadline() -> None:
+    asked: list[Question] = []
+    listener = long_answers(asked)
+    try:
+        peer = RawPeer(listener, handshakes(3, "slow"))
+        wait_until(lambda: bool(asked) and not listener._connections)
+        assert len(peer.hear(3)) < 3
+        assert answers(listener)
+    finally:
+        listener.close()
+
+
+@pytest.mark.usefixtures("seconds_are_short")
+def test_a_peer_that_has_asked_may_be_idle(listener: Server) -> None:
+    peer = RawPeer(listener, frame(1, encode(Release(7, ()))))
+    assert peer.hear()
+    time.sleep(0.3)
+    assert not peer.is_closed
+    peer.say(frame(2, encode(Release(7, ()))))
+    assert peer.hear()[0].number == 2
+
+
+def test_too_many_connections_close_the_longest_idle_one(listener: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First one that has never asked."""
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(server_module, "NEWCOMER_SECONDS", 0.0)
+    listener._max_connections = 3
+    asked = [RawPeer(listener, frame(1, encode(Release(7, ())))) for _ in range(2)]
+    assert all(peer.hear() for peer in asked)
+    silent = RawPeer(listener)
+    wait_until(lambda: len(listener._connections) == 3)
+    more = RawPeer(listener, frame(1, encode(Release(7, ()))))
+    assert more.hear()
+    assert silent.is_closed
+    assert [peer.is_closed for peer in (*asked, more)] == [False] * 3
+    another = RawPeer(listener, frame(1, encode(Release(7, ()))))
+    assert another.hear()
+    assert [peer.is_closed for peer in (*asked, more)] == [True, False, False]
+    assert len(listener._connections) == 3
+
+
+def test_more_peers_than_connections_evict_no_busy_one(
+    listener: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One more waits in the kernel until another has been idle for a while: else they would evict each other."""
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.5)
+    listener._max_connections = 3
+    peers = [RawPeer(listener, frame(1, encode(Release(7, ())))) for _ in range(3)]
+    assert all(peer.hear() for peer in peers)
+    began_at = time.monotonic()
+    more = RawPeer(listener, frame(1, encode(Release(7, ()))))
+    for _ in range(3):
+        time.sleep(0.1)
+        for peer in peers[1:]:
+            peer.say(frame(2, encode(Release(7, ()))))
+            assert peer.hear()
+    assert more.hear()
+    assert time.monotonic() - began_at > 0.4
+    assert [peer.is_closed for peer in (*peers, more)] == [True, False, False, False]
+    assert len(caplog.messages) == 1
+
+
+def test_a_client_that_gave_way_asks_again(listener: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.0)
+    listener._max_connections = 1
     client, others = Client(), []
     try:
         for _ in range(3):
@@ -265,7 +331,7 @@ def test_what_all_connections_keep_is_bounded_and_the_one_that_keeps_most_closes
     listener: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "MAX_KEPT_BYTES", 3 << 20)
-    announced = bytes((MORE | LONG,)) + (4 << 20).to_bytes(8, "big")
+    announced = frame(1, bytes(4 << 20))[:12]
     small, large = RawPeer(listener, announced, bytes(1 << 20)), RawPeer(listener, announced, bytes((2 << 20) - 1000))
     wait_until(lambda: sum(each.num_bytes for each in list(listener._connections)) > (3 << 20) - 2000)
     assert not small.is_closed
@@ -291,7 +357,7 @@ def long_answers(asked: list[Question]) -> Server:
 
 def handshakes(count: int, sender: str) -> bytes:
     question = encode(DirectoryRequest(PROTOCOL_VERSION, sender))
-    return b"".join(encode_message(bytes((number,)), question) for number in range(count))
+    return b"".join(frame(number, question) for number in range(count))
 
 
 def test_a_peer_that_takes_no_answer_waits_with_its_questions_and_loses_none() -> None:
@@ -299,17 +365,13 @@ def test_a_peer_that_takes_no_answer_waits_with_its_questions_and_loses_none() -
     listener = long_answers(asked)
     try:
         peer = RawPeer(listener, handshakes(10, "slow"))
-        wait_until(lambda: bool(asked) and any(len(each.unsent) > 1000 for each in list(listener._connections)))
+        wait_until(lambda: bool(asked) and any(each.num_unsent > 1000 for each in list(listener._connections)))
         time.sleep(0.1)
         assert len(asked) < 8, "the kernel's buffers hold some"
         assert sum(each.num_bytes for each in list(listener._connections)) < 7 << 20
-        inbox, numbers = Inbox(2, 8 << 20), []
-        while len(numbers) < 10:
-            inbox.add(peer.socket.recv(1 << 20))
-            while (message := inbox.take()) is not None:
-                assert isinstance(decode_answer(message[1]), Directory)
-                numbers.append(message[0][0])
-        assert numbers == list(range(10))
+        heard = peer.hear(10)
+        assert [each.number for each in heard] == list(range(10))
+        assert all(isinstance(decode_answer(each.message), Directory) for each in heard)
     finally:
         listener.close()
 
@@ -331,6 +393,7 @@ def test_answers_that_nobody_takes_are_bounded_too(monkeypatch: pytest.MonkeyPat
 def test_a_process_without_a_descriptor_left_goes_on_answering(
     listener: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(server_module, "NEWCOMER_SECONDS", 0.0)
     idle, accept, refused = RawPeer(listener), socket.socket.accept, []
     wait_until(lambda: len(listener._connections) == 1)
 

@@ -11,7 +11,7 @@ import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Limit of an answer: a directory of many ranks is long."""
 MAX_QUESTION_BYTES = 4 * 1024 * 1024

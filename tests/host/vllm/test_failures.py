@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
-import zmq
 
 from .engine_pool import CONNECTOR_SETTINGS, EnginePool, Reference, RequestFailed
 from .handoffs import Handoffs, Pair, check_tokens, for_pairs, random_prompt, wait_until_unused
@@ -23,14 +22,13 @@ def test_garbage_leaves_the_listener_alive(pair: Pair, engine_pool: EnginePool, 
     host, port = params["remote_host"], params["remote_port"]
     with socket.create_connection((host, port), timeout=5) as connection:
         connection.sendall(os.urandom(4096))
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect(f"tcp://{host}:{port}")
-        for frames in ([b"one frame"], [b"1", os.urandom(1000)], [b"2", msgspec.msgpack.encode({"type": "renew"})]):
-            dealer.send_multipart(frames)
-        for _ in range(2):
-            assert dealer.poll(5000)
-            refusal = msgspec.msgpack.decode(dealer.recv_multipart()[1])
+    for data in (b"", os.urandom(1000), msgspec.msgpack.encode({"type": "renew"})):
+        with socket.create_connection((host, port), timeout=5) as connection:
+            connection.sendall(len(data).to_bytes(4, "big") + (7).to_bytes(8, "big") + data)
+            with connection.makefile("rb") as answers:
+                header = answers.read(12)
+                refusal = msgspec.msgpack.decode(answers.read(int.from_bytes(header[:4], "big")))
+            assert header[4:] == (7).to_bytes(8, "big")
             assert (refusal["type"], refusal["reason"]) == ("refusal", "malformed-message")
     handoffs.decode.set_faults(None)  # forget the peer, so that the next request shakes hands again
     check_tokens([handoffs.decode.decode(prompt, params)], pair.model, [prompt], reference)

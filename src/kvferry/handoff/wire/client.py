@@ -4,38 +4,50 @@ The client sends a lost message again until it is answered or its deadline; coll
 looked up on other threads, so that a slow look-up delays no other question.
 """
 
+import heapq
 import logging
+import os
 import queue
+import random
+import selectors
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing
+from functools import partial
 from itertools import count
 
 import msgspec
-import zmq
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff import messages as protocol
 from kvferry.handoff.messages import Answer, Question, Refusal
-from kvferry.handoff.wire.addresses import end_point, find_address, is_ipv6, is_numeric
 from kvferry.handoff.wire.background import BackgroundCalls
+from kvferry.handoff.wire.connection import CONNECTION, Connection, Frame, connect, most_connections
+from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.peer_log import PeerLog
 
 logger = PeerLog(logging.getLogger(__name__))
 
 RESEND_SECONDS = 2.0
+SECOND = 1.0
 IDLE_SOCKET_SECONDS = 120.0
-LOOKUP_SECONDS = 10.0
-MAX_SOCKETS = 512
+MAX_SOCKETS = 4096
+SHARE_OF_FILES = 0.25
+"""At most this share of the files that the process may open are connections of one client."""
+MAX_UNSENT_BYTES = 8 << 20
+"""For one server that takes nothing; further questions to it are sent later."""
+FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 2.0
+"""Between attempts to connect: each pause is twice the last one, and a random part of it is left out."""
 PAUSE_SECONDS = 0.1
-CLOSING_MILLISECONDS = 500
+CLOSING_SECONDS = 0.5
 """How long closing waits for the last questions to be sent."""
 
 
-class Exchange(msgspec.Struct):
+class Exchange(msgspec.Struct, eq=False):
     """One question and its ``answer``, which is None when the deadline passed first.
 
-    The answer to a message only acknowledges it: the exchange is not collected.
+    The answer to a message only acknowledges it: the exchange is not collected. ``is_trusted`` says that a trusted
+    engine has named the host, or this engine itself.
     """
 
     host: str
@@ -43,45 +55,78 @@ class Exchange(msgspec.Struct):
     question: Question
     deadline: float
     is_message: bool = False
+    is_trusted: bool = False
     sent_at: float = 0.0
-    resend_at: float = 0.0
     answer: Answer | None = None
+
+
+class _Link(msgspec.Struct, eq=False):
+    """One server: its connection, where there is one, and the questions that await its answers, by their numbers.
+
+    A host that is trusted for one question is not for another: then there are two links.
+    """
+
+    host: str
+    port: int
+    is_trusted: bool
+    used_at: float
+    awaiting: dict[int, Exchange] = {}
+    untried: list[str] = []
+    """Addresses that the present attempt to connect has left."""
+    connection: Connection | None = None
+    num_failures: int = 0
+    is_waiting: bool = False
+    """Whether a look-up or a timer leads to the next attempt to connect."""
+
+    @property
+    def server(self) -> tuple[str, int, bool]:
+        return self.host, self.port, self.is_trusted
 
 
 class Client:
     """Delivers questions; :meth:`collect` returns the exchanges that have ended.
 
-    Any thread may send and tell; one thread should collect.
+    Any thread may send and tell; one thread should collect. ``trust`` has the keys, and says where the client connects.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trust: Trust = THIS_MACHINE) -> None:
+        self._trust = trust
         self._outgoing: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
         self._returned: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
         self._stop = threading.Event()
-        # A context of its own: a peer that disturbs these sockets disturbs no other socket of this process.
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._wake_receiver = self._context.socket(zmq.PULL)
-        self._wake_receiver.bind("inproc://wake")
-        self._wake_sender = self._context.socket(zmq.PUSH)
-        self._wake_sender.connect("inproc://wake")
-        self._wake_lock = threading.Lock()
-        self._sequence = count(1)
-        self._unsent: list[Exchange] = []
-        self._awaiting_answer: dict[bytes, Exchange] = {}
-        self._lookups: BackgroundCalls[tuple[str, int], str] = BackgroundCalls("lookup", self._wake)
-        self._sockets: dict[tuple[str, int], zmq.Socket[bytes]] = {}
-        self._used_at: dict[tuple[str, int], float] = {}
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._event_lock = threading.Lock()
+        self._is_closed = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._event, selectors.EVENT_READ)
+        self._max_links = most_connections(MAX_SOCKETS, SHARE_OF_FILES)
+        self._links: dict[tuple[str, int, bool], _Link] = {}
+        self._unserved: list[_Link] = []
+        self._looked_up: list[_Link] = []
+        self._without_link: list[Exchange] = []
+        self._lookups: BackgroundCalls[tuple[str, int, bool], list[str]] = BackgroundCalls("lookup", self._wake)
+        self._numbers = count(CONNECTION + 1)
+        # When to look at a question of a link again, or, with the number CONNECTION, to connect the link.
+        self._timers: list[tuple[float, int, _Link, int]] = []
+        self._num_timers = count()
+        self._next_second = 0.0
         self._thread = threading.Thread(target=self._run, name="kvferry-client", daemon=True)
         self._thread.start()
 
-    def send(self, host: str, port: int, question: Question, timeout_seconds: float) -> None:
+    def send(
+        self, host: str, port: int, question: Question, timeout_seconds: float, *, is_trusted: bool = False
+    ) -> None:
         """Queue a question; :meth:`collect` returns its exchange, answered or not."""
-        self._outgoing.put(Exchange(host, port, question, time.monotonic() + timeout_seconds))
+        deadline = time.monotonic() + timeout_seconds
+        self._outgoing.put(Exchange(host, port, question, deadline, is_trusted=is_trusted))
         self._wake()
 
-    def tell(self, host: str, port: int, message: Question, timeout_seconds: float) -> None:
+    def tell(
+        self, host: str, port: int, message: Question, timeout_seconds: float, *, is_trusted: bool = False
+    ) -> None:
         """Queue a message whose answer only acknowledges it; a refusal, or no answer in time, is logged."""
-        self._outgoing.put(Exchange(host, port, message, time.monotonic() + timeout_seconds, is_message=True))
+        deadline = time.monotonic() + timeout_seconds
+        self._outgoing.put(Exchange(host, port, message, deadline, is_message=True, is_trusted=is_trusted))
         self._wake()
 
     def collect(self) -> list[Exchange]:
@@ -99,70 +144,142 @@ class Client:
         self._thread.join(timeout=5)
 
     def _wake(self) -> None:
-        # A full pipe already wakes the thread: the caller need not wait for room.
-        with self._wake_lock, suppress(zmq.Again):
-            if not self._wake_sender.closed:
-                self._wake_sender.send(b"", zmq.NOBLOCK)
+        with self._event_lock:
+            if not self._is_closed:
+                os.eventfd_write(self._event, 1)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_receiver, zmq.POLLIN)
         while not self._stop.is_set():
-            try:
-                self._turn(poller)
-            except Exception:
-                # No question and no peer may end the thread that carries all others.
-                logger.exception("kvferry client: a turn failed")
-                self._stop.wait(PAUSE_SECONDS)
-        self._take_outgoing(poller)
-        for socket in self._sockets.values():
-            socket.close(linger=CLOSING_MILLISECONDS)
-        with self._wake_lock:
-            self._wake_sender.close(linger=0)
-        self._wake_receiver.close(linger=0)
-        self._context.term()
+            self._try_turn(SECOND)
+        end = time.monotonic() + CLOSING_SECONDS
+        self._try_turn(0)
+        while self._has_unsent() and time.monotonic() < end:
+            self._try_turn(PAUSE_SECONDS)
+        for link in list(self._links.values()):
+            self._remove(link)
+        with self._event_lock:
+            self._is_closed = True
+            self._selector.close()
+            os.close(self._event)
 
-    def _turn(self, poller: zmq.Poller) -> None:
-        for socket, _ in poller.poll(self._milliseconds_to_next_event()):
-            if socket is self._wake_receiver:
-                self._wake_receiver.recv()
-                continue
-            try:
-                self._receive(socket)
-            except Exception:
-                logger.exception("kvferry client: a connection failed and is closed")
-                self._close(next(name for name, known in self._sockets.items() if known is socket), poller)
-        self._take_outgoing(poller)
-        self._resend_or_give_up(time.monotonic())
-        self._close_idle(poller, time.monotonic())
+    def _has_unsent(self) -> bool:
+        return any(link.connection is not None and link.connection.num_unsent for link in self._links.values())
 
-    def _milliseconds_to_next_event(self) -> int:
-        events = [exchange.deadline for exchange in self._unsent]
-        events += [min(exchange.resend_at, exchange.deadline) for exchange in self._awaiting_answer.values()]
+    def _try_turn(self, most_seconds: float) -> None:
+        try:
+            self._turn(most_seconds)
+        except Exception:
+            # No question and no peer may end the thread that carries all others.
+            logger.exception("kvferry client: a turn failed")
+            self._stop.wait(PAUSE_SECONDS)
+
+    def _turn(self, most_seconds: float) -> None:
+        """Serve each link once that has an answer or takes a question, and do what is due."""
+        unserved, self._unserved = dict.fromkeys(self._unserved), []
+        for key, _ in self._selector.select(0 if unserved else min(most_seconds, self._seconds_to_next_event())):
+            if key.data is None:
+                os.eventfd_read(self._event)
+            else:
+                unserved[key.data] = None
+        unserved |= dict.fromkeys(self._take_outgoing())
+        looked_up, self._looked_up = self._looked_up, []
+        for link in looked_up:
+            self._open(link)
+        for link in unserved:
+            self._serve(link)
+        self._act_on_time(time.monotonic())
+
+    def _seconds_to_next_event(self) -> float:
+        events = [exchange.deadline for exchange in self._without_link]
+        events += [when for when, *_ in self._timers[:1]]
         now = time.monotonic()
-        return max(1, min(1000, int((min(events, default=now + 1) - now) * 1000)))
+        return max(0.0, min(events, default=now + SECOND) - now)
 
-    def _take_outgoing(self, poller: zmq.Poller) -> None:
+    # Questions.
+
+    def _take_outgoing(self) -> list[_Link]:
+        """Give each new question to the link of its server, and return these links."""
+        new, self._without_link = self._without_link, []
         while not self._outgoing.empty():
-            self._unsent.append(self._outgoing.get_nowait())
-        unsent, self._unsent = self._unsent, []
-        for exchange in unsent:
+            new.append(self._outgoing.get_nowait())
+        links = []
+        for exchange in new:
             try:
-                if not self._has_socket(exchange, poller):
-                    self._unsent.append(exchange)
-                    continue
-                sequence = next(self._sequence).to_bytes(8, "big")
-                self._send(sequence, exchange)
+                protocol.encode(exchange.question)  # what cannot be sent is returned, without a connection
+                link = self._link(exchange)
             except Exception as error:
                 self._return_unsent(exchange, error)
-            else:
-                self._awaiting_answer[sequence] = exchange
+                continue
+            if link is None:
+                self._without_link.append(exchange)
+                continue
+            number = next(self._numbers)
+            link.awaiting[number] = exchange
+            self._set_timer(min(time.monotonic() + RESEND_SECONDS, exchange.deadline), link, number)
+            if link.connection is not None:
+                self._put(link, number)
+            elif not link.is_waiting:
+                self._open(link)
+            links.append(link)
+        return links
+
+    def _link(self, exchange: Exchange) -> _Link | None:
+        """Return the server's link, None while a message has no room: nobody sends a message again, so it waits."""
+        server = exchange.host, exchange.port, exchange.is_trusted
+        link = self._links.get(server)
+        if link is None:
+            is_full = len(self._links) >= self._max_links
+            idle = [each for each in self._links.values() if not each.awaiting] if is_full else []
+            if is_full and not idle and exchange.is_message:
+                return None
+            if is_full and not idle:
+                raise HandoffError(
+                    Reason.PEER_UNREACHABLE,
+                    f"questions to {len(self._links)} engines wait for their answers.",
+                    "Check the hosts and ports in kv_transfer_params, or let the engine open more files (ulimit -n).",
+                )
+            if idle:
+                self._remove(min(idle, key=lambda each: each.used_at))
+            link = self._links[server] = _Link(*server, used_at=time.monotonic())
+        return link
+
+    def _put(self, link: _Link, number: int) -> None:
+        """Queue a question on the connection; where the server takes nothing, the question is put again later."""
+        assert link.connection is not None
+        exchange, link.used_at = link.awaiting[number], time.monotonic()
+        # What the server has not taken is not sent a second time.
+        if link.connection.num_unsent and (exchange.sent_at or link.connection.num_unsent > MAX_UNSENT_BYTES):
+            return
+        try:
+            link.connection.put(Frame(number, protocol.encode(exchange.question)))
+        except Exception as error:
+            del link.awaiting[number]
+            self._return_unsent(exchange, error)
+        # The answer may be to the first sending, so a lease counts from that.
+        exchange.sent_at = exchange.sent_at or link.used_at
+
+    def _receive(self, link: _Link, frame: Frame) -> None:
+        """End the exchange that the frame answers. Raises :class:`HandoffError` for a refusal of the connection."""
+        exchange = link.awaiting.pop(frame.number, None)
+        if exchange is None:
+            if frame.number == CONNECTION and isinstance(refusal := protocol.decode_answer(frame.message), Refusal):
+                raise refusal.error()
+            return
+        link.num_failures = 0
+        try:
+            exchange.answer = protocol.decode_answer(frame.message)
+        except HandoffError as error:
+            told = "kvferry client: the answer of %s:%d is malformed: %s"
+            logger.warning(told, link.host, link.port, error, peer=link.host)
+            exchange.answer = Refusal.of(error)
+        self._end(exchange)
 
     def _return_unsent(self, exchange: Exchange, error: Exception) -> None:
+        reason = error.reason if isinstance(error, KVFerryError) else Reason.PEER_UNREACHABLE
         remedy = error.remedy if isinstance(error, KVFerryError) else ""
         why = error.message if isinstance(error, KVFerryError) else str(error)
         problem = f"no question can be sent to {exchange.host}:{exchange.port}: {why}"
-        exchange.answer = Refusal.of(HandoffError(Reason.PEER_UNREACHABLE, problem, remedy))
+        exchange.answer = Refusal.of(HandoffError(reason, problem, remedy))
         self._end(exchange)
 
     def _end(self, exchange: Exchange) -> None:
@@ -171,122 +288,197 @@ class Client:
         elif exchange.answer is None or isinstance(exchange.answer, Refusal):
             log_undelivered(exchange)
 
-    def _has_socket(self, exchange: Exchange, poller: zmq.Poller) -> bool:
-        """Return whether the question can be sent: False while its host is looked up, or a message has no room."""
-        server = exchange.host, exchange.port
-        if server in self._sockets:
-            return True
-        if exchange.is_message and len(self._sockets) >= MAX_SOCKETS and not self._idle():
-            # Nobody sends a message again: it waits for a connection whose question has ended.
-            return False
-        address = exchange.host
-        if not is_numeric(address):
-            lookup = self._lookups.get(server, lambda: find_address(*server, LOOKUP_SECONDS))
-            if lookup is None:
-                return False
-            address = lookup.result()
-            self._lookups.forget(server)
-        self._make_room(poller)
-        self._sockets[server] = _connected(self._context, address, exchange.port)
-        poller.register(self._sockets[server], zmq.POLLIN)
-        return True
+    # Connections.
 
-    def _send(self, sequence: bytes, exchange: Exchange) -> None:
-        now = time.monotonic()
-        server = (exchange.host, exchange.port)
-        self._used_at[server] = now
-        # The answer may be to the first sending, so a lease counts from that.
-        exchange.sent_at = exchange.sent_at or now
-        exchange.resend_at = now + RESEND_SECONDS
-        try:
-            self._sockets[server].send_multipart([sequence, protocol.encode(exchange.question)], zmq.NOBLOCK)
-        except zmq.Again:
-            logger.debug("kvferry client: the socket to %s:%d is full, the question is sent again later", *server)
-
-    def _receive(self, socket: "zmq.Socket[bytes]") -> None:
-        frames = socket.recv_multipart(zmq.NOBLOCK)
-        exchange = self._awaiting_answer.get(frames[0]) if len(frames) == 2 else None
-        if exchange is None or self._sockets[exchange.host, exchange.port] is not socket:
+    def _open(self, link: _Link) -> None:
+        """Connect to the server, after its name has been looked up on another thread."""
+        link.is_waiting = False
+        if not link.awaiting:
+            self._remove(link)
             return
         try:
-            exchange.answer = protocol.decode_answer(frames[1])
-        except HandoffError as error:
-            logger.warning(
-                "kvferry client: the answer of %s:%d is malformed: %s",
-                exchange.host,
-                exchange.port,
-                error,
-                peer=exchange.host,
-            )
-            exchange.answer = Refusal.of(error)
-        del self._awaiting_answer[frames[0]]
-        self._end(exchange)
+            address = self._trust.known_address(link.host, link.is_trusted)
+            if address is None:
+                lookup = self._lookups.get(link.server, partial(self._trust.addresses, *link.server))
+                if lookup is None:
+                    link.is_waiting = True
+                    self._looked_up.append(link)
+                    return
+                link.untried = list(lookup.result())
+                self._lookups.forget(link.server)
+            else:
+                link.untried = [address]
+            self._connect(link)
+        except Exception as error:
+            self._fail(link, error)
 
-    def _resend_or_give_up(self, now: float) -> None:
-        late = [exchange for exchange in self._unsent if now >= exchange.deadline]
-        self._unsent = [exchange for exchange in self._unsent if now < exchange.deadline]
+    def _connect(self, link: _Link) -> None:
+        """Begin to connect to the next address; after the last one try again later."""
+        while link.untried:
+            address = link.untried.pop(0)
+            try:
+                link.connection = connect(address, link.port, protocol.MAX_MESSAGE_BYTES, self._trust.keys)
+            except OSError as error:
+                logger.debug("kvferry client: cannot connect to %s:%d: %s", address, link.port, error)
+                continue
+            self._selector.register(link.connection.socket, link.connection.events, link)
+            for number in list(link.awaiting):
+                self._put(link, number)
+            return
+        link.num_failures += 1
+        link.is_waiting = True
+        pause = min(LAST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** min(link.num_failures - 1, 10))
+        self._set_timer(time.monotonic() + pause * random.uniform(0.5, 1.0), link, CONNECTION)
+
+    def _serve(self, link: _Link) -> None:
+        """Go on connecting, take one answer, and send."""
+        connection = link.connection
+        if connection is None:
+            return
+        try:
+            if connection.advance():
+                if (frame := connection.take()) is not None:
+                    self._receive(link, frame)
+                connection.send()
+                if connection.has_more:
+                    self._unserved.append(link)
+            self._selector.modify(connection.socket, connection.events, link)
+        except Exception as error:
+            self._fail(link, error)
+
+    def _fail(self, link: _Link, error: Exception) -> None:
+        """Close a connection that failed. Its questions are sent again, unless the failure would only repeat."""
+        was_open = link.connection is not None and link.connection.is_open
+        self._disconnect(link)
+        is_late = isinstance(error, HandoffError) and error.reason is Reason.DEADLINE_EXCEEDED
+        if not link.awaiting:
+            self._remove(link)
+        elif isinstance(error, OSError) or is_late:
+            logger.debug("kvferry client: the connection to %s:%d failed: %s", link.host, link.port, error)
+            link.untried = [] if was_open else link.untried
+            self._connect(link)
+        else:
+            if not isinstance(error, KVFerryError):
+                logger.exception("kvferry client: a connection failed and is closed")
+            self._remove(link)
+            refused, link.awaiting = link.awaiting, {}  # of which timers know
+            for exchange in refused.values():
+                self._return_unsent(exchange, error)
+
+    def _disconnect(self, link: _Link) -> None:
+        if link.connection is not None:
+            self._selector.unregister(link.connection.socket)
+            link.connection.close()
+            link.connection = None
+
+    def _remove(self, link: _Link) -> None:
+        self._disconnect(link)
+        if self._links.get(link.server) is link:
+            del self._links[link.server]
+
+    # Time.
+
+    def _set_timer(self, when: float, link: _Link, number: int) -> None:
+        heapq.heappush(self._timers, (when, next(self._num_timers), link, number))
+
+    def _act_on_time(self, now: float) -> None:
+        while self._timers and self._timers[0][0] <= now:
+            _, _, link, number = heapq.heappop(self._timers)
+            exchange = link.awaiting.get(number)
+            if number == CONNECTION:
+                if self._links.get(link.server) is link:
+                    self._open(link)
+            elif exchange is not None and now >= exchange.deadline:
+                del link.awaiting[number]
+                self._end(exchange)
+            elif exchange is not None:
+                self._set_timer(min(now + RESEND_SECONDS, exchange.deadline), link, number)
+                if link.connection is not None:
+                    self._put(link, number)
+                    self._serve(link)
+        late = [exchange for exchange in self._without_link if now >= exchange.deadline]
+        self._without_link = [exchange for exchange in self._without_link if now < exchange.deadline]
         for exchange in late:
             self._end(exchange)
-        for sequence, exchange in list(self._awaiting_answer.items()):
-            if now >= exchange.deadline:
-                del self._awaiting_answer[sequence]
-                self._end(exchange)
-            elif now >= exchange.resend_at:
+        if now >= self._next_second:
+            self._next_second = now + SECOND
+            self._look_after(now)
+
+    def _look_after(self, now: float) -> None:
+        """Give up connections whose servers leave something unfinished, and close idle ones."""
+        for link in list(self._links.values()):
+            if not link.awaiting and now - link.used_at > IDLE_SOCKET_SECONDS:
+                self._remove(link)
+            elif link.connection is not None:
                 try:
-                    self._send(sequence, exchange)
-                except Exception as error:
-                    del self._awaiting_answer[sequence]
-                    self._return_unsent(exchange, error)
-
-    def _close_idle(self, poller: zmq.Poller, now: float) -> None:
-        for server in self._idle():
-            if now - self._used_at[server] > IDLE_SOCKET_SECONDS:
-                self._close(server, poller)
-
-    def _make_room(self, poller: zmq.Poller) -> None:
-        """Close the connection that was used longest ago where there are :data:`MAX_SOCKETS`."""
-        if len(self._sockets) < MAX_SOCKETS:
-            return
-        idle = self._idle()
-        if not idle:
-            raise HandoffError(
-                Reason.PEER_UNREACHABLE,
-                f"questions to {MAX_SOCKETS} prefill engines wait for their answers.",
-                "Check the hosts and ports in kv_transfer_params: no deployment has so many engines.",
-            )
-        self._close(min(idle, key=self._used_at.__getitem__), poller)
-
-    def _idle(self) -> list[tuple[str, int]]:
-        busy = {(exchange.host, exchange.port) for exchange in self._awaiting_answer.values()}
-        return [server for server in self._used_at if server not in busy]
-
-    def _close(self, server: tuple[str, int], poller: zmq.Poller) -> None:
-        poller.unregister(self._sockets[server])
-        self._sockets.pop(server).close()
-        del self._used_at[server]
+                    link.connection.count_second()
+                except HandoffError as error:
+                    self._fail(link, error)
 
 
-def ask(host: str, port: int, question: Question, timeout_seconds: float) -> Answer:
+def ask(
+    host: str,
+    port: int,
+    question: Question,
+    timeout_seconds: float,
+    trust: Trust = THIS_MACHINE,
+    *,
+    is_trusted: bool = False,
+) -> Answer:
     """Ask one question on the caller's thread and wait at most ``timeout_seconds`` for its answer.
 
-    Raises :class:`HandoffError`: peer-unreachable where nothing listens or no answer comes in time, the refusal's
-    reason where the peer refuses. Looking a name up may take longer.
+    Raises :class:`HandoffError`: peer-unreachable where nothing listens or no answer comes in time, permission-denied
+    where this side may not connect to the host or one side does not trust the other, the refusal's reason where the
+    peer refuses. Looking a name up may take longer.
     """
     deadline = time.monotonic() + timeout_seconds
-    address = find_address(host, port, timeout_seconds)
-    with _connected(zmq.Context.instance(), address, port) as socket:
-        socket.send_multipart([b"\0", protocol.encode(question)])
-        if not socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+    data = protocol.encode(question)
+    addresses = trust.addresses(host, port, is_trusted)
+    while (left := deadline - time.monotonic()) > 0:
+        num_refusing = 0
+        for turn, address in enumerate(addresses):
+            connect_by = time.monotonic() + left / (len(addresses) - turn)
+            try:
+                answer = protocol.decode_answer(_ask_address(address, port, data, trust, connect_by, deadline))
+            except OSError as error:
+                num_refusing += isinstance(error, ConnectionRefusedError)
+                continue
+            if isinstance(answer, Refusal):
+                raise HandoffError(answer.error().reason, f"{host}:{port} refused: {answer.message}", answer.remedy)
+            return answer
+        if num_refusing == len(addresses):
             raise HandoffError(
                 Reason.PEER_UNREACHABLE,
-                f"no answer from {host}:{port} within {timeout_seconds:g} s.",
-                "Check that the prefill engine runs, and that its kvferry host and port can be reached from here.",
+                f"nothing listens on {host}:{port}.",
+                "The prefill engine has ended, or does not listen on the host and port that it advertises: check its "
+                "log.",
             )
-        frames = socket.recv_multipart()
-    answer = protocol.decode_answer(frames[-1])
-    if isinstance(answer, Refusal):
-        raise HandoffError(answer.error().reason, f"{host}:{port} refused: {answer.message}", answer.remedy)
-    return answer
+        time.sleep(max(0.0, min(PAUSE_SECONDS, deadline - time.monotonic())))
+    raise HandoffError(
+        Reason.PEER_UNREACHABLE,
+        f"no answer from {host}:{port} within {timeout_seconds:g} s.",
+        "Check that the prefill engine runs, and that its kvferry host and port can be reached from here.",
+    )
+
+
+def _ask_address(address: str, port: int, data: bytes, trust: Trust, connect_by: float, deadline: float) -> bytes:
+    """Return the answer of one address. Raises :class:`HandoffError` or :class:`OSError`."""
+    connection = connect(address, port, protocol.MAX_MESSAGE_BYTES, trust.keys)
+    with closing(connection), selectors.DefaultSelector() as selector:
+        connection.put(Frame(CONNECTION + 1, data))
+        selector.register(connection.socket, connection.events)
+        while True:
+            if connection.advance():
+                frame = connection.take()
+                if frame is not None:
+                    return frame.message
+                connection.send()
+            left = (deadline if connection.is_open else connect_by) - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            if not connection.has_more:
+                selector.modify(connection.socket, connection.events)
+                selector.select(left)
 
 
 def log_undelivered(exchange: Exchange) -> None:
@@ -296,22 +488,3 @@ def log_undelivered(exchange: Exchange) -> None:
     why = "no answer" if refusal is None else f"{refusal.message} {refusal.remedy}"
     told = "kvferry: a %s to %s:%d was not acknowledged: %s"
     logger.warning(told, kind, exchange.host, exchange.port, why, peer=f"{exchange.host}:{exchange.port} {kind}")
-
-
-def _connected(context: "zmq.Context[zmq.Socket[bytes]]", address: str, port: int) -> "zmq.Socket[bytes]":
-    """Return a socket that connects to a numeric address."""
-    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, protocol.MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.SNDHWM, 10000)
-    socket.setsockopt(zmq.IPV6, is_ipv6(address))
-    try:
-        socket.connect(end_point(address, port))
-    except zmq.ZMQError as error:
-        socket.close()
-        raise HandoffError(
-            Reason.PEER_UNREACHABLE,
-            f"the prefill engine's address {address}:{port} is not valid: {error.strerror}.",
-            "Check that the router copies the prefill engine's kv_transfer_params whole.",
-        ) from error
-    return socket

@@ -4,20 +4,27 @@ A frame is the length of its message (4 bytes), a number that the asking side ch
 method waits. A socket of zmq would keep every frame that any number of peers has begun.
 """
 
+import resource
+import selectors
 import socket
 import ssl
 from collections import deque
+from contextlib import suppress
 from struct import Struct
 from typing import NamedTuple
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.messages import Refusal, encode
 from kvferry.handoff.wire.keys import Keys
 
 READ_BYTES = 64 << 10
 """Read, or sent, at a time."""
 PATIENCE_SECONDS = 10
 """How long a peer may take to shake hands and ask its first question, to finish a frame, or to take one."""
+CONNECTION = 0
+"""The number of a refusal that is of the whole connection."""
 _HEADER = Struct(">IQ")
+_LENGTH_BYTES = 4
 _TLS_RECORDS = range(20, 25)
 """First bytes of what TLS sends; the first byte of a frame is that of its length, 0 or 1."""
 _TLS_ALERT = 21
@@ -33,23 +40,26 @@ class Frame(NamedTuple):
 
 
 class Connection:
-    """A connection that was accepted, or one that ``connect`` has begun.
+    """A connection that was accepted, or one that :func:`connect` has begun.
 
-    ``max_bytes`` bounds a received message. An accepted peer ``must_ask``: one that says nothing is given up.
-    :meth:`advance`, :meth:`send` and :meth:`take` raise :class:`HandoffError` or :class:`OSError`, which end the
-    connection.
+    ``host`` is the peer's address, ``max_bytes`` bounds a received message. An accepted peer ``must_ask``: one that
+    says nothing is given up. :meth:`advance`, :meth:`send` and :meth:`take` raise :class:`HandoffError` or
+    :class:`OSError`, which end the connection.
     """
 
-    def __init__(self, peer: socket.socket, max_bytes: int, keys: Keys | None, *, must_ask: bool) -> None:
+    def __init__(self, peer: socket.socket, host: str, max_bytes: int, keys: Keys | None, *, must_ask: bool) -> None:
         peer.setblocking(False)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = peer
+        self.host = host
         self.is_open = False
         self.wants_write = not must_ask
+        self.has_asked = not must_ask
+        self._is_server = must_ask
         self._max_bytes, self._keys = max_bytes, keys
-        self._is_server, self._has_asked = must_ask, not must_ask
         self._received = bytearray()
         self._unsent: deque[memoryview] = deque()
+        self.num_unsent = 0
         self._seconds = 0
 
     @property
@@ -58,18 +68,20 @@ class Connection:
         return len(self._received) + self.num_unsent
 
     @property
-    def num_unsent(self) -> int:
-        """Bytes that the peer has not taken."""
-        return sum(map(len, self._unsent))
+    def events(self) -> int:
+        """The events of a selector to wait for: a peer that has not taken its answer is asked for nothing more."""
+        if self._is_server:
+            return selectors.EVENT_WRITE if self.wants_write else selectors.EVENT_READ
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.wants_write else 0)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way: the connection is open, and every frame whole."""
-        return self.is_open and self._has_asked and not self._received and not self._unsent
+        return self.is_open and self.has_asked and not self._received and not self._unsent
 
     @property
     def has_more(self) -> bool:
-        """Whether received bytes wait that the kernel does not announce, as they lie in this process."""
+        """Whether :meth:`take` has something to do that the kernel does not announce: the bytes lie in this process."""
         pending = self.socket.pending() if isinstance(self.socket, ssl.SSLSocket) and self.is_open else 0
         return pending > 0 or self._has_whole_frame()
 
@@ -79,24 +91,28 @@ class Connection:
             return True
         if (error := self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) != 0:
             raise OSError(error, "cannot connect")
-        if self._keys is not None:
-            if not self._shake_hands(self._keys):
-                return False
-        elif self.wants_write and not self._is_connected():
+        if not self._is_server and not self._is_connected():
+            return False
+        if self._keys is not None and not self._shake_hands(self._keys):
             return False
         self.is_open, self.wants_write = True, bool(self._unsent)
         return True
 
     def put(self, frame: Frame) -> None:
         """Queue a frame; :meth:`send` sends it."""
-        self._unsent.append(memoryview(_HEADER.pack(len(frame.message), frame.number) + frame.message))
+        data = _HEADER.pack(len(frame.message), frame.number) + frame.message
+        self._unsent.append(memoryview(data))
+        self.num_unsent += len(data)
+        self.wants_write = True
 
     def send(self) -> bool:
         """Send what is queued, as far as the kernel takes it; return whether all of it is sent."""
         try:
             while self._unsent:
                 first = self._unsent[0]
-                first = first[self.socket.send(first[:READ_BYTES]) :]
+                num_sent = self.socket.send(first[:READ_BYTES])
+                self.num_unsent -= num_sent
+                first = first[num_sent:]
                 if first:
                     self._unsent[0] = first
                 else:
@@ -121,6 +137,7 @@ class Connection:
         """
         if not self._has_whole_frame():
             self._read()
+        self._check()
         if not self._has_whole_frame():
             return None
         length, number = _HEADER.unpack_from(self._received)
@@ -128,7 +145,7 @@ class Connection:
         with memoryview(self._received) as view:
             message = bytes(view[_HEADER.size : end])
         del self._received[:end]
-        self._has_asked, self._seconds = True, 0
+        self.has_asked, self._seconds = True, 0
         return Frame(number, message)
 
     def count_second(self) -> None:
@@ -140,10 +157,16 @@ class Connection:
         """
         self._seconds = 0 if self.is_idle else self._seconds + 1
         if self._seconds > PATIENCE_SECONDS:
-            what = "to shake hands" if not self.is_open else "to ask" if not self._has_asked else "for a message"
+            what = "to ask" if not self.has_asked else "to connect" if not self.is_open else "for a message"
             raise HandoffError(
                 Reason.DEADLINE_EXCEEDED, f"the peer took more than {PATIENCE_SECONDS} s {what}.", _OTHER_PEER
             )
+
+    def refuse(self, error: HandoffError) -> None:
+        """Tell the peer why the connection is closed, as far as the peer takes it at once."""
+        with suppress(OSError, HandoffError):
+            self.put(Frame(CONNECTION, encode(Refusal.of(error))))
+            self.send()
 
     def close(self) -> None:
         """Close the socket; twice is fine."""
@@ -158,12 +181,8 @@ class Connection:
 
     def _shake_hands(self, keys: Keys) -> bool:
         if not isinstance(self.socket, ssl.SSLSocket):
-            if not self._is_connected():
-                return False
             context = keys.server_context if self._is_server else keys.client_context
-            self.socket = context.wrap_socket(
-                self.socket, server_side=self._is_server, do_handshake_on_connect=False, suppress_ragged_eofs=False
-            )
+            self.socket = context.wrap_socket(self.socket, server_side=self._is_server, do_handshake_on_connect=False)
         try:
             self.socket.do_handshake()
         except ssl.SSLWantReadError:
@@ -192,29 +211,31 @@ class Connection:
         self._received += data
 
     def _has_whole_frame(self) -> bool:
-        """Return whether the next frame is whole. Raises :class:`HandoffError` for one that cannot be."""
-        if not self._received:
-            return False
-        if self._keys is None and self._received[0] in _TLS_RECORDS:
-            who = "refuses this one, which" if self._received[0] == _TLS_ALERT else "speaks TLS, and this side"
-            raise HandoffError(Reason.PERMISSION_DENIED, f"the peer has keys: it {who} has none.", _KEYS)
         if len(self._received) < _HEADER.size:
             return False
-        length, _ = _HEADER.unpack_from(self._received)
-        if length > self._max_bytes:
+        length: int = _HEADER.unpack_from(self._received)[0]
+        return len(self._received) >= _HEADER.size + length
+
+    def _check(self) -> None:
+        """Raise :class:`HandoffError` where the received bytes begin no frame that is allowed."""
+        first = self._received[0] if self._received else 0
+        if self._keys is None and first in _TLS_RECORDS:
+            problem = "has refused this side, which" if first == _TLS_ALERT else "speaks TLS, and this side"
+            raise HandoffError(Reason.PERMISSION_DENIED, f"the peer {problem} has no keys.", _KEYS)
+        length = int.from_bytes(self._received[:_LENGTH_BYTES], "big")
+        if len(self._received) >= _LENGTH_BYTES and length > self._max_bytes:
             raise HandoffError(
                 Reason.MALFORMED_MESSAGE,
                 f"the peer announces a message of {length} bytes, at most {self._max_bytes} are allowed.",
                 _OTHER_PEER,
             )
-        return len(self._received) >= _HEADER.size + length
 
 
 def connect(address: str, port: int, max_bytes: int, keys: Keys | None) -> Connection:
     """Begin to connect to a numeric address. Raises :class:`OSError`."""
     peer = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        connection = Connection(peer, max_bytes, keys, must_ask=False)
+        connection = Connection(peer, address, max_bytes, keys, must_ask=False)
         peer.connect((address, port))
     except BlockingIOError:
         pass
@@ -222,6 +243,16 @@ def connect(address: str, port: int, max_bytes: int, keys: Keys | None) -> Conne
         peer.close()
         raise
     return connection
+
+
+def most_connections(most: int, share: float) -> int:
+    """Return a bound of connections: ``most``, or this share of the files that the process may open, if fewer.
+
+    >>> most_connections(2, 0.5)
+    2
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if files == resource.RLIM_INFINITY else max(1, min(most, int(files * share)))
 
 
 def _tls_failed(error: ssl.SSLError) -> Exception:

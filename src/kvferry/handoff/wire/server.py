@@ -1,7 +1,6 @@
-"""The control end point of an engine or rank: a thread that answers questions and survives any question.
+"""The control end point of an engine or rank: a thread that answers questions and survives any question and any peer.
 
-Clients use zmq sockets. The server uses plain ones, which bound the memory that clients can make it use
-(:mod:`kvferry.handoff.wire.zmtp`).
+What peers can make the server keep is bounded (:mod:`kvferry.handoff.wire.connection`).
 """
 
 import errno
@@ -17,74 +16,34 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff import messages as protocol
 from kvferry.handoff.messages import Answer, Question, Refusal
 from kvferry.handoff.wire.addresses import bare, is_ipv6
-from kvferry.handoff.wire.zmtp import HELLO, Inbox, encode_message
+from kvferry.handoff.wire.connection import READ_BYTES, Connection, Frame, most_connections
+from kvferry.handoff.wire.keys import Keys
 from kvferry.peer_log import PeerLog
 
 logger = PeerLog(logging.getLogger(__name__))
 
 POLL_SECONDS = 0.2
 PAUSE_SECONDS = 0.02
-MAX_CONNECTIONS = 512
-"""For one more the server closes the connection that has been idle longest; its client connects again when needed."""
+SECOND = 1.0
+MAX_CONNECTIONS = 4096
+SHARE_OF_FILES = 0.5
+"""At most this share of the files that the process may open are connections of one server."""
+NEWCOMER_SECONDS, IDLE_SECONDS = 1.0, 5.0
+"""Where there are too many connections, one that has asked nothing for so long gives way to another: the first for a
+peer that has asked nothing yet, the second for one that has."""
 MAX_KEPT_BYTES = 256 << 20
 """Of all unfinished questions and unsent answers; beyond that the server closes the connection with most bytes."""
-READ_BYTES = 64 << 10
-MAX_FRAMES = 2
-"""Of a question and of an answer: the client's number for the question, and the message."""
-BACKLOG = 128
+BACKLOG = 1024
 _STOP = object()
 """The selector's data for the event that ends its wait."""
-
-
-class _Connection:
-    """One client: its unfinished questions, and the unsent rest of its last answer."""
-
-    def __init__(self, peer: socket.socket, host: str) -> None:
-        peer.setblocking(False)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket = peer
-        self.host = host
-        self.inbox = Inbox(MAX_FRAMES, protocol.MAX_QUESTION_BYTES)
-        self.unsent = memoryview(HELLO)
-        self.asked_at = time.monotonic()
-        self.events = selectors.EVENT_WRITE
-
-    @property
-    def num_bytes(self) -> int:
-        return self.inbox.num_bytes + len(self.unsent)
-
-    def send(self) -> bool:
-        """Send as much of the last answer as the kernel takes; return whether all is sent. Raises :class:`OSError`."""
-        try:
-            while self.unsent:
-                self.unsent = self.unsent[self.socket.send(self.unsent) :]
-        except BlockingIOError:
-            return False
-        return True
-
-    def read(self) -> list[bytes] | None:
-        """Return the next question, reading at most ``READ_BYTES``; None while it is not whole.
-
-        Raises :class:`HandoffError` or :class:`OSError`, which end the connection.
-        """
-        question = self.inbox.take()
-        if question is not None:
-            return question
-        try:
-            data = self.socket.recv(READ_BYTES)
-        except BlockingIOError:
-            return None
-        if not data:
-            raise ConnectionError
-        self.inbox.add(data)
-        return self.inbox.take()
 
 
 class Server:
     """Answers each question with ``answer(question)``, on a thread.
 
     The thread calls ``upkeep`` several times a second, so that leases are renewed while an engine's step takes long.
-    ``port`` 0 takes a free port, which :attr:`port` names. Raises :class:`HandoffError` (port-in-use, invalid-setting).
+    ``port`` 0 takes a free port, which :attr:`port` names. With ``keys``, only peers whose certificates the keys
+    trust are heard. Raises :class:`HandoffError` (port-in-use, invalid-setting).
     """
 
     def __init__(
@@ -93,20 +52,24 @@ class Server:
         port: int,
         answer: Callable[[Question], Answer],
         upkeep: Callable[[], None] = lambda: None,
+        keys: Keys | None = None,
     ) -> None:
         self.host = host
         self._answer = answer
         self._upkeep = upkeep
+        self._keys = keys
         self._stop = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._next_upkeep = 0.0
+        self._next_upkeep = self._next_second = 0.0
+        self._max_connections = most_connections(MAX_CONNECTIONS, SHARE_OF_FILES)
         self._socket = _listen(host, port)
         self.port = int(self._socket.getsockname()[1])
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ, _STOP)
-        self._connections: dict[_Connection, None] = {}
-        self._answered: list[_Connection] = []
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._is_accepting = True
+        self._connections: dict[Connection, float] = {}  # and when each has asked last
+        self._unserved: list[Connection] = []
         self._thread = threading.Thread(target=self._run, name="kvferry-server", daemon=True)
         self._thread.start()
 
@@ -126,71 +89,93 @@ class Server:
                     logger.exception("kvferry server: a turn failed")
                     self._stop.wait(PAUSE_SECONDS)
             for connection in list(self._connections):
-                connection.socket.close()
+                connection.close()
         os.close(self._wake)
 
     def _turn(self) -> None:
         """Serve each connection that has a question or takes an answer, once."""
-        # A client that was just answered may have sent its next question with the last one.
-        answered, self._answered = dict.fromkeys(self._answered), []
-        for key, _ in self._selector.select(0 if answered else POLL_SECONDS):
+        # A client may have sent its next question with the last one: no event announces it.
+        unserved, self._unserved = dict.fromkeys(self._unserved), []
+        for key, _ in self._selector.select(0 if unserved else POLL_SECONDS):
             if key.data is None:
                 self._accept()
             elif key.data is not _STOP:
-                answered[key.data] = None
-        for connection in answered:
+                unserved[key.data] = None
+        for connection in unserved:
             if connection in self._connections:
                 self._serve(connection)
                 self._keep_up()
         self._keep_up()
+        self._count_second(time.monotonic())
 
     def _keep_up(self) -> None:
         now = time.monotonic()
         if now >= self._next_upkeep:
             self._next_upkeep = now + POLL_SECONDS
+            if not self._is_accepting:
+                self._listen_for_connections(True)
             try:
                 self._upkeep()
             except Exception:
                 logger.exception("kvferry server: upkeep failed")
 
+    def _count_second(self, now: float) -> None:
+        """Close what has been unfinished for too long: after all peers that can go on were served."""
+        if now < self._next_second:
+            return
+        self._next_second = now + SECOND
+        for connection in list(self._connections):
+            try:
+                connection.count_second()
+            except HandoffError as error:
+                self._refuse(connection, error)
+
     def _accept(self) -> None:
-        if len(self._connections) >= MAX_CONNECTIONS:
-            self._close_idlest()
+        if len(self._connections) >= self._max_connections and not self._make_place():
+            self._listen_for_connections(False)  # whoever connects waits in the kernel
+            return
         try:
             peer, (host, *_) = self._socket.accept()
         except BlockingIOError:
             return
         except OSError as error:
             logger.warning("kvferry server: cannot accept a connection: %s", error)
-            self._close_idlest()
-            self._stop.wait(PAUSE_SECONDS)
+            self._make_place()
+            self._listen_for_connections(False)
             return
-        connection = _Connection(peer, host)
-        self._selector.register(peer, connection.events, connection)
-        self._connections[connection] = None
+        connection = Connection(peer, host, protocol.MAX_QUESTION_BYTES, self._keys, must_ask=True)
+        self._connections[connection] = time.monotonic()
+        self._selector.register(peer, selectors.EVENT_READ, connection)
 
-    def _serve(self, connection: _Connection) -> None:
-        """Send the rest of the last answer, or answer one more question."""
+    def _listen_for_connections(self, wanted: bool) -> None:
+        if wanted and not self._is_accepting:
+            self._selector.register(self._socket, selectors.EVENT_READ)
+        elif not wanted and self._is_accepting:
+            self._selector.unregister(self._socket)
+        self._is_accepting = wanted
+
+    def _serve(self, connection: Connection) -> None:
+        """Go on with the handshake or the last answer, or answer one more question."""
         try:
-            question = connection.read() if connection.send() else None
-            if question is not None:
-                connection.asked_at = time.monotonic()
-                connection.unsent = memoryview(self._answer_message(question, connection.host))
-                if connection.send():
-                    self._answered.append(connection)
+            if connection.advance() and connection.send():
+                question = connection.take()
+                if question is not None:
+                    self._connections[connection] = time.monotonic()
+                    connection.put(Frame(question.number, self._answer_or_refuse(question.message, connection.host)))
+                    connection.send()
+                if connection.num_unsent == 0 and connection.has_more:
+                    self._unserved.append(connection)
+            self._selector.modify(connection.socket, connection.events, connection)
         except HandoffError as error:
-            self._close(connection, str(error))
+            self._refuse(connection, error)
         except OSError:
             self._close(connection)
+        except Exception:
+            logger.exception("kvferry server: a connection of %s failed", connection.host, peer=connection.host)
+            self._close(connection)
         else:
-            self._wait_for(connection, selectors.EVENT_WRITE if connection.unsent else selectors.EVENT_READ)
             if connection.num_bytes > READ_BYTES:
                 self._make_room()
-
-    def _wait_for(self, connection: _Connection, events: int) -> None:
-        if events != connection.events:
-            connection.events = events
-            self._selector.modify(connection.socket, events, connection)
 
     def _make_room(self) -> None:
         while sum(each.num_bytes for each in self._connections) > MAX_KEPT_BYTES:
@@ -199,31 +184,34 @@ class Server:
                 "it has most of the bytes that all connections may have",
             )
 
-    def _close_idlest(self) -> None:
-        if self._connections:
-            idlest = min(self._connections, key=lambda each: each.asked_at)
-            self._close(idlest, "others want to connect, and it has been idle longest")
+    def _make_place(self) -> bool:
+        """Close the connection that has asked nothing for longest; return whether one has been idle long enough.
 
-    def _close(self, connection: _Connection, why: str = "") -> None:
+        Peers that have asked nothing yet go first: those may not even have keys.
+        """
+        now = time.monotonic()
+        idle = [
+            (connection.has_asked, asked_at, connection)
+            for connection, asked_at in self._connections.items()
+            if now - asked_at >= (IDLE_SECONDS if connection.has_asked else NEWCOMER_SECONDS)
+            and (connection.is_idle or not connection.has_asked)
+        ]
+        if not idle:
+            return False
+        idlest = min(idle, key=lambda each: each[:2])[2]
+        self._close(idlest, "others want to connect, and it has been idle longest")
+        return True
+
+    def _refuse(self, connection: Connection, error: HandoffError) -> None:
+        connection.refuse(error)
+        self._close(connection, str(error))
+
+    def _close(self, connection: Connection, why: str = "") -> None:
         if why:
             logger.warning("kvferry server closes a connection of %s: %s", connection.host, why, peer=connection.host)
         self._selector.unregister(connection.socket)
-        connection.socket.close()
+        connection.close()
         del self._connections[connection]
-
-    def _answer_message(self, question: list[bytes], host: str) -> bytes:
-        """Return the answer as bytes; none for a question without a number."""
-        if len(question) < MAX_FRAMES:
-            logger.warning(
-                "kvferry server: ignored a message of %s with %d frames, expected %d",
-                host,
-                len(question),
-                MAX_FRAMES,
-                peer=host,
-            )
-            return b""
-        number, data = question
-        return encode_message(number, self._answer_or_refuse(data, host))
 
     def _answer_or_refuse(self, data: bytes, host: str) -> bytes:
         try:
