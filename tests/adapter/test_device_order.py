@@ -231,6 +231,24 @@ def test_what_waits_for_a_failed_device_is_not_done_and_the_rest_is(order: CudaO
     assert done == ["over"]
 
 
+def test_what_waits_for_a_device_is_done_later_where_the_process_can_start_no_thread_now(
+    order: CudaOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread adds it: an exception there would end the engine."""
+    deferred, done = DeferredActions(order), []
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        deferred.add(OVER, lambda: done.append("first"))
+        deferred.close()
+    deferred.add(OVER, lambda: done.append("second"))
+    deferred.close()
+    assert done == ["first", "second"]
+
+
 # The decode engine's worker: its own threads, real handshake, guard words and bytes.
 
 

@@ -240,27 +240,29 @@ def test_the_decode_engine_loads_only_the_blocks_that_it_lacks(make_role: Any) -
     assert lists == [(16, 79, [12, 13, 14, 15]), (32, 79, [16, 17, 18])]
 
 
-def test_trap_13_a_router_that_names_an_earlier_epoch_is_an_error(make_role: Any) -> None:
-    """It asks once, at its start. The decode engine does not compute the prompt in silence."""
+def test_trap_13_a_router_that_repeats_the_former_engines_name_loads_from_the_restarted_engine(make_role: Any) -> None:
+    """It asks once, at its start. The decode engine asks the address itself, and takes the epoch that answers."""
     prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
     prefill.publish([A_RANK])
-    ours, _ = pushed_to(decode, prefill, remote_engine_id=id_in_epoch(prefill._state.engine_id, 1))
+    ours, found = pushed_to(decode, prefill, remote_engine_id=id_in_epoch(prefill._state.engine_id, 1))
+    assert found == (80, True)
     decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
     [order] = next_step(decode).loads
-    assert order.error.reason is Reason.PEER_CHANGED
-    assert "restart the router" in str(order.error)
+    assert order.error is None
+    assert (order.hold.epoch, order.pushed.transfer_id) == (prefill._state.epoch, "x")
+    assert order.pushed.digest == prompt_digest(ours, 80)
 
 
 def test_after_a_failed_push_the_prefill_engines_id_is_queried_again(make_role: Any) -> None:
-    """Otherwise an old engine id in the router and in this engine would stay undetected."""
+    """Otherwise an engine that was restarted would stay undetected for seconds."""
     prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
     prefill.publish([A_RANK])
     ours, _ = pushed_to(decode, prefill)
     decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
     next_step(decode)
-    assert len(decode._destination._queries._offers) == 1
+    assert len(decode._destination._queries._answers) == 1
     decode.update_connector_output(SimpleNamespace(finished_recving={"d"}, failed_recving={"d"}))
-    assert len(decode._destination._queries._offers) == 0
+    assert len(decode._destination._queries._answers) == 0
 
 
 def embedded(params: dict[str, Any], num_tokens: int = 3, *, mixed: bool = False) -> Request:

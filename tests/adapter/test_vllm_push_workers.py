@@ -283,6 +283,21 @@ def test_an_end_point_closes_only_when_its_rank_writes_no_more(is_quiet: bool) -
     source.writer.close.assert_called_once_with()
 
 
+def test_no_transport_is_closed_beside_a_transfer_thread_that_does_not_stop(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A transport is for one thread at a time: the thread hangs in a call of it."""
+    role = workers.receiver
+    close = role._rank.executor.close
+    monkeypatch.setattr(role._rank.executor, "close", lambda: False)
+    role.shutdown()
+    assert "does not stop" in caplog.text
+    assert not role._transports.transports["cma"]._closed
+    monkeypatch.setattr(role._rank.executor, "close", close)
+    role.shutdown()
+    assert role._transports.transports["cma"]._closed
+
+
 def test_an_aborted_request_is_reported_when_no_rank_writes_any_more(workers: Workers) -> None:
     workers.announce()
     workers.compute(BLOCK_SIZE)

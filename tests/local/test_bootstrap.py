@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -11,7 +12,7 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import PROTOCOL_VERSION, EndPoint
-from kvferry.handoff.wire import bootstrap
+from kvferry.handoff.wire import background, bootstrap
 from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Entry, Offer, query
 
 HOST, SECONDS = "127.0.0.1", 10.0
@@ -42,7 +43,7 @@ def test_an_offer_is_asked_for_once_and_again_when_it_is_forgotten() -> None:
         for _ in range(2):
             assert awaited(lambda: offers.get(address, "p@7")) == offer()
         assert len(asked) == 1
-        offers.forget(address)
+        offers.forget(address, "p@7")
         assert awaited(lambda: offers.get(address, "p@7")) == offer()
         assert len(asked) == 2
     finally:
@@ -65,6 +66,92 @@ def test_an_address_that_goes_on_for_ever_is_given_up(monkeypatch: pytest.Monkey
         assert refused.value.remedy
     finally:
         ends.set()
+
+
+class DrippingServer:
+    """Accepts every connection, and sends each of them a byte from time to time: no single wait for a byte is long."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server((HOST, 0), backlog=256)
+        self.address = f"http://{HOST}:{self._listener.getsockname()[1]}"
+        self._connections: list[socket.socket] = []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._accept, self._drip)]
+        for thread in self._threads:
+            thread.start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while not self._stop.is_set():
+                self._connections.append(self._listener.accept()[0])
+
+    def _drip(self) -> None:
+        while not self._stop.wait(0.02):
+            for connection in list(self._connections):
+                with suppress(OSError):
+                    connection.send(b"H")
+
+    def close(self) -> None:
+        self._stop.set()
+        self._listener.close()
+        for connection in self._connections:
+            connection.close()
+
+
+def test_64_slow_bootstrap_servers_do_not_keep_a_healthy_one_from_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold every slot, and drip their answers: the whole query has a deadline, not each byte of its answer."""
+    monkeypatch.setattr(bootstrap, "QUERY_SECONDS", 0.3)
+    slow, served = DrippingServer(), BootstrapServer(HOST, 0, offer())
+    offers = BootstrapQueries()
+    try:
+        names = [f"slow{number}" for number in range(background.MAX_RUNNING)]
+        assert all(offers.get(slow.address, name) is None for name in names)
+        assert awaited(lambda: offers.get(f"http://{HOST}:{served.port}", "p@7")) == offer()
+        with pytest.raises(HandoffError) as refused:
+            awaited(lambda: offers.get(slow.address, names[0]))
+        assert refused.value.reason is Reason.PEER_UNREACHABLE
+    finally:
+        slow.close()
+        served.close()
+
+
+def test_a_query_that_drips_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "QUERY_SECONDS", 0.3)
+    served = BootstrapServer(HOST, 0, offer())
+    try:
+        with socket.create_connection((HOST, served.port)) as dripping:
+            end = time.monotonic() + SECONDS
+            with suppress(ConnectionError):
+                while time.monotonic() < end:
+                    dripping.send(b"G")
+                    time.sleep(0.02)
+            assert time.monotonic() < end
+    finally:
+        served.close()
+
+
+def test_a_restarted_engine_is_found_at_its_address_although_the_router_repeats_its_former_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vllm-router asks once, at its start, and names the same epoch for ever."""
+    monkeypatch.setattr(bootstrap, "OFFER_SECONDS", 0.0)
+    answers = [offer("p@7"), offer("p@8")]
+    offers = BootstrapQueries(lambda _: [Entry("p", answers[0])])
+    assert awaited(lambda: offers.get("http://p:1", "p@7")).engine_id == "p@7"
+    del answers[0]
+    assert awaited(lambda: offers.get("http://p:1", "p@7")).engine_id == "p@8"
+
+
+def test_an_answer_counts_for_a_shorter_time_than_an_engine_needs_to_start() -> None:
+    assert bootstrap.OFFER_SECONDS <= 5
+
+
+def test_of_several_engines_at_one_address_only_the_one_that_the_router_names_is_taken() -> None:
+    offers = BootstrapQueries(lambda _: [Entry("p", offer("p@7")), Entry("q", offer("q@9"))])
+    assert awaited(lambda: offers.get("http://p:1", "q@9")).engine_id == "q@9"
+    with pytest.raises(HandoffError) as refused:
+        awaited(lambda: offers.get("http://p:1", "p@6"))
+    assert refused.value.reason is Reason.PEER_CHANGED
 
 
 def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +282,7 @@ def test_offers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     offers = BootstrapQueries(lambda _: [Entry("p@7", offer())])
     for address in "abc":
         awaited(lambda address=address: offers.get(address, "p@7"))
-    assert list(offers._offers) == ["b", "c"]
+    assert [address for address, _ in offers._answers] == ["b", "c"]
 
 
 def test_a_taken_port_and_a_foreign_host_have_different_errors() -> None:

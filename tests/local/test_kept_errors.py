@@ -162,6 +162,7 @@ def test_a_call_on_a_thread_of_its_own(frames: Frames) -> None:
 
 def test_a_call_whose_result_is_of_no_use(frames: Frames) -> None:
     call = BackgroundCall("handshake", lambda: 7)
+    call.start()
     while call.is_running:
         time.sleep(0.001)
     frames.error(call.fail)

@@ -26,7 +26,15 @@ from kvferry.handoff.wire.server import Server
 from kvferry.transport.faults import FaultPlan
 
 from .engines_in_process import BLOCK_SIZE, HEADS, HOST, IDENTITY, LAYERS, Rank
-from .engines_that_push import SECONDS, Batches, Pairs, ReceivingRank, SendingRank, check_arrived
+from .engines_that_push import (
+    SECONDS,
+    Batches,
+    Pairs,
+    ReceivingRank,
+    SendingEngine,
+    SendingRank,
+    check_arrived,
+)
 
 
 @pytest.fixture
@@ -259,6 +267,34 @@ def test_a_restarted_receiver_replaces_its_earlier_epoch(engines: Pairs) -> None
     latter.receive(sender.hold(), [0, 3])
     assert latter.result().error is None
     assert [epoch for _, epoch in source.writer._destinations] == [latter.epoch]
+
+
+def test_a_transfer_that_began_before_the_sender_was_restarted_fails_with_a_reason_and_moves_no_byte(
+    engines: Pairs,
+) -> None:
+    """The router repeats the former engine's name, so the announcement reaches the new process. The new process has no
+    prompt under the transfer's id; and where it has one, the prompt's digest decides.
+    """
+    former, [receiver] = engines.open()
+    former.compute(END, [5, 1])
+    former.close()
+    engines.senders.remove(former)
+    engines.senders.append(SendingEngine(1, None, Batches.CHUNKS))
+    latter = engines.senders[-1]
+    receiver.receive(latter.hold(), [0, 3], seconds=0.5)
+    late = receiver.result().error
+    assert late is not None
+    assert late.reason is Reason.DEADLINE_EXCEEDED
+    latter.compute(END, [5, 1], "y", digest="another prompt")
+    receiver.receive(latter.hold(), [0, 3], "y")
+    mixed_up = receiver.result().error
+    assert mixed_up is not None
+    assert mixed_up.reason is Reason.INVALID_REQUEST
+    assert not receiver.rank.cache.any()
+    latter.compute(END, [5, 1], "z")
+    receiver.receive(latter.hold(), [0, 3], "z")
+    assert receiver.result().error is None
+    check_arrived(latter, [receiver], [5, 1], [0, 3])
 
 
 def test_messages_to_another_epoch_are_refused(engines: Pairs) -> None:

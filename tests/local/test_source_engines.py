@@ -515,7 +515,7 @@ def test_only_so_many_handshakes_run_and_the_next_ones_wait(
         assert decode.engines.get(prefill.hold()) is None
         for _ in range(20):
             assert decode.engines.get(other.hold()) is None
-        assert (len(decode.engines._handshakes), other.num_handshakes) == (1, 0)
+        assert other.num_handshakes == 0
         prefill.may_answer.set()
         assert decode.load(other.hold(), [5], [1]).error is None
         assert decode.load(prefill.hold(), [5], [1]).error is None

@@ -4,12 +4,14 @@ import ctypes
 import errno
 import threading
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
 
 from kvferry.errors import Reason, TransportError
+from kvferry.testing.transport_peer import PeerProcess
 from kvferry.testing.transport_suite import Pair, open_pair
 from kvferry.transport import cma
 from kvferry.transport.cma import CmaTransport
@@ -65,6 +67,38 @@ def test_a_pid_reused_during_the_transfer_fails_it(pair: Pair, monkeypatch: pyte
     assert transfer.bytes_done == BYTES
     assert transfer.error is not None
     assert transfer.error.reason is Reason.PEER_CHANGED
+
+
+def test_a_write_makes_no_call_after_its_peer_has_ended_whose_pid_another_process_may_have(pair: Pair) -> None:
+    """The peer ends between two calls of one share; its pid is free from then on."""
+    assert isinstance(pair.remote, PeerProcess)
+    remote, write = pair.remote, pair.transport._calls[Direction.WRITE]
+    sizes = []
+
+    def write_and_end(*arguments: int) -> int:
+        sizes.append(int(write(*arguments)))
+        remote.kill()
+        return sizes[-1]
+
+    pair.transport._calls = dict.fromkeys(Direction, write_and_end)
+    descriptors = np.array([[i * 300, i * 300, 200] for i in range(3000)], np.uint64)
+    transfer = pair.submit(Direction.WRITE, descriptors)
+    assert pair.finish(transfer) is Status.FAILED
+    assert transfer.error is not None
+    assert transfer.error.reason is Reason.PEER_DIED
+    assert sizes == [cma.MAX_RANGES_PER_CALL * 200]
+
+
+def test_without_pidfd_the_stat_file_shows_before_each_write_that_the_peer_has_ended(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(pair.remote, PeerProcess)
+    monkeypatch.setattr(cma, "Process", Mock(side_effect=OSError("no pidfd")))
+    peer = reach(pair.transport, pair.remote.end_point)
+    assert isinstance(peer, cma.CmaPeer)
+    assert (peer.process, peer.has_pid()) == (None, True)
+    pair.remote.kill()
+    assert not peer.has_pid()
 
 
 def error_of_a_read(pair: Pair, reason: Reason) -> TransportError:

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,7 @@ from kvferry.testing.transport_peer import PeerProcess, pattern
 from kvferry.testing.transport_suite import Pair, many_offsets, open_pair
 from kvferry.transport import mooncake, mooncake_engine
 from kvferry.transport.mooncake import MooncakeEndPoint, MooncakeTransport
+from kvferry.transport.mooncake_engine import LOOPBACK
 from kvferry.transport.protocol import Direction, Region, Status, reach
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
@@ -133,6 +135,47 @@ def test_a_stopped_peer_delays_the_end_of_a_cancelled_transfer_and_nobody_else(
         own_pair.remote.resume()
     assert own_pair.finish(transfer) is Status.CANCELLED
     assert is_quiet(own_pair)
+
+
+def test_a_name_whose_look_up_hangs_delays_no_other_transfer_and_ends_in_time(
+    pair: Pair, transport: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transfer thread, which connects, must not wait for the operating system's look-up."""
+    monkeypatch.setattr(mooncake, "CONNECT_SECONDS", 0.3)
+    may_answer = threading.Event()
+    look_up = socket.getaddrinfo
+
+    def hang(host: str, *arguments: object) -> object:
+        may_answer.wait(20.0)
+        return look_up(LOOPBACK, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    named = changed(pair.remote.end_point, host="prefill-0")
+    try:
+        before = time.monotonic()
+        connecting = transport.connect(named)
+        while transport.poll(connecting) is Status.PENDING:
+            time.sleep(0.001)
+        assert time.monotonic() - before < 5.0
+        assert connecting.error is not None
+        assert connecting.error.reason is Reason.PEER_UNREACHABLE
+        assert refusal(lambda: reach(transport, named)).reason is Reason.PEER_UNREACHABLE
+        assert len(transport._lookups) == 1
+    finally:
+        may_answer.set()
+    deadline = time.monotonic() + 10.0
+    while any(each.is_running for each in transport._lookups.values()):
+        assert time.monotonic() < deadline
+    monkeypatch.setattr(mooncake, "CONNECT_SECONDS", 10.0)
+    peer = reach(transport, named)
+    assert (peer.name.partition(":")[0], peer.place.partition(":")[0]) == ("prefill-0", LOOPBACK)
+
+
+def test_a_name_that_does_not_exist_is_an_error(transport: MooncakeTransport, pair: Pair) -> None:
+    unknown = changed(pair.remote.end_point, host="no-such-host.invalid")
+    found = refusal(lambda: reach(transport, unknown))
+    assert found.reason is Reason.PEER_UNREACHABLE
+    assert "cannot be looked up" in found.message
 
 
 def test_nothing_lands_after_close_even_from_a_stopped_peer(own_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,8 +160,14 @@ class DeferredActions:
         """Run the action once the mark is over."""
         self._pending.put((mark, action))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvferry-deferred", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="kvferry-deferred", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                # The engine's thread calls: the action waits for the next one, its push for its deadline.
+                logger.exception("kvferry: the process can start no thread")
+            else:
+                self._thread = thread
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Run the actions added before, within ``timeout_seconds``, and stop; twice is fine."""

@@ -30,6 +30,7 @@ from kvferry.transport.end_points import (
     unpack_regions,
 )
 from kvferry.transport.host_memory import HostMemoryTransport, Sides
+from kvferry.transport.processes import Process
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
 from kvferry.transport.regions import RangeStream
 
@@ -67,10 +68,11 @@ def _bind(name: str) -> "ctypes._NamedFuncPointer":
 
 @dataclass(slots=True, eq=False)
 class CmaPeer(Peer):
-    """A process, identified by its open ``/proc/<pid>/stat``."""
+    """A process, identified by its open ``/proc/<pid>/stat``; ``process`` is None where the kernel has no pidfd."""
 
     identity: ProcessIdentity
     stat_file: io.FileIO
+    process: Process | None = None
 
     def verify(self) -> TransportError | None:
         """Return an error if the process has ended, else None.
@@ -84,9 +86,15 @@ class CmaPeer(Peer):
             return _died(self.identity)
         return None if start_time == self.identity.start_time else _changed(self.identity, start_time)
 
+    def has_pid(self) -> bool:
+        """Return whether the process keeps its pid, so that no other process has it. Any thread may call it."""
+        return self.verify() is None if self.process is None else self.process.has_pid
+
     def close(self) -> None:
-        """Close the stat file."""
+        """Close the files."""
         self.stat_file.close()
+        if self.process is not None:
+            self.process.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +128,7 @@ class CmaTransport(HostMemoryTransport):
         _check_same_host(own_identity(), identity)
         peer = CmaPeer(f"cma:{identity.pid}", unpack_regions(remote.regions), identity, _open_stat(identity))
         try:
+            peer.process = _hold(identity)
             self._probe(peer, remote)
         except TransportError:
             peer.close()
@@ -179,6 +188,9 @@ class CmaTransport(HostMemoryTransport):
         """Return the copied bytes and, where the first call failed, the calling thread's error number."""
         position = start
         while position < stop:
+            # Where the peer ended since the last call, another process may have its pid: the call would write there.
+            if transfer.direction is Direction.WRITE and not peer.has_pid():
+                return position - start, errno.ESRCH
             end = _reach(transfer, position, stop, MAX_RANGES_PER_CALL)
             local, remote = transfer.local.cut(position, end), transfer.remote.cut(position, end)
             moved = self._calls[transfer.direction](
@@ -278,6 +290,15 @@ def _check_same_host(own: ProcessIdentity, other: ProcessIdentity) -> None:
     else:
         return
     raise TransportError(Reason.TRANSPORT_UNAVAILABLE, f"cma needs both processes on one host; {found}.", remedy)
+
+
+def _hold(identity: ProcessIdentity) -> Process | None:
+    try:
+        return Process(identity.pid)
+    except ProcessLookupError as error:
+        raise _died(identity) from error
+    except (OSError, AttributeError):
+        return None
 
 
 def _open_stat(identity: ProcessIdentity) -> io.FileIO:

@@ -107,10 +107,19 @@ def parse_start_time(stat: bytes) -> int:
     >>> parse_start_time(b"7 (a) b) S " + b" ".join(b"%d" % i for i in range(4, 30)))
     22
     """
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    if fields[0] in (b"Z", b"X"):
+    if _fields(stat)[0] in (b"Z", b"X"):
         raise ProcessLookupError("the process has exited")
-    return int(fields[19])
+    return start_time_in(stat)
+
+
+def start_time_in(stat: bytes) -> int:
+    """Return the start time as :func:`parse_start_time`, that of a zombie too."""
+    return int(_fields(stat)[19])
+
+
+def _fields(stat: bytes) -> list[bytes]:
+    """Return the fields behind the name, which may contain anything."""
+    return stat[stat.rindex(b")") + 2 :].split()
 
 
 class Nonce:

@@ -13,6 +13,7 @@ import os
 import re
 import select
 import socket
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -52,6 +53,8 @@ MAX_BYTES_PER_SLICE = 8 << 20
 MAX_SLICES_IN_FLIGHT = 2
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 2.0
+MAX_LOOKUPS = 64
+"""Look-ups of names that run at a time."""
 
 _HOST = r"[0-9A-Za-z]([0-9A-Za-z.\-]{0,251}[0-9A-Za-z])?"
 _COMPLETED = 1
@@ -72,10 +75,14 @@ class MooncakeEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True, eq=False)
 class MooncakePeer(Peer):
-    """A remote Mooncake engine; ``name`` is ``host:port``, Mooncake's name of the engine."""
+    """A remote Mooncake engine; ``name`` is ``host:port``, ``place`` its numeric form, once the host was looked up.
+
+    Mooncake gets the numeric form only: it would look a name up itself, on the thread that calls it.
+    """
 
     nonce_address: int
     nonce: bytes
+    place: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +102,37 @@ class MooncakeTransfer(SlicedTransfer):
     """A transfer whose running slices end in the order in which they were posted."""
 
     running: deque[Slice] = field(default_factory=deque)
+
+
+class Lookup:
+    """The look-up of a host on a thread of its own: the operating system may take long, and cannot be stopped."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._address = ""
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="kvferry-mooncake-lookup", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the look-up has not ended."""
+        return self._thread.is_alive()
+
+    def address(self) -> str:
+        """Return the IPv4 address; the look-up must have ended. Raises ``OSError``."""
+        if self._error is not None:
+            raise OSError(f"{self._host} cannot be looked up: {self._error}")
+        return self._address
+
+    def _run(self) -> None:
+        try:
+            self._address = str(socket.getaddrinfo(self._host, None, socket.AF_INET)[0][4][0])
+        except OSError as error:
+            self._error = error
 
 
 class Greeting:
@@ -145,9 +183,11 @@ class Greeting:
 
 @dataclass(slots=True, eq=False)
 class MooncakeConnection(Connection):
-    """A connection that reads the nonce once the greeting is over."""
+    """A connection that looks the host up, greets its process, and then reads the nonce."""
 
-    greeting: Greeting = field(kw_only=True)
+    host: str = field(kw_only=True)
+    port: int = field(kw_only=True)
+    greeting: Greeting | None = None
 
 
 class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
@@ -170,6 +210,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         self._slices: set[Slice] = set()
         self._num_queued: Counter[str] = Counter()  # descriptors and fences, by peer
         self._nonce = Nonce()
+        self._lookups: dict[str, Lookup] = {}
         self._engine: Any = open_engine(self._host)  # the only reference: ``close`` ends the engine by dropping it
         self._register_memory(Region(self._nonce.address, NONCE_BYTES))
 
@@ -189,7 +230,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         )
 
     def connect(self, end_point: bytes) -> Transfer:
-        """Check that the peer runs and read its nonce, in at most ``CONNECT_SECONDS``. Resolves host names itself."""
+        """Look the peer's host up, check that the peer runs and read its nonce, in at most ``CONNECT_SECONDS``."""
         self._check_open()
         remote = decode_end_point(end_point, MooncakeEndPoint, "mooncake")
         if remote.nonce == self._nonce.value:
@@ -202,14 +243,11 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
             nonce_address=remote.nonce_address,
             nonce=remote.nonce,
         )
-        try:
-            greeting = Greeting(remote.host, remote.port)
-        except OSError as error:
-            raise self._unanswered(name, str(error)) from error
         deadline = time.monotonic() + CONNECT_SECONDS
-        return self._follow(
-            MooncakeConnection(peer, Direction.READ, 1, NONCE_BYTES, deadline=deadline, greeting=greeting)
+        connection = MooncakeConnection(
+            peer, Direction.READ, 1, NONCE_BYTES, deadline=deadline, host=remote.host, port=remote.port
         )
+        return self._follow(connection)
 
     def close(self) -> None:
         """Wait up to ``CLOSE_SECONDS`` for running slices and end the engine, which takes up to a second.
@@ -226,7 +264,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         self._engine = None
         self._slices.clear()
         for connection in self._connections:
-            connection.greeting.close()
+            self._take_back(connection)
 
     def _register_memory(self, region: Region) -> None:
         if code := self._engine.register_memory(region.base_address, region.length):
@@ -240,7 +278,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         assert isinstance(connection.peer, MooncakePeer)
         if connection.reading is None:
             try:
-                if not connection.greeting.is_over():
+                if not self._is_greeted(connection, connection.peer):
                     return False
             except OSError as error:
                 raise self._unanswered(connection.peer.name, str(error)) from error
@@ -251,6 +289,36 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
             raise connection.reading.error
         return True
 
+    def _is_greeted(self, connection: MooncakeConnection, peer: MooncakePeer) -> bool:
+        """Return whether the peer's process has answered the greeting. Raises ``OSError``."""
+        if connection.greeting is None:
+            address = self._address_of(connection.host)
+            if address is None:
+                return False
+            peer.place = f"{address}:{connection.port}"
+            connection.greeting = Greeting(address, connection.port)
+        return connection.greeting.is_over()
+
+    def _address_of(self, host: str) -> str | None:
+        """Return the numeric address of a host, None while it is looked up. Raises ``OSError``."""
+        try:
+            socket.inet_pton(socket.AF_INET, host)
+        except OSError:
+            pass
+        else:
+            return host
+        lookup = self._lookups.get(host)
+        if lookup is None:
+            # Look-ups whose connections were given up are forgotten once they have ended.
+            self._lookups = {name: each for name, each in self._lookups.items() if each.is_running}
+            if len(self._lookups) < MAX_LOOKUPS:
+                self._lookups[host] = Lookup(host)
+            return None
+        if lookup.is_running:
+            return None
+        del self._lookups[host]
+        return lookup.address()
+
     def _read_nonce(self, peer: MooncakePeer) -> MooncakeTransfer:
         """Return a transfer with a fence and no batch."""
         transfer = MooncakeTransfer(peer, Direction.READ, 0, 0, descriptors=np.empty((0, 3), np.uint64), bounds=[0])
@@ -258,7 +326,8 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         return transfer
 
     def _take_back(self, connection: MooncakeConnection) -> None:
-        connection.greeting.close()
+        if connection.greeting is not None:
+            connection.greeting.close()
 
     def _unanswered(self, name: str, found: str) -> TransportError:
         return TransportError(
@@ -276,11 +345,11 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         sources, destinations, lengths = descriptors.T
         if transfer.direction is Direction.READ:
             batch = self._engine.batch_transfer_async_read(
-                transfer.peer.name, destinations.tolist(), sources.tolist(), lengths.tolist()
+                transfer.peer.place, destinations.tolist(), sources.tolist(), lengths.tolist()
             )
         else:
             batch = self._engine.batch_transfer_async_write(
-                transfer.peer.name, sources.tolist(), destinations.tolist(), lengths.tolist()
+                transfer.peer.place, sources.tolist(), destinations.tolist(), lengths.tolist()
             )
         if batch:
             self._start(transfer, Slice(transfer.peer, batch, len(descriptors), int(lengths.sum())))
@@ -296,7 +365,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
 
     def _post_fence(self, posted: Slice) -> None:
         posted.fence = self._engine.batch_transfer_async_read(
-            posted.peer.name, [posted.landed_nonce.ctypes.data], [posted.peer.nonce_address], [NONCE_BYTES]
+            posted.peer.place, [posted.landed_nonce.ctypes.data], [posted.peer.nonce_address], [NONCE_BYTES]
         )
 
     def _fence_status(self, posted: Slice) -> int:

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -12,7 +13,15 @@ from kvferry.peer_log import PeerLog
 logger = PeerLog(logging.getLogger(__name__))
 
 MAX_RUNNING = 64
-"""Calls of one kind that run at a time; a further call starts when one of them has ended."""
+"""Calls of one kind that have a slot; a further call waits for a slot, the oldest first."""
+LATE_SECONDS = 15.0
+"""A call that has run for so long has no slot any more: a look-up of a name cannot be stopped, and may hang."""
+MAX_LATE = 192
+"""Calls without a slot that run; a later one keeps its slot."""
+WAIT_SECONDS = 15.0
+"""How long a call waits for a slot; then it fails."""
+MAX_WAITING = 4096
+"""Calls of one kind that wait for a slot."""
 FAILURE_SECONDS = 2.0
 """How long a failed call answers for its key; then the next request calls again."""
 UNCLAIMED_SECONDS = 30.0
@@ -28,22 +37,38 @@ class BackgroundCall(Generic[Found]):
     def __init__(self, name: str, call: Callable[[], Found], wake: Callable[[], None] = lambda: None) -> None:
         self._result: Found | None = None
         self._error: KVFerryError | None = None
-        self._started_at = time.monotonic()
+        self._asked_at = time.monotonic()
+        self._started_at: float | None = None
         self._ended_at: float | None = None
         self._call = call
         self._wake = wake
         self._name = name
-        self._thread = threading.Thread(target=self._run, name=f"kvferry-{name}", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start the call. Where the process can start no thread, the call fails."""
+        self._started_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=f"kvferry-{self._name}", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self.fail(unexpected_error(self._name, error))
 
     @property
     def is_running(self) -> bool:
-        """Whether the call has not ended."""
+        """Whether the call has not ended; it may wait for its start."""
         return self._ended_at is None
 
-    def runs_longer_than(self, seconds: float) -> bool:
-        """Return whether the call has not ended and began more than ``seconds`` ago."""
-        return self._ended_at is None and time.monotonic() - self._started_at > seconds
+    def takes_longer_than(self, seconds: float) -> bool:
+        """Return whether the call has not ended and was asked for more than ``seconds`` ago."""
+        return self._ended_at is None and time.monotonic() - self._asked_at > seconds
+
+    def is_late(self, now: float) -> bool:
+        """Return whether the call has run for more than :data:`LATE_SECONDS`, and runs."""
+        return self._ended_at is None and self._started_at is not None and now - self._started_at > LATE_SECONDS
+
+    def has_started(self) -> bool:
+        """Return whether the call runs, or has ended."""
+        return self._started_at is not None
 
     def is_expired(self, now: float) -> bool:
         """Return whether the call ended so long ago that a request for its key calls again."""
@@ -82,7 +107,9 @@ class BackgroundCall(Generic[Found]):
 
 
 class BackgroundCalls(Generic[Key, Found]):
-    """Background calls by key: one for each key, and at most :data:`MAX_RUNNING` at a time.
+    """Background calls by key: one for each key. At most :data:`MAX_RUNNING` have a slot; the others wait in order.
+
+    One thread may use it.
 
     >>> lookups = BackgroundCalls[str, int]("lookup")
     >>> while (found := lookups.get("a", lambda: 7)) is None:
@@ -95,29 +122,51 @@ class BackgroundCalls(Generic[Key, Found]):
         self._name = name
         self._wake = wake
         self._known: dict[Key, BackgroundCall[Found]] = {}
+        self._waiting: deque[BackgroundCall[Found]] = deque()
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get(self, key: Key, call: Callable[[], Found]) -> BackgroundCall[Found] | None:
-        """Return the call for this key once it has ended, else None; start it where there is none."""
+        """Return the call for this key once it has ended, else None; queue it where there is none."""
         now = time.monotonic()
         known = self._known.get(key)
         if known is None or known.is_expired(now):
             self._known = {key: each for key, each in self._known.items() if not each.is_expired(now)}
-            if sum(each.is_running for each in self._known.values()) >= MAX_RUNNING:
+            if len(self._waiting) >= MAX_WAITING:
                 return None
             known = self._known[key] = BackgroundCall(self._name, call, self._wake)
+            self._waiting.append(known)
+        if self._waiting:
+            self._start_waiting(now)
         return None if known.is_running else known
 
-    def runs_longer_than(self, key: Key, seconds: float) -> bool:
-        """Return whether the call for this key has run for more than ``seconds``."""
+    def takes_longer_than(self, key: Key, seconds: float) -> bool:
+        """Return whether the call for this key has not ended after ``seconds``, its wait for a slot included."""
         known = self._known.get(key)
-        return known is not None and known.runs_longer_than(seconds)
+        return known is not None and known.takes_longer_than(seconds)
+
+    def _start_waiting(self, now: float) -> None:
+        """Start as many calls as there are slots, and fail the calls that have waited too long."""
+        running = [each for each in self._known.values() if each.is_running and each.has_started()]
+        num_late = sum(each.is_late(now) for each in running)
+        num_free = MAX_RUNNING - (len(running) - min(num_late, MAX_LATE))
+        while self._waiting and self._waiting[0].takes_longer_than(WAIT_SECONDS):
+            self._waiting.popleft().fail(_no_slot(self._name))
+        for _ in range(min(num_free, len(self._waiting))):
+            self._waiting.popleft().start()
 
     def forget(self, key: Key) -> None:
         """Forget the result: the next request for this key calls again."""
         self._known.pop(key, None)
+
+
+def _no_slot(what: str) -> HandoffError:
+    return HandoffError(
+        Reason.DEADLINE_EXCEEDED,
+        f"the {what} did not begin within {WAIT_SECONDS:g} s: {MAX_RUNNING} others have not ended.",
+        "Check the hosts that this engine is told to ask: too many of them do not answer.",
+    )
 
 
 def unexpected_error(what: str, error: Exception) -> HandoffError:

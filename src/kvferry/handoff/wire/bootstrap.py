@@ -1,35 +1,44 @@
 """Where a router and decode engines learn which engine pushes: the bootstrap query of Mooncake's protocol.
 
 A router asks ``GET /query`` once, at its start, reads ``{"0": {"engine_id": ...}}`` and hands that engine id, with the
-address it asked, to decode engines, which ask the same address for the offer. The engine id includes the epoch: a
-decode engine refuses the id of an earlier epoch, which a router may remember.
+address it asked, to decode engines, which ask the same address for the offer. The engine id includes the epoch. A
+router may remember the id of an earlier epoch, so a decode engine takes the engine that answers at the address now:
+the transfer id and the prompt's digest show whether that engine has the prompt.
 """
 
 import errno
+import io
 import json
+import logging
 import re
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.handshake import check_version
 from kvferry.handoff.messages import Bounded, EndPoint, Identifier, Unsigned
-from kvferry.handoff.wire.addresses import bare, is_ipv6
+from kvferry.handoff.wire.addresses import MAX_ADDRESSES, bare, is_ipv6
 from kvferry.handoff.wire.background import BackgroundCalls
+from kvferry.peer_log import PeerLog
+
+logger = PeerLog(logging.getLogger(__name__))
 
 MAX_ANSWER_BYTES = 1 << 16
 QUERY_SECONDS = 5.0
-"""How long an address may send nothing."""
+"""How long a query may take, on both sides, however slowly bytes come; on the asking side after the name's look-up."""
 ANSWER_SECONDS = 15.0
-"""How long an answer may take as a whole."""
+"""How long a request waits for an answer: for a slot, the look-up of the name and the query."""
+OFFER_SECONDS = 5.0
+"""How long an answer counts; an engine takes longer to start again."""
 MAX_OFFERS = 1024
 MAX_CONNECTIONS = 64
 """Queries that are answered at a time."""
@@ -109,6 +118,10 @@ def _handler(body: bytes) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = QUERY_SECONDS
 
+        def setup(self) -> None:
+            super().setup()
+            self.rfile = _UntilDeadline(self.connection, time.monotonic() + QUERY_SECONDS).makefile()
+
         def do_GET(self) -> None:
             found = self.path == "/query"
             content = body if found else b"{}"
@@ -148,10 +161,14 @@ def query(address: str) -> list[Entry]:
     """Ask a bootstrap address (``http://host:port``). Raises :class:`HandoffError`."""
     host, port = parse_address(address)
     try:
-        # HTTPConnection uses no proxy of the environment and follows no redirect: engines know each other.
-        with closing(HTTPConnection(bare(host), port, timeout=QUERY_SECONDS)) as connection:
-            connection.request("GET", "/query")
-            response = connection.getresponse()
+        places = [place[4] for place in socket.getaddrinfo(bare(host), port, type=socket.SOCK_STREAM)][:MAX_ADDRESSES]
+        deadline = time.monotonic() + QUERY_SECONDS
+        # No proxy of the environment is used and no redirect followed: engines know each other.
+        with closing(_connected(places, deadline)) as connected:
+            connected.sendall(f"GET /query HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
+            # The response only calls ``makefile``.
+            response = HTTPResponse(_UntilDeadline(connected, deadline), method="GET")  # type: ignore[arg-type]
+            response.begin()
             status, body = response.status, response.read(MAX_ANSWER_BYTES)
     except (OSError, ValueError, HTTPException) as error:
         raise HandoffError(
@@ -175,26 +192,73 @@ def query(address: str) -> list[Entry]:
         ) from error
 
 
+class _UntilDeadline(io.RawIOBase):
+    """Reads from a socket until a deadline: the timeout of a socket begins anew with every byte that comes."""
+
+    def __init__(self, connected: socket.socket, deadline: float) -> None:
+        self._socket, self._deadline = connected, deadline
+
+    def makefile(self, mode: str = "rb") -> io.BufferedReader:
+        """Return this reader with a buffer."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._socket.settimeout(_remaining(self._deadline))
+        return self._socket.recv_into(buffer)
+
+
+def _connected(places: Sequence[Any], deadline: float) -> socket.socket:
+    """Return a connection to the first address that accepts one. Raises ``OSError``."""
+    refused = OSError("the name has no address")
+    for turn, (address, port, *_) in enumerate(places):
+        try:
+            return socket.create_connection((address, port), _remaining(deadline) / (len(places) - turn))
+        except OSError as error:
+            refused = error
+    raise refused
+
+
+def _remaining(deadline: float) -> float:
+    """Return the seconds until the deadline. Raises ``TimeoutError`` once it has passed."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError(f"no whole answer within {QUERY_SECONDS:g} s")
+    return seconds
+
+
+class _Answer(NamedTuple):
+    """An offer, and when it was fetched."""
+
+    offer: Offer
+    at: float
+
+
 class BootstrapQueries:
-    """Offers by bootstrap address: asked for on threads, and remembered. One thread may use it."""
+    """Offers by bootstrap address and the router's engine id: asked for on threads, remembered for a short time.
+
+    One thread may use it.
+    """
 
     def __init__(self, ask: Callable[[str], list[Entry]] = query) -> None:
         self._ask = ask
-        self._offers: Bounded[str, Offer] = Bounded(MAX_OFFERS)
+        self._answers: Bounded[tuple[str, str], _Answer] = Bounded(MAX_OFFERS)
         self._queries: BackgroundCalls[tuple[str, str], Offer] = BackgroundCalls("bootstrap query")
 
     def get(self, address: str, engine_id: str) -> Offer | None:
-        """Return the offer of the engine that the router names, None while the query runs.
+        """Return the offer of the engine at the address that the router names, None while the query runs.
 
-        Raises :class:`HandoffError`: peer-changed where an engine in another epoch answers there, and as
+        An answer counts for :data:`OFFER_SECONDS`. Raises :class:`HandoffError`: deadline-exceeded, and as
         :func:`query`; a later request asks again.
         """
-        known = self._offers.get(address)
-        if known is not None and known.engine_id == engine_id:
-            return known
         key = address, engine_id
+        known = self._answers.get(key)
+        if known is not None and time.monotonic() - known.at < OFFER_SECONDS:
+            return known.offer
         found = self._queries.get(key, lambda: _choose(self._ask(address), address, engine_id))
-        if found is None and self._queries.runs_longer_than(key, ANSWER_SECONDS):
+        if found is None and self._queries.takes_longer_than(key, ANSWER_SECONDS):
             # The query is kept, and counts, until it ends.
             raise HandoffError(
                 Reason.DEADLINE_EXCEEDED,
@@ -205,16 +269,21 @@ class BootstrapQueries:
             return None
         offer = found.result()
         self._queries.forget(key)
-        self._offers.pop(address, None)
-        self._offers[address] = offer
+        self._answers.pop(key, None)
+        self._answers[key] = _Answer(offer, time.monotonic())
         return offer
 
-    def forget(self, address: str) -> None:
+    def forget(self, address: str, engine_id: str) -> None:
         """The offer may be of an earlier epoch: ask again for the next request."""
-        self._offers.pop(address, None)
+        self._answers.pop((address, engine_id), None)
 
 
 def _choose(entries: list[Entry], address: str, engine_id: str) -> Offer:
+    """Return the offer of the engine that the router names, or the only one there is.
+
+    The router may name an earlier epoch of the engine, or the engine that had the address before. That is no danger:
+    the engine pushes only a prompt that the router has sent it under the transfer id, and compares the prompt's digest.
+    """
     offers = [entry.kvferry for entry in entries if entry.kvferry is not None]
     if not offers:
         raise HandoffError(
@@ -222,12 +291,21 @@ def _choose(entries: list[Entry], address: str, engine_id: str) -> Offer:
             f"the engine at {address} does not run kvferry.",
             'Start it with KVFerryConnector and "mode": "push".',
         )
-    found = next((offer for offer in offers if offer.engine_id == engine_id), None)
+    found = next((offer for offer in offers if offer.engine_id == engine_id), offers[0] if len(offers) == 1 else None)
     if found is None:
         raise HandoffError(
             Reason.PEER_CHANGED,
-            f"the router names engine {engine_id}, but engine {offers[0].engine_id} answers at {address}.",
-            "The prefill engine was restarted and the router remembers its earlier epoch: restart the router.",
+            f"the router names engine {engine_id}, but engines {', '.join(offer.engine_id for offer in offers)} answer "
+            f"at {address}.",
+            "Give the router the bootstrap address of one prefill engine.",
+        )
+    if found.engine_id != engine_id:
+        logger.info(
+            "kvferry: the router calls %s at %s by an earlier name, %s",
+            found.engine_id,
+            address,
+            engine_id,
+            peer=address,
         )
     check_version(found.version)
     return found

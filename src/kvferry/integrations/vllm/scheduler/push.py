@@ -240,7 +240,7 @@ class PushDestination(Destination):
         """Query the bootstrap address of a failed load again: its prefill engine may have been restarted."""
         expected = self._expected.get(request_id)
         if isinstance(expected, _Expected):
-            self._queries.forget(expected.params.remote_bootstrap_addr)
+            self._queries.forget(expected.params.remote_bootstrap_addr, expected.params.remote_engine_id)
 
     def turn(self) -> None:
         """Take answers to bootstrap queries: they start leases of waiting requests and release ended transfers."""

@@ -208,17 +208,23 @@ class WorkerRole:
         return statistics
 
     def shutdown(self) -> None:
-        """End the holds, stop the jobs, then deregister the memory; twice is fine."""
+        """End the holds, stop the jobs, then deregister the memory; twice is fine.
+
+        Where the transfer thread does not stop, a call of a transport hangs: the transports stay open, since two
+        threads must not use them at once. The end of the process closes them.
+        """
         if self._source is not None:
             self._source.end_holds()
-        if self._rank is not None:
-            self._rank.executor.close()
+        has_stopped = self._rank is None or self._rank.executor.close()
         if self._source is not None:
             self._source.close()
         if self._rank is not None:
             self._rank.source_engines.close()
             self._rank.client.close()
-        self._transports.close()
+        if has_stopped:
+            self._transports.close()
+        else:
+            logger.warning("kvferry: the transfer thread does not stop: its transports stay open.")
         self._log.close()
 
     def _report_still_writing(self, request_ids: frozenset[str]) -> None:

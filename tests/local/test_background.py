@@ -1,0 +1,121 @@
+"""Calls on threads of their own: slots, the wait for a slot, and a process that can start no thread."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.wire import background
+from kvferry.handoff.wire.background import BackgroundCalls
+
+SECONDS = 10.0
+
+
+class Hanging:
+    """Calls that hang until the end of the test, and the keys in the order in which the calls began."""
+
+    def __init__(self) -> None:
+        self.calls: BackgroundCalls[str, str] = BackgroundCalls("look-up")
+        self.begun: list[str] = []
+        self.may_end = threading.Event()
+
+    def hang(self, key: str) -> bool:
+        return self.calls.get(key, lambda: self._answer(key, hangs=True)) is None
+
+    def ask(self, key: str) -> str | None:
+        call = self.calls.get(key, lambda: self._answer(key, hangs=False))
+        return None if call is None else call.result()
+
+    def _answer(self, key: str, *, hangs: bool) -> str:
+        self.begun.append(key)
+        if hangs:
+            self.may_end.wait(SECONDS)
+        return key
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    hanging = Hanging()
+    yield hanging
+    hanging.may_end.set()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_calls_that_wait_for_a_slot_begin_in_the_order_in_which_they_were_asked_for(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks most often does not overtake the others."""
+    monkeypatch.setattr(background, "MAX_RUNNING", 1)
+    assert hanging.hang("first")
+    assert hanging.ask("second") is None
+    for _ in range(10):
+        assert hanging.ask("third") is None
+    hanging.may_end.set()
+    wait_until(lambda: hanging.ask("third") == "third")
+    assert hanging.begun == ["first", "second", "third"]
+
+
+def test_a_call_that_waits_too_long_for_a_slot_fails(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "MAX_RUNNING", 1)
+    monkeypatch.setattr(background, "WAIT_SECONDS", 0.05)
+    assert hanging.hang("first")
+    assert hanging.ask("second") is None
+    time.sleep(0.1)
+    with pytest.raises(HandoffError) as refused:
+        hanging.ask("second")
+    assert refused.value.reason is Reason.DEADLINE_EXCEEDED
+    assert refused.value.remedy
+    assert hanging.begun == ["first"]
+
+
+def test_a_call_that_hangs_gives_its_slot_to_another_and_such_calls_are_bounded(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look-up of a name in the operating system has no deadline and cannot be stopped."""
+    monkeypatch.setattr(background, "MAX_RUNNING", 1)
+    monkeypatch.setattr(background, "MAX_LATE", 1)
+    monkeypatch.setattr(background, "LATE_SECONDS", 0.05)
+    assert hanging.hang("a")
+    time.sleep(0.1)
+    assert hanging.hang("b")
+    wait_until(lambda: hanging.begun == ["a", "b"])
+    time.sleep(0.1)
+    for _ in range(20):
+        assert hanging.ask("c") is None
+        time.sleep(0.002)
+    assert hanging.begun == ["a", "b"]
+
+
+def test_calls_that_wait_are_bounded(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "MAX_RUNNING", 1)
+    monkeypatch.setattr(background, "MAX_WAITING", 2)
+    for key in "abcdef":
+        assert hanging.hang(key)
+    assert len(hanging.calls) == 3
+
+
+def test_a_process_that_can_start_no_thread_fails_the_call_and_nothing_else(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's thread asks: an exception there would end the engine."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(HandoffError) as refused:
+            hanging.ask("a")
+    assert refused.value.reason is Reason.PEER_UNREACHABLE
+    assert "can't start new thread" in refused.value.message
+    monkeypatch.setattr(background, "FAILURE_SECONDS", 0.0)
+    time.sleep(0.001)
+    wait_until(lambda: hanging.ask("a") == "a")
