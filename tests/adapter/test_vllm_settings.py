@@ -47,6 +47,34 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any]) -> None:
     assert refusal.value.reason is Reason.INVALID_SETTING
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_meant"),
+    [
+        ({}, False),
+        ({"host": "localhost"}, False),
+        ({"host": "::1"}, False),
+        ({"host": "192.0.2.2"}, True),
+        ({"host": "0.0.0.0", "advertised_host": "prefill-0"}, True),
+    ],
+)
+def test_transports_listen_for_other_hosts_only_where_the_engine_does(
+    settings: dict[str, Any], is_meant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    from kvferry.integrations.vllm.worker import role
+
+    opened: list[tuple[str, bool]] = []
+    monkeypatch.setattr(
+        role, "open_transports", lambda name, *, beyond_this_host: opened.append((name, beyond_this_host))
+    )
+    monkeypatch.setattr(role, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(role, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
+    monkeypatch.setattr(role, "resolved_layout", lambda _: NamedLayout.BHLNC)
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    role.WorkerRole(config, None, parse_settings(settings))  # type: ignore[arg-type]
+    assert opened == [("auto", is_meant)]
+
+
 def test_a_load_ends_before_the_lease_of_what_it_reads() -> None:
     for settings, message in (
         ({"load_timeout_seconds": 60}, r"load_timeout_seconds \(60\) must be below lease_seconds \(60, the default\)"),

@@ -1,7 +1,11 @@
 """Properties of the NIXL transport alone: no idle core, no posting after a cancel, agents and their metadata."""
 
+import os
+import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -13,6 +17,7 @@ from kvferry.testing.transport_suite import Pair, many_offsets, open_pair
 from kvferry.transport import nixl
 from kvferry.transport.nixl import NixlEndPoint, NixlTransport
 from kvferry.transport.protocol import Direction, Region, Status, reach
+from kvferry.transport.registry import open_transports
 
 pytest.importorskip("nixl")
 FACTORY = "kvferry.transport.nixl:NixlTransport"
@@ -199,3 +204,50 @@ def test_a_transport_does_not_connect_to_itself(pair: Pair) -> None:
     with pytest.raises(TransportError) as caught:
         reach(pair.transport, pair.transport.register([]))
     assert caught.value.reason is Reason.UNSUPPORTED
+
+
+def listening_addresses() -> list[str]:
+    """Return the addresses on which this process listens for TCP connections, as the kernel writes them."""
+    inodes = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the descriptor that lists the directory
+            inodes.add(os.readlink(entry))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    listening = "0A"
+    return [row[1].split(":")[0] for row in rows if row[3] == listening and f"socket:[{row[9]}]" in inodes]
+
+
+LOOPBACK_IN_HEXADECIMAL = "0100007F"
+
+
+def opened(*, beyond_this_host: bool) -> list[str]:
+    """Return the addresses on which ``auto`` opens listeners."""
+    before = listening_addresses()
+    transports = open_transports("auto", beyond_this_host=beyond_this_host)
+    try:
+        assert {"cma", "nixl"} <= transports.transports.keys()
+        found = listening_addresses()
+    finally:
+        transports.close()
+    for each in before:
+        found.remove(each)
+    return found
+
+
+def test_auto_opens_no_listener_beyond_loopback() -> None:
+    """Everybody who reaches a port of UCX can read and write the cache, also where only ``cma`` is used."""
+    assert set(opened(beyond_this_host=False)) == {LOOPBACK_IN_HEXADECIMAL}
+
+
+def test_engines_of_other_hosts_reach_an_agent_that_is_opened_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    assert NixlTransport()._devices == "lo"
+    assert nixl.on_all_devices()._devices == ""
+    own = re.findall(r"\|-- (\S+)\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text())
+    has_other_addresses = any(not address.startswith("127.") for address in own)
+    assert (set(opened(beyond_this_host=True)) > {LOOPBACK_IN_HEXADECIMAL}) == has_other_addresses
+
+
+def test_devices_that_the_environment_names_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    assert set(opened(beyond_this_host=True)) == {LOOPBACK_IN_HEXADECIMAL}

@@ -49,6 +49,7 @@ MAX_BYTES_PER_SLICE = 8 << 20
 MAX_SLICES_IN_FLIGHT = 8
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 2.0
+LOOPBACK_DEVICE = "lo"
 _NUM_LANDINGS = 1024
 """Places for peers' nonces: the limit of concurrent connections."""
 MAX_UNUSED = 16
@@ -198,7 +199,11 @@ class NixlConnection(Connection):
 
 
 class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
-    """One NIXL agent with the UCX back end."""
+    """One NIXL agent with the UCX back end, which listens on ``devices``: on loopback, or with ``""`` on all devices.
+
+    Everybody who reaches a port of UCX can read and write registered memory. Where the variable ``UCX_NET_DEVICES`` is
+    set, it names the devices.
+    """
 
     capabilities = Capabilities(name="nixl", cancel_is_immediate=False)
     _transfer_type = NixlTransfer
@@ -206,9 +211,10 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
     _slice_descriptors = MAX_DESCRIPTORS_PER_SLICE
     _slice_bytes = MAX_BYTES_PER_SLICE
 
-    def __init__(self) -> None:
+    def __init__(self, devices: str = LOOPBACK_DEVICE) -> None:
         super().__init__()
         self._nixl = _import_bindings()
+        self._devices = os.environ.get("UCX_NET_DEVICES", devices)
         self._name = f"kvferry-{os.getpid()}-{uuid.uuid4().hex}"
         self._agent, self._backend = self._create_agent()
         self._operations = {Direction.READ: self._nixl.NIXL_READ, Direction.WRITE: self._nixl.NIXL_WRITE}
@@ -270,9 +276,10 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         config.useProgThread = True  # an agent must answer even while no thread polls it
         config.pthrDelay = PROGRESS_DELAY_MICROSECONDS
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
+        parameters = {"engine_config": f"NET_DEVICES={self._devices}"} if self._devices else {}
         try:
             agent = self._nixl.nixlAgent(self._name, config)
-            return agent, agent.createBackend("UCX", {})
+            return agent, agent.createBackend("UCX", parameters)
         except Exception as error:
             raise TransportError(
                 Reason.TRANSPORT_UNAVAILABLE,
@@ -403,6 +410,11 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
                     self._release(handle)
             time.sleep(0.0005)
         return not self._running_handles
+
+
+def on_all_devices() -> NixlTransport:
+    """Open a transport that other hosts reach."""
+    return NixlTransport(devices="")
 
 
 def _landing(reading: SlicedTransfer) -> int:

@@ -23,6 +23,9 @@ FACTORIES: dict[str, str] = {
 }
 """Module and class by name. A module is imported when its transport is opened."""
 
+FACTORIES_BEYOND_THIS_HOST = FACTORIES | {"nixl": "kvferry.transport.nixl:on_all_devices"}
+"""The same for engines that other hosts reach: the transport listens beyond loopback."""
+
 AUTO = ("cma", "nixl")
 """The transports that ``auto`` opens, in order of preference."""
 
@@ -141,14 +144,14 @@ class TransportSet:
 
 
 def make(factory: str) -> Transport:
-    """Import ``module:class`` and open the transport."""
+    """Import ``module:class``, or a function that returns a transport, and open the transport."""
     module, attribute = factory.split(":")
     transport: Transport = getattr(importlib.import_module(module), attribute)()
     return transport
 
 
-def open_transport(name: str) -> Transport:
-    """Open one transport by name.
+def open_transport(name: str, *, beyond_this_host: bool = False) -> Transport:
+    """Open one transport by name; with ``beyond_this_host`` other hosts can connect to a transport that listens.
 
     Raises ``SettingsError`` for an unknown name, ``TransportError`` for a transport that cannot work on this machine.
 
@@ -157,18 +160,21 @@ def open_transport(name: str) -> Transport:
     kvferry.errors.SettingsError: there is no transport 'cam'. Did you mean 'cma'? ... [unknown-setting]
     """
     check_setting(name)
-    return make(FACTORIES[name])
+    return make((FACTORIES_BEYOND_THIS_HOST if beyond_this_host else FACTORIES)[name])
 
 
-def open_transports(setting: str = "auto") -> TransportSet:
-    """Open one transport, or with ``auto`` all that work here. Raises ``TransportError`` where none works."""
+def open_transports(setting: str = "auto", *, beyond_this_host: bool = False) -> TransportSet:
+    """Open one transport, or with ``auto`` all that work here, as :func:`open_transport` does.
+
+    Raises ``TransportError`` where none works.
+    """
     if setting != "auto":
-        return TransportSet({setting: open_transport(setting)})
+        return TransportSet({setting: open_transport(setting, beyond_this_host=beyond_this_host)})
     opened: dict[str, Transport] = {}
     refusals: list[TransportError] = []
     for name in AUTO:
         try:
-            opened[name] = open_transport(name)
+            opened[name] = open_transport(name, beyond_this_host=beyond_this_host)
         except TransportError as error:
             logger.info("the %s transport is not available: %s", name, error)
             refusals.append(error)

@@ -21,6 +21,15 @@ def is_wildcard(host: str) -> bool:
     return host == "*" or (is_numeric(host) and ipaddress.ip_address(bare(host)).is_unspecified)
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this host can connect to ``host``; of names only ``localhost`` is known.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "[::1]", "localhost", "0.0.0.0", "prefill-0", "*")]
+    [True, True, True, True, False, False, False]
+    """
+    return host == "localhost" or (is_numeric(host) and ipaddress.ip_address(bare(host)).is_loopback)
+
+
 def is_numeric(host: str) -> bool:
     """Return whether the host is an address, not a name.
 

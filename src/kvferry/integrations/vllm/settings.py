@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.handoff.wire.addresses import is_wildcard
+from kvferry.handoff.wire.addresses import is_loopback, is_wildcard
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.registry import FACTORIES
@@ -182,6 +182,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def reachable_host(self) -> str:
         """Where peers reach what listens on ``host``."""
         return self.advertised_host or self.host
+
+    @property
+    def meets_other_hosts(self) -> bool:
+        """Whether ranks of engines on other hosts may connect to this engine's ranks, or this engine's to theirs."""
+        return not is_loopback(self.host)
 
     @property
     def scatters(self) -> bool:

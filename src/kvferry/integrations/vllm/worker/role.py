@@ -58,7 +58,7 @@ class WorkerRole:
         self._tp_rank = get_tensor_model_parallel_rank()
         self._pp_rank = get_pp_group().rank_in_group
         self._index = self._pp_rank * vllm_config.parallel_config.tensor_parallel_size + self._tp_rank
-        self._transports = open_transports(settings.transport)
+        self._transports = open_transports(settings.transport, beyond_this_host=settings.meets_other_hosts)
         self._statistics = Statistics()
         self._log = TransferLog(settings.transfer_log, self._index, resolved_layout(vllm_config))
         self._order: DeviceOrder = HOST
