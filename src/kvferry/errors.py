@@ -48,6 +48,7 @@ class Reason(StrEnum):
     UNKNOWN_REQUEST = "unknown-request"
     ABORTED = "aborted"
     QUARANTINE_FULL = "quarantine-full"
+    FENCED = "fenced"
     # tiers
     BLOCK_MISSING = "block-missing"
     CHECKSUM_MISMATCH = "checksum-mismatch"

@@ -18,7 +18,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.execution import announce, executor
+from kvferry.execution import executor, peers
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -42,6 +42,7 @@ from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, Idle
 from kvferry.integrations.vllm.worker.push import PushSource
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.transport.end_points import own_identity
 
 from ..local.engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, Rank, filled_ranks, whole_blocks
 
@@ -242,7 +243,8 @@ def test_a_rank_whose_push_fails_releases_the_hold(workers: Workers) -> None:
 def test_a_silent_source_does_not_keep_the_request(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host may be gone, or it stopped: the engine keeps the blocks, and the request fails without them."""
     monkeypatch.setattr(executor, "QUIET_SECONDS", 0.1)
-    monkeypatch.setattr(announce, "nothing_listens", lambda *_: is_gone)
+    monkeypatch.setattr(peers, "nothing_listens", lambda *_: False)
+    monkeypatch.setattr(peers.Peers, "has_ended", lambda *_: is_gone)
     is_gone, reports = False, list[StillWriting]()
 
     def answer(question: Question) -> Answer:
@@ -275,12 +277,28 @@ def test_a_silent_source_does_not_keep_the_request(workers: Workers, monkeypatch
 
 @pytest.mark.parametrize("is_quiet", [True, False])
 def test_an_end_point_closes_only_when_its_rank_writes_no_more(is_quiet: bool) -> None:
-    """A destination takes a refused connection as proof that the source has stopped, and gives the blocks back."""
+    """A destination asks there whether the rank has stopped writing."""
     source = object.__new__(PushSource)
     source.writer, source._end_point = Mock(is_quiet=is_quiet), Mock()
     source.close()
     assert source._end_point.close.called == is_quiet
     source.writer.close.assert_called_once_with()
+
+
+def test_fences_are_counted_once(workers: Workers) -> None:
+    role = workers.receiver
+    assert role.take_statistics() is None
+    role._destination.announcer.num_fences = 2
+    assert role.take_statistics().data["fences"] == 2
+    assert role.take_statistics() is None
+    role._destination.announcer.num_fences = 3
+    assert role.take_statistics().data["fences"] == 1
+
+
+def test_a_rank_names_its_process_and_fences_after_the_time_that_is_set(workers: Workers) -> None:
+    entry = decode_rank_entry(workers.senders[0].get_handshake_metadata().entry)
+    assert entry.process == own_identity()
+    assert workers.receiver._destination.announcer.fence_seconds == Settings(mode="push").fence_seconds == 60.0
 
 
 def test_no_transport_is_closed_beside_a_transfer_thread_that_does_not_stop(

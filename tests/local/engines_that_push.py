@@ -23,6 +23,7 @@ from kvferry.handoff.wire.server import Server
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans
 from kvferry.plan.wire import encode_shard
+from kvferry.transport.end_points import ProcessIdentity
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.registry import TransportSet, open_transport
 
@@ -42,11 +43,11 @@ class Batches(Enum):
 class Parts:
     """The parts of every rank: transports, a transfer thread, a client and a listener."""
 
-    def __init__(self, rank: Rank, faults: FaultPlan | None = None) -> None:
+    def __init__(self, rank: Rank, faults: FaultPlan | None = None, transport: str = "cma") -> None:
         self.rank = rank
         self.scratch = Scratch(num_words=4)
-        transport = open_transport("cma")
-        self.transports = TransportSet({"cma": transport if faults is None else FaultyTransport(transport, faults)})
+        opened = open_transport(transport)
+        self.transports = TransportSet({transport: opened if faults is None else FaultyTransport(opened, faults)})
         self.end_points = self.transports.register([*rank.regions, self.scratch.region])
         self.executor = Executor(self.scratch)
         self.client = Client()  # each rank is a sender or a receiver
@@ -65,14 +66,23 @@ class Parts:
 
 
 class SendingRank(Parts):
-    def __init__(self, rank: Rank, faults: FaultPlan | None, batches: Batches) -> None:
-        super().__init__(rank, faults)
+    def __init__(
+        self,
+        rank: Rank,
+        faults: FaultPlan | None,
+        batches: Batches,
+        transport: str = "cma",
+        process: ProcessIdentity | None = None,
+    ) -> None:
+        super().__init__(rank, faults, transport)
         shard = encode_shard(rank.shard)
         parts = self.transports, self.executor, self.client, NO_DEVICE
         spans = LayerSpans({} if batches is Batches.CHUNKS else {"full": LAYERS}, layers_per_span=1)
         short_tokens = SHORT_TOKENS if batches is Batches.WHOLE else 0
         self.answerer = self.writer = Writer(shard, self.epoch, IDENTITY, *parts, spans, True, short_tokens)
-        self.entry = RankEntry(rank.shard.tp_rank, 0, shard, self.end_points, 0, 0, push_end_point=self.answers_at)
+        self.entry = RankEntry(
+            rank.shard.tp_rank, 0, shard, self.end_points, 0, 0, push_end_point=self.answers_at, process=process
+        )
 
 
 class SendingEngine:
@@ -82,8 +92,11 @@ class SendingEngine:
         faults: FaultPlan | None,
         batches: Batches,
         layout: NamedLayout = NamedLayout.BHLNC,
+        transport: str = "cma",
+        process: ProcessIdentity | None = None,
     ) -> None:
-        self.ranks = [SendingRank(rank, faults, batches) for rank in filled_ranks(tp_size, layout)]
+        """``process`` stands for the processes of the ranks, which are in this one."""
+        self.ranks = [SendingRank(rank, faults, batches, transport, process) for rank in filled_ranks(tp_size, layout)]
         entries = tuple(rank.entry for rank in self.ranks)
         self.listener = Server(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries))
 
@@ -113,13 +126,25 @@ class SendingEngine:
 
 
 class ReceivingRank(Parts):
-    def __init__(self, rank: Rank, engine_id: str = "d") -> None:
-        super().__init__(rank)
+    def __init__(
+        self, rank: Rank, engine_id: str = "d", transport: str = "cma", fence_seconds: float = announce.FENCE_SECONDS
+    ) -> None:
+        super().__init__(rank, transport=transport)
         self.engines = SourceEngines(rank.shard, IDENTITY, self.transports, engine_id, SECONDS)
         name = f"{engine_id}/{rank.tp_rank}"
         shard = encode_shard(rank.shard)
         self.answerer = self.announcer = Announcer(
-            name, IDENTITY, shard, self.end_points, self.answers_at, self.executor, self.client, SECONDS, True
+            name,
+            IDENTITY,
+            shard,
+            self.end_points,
+            self.answers_at,
+            self.executor,
+            self.client,
+            SECONDS,
+            self.transports,
+            keeps_events=True,
+            fence_seconds=fence_seconds,
         )
 
     def receive(
@@ -159,10 +184,13 @@ class Pairs:
         faults: FaultPlan | None = None,
         batches: Batches = Batches.CHUNKS,
         layout: NamedLayout = NamedLayout.BHLNC,
+        transport: str = "cma",
+        process: ProcessIdentity | None = None,
+        fence_seconds: float = announce.FENCE_SECONDS,
     ) -> tuple[SendingEngine, list[ReceivingRank]]:
-        self.senders.append(SendingEngine(source_tp, faults, batches, layout))
+        self.senders.append(SendingEngine(source_tp, faults, batches, layout, transport, process))
         ranks = [Rank(tp_rank, target_tp, layout=layout) for tp_rank in range(target_tp)]
-        self.receivers = [ReceivingRank(rank) for rank in ranks]
+        self.receivers = [ReceivingRank(rank, transport=transport, fence_seconds=fence_seconds) for rank in ranks]
         return self.senders[-1], self.receivers
 
     def close(self) -> None:

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution import announce, write
+from kvferry.execution import announce, peers, write
 from kvferry.execution.announce import Announcer
 from kvferry.execution.job import JobResult
+from kvferry.execution.peers import Peers
 from kvferry.execution.write import Writer
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import Announce, Answer, EndPoint, Introduce, Noted, Pushed, Question, Release, Revoke
@@ -179,6 +180,8 @@ def test_a_receiver_out_of_reach_is_reported_and_the_next_push_connects_anew(
     attempts = []
 
     class Failing:
+        name = ""
+
         def poll(self) -> None:
             attempts.append(time.monotonic())
             raise unreachable
@@ -209,7 +212,7 @@ def test_a_receiver_that_is_slow_to_reach_holds_no_push_but_its_own(
         link = connect(end_points)
         if end_points != slow.end_points:
             return link
-        return SimpleNamespace(poll=lambda: link.poll() if may_reach.is_set() else None)
+        return SimpleNamespace(name="", poll=lambda: link.poll() if may_reach.is_set() else None)
 
     monkeypatch.setattr(source.transports, "connect", connect_late)
     sender.compute(END, [5, 1])
@@ -231,14 +234,14 @@ def test_a_push_that_fails_for_another_reason_keeps_the_connection(engines: Pair
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.result().error is None
     [known] = source.writer._destinations.values()
-    link = known.poll()
-    assert link is not None
+    link = known.link
+    assert link.name == "cma"
     receiver.receive(sender.hold(), [0, 3], "y", "s")
     assert receiver.is_waiting()
     source.writer.end(["y"])
     assert receiver.result().error is not None
     wait_until(lambda: not source.executor._active)
-    assert known.poll() is link
+    assert known.link is link
 
 
 def test_a_receiver_introduces_itself_again_to_a_sender_that_forgot_the_receiver(engines: Pairs) -> None:
@@ -256,17 +259,28 @@ def test_a_receiver_introduces_itself_again_to_a_sender_that_forgot_the_receiver
     assert receiver.result().error is None
 
 
-def test_a_restarted_receiver_replaces_its_earlier_epoch(engines: Pairs) -> None:
-    sender, [former] = engines.open()
+def test_two_decode_replicas_with_one_engine_id_do_not_end_each_others_pushes(engines: Pairs) -> None:
+    """They introduce themselves under one name: only the epoch tells their processes apart."""
+    sender, [one] = engines.open()
+    other = ReceivingRank(Rank(0, 1))
+    engines.receivers.append(other)
     [source] = sender.ranks
-    sender.compute(END, [5, 1])
-    former.receive(sender.hold(), [0, 3])
-    assert former.result().error is None
-    latter = ReceivingRank(Rank(0, 1))
-    engines.receivers.append(latter)
-    latter.receive(sender.hold(), [0, 3])
-    assert latter.result().error is None
-    assert [epoch for _, epoch in source.writer._destinations] == [latter.epoch]
+    for number, receiver in enumerate((one, other, one, other)):
+        receiver.receive(sender.hold(), [number], f"x{number}", f"r{number}")
+        assert receiver.is_waiting()
+    assert [epoch for _, epoch in source.writer._destinations] == [one.epoch, other.epoch]
+    for number in range(4):
+        sender.compute(END, [number], f"x{number}")
+    for receiver, blocks in ((one, [0, 2]), (other, [1, 3])):
+        found: list[JobResult] = []
+        wait_until(lambda receiver=receiver, found=found: len(extended(found, receiver)) == 2)
+        assert [result.error for result in found] == [None, None]
+        assert np.array_equal(receiver.rank.cache[blocks], source.rank.cache[blocks])
+
+
+def extended(found: list[JobResult], receiver: ReceivingRank) -> list[JobResult]:
+    found += receiver.executor.collect()
+    return found
 
 
 def test_a_transfer_that_began_before_the_sender_was_restarted_fails_with_a_reason_and_moves_no_byte(
@@ -362,7 +376,7 @@ def test_the_most_recent_receivers_are_kept(engines: Pairs, monkeypatch: pytest.
 def test_the_list_of_introduced_sources_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announce, "MAX_SOURCES", 2)
     client = Mock()
-    receiver = Announcer("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), client, SECONDS)
+    receiver = Announcer("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), client, SECONDS, Mock())
     for port in (2, 3, 4):
         assert not receiver.is_introduced(EndPoint(HOST, port, 7), (b"shard",))
     sent = [Exchange(*call.args[:3], 0.0, answer=Noted(7)) for call in client.send.call_args_list]
@@ -372,28 +386,27 @@ def test_the_list_of_introduced_sources_is_bounded(monkeypatch: pytest.MonkeyPat
     assert receiver.is_introduced(EndPoint(HOST, 4, 7), ())
 
 
-def test_one_check_of_a_source_serves_all_pushes_that_wait_for_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_check_of_a_peer_serves_all_pushes_that_wait_for_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Mock(return_value=False)
-    monkeypatch.setattr(announce, "nothing_listens", looks)
-    monkeypatch.setattr(announce, "PROBE_AGAIN_SECONDS", 1000.0)
-    receiver = Announcer("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), Mock(), SECONDS)
-    where = EndPoint(HOST, 2, 2)
+    monkeypatch.setattr(peers, "nothing_listens", looks)
+    monkeypatch.setattr(peers, "PROBE_AGAIN_SECONDS", 1000.0)
+    known, where = Peers(), EndPoint(HOST, 2, 2)
     for _ in range(100):
-        assert not receiver.has_ended(where)
+        assert not known.refuses(where)
         time.sleep(0.001)
     assert looks.call_count == 1
-    monkeypatch.setattr(announce, "PROBE_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(peers, "PROBE_AGAIN_SECONDS", 0.0)
     looks.return_value = True
-    wait_until(lambda: receiver.has_ended(where))
+    wait_until(lambda: known.refuses(where))
 
 
-def test_a_failed_check_of_a_source_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_check_of_a_peer_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Mock(side_effect=ValueError)
-    monkeypatch.setattr(announce, "nothing_listens", looks)
-    monkeypatch.setattr(announce, "PROBE_AGAIN_SECONDS", 1000.0)
-    receiver = Announcer("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), Mock(), SECONDS)
+    monkeypatch.setattr(peers, "nothing_listens", looks)
+    monkeypatch.setattr(peers, "PROBE_AGAIN_SECONDS", 1000.0)
+    known = Peers()
     for _ in range(20):
-        assert not receiver.has_ended(EndPoint(HOST, 2, 2))
+        assert not known.refuses(EndPoint(HOST, 2, 2))
         time.sleep(0.002)
     assert looks.call_count == 1
 
@@ -442,8 +455,8 @@ def test_a_sender_that_is_gone_is_an_error_and_its_blocks_come_back(engines: Pai
     assert error.reason in (Reason.PEER_UNREACHABLE, Reason.CLOSED)
 
 
-def test_only_a_refused_connection_proves_that_a_source_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a name that cannot be looked up now, and not silence: its process may still be writing."""
+def test_a_host_refuses_only_where_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a name that cannot be looked up now, and not silence."""
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
         assert not nothing_listens(HOST, port, SECONDS)

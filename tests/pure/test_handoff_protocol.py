@@ -21,6 +21,7 @@ from kvferry.handoff.messages import (
     MAX_TEXT_LENGTH,
     PROTOCOL_VERSION,
     Announce,
+    Announced,
     AnnouncedBlocks,
     Answer,
     Directory,
@@ -45,6 +46,7 @@ from kvferry.handoff.messages import (
     decode_question,
     encode,
 )
+from kvferry.transport.end_points import ProcessIdentity
 
 IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 8, 4, 64, "none", "float32")
 
@@ -56,6 +58,14 @@ lease_seconds = st.floats(min_value=1e-3, max_value=MAX_LEASE_SECONDS)
 identities = st.builds(Identity, *[identifiers] * 4, *[unsigned] * 3, *[identifiers] * 2)
 end_points = st.dictionaries(identifiers, st.binary(max_size=20), max_size=3)
 places = st.builds(EndPoint, identifiers, st.integers(1, 65535), unsigned)
+processes = st.builds(
+    ProcessIdentity,
+    st.text(st.characters(codec="utf-8"), max_size=64),
+    unsigned,
+    st.integers(1, (1 << 31) - 1),
+    unsigned,
+    st.integers(0, (1 << 32) - 1),
+)
 ranks = st.builds(
     RankEntry,
     unsigned,
@@ -65,6 +75,7 @@ ranks = st.builds(
     unsigned,
     unsigned,
     st.none() | places,
+    st.none() | processes,
 )
 push_keys = st.builds(PushKey, identifiers, unsigned, unsigned)
 announced = st.builds(AnnouncedBlocks, identifiers, *[unsigned] * 3, st.lists(unsigned, max_size=4).map(tuple))
@@ -82,11 +93,13 @@ questions = st.one_of(
         st.binary(max_size=20),
         end_points,
         places,
+        unsigned,
     ),
     st.builds(
         Announce,
         unsigned,
         push_keys,
+        unsigned,
         identifiers,
         unsigned,
         identifiers,
@@ -111,6 +124,7 @@ answers = st.one_of(
     st.builds(Renewed, unsigned, lease_seconds, handles),
     st.builds(Revoked, unsigned, st.booleans()),
     st.builds(Noted, unsigned),
+    st.builds(Announced, unsigned, st.text(st.characters(codec="utf-8"), max_size=50)),
     st.builds(Refusal, identifiers, st.text(st.characters(codec="utf-8"), max_size=50)),
 )
 anything = st.recursive(
@@ -153,7 +167,7 @@ def test_an_announcement_of_the_most_blocks_is_within_a_questions_bound() -> Non
     share = MAX_ANNOUNCED_BLOCKS // MAX_ANNOUNCED_GROUPS
     blocks = AnnouncedBlocks(name, longest, longest, longest, (longest,) * share)
     key = PushKey(name, longest, longest)
-    announcement = Announce(longest, key, name, longest, name, (blocks,) * MAX_ANNOUNCED_GROUPS, name, 1.0)
+    announcement = Announce(longest, key, longest, name, longest, name, (blocks,) * MAX_ANNOUNCED_GROUPS, name, 1.0)
     assert len(encode(announcement)) <= MAX_QUESTION_BYTES
     assert decode_question(encode(announcement)) == announcement
 
@@ -350,6 +364,6 @@ def test_another_protocol_version_is_refused() -> None:
 def test_reasons_on_the_wire_are_stable() -> None:
     """Peers of other versions match on these strings; a change here is a change of the protocol."""
     assert set(string.ascii_lowercase + "-") >= set("".join(Reason))
-    assert protocol.PROTOCOL_VERSION == 8
+    assert protocol.PROTOCOL_VERSION == 9
     assert Reason.PEER_CHANGED.value == "peer-changed"
     assert Reason.PEER_UNREACHABLE.value == "peer-unreachable"

@@ -2,10 +2,12 @@
 
 Time is logical. A write reads and writes one token at a time, from blocks that the sender's engine overwrites the
 moment it may, into blocks that the receiver's engine uses the moment it may: whatever is written there later is a
-failure. A seed determines the whole simulation.
+failure. What a sender has sent before it ends may land later, unless the sender writes into the receiver's memory
+itself. Two replicas of the receiver have one name. A seed determines the whole simulation.
 """
 
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from random import Random
 
@@ -14,32 +16,51 @@ import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.messages import PushKey
-from kvferry.handoff.push.receiver import Receiving
+from kvferry.handoff.push.receiver import Receiving, Step
 from kvferry.handoff.push.sender import END, Cut, Need, Prompt, PushRequest, Sender
 from kvferry.plan.layer_spans import Span
 
 SPANS = {Span("full"): Need(1, 7, 2), Span("window"): Need(4, 7, 2), Span("state"): Need(0, 1, 9)}
-NUM_TOKENS, NUM_SOURCES, SECONDS, NUM_STEPS = 7, 2, 40.0, 500
+NUM_TOKENS, NUM_SOURCES, SECONDS, NUM_STEPS = 7, 2, 40.0, 600
+FENCE_SECONDS = 3.0
 OVERWRITTEN = ("overwritten", 0)
 
 
+class Place(Enum):
+    """Where a source is, and who puts its bytes into the receiver's memory."""
+
+    BESIDE = "on the receiver's host; it writes there itself"
+    BUFFERED = "on the receiver's host; the receiver takes the bytes out of a connection"
+    FAR = "on another host: nothing proves its end"
+
+
 class Write(msgspec.Struct):
-    """A batch on its way: tokens still to be written."""
+    """A batch on its way: tokens still to be written, to one registration of the receiver's memory."""
 
     key: PushKey
     transfer_id: str
+    registration: int
     tokens: list[tuple[Span, int]]
 
 
 class Source:
     """One rank of the sender: its memory by transfer and what it writes."""
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self, epoch: int, place: Place) -> None:
+        self.epoch, self.place = epoch, place
         self.side = Sender()
         self.memory: dict[str, dict[tuple[Span, int], tuple[str, int]]] = {}
         self.writes: list[Write] = []
-        self.keys: dict[PushKey, str] = {}
+        self.keys: dict[PushKey, tuple[str, int]] = {}
+        self.introduced: dict[int, int] = {}
+
+
+class Sent(msgspec.Struct):
+    """Bytes of a sender that has ended: they lie in the buffers of a connection."""
+
+    rank: int
+    write: Write
+    memory: dict[tuple[Span, int], tuple[str, int]]
 
 
 class Target(msgspec.Struct):
@@ -49,23 +70,26 @@ class Target(msgspec.Struct):
     transfer_id: str
     key: PushKey
     told_epoch: list[int]
+    registration: dict[int, int]
     unanswered: set[int]
     blocks: dict[int, dict[tuple[Span, int], tuple[str, int]]]
     is_given_back: bool = False
 
 
 class BothSides:
-    """A sender of two ranks (that may restart) and one rank of a receiver (that may too)."""
+    """A sender of two ranks (that may restart) and two replicas of a receiver with one rank (that may too)."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.now = 0.0
-        self.epoch = self.receiver_epoch = 1
-        self.sources = [Source(self.epoch) for _ in range(NUM_SOURCES)]
+        self.epoch, self.last_receiver_epoch = 1, 2
+        self.registrations = {1: 0, 2: 0}
+        self.sources = [Source(self.epoch, self.random.choice(list(Place))) for _ in range(NUM_SOURCES)]
+        self.sent: list[Sent] = []
         self.final: dict[str, int] = {}
         self.targets: dict[PushKey, Target] = {}
         self.network: list[Callable[[], None]] = []
-        self.num_transfers = self.num_pushes = self.num_commits = self.num_failures = 0
+        self.num_transfers = self.num_pushes = self.num_commits = self.num_failures = self.num_fences = 0
 
     def run(self) -> None:
         events = {
@@ -83,6 +107,9 @@ class BothSides:
             self.deliver: 70,
             self.drop: 6,
             self.pass_time: 6,
+            self.land: 20,
+            self.notice_ends: 10,
+            self.refuse: 0.15,
             self.restart_sender: 0.3,
             self.restart_receiver: 0.3,
         }
@@ -90,6 +117,7 @@ class BothSides:
             event()
         for _ in range(60):
             self.now += 2 * SECONDS
+            self.notice_ends()
             self.step_receiver()
             self.report()
             for _ in range(40):
@@ -149,16 +177,19 @@ class BothSides:
 
     def restart_sender(self) -> None:
         self.epoch += 1
-        self.sources = [Source(self.epoch) for _ in range(NUM_SOURCES)]
+        for rank, source in enumerate(self.sources):
+            if source.place is not Place.BESIDE:
+                self.sent += [Sent(rank, write, dict(source.memory[write.transfer_id])) for write in source.writes]
+        self.sources = [Source(self.epoch, source.place) for source in self.sources]
         self.final.clear()
 
     # The sender's writes.
 
     def start_write(self) -> None:
         source = self.random.choice(self.sources)
-        for key, transfer_id in source.keys.items():
+        for key, (transfer_id, registration) in source.keys.items():
             if batch := source.side.take(key):
-                source.writes.append(Write(key, transfer_id, _tokens(batch)))
+                source.writes.append(Write(key, transfer_id, registration, _tokens(batch)))
 
     def write_a_token(self) -> None:
         source = self.random.choice(self.sources)
@@ -174,6 +205,11 @@ class BothSides:
             source.writes.remove(write)
             source.side.stopped(write.key, None)
             return
+        is_open = write.registration == self.registrations[write.key.receiver_epoch]
+        if source.place is not Place.BESIDE and not is_open:
+            source.writes.remove(write)
+            source.side.stopped(write.key, HandoffError(Reason.TRANSFER_FAILED, "closed"))
+            return
         assert not target.is_given_back, "written after the engine had the blocks back"
         at = write.tokens.pop()
         rank = self.sources.index(source)
@@ -181,6 +217,20 @@ class BothSides:
         if not write.tokens:
             source.writes.remove(write)
             source.side.landed(write.key)
+
+    def land(self) -> None:
+        """Take bytes out of a connection whose other end is gone."""
+        if not self.sent:
+            return
+        sent = self.random.choice(self.sent)
+        target = self.targets.get(sent.write.key)
+        is_open = target is not None and sent.write.registration == self.registrations[target.key.receiver_epoch]
+        if target is None or not is_open or not sent.write.tokens:
+            self.sent.remove(sent)
+            return
+        assert not target.is_given_back, "bytes of a sender that has ended land after the engine had the blocks back"
+        at = sent.write.tokens.pop()
+        target.blocks[sent.rank][at] = sent.memory.get(at, OVERWRITTEN)
 
     def report(self) -> None:
         for rank, source in enumerate(self.sources):
@@ -196,16 +246,27 @@ class BothSides:
             return
         transfer_id = f"x{self.random.randrange(max(0, self.num_transfers - 4), self.num_transfers + 1)}"
         self.num_pushes += 1
-        key = PushKey("d", self.receiver_epoch, self.num_pushes)
-        receiving = Receiving("r", dict.fromkeys(range(NUM_SOURCES), "digest"), self.now + SECONDS)
+        key = PushKey("d", self.random.choice(list(self.registrations)), self.num_pushes)
+        receiving = Receiving("r", dict.fromkeys(range(NUM_SOURCES), "digest"), self.now + SECONDS, FENCE_SECONDS)
         blocks: dict[int, dict[tuple[Span, int], tuple[str, int]]] = {rank: {} for rank in range(NUM_SOURCES)}
         epochs = [source.epoch for source in self.sources]
-        self.targets[key] = Target(receiving, transfer_id, key, epochs, set(range(NUM_SOURCES)), blocks)
+        self.targets[key] = Target(receiving, transfer_id, key, epochs, {}, set(range(NUM_SOURCES)), blocks)
         for rank in range(NUM_SOURCES):
+            self.introduce(rank, key.receiver_epoch)
             if self.random.random() < 0.9 or rank == 0:
                 self.tell(self.targets[key], rank)
 
+    def introduce(self, rank: int, receiver_epoch: int) -> None:
+        """As a rule it is answered before anything is announced; an earlier one may still be under way."""
+        registration = self.registrations[receiver_epoch]
+        arrive = partial(self.arrive_introduction, rank, self.sources[rank].epoch, receiver_epoch, registration)
+        if self.random.random() < 0.9:
+            arrive()
+        self.network.append(arrive)
+
     def tell(self, target: Target, rank: int) -> None:
+        # The client sends the same message again.
+        target.registration.setdefault(rank, self.registrations[target.key.receiver_epoch])
         target.receiving.announcing(rank)
         self.network.append(partial(self.arrive_announcement, target, rank))
 
@@ -217,12 +278,45 @@ class BothSides:
 
     def step_receiver(self) -> None:
         for target in self.targets.values():
-            target.receiving.due(self.now)
+            for step, rank in target.receiving.due(self.now):
+                if step is Step.FENCE and rank in target.receiving.may_land and self.is_kept_out(target, rank):
+                    self.fence(target.key.receiver_epoch)
             if target.receiving.error is not None:
                 for rank in target.receiving.writers:
                     self.network.append(partial(self.arrive_revocation, target, rank))
             if target.receiving.is_over and not target.is_given_back:
                 self.give_back(target)
+
+    def is_kept_out(self, target: Target, rank: int) -> bool:
+        """A source on the receiver's host is kept out only once its process has ended."""
+        return self.sources[rank].place is Place.FAR or self.has_ended(target, rank)
+
+    def has_ended(self, target: Target, rank: int) -> bool:
+        return target.told_epoch[rank] != self.sources[rank].epoch
+
+    def fence(self, receiver_epoch: int) -> None:
+        self.registrations[receiver_epoch] += 1
+        self.num_fences += 1
+        error = HandoffError(Reason.FENCED, "fenced")
+        for target in self.targets.values():
+            for rank in range(NUM_SOURCES):
+                if target.key.receiver_epoch == receiver_epoch and self.is_kept_out(target, rank):
+                    target.receiving.fenced(rank, error)
+
+    def notice_ends(self) -> None:
+        """The kernel shows which processes of the receiver's host have ended, and nothing of other hosts."""
+        error = HandoffError(Reason.PEER_DIED, "ended")
+        for target in self.targets.values():
+            for rank, source in enumerate(self.sources):
+                if source.place is not Place.FAR and self.has_ended(target, rank):
+                    may_land = source.place is Place.BUFFERED or self.random.random() < 0.3
+                    target.receiving.ended(rank, error, may_land=may_land)
+
+    def refuse(self) -> None:
+        """A firewall refuses connections for a moment."""
+        for target in self.targets.values():
+            if target.receiving.writers:
+                target.receiving.fail(HandoffError(Reason.PEER_UNREACHABLE, "refused"))
 
     def give_back(self, target: Target) -> None:
         target.is_given_back = True
@@ -240,10 +334,12 @@ class BothSides:
             target.receiving.fail(HandoffError(Reason.ABORTED, "aborted"))
 
     def restart_receiver(self) -> None:
-        self.receiver_epoch += 1
-        self.targets.clear()
-        for source in self.sources:
-            source.side.introduce("d", self.receiver_epoch)
+        """One replica restarts, and nothing tells the sources but its new epoch."""
+        former = self.random.choice(list(self.registrations))
+        self.last_receiver_epoch += 1
+        self.registrations = {epoch: n for epoch, n in self.registrations.items() if epoch != former}
+        self.registrations[self.last_receiver_epoch] = 0
+        self.targets = {key: target for key, target in self.targets.items() if key.receiver_epoch != former}
 
     # The network.
 
@@ -261,23 +357,32 @@ class BothSides:
         self.now += self.random.random() * 5
 
     def is_gone(self, target: Target, rank: int) -> bool:
-        """A sender in another epoch answers the receiver that it is another one: the former is dead."""
-        if target.told_epoch[rank] == self.sources[rank].epoch:
+        """A sender in another epoch answers the receiver that it is another one, which proves nothing."""
+        if not self.has_ended(target, rank):
             return False
         self.network.append(partial(self.arrive_refusal, target, rank, HandoffError(Reason.PEER_CHANGED, "restarted")))
         return True
+
+    def arrive_introduction(self, rank: int, epoch: int, receiver_epoch: int, registration: int) -> None:
+        source = self.sources[rank]
+        if source.epoch == epoch:
+            source.introduced[receiver_epoch] = max(registration, source.introduced.get(receiver_epoch, 0))
 
     def arrive_announcement(self, target: Target, rank: int) -> None:
         if self.is_gone(target, rank):
             return
         source = self.sources[rank]
+        if source.introduced.get(target.key.receiver_epoch) != target.registration[rank]:
+            error = HandoffError(Reason.UNKNOWN_REQUEST, "introduce yourself")
+            self.network.append(partial(self.arrive_refusal, target, rank, error))
+            return
         push_request = PushRequest(target.key, target.transfer_id, NUM_TOKENS, "p", SPANS, self.now + SECONDS)
         try:
             source.side.announce(push_request)
         except KVFerryError as error:
             self.network.append(partial(self.arrive_refusal, target, rank, error))
             return
-        source.keys[target.key] = target.transfer_id
+        source.keys[target.key] = target.transfer_id, target.registration[rank]
         self.network.append(partial(target.unanswered.discard, rank))
 
     def arrive_revocation(self, target: Target, rank: int) -> None:
@@ -285,7 +390,7 @@ class BothSides:
             self.network.append(partial(target.receiving.quiet, rank))
 
     def arrive_refusal(self, target: Target, rank: int, error: KVFerryError) -> None:
-        target.receiving.refused(rank, error)
+        target.receiving.fail(error)
 
     def arrive_report(self, rank: int, key: PushKey, error: KVFerryError | None) -> None:
         target = self.targets.get(key)
@@ -304,7 +409,7 @@ def _tokens(batch: tuple[Cut, ...]) -> list[tuple[Span, int]]:
 @pytest.mark.parametrize("part", range(8))
 def test_only_whole_pushes_commit_and_blocks_are_given_back_untouched(part: int) -> None:
     """Over many seeds: what commits is whole and right, nothing is written afterwards, everything ends."""
-    commits = failures = 0
+    commits = failures = fences = 0
     for seed in range(part * 60, part * 60 + 60):
         world = BothSides(seed)
         try:
@@ -313,5 +418,7 @@ def test_only_whole_pushes_commit_and_blocks_are_given_back_untouched(part: int)
             raise AssertionError(f"seed {seed}: {error}") from error
         commits += world.num_commits
         failures += world.num_failures
+        fences += world.num_fences
     assert commits > 20
     assert failures > 100
+    assert fences > 20

@@ -129,14 +129,13 @@ def test_another_prompt_fails_the_push_in_either_order() -> None:
         assert over.error.reason is Reason.INVALID_REQUEST
 
 
-def test_a_restarted_receiver_ends_only_the_pushes_to_its_earlier_epoch() -> None:
-    side = Sender()
-    other = PushKey("e", 1, 1)
+def test_replicas_of_a_receiver_with_one_name_are_told_apart_by_their_epochs() -> None:
+    side, replica = Sender(), PushKey("d", 2, 1)
     side.announce(asked())
-    side.announce(asked(other))
-    side.introduce("d", 2)
-    assert side.outcome(KEY) is not None
-    assert side.outcome(other) is None
+    side.announce(asked(replica, "y"))
+    side.revoke(replica)
+    side.compute("x", prompt(END))
+    assert side.take(KEY) == (Cut(FULL, 0, 40),)
     assert side.num_open == 1
 
 
@@ -291,6 +290,69 @@ def test_sources_that_may_be_writing_are_checked_once_a_second() -> None:
     assert steps(push, 1.0) == [("CHECK_ALIVE", 0)]
 
 
+def failed(fence_seconds: float = 60.0) -> Receiving:
+    """A push of two sources, both of which may be writing, that has failed."""
+    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0, fence_seconds=fence_seconds)
+    for source in (0, 1):
+        push.announcing(source)
+    push.fail(GAVE_UP)
+    push.due(0.0)
+    return push
+
+
+def test_a_source_that_confirms_nothing_is_fenced_once_after_the_time_that_was_set() -> None:
+    push = failed(fence_seconds=60.0)
+    push.quiet(1)
+    assert not [step for step, _ in steps(push, 59.9) if step == "FENCE"]
+    assert ("FENCE", 0) in steps(push, 60.0)
+    assert not [step for step, _ in steps(push, 600.0) if step == "FENCE"], "a fence is not repeated"
+    assert not push.is_over, "the driver says when the fence stands"
+    push.fenced(0, GAVE_UP)
+    assert push.is_over
+
+
+def test_a_push_that_goes_on_asks_for_no_fence_and_ends_with_one() -> None:
+    push = Receiving("r", {0: "a"}, deadline=1e9, fence_seconds=1.0)
+    push.announcing(0)
+    assert ("FENCE", 0) not in steps(push, 1e6)
+    push.fenced(0, GAVE_UP)
+    assert (push.is_over, str(push.error)) == (True, str(GAVE_UP))
+
+
+def test_a_source_that_has_ended_may_have_sent_bytes_that_land_later() -> None:
+    """They lie in the buffers of a connection: only a fence, which is due at once, ends the push."""
+    push = failed()
+    push.quiet(1)
+    push.ended(0, GAVE_UP, may_land=True)
+    push.ended(0, GAVE_UP, may_land=True)
+    assert (push.is_over, push.may_land, push.writers) == (False, [0], [])
+    assert steps(push, 1.0) == [("FENCE", 0)]
+    push.fenced(0, GAVE_UP)
+    assert push.is_over
+
+
+def test_the_end_of_a_source_that_writes_into_the_receivers_memory_itself_ends_the_push() -> None:
+    push = failed()
+    push.quiet(1)
+    push.ended(0, GAVE_UP, may_land=False)
+    assert push.is_over
+
+
+def test_the_end_of_a_source_fails_a_push_that_goes_on() -> None:
+    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push.announcing(0)
+    push.ended(0, GAVE_UP, may_land=True)
+    assert (str(push.error), push.is_over) == (str(GAVE_UP), False)
+    push.done(0, "a")
+    assert push.is_over, "all of its bytes have landed"
+
+
+def test_a_fence_does_not_touch_a_source_that_was_told_nothing() -> None:
+    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push.fenced(0, GAVE_UP)
+    assert (push.error, push.is_over) == (None, False)
+
+
 def test_the_deadline_ends_a_waiting_push_and_the_snapshot_says_so() -> None:
     push = Receiving("r", {0: "a"}, deadline=30.0)
     push.announcing(0)
@@ -302,6 +364,7 @@ def test_the_deadline_ends_a_waiting_push_and_the_snapshot_says_so() -> None:
         "error": "deadline-exceeded",
         "deadline_in": -1.0,
         "revoke_in": {0: 0.0},
+        "fence_in": 59.0,
     }
 
 

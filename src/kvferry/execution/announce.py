@@ -4,6 +4,7 @@
 out one push, an :class:`Announcer` all pushes to a rank.
 """
 
+import logging
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +16,13 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase, clock
+from kvferry.execution.peers import Peers
 from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
     MAX_QUESTION_BYTES,
     PROTOCOL_VERSION,
     Announce,
+    Announced,
     Answer,
     Bounded,
     EndPoint,
@@ -37,19 +40,28 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.receiver import Receiving, Step
-from kvferry.handoff.wire.addresses import nothing_listens
-from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
 from kvferry.handoff.wire.client import Client, Exchange
+from kvferry.peer_log import PeerLog
+from kvferry.transport.end_points import ProcessIdentity
+from kvferry.transport.registry import TransportSet
+
+logger = PeerLog(logging.getLogger(__name__))
+
+FENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRank:
-    """A source rank of a plan: where it answers, the part that it writes, and all encoded shards of its engine."""
+    """A source rank of a plan: where it answers, the part that it writes, and all encoded shards of its engine.
+
+    ``process`` writes; where it is None, nothing is known of it.
+    """
 
     index: int
     answers_at: EndPoint
     part: Part
     engine: tuple[bytes, ...]
+    process: ProcessIdentity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +99,7 @@ class AwaitedPush:
         self._receiving: Receiving | None = None
         self._created_at = time.monotonic()
         self._pushed: dict[int, Pushed] = {}
+        self._transports: dict[int, str] = {}
         self._announced_at: dict[int, float] = {}
         self._done_at: dict[int, float] = {}
 
@@ -107,14 +120,50 @@ class AwaitedPush:
                     question = Revoke(source.answers_at.epoch, self._key)
                     self._announcer.ask(source.answers_at, question, self._key.number, index)
                 case Step.CHECK_ALIVE:
-                    if self._announcer.has_ended(source.answers_at):
-                        receiving.refused(index, _unreachable(source.answers_at))
+                    self._check_alive(receiving, source)
+                case Step.FENCE:
+                    self._fence(source)
         if receiving.error is not None and self.error is None:
             self.error, self.given_up_at, self.phase = receiving.error, now, Phase.STOPPING
         if receiving.is_over:
             self._end()
             return True
         return moved
+
+    def fenced(self, error: KVFerryError) -> None:
+        """Nothing lands any more of what was announced before to sources that the fence keeps out."""
+        if self._receiving is None:
+            return
+        for index, source in self._sources.items():
+            if self._announcer.is_kept_out(source):
+                self._receiving.fenced(index, error)
+
+    def _check_alive(self, receiving: Receiving, source: SourceRank) -> None:
+        if self._announcer.peers.has_ended(source.process):
+            transport = self._transports.get(source.index, "")
+            may_land = not self._announcer.transports.ends_with_process(transport)
+            receiving.ended(source.index, _died(source), may_land=may_land)
+        elif self._announcer.peers.refuses(source.answers_at):
+            receiving.fail(_unreachable(source.answers_at))
+
+    def _fence(self, source: SourceRank) -> None:
+        where = f"{source.answers_at.host}:{source.answers_at.port}"
+        if self._receiving is None or source.index not in self._receiving.may_land:
+            # The fence for another source of this push has done.
+            return
+        if not self._announcer.is_kept_out(source):
+            logger.warning(
+                "kvferry: the blocks of %s stay quarantined: the prefill rank at %s does not confirm that it stopped. "
+                "It runs on this host, where no fence keeps it from writing: end its process, or let it go on.",
+                self.job_id,
+                where,
+                peer=where,
+            )
+            return
+        logger.warning(
+            "kvferry: the prefill rank at %s does not confirm that it writes no more into %s.", where, self.job_id
+        )
+        self._announcer.fence(where)
 
     def is_ending(self, now: float) -> bool:
         """Return whether the push is past its deadline or being stopped."""
@@ -168,13 +217,15 @@ class AwaitedPush:
             return False
         self._sources = {source.index: source for source in sources}
         expected = {source.index: source.part.digest for source in sources}
-        self._receiving = Receiving(self.job_id, expected, self._request.deadline)
+        self._receiving = Receiving(self.job_id, expected, self._request.deadline, self._announcer.fence_seconds)
         return True
 
     def _announce(self, receiving: Receiving, source: SourceRank) -> bool:
         """Announce the blocks to a source that knows this rank; return whether the source is dealt with."""
         try:
             _check_announced(self._request, source.part)
+            if not self._announcer.peers.meet(source.process):
+                raise _died(source)
             if not self._announcer.is_introduced(source.answers_at, source.engine):
                 return False
         except KVFerryError as error:
@@ -189,6 +240,7 @@ class AwaitedPush:
         return Announce(
             epoch=source.answers_at.epoch,
             key=self._key,
+            registration=self._announcer.num_fences,
             transfer_id=self._request.transfer_id,
             num_tokens=self._request.num_tokens,
             prompt_digest=self._request.prompt_digest,
@@ -218,16 +270,16 @@ class AwaitedPush:
         where = self._sources[index].answers_at
         if isinstance(question, Revoke):
             receiving.still_writing(index, time.monotonic())
-        if isinstance(answer, Revoked) and answer.is_quiet:
+        if isinstance(answer, Announced):
+            self._transports[index] = answer.transport
+        elif isinstance(answer, Revoked) and answer.is_quiet:
             receiving.quiet(index)
         elif answer is None or (isinstance(answer, Refusal) and answer.reason == Reason.PEER_UNREACHABLE):
             receiving.fail(_unreachable(where))
         elif isinstance(answer, Refusal):
-            # Unless the source is in another epoch, it must still acknowledge that it writes nothing.
+            # It must still acknowledge that it writes nothing; where another process answers, it cannot.
             receiving.fail(answer.error())
-            if answer.reason == Reason.PEER_CHANGED:
-                receiving.quiet(index)
-            elif answer.reason == Reason.UNKNOWN_REQUEST:
+            if answer.reason == Reason.UNKNOWN_REQUEST:
                 self._announcer.introduce_again(where)
 
     def _end(self) -> None:
@@ -255,6 +307,24 @@ def _unreachable(where: EndPoint) -> HandoffError:
     )
 
 
+def _died(source: SourceRank) -> HandoffError:
+    where = source.answers_at
+    return HandoffError(
+        Reason.PEER_DIED,
+        f"the process of the prefill rank at {where.host}:{where.port} has ended.",
+        "Send the prompt again once a prefill engine runs; the prefill engine's log may say why it ended.",
+    )
+
+
+def _fenced(where: str) -> HandoffError:
+    return HandoffError(
+        Reason.FENCED,
+        f"this rank has closed its memory and registered it anew, since the prefill rank at {where} does not confirm "
+        "that it writes no more.",
+        "Send the prompt again.",
+    )
+
+
 def _no_handshake(request: PushedRequest, seconds: float) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
@@ -263,9 +333,6 @@ def _no_handshake(request: PushedRequest, seconds: float) -> HandoffError:
     )
 
 
-PROBE_SECONDS = 0.2
-PROBE_AGAIN_SECONDS = 0.5
-"""How long the result of a probe counts, for all pushes that wait for the same source."""
 MAX_SOURCES = 4096
 """Source ranks to which this rank remembers its introduction."""
 
@@ -273,8 +340,11 @@ MAX_SOURCES = 4096
 class Announcer:
     """All pushes to one rank. A source may take ``answer_seconds`` to answer.
 
-    With ``keeps_events`` the result of each push has events. The server's thread calls :meth:`answer`, the engine's
-    thread :meth:`announce`; the other methods are for pushes, on the transfer thread.
+    ``end_points`` are those of the rank's memory in ``transports``. A fence keeps a source out that does not confirm
+    within ``fence_seconds`` that it has stopped. With ``keeps_events`` the result of each push has events.
+
+    The server's thread calls :meth:`answer`, the engine's thread :meth:`announce`; the other methods are for pushes, on
+    the transfer thread.
     """
 
     def __init__(
@@ -287,17 +357,21 @@ class Announcer:
         executor: Executor,
         client: Client,
         answer_seconds: float,
+        transports: TransportSet,
         keeps_events: bool = False,
+        fence_seconds: float = FENCE_SECONDS,
     ) -> None:
         self._name, self._identity = name, identity
         self._shard, self._end_points, self._answers_at = shard, end_points, answers_at
         self._executor, self._client = executor, client
         self._answer_seconds = answer_seconds
+        self.transports, self.fence_seconds = transports, fence_seconds
         self.keeps_events = keeps_events
+        self.peers = Peers()
+        self.num_fences = 0
         self._numbers = count(1)
         self._pushes: dict[int, AwaitedPush] = {}
         self._introductions: Bounded[EndPoint, Answer | None] = Bounded(MAX_SOURCES)
-        self._probes: BackgroundCalls[EndPoint, bool] = BackgroundCalls("probe")
         self._pending: dict[tuple[str, int, Announce | Revoke], tuple[int, int]] = {}
 
     @property
@@ -358,25 +432,30 @@ class Announcer:
         self._pending[where.host, where.port, question] = number, index
         self._client.send(where.host, where.port, question, self._answer_seconds)
 
-    def has_ended(self, where: EndPoint) -> bool:
-        """Return whether the source's host refuses connections: a rank stops writing before it stops listening.
-
-        Another thread probes the host. This is the last result; where it is old, the next probe has been started.
+    def is_kept_out(self, source: SourceRank) -> bool:
+        """Return whether a fence keeps a source out: a process that runs on this host may write without any transport
+        of this rank's.
         """
-        probe = self._probe(where)
-        if probe is None:
-            return False
-        if probe.is_older_than(PROBE_AGAIN_SECONDS):
-            self._probes.forget(where)
-            self._probe(where)
-        try:
-            return probe.result()
-        except KVFerryError:
-            # A probe that failed proves nothing.
-            return False
+        return self.peers.is_elsewhere(source.process) or self.peers.has_ended(source.process)
 
-    def _probe(self, where: EndPoint) -> BackgroundCall[bool] | None:
-        return self._probes.get(where, lambda: nothing_listens(where.host, where.port, PROBE_SECONDS))
+    def fence(self, where: str) -> None:
+        """Close this rank's memory for all that was announced before, and introduce the rank anew for what comes.
+
+        Pushes in progress fail, and so do writes of this rank's own. It may take some seconds.
+        """
+        fence = self.transports.fence()
+        self.num_fences += 1
+        self._end_points = fence.end_points
+        self._introductions.clear()
+        if fence.holes:
+            logger.error(
+                "kvferry: the fence has holes, and the quarantined blocks stay until this engine is restarted: %s.",
+                "; ".join(fence.holes),
+            )
+            return
+        logger.warning("kvferry: a fence: this rank's memory was closed and registered anew; pushes in progress fail.")
+        for push in list(self._pushes.values()):
+            push.fenced(_fenced(where))
 
     def collect(self) -> None:
         """Put the answers that have come into the inboxes of their pushes."""
@@ -402,6 +481,7 @@ class Announcer:
             shard=self._shard,
             end_points=self._end_points,
             answers_at=self._answers_at,
+            registration=self.num_fences,
         )
         if (num_bytes := len(encode(introduction))) > MAX_QUESTION_BYTES:
             raise HandoffError(
@@ -417,5 +497,5 @@ class Announcer:
         answer = exchange.answer
         if not isinstance(answer, Noted | Refusal):
             answer = Refusal.of(_unreachable(where))
-        if where in self._introductions:
+        if where in self._introductions and question.registration == self.num_fences:
             self._introductions[where] = answer

@@ -64,14 +64,16 @@ class SourceEngine:
         ranks = []
         for plan in self.route.plans(selector):
             index = plan.assignment.source_index
-            answers_at = self._directory.ranks[index].push_end_point
+            entry = self._directory.ranks[index]
+            answers_at = entry.push_end_point
             if answers_at is None:
                 raise HandoffError(
                     Reason.UNSUPPORTED,
                     f"engine {self._directory.engine_id} does not push.",
                     'Set "mode": "push" on both engines.',
                 )
-            ranks.append(SourceRank(index, answers_at, Part(plan, announced_blocks(plan, blocks)), shards))
+            part = Part(plan, announced_blocks(plan, blocks))
+            ranks.append(SourceRank(index, answers_at, part, shards, entry.process))
         return ranks
 
     def _guard(self, plan: PairPlan, hold: RemoteHold, slot: int) -> Guard:

@@ -18,11 +18,13 @@ from kvferry.execution.device import DeferredActions, DeviceOrder
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase, clock
+from kvferry.execution.peers import Peers
 from kvferry.execution.route import Route
 from kvferry.handoff.handshake import check_version, compare_identities
 from kvferry.handoff.holds import check_epoch, handle_of_transfer
 from kvferry.handoff.messages import (
     Announce,
+    Announced,
     Answer,
     Bounded,
     EndPoint,
@@ -45,10 +47,12 @@ from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.wire import decode_shard
 from kvferry.transport.protocol import Direction, Status, Transfer
-from kvferry.transport.registry import Link, TransportSet
+from kvferry.transport.registry import Connecting, Link, TransportSet
 
 logger = PeerLog(logging.getLogger(__name__))
 
+CHECK_ALIVE_SECONDS = 1.0
+"""Seconds between two checks that the destination of a push is alive."""
 MAX_BATCHES = 1024
 """Batches kept of one push's events; later ones are only counted."""
 Report = Callable[[JobResult], None]
@@ -103,6 +107,9 @@ class PushEvents:
 class Write:
     """One push at its source; ``report`` tells the destination its result once no batch is in flight.
 
+    ``check_alive`` raises :class:`KVFerryError` where the destination has ended: a push that waits for its prompt would
+    not notice.
+
     ``lock`` guards ``sender``, which the engine's and the server's threads change.
     """
 
@@ -118,13 +125,15 @@ class Write:
         connect: Callable[[], Link | None],
         report: Report,
         events: PushEvents | None = None,
+        check_alive: Callable[[], None] = lambda: None,
     ) -> None:
         self.job_id = f"push {key.number} to {key.receiver} {key.receiver_epoch}"
         self.phase = Phase.PREPARING
         self.error: KVFerryError | None = None
         self.given_up_at: float | None = None
         self._sender, self._lock, self._key, self._part = sender, lock, key, part
-        self._connect, self._report = connect, report
+        self._connect, self._report, self._check_alive = connect, report, check_alive
+        self._check_alive_at = 0.0
         self._events = events
         self._link: Link | None = None
         self._transfer: Transfer | None = None
@@ -144,6 +153,9 @@ class Write:
             # The batch that was taken was never submitted.
             self._stopped(None)
         try:
+            if now >= self._check_alive_at:
+                self._check_alive_at = now + CHECK_ALIVE_SECONDS
+                self._check_alive()
             return self._end() or self._begin_batch()
         except KVFerryError as error:
             self._stopped(error)
@@ -254,10 +266,12 @@ class DestinationRank:
     end_points: dict[str, bytes]
     route: Route
     source_index: int
+    registration: int
 
-    def poll(self) -> Link | None:
-        """Go on connecting; return the link once there is one. Raises :class:`TransportError`."""
-        return self.route.links[self.source_index].poll()
+    @property
+    def link(self) -> Connecting | Link:
+        """The connection, or the attempt to connect, for the next push."""
+        return self.route.links[self.source_index]
 
     def plan(self, transfer_id: str) -> PairPlan:
         """Return this rank's plan for a transfer. Raises :class:`HandoffError` (missing-source) where there is none."""
@@ -297,6 +311,7 @@ class Writer:
         self._transports, self._executor, self._client = transports, executor, client
         self._order = order
         self._deferred = DeferredActions(order)
+        self._peers = Peers()
         self._sender = Sender()
         self._lock = threading.Lock()
         self._destinations: Bounded[tuple[str, int], DestinationRank] = Bounded(MAX_DESTINATIONS)
@@ -421,8 +436,7 @@ class Writer:
             self._introduce(question)
             return Noted(self.epoch)
         if isinstance(question, Announce):
-            self._announce(question)
-            return Noted(self.epoch)
+            return Announced(self.epoch, self._announce(question))
         if isinstance(question, Revoke):
             with self._lock:
                 is_quiet = self._sender.revoke(question.key)
@@ -438,7 +452,8 @@ class Writer:
         check_version(question.version)
         compare_identities(self._identity, question.identity)
         key = question.receiver, question.answers_at.epoch
-        if key in self._destinations:
+        known = self._destinations.get(key)
+        if known is not None and known.registration >= question.registration:
             return
         if self._shard not in question.sources:
             raise HandoffError(
@@ -449,19 +464,26 @@ class Writer:
         index = question.sources.index(self._shard)
         links = {index: self._transports.connect(question.end_points)}
         route = Route([decode_shard(source) for source in question.sources], decode_shard(question.shard), links)
-        for earlier in [known for known in self._destinations if known[0] == question.receiver]:
-            # Its connection is not closed: it ends with the last batch in flight over it.
-            del self._destinations[earlier]
-        self._destinations[key] = DestinationRank(question.answers_at, question.end_points, route, index)
-        with self._lock:
-            self._sender.introduce(*key)
+        # The connection to a former registration is not closed: it ends with the last batch in flight over it.
+        self._destinations[key] = DestinationRank(
+            question.answers_at, question.end_points, route, index, question.registration
+        )
 
-    def _announce(self, question: Announce) -> None:
+    def _announce(self, question: Announce) -> str:
+        """Begin a push; return the transport over which alone it writes, empty where that is still open."""
         key = question.key
         destination = self._destinations.get((key.receiver, key.receiver_epoch))
         if destination is None:
             raise HandoffError(
                 Reason.UNKNOWN_REQUEST, f"{key.receiver} has not introduced itself.", "Introduce it first."
+            )
+        if question.registration != destination.registration:
+            is_late = question.registration < destination.registration
+            raise HandoffError(
+                Reason.FENCED if is_late else Reason.UNKNOWN_REQUEST,
+                f"{key.receiver} announced blocks of its registration {question.registration}; known here is "
+                f"{destination.registration}.",
+                "Send the prompt again." if is_late else "Introduce it first.",
             )
         self._destinations.move_to_end((key.receiver, key.receiver_epoch))
         plan = destination.plan(question.transfer_id)
@@ -489,27 +511,51 @@ class Writer:
                     "Let only decode engines reach this port: no engine has so many requests.",
                 )
             if not self._sender.announce(request):
-                return
+                return ""
             events = PushEvents(request, self.spans.layers_of) if self._keeps_events else None
-        self._executor.submit(self._job(request, part, destination, events))
+        # This connection and no later one, which may be over another transport.
+        link = destination.link
+        self._executor.submit(self._job(request, part, destination, link, events))
+        return link.name
 
-    def _job(self, request: PushRequest, part: Part, destination: DestinationRank, events: PushEvents | None) -> Write:
+    def _job(
+        self,
+        request: PushRequest,
+        part: Part,
+        destination: DestinationRank,
+        link: Connecting | Link,
+        events: PushEvents | None,
+    ) -> Write:
         return Write(
             self._sender,
             self._lock,
             request.key,
             part,
-            connect=destination.poll,
+            connect=link.poll,
             report=lambda result: self._report(request, part, destination, result),
             events=events,
+            check_alive=lambda: self._check_alive(destination.answers_at),
         )
 
     # The transfer thread.
+
+    def _check_alive(self, where: EndPoint) -> None:
+        """Raise :class:`HandoffError` (peer-unreachable) where a destination refuses connections.
+
+        To give a push up is always safe; the destination is told, where it lives.
+        """
+        if self._peers.refuses(where):
+            raise HandoffError(
+                Reason.PEER_UNREACHABLE,
+                f"nothing listens on {where.host}:{where.port}, where the decode rank answered.",
+                "Check the decode engine's log: it may have ended.",
+            )
 
     def _report(self, request: PushRequest, part: Part, destination: DestinationRank, result: JobResult) -> None:
         key, error = request.key, result.error
         if isinstance(error, TransportError):
             self.connect_anew(destination)
+        if isinstance(error, TransportError) or (error is not None and error.reason is Reason.PEER_UNREACHABLE):
             self._give_up(request.transfer_id)
         if error is not None:
             logger.warning("kvferry: push %d to %s failed: %s", key.number, key.receiver, error, peer=key.receiver)

@@ -10,6 +10,7 @@ from typing import Annotated, Self, TypeVar
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.transport.end_points import ProcessIdentity
 
 PROTOCOL_VERSION = 9
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -70,7 +71,8 @@ class RankEntry(msgspec.Struct, frozen=True):
 
     ``shard`` is an encoded :class:`kvferry.layout.Shard`, ``end_points`` maps a transport's name to its end point.
     ``words_address`` is the address of the rank's ``num_words`` guard words, 16 bytes each (see
-    :mod:`kvferry.execution.guard_words`). A rank that pushes answers at ``push_end_point``.
+    :mod:`kvferry.execution.guard_words`). A rank that pushes answers at ``push_end_point``; ``process`` is the process
+    that writes, whose end a destination on the same host can prove.
     """
 
     tp_rank: Unsigned
@@ -80,6 +82,7 @@ class RankEntry(msgspec.Struct, frozen=True):
     words_address: Unsigned
     num_words: Unsigned
     push_end_point: EndPoint | None = None
+    process: ProcessIdentity | None = None
 
 
 class DirectoryRequest(msgspec.Struct, frozen=True, tag="directory-request", tag_field="type"):
@@ -141,7 +144,10 @@ class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
 
 
 class PushKey(msgspec.Struct, frozen=True, order=True):
-    """The name of one push to one destination rank, the ``receiver``, which uses each number once in an epoch."""
+    """The name of one push to one destination rank, the ``receiver``, which uses each number once in an epoch.
+
+    Replicas of an engine may share the name ``receiver``: only name and epoch together name a process.
+    """
 
     receiver: Identifier
     receiver_epoch: Unsigned
@@ -165,7 +171,8 @@ class Introduce(msgspec.Struct, frozen=True, tag="introduce", tag_field="type"):
     """A destination rank tells a source rank where its cache lies and how to reach the cache, once in an epoch.
 
     ``sources`` are the shards of all ranks of the source's engine, as its directory names them: both ranks plan from
-    the same shards.
+    the same shards. A destination that has registered its memory anew introduces itself again, with a larger
+    ``registration``.
     """
 
     version: Unsigned
@@ -176,23 +183,33 @@ class Introduce(msgspec.Struct, frozen=True, tag="introduce", tag_field="type"):
     shard: Payload
     end_points: dict[Identifier, Payload]
     answers_at: EndPoint
+    registration: Unsigned = 0
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     """A destination rank's blocks are ready to be written, from now on for ``seconds``.
 
     The router gave both engines the ``transfer_id`` of this request. ``num_tokens`` and ``prompt_digest`` name the
-    prompt, ``digest`` names the part of the plan that this source writes.
+    prompt, ``digest`` names the part of the plan that this source writes. The blocks are those of one ``registration``
+    of the destination's memory: an announcement that a fence overtook must not reach memory that is open again.
     """
 
     epoch: Unsigned
     key: PushKey
+    registration: Unsigned
     transfer_id: Identifier
     num_tokens: Unsigned
     prompt_digest: Identifier
     blocks: Annotated[tuple[AnnouncedBlocks, ...], msgspec.Meta(min_length=1, max_length=MAX_ANNOUNCED_GROUPS)]
     digest: Identifier
     seconds: LeaseSeconds
+
+
+class Announced(msgspec.Struct, frozen=True, tag="announced", tag_field="type"):
+    """Answers :class:`Announce`. The source writes over this ``transport`` only; empty where that is still open."""
+
+    epoch: Unsigned
+    transport: Text
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke", tag_field="type"):
@@ -261,7 +278,7 @@ class Refusal(Failure, frozen=True, tag="refusal", tag_field="type"):
 
 
 Question = DirectoryRequest | Renew | Release | StillWriting | Introduce | Announce | Revoke | Pushed | PushFailed
-Answer = Directory | Renewed | Noted | Revoked | Refusal
+Answer = Directory | Renewed | Noted | Announced | Revoked | Refusal
 
 Message = TypeVar("Message")
 Key = TypeVar("Key")

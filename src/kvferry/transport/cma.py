@@ -112,7 +112,7 @@ class CmaTransport(HostMemoryTransport):
     since the kernel pins each small page, of which 70 MB have 18,000.
     """
 
-    capabilities = Capabilities(name="cma")
+    capabilities = Capabilities(name="cma", ends_with_process=True)
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,10 +135,10 @@ class CmaTransport(HostMemoryTransport):
             raise
         return reached(peer)
 
-    def close(self) -> None:
-        """Refuse all later calls."""
-        super().close()
+    def close(self) -> bool:
+        """Refuse all later calls. Peers write as before: only the kernel knows of their calls."""
         self._threads.close()
+        return super().close()
 
     def _make_reachable(self, regions: Sequence[Region]) -> None:
         """Allow peers of this user to attach where Yama requires that."""

@@ -167,9 +167,9 @@ class FaultyTransport:
         transfer.slices.clear()
         return _end(transfer, Status.CANCELLED if status is Status.DONE else status)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Close the inner transport."""
-        self._inner.close()
+        return self._inner.close()
 
     def _moved(self, descriptors: Descriptors) -> Descriptors:
         """Return the descriptors that really move."""

@@ -88,9 +88,10 @@ class HostMemoryTransport(ABC):
         """Stop at once: bytes move only inside ``poll``."""
         return transfer.cancel()
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Refuse all later calls."""
         self._closed = True
+        return True
 
     def _make_reachable(self, regions: Sequence[Region]) -> None:
         """Prepare new memory for peers; most transports need nothing. Raises ``TransportError``."""

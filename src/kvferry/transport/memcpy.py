@@ -43,7 +43,7 @@ class MemcpyTransfer(Transfer):
 class MemcpyTransport(HostMemoryTransport):
     """Moves bytes between transports of one process."""
 
-    capabilities = Capabilities(name="memcpy", same_process_only=True)
+    capabilities = Capabilities(name="memcpy", same_process_only=True, ends_with_process=True)
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,10 +64,10 @@ class MemcpyTransport(HostMemoryTransport):
             raise _peer_closed()
         return reached(MemcpyPeer(name="memcpy", regions=unpack_regions(remote.regions), nonce=remote.nonce))
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Refuse all later calls, also transfers of peers."""
-        super().close()
         _open_nonces.discard(self._nonce.value)
+        return super().close()
 
     def _end_point(self) -> ProcessEndPoint:
         return ProcessEndPoint.own("memcpy", self._local, self._nonce)

@@ -13,6 +13,7 @@ import os
 import re
 import select
 import socket
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -199,7 +200,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
 
     _transfer_type = MooncakeTransfer
     _connection_type = MooncakeConnection
-    capabilities = Capabilities(name="mooncake", cancel_is_immediate=False)
+    capabilities = Capabilities(name="mooncake", cancel_is_immediate=False, close_ends_writes=True)
     _slice_descriptors = MAX_DESCRIPTORS_PER_SLICE
     _slice_bytes = MAX_BYTES_PER_SLICE
 
@@ -249,22 +250,25 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         )
         return self._follow(connection)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Wait up to ``CLOSE_SECONDS`` for running slices and end the engine, which takes up to a second.
 
-        No byte lands in local memory afterwards; a peer may still write bytes of a ``WRITE`` that it has received.
+        No byte lands in local memory afterwards: the engine's own thread receives what peers write, and it has ended. A
+        peer may still write bytes of a ``WRITE`` that it has received.
         """
         if self._closed:
-            return
+            return self._engine is None
         self._closed = True
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._slices and time.monotonic() < deadline:
             self._slices = {posted for posted in self._slices if self._fence_status(posted) in _RUNNING}
             time.sleep(0.0005)
-        self._engine = None
         self._slices.clear()
         for connection in self._connections:
             self._take_back(connection)
+        engine, self._engine = self._engine, None
+        # The engine ends with the last reference to it: this one, which is counted twice.
+        return sys.getrefcount(engine) == 2
 
     def _register_memory(self, region: Region) -> None:
         if code := self._engine.register_memory(region.base_address, region.length):

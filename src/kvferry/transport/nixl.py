@@ -8,6 +8,7 @@ is posted in slices that are small enough for every call to return soon, and a c
 import ctypes
 import logging
 import os
+import sys
 import time
 import uuid
 from collections import Counter, deque
@@ -205,7 +206,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
     set, it names the devices.
     """
 
-    capabilities = Capabilities(name="nixl", cancel_is_immediate=False)
+    capabilities = Capabilities(name="nixl", cancel_is_immediate=False, close_ends_writes=True)
     _transfer_type = NixlTransfer
     _connection_type = NixlConnection
     _slice_descriptors = MAX_DESCRIPTORS_PER_SLICE
@@ -256,20 +257,28 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
             NixlConnection(peer, Direction.READ, 1, NONCE_BYTES, deadline=deadline, remote=remote, was_known=was_known)
         )
 
-    def close(self) -> None:
-        """Wait up to ``CLOSE_SECONDS`` for running transfers and destroy the agent."""
+    def close(self) -> bool:
+        """Wait up to ``CLOSE_SECONDS`` for running transfers and destroy the agent.
+
+        With the agent go its UCX context, whose memory registrations are what the remote keys of an RDMA write name,
+        and the worker that receives what peers send over TCP. To deregister the memory alone would not do: UCX keeps
+        registrations in a cache, and writes what comes over TCP without looking at a key.
+        """
         if self._closed:
-            return
+            return self._agent is None
         self._closed = True
         if not self._end_within(CLOSE_SECONDS):
             logger.warning("closed with %d NIXL transfers running; the agent stays", len(self._running_handles))
             _still_writing.append((self._agent, self._nonces))
-            return
+            return False
         self._remote_agents.close()
         for registration in self._registrations:
             self._agent.deregisterMem(registration, [self._backend])
         self._registrations.clear()
-        del self._agent, self._remote_agents
+        del self._remote_agents
+        agent, self._agent = self._agent, None
+        # The agent ends with the last reference to it: this one, which is counted twice.
+        return sys.getrefcount(agent) == 2
 
     def _create_agent(self) -> tuple[Any, int]:
         config = self._nixl.nixlAgentConfig()

@@ -33,7 +33,7 @@ class NullTransport(HostMemoryTransport):
     ('done', 512, [[1048576, 2097152, 512]])
     """
 
-    capabilities = Capabilities(name="null", moves_bytes=False)
+    capabilities = Capabilities(name="null", moves_bytes=False, ends_with_process=True)
 
     def __init__(self) -> None:
         super().__init__()

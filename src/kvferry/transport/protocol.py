@@ -54,12 +54,18 @@ class Capabilities:
     ``same_process_only``: peers are in this process. ``cancel_is_immediate``: ``cancel`` returns ``CANCELLED`` at once;
     otherwise a cancelled transfer stays ``PENDING`` until no more bytes can land. ``moves_bytes`` is false only for the
     null transport.
+
+    ``ends_with_process``: a ``WRITE`` is carried out by the process that submits it, to a process of its host and pid
+    namespace: no byte of it lands once that process has ended. ``close_ends_writes``: no byte of a peer on another
+    host, or of a process that has ended, lands once ``close`` has returned True.
     """
 
     name: str
     same_process_only: bool = False
     cancel_is_immediate: bool = True
     moves_bytes: bool = True
+    ends_with_process: bool = False
+    close_ends_writes: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -133,8 +139,11 @@ class Transport(Protocol):
     def cancel(self, transfer: Transfer) -> Status:
         """Stop. After ``CANCELLED`` no more bytes land; while ``PENDING``, keep polling."""
 
-    def close(self) -> None:
-        """Release all resources; pending transfers fail with ``CLOSED``. Twice is fine."""
+    def close(self) -> bool:
+        """Release all resources; pending transfers fail with ``CLOSED``. Twice is fine.
+
+        Return False where that is not possible, because a posted transfer has not ended: peers may go on writing.
+        """
 
 
 def reached(peer: Peer) -> Transfer:

@@ -4,10 +4,10 @@ import difflib
 import importlib
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvferry.errors import Reason, SettingsError, TransportError
+from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
 from kvferry.peer_log import PeerLog
 from kvferry.transport.protocol import Peer, Status, Transfer, Transport
@@ -56,6 +56,11 @@ class Connecting:
         self._transfer: Transfer | None = None
         self._reached: Link | None = None
         self._refusals: list[TransportError] = []
+
+    @property
+    def name(self) -> str:
+        """The transport of the link, which every later call of ``poll`` returns; empty while connecting."""
+        return "" if self._reached is None else self._reached.name
 
     def poll(self) -> Link | None:
         """Return the link, or None while connecting. Later calls return the same link.
@@ -123,19 +128,65 @@ class Connecting:
         return TransportError(refusals[-1].reason, message, " ".join(error.remedy for error in refusals))
 
 
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """The end points of memory that was registered anew; ``holes`` says why a byte of a former peer may still land."""
+
+    end_points: dict[str, bytes]
+    holes: tuple[str, ...]
+
+
 class TransportSet:
     """The open transports of one rank. Registers memory with all, connects with the first that works."""
 
-    def __init__(self, transports: Mapping[str, Transport]) -> None:
+    def __init__(
+        self, transports: Mapping[str, Transport], open_anew: Callable[[str], Transport] | None = None
+    ) -> None:
         self.transports = dict(transports)
+        self._open_anew = open_anew or open_transport
+        self._registered: list[Sequence[Region]] = []
+        self._end_points: dict[str, bytes] = {}
 
     def register(self, regions: Sequence[Region]) -> dict[str, bytes]:
         """Register memory with every transport and return end points by transport name."""
-        return {name: transport.register(regions) for name, transport in self.transports.items()}
+        self._registered.append(regions)
+        self._end_points = {name: transport.register(regions) for name, transport in self.transports.items()}
+        return dict(self._end_points)
 
     def connect(self, end_points: Mapping[str, bytes]) -> Connecting:
         """Begin to connect to a peer."""
         return Connecting(self.transports, end_points)
+
+    def ends_with_process(self, name: str) -> bool:
+        """Return whether the writes of a peer over this transport, an empty name for any, end with its process."""
+        names = [name] if name else list(self.transports)
+        return all(each in self.transports and self.transports[each].capabilities.ends_with_process for each in names)
+
+    def fence(self) -> Fence:
+        """Close the transports and open them anew, with the same memory: a *fence*. It may take some seconds.
+
+        Nothing lands any more that a peer on another host, or a process that has ended, was told of the former end
+        points. Transfers under way in either direction fail. Transports whose writes end with their process stay as
+        they are: such a peer on another host cannot write. The thread of the transports calls it.
+        """
+        holes = []
+        # A connection in progress keeps the former transports.
+        self.transports = dict(self.transports)
+        for name, former in list(self.transports.items()):
+            if former.capabilities.ends_with_process:
+                continue
+            if not (former.close() and former.capabilities.close_ends_writes):
+                holes.append(f"the {name} transport could not be closed")
+            del self.transports[name], self._end_points[name]
+            try:
+                transport = self._open_anew(name)
+                for regions in self._registered:
+                    self._end_points[name] = transport.register(regions)
+            except KVFerryError as error:
+                logger.error("kvferry: the %s transport cannot be opened anew: %s", name, error)
+                continue
+            self.transports[name] = transport
+        return Fence(dict(self._end_points), tuple(holes))
 
     def close(self) -> None:
         """Close every transport; twice is fine."""

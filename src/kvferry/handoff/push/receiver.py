@@ -1,9 +1,13 @@
 """One push as its destination rank decides it: which sources have written, and which may still be writing.
 
 Pure: messages and the time are inputs, :meth:`Receiving.due` returns what to do now. A push commits when every source
-that the plan names has reported "done" with the digest of its announcement. Every other outcome is a failure: the
-destination asks each source that may have seen the announcement to stop, until the source acknowledges, reports that it
-gave up, or is known to be dead. Only then is the push over and may the engine have the blocks back.
+that the plan names has reported "done" with the digest of its announcement. Every other outcome is a failure. Then the
+destination asks each source that may have seen the announcement to stop. The push is over, and the engine may have the
+blocks back, when each of these sources has acknowledged that it stopped, has reported that it gave up, has provably
+ended together with all that it had sent, or is behind a *fence*: the destination's memory is closed for it.
+
+A connection that is refused, and another process that answers at a source's address, prove nothing: a firewall answers
+the same, and bytes of a process that has ended may still lie in the buffers of a connection.
 """
 
 from collections.abc import Mapping
@@ -24,6 +28,7 @@ class Step(Enum):
     ANNOUNCE = "announce the blocks"
     REVOKE = "ask the source to write no more"
     CHECK_ALIVE = "check that the source is alive"
+    FENCE = "close this rank's memory for the source"
 
 
 class Action(NamedTuple):
@@ -38,12 +43,16 @@ class Source(Enum):
 
     UNANNOUNCED = "has no announcement"
     ANNOUNCED = "may be writing"
+    ENDED = "writes no more, but what it has sent may still land"
     DONE = "has written all of its part"
     QUIET = "will write no more"
 
 
 class Receiving:
     """One push; ``expected`` has, by the index of each source rank, the digest of the part that the source writes.
+
+    A push that has failed asks for a fence against the sources that have not confirmed that they stopped: after
+    ``fence_seconds``, or at once where the process of a source has ended and what it has sent may still land.
 
     >>> push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
     >>> [(action.step.name, action.source) for action in push.due(now=0.0)]
@@ -53,13 +62,17 @@ class Receiving:
     (False, None, True, None)
     """
 
-    def __init__(self, request_id: str, expected: Mapping[int, str], deadline: float) -> None:
+    def __init__(
+        self, request_id: str, expected: Mapping[int, str], deadline: float, fence_seconds: float = 60.0
+    ) -> None:
         self._request_id = request_id
         self._expected = dict(expected)
         self._deadline = deadline
         self._sources = dict.fromkeys(expected, Source.UNANNOUNCED)
         self._revoke_at: dict[int, float] = {}
         self._check_alive_at = 0.0
+        self._fence_seconds = fence_seconds
+        self._fence_at: float | None = None
         self.error: KVFerryError | None = None
 
     @property
@@ -67,17 +80,24 @@ class Receiving:
         """Whether the engine may have the blocks: filled, or untouched from now on."""
         if self.error is None:
             return all(source is Source.DONE for source in self._sources.values())
-        return Source.ANNOUNCED not in self._sources.values()
+        return not self.may_land
 
     @property
     def writers(self) -> list[int]:
         """Sources that may be writing; once the push has failed, each is asked to stop."""
         return [index for index, source in self._sources.items() if source is Source.ANNOUNCED]
 
+    @property
+    def may_land(self) -> list[int]:
+        """Sources of which bytes may still land."""
+        open_to = (Source.ANNOUNCED, Source.ENDED)
+        return [index for index, source in self._sources.items() if source in open_to]
+
     def due(self, now: float) -> list[Action]:
         """Return what to do now, in order; gives up first if the deadline has passed.
 
-        ``ANNOUNCE`` is repeated until :meth:`announcing` is called, ``REVOKE`` after each :meth:`still_writing`.
+        ``ANNOUNCE`` is repeated until :meth:`announcing` is called, ``REVOKE`` after each :meth:`still_writing`;
+        ``FENCE`` names each source that may still write, or whose bytes may still land.
         """
         self._tick(now)
         if self.error is None:
@@ -85,6 +105,7 @@ class Receiving:
         else:
             actions = [Action(Step.REVOKE, i) for i in self.writers if now >= self._revoke_at.get(i, 0.0)]
             self._revoke_at |= {action.source: float("inf") for action in actions}
+            actions += self._fences_due(now)
         if now >= self._check_alive_at:
             self._check_alive_at = now + CHECK_ALIVE_SECONDS
             actions += [Action(Step.CHECK_ALIVE, index) for index in self.writers]
@@ -101,7 +122,7 @@ class Receiving:
 
     def done(self, source: int, digest: str) -> None:
         """The source reports that its part has landed. A part other than the announced one fails the push."""
-        if self._sources.get(source) is not Source.ANNOUNCED:
+        if self._sources.get(source) not in (Source.ANNOUNCED, Source.ENDED):
             return
         if digest != self._expected[source]:
             self.fail(_wrong_part(self._request_id, source, self._expected[source], digest))
@@ -109,16 +130,31 @@ class Receiving:
             return
         self._sources[source] = Source.DONE
 
+    def ended(self, source: int, error: KVFerryError, *, may_land: bool) -> None:
+        """The process of the source has ended, which is proven; with ``may_land`` what it has sent may still land."""
+        known = self._sources.get(source)
+        if known is Source.ANNOUNCED and may_land:
+            self.fail(error)
+            self._sources[source] = Source.ENDED
+            self._fence_at = 0.0
+        elif known is not Source.ENDED:
+            self.refused(source, error)
+
+    def fenced(self, source: int, error: KVFerryError) -> None:
+        """A fence keeps the source out: nothing lands any more of what the source was told before."""
+        if self._sources.get(source) in (Source.ANNOUNCED, Source.ENDED):
+            self.refused(source, error)
+
     def refused(self, source: int, error: KVFerryError) -> None:
-        """The source writes no more because of ``error``: it refused, gave up or died."""
+        """The source writes no more because of ``error``: it refused or gave up, or nothing of it can land."""
         if self._sources.get(source) is Source.DONE:
             return
         self.fail(error)
         self.quiet(source)
 
     def quiet(self, source: int) -> None:
-        """The source has acknowledged that it writes no more, or is known to be dead."""
-        if self._sources.get(source) in (Source.UNANNOUNCED, Source.ANNOUNCED):
+        """The source has acknowledged that it writes no more, or nothing of it can land."""
+        if self._sources.get(source) in (Source.UNANNOUNCED, Source.ANNOUNCED, Source.ENDED):
             self._sources[source] = Source.QUIET
             if self.error is None:
                 self.fail(_stopped(self._request_id, source))
@@ -135,7 +171,16 @@ class Receiving:
             "error": None if self.error is None else self.error.reason.value,
             "deadline_in": self._deadline - now,
             "revoke_in": {index: max(0.0, at - now) for index, at in self._revoke_at.items()},
+            "fence_in": None if self._fence_at is None else max(0.0, self._fence_at - now),
         }
+
+    def _fences_due(self, now: float) -> list[Action]:
+        if self._fence_at is None:
+            self._fence_at = now + self._fence_seconds
+        if now < self._fence_at:
+            return []
+        self._fence_at = float("inf")
+        return [Action(Step.FENCE, index) for index in self.may_land]
 
     def _tick(self, now: float) -> None:
         if now >= self._deadline and not self.is_over:

@@ -276,13 +276,6 @@ class Sender:
 
     # Messages of destinations.
 
-    def introduce(self, receiver: str, epoch: int) -> None:
-        """A destination rank is in this epoch: pushes to its earlier epochs end."""
-        error = HandoffError(Reason.PEER_CHANGED, f"{receiver} was restarted.", "Send the prompt again.")
-        for key in [key for key in self._pushes if key.receiver == receiver and key.receiver_epoch != epoch]:
-            self._pushes[key].fail(error)
-            self._record_outcome(key)
-
     def announce(self, request: PushRequest) -> bool:
         """Begin a push; return False, and do nothing, for an announcement that is known.
 

@@ -17,7 +17,7 @@ from kvferry.transport.registry import check_setting as check_transport
 LAST_PORT = 65535
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400, extra={"unit": "seconds"})]
 Port = Annotated[int, msgspec.Meta(ge=0, le=LAST_PORT)]
-_FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address"))
+_FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address", "fence_seconds"))
 AnySettings = TypeVar("AnySettings", bound=msgspec.Struct)
 LOAD_SECONDS, PUSH_SECONDS = 30.0, 120.0
 
@@ -128,6 +128,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             page="decisions/quarantined-blocks.md",
         ),
     ] = None
+    fence_seconds: Annotated[
+        Seconds,
+        about(
+            "With `push`, how long a failed load's blocks wait for a prefill engine on another host to confirm that it "
+            "writes no more; then the rank closes its memory and registers it anew, and its other loads fail.",
+            page="decisions/fences.md",
+        ),
+    ] = 60.0
     strategy: Annotated[
         Literal["auto", "direct", "scatter"],
         about(

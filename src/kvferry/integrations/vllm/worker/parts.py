@@ -77,3 +77,7 @@ class Destination(Protocol):
     def fail(self, order: PromptLoad) -> None:
         """The load has failed in this rank."""
         return
+
+    def take_num_fences(self) -> int:
+        """Return how many fences there were since the last call."""
+        return 0

@@ -78,10 +78,7 @@ class PushSource(Source):
         return self.writer.take_steps()
 
     def close(self) -> None:
-        """Stop answering, which proves to a destination that this rank writes no more.
-
-        Where a write has not ended yet, only the end of the process closes the end point.
-        """
+        """Stop answering; where a write has not ended yet, the end point answers until the end of the process."""
         if self.writer.is_quiet:
             self._end_point.close()
         self.writer.close()
@@ -90,9 +87,12 @@ class PushSource(Source):
 class PushDestination(Destination):
     """Announces the blocks of a load to the source ranks, and waits until all have written their parts."""
 
-    def __init__(self, rank: Rank, end_point: PushEndPoint, answer_seconds: float, keeps_events: bool) -> None:
+    def __init__(
+        self, rank: Rank, end_point: PushEndPoint, answer_seconds: float, fence_seconds: float, keeps_events: bool
+    ) -> None:
         self._rank = rank
         self._answer_seconds = answer_seconds
+        self._num_fences = 0
         self.announcer = end_point.announcer = Announcer(
             rank.name,
             rank.identity,
@@ -102,8 +102,15 @@ class PushDestination(Destination):
             rank.executor,
             rank.client,
             answer_seconds,
+            rank.transports,
             keeps_events,
+            fence_seconds,
         )
+
+    def take_num_fences(self) -> int:
+        """Return how many fences there were since the last call."""
+        before, self._num_fences = self._num_fences, self.announcer.num_fences
+        return self._num_fences - before
 
     def expect(self, order: PromptLoad, launched_before: Mark) -> None:
         """Announce the blocks before the step computes: the source may be computing the prompt already."""

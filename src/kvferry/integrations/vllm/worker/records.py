@@ -28,7 +28,10 @@ class Statistics(Observations):
     COUNTERS: ClassVar[Mapping[str, Metric]] = {
         "failures": Metric(
             "kvferry:failed_loads", "Loads that ended without a commit on a rank, by reason.", ("reason",)
-        )
+        ),
+        "fences": Metric(
+            "kvferry:fences", "Times that a rank closed its memory to a lost peer and registered the memory anew."
+        ),
     }
 
     def record(self, result: JobResult) -> None:

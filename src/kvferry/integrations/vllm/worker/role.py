@@ -35,6 +35,7 @@ from kvferry.peer_log import PeerLog
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES
 from kvferry.plan.wire import encode_shard
+from kvferry.transport.end_points import own_identity
 from kvferry.transport.registry import open_transports
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class WorkerRole:
             keeps_events = bool(settings.transfer_log)
             push_end_point = PushEndPoint(settings.host, settings.reachable_host)
             self._source = PushSource(rank, push_end_point, LayerSpans(self._layers_that_report()), keeps_events)
-            self._destination = PushDestination(rank, push_end_point, timeout, keeps_events)
+            self._destination = PushDestination(rank, push_end_point, timeout, settings.fence_seconds, keeps_events)
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
             pp_rank=self._pp_rank,
@@ -123,6 +124,7 @@ class WorkerRole:
             words_address=0 if pull_source is None else pull_source.region.base_address,
             num_words=0 if pull_source is None else pull_source.num_words,
             push_end_point=None if push_end_point is None else push_end_point.answers_at,
+            process=own_identity(),
         )
         logger.debug("kvferry: rank %d moves\n%r", self._index, shard)
 
@@ -202,6 +204,8 @@ class WorkerRole:
 
     def take_statistics(self) -> Statistics | None:
         """Return the statistics since the last call; None where there is no new one."""
+        if self._destination is not None:
+            self._statistics.count("fences", self._destination.take_num_fences())
         if self._statistics.is_empty():
             return None
         statistics, self._statistics = self._statistics, Statistics()

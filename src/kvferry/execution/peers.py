@@ -1,0 +1,69 @@
+"""What a rank can learn of the life of its peers' processes."""
+
+from kvferry.errors import KVFerryError
+from kvferry.handoff.messages import Bounded, EndPoint
+from kvferry.handoff.wire.addresses import nothing_listens
+from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
+from kvferry.transport.end_points import ProcessIdentity
+from kvferry.transport.processes import Process, hold_process, is_visible
+
+PROBE_SECONDS = 0.2
+PROBE_AGAIN_SECONDS = 0.5
+"""How long the result of a probe counts, for all transfers with one peer."""
+MAX_PROCESSES = 256
+"""Processes of this host that a rank holds, each by an open file."""
+
+
+class Peers:
+    """The peers of one rank. One thread may use it.
+
+    A peer that refuses connections has probably ended, and a transfer with it may be given up. That is no proof: a
+    firewall refuses too. Only the kernel of this host proves that a process has ended.
+    """
+
+    def __init__(self) -> None:
+        self._probes: BackgroundCalls[EndPoint, bool] = BackgroundCalls("probe")
+        self._processes: Bounded[ProcessIdentity, Process | None] = Bounded(MAX_PROCESSES)
+
+    def refuses(self, where: EndPoint) -> bool:
+        """Return whether the peer's host refused a connection lately.
+
+        Another thread probes the host. This is the last result; where it is old, the next probe has been started.
+        """
+        probe = self._probe(where)
+        if probe is None:
+            return False
+        if probe.is_older_than(PROBE_AGAIN_SECONDS):
+            self._probes.forget(where)
+            self._probe(where)
+        try:
+            return probe.result()
+        except KVFerryError:
+            # A probe that failed says nothing.
+            return False
+
+    def meet(self, identity: ProcessIdentity | None) -> bool:
+        """Hold a peer's process before it is told anything; return False where it has ended already.
+
+        Only a process that was held can be proven to have ended: later another may have its pid.
+        """
+        if identity is None:
+            return True
+        if identity not in self._processes:
+            try:
+                self._processes[identity] = hold_process(identity)
+            except ProcessLookupError:
+                return False
+        return not self.has_ended(identity)
+
+    def has_ended(self, identity: ProcessIdentity | None) -> bool:
+        """Return whether the process is known to have ended, with every system call that it made."""
+        process = None if identity is None else self._processes.get(identity)
+        return process is not None and process.has_ended
+
+    def is_elsewhere(self, identity: ProcessIdentity | None) -> bool:
+        """Return whether the process is on another host, or in a container of its own: it cannot write here itself."""
+        return identity is not None and not is_visible(identity)
+
+    def _probe(self, where: EndPoint) -> BackgroundCall[bool] | None:
+        return self._probes.get(where, lambda: nothing_listens(where.host, where.port, PROBE_SECONDS))
