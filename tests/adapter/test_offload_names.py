@@ -28,6 +28,7 @@ from vllm.v1.request import Request
 
 from kvferry.errors import KVFerryError, LayoutError, Reason
 from kvferry.integrations.vllm import offload_names
+from kvferry.integrations.vllm.offload_adapters import Adapters
 from kvferry.integrations.vllm.offload_names import BlockNames, block_names
 from kvferry.integrations.vllm.translate import shards as translate
 from kvferry.integrations.vllm.translate import weights
@@ -97,6 +98,7 @@ class Engine:
     tokens_per_hash: int = 16
     model_id: str = ""
     adapter: str = ""
+    adapters: Adapters = field(default_factory=Adapters)
 
     def config(self) -> Any:
         """Return vLLM's configuration of this engine."""
@@ -110,7 +112,11 @@ class Engine:
         """Return the names of its blocks."""
         stored = self.slab or slab(**self.stored)
         names = block_names(self.config(), stored, self.tokens_per_hash, self.model_id)
-        return names.of_adapter(self.adapter) if self.adapter else names
+        if not self.adapter:
+            return names
+        found = self.adapters.names(names, self.adapter)
+        assert found is not None
+        return found
 
 
 @pytest.fixture
@@ -292,7 +298,7 @@ def adapt(scale: int = 8, changed: str = "") -> Edit:
         folder.mkdir(exist_ok=True)
         write_weights(folder / "adapter_model.safetensors", {"lora_A": 400, "lora_B": 400}, changed)
         (folder / "adapter_config.json").write_text(json.dumps({"lora_alpha": scale}))
-        offload_names._adapter.cache_clear()  # another process
+        engine.adapters = Adapters()  # another process
         engine.arguments["enable_lora"] = True
         engine.adapter = str(folder)
 
@@ -690,7 +696,8 @@ def test_the_names_of_an_adapter_are_renewed_with_the_others(make_engine: Callab
     adapt()(engine)
     path, engine.adapter = engine.adapter, ""
     names = engine.names()
-    found = [each.of_adapter(path).namespace for each in (names, names, names.renewed(), names.renewed())]
+    each = [engine.adapters.names(one, path) for one in (names, names, names.renewed(), names.renewed())]
+    found = [one.namespace for one in each if one is not None]
     assert found[0] == found[1]
     assert len({names.namespace, *found}) == 4
 
@@ -703,7 +710,7 @@ def test_an_adapter_of_a_hub_without_a_commit_is_not_shared(make_engine: Callabl
     assert private(engine) is Reason.UNKNOWN_WEIGHTS
     first = engine.names()
     assert first.namespace == engine.names().namespace
-    offload_names._adapter.cache_clear()  # another process
+    engine.adapters = Adapters()  # another process
     assert first.namespace != engine.names().namespace
 
 

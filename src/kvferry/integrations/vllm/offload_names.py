@@ -10,11 +10,9 @@ The namespace has neither the tensor-parallel nor the pipeline-parallel size, si
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
 import secrets
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,27 +147,6 @@ class BlockNames:
         if self.private is not None:
             raise self.private.without_traceback()
 
-    def of_adapter(self, path: str, adapter_id: int = 1, *, is_read_again: bool = False) -> "BlockNames":
-        """Return the names for the requests of one adapter, a folder or a hub's name as ``LoRARequest.lora_path``.
-
-        vLLM's hash has the adapter's name and path, and the same path has other weights after the next training. The
-        files are read once in a process, and again where vLLM reads them again: into the place of the loaded adapter
-        (``is_read_again``), or under another ``adapter_id`` once the adapter was unloaded. From then on, under another
-        id only if they differ, the names are private: no other process has them, for vLLM's own cache may still hold
-        blocks of the earlier weights under the same hash. So are the names of a hub's adapter without a commit.
-        """
-        if is_read_again or _is_replaced(path, adapter_id):
-            _times_replaced[path] += 1
-        times_replaced = _times_replaced[path]
-        adapter = _adapter(path, times_replaced)
-        _ids_of_adapter[path].add(adapter_id)
-        own = _OF_THIS_PROCESS if times_replaced else b""
-        # Of the namespace, not of the facts: a renewed one is random.
-        content = self.namespace + adapter.digest.encode() + own
-        namespace = hashlib.blake2b(content, digest_size=NAMESPACE_BYTES).digest()
-        private = self.private or (None if adapter.are_known and not times_replaced else _unknown_weights(path))
-        return replace(self, namespace=namespace, facts={**self.facts, "adapter": adapter.digest}, private=private)
-
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -195,7 +172,7 @@ def engine_facts(vllm_config: "VllmConfig", tokens_per_hash: int, model_id: str 
     """Return the facts of an engine; reads samples of the weights' files.
 
     ``tokens_per_hash`` is vLLM's hash block size. A ``model_id`` stands for the weights, of the drafter too. The names
-    are for requests without an adapter; see :meth:`BlockNames.of_adapter`.
+    are for requests without an adapter; see :mod:`~kvferry.integrations.vllm.offload_adapters`.
     """
     from vllm import envs
 
@@ -209,7 +186,7 @@ def engine_facts(vllm_config: "VllmConfig", tokens_per_hash: int, model_id: str 
             continue
         weights = Weights(model_id, are_known=True) if model_id else _weights(vllm_config, model)
         if not weights.are_known:
-            private = private or _unknown_weights(str(model.model))
+            private = private or unknown_weights(str(model.model))
         models[role] = _model(vllm_config, model, weights)
     if drafting is not None and models["drafter"] is not None:
         models["drafter"]["method"] = drafting.method
@@ -377,41 +354,8 @@ def _weights(vllm_config: "VllmConfig", model: "ModelConfig") -> Weights:
     return Weights(found.digest, found.are_known and is_from_files and not is_elsewhere)
 
 
-_OF_THIS_PROCESS = secrets.token_bytes(NAMESPACE_BYTES)
-_times_replaced: Counter[str] = Counter()
-"""How often vLLM has read an adapter again, by path."""
-_ids_of_adapter: defaultdict[str, set[int]] = defaultdict(set)
-"""Under which ids vLLM has read an adapter, by path."""
-
-
-def _is_replaced(path: str, adapter_id: int) -> bool:
-    """Return whether the files of a known adapter have other weights now that vLLM reads them under another id."""
-    known = _ids_of_adapter[path]
-    return bool(known) and adapter_id not in known and _read_adapter(path) != _adapter(path, _times_replaced[path])
-
-
-@functools.lru_cache(maxsize=1024)
-def _adapter(path: str, times_replaced: int) -> Weights:
-    """Return what was read when vLLM had read the adapter again so many times."""
-    return _read_adapter(path)
-
-
-def _read_adapter(path: str) -> Weights:
-    """Return the digest of an adapter's weights and of its own configuration, which has their scale.
-
-    Unknown weights have a name that no other process knows.
-    """
-    weights = weights_of(path, config="adapter_config.json")
-    if not weights.are_known:
-        return Weights(secrets.token_hex(NAMESPACE_BYTES), are_known=False)
-    texts = [file.read_bytes() for file in files_of(Path(path)) if file.suffix == ".json"]
-    found = hashlib.blake2b(weights.digest.encode(), digest_size=NAMESPACE_BYTES)
-    for text in texts:
-        found.update(hashlib.sha256(text).digest())
-    return Weights(found.hexdigest(), are_known=True)
-
-
-def _unknown_weights(model: str) -> KVFerryError:
+def unknown_weights(model: str) -> KVFerryError:
+    """Return why weights that nothing identifies are not shared."""
     return SettingsError(
         Reason.UNKNOWN_WEIGHTS,
         f"the weights of {model} are in no local file and have no commit: nothing tells other weights from them.",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
+from kvferry.integrations.vllm.offload_adapters import Adapters
 from kvferry.integrations.vllm.offload_names import engine_facts
 from kvferry.integrations.vllm.offload_records import OffloadStatistics, difference
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
@@ -94,6 +95,7 @@ class OffloadScheduler:
         self._start = Start(self._num_ranks, make_tiers)
         self._was_reset = False
         self._requests: dict[str, OffloadRequest] = {}
+        self._adapters = Adapters()
         self._step = OffloadStep()
         self._counts: Counter[str] = Counter()
         self._statistics = OffloadStatistics()
@@ -134,7 +136,9 @@ class OffloadScheduler:
         """Know a request before it is scheduled, and let lower tiers bring what it will need while it waits."""
         entry, tiers = self._entry(request), self._start.tiers
         if tiers is not None and tiers.stack.has_lower_tiers and self._hits.may_load(entry):
-            self._hits.prefetch(tiers.stack, entry, self._blocks_of(tiers, entry))
+            blocks = self._blocks_of(tiers, entry)
+            if blocks is not None:
+                self._hits.prefetch(tiers.stack, entry, blocks)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens behind the computed ones are promised; None while it is worth asking again.
@@ -144,9 +148,9 @@ class OffloadScheduler:
         entry = self._entry(request)
         entry.num_written = 0  # vLLM asks only where a request has no blocks, or has lost them
         tiers = self._start.tiers
-        if tiers is None or not self._hits.may_load(entry):
+        if tiers is None or not self._hits.may_load(entry) or (blocks := self._blocks_of(tiers, entry)) is None:
             return 0, False
-        number = self._hits.promise(tiers.stack, entry, self._blocks_of(tiers, entry), num_computed_tokens)
+        number = self._hits.promise(tiers.stack, entry, blocks, num_computed_tokens)
         if number is None:
             self._counts["asked_again"] += 1
         return number, bool(number)
@@ -304,28 +308,17 @@ class OffloadScheduler:
     def _entry(self, request: "Request") -> OffloadRequest:
         return self._requests.setdefault(request.request_id, OffloadRequest(request))
 
-    def _blocks_of(self, tiers: Tiers, entry: OffloadRequest) -> RequestBlocks:
-        if entry.blocks is None:
-            names = names_of(entry.request, tiers.names)
-            if names is None:
-                entry.may_load = entry.may_store = False
-            entry.blocks = RequestBlocks(self._groups, names or tiers.names.renewed())
-            self._note_adapter(entry)
+    def _blocks_of(self, tiers: Tiers, entry: OffloadRequest) -> RequestBlocks | None:
+        """Return the stored blocks of a request; None, for good, where the weights are not those of its first block."""
+        names = names_of(entry.request, tiers.names, self._adapters)
+        if names is not None and entry.blocks is None:
+            entry.blocks = RequestBlocks(self._groups, names)
+        if names is None or entry.blocks is None or names.namespace != entry.blocks.names.namespace:
+            self._drop(entry)
+            entry.may_load = entry.may_store = False
+            return None
         entry.blocks.update(entry.request.block_hashes)
         return entry.blocks
-
-    def _note_adapter(self, entry: OffloadRequest) -> None:
-        """Let earlier requests of an adapter that is read again store and load nothing more: their weights change."""
-        assert entry.blocks is not None
-        adapter = entry.request.lora_request
-        if adapter is None:
-            return
-        for other in self._requests.values():
-            of_other = other.request.lora_request
-            is_earlier = other.blocks is not None and other.blocks.names.namespace != entry.blocks.names.namespace
-            if is_earlier and of_other is not None and of_other.lora_path == adapter.lora_path:
-                self._drop(other)
-                other.may_load = other.may_store = False
 
     def _count_tiers(self, stack: Stack) -> None:
         """Count what the tiers did since the last call."""
@@ -358,7 +351,7 @@ class OffloadScheduler:
         """Offer the request's stored blocks up to ``end_token`` that host memory lacks."""
         if entry.may_store and not (self._stores.has_offered(entry.blocks, end_token) and not is_last):
             blocks = self._blocks_of(tiers, entry)
-            if entry.may_store:
+            if blocks is not None:
                 self._stores.offer(tiers.stack, entry.request, blocks, end_token, block_ids, is_last=is_last)
 
     def _note_start(self, report: RankReport) -> None:

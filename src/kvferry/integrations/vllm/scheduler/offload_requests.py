@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvferry.integrations.vllm.offload_adapters import Adapters
 from kvferry.integrations.vllm.offload_names import BlockNames
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks
 from kvferry.peer_log import PeerLog
@@ -67,13 +68,13 @@ def wanted_blocks(blocks: RequestBlocks, first_token: int, boundary: int) -> dic
     }
 
 
-def names_of(request: "Request", names: BlockNames) -> BlockNames | None:
-    """Return the names for a request, those of its adapter, whose weights may change in place; None if unknown."""
-    if request.lora_request is None:
-        return names
+def names_of(request: "Request", names: BlockNames, adapters: Adapters) -> BlockNames | None:
+    """Return the names for a request now; None where nobody knows which weights its adapter has."""
     adapter = request.lora_request
+    if adapter is None:
+        return names
     try:
-        return names.of_adapter(adapter.lora_path, adapter.lora_int_id, is_read_again=adapter.load_inplace)
+        return adapters.names(names, adapter.lora_path, adapter.lora_int_id, is_read_again=adapter.load_inplace)
     except OSError as error:
         told = "kvferry: %s loads and stores nothing: its adapter cannot be read: %s"
         logger.warning(told, request.request_id, error, peer=request.request_id)
