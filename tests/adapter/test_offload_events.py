@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from kvferry.layout.shard import Region
 from kvferry.testing.dictionary_tier import DictionaryTier
 from kvferry.tiers.changes import Change
+from kvferry.tiers.guarded_tier import MAX_RAISED
 from kvferry.tiers.protocol import BlockKey, Load, Slots
 
 from .offload_engine import BLOCK_SIZE, Engine, make_config, prompt_of
@@ -202,6 +203,38 @@ def test_a_damaged_block_of_a_lower_tier_is_removed(
     engine.run()
     assert engine.router.removed["STORAGE"] >= 6
     engine.check_router()
+
+
+def test_a_tier_that_is_closed_for_good_is_removed(
+    make_engine: Callable[..., PublishingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else routers keep its blocks in their view, and send requests here that find nothing."""
+    made: list[DictionaryTier] = []
+
+    def lower(region: Region) -> DictionaryTier:
+        made.append(DictionaryTier(region, 1 << 20, name="local_disk"))
+        return made[-1]
+
+    engine = make_engine(host_blocks=14, lower=lower)
+    serve(engine, *range(1, 8))
+    for _ in range(20):
+        engine.step(is_forced=True)
+    assert engine.router.hit(prompt_of(1, -1), "STORAGE") == 96
+
+    def fails() -> Any:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(made[0], "poll", fails)
+    for _ in range(2 * MAX_RAISED):
+        engine.now += 200.0
+        engine.step(is_forced=True)
+    assert made[0]._is_closed
+    places = {place for places in engine.router.places.values() for place in places}
+    assert places == {("CPU", None)}
+    engine.check_router()
+    num_removed = engine.router.removed["STORAGE"]
+    serve(engine, 9)
+    assert engine.router.removed["STORAGE"] == num_removed
 
 
 def test_without_vllm_s_setting_there_are_no_events(make_engine: Callable[..., PublishingEngine]) -> None:

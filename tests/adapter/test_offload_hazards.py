@@ -388,7 +388,15 @@ def test_after_a_reset_nothing_of_before_goes_down(num_resets: int, make_engine:
     engine.add("now", prompt_of(31, 32))
     engine.run()
     assert engine.loaded["now"] == 0
-    assert len(set(tier.blocks) - before) == 6, "what is stored now goes down"
+    after = set(tier.blocks) - before
+    assert len(after) == 6, "what is stored now goes down"
+    for number in range(40, 44):
+        engine.add(f"other {number}", prompt_of(number, -number))
+        engine.run()
+    assert engine.role._start.opened.stack.is_missing(list(after)).all()  # type: ignore[union-attr]
+    engine.add("again", prompt_of(31, 32))
+    engine.run()
+    assert engine.loaded["again"] == 96, "found below, until the process ends"
     engine.check_at_rest()
 
 

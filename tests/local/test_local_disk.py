@@ -772,6 +772,30 @@ def test_a_file_that_cannot_be_opened_leaves_no_descriptor(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "too many"), OSError(errno.ENOMEM, "none"), MemoryError()])
+@pytest.mark.parametrize("place", ["descriptor", "buffer"])
+def test_a_process_without_descriptors_or_memory_forgets_no_block(
+    place: str, error: Exception, opened: Callable[..., Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shortage is no damage: the blocks are there when it is over, and after a restart."""
+    blocks = opened()
+    blocks.store([1, 2])
+    blocks = opened()
+
+    def fail(*arguments: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*((Directory, "open_direct") if place == "descriptor" else (Buffer, "of")), fail)
+        load = blocks.load([1, 2])
+        assert not load.landed.any()
+        assert load.failures == {Reason.TIER_FAILED: 2}, "the tier is left alone for a while"
+        blocks.settle()
+    assert blocks.held([1, 2]) == {1, 2}
+    assert blocks.load([1, 2]).landed.all()
+    assert opened().held([1, 2]) == {1, 2}
+
+
 def test_threads_that_cannot_start_leave_the_directory_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = Blocks(tmp_path, CAPACITY)
     blocks.disk.close()

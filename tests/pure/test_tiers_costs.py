@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.tiers.costs import STALE_AFTER, Because, Choice, Costs, Decision, Offer, Work
-from kvferry.tiers.rates import COPIES_OF_A_SPAN, MOST_BETWEEN_FITS, CopyTimes, Rates, _with_none_below_zero
+from kvferry.tiers.rates import (
+    COPIES_OF_A_SPAN,
+    MOST_BETWEEN_FITS,
+    SAMPLES_TO_BELIEVE,
+    CopyTimes,
+    Rates,
+    _with_none_below_zero,
+)
 
 BLOCK = 16
 LEARNING = 60
@@ -246,6 +253,32 @@ def test_an_unmeasured_tier_is_tried_for_as_long_as_computing_takes() -> None:
     assert costs.decide(offer(1000, 0)).because is Because.QUICKEST
 
 
+def fail(times: CopyTimes, number: int) -> None:
+    for copy in range(number):
+        times.begin(copy, 1_000_000, 100.0 + copy)
+        times.end(copy, 100.01 + copy, share_landed=0.0)
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_a_tier_whose_copies_all_fail_is_waited_for_now_and_then_only(is_measured: bool) -> None:
+    """Failed copies measure nothing: each request would wait, for as long as computing takes."""
+    costs = learned({"disk": 1e9})
+    if not is_measured:
+        costs.promotions["disk"] = CopyTimes()
+    times = costs.promotions["disk"]
+    fail(times, SAMPLES_TO_BELIEVE - 1)
+    assert costs.decide(offer(500, 500)).choice is Choice.WAIT
+    fail(times, 1)
+    found = [costs.decide(offer(500, 500)) for _ in range(4 * STALE_AFTER)]
+    assert Counter(each.choice for each in found) == {Choice.WAIT: 4, Choice.LOAD: 4 * STALE_AFTER - 4}
+    assert {each.num_tokens for each in found if each.choice is Choice.LOAD} == {500}, "what host memory has"
+    assert costs.decide(offer(0, 1000)).choice is Choice.COMPUTE
+    assert costs.decide(offer(1000, 0)).choice is Choice.LOAD
+    times.begin("lands", 1_000_000, 200.0)
+    times.end("lands", 200.01, share_landed=0.1)
+    assert costs.decide(offer(500, 500)).choice is Choice.WAIT
+
+
 def test_a_load_ends_with_a_step_of_the_requests_that_run() -> None:
     costs = learned()
     short = Offer(101, 0, np.array([96]), np.array([960_000]))
@@ -302,7 +335,7 @@ def test_a_span_with_a_failed_copy_measures_nothing() -> None:
     for at in range(10):
         times.begin("a", 1_000_000, now=float(at))
         times.begin("b", 1_000_000, now=float(at))
-        times.end("a", now=at + 0.1, has_landed=False)
+        times.end("a", now=at + 0.1, share_landed=0.0)
         times.end("b", now=at + 0.2)
     assert times.num_measured == 0
     times.end("unknown", now=20.0)
@@ -353,6 +386,17 @@ def test_fits_are_seldom_once_the_rates_are_known(monkeypatch: pytest.MonkeyPatc
     assert fits["known"] <= 160 / MOST_BETWEEN_FITS + 1
     assert fits["changed"] >= 8
     assert float(rates.seconds(np.array([1.0, 1e7]))) == pytest.approx(0.033, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_times_many_orders_of_magnitude_apart_can_be_learned(seed: int) -> None:
+    """A machine that is suspended, or a clock that stands still: the engine core must not end for it."""
+    random, rates = np.random.default_rng(seed), Rates((5e-3, 5e-5, 1e-9))
+    for _ in range(60):
+        number = float(random.choice([1, 16, 512, 8192, 100_000]))
+        rates.record((1.0, number, number**2), float(10 ** random.uniform(-8, 5)))
+        assert np.isfinite(rates.coefficients).all()
+        assert min(rates.coefficients) >= 0
 
 
 def test_no_coefficient_is_negative() -> None:

@@ -15,6 +15,13 @@ class Change:
     is_visible: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A tier, by name, that was closed for good while the engine runs: nobody finds any block of it."""
+
+    tier: str
+
+
 @dataclass(slots=True)
 class Journal:
     """The changes of all tiers of a stack, in order. Only a journal that ``is_kept`` grows.
@@ -28,14 +35,19 @@ class Journal:
     """
 
     is_kept: bool = False
-    _changes: list[Change] = field(default_factory=list)
+    _changes: list[Change | Closed] = field(default_factory=list)
 
     def note(self, tier: str, keys: Sequence[BlockKey], *, is_visible: bool) -> None:
         """Add a change, if it is one."""
         if self.is_kept and keys:
             self._changes.append(Change(tier, keys, is_visible))
 
-    def take(self) -> list[Change]:
+    def note_closed(self, tier: str) -> None:
+        """Add the end of a tier."""
+        if self.is_kept:
+            self._changes.append(Closed(tier))
+
+    def take(self) -> list[Change | Closed]:
         """Return the changes since the last call."""
         changes, self._changes = self._changes, []
         return changes

@@ -11,11 +11,14 @@ Three times are learned while the engine runs, each by :class:`~kvferry.tiers.ra
 An offer is a list of prefixes that the tiers hold. Each is an option (load it, compute the rest), and so is computing
 everything; the quickest is chosen. Before the times of an option are known the whole offer is loaded. An option that
 has long not been chosen is tried again now and then, so that a slow time is unlearned: these tries may together cost
-``REFRESH_SHARE`` of the time of the best options. No thread, no clock: time is an input.
+``REFRESH_SHARE`` of the time of the best options. What is in a tier whose copies keep failing is no option, but for one
+offer in ``STALE_AFTER``: its failures measure nothing, so it might stay unmeasured. No thread, no clock: time is an
+input.
 """
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -93,6 +96,11 @@ class Offer:
     queued_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that each lower tier brings first, of copies that have not begun."""
 
+    def before(self, number: int) -> "Offer":
+        """Return the offer of the first ``number`` prefixes only."""
+        lower = {name: amounts[:number] for name, amounts in self.lower_bytes.items()}
+        return replace(self, ends=self.ends[:number], num_bytes=self.num_bytes[:number], lower_bytes=lower)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -147,6 +155,8 @@ class Costs:
         self._measured_at: dict[str, tuple[int, int]] = {}
         """Of each way: the number of its measurements, and the decision before which the last one came."""
         self._num_decisions = 0
+        self._num_passed_over: Counter[str] = Counter()
+        """Offers, so far, of tiers whose copies keep failing."""
         self._refresh_seconds = 0.0
 
     def computed(self, work: Work, seconds: float) -> None:
@@ -165,6 +175,7 @@ class Costs:
         ``running`` is the work of a step for the requests that run now: a load ends with such a step.
         """
         self._num_decisions += 1
+        offer = self._without_failing(offer)
         if not len(offer.ends):
             return Decision(Choice.COMPUTE, Because.QUICKEST, 0)
         ends = _behind(offer.num_local, offer.ends)
@@ -197,6 +208,15 @@ class Costs:
             "loads": self.loads.snapshot(),
             **{name: times.snapshot() for name, times in self.promotions.items()},
         }
+
+    def _without_failing(self, offer: Offer) -> Offer:
+        """Return the prefixes that need no tier whose copies keep failing, unless it is time to try that tier."""
+        for name, amounts in offer.lower_bytes.items():
+            if self.promotions[name].keeps_failing and amounts.any():
+                self._num_passed_over[name] += 1
+                if self._num_passed_over[name] % STALE_AFTER:
+                    offer = offer.before(int(np.argmax(amounts > 0)))
+        return offer
 
     def _computing_seconds(self, ends: Integers, num_tokens: int) -> Seconds:
         """Return the seconds to compute what lies behind each end: at least one token, for the first new one."""

@@ -12,11 +12,11 @@ Files that are not the tier's are neither counted nor touched.
 headers were not written yet, a loss of power those of about the last 30 seconds, since nothing is flushed. Whatever is
 torn fails its checksum and is a miss.
 
-**Failures.** A block that cannot be read is forgotten. While a thread has hung for ``stall_seconds``, its copy ends as
-``deadline-exceeded``; while all threads hang, the tier holds nothing and takes nothing.
+**Failures.** A block that cannot be read is forgotten, unless this process lacks memory or descriptors for the read.
+While a thread has hung for ``stall_seconds``, its copy ends as ``deadline-exceeded``; while all threads hang, the tier
+holds nothing and takes nothing.
 """
 
-import errno
 import fcntl
 import logging
 import os
@@ -35,7 +35,7 @@ import numpy as np
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
 from kvferry.tiers.disk.records import MAX_CELL_BYTES, PAGE_BYTES
-from kvferry.tiers.disk.segments import LOCK_NAME, Directory, SegmentFiles, errors_of, read_segment
+from kvferry.tiers.disk.segments import LOCK_NAME, Directory, SegmentFiles, Shortage, errors_of, read_segment
 from kvferry.tiers.disk.space import Record, Segment, Space
 from kvferry.tiers.disk.workers import RUN_BYTES, HeaderWrite, LoadRun, Run, StoreRun, Task, Workers
 from kvferry.tiers.protocol import (
@@ -60,13 +60,13 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 4
 STALL_SECONDS = 5.0
 RETRY_SECONDS = 30.0
-"""How long the tier does not try to make another segment after the disk had no room for one."""
+"""How long the tier makes no other segment after one could not be made. Reads and writes of its blocks go on: so this
+is not the suspension of :mod:`~kvferry.tiers.guarded_tier`, which leaves all of a tier alone."""
 RESERVED_BYTES = 16 * PAGE_BYTES
 """For the directory, the lock file and their growth."""
 _ROOT = 0
 _OWNER = re.compile(rb"\d*\n?")
 """What the lock file holds; a file of that name with anything else in it is another program's."""
-_LACKS_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 MIN_SEGMENTS, MAX_SEGMENTS = 8, 64
 SEGMENT_BYTES = 64 << 20
 """Bytes of a segment, unless that makes fewer than ``MIN_SEGMENTS`` or more than ``MAX_SEGMENTS``."""
@@ -322,7 +322,7 @@ class LocalDisk:
             try:
                 shape, headers, refused = read_segment(self._directory, name)
             except TierError as error:
-                if isinstance(error.__cause__, OSError) and error.__cause__.errno in _LACKS_RESOURCES:
+                if isinstance(error, Shortage):
                     raise
                 logger.warning("%s is removed: %s", self._directory.path / name, error)
                 self._refused[error.reason] += 1
@@ -405,7 +405,7 @@ class LocalDisk:
 
     def _take_load(self, run: LoadRun) -> None:
         for index, record, error in zip(run.indices, run.records, run.errors, strict=True):
-            if error is not None and error.reason is not Reason.ABORTED:
+            if error is not None and error.reason is not Reason.ABORTED and not isinstance(error, Shortage):
                 self._forget(record)
             if not run.copy.has_ended:
                 self._note(run.copy, index, error)

@@ -29,9 +29,8 @@ SUSPENDING = frozenset({Reason.TIER_FAILED, Reason.TRANSFER_FAILED, Reason.DEADL
 """Failures of a tier; others are about single blocks."""
 WRITE_SHARE = 0.25
 """Share of host memory that the writes of one tier may pin, so that a slow tier leaves room for new blocks."""
-
-
-MAX_KEPT_SECONDS = 1000
+MAX_KEPT_TIMES = 1000
+"""Times of copies that are kept for the metrics; the oldest go where nobody reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class LowerCopies:
         self.stuck: set[BlockKey] = set()
         """Blocks of promotions that were given up: host memory says that they are being stored, and nobody waits."""
         self.promotion_times = CopyTimes()
-        self.copy_seconds: deque[tuple[str, float]] = deque(maxlen=MAX_KEPT_SECONDS)
+        self.copy_seconds: deque[tuple[str, float]] = deque(maxlen=MAX_KEPT_TIMES)
         """Direction, ``up`` or ``down``, and seconds of the last copies; whoever reads them takes them out."""
         self.num_ended = 0
         """Copies that have ended so far, however."""
@@ -93,6 +92,7 @@ class LowerCopies:
         self._promotions: dict[Load, _Promotion] = {}
         self._writes: dict[Store, _Write] = {}
         self._counts: Counter[str] = Counter()
+        self._is_end_noted = False
         self._bytes_to_pin = int(WRITE_SHARE * host.capabilities.capacity_bytes)
         most_bytes = min(settings.chunk_bytes, self._bytes_to_pin)
         self._blocks_to_write = max(1, most_bytes // max(host.slot_bytes.values()))
@@ -178,7 +178,9 @@ class LowerCopies:
         """
         ended: list[Chunk] = []
         self._tier.poll(now)
-        if not self._tier.is_set_aside:
+        if self._tier.is_set_aside:
+            self._note_end()
+        else:
             for load in [load for load in self._promotions if load.has_ended]:
                 self._finish_promotion(load, ended, now)
             for store in [store for store in self._writes if store.has_ended]:
@@ -287,7 +289,7 @@ class LowerCopies:
     def _finish_promotion(self, load: Load, ended: list[Chunk], now: float) -> None:
         """Complete a load on both sides, first in host memory: no error of the tier keeps its slots."""
         promotion = self._promotions.pop(load)
-        self.promotion_times.end(load, now, has_landed=not load.failures)
+        self.promotion_times.end(load, now, share_landed=float(load.landed.mean()))
         self._host.land(promotion.room, 0, load.landed)
         self._host.complete_store(promotion.room)
         self._tier.complete(load, now)
@@ -305,6 +307,12 @@ class LowerCopies:
         self._host.complete_load(write.pins)
         self._counts["evicted"] += len(store.evicted)
         self._count("down", store, write, now)
+
+    def _note_end(self) -> None:
+        """Note once that nobody finds the blocks of the tier any more."""
+        if not self._is_end_noted:
+            self._is_end_noted = True
+            self._host.journal.note_closed(self.name)
 
     def _note_lost(self, load: Load, now: float) -> None:
         """Note the blocks that the tier turned out not to hold, or gave up because they were damaged."""
@@ -342,7 +350,7 @@ class LowerCopies:
         late = TierError(Reason.DEADLINE_EXCEEDED, hangs, "Look at the device.")
         self._tier.fail(len(copy.keys), closed_error() if self._tier.is_set_aside else late, now)
         moving.is_given_up = True
-        self.promotion_times.end(copy, now, has_landed=False)
+        self.promotion_times.end(copy, now, share_landed=0.0)
         self._tier.cancel(copy, now)
 
     def _free_all(self) -> None:

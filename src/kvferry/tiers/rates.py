@@ -37,6 +37,8 @@ CHANGE_EVIDENCE = 5 * math.log(CHANGE_FACTOR)
 MOST_EVIDENCE = 0.5
 PRIOR_WEIGHT = 1e-2
 """Weight of the earlier coefficients; a sample's is 1."""
+LEAST_WEIGHT = 1e-9
+"""Of every coefficient, as a share of what the samples say of it: far more than numbers are rounded to."""
 LEAST_SHARE = 1e-2
 """Share of its prior from which a coefficient that was 0 begins again."""
 HALF_LIFE = 64
@@ -177,12 +179,19 @@ class CopyTimes:
         self._ended: list[tuple[float, float]] = []
         """When the copies of the span began and ended."""
         self._has_failed = False
+        self._num_failed = 0
+        """Copies in a row of which nothing has landed."""
         self.num_measured = 0
 
     @property
     def is_measured(self) -> bool:
         """Whether there is a believable time."""
         return self._rates.is_measured
+
+    @property
+    def keeps_failing(self) -> bool:
+        """Whether the last copies all have brought nothing, so that the next one will hardly do."""
+        return self._num_failed >= SAMPLES_TO_BELIEVE
 
     @property
     def moving_bytes(self) -> int:
@@ -197,8 +206,10 @@ class CopyTimes:
             self._end_span()
         self._moving[copy_id] = num_bytes, now
 
-    def end(self, copy_id: object, now: float, *, has_landed: bool = True) -> None:
-        """Note the end of a copy; an unknown one is ignored. A span with a copy that failed measures nothing.
+    def end(self, copy_id: object, now: float, *, share_landed: float = 1.0) -> None:
+        """Note the end of a copy, of which a share may have failed; an unknown one is ignored.
+
+        A span with a copy of which not all has landed measures nothing.
 
         Ends may become known late, after other begins, and in any order: no span ends between them.
         """
@@ -207,7 +218,8 @@ class CopyTimes:
         num_bytes, began_at = moved
         self._span_bytes += num_bytes
         self._ended.append((began_at, now))
-        self._has_failed |= not has_landed
+        self._has_failed |= share_landed < 1
+        self._num_failed = 0 if share_landed else self._num_failed + 1
         if not self._moving:
             self._end_span()
 
@@ -246,10 +258,15 @@ def _fitted(features: Seconds, seconds: Seconds, weights: Seconds, prior: Second
     identity = _identity(len(prior))
     products = weighted @ scaled + PRIOR_WEIGHT * identity
     target = weighted @ seconds + PRIOR_WEIGHT
+    # Times that are many orders of magnitude apart drown the prior: brought to one size, the equations can be solved.
+    sizes = np.sqrt(products.diagonal())
+    products = products / np.outer(sizes, sizes) + LEAST_WEIGHT * identity
+    target = target / sizes
     shares = np.linalg.solve(products, target)
     if shares.min() < 0:
         shares = _with_none_below_zero(products, target)
-    return shares * prior
+    coefficients: Seconds = shares / sizes * prior
+    return coefficients
 
 
 def _with_none_below_zero(products: Seconds, target: Seconds) -> Seconds:

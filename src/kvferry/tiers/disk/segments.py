@@ -16,6 +16,11 @@ from kvferry.tiers.disk.records import FREE_CELL, PAGE_BYTES, RECORD_BYTES, Reco
 _SEGMENT_FILE = re.compile(r"(segment-\d{8,20})\.(?:kv|table)")
 LOCK_NAME = "lock"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+class Shortage(TierError):
+    """The process or the machine lacks descriptors or memory now, which says nothing about a file or a block."""
 
 
 class Directory:
@@ -362,10 +367,16 @@ def _check_moved(descriptor: int, path: Path, moved: int, wanted: int) -> None:
 
 
 @contextmanager
-def errors_of(path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` into a :class:`TierError`."""
+def errors_of(place: Path | str) -> Iterator[None]:
+    """Turn an ``OSError`` or ``MemoryError`` into a :class:`TierError` that names the place."""
     try:
         yield
-    except OSError as error:
-        reason = Reason.TIER_FULL if error.errno in _NO_ROOM else Reason.TIER_FAILED
-        raise TierError(reason, f"{path}: {error.strerror or error}.") from error
+    except (OSError, MemoryError) as error:
+        raise _tier_error(place, error) from error
+
+
+def _tier_error(place: Path | str, error: OSError | MemoryError) -> TierError:
+    message = f"{place}: {getattr(error, 'strerror', None) or repr(error)}."
+    if isinstance(error, MemoryError) or error.errno in _SHORTAGES:
+        return Shortage(Reason.TIER_FAILED, message, "Give the process more descriptors and memory.")
+    return TierError(Reason.TIER_FULL if error.errno in _NO_ROOM else Reason.TIER_FAILED, message)

@@ -17,7 +17,7 @@ from typing import Protocol
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.checksum import checksum
 from kvferry.tiers.disk.records import PAGE_BYTES
-from kvferry.tiers.disk.segments import SegmentFiles
+from kvferry.tiers.disk.segments import SegmentFiles, errors_of
 from kvferry.tiers.disk.space import Record
 from kvferry.tiers.protocol import TierCopy
 
@@ -223,7 +223,8 @@ class Workers:
         buffer = Buffer()
         while (task := self._next(index)) is not None:
             try:
-                task.perform(buffer)
+                with errors_of("a disk thread"):
+                    task.perform(buffer)
             except TierError as error:
                 task.fail(error)
             except Exception as error:

@@ -109,7 +109,7 @@ class LoadTimes:
         load = self._ordered.pop(request_id)
         seconds = now - load.ordered_at
         copied = seconds if copy_seconds is None else min(seconds, copy_seconds)
-        self._costs.loads.end(request_id, load.ordered_at + copied, has_landed=not has_failed)
+        self._costs.loads.end(request_id, load.ordered_at + copied, share_landed=float(not has_failed))
         if copy_seconds is not None and load.num_busy_steps == self._steps.num_busy_steps and not has_failed:
             self._costs.waited(seconds - copied)
         return seconds

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from kvferry.integrations.vllm.scheduler.stored_blocks import StoredGroup
 from kvferry.layout.group import CacheKind
-from kvferry.tiers.changes import Change
+from kvferry.tiers.changes import Change, Closed
 from kvferry.tiers.protocol import BlockKey
 
 if TYPE_CHECKING:
@@ -73,11 +73,11 @@ class BlockEvents:
         while len(self._unseen) > MAX_UNSEEN:
             del self._unseen[next(iter(self._unseen))]
 
-    def note(self, changes: Iterable[Change]) -> None:
+    def note(self, changes: Iterable[Change | Closed]) -> None:
         """Take changes of the tiers, in the order in which they happened."""
         appeared: list[tuple[_Described, str]] = []
         for change in changes:
-            if change.is_visible:
+            if isinstance(change, Change) and change.is_visible:
                 for key in change.keys:
                     described = self._seen.get(key) or self._unseen.pop(key, None)
                     if described is not None and change.tier not in described.tiers:
@@ -87,7 +87,7 @@ class BlockEvents:
                 continue
             self._store(appeared)
             appeared = []
-            self._remove(change.tier, change.keys)
+            self._remove(change.tier, change.keys if isinstance(change, Change) else list(self._seen))
         self._store(appeared)
 
     def reset(self) -> None:
