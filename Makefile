@@ -1,5 +1,6 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
+BANDIT := .venv/bin/bandit --quiet --configfile pyproject.toml --recursive src scripts
 # demo: MODE=pull, MODE=push or MODE=offload, and any flag of `kvferry demo`, such as ARGS="--prefill-tp 1 --json demo.json"
 MODE ?= pull
 ARGS ?=
@@ -26,6 +27,7 @@ test test-chaos: export KVFERRY_NO_SKIPS := 1
 
 # These tests wait more than they compute, so two processes run them. Engines compute: one process runs those tests.
 test: setup ## Every test, real vLLM engines included (about 18 minutes on 2 cores)
+	@$(BANDIT)
 	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local tests/adapter src $(ARGS)
 	@$(PYTEST) tests/host $(ARGS)
 
@@ -45,7 +47,8 @@ test-full: setup ## 100,000 drawn cases through every strategy (35 minutes on 2 
 	@seq 80 | xargs -P "$$(nproc)" -I{} env KVFERRY_CASES=1250 $(PYTEST) -p no:cacheprovider --hypothesis-seed={} \
 	  tests/pure/test_plan_properties.py tests/pure/test_plan_staged.py $(ARGS)
 
-lint: setup ## ruff and mypy --strict
+lint: setup ## ruff, bandit and mypy --strict
+	@$(BANDIT)
 	@.venv/bin/ruff check
 	@.venv/bin/ruff format --check
 	@.venv/bin/mypy

@@ -24,6 +24,7 @@ from kvferry.errors import KVFerryError
 from kvferry.harness.child_process import error_of
 from kvferry.units import format_bytes
 
+SHARED_MEMORY = "/dev/shm"  # nosec B108 # asked only how much room it has
 SMALLEST_SHARED_MEMORY = 1 << 30
 PYTHON = (sys.executable, "-c")
 SERVING_MODULE = "vllm.entrypoints.openai.api_server"
@@ -223,10 +224,10 @@ def check_limits() -> Iterator[Finding]:
 def _shared_memory() -> Finding:
     advice = "vLLM's ranks communicate through it: make it 1 GiB or more (in a container: --shm-size=2g)."
     try:
-        free = shutil.disk_usage("/dev/shm").free
+        free = shutil.disk_usage(SHARED_MEMORY).free
     except OSError as error:
-        return Finding("/dev/shm", Health.FAILED, str(error), advice)
-    return _judge("/dev/shm", free >= SMALLEST_SHARED_MEMORY, f"{format_bytes(free)} free", advice)
+        return Finding(SHARED_MEMORY, Health.FAILED, str(error), advice)
+    return _judge(SHARED_MEMORY, free >= SMALLEST_SHARED_MEMORY, f"{format_bytes(free)} free", advice)
 
 
 def check_ports() -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.02
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # only what ended children left is removed there
 # Segments of multiprocessing, and of vLLM's tensor-parallel ranks on a CPU, which vLLM itself does not remove.
 SEGMENT_PREFIXES = ("psm_", "vllm_dist_")
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from ipaddress import ip_address
 from typing import Any
 
 from kvferry.errors import Reason, TransportError
@@ -169,7 +170,7 @@ def _listens_everywhere(found: socket.socket) -> bool:
     return (
         found.family in (socket.AF_INET, socket.AF_INET6)
         and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
-        and found.getsockname()[0] in ("0.0.0.0", "::")
+        and ip_address(found.getsockname()[0]).is_unspecified
     )
 
 
