@@ -49,6 +49,7 @@ class Reason(StrEnum):
     ABORTED = "aborted"
     QUARANTINE_FULL = "quarantine-full"
     FENCED = "fenced"
+    WEIGHTS_CHANGED = "weights-changed"
     # tiers
     BLOCK_MISSING = "block-missing"
     CHECKSUM_MISMATCH = "checksum-mismatch"
@@ -65,6 +66,34 @@ class Reason(StrEnum):
     PORT_IN_USE = "port-in-use"
     MISSING_DEPENDENCY = "missing-dependency"
     UNSUPPORTED_VERSION = "unsupported-version"
+
+
+_PASSING = frozenset(
+    (
+        Reason.PEER_UNREACHABLE,
+        Reason.PEER_DIED,
+        Reason.PEER_CHANGED,
+        Reason.CLOSED,
+        Reason.TRANSFER_FAILED,
+        Reason.DEADLINE_EXCEEDED,
+        Reason.LEASE_EXPIRED,
+        Reason.SOURCE_CHANGED,
+        Reason.UNKNOWN_REQUEST,
+        Reason.ABORTED,
+        Reason.QUARANTINE_FULL,
+        Reason.FENCED,
+        Reason.WEIGHTS_CHANGED,
+    )
+)
+
+
+def helps_to_repeat(reason: Reason) -> bool:
+    """Return whether the same request may succeed when its client sends it again, to these engines or to others.
+
+    >>> helps_to_repeat(Reason.PEER_DIED), helps_to_repeat(Reason.MODEL_MISMATCH)
+    (True, False)
+    """
+    return reason in _PASSING
 
 
 class KVFerryError(Exception):

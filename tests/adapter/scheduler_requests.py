@@ -74,6 +74,9 @@ class BlockPool:
         self.blocks = list(range(64))
         self.held: list[int] = []
 
+    def reset_prefix_cache(self) -> bool:
+        return not self.held
+
     def touch(self, blocks: list[int]) -> None:
         self.held += blocks
 

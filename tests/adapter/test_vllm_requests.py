@@ -19,12 +19,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvferry.errors import Reason, SettingsError
 from kvferry.execution.device import HOST
 from kvferry.execution.guard_words import GuardWords, StepWords
-from kvferry.handoff.messages import Handle, RankEntry, Release
+from kvferry.handoff.messages import Handle, RankEntry, Release, Renew
 from kvferry.handoff.pull_read import word_bytes
 from kvferry.handoff.wire import hold_messages
 from kvferry.handoff.wire.bootstrap import id_in_epoch
 from kvferry.handoff.wire.client import ask
 from kvferry.integrations.vllm.connector import KVFerryConnector
+from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS
@@ -77,6 +78,31 @@ def test_the_prompt_is_cut_once_and_only_where_its_last_token_does_harm(other: G
         ours = request(list(prompt), {"do_remote_decode": True}, "whole", **sampling)
         role.on_new_request(ours)
         assert ours.num_prompt_tokens == len(prompt)
+
+
+def test_the_prompt_of_a_session_is_not_cut(make_role: Any) -> None:
+    """Its client sends more tokens later, which follow the prompt's last one."""
+    role = make_role(FULL, STATE)
+    session = request(PROMPT, {"do_remote_decode": True}, max_tokens=9)
+    session.resumable = True
+    role.on_new_request(session)
+    assert (session.prompt_token_ids, session.num_prompt_tokens, session.max_tokens) == (PROMPT, len(PROMPT), 9)
+
+
+def test_each_parallel_sample_in_one_process_loads_the_prompt(make_role: Any) -> None:
+    """VLLM gives all samples of a request one object of parameters; what one has loaded, the others have not."""
+    prefill, decode = make_role(FULL), make_role(FULL)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
+    samples = [request(PROMPT, params or {}, f"{number}_d") for number in range(2)]
+    assert samples[0].kv_transfer_params is samples[1].kv_transfer_params
+    for sample in samples:
+        decode.on_new_request(sample)
+    for number, sample in enumerate(samples):
+        assert decode.get_num_new_matched_tokens(sample, 0) == (len(PROMPT), True)
+        blocks = list(range(11 + 5 * number, 16 + 5 * number))
+        decode.update_state_after_alloc(sample, allocated(blocks), len(PROMPT))
+        assert decode.get_num_new_matched_tokens(sample, 0) == (0, False), "each is loaded once"
+    assert [order.request_id for order in next_step(decode).loads] == ["0_d", "1_d"]
 
 
 def test_a_state_that_went_past_the_prompt_is_not_exported(make_role: Any) -> None:
@@ -232,17 +258,52 @@ def test_the_step_that_frees_the_blocks_of_a_hold_clears_its_guard_word(ending: 
     assert kept(role) == []
 
 
-@pytest.mark.parametrize(("lease_seconds", "longest"), [(5.0, 5.0), (60.0, 30.0)])
-def test_a_load_ends_with_the_lease_of_its_hold(lease_seconds: float, longest: float, make_role: Any) -> None:
-    """Past the lease the prefill engine reuses the blocks: what is read then is read in vain."""
-    prefill = make_role(FULL, lease_seconds=lease_seconds)
+def test_a_load_may_take_longer_than_the_lease_that_is_renewed_meanwhile(make_role: Any) -> None:
+    prefill = make_role(FULL, lease_seconds=5.0)
     params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
     decode, ours = make_role(FULL, load_timeout_seconds=30.0), request(PROMPT, params or {}, "d")
     decode.on_new_request(ours)
     decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
     [order] = next_step(decode).loads
-    assert order.error is None
-    assert longest - 2.0 < order.timeout_seconds <= longest
+    assert (order.error, order.timeout_seconds) == (None, 30.0)
+
+
+def test_a_paused_decode_engine_renews_for_the_length_of_a_lease_and_no_longer(make_role: Any) -> None:
+    """Its server goes on while no step ends; else it would keep the prefill engine's blocks for ever."""
+    prefill, decode = make_role(FULL, lease_seconds=2.0), make_role(FULL, lease_seconds=1.0)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
+    decode.on_new_request(request(PROMPT, params or {}, "d"))
+    living = time.monotonic() + 3.0
+    while time.monotonic() < living:
+        next_step(decode)
+        time.sleep(0.01)
+        next_step(prefill)
+        assert kept(prefill), "a request in the queue of a living engine has lost its hold"
+    paused_at = time.monotonic()
+    while kept(prefill):
+        assert time.monotonic() < paused_at + 20, "a paused engine renews for ever"
+        time.sleep(0.01)
+        next_step(prefill)
+    assert time.monotonic() > paused_at + 1.0
+
+
+def test_a_prefill_engine_that_was_stopped_ends_no_hold_before_its_decode_engine_can_renew(
+    make_role: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role = make_role(FULL)
+    role._server.close()
+    params = run_prefill(role, PROMPT, [5, 4, 3, 2, 1])
+    handle = Handle("r", params["kvferry"]["generation"])
+    role._answer(Renew(params["kvferry"]["epoch"], (handle,)))
+    stopped_at = time.monotonic()
+    clock = SimpleNamespace(now=stopped_at + 40.0)
+    monkeypatch.setattr(scheduler_role, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    next_step(role)
+    assert kept(role), "the renewals of 40 s wait in a socket"
+    for _ in range(12):
+        clock.now += 1.0
+        next_step(role)
+    assert not kept(role), "the decode engine did not come back"
 
 
 def test_a_hold_that_was_lost_during_a_step_ends_the_load_with_that_reason(make_role: Any) -> None:

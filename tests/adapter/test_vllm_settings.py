@@ -34,7 +34,7 @@ def test_an_unknown_setting_names_the_nearest(wrong: str, nearest: str) -> None:
         {"port": -1},
         {"lease_seconds": 0},
         {"lease_seconds": "long"},
-        {"lease_seconds": 10, "load_timeout_seconds": 10},
+        {"lease_seconds": 10, "max_hold_seconds": 9},
         {"host": ""},
         {"mode": "fetch"},
         {"strategy": "fast"},
@@ -75,16 +75,17 @@ def test_transports_listen_for_other_hosts_only_where_the_engine_does(
     assert opened == [("auto", is_meant)]
 
 
-def test_a_load_ends_before_the_lease_of_what_it_reads() -> None:
+def test_no_time_exceeds_the_greatest_age_of_a_hold() -> None:
     for settings, message in (
-        ({"load_timeout_seconds": 60}, r"load_timeout_seconds \(60\) must be below lease_seconds \(60, the default\)"),
-        ({"lease_seconds": 20}, r"load_timeout_seconds \(30, the default\) must be below lease_seconds \(20\)"),
+        ({"load_timeout_seconds": 601}, r"load_timeout_seconds \(601\) is above max_hold_seconds \(600, the default\)"),
+        ({"max_hold_seconds": 40}, r"lease_seconds \(60, the default\) is above max_hold_seconds \(40\)"),
+        ({"max_hold_seconds": 20}, r"load_timeout_seconds \(30, the default\) is above max_hold_seconds \(20\)"),
     ):
         with pytest.raises(SettingsError, match=message) as refusal:
             parse_settings(settings)
         assert refusal.value.reason is Reason.INVALID_SETTING
-        assert "Set lease_seconds above" in refusal.value.remedy
-    assert parse_settings({"load_timeout_seconds": 60, "lease_seconds": 60.5}).load_seconds == 60
+        assert "Set max_hold_seconds to at least" in refusal.value.remedy
+    assert parse_settings({"load_timeout_seconds": 90, "max_hold_seconds": 90}).load_seconds == 90
 
 
 def test_an_unknown_transport_is_refused_before_the_model_is_loaded() -> None:

@@ -48,12 +48,12 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     )
     began_at = time.monotonic()
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout
-    assert all(command in output for command in ("demo", "plan", "doctor", "settings"))
+    assert all(command in output for command in ("demo", "plan", "doctor", "settings", "drain", "ready"))
     assert output.splitlines()[-1].strip() == "heavy:"
     assert time.monotonic() - began_at < 10
 
 
-@pytest.mark.parametrize("name", ["demo", "plan", "doctor", "settings"])
+@pytest.mark.parametrize("name", ["demo", "plan", "doctor", "settings", "drain", "ready"])
 def test_help_has_examples_that_parse_and_json_is_offered(name: str) -> None:
     group = typer.main.get_command(app)
     command = group.get_command(typer.Context(group), name)  # type: ignore[attr-defined]

@@ -208,8 +208,13 @@ def test_a_renewal_works_after_one_without_an_answer(prefill: PrefillServer, mon
         time.sleep(0.3)
         prefill.may_answer.set()
         before = time.monotonic()
+
+        def step() -> None:
+            keeper.step()  # the keeper's own lease is over: an engine without steps would renew no more
+            keeper.keep()
+
         for request_id in request_ids:
-            wait(lambda r=request_id: _end(keeper, r) > before + 31, "the lease was not renewed", keeper.keep)  # type: ignore[misc]
+            wait(lambda r=request_id: _end(keeper, r) > before + 31, "the lease was not renewed", step)  # type: ignore[misc]
     finally:
         keeper.close()
 
@@ -250,6 +255,28 @@ def test_two_names_of_one_engine_affect_no_other_hold(prefill: PrefillServer, ke
     arrive(keeper, RemoteHold("other", EPOCH, hold.host, hold.port, hold.handle), *prefill.remotes(), lease_seconds=30)
     before = time.monotonic()
     wait(lambda: lease_end(keeper, "d3") > before + 31, "the lease was not renewed", keeper.keep)
+
+
+def test_an_engine_whose_steps_do_not_end_renews_no_more_until_they_do(prefill: PrefillServer) -> None:
+    prefill.lease_seconds = SHORT_LEASE
+    keeper = LeaseKeeper(lease_seconds=0.5)
+    try:
+        arrive(keeper, prefill.remotes()[0], lease_seconds=SHORT_LEASE)
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            keeper.keep()
+            time.sleep(0.01)
+        while_stalled = len(renewals(prefill))
+        assert while_stalled >= 2
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            keeper.keep()
+            time.sleep(0.01)
+        assert len(renewals(prefill)) == while_stalled, "a hung engine pins the prefill engine's blocks"
+        keeper.step()
+        wait(lambda: len(renewals(prefill)) > while_stalled, "no renewal followed a step", keeper.keep)
+    finally:
+        keeper.close()
 
 
 def test_close_twice(keeper: LeaseKeeper) -> None:

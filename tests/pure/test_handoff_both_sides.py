@@ -20,7 +20,7 @@ from kvferry.handoff.messages import Handle
 from kvferry.handoff.pull_read import Action, PullRead, word_bytes
 from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
 
-NUM_SLOTS, LEASE, LINGER, SHARE = 2, 60.0, 0.5, 0.25
+NUM_SLOTS, LEASE, LINGER, SHARE, STALLED = 2, 60.0, 0.5, 0.25, 100.0
 CLOCK_OFFSET = 12345.0
 NUM_VALUES = 3
 OVERWRITTEN = -1
@@ -54,7 +54,7 @@ class TwoSides:
         self.prompt_of: dict[Handle, int] = {}
         self.epoch = 0
         self.restart()
-        self.decode = RemoteHolds(LINGER, SHARE)
+        self.decode = RemoteHolds(LINGER, SHARE, STALLED)
         self.held_prompts: list[HeldPrompt] = []
         self.network: list[Callable[[], None]] = []
         self.waiting: dict[str, HeldPrompt] = {}
@@ -136,7 +136,7 @@ class TwoSides:
         remote = RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle)
         if ending is Ending.RELEASED and hold.handle.request_id == "a":
             assert remote in self.let_go, "released although no request released it"
-        if ending is Ending.EXPIRED:
+        if ending in (Ending.EXPIRED, Ending.ABANDONED):
             assert self.confirmed_ends.get(remote, 0.0) <= self.decode_now, "a lease outlived its hold"
 
     # The decode engine.
@@ -194,6 +194,7 @@ class TwoSides:
             self.decode.finish(request_id, self.decode_now)
 
     def step_decode(self) -> None:
+        self.decode.step(self.decode_now)
         for remote in self.decode.take_releases(self.decode_now):
             assert not self.requests_of(remote), "released while a request reads"
             self.let_go.add(remote)
@@ -245,7 +246,7 @@ class TwoSides:
         assert remote.epoch != self.epoch
 
     def receive_renewed(self, remote: RemoteHold, sent_at: float) -> None:
-        self.decode.renewed([remote], sent_at, LEASE)
+        self.decode.renewed([remote], sent_at, self.prefill.renewed_lease_seconds)
         for request_id in self.requests_of(remote):
             if lease := self.decode.lease_of(request_id):
                 self.confirmed_ends[remote] = lease.end
@@ -264,7 +265,7 @@ class TwoSides:
         return self.word(slot) == word_bytes(epoch, handle.generation)
 
     def pass_time(self) -> None:
-        self.now += self.random.choice([0.1, 1.0, 10.0, 29.0, 61.0])
+        self.now += self.random.choice([0.1, 0.3, 1.0, 1.0, 3.0, 9.0, 29.0, 61.0])
 
     def come_to_rest(self) -> None:
         while self.reads:

@@ -8,24 +8,36 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.holds import Ending, Hold, Holds, handle_of_transfer, sampling_family
+from kvferry.handoff.holds import (
+    RENEWED_LEASE_SECONDS,
+    Ending,
+    Hold,
+    Holds,
+    Lease,
+    handle_of_transfer,
+    sampling_family,
+)
 from kvferry.handoff.messages import Handle
 
-EPOCH, NUM_SLOTS, LEASE = 7, 4, 60.0
+EPOCH, NUM_SLOTS, LEASE, RENEWED, MOST = 7, 4, 60.0, RENEWED_LEASE_SECONDS, 150.0
 TRANSFERS = ["x", "y", "z", "0_t", "1_t"]
 transfer_ids = st.sampled_from(TRANSFERS)
 request_ids = st.sampled_from(["a", "b", "0_c", "1_c", "2_c", "11_d", "d"])
 
 
 class HoldsMachine(RuleBasedStateMachine):
-    """The model: live holds by request, the end of their leases, and what has ended since it was last asked."""
+    """The model: live holds by name, the end of their leases and when they were held, which ones a decode engine has
+    renewed, and what has ended since it was last asked.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.side = Holds(EPOCH, NUM_SLOTS, LEASE)
+        self.side = Holds(EPOCH, NUM_SLOTS, LEASE, MOST)
         self.now = 0.0
         self.live: dict[str, Hold] = {}
         self.lease_end: dict[str, float] = {}
+        self.held_at: dict[str, float] = {}
+        self.renewed: set[str] = set()
         self.known: list[Handle] = []
         self.transfers: dict[str, str] = {}
         self.ended_transfers: set[str] = set()
@@ -34,7 +46,19 @@ class HoldsMachine(RuleBasedStateMachine):
 
     def end(self, request_id: str, ending: Ending) -> None:
         hold = self.live.pop(request_id)
+        self.renewed.discard(request_id)
+        self.held_at.pop(request_id, None)
         self.ended[hold.handle, ending, self.lease_end.pop(request_id, None) is not None] += 1
+
+    def start_lease(self, name: str) -> float:
+        self.held_at[name] = self.now
+        self.lease_end[name] = self.now + (RENEWED if name in self.renewed else LEASE)
+        return self.lease_end[name]
+
+    def renew_in_model(self, name: str) -> None:
+        self.renewed.add(name)
+        if name in self.lease_end:
+            self.lease_end[name] = min(self.now + RENEWED, self.held_at[name] + MOST)
 
     @rule(request_id=request_ids)
     def begin(self, request_id: str) -> None:
@@ -61,9 +85,8 @@ class HoldsMachine(RuleBasedStateMachine):
         assert (hold is not None) == (request_id in self.live and request_id not in self.lease_end)
         if hold is not None:
             assert hold.lease is not None
-            assert hold.lease.end == self.now + LEASE
             assert hold.handle == self.live[request_id].handle
-            self.lease_end[request_id] = self.now + LEASE
+            assert hold.lease.end == self.start_lease(request_id)
 
     @rule(request_id=request_ids)
     def drop(self, request_id: str) -> None:
@@ -91,7 +114,7 @@ class HoldsMachine(RuleBasedStateMachine):
             hold = self.side.hold(request_id, self.now)
             assert (hold is None) == (transfer_id is None)
             if transfer_id is not None:
-                self.lease_end[transfer_id] = self.now + LEASE
+                self.start_lease(transfer_id)
             return
         self.side.drop(request_id)
         if transfer_id is not None:
@@ -113,8 +136,8 @@ class HoldsMachine(RuleBasedStateMachine):
         handle = handle_of_transfer(transfer_id)
         lost = self.side.renew(EPOCH, [handle], self.now)
         assert lost == ([handle] if transfer_id in self.ended_transfers else [])
-        if transfer_id in self.lease_end:
-            self.lease_end[transfer_id] = self.now + LEASE
+        if transfer_id in self.live:
+            self.renew_in_model(transfer_id)
 
     def end_transfer(self, transfer_id: str, ending: Ending) -> None:
         if transfer_id in self.ended_transfers:
@@ -122,6 +145,8 @@ class HoldsMachine(RuleBasedStateMachine):
         self.ended_transfers.add(transfer_id)
         self.transfers = {request: name for request, name in self.transfers.items() if name != transfer_id}
         self.live.pop(transfer_id, None)
+        self.renewed.discard(transfer_id)
+        self.held_at.pop(transfer_id, None)
         was_held = self.lease_end.pop(transfer_id, None) is not None
         self.ended[handle_of_transfer(transfer_id), ending, was_held] += 1
 
@@ -132,9 +157,9 @@ class HoldsMachine(RuleBasedStateMachine):
         live = {hold.handle for hold in self.live.values()}
         assert self.side.renew(EPOCH, handles, self.now) == [handle for handle in handles if handle not in live]
         families = {sampling_family(handle.request_id) for handle in set(handles) & live}
-        for member in self.lease_end.keys() - set(TRANSFERS):
+        for member in self.live.keys() - set(TRANSFERS):
             if sampling_family(member) in families:
-                self.lease_end[member] = self.now + LEASE
+                self.renew_in_model(member)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -148,7 +173,7 @@ class HoldsMachine(RuleBasedStateMachine):
             for member in [m for m in self.lease_end if m not in TRANSFERS and sampling_family(m) == family]:
                 self.end(member, Ending.RELEASED)
 
-    @rule(seconds=st.sampled_from([0.5, 20.0, 59.0, 61.0]))
+    @rule(seconds=st.sampled_from([0.5, 9.0, 11.0, 59.0, 61.0]))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
 
@@ -157,7 +182,18 @@ class HoldsMachine(RuleBasedStateMachine):
         self.side.expire(self.now)
         for request_id in [request_id for request_id, end in self.lease_end.items() if end <= self.now]:
             end = self.end_transfer if request_id in TRANSFERS else self.end
-            end(request_id, Ending.EXPIRED)
+            if self.held_at[request_id] + MOST <= self.now:
+                end(request_id, Ending.TOO_OLD)
+            else:
+                end(request_id, Ending.ABANDONED if request_id in self.renewed else Ending.EXPIRED)
+
+    @rule(seconds=st.sampled_from([3.0, 70.0]))
+    def stand_still(self, seconds: float) -> None:
+        """The process is stopped, and its leases wait for it."""
+        self.now += seconds
+        self.side.forgive(seconds)
+        for name, end in self.lease_end.items():
+            self.lease_end[name] = min(end + seconds, self.held_at[name] + MOST)
 
     @rule()
     def take_ended(self) -> None:
@@ -235,15 +271,62 @@ def test_a_handle_of_an_earlier_generation_ends_nothing() -> None:
 
 
 def test_a_lease_ends_at_its_last_moment_and_not_before() -> None:
+    side = Holds(EPOCH, 2, LEASE)
+    held(side, "a")
+    hold = held(side, "b")
+    side.renew(EPOCH, [hold.handle], now=59.0)
+    side.expire(59.999)
+    assert side.num_holds == 2
+    side.expire(60.0)
+    assert [(end.handle.request_id, end.ending) for end in side.take_ended()] == [("a", Ending.EXPIRED)]
+    side.expire(59.0 + RENEWED - 0.001)
+    assert side.num_holds == 1
+    side.expire(59.0 + RENEWED)
+    assert [end.ending for end in side.take_ended()] == [Ending.ABANDONED]
+
+
+def test_a_killed_decode_engine_leaves_its_holds_for_the_length_of_a_renewal_and_not_of_a_first_lease() -> None:
+    side = Holds(EPOCH, 2, LEASE)
+    pulled, unseen = held(side, "a"), held(side, "b")
+    side.renew(EPOCH, [pulled.handle], now=1.0)
+    side.expire(1.0 + RENEWED)
+    assert [end.handle for end in side.take_ended()] == [pulled.handle]
+    assert side.renew(EPOCH, [unseen.handle], now=LEASE - 1) == [], "the router may be slow"
+
+
+def test_a_decode_engine_that_was_killed_before_the_prompt_ended_has_no_first_lease() -> None:
+    """A push is renewed while its prompt is computed."""
+    side = Holds(EPOCH, 1, LEASE)
+    transfer = side.begin_transfer("x", "r")
+    assert transfer is not None
+    side.renew(EPOCH, [transfer.handle], now=0.0)
+    hold = side.hold("r", now=30.0)
+    assert hold is not None
+    assert hold.lease == Lease(30.0 + RENEWED)
+
+
+def test_no_hold_outlives_the_greatest_age_whatever_is_renewed() -> None:
+    side = Holds(EPOCH, 1, LEASE, max_hold_seconds=100.0)
+    hold = held(side, "a")
+    for now in range(0, 100, 5):
+        assert side.renew(EPOCH, [hold.handle], float(now)) == []
+        side.expire(float(now))
+    side.forgive(50.0)
+    side.expire(99.9)
+    assert side.num_holds == 1
+    side.expire(100.0)
+    assert [end.ending for end in side.take_ended()] == [Ending.TOO_OLD]
+
+
+def test_a_prefill_engine_that_was_stopped_waits_for_the_renewals_that_it_could_not_receive() -> None:
     side = Holds(EPOCH, 1, LEASE)
     hold = held(side, "a")
-    side.expire(59.999)
-    assert side.num_holds == 1
-    side.renew(EPOCH, [hold.handle], now=59.999)
-    side.expire(60.0)
-    assert side.num_holds == 1
-    side.expire(119.999)
-    assert [end.ending for end in side.take_ended()] == [Ending.EXPIRED]
+    side.renew(EPOCH, [hold.handle], now=0.0)
+    side.forgive(40.0)
+    side.expire(45.0)
+    assert side.renew(EPOCH, [hold.handle], now=45.0) == []
+    side.expire(45.0 + RENEWED)
+    assert side.num_holds == 0
 
 
 def test_a_request_that_is_still_computing_never_expires() -> None:

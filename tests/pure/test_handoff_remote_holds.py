@@ -13,7 +13,7 @@ from kvferry.handoff.holds import sampling_family
 from kvferry.handoff.messages import Handle
 from kvferry.handoff.remote_holds import MIN_RENEW_SECONDS, RemoteHold, RemoteHolds
 
-LINGER, SHARE, LEASE = 0.5, 0.25, 60.0
+LINGER, SHARE, LEASE, STALLED = 0.5, 0.25, 60.0, 200.0
 HOLDS = [
     RemoteHold("p", 7, "127.0.0.1", 5600, Handle("a", 1)),
     RemoteHold("p", 7, "127.0.0.1", 5600, Handle("a", 2)),
@@ -33,14 +33,15 @@ class Model(msgspec.Struct):
 
 
 class RemoteHoldsMachine(RuleBasedStateMachine):
-    """The model: who reads which hold, until when it lingers, whether it is lost."""
+    """The model: who reads which hold, until when it lingers, whether it is lost, and when the engine last stepped."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.side = RemoteHolds(LINGER, SHARE)
+        self.side = RemoteHolds(LINGER, SHARE, STALLED)
         self.now = 0.0
         self.model: dict[RemoteHold, Model] = {}
         self.reads: dict[str, RemoteHold] = {}
+        self.progress_at = 0.0
         self.times_read: Counter[RemoteHold] = Counter()
         self.times_released: Counter[RemoteHold] = Counter()
 
@@ -54,6 +55,8 @@ class RemoteHoldsMachine(RuleBasedStateMachine):
     @rule(request_id=request_ids, hold=st.sampled_from(HOLDS))
     def arrive(self, request_id: str, hold: RemoteHold) -> None:
         self.side.arrive(request_id, hold, LEASE, self.now)
+        if not self.reads:
+            self.progress_at = self.now
         if self.reads.get(request_id) != hold:
             self.finish_in_model(request_id)
         if hold not in self.model:
@@ -61,6 +64,11 @@ class RemoteHoldsMachine(RuleBasedStateMachine):
             self.times_read[hold] += 1
         self.model[hold].requests.add(request_id)
         self.reads[request_id] = hold
+
+    @rule()
+    def step(self) -> None:
+        self.side.step(self.now)
+        self.progress_at = self.now
 
     @rule(request_id=request_ids)
     def finish(self, request_id: str) -> None:
@@ -102,12 +110,14 @@ class RemoteHoldsMachine(RuleBasedStateMachine):
     def take_renewals(self) -> None:
         renewals = self.side.take_renewals(self.now)
         assert len(renewals) == len(set(renewals))
+        assert not renewals or self.now - self.progress_at < STALLED, "renewed although the engine's steps do not end"
         assert set(renewals) <= {hold for hold, model in self.model.items() if not model.is_lost}
         assert self.side.take_renewals(self.now) == [], "what was just asked is not asked again"
 
     @rule()
     def renew_before_the_lease_ends(self) -> None:
-        """Liveness: whoever asks once every quarter of a lease has renewed each live hold in time."""
+        """Liveness: whoever steps and asks once every quarter of a lease has renewed each live hold in time."""
+        self.step()
         at_risk = {
             hold for hold, model in self.model.items() if not model.is_lost and model.lease_end <= self.now + LEASE / 4
         }
@@ -151,7 +161,7 @@ TestRemoteHolds = RemoteHoldsMachine.TestCase
 
 
 def test_a_sample_finds_the_hold_of_the_sibling_that_finished_first() -> None:
-    side = RemoteHolds(LINGER, SHARE)
+    side = RemoteHolds(LINGER, SHARE, STALLED)
     side.arrive("0_z", HOLDS[0], LEASE, now=0.0)
     side.finish("0_z", now=1.0)
     assert side.take_releases(now=1.49) == []
@@ -163,7 +173,7 @@ def test_a_sample_finds_the_hold_of_the_sibling_that_finished_first() -> None:
 
 
 def test_a_request_alone_releases_at_once() -> None:
-    side = RemoteHolds(LINGER, SHARE)
+    side = RemoteHolds(LINGER, SHARE, STALLED)
     side.arrive("x", HOLDS[0], LEASE, now=0.0)
     side.finish("x", now=0.0)
     assert side.take_releases(now=0.0) == [HOLDS[0]]
@@ -171,13 +181,48 @@ def test_a_request_alone_releases_at_once() -> None:
 
 
 def test_renewals_to_a_silent_engine_become_more_frequent_within_a_bound() -> None:
-    side = RemoteHolds(LINGER, SHARE)
+    side = RemoteHolds(LINGER, SHARE, STALLED)
     side.arrive("x", HOLDS[0], LEASE, now=0.0)
-    asked = [tick / 100 for tick in range(0, 7001) if side.take_renewals(tick / 100)]
+    asked = [tick / 100 for tick in range(0, 7001) if (side.step(tick / 100), side.take_renewals(tick / 100))[1]]
     gaps = [after - before for before, after in pairwise(asked)]
     assert asked[0] == 0.0
     assert max(gaps) == pytest.approx(SHARE * LEASE, abs=0.011)
     assert min(gaps) == pytest.approx(MIN_RENEW_SECONDS, abs=0.011)
+
+
+def test_an_engine_whose_steps_do_not_end_stops_renewing_until_they_do() -> None:
+    side = RemoteHolds(LINGER, SHARE, STALLED)
+    side.arrive("x", HOLDS[0], LEASE, now=1000.0)  # idle before: no step could end
+    assert side.take_renewals(now=1000.0 + STALLED - 1) == [HOLDS[0]]
+    side.arrive("y", HOLDS[1], LEASE, now=1000.0 + STALLED)
+    assert side.take_renewals(now=1000.0 + STALLED) == [], "a paused engine takes new requests, and none makes progress"
+    side.step(now=5000.0)
+    assert side.take_renewals(now=5000.0) == [HOLDS[0], HOLDS[1]]
+
+
+def test_a_request_that_waits_in_the_queue_of_a_living_engine_is_renewed_for_ever() -> None:
+    side = RemoteHolds(LINGER, SHARE, STALLED)
+    side.arrive("x", HOLDS[0], LEASE, now=0.0)
+    for now in range(0, 10_000, 10):
+        side.step(float(now))
+        if renewals := side.take_renewals(float(now)):
+            side.renewed(renewals, float(now), LEASE)
+        assert not side.running_lease("x", float(now)).is_over(float(now) + LEASE * SHARE)
+
+
+def test_holds_of_one_engine_come_to_be_renewed_together() -> None:
+    """Else an engine with a thousand waiting requests sends as many messages in each interval."""
+    side = RemoteHolds(LINGER, SHARE, STALLED)
+    side.arrive("x", HOLDS[0], LEASE, now=0.0)
+    side.renewed([HOLDS[0]], 0.0, LEASE)
+    side.arrive("y", HOLDS[1], LEASE, now=9.0)
+    side.renewed([HOLDS[1]], 9.0, LEASE)
+    side.arrive("z", HOLDS[2], LEASE, now=9.0)
+    side.renewed([HOLDS[2]], 9.0, LEASE)
+    assert side.take_renewals(now=14.9) == []
+    assert side.take_renewals(now=15.0) == [HOLDS[0]], "the other one has most of its time left"
+    side.renewed([HOLDS[0]], 15.0, LEASE)
+    assert side.take_renewals(now=24.0) == HOLDS, "the other one is due within half of an interval"
 
 
 def test_one_engine_in_two_epochs_is_two_destinations() -> None:
@@ -187,7 +232,7 @@ def test_one_engine_in_two_epochs_is_two_destinations() -> None:
 
 
 def test_naming_another_hold_releases_the_earlier_hold() -> None:
-    side = RemoteHolds(LINGER, SHARE)
+    side = RemoteHolds(LINGER, SHARE, STALLED)
     side.arrive("x", HOLDS[0], LEASE, now=0.0)
     side.arrive("x", HOLDS[1], LEASE, now=1.0)
     assert side.take_releases(now=1.0) == [HOLDS[0]]
@@ -196,7 +241,7 @@ def test_naming_another_hold_releases_the_earlier_hold() -> None:
 
 
 def test_a_snapshot_is_plain_and_relative_to_now() -> None:
-    holds = RemoteHolds(LINGER, SHARE)
+    holds = RemoteHolds(LINGER, SHARE, STALLED)
     hold = RemoteHold("p", 7, "127.0.0.1", 5600, Handle("a", 1))
     holds.arrive("x", hold, lease_seconds=60.0, now=0.0)
     holds.renewed([hold], sent_at=0.0, lease_seconds=60.0)

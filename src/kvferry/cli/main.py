@@ -20,6 +20,8 @@ class Commands(TyperGroup):
         "plan": "kvferry.cli.plan:plan",
         "doctor": "kvferry.cli.doctor:doctor",
         "settings": "kvferry.cli.settings:settings",
+        "drain": "kvferry.cli.drain:drain",
+        "ready": "kvferry.cli.drain:ready",
         "tiers": "kvferry.cli.tiers:tiers",
         "keys": "kvferry.cli.keys:keys",
     }

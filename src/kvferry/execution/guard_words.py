@@ -89,11 +89,15 @@ class StepWords:
             written, self._being_written = self._being_written, []
             self._deferred.add(self._order.mark(), partial(self._publish, written))
 
-    def close(self) -> None:
-        """Clear every word, since the blocks are about to be freed, and stop; twice is fine."""
+    def clear_all(self) -> None:
+        """Clear every word, and publish none of the steps that are under way."""
         with self._lock:
             self._words.clear_all()
             self._step_of.clear()
+
+    def close(self) -> None:
+        """Clear every word, since the blocks are about to be freed, and stop; twice is fine."""
+        self.clear_all()
         self._deferred.close()
 
     def _publish(self, written: Iterable[tuple[int, Held]]) -> None:

@@ -11,7 +11,7 @@ from kvferry.execution.read import Guard, RankRead
 from kvferry.execution.route import Route
 from kvferry.execution.stage import Stage
 from kvferry.handoff.handshake import decode_shards, fetch_directory
-from kvferry.handoff.messages import Directory, Identity
+from kvferry.handoff.messages import FIRST_WEIGHTS, Directory, Identity
 from kvferry.handoff.pull_read import WORD_BYTES, word_bytes
 from kvferry.handoff.push.part import Part, announced_blocks, selector_of
 from kvferry.handoff.remote_holds import RemoteHold
@@ -106,6 +106,7 @@ class SourceEngines:
         connects: bool = True,
     ) -> None:
         self._connects = connects
+        self._weights_version = FIRST_WEIGHTS
         self._shard = shard
         self._identity = identity
         self._transports = transports
@@ -143,6 +144,12 @@ class SourceEngines:
     def suspect(self, hold: RemoteHold) -> None:
         """A transfer from this engine failed: the next request handshakes and connects anew. Any thread may call it."""
         self._suspects.put(hold.engine)
+
+    def forget_all(self, weights_version: str) -> None:
+        """Compare every engine anew, since the weights of this rank are of this version now. Any thread may call it."""
+        self._weights_version = weights_version
+        for key in list(self._engines):
+            self._suspects.put(key)
 
     def close(self) -> None:
         """Stop the stage's copying thread; no job may run any more. Twice is fine."""
@@ -191,7 +198,15 @@ class SourceEngines:
         return SourceEngine(directory, self._shard, route)
 
     def _fetch(self, hold: RemoteHold) -> Directory:
-        return fetch_directory(hold.host, hold.port, self._sender, hold.epoch, self._identity, self._timeout_seconds)
+        return fetch_directory(
+            hold.host,
+            hold.port,
+            self._sender,
+            hold.epoch,
+            self._identity,
+            self._timeout_seconds,
+            self._weights_version,
+        )
 
     def _make_room(self, hold: RemoteHold) -> None:
         """Forget earlier epochs of this engine, and beyond :data:`MAX_ENGINES` the engine that was used longest ago."""

@@ -1,7 +1,15 @@
 """Agreement of two engines before a byte moves: same protocol, same epoch, same model, field by field."""
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Directory, DirectoryRequest, Identity, encode
+from kvferry.handoff.messages import (
+    FIRST_WEIGHTS,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Directory,
+    DirectoryRequest,
+    Identity,
+    encode,
+)
 from kvferry.handoff.wire import client
 from kvferry.layout.shard import Shard
 from kvferry.plan.wire import decode_shard
@@ -35,8 +43,16 @@ def compare_identities(prefill: Identity, decode: Identity) -> None:
     )
 
 
-def fetch_directory(host: str, port: int, sender: str, epoch: int, ours: Identity, timeout_seconds: float) -> Directory:
-    """Ask a prefill engine for its ranks and check its epoch and identity.
+def fetch_directory(
+    host: str,
+    port: int,
+    sender: str,
+    epoch: int,
+    ours: Identity,
+    timeout_seconds: float,
+    weights_version: str = FIRST_WEIGHTS,
+) -> Directory:
+    """Ask a prefill engine for its ranks and check its epoch, its identity and the version of its weights.
 
     The request names ``epoch``. Raises :class:`HandoffError`
     (peer-unreachable, protocol-mismatch, peer-changed, or a mismatch of the identity).
@@ -53,9 +69,16 @@ def fetch_directory(host: str, port: int, sender: str, epoch: int, ours: Identit
         raise HandoffError(
             Reason.PEER_CHANGED,
             f"the request was prefilled in epoch {epoch} of {host}:{port}, which now is in epoch {answer.epoch}.",
-            "The prefill engine was restarted: send the prompt again.",
+            "The prefill engine was restarted or its cache was reset: send the prompt again.",
         )
     compare_identities(answer.identity, ours)
+    if answer.weights_version != weights_version:
+        raise HandoffError(
+            Reason.MODEL_MISMATCH,
+            f"the engines do not serve the same cache: weights_version: prefill has {answer.weights_version!r}, decode "
+            f"has {weights_version!r}.",
+            "Give both engines the same weights and set the same weight version, then reset both caches.",
+        )
     return answer
 
 

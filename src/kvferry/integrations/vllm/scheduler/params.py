@@ -153,10 +153,12 @@ def leave_last_token(request: "Request") -> None:
 
     Otherwise that token would advance a Mamba state twice, or move a block that the decode engine needs out of a
     sliding window. Call it once, for a new request. A prompt of a single token stays whole, and so does one that reads
-    no cache (prompt log probabilities), which the decode engine does not load either.
+    no cache (prompt log probabilities), which the decode engine does not load either. So does the prompt of a session,
+    whose client sends more tokens later: they would follow the wrong token.
     """
     token_ids = token_ids_of(request)
-    if request.num_prompt_tokens < 2 or token_ids is None or request.skip_reading_prefix_cache:
+    is_whole = request.num_prompt_tokens < 2 or request.skip_reading_prefix_cache or request.resumable
+    if token_ids is None or is_whole:
         return
     # Parallel samples in one process share the list of the prompt.
     request.prompt_token_ids = token_ids[:-1]

@@ -5,10 +5,11 @@ defines the calls in which it has work; the others return at once.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvferry.errors import KVFerryError
 from kvferry.handoff.holds import Holds
 from kvferry.handoff.messages import EndPoint
 from kvferry.handoff.remote_holds import RemoteHold
@@ -63,7 +64,11 @@ class Source(Protocol):
         return
 
     def publish(self) -> None:
-        """The engine answers handshakes from now on."""
+        """The engine answers handshakes in this epoch from now on."""
+        return
+
+    def withdraw(self) -> None:
+        """The engine drains: tell routers of it no longer. Twice is fine."""
         return
 
     def close(self) -> None:
@@ -95,6 +100,11 @@ class Destination(Protocol):
 
     def finish(self, request_id: str) -> None:
         """The request is done with its remote hold; unknown requests are ignored."""
+
+    def refuse_expected(self, error_of: Callable[[str], KVFerryError], loading: Container[str]) -> None:
+        """The prompts of all expected requests are out of date: fail those that are not ``loading``, each with its
+        error. Ranks may still use the holds of the others.
+        """
 
     def fail(self, request_id: str) -> None:
         """A load has failed in a rank: knowledge of its prefill engine may be out of date."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import KVFerryError
@@ -38,7 +38,11 @@ class PullSource(Source):
     def begin(self, request: "Request") -> None:
         """Open a hold, whose guard word the next step sets."""
         with self._state.holds_lock:
-            hold = self._state.holds.begin(request.request_id)
+            hold, drains = self._state.holds.begin(request.request_id), self._state.holds.is_draining
+        if hold is None and drains:
+            told = "kvferry: %s is not held, since this engine drains."
+            logger.info(told, request.request_id, peer=request.request_id)
+            return
         if hold is None:
             logger.warning(
                 "kvferry: %s is not held for a decode engine: all guard words are taken, a request of this id is still "
@@ -110,7 +114,7 @@ class PullDestination(Destination):
         return expected.hold if isinstance(expected, RemoteParams) else None
 
     def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> PromptLoad:
-        """Return the order to read these tokens while the lease runs."""
+        """Return the order to read these tokens; the loss of the lease ends the read early."""
         state, request_id = self._state, request.request_id
         expected = self._expected[request_id]
         if isinstance(expected, KVFerryError):
@@ -120,12 +124,17 @@ class PullDestination(Destination):
         sizes = expected.kvferry.block_sizes
         check_cached_windows(state.groups, sizes, state.caches_prefixes)
         blocks = blocks_to_load(state.groups, sizes, tokens, expected.remote_block_ids, block_ids)
-        lease = state.leases.running_lease(request_id)
-        # A read that outlives the lease would find the guard word changed: the prefill engine may reuse the blocks.
-        timeout = min(state.settings.load_seconds, lease.remaining(time.monotonic()))
-        return PromptLoad(request_id, timeout, expected.hold, expected.kvferry.slot, end_token - first_token, blocks)
+        state.leases.running_lease(request_id)
+        num_tokens, seconds = end_token - first_token, state.settings.load_seconds
+        return PromptLoad(request_id, seconds, expected.hold, expected.kvferry.slot, num_tokens, blocks)
 
     def finish(self, request_id: str) -> None:
         """Release the remote hold once no other sample of the request uses it."""
         if self._expected.pop(request_id, None) is not None:
             self._state.leases.finish(request_id)
+
+    def refuse_expected(self, error_of: Callable[[str], KVFerryError], loading: Container[str]) -> None:
+        for request_id in self._expected:
+            if request_id not in loading:
+                self._expected[request_id] = error_of(request_id)
+                self._state.leases.finish(request_id)

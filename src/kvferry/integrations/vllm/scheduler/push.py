@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -56,6 +56,8 @@ class PushSource(Source):
         self._running: dict[str, _Running] = {}
         self.bootstrap: BootstrapServer | None = None
         self._beacon: RouterBeacon | None = None
+        self._beacon_id = ""
+        self._is_withdrawn = False
 
     def begin(self, request: "Request") -> None:
         """Open a hold under the router's transfer id."""
@@ -109,12 +111,18 @@ class PushSource(Source):
         """Answer bootstrap queries, and register with the router that the settings name."""
         state, settings = self._state, self._state.settings
         engine_id = id_in_epoch(state.engine_id, state.epoch)
-        if self.bootstrap is None and self._is_producer:
-            sizes = tuple(group.block_size for group in state.groups)
-            offer = Offer(PROTOCOL_VERSION, engine_id, state.answers_at, sizes)
+        sizes = tuple(group.block_size for group in state.groups)
+        offer = Offer(PROTOCOL_VERSION, engine_id, state.answers_at, sizes)
+        if self.bootstrap is not None:
+            self.bootstrap.offer(offer)
+        elif self._is_producer:
             self.bootstrap = BootstrapServer(settings.host, settings.bootstrap_port, offer)
             logger.info("kvferry: bootstrap queries are answered on http://%s:%d", settings.host, self.bootstrap.port)
+        if self._beacon is not None and not self._is_withdrawn and self._beacon_id != engine_id:
+            self._beacon.close()
+            self._beacon = None
         if self._beacon is None and settings.router_address:
+            self._beacon_id = engine_id
             control_port = state.answers_at.port
             bootstrap_port = control_port if self.bootstrap is None else self.bootstrap.port
             zmq_address = encode_zmq_address(settings.reachable_host, bootstrap_port, control_port, engine_id)
@@ -122,6 +130,11 @@ class PushSource(Source):
             self._beacon = RouterBeacon(
                 settings.router_address, kind, settings.http_address, zmq_address, state.tp_size
             )
+
+    def withdraw(self) -> None:
+        self._is_withdrawn = True
+        if self._beacon is not None:
+            self._beacon.close()
 
     def close(self) -> None:
         """Stop answering bootstrap queries and stop the beacon."""
@@ -235,6 +248,11 @@ class PushDestination(Destination):
             self._to_release[request_id] = expected
         elif isinstance(expected, _Expected):
             self._state.leases.finish(request_id)
+
+    def refuse_expected(self, error_of: Callable[[str], KVFerryError], loading: Container[str]) -> None:
+        for request_id in [each for each in self._expected if each not in loading]:
+            self.finish(request_id)
+            self._expected[request_id] = error_of(request_id)
 
     def fail(self, request_id: str) -> None:
         """Query the bootstrap address of a failed load again: its prefill engine may have been restarted."""

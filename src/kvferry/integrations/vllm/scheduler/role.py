@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.handshake import check_complete, check_version
-from kvferry.handoff.holds import Ended, Ending, Holds, check_epoch
+from kvferry.handoff.holds import Ended, Ending, Holds, weights_changed
 from kvferry.handoff.messages import (
     MAX_IDENTIFIER_LENGTH,
     MAX_REQUESTS_PER_MESSAGE,
@@ -20,6 +22,8 @@ from kvferry.handoff.messages import (
     Answer,
     Directory,
     DirectoryRequest,
+    Drain,
+    Draining,
     EndPoint,
     Noted,
     Question,
@@ -31,6 +35,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.handoff.wire.server import Server
+from kvferry.integrations.vllm.resets import end_former_epoch
 from kvferry.integrations.vllm.scheduler.blocks import groups_filled_whole, num_recomputed
 from kvferry.integrations.vllm.scheduler.kept_blocks import Quarantine
 from kvferry.integrations.vllm.scheduler.params import leave_last_token
@@ -41,7 +46,7 @@ from kvferry.integrations.vllm.settings import Settings, control_port
 from kvferry.integrations.vllm.step import EPOCH_BITS, MAX_HELD_REQUESTS, EngineEndPoint, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
-from kvferry.integrations.vllm.versions import find_engine_wake
+from kvferry.integrations.vllm.versions import Engine
 from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
@@ -58,6 +63,9 @@ logger = PeerLog(logging.getLogger(__name__))
 SECRET_BYTES = 32
 MAX_LOADS = MAX_REQUESTS_PER_MESSAGE
 """Loads at a time, quarantined ones included: one report of a rank can name them all."""
+STOPPED_SECONDS = 2.0
+"""The server's thread looks for holds to end several times a second. After so long without a look this process was
+stopped, and could receive no renewal."""
 PARTS = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "prefill and decode"}
 
 
@@ -76,7 +84,7 @@ class SchedulerRole:
             tp_size=parallel.tensor_parallel_size,
             groups=group_shapes(kv_cache_config),
             caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
-            holds=Holds(epoch, MAX_HELD_REQUESTS, settings.lease_seconds),
+            holds=Holds(epoch, MAX_HELD_REQUESTS, settings.lease_seconds, settings.max_hold_seconds),
             leases=LeaseKeeper(settings.lease_seconds),
         )
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -89,7 +97,9 @@ class SchedulerRole:
             self._source, self._destination = PushSource(state, vllm_config), PushDestination(state)
         else:
             self._source, self._destination = PullSource(state), PullDestination(state)
-        self._wake_engine = find_engine_wake()
+        self._engine = Engine()
+        self._weights_version = self._engine.weights_version
+        self._expired_at = time.monotonic()
         self._loading: dict[str, Sequence[Sequence[int]]] = {}
         self._quarantine = Quarantine(state.kept_blocks, self._num_ranks)
         self._directory: Directory | None = None
@@ -144,7 +154,8 @@ class SchedulerRole:
             self._source.begin(request)
         if not self._awaits_load(request):
             return
-        params["do_remote_prefill"] = False
+        # A new object: parallel samples in one process share the parameters, and each loads for itself.
+        request.kv_transfer_params = {**params, "do_remote_prefill": False}
         if num_external_tokens == 0:
             self._destination.finish(request.request_id)
             return
@@ -171,19 +182,23 @@ class SchedulerRole:
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Keep blocks by references in this pool."""
         self._state.kept_blocks.bind(pool)
+        self._state.kept_blocks.allow_resets()
 
     # Once per engine step.
 
     def build_connector_meta(self, output: "SchedulerOutput") -> StepMetadata:
         """Return the orders to the workers for the step that ``output`` schedules."""
         state = self._state
+        if self._weights_version != self._engine.weights_version:
+            self.reset_cache()
         self._source.note_schedule(output)
         with state.holds_lock:
-            state.holds.expire(time.monotonic())
+            self._expire_holds()
             ended = state.holds.take_ended()
         for each in ended:
             self._end_hold(each)
         self._destination.turn()
+        state.leases.step()
         state.leases.keep()
         step, state.step = state.step, StepMetadata()
         step.computes = bool(output.num_scheduled_tokens)
@@ -191,6 +206,31 @@ class SchedulerRole:
         step.quarantined = self._quarantine.turn(self._loading)
         step.lost = [request_id for request_id in state.leases.take_lost() if request_id in self._loading]
         return step
+
+    def reset_cache(self) -> bool:
+        """The weights may have changed: let nobody load what was computed before. A new epoch begins.
+
+        All ranks clear their guard words and void their pushes before this call returns and before a block is freed.
+        Messages and parameters of the former epoch are refused; requests of this engine that wait for a prompt, or load
+        one, fail.
+        """
+        state = self._state
+        self._weights_version = self._engine.weights_version
+        state.epoch = secrets.randbits(EPOCH_BITS)
+        state.answers_at = msgspec.structs.replace(state.answers_at, epoch=state.epoch)
+        with state.holds_lock:
+            state.holds.reset(state.epoch)
+            ended = state.holds.take_ended()
+        self._engine.call_workers(end_former_epoch, [each.handle.request_id for each in ended], self._weights_version)
+        for each in ended:
+            self._end_hold(each)
+        state.step.written = []  # by requests whose holds have just ended
+        state.step.outdated += self._loading
+        self._destination.refuse_expected(weights_changed, self._loading)
+        if self._directory is not None:
+            self.publish(self._directory.ranks)
+        logger.info("kvferry: the cache is reset: %d prompts are no longer held, a new epoch begins.", len(ended))
+        return True
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
         """All ranks have reported these loads: their remote holds may end."""
@@ -203,19 +243,23 @@ class SchedulerRole:
     def has_pending_work(self) -> bool:
         """Whether the engine must step although it has no request: to end holds, for example.
 
-        Where the engine cannot be woken, it must keep stepping while there are holds.
+        Where the engine cannot be woken, it must keep stepping while there are holds; an engine that finishes its work
+        before it ends must not end before the holds do.
         """
-        holds = self._state.holds
+        holds, engine = self._state.holds, self._engine
         with self._state.holds_lock:
             has_news = self._quarantine.has_news or self._destination.has_pending_work or holds.has_ended
-            return has_news or (self._wake_engine is None and holds.num_holds > 0)
+            must_stay = holds.num_holds > 0 and (not engine.can_wake or engine.finishes)
+        return has_news or must_stay or self._weights_version != engine.weights_version
 
     # Peers.
 
     def publish(self, ranks: Sequence[RankEntry]) -> None:
         """Answer handshakes with a directory of these ranks from now on. Raises as :func:`check_complete`."""
         state = self._state
-        directory = Directory(PROTOCOL_VERSION, state.engine_id, state.epoch, self._identity, tuple(ranks))
+        directory = Directory(
+            PROTOCOL_VERSION, state.engine_id, state.epoch, self._identity, tuple(ranks), self._weights_version
+        )
         check_complete(directory, self._num_ranks)
         if self._directory is None:
             transports = transports_in_words(ranks[0].end_points)
@@ -277,13 +321,22 @@ class SchedulerRole:
             self._source.forget(hold.request_id)
         if ended.was_held:
             state.kept_blocks.free(name)
-        if ended.ending is Ending.EXPIRED:
-            logger.warning(
-                "kvferry: no decode engine took or renewed %s within %g s: its blocks are freed.",
-                name,
-                state.settings.lease_seconds,
-                peer=name,
-            )
+        if (why := self._why_ended(ended.ending)) is not None:
+            logger.warning("kvferry: %s: the blocks of %s are freed.", why, name, peer=name)
+
+    def _why_ended(self, ending: Ending) -> str | None:
+        """Return why the engine ended a hold that no decode engine has released."""
+        settings = self._state.settings
+        match ending:
+            case Ending.EXPIRED:
+                return f"no decode engine came within {settings.lease_seconds:g} s"
+            case Ending.ABANDONED:
+                seconds = self._state.holds.renewed_lease_seconds
+                return f"the decode engine has not renewed for {seconds:g} s: it has ended, or its steps do not end"
+            case Ending.TOO_OLD:
+                return f"the hold reached the greatest age, max_hold_seconds ({settings.max_hold_seconds:g} s)"
+            case _:
+                return None
 
     # The server's thread.
 
@@ -291,18 +344,22 @@ class SchedulerRole:
         """Renew leases and end holds while the engine sleeps or a step takes long."""
         self._state.leases.keep()
         with self._state.holds_lock:
-            self._state.holds.expire(time.monotonic())
+            self._expire_holds()
         self._wake_for_ended()
+
+    def _expire_holds(self) -> None:
+        """End the holds whose lease is over; the caller has the lock."""
+        now = time.monotonic()
+        unseen, self._expired_at = now - self._expired_at, now
+        if unseen > STOPPED_SECONDS:
+            self._state.holds.forgive(unseen)
+        self._state.holds.expire(now)
 
     def _wake_for_ended(self) -> None:
         with self._state.holds_lock:
             has_ended = self._state.holds.has_ended
-        if has_ended:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._wake_engine is not None:
-            self._wake_engine()
+        if has_ended or self._weights_version != self._engine.weights_version:
+            self._engine.wake()
 
     def _answer(self, question: Question) -> Answer:
         """Answer one question. Raises :class:`HandoffError` for a question that is refused."""
@@ -314,12 +371,14 @@ class SchedulerRole:
             case Renew():
                 with self._state.holds_lock:
                     lost = self._state.holds.renew(question.epoch, question.handles, time.monotonic())
-                return Renewed(self._state.epoch, self._state.settings.lease_seconds, tuple(lost))
+                return Renewed(self._state.epoch, self._state.holds.renewed_lease_seconds, tuple(lost))
             case Release():
                 with self._state.holds_lock:
                     self._state.holds.release(question.epoch, question.handles)
                 self._wake_for_ended()
                 return Noted(self._state.epoch)
+            case Drain():
+                return self._answer_drain(question)
             case _:
                 raise HandoffError(
                     Reason.UNSUPPORTED,
@@ -333,8 +392,19 @@ class SchedulerRole:
             raise HandoffError(Reason.PEER_UNREACHABLE, "this engine has not finished starting.", "Try again later.")
         return self._directory
 
+    def _answer_drain(self, question: Drain) -> Draining:
+        state, holds = self._state, self._state.holds
+        with state.holds_lock:
+            if question.begin and not holds.is_draining:
+                holds.drain()
+                logger.info("kvferry: draining: no more prompts are held; %d are left.", holds.num_holds)
+            drains, num_holds = holds.is_draining, holds.num_holds
+        if drains:
+            self._source.withdraw()
+        return Draining(state.engine_id, state.epoch, drains, num_holds, state.leases.num_requests)
+
     def _answer_still_writing(self, question: StillWriting) -> Noted:
-        check_epoch(question.epoch, self._state.epoch)
+        # The secret names this process; the epoch of a report may be that of before a reset of the cache.
         if not hmac.compare_digest(question.secret, self._secret):
             raise HandoffError(
                 Reason.PERMISSION_DENIED,
@@ -342,7 +412,7 @@ class SchedulerRole:
                 "Only this engine's own ranks may report.",
             )
         self._quarantine.note(question.rank, question.number, question.request_ids)
-        self._wake()
+        self._engine.wake()
         return Noted(self._state.epoch)
 
 

@@ -54,6 +54,9 @@ class Source(Protocol):
         """Return the steps for the transfer log that have ended since the last call."""
         return ()
 
+    def end_epoch(self, names: Sequence[str]) -> None:
+        """The cache was reset, and the holds of these ``names`` have ended: let nobody take their blocks."""
+
     def end_holds(self) -> None:
         """The engine stops: its blocks are about to be freed. Twice is fine."""
         return

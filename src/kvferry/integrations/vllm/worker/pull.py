@@ -37,6 +37,10 @@ class PullSource(Source):
         """Set the words of the written requests once the device has done the step."""
         self._step_words.finish()
 
+    def end_epoch(self, names: Sequence[str]) -> None:
+        """Clear every word: all holds have ended."""
+        self._step_words.clear_all()
+
     def end_holds(self) -> None:
         """Clear every word, so that reads in progress fail."""
         self._step_words.close()

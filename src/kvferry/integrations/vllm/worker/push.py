@@ -77,6 +77,10 @@ class PushSource(Source):
         """Return the steps that computed pushed prompts, where events are kept."""
         return self.writer.take_steps()
 
+    def end_epoch(self, names: Sequence[str]) -> None:
+        """Void the writes of these transfers."""
+        self.writer.end(names)
+
     def close(self) -> None:
         """Stop answering; where a write has not ended yet, the end point answers until the end of the process."""
         if self.writer.is_quiet:

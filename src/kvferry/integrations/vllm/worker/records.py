@@ -5,15 +5,18 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TextIO
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvferry.errors import Reason
 from kvferry.execution.job import JobResult
+from kvferry.integrations.vllm.failed_loads import FAILED, MAX_FAILED
 from kvferry.integrations.vllm.observations import BYTES, COUNTS, SECONDS, Metric, ObservationMetrics, Observations
 from kvferry.integrations.vllm.step import PromptLoad
 from kvferry.layout.named_layouts import NamedLayout
 
 
 class Statistics(Observations):
-    """Lists of observations by name, and failures by reason."""
+    """Lists of observations by name, failures by reason, and the reasons of failed requests by the request's id."""
 
     HISTOGRAMS: ClassVar[Mapping[str, Metric]] = {
         "transfer_seconds": Metric(
@@ -36,12 +39,29 @@ class Statistics(Observations):
 
     def record(self, result: JobResult) -> None:
         """Add one load."""
-        if result.error is not None:
-            self.count("failures", 1, result.error.reason.value)
+        if (error := result.error) is not None:
+            self.count("failures", 1, error.reason.value)
+            if error.reason is not Reason.ABORTED:
+                self._note_failed({result.job_id: error.reason.value})
             return
         values = (result.transfer_seconds, result.wait_seconds, result.num_bytes, result.num_descriptors)
         for name, value in zip(self.HISTOGRAMS, values, strict=True):
             self.observe(name, value)
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another rank's or interval's observations; of a request that failed on several ranks keep one reason."""
+        super().aggregate(other)
+        self._note_failed(other.data["failed_requests"])
+        return self
+
+    def _note_failed(self, reasons: Mapping[str, str]) -> None:
+        known = self.data["failed_requests"]
+        for request_id, reason in reasons.items():
+            if len(known) < MAX_FAILED:
+                known.setdefault(request_id, reason)
+
+    def _nothing(self) -> dict[str, Any]:
+        return {**super()._nothing(), "failed_requests": {}}
 
     def reduce(self) -> dict[str, int | float]:
         """Return the figures for the engine's periodic log line."""
@@ -62,9 +82,16 @@ class Statistics(Observations):
 
 
 class PrometheusMetrics(ObservationMetrics):
-    """The same observations as Prometheus histograms and a counter of failures by reason."""
+    """The same observations as Prometheus histograms and a counter of failures by reason, in the API server's process,
+    which also learns why requests have failed.
+    """
 
     OBSERVATIONS = Statistics
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Record one interval's observations and failed requests."""
+        super().observe(transfer_stats_data, engine_idx)
+        FAILED.note(transfer_stats_data["failed_requests"])
 
 
 class TransferLog:

@@ -4,7 +4,7 @@ The role does the work that pull and push share; a source part and a destination
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,9 +18,10 @@ from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
 from kvferry.execution.source_engines import SourceEngines
 from kvferry.execution.stage import Stage
-from kvferry.handoff.holds import lease_lost
+from kvferry.handoff.holds import lease_lost, weights_changed
 from kvferry.handoff.messages import RankEntry, StillWriting
 from kvferry.handoff.wire.client import Client
+from kvferry.integrations.vllm.resets import ROLES
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import EngineEndPoint, PromptLoad, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate.identity import identity_of
@@ -72,6 +73,7 @@ class WorkerRole:
         self._failed: set[str] = set()
         self._engine: EngineEndPoint | None = None
         self._num_reports = 0
+        ROLES.add(self)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register the engine's cache with the transports and start the parts."""
@@ -132,6 +134,13 @@ class WorkerRole:
         """Return this rank's entry of the engine's directory."""
         return None if self._entry is None else RankMetadata(msgspec.msgpack.encode(self._entry))
 
+    def end_former_epoch(self, names: Sequence[str], weights_version: str) -> None:
+        """Do as :meth:`kvferry.integrations.vllm.resets.Resettable.end_former_epoch`; no step runs meanwhile."""
+        if self._source is not None:
+            self._source.end_epoch(names)
+        if self._rank is not None:
+            self._rank.source_engines.forget_all(weights_version)
+
     # Once per engine step, in this order.
 
     def void_transfers(self, orders: StepMetadata) -> None:
@@ -169,6 +178,8 @@ class WorkerRole:
             self._rank.executor.cancel(request_id, aborted(request_id))
         for request_id in orders.lost:
             self._rank.executor.cancel(request_id, lease_lost(request_id))
+        for request_id in orders.outdated:
+            self._rank.executor.cancel(request_id, weights_changed(request_id))
 
     def finish_layer(self, name: str) -> None:
         """The step has launched an attention layer with its cache write."""

@@ -1,0 +1,126 @@
+"""``kvferry drain`` and ``kvferry ready``: before an engine is ended, let it finish what it holds and take no more."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from kvferry.cli.console import progress
+from kvferry.cli.plan import refuse
+from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.handoff.messages import Drain, Draining
+
+ASK_SECONDS = 5.0
+POLL_SECONDS = 0.5
+Engine = Annotated[str, typer.Argument(help="The engine's settings host and port.", metavar="HOST:PORT")]
+KeysFolder = Annotated[
+    Path | None, typer.Option("--keys", help="A folder of keys that the engine trusts; none for an engine without.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
+
+
+def drain(
+    engine: Engine,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until nothing is held.", min=0.0)] = 300.0,
+    keys: KeysFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell an engine to hold no more prompts, and wait until what it holds has gone. Exit code 1: something is left.
+
+    New requests lose nothing: the engine computes their prompts and holds none, so decode engines compute the prompts
+    themselves. Take the engine out of the router first.
+
+    Try:
+
+    kvferry drain 10.0.0.7:5600 --timeout 120 --keys /etc/kvferry/keys
+    """
+    began_at = time.monotonic()
+    with progress(f"draining {engine}") as announce:
+        try:
+            found = ask_drain(engine, keys, begin=True)
+            while _num_left(found) and time.monotonic() < began_at + timeout:
+                announce(f"draining {engine}: {in_words(found)}")
+                time.sleep(POLL_SECONDS)
+                found = ask_drain(engine, keys, begin=True)
+        except KVFerryError as error:
+            refuse(error, as_json)
+    _end(found, as_json, time.monotonic() - began_at, is_well=not _num_left(found))
+
+
+def ready(engine: Engine, keys: KeysFolder = None, as_json: AsJson = False) -> None:
+    """Say whether an engine takes prompts to hold, for a readiness probe. Exit code 1: the engine drains.
+
+    Try:
+
+    kvferry ready 10.0.0.7:5600
+    """
+    try:
+        found = ask_drain(engine, keys, begin=False)
+    except KVFerryError as error:
+        refuse(error, as_json)
+    _end(found, as_json, 0.0, is_well=not found.is_draining)
+
+
+def ask_drain(engine: str, keys: Path | None, *, begin: bool) -> Draining:
+    """Ask the engine at ``HOST:PORT`` whether it drains; with ``begin`` it drains from now on.
+
+    Raises :class:`HandoffError`: invalid-setting, peer-unreachable, permission-denied, or the engine's refusal; and as
+    :class:`Keys`.
+    """
+    from kvferry.handoff.wire.client import ask
+    from kvferry.handoff.wire.keys import Keys
+    from kvferry.handoff.wire.trust import Trust
+
+    host, port = parse_end_point(engine)
+    trust = Trust(None if keys is None else Keys(keys))
+    answer = ask(host, port, Drain(begin), ASK_SECONDS, trust, is_trusted=True)
+    if not isinstance(answer, Draining):
+        raise HandoffError(
+            Reason.PROTOCOL_MISMATCH,
+            f"{engine} answered {type(answer).__name__}.",
+            "Run the same kvferry version here and there.",
+        )
+    return answer
+
+
+def parse_end_point(text: str) -> tuple[str, int]:
+    """Return the host and port of ``HOST:PORT``. Raises :class:`HandoffError` (invalid-setting).
+
+    >>> parse_end_point("prefill-0:5600"), parse_end_point("[::1]:5600")
+    (('prefill-0', 5600), ('[::1]', 5600))
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise HandoffError(
+            Reason.INVALID_SETTING,
+            f"{text!r} is not HOST:PORT.",
+            "Name the engine's settings host and port; the engine logs both at its start.",
+        )
+    return host, int(port)
+
+
+def in_words(found: Draining) -> str:
+    """Return what an engine still holds.
+
+    >>> in_words(Draining("p", 7, True, 1, 0)), in_words(Draining("p", 7, False, 0, 0))
+    ('drains, 1 prompt held, 0 loads waited for', 'ready, 0 prompts held, 0 loads waited for')
+    """
+    held, loads = found.num_holds, found.num_loads
+    counts = f"{held} prompt{'s' * (held != 1)} held, {loads} load{'s' * (loads != 1)} waited for"
+    return f"{'drains' if found.is_draining else 'ready'}, {counts}"
+
+
+def _num_left(found: Draining) -> int:
+    return found.num_holds + found.num_loads
+
+
+def _end(found: Draining, as_json: bool, seconds: float, *, is_well: bool) -> NoReturn:
+    if as_json:
+        row: dict[str, Any] = {"engine_id": found.engine_id, "epoch": found.epoch, "draining": found.is_draining}
+        row |= {"holds": found.num_holds, "loads": found.num_loads, "seconds": round(seconds, 3)}
+        typer.echo(json.dumps(row, indent=2))
+    else:
+        typer.echo(f"{found.engine_id} {in_words(found)}")
+    raise typer.Exit(0 if is_well else 1)

@@ -1,0 +1,28 @@
+"""A reset of the engine's cache, on its way from the scheduler's role to the workers' roles.
+
+Orders reach the workers with the next step. A reset must not wait for it: the scheduler's role lets vLLM call
+:func:`end_former_epoch` in every worker, between two steps.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakSet
+
+
+class Resettable(Protocol):
+    """The role of one worker."""
+
+    def end_former_epoch(self, names: Sequence[str], weights_version: str) -> None:
+        """Clear every guard word, void the transfers of the holds of these ``names``, and compare all prefill engines
+        anew with weights of this version.
+        """
+
+
+ROLES: "WeakSet[Resettable]" = WeakSet()
+"""The roles of this process: vLLM passes the call to a worker, which does not know the roles of its connectors."""
+
+
+def end_former_epoch(worker: object, names: Sequence[str], weights_version: str) -> None:
+    """Do as :meth:`Resettable.end_former_epoch` in every role of the worker's process."""
+    for role in list(ROLES):
+        role.end_former_epoch(names, weights_version)

@@ -1,0 +1,125 @@
+"""An engine that drains: what it holds ends as always, and it holds nothing new. Without an engine."""
+
+import json
+import logging
+import queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from typer.testing import CliRunner
+from vllm.v1.engine.core import EngineShutdownState
+
+from kvferry.cli import drain as drain_module
+from kvferry.cli.main import app
+from kvferry.handoff.messages import Drain, Handle, Release
+
+from .scheduler_requests import FULL, PROMPT, allocated, kept, next_step, request, run_prefill
+
+BLOCKS = [5, 4, 3, 2, 1]
+
+
+def asked(role: Any, *, begin: bool = False) -> tuple[bool, int, int]:
+    answer = role._answer(Drain(begin))
+    return answer.is_draining, answer.num_holds, answer.num_loads
+
+
+def release(role: Any, params: dict[str, Any]) -> None:
+    handle = Handle(params["remote_request_id"], params["kvferry"]["generation"])
+    role._answer(Release(params["kvferry"]["epoch"], (handle,)))
+
+
+def test_a_draining_engine_finishes_what_it_holds_and_holds_no_more(
+    make_role: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvferry")
+    role = make_role(FULL)
+    held = run_prefill(role, PROMPT, BLOCKS)
+    computing = request(PROMPT, {"do_remote_decode": True}, "computing")
+    role.update_state_after_alloc(computing, allocated([6, 7, 8, 9, 10]), 0)
+    assert asked(role) == (False, 2, 0)
+    assert asked(role, begin=True) == (True, 2, 0)
+    # A new prompt is computed as always; without parameters in the answer the decode engine computes it as well.
+    late = request(PROMPT, {"do_remote_decode": True}, "late")
+    role.update_state_after_alloc(late, allocated([11, 12, 13, 14, 15]), 0)
+    assert role.request_finished(late, ([11, 12, 13, 14, 15],), is_complete=True) == (False, None)
+    assert "late is not held, since this engine drains" in caplog.text
+    _, params = role.request_finished(computing, ([6, 7, 8, 9, 10],), is_complete=True)
+    assert params["do_remote_prefill"], "a prompt that was begun before is held"
+    for each in (held, params):
+        release(role, each)
+    next_step(role)
+    assert kept(role) == []
+    assert asked(role) == (True, 0, 0)
+
+
+def test_a_draining_engine_refuses_pushes_of_new_prompts_and_goes_on_with_others(make_role: Any) -> None:
+    role = make_role(FULL, mode="push")
+    for name in ("begun", "new"):
+        ours = request(PROMPT, {"do_remote_decode": True, "transfer_id": name}, f"r-{name}")
+        role.update_state_after_alloc(ours, allocated(BLOCKS), 0)
+        assert asked(role, begin=True) == (True, 1, 0)
+    assert next_step(role).ended_transfers == ["new"], "the ranks refuse its announcements"
+
+
+def test_the_loads_of_a_decode_engine_are_waited_for(make_role: Any) -> None:
+    prefill, decode = make_role(FULL), make_role(FULL)
+    params = run_prefill(prefill, PROMPT, BLOCKS)
+    decode.on_new_request(request(PROMPT, params or {}, "d"))
+    assert asked(decode, begin=True) == (True, 0, 1)
+    decode.request_finished(request(PROMPT, params or {}, "d"), ([],), is_complete=False)
+    assert asked(decode) == (True, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("state", "shutdown_timeout", "stays"),
+    [
+        (EngineShutdownState.RUNNING, 60, False),
+        (EngineShutdownState.SHUTTING_DOWN, 60, True),
+        (EngineShutdownState.SHUTTING_DOWN, 0, False),
+    ],
+)
+def test_an_engine_that_finishes_its_requests_before_it_ends_waits_for_its_holds(
+    state: EngineShutdownState, shutdown_timeout: int, stays: bool, make_role: Any
+) -> None:
+    """VLLM's engine ends at SIGTERM once nothing is left to do, and the blocks end with it."""
+    role = make_role(FULL)
+    params = run_prefill(role, PROMPT, BLOCKS)
+    role._engine.can_wake = True
+    role._engine._core = SimpleNamespace(
+        shutdown_state=state,
+        vllm_config=SimpleNamespace(shutdown_timeout=shutdown_timeout),
+        get_weight_version=lambda: "default",
+        input_queue=queue.Queue(),
+    )
+    next_step(role)
+    assert role.has_pending_work() is stays
+    release(role, params or {})
+    next_step(role)
+    assert not role.has_pending_work()
+
+
+def test_the_command_waits_until_nothing_is_held_and_says_so(make_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    role = make_role(FULL)
+    params = run_prefill(role, PROMPT, BLOCKS)
+    address = f"127.0.0.1:{role._server.port}"
+    runner = CliRunner()
+    assert runner.invoke(app, ["ready", address]).exit_code == 0
+    left = runner.invoke(app, ["drain", address, "--timeout", "0", "--json"])
+    assert left.exit_code == 1
+    found = json.loads(left.stdout)
+    assert (found["engine_id"], found["draining"], found["holds"], found["loads"]) == ("engine-0", True, 1, 0)
+    assert runner.invoke(app, ["ready", address]).exit_code == 1, "the readiness says so"
+    monkeypatch.setattr(drain_module.time, "sleep", lambda _: release(role, params or {}))
+    done = runner.invoke(app, ["drain", address, "--timeout", "20"])
+    assert (done.exit_code, done.stdout) == (0, "engine-0 drains, 0 prompts held, 0 loads waited for\n")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:", ":5600", "127.0.0.1:99999", "127.0.0.1:²"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    refused = CliRunner().invoke(app, ["drain", address, "--json"])
+    assert refused.exit_code == 2
+    assert json.loads(refused.stdout)["error"]["reason"] == "invalid-setting"

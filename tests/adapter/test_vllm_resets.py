@@ -1,0 +1,217 @@
+"""A reset of an engine's cache: weights were changed in place, and nothing that was computed before may be loaded."""
+
+import queue
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.engine.core import EngineShutdownState
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.execution.device import HOST
+from kvferry.execution.guard_words import GuardWords, StepWords
+from kvferry.execution.source_engines import SourceEngines
+from kvferry.handoff.handshake import fetch_directory
+from kvferry.handoff.holds import handle_of_transfer
+from kvferry.handoff.messages import DirectoryRequest, Handle, RankEntry, Release, Renew, StillWriting
+from kvferry.handoff.wire.bootstrap import BootstrapQueries
+from kvferry.integrations.vllm.resets import ROLES, end_former_epoch
+from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
+
+from .scheduler_requests import FULL, PROMPT, allocated, kept, next_step, request, run_prefill
+
+BLOCKS, OTHERS = [5, 4, 3, 2, 1], [11, 12, 13, 14, 15]
+RANK = RankEntry(0, 0, b"", {}, 0, 0)
+
+
+class Core:
+    """vLLM's engine core, as far as a reset needs it: calls every worker, and knows the version of the weights."""
+
+    def __init__(self, role: Any) -> None:
+        self.role = role
+        self.version = "default"
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.shutdown_state = EngineShutdownState.RUNNING
+        self.calls: list[tuple[Any, ...]] = []
+        self.kept_at_call: list[list[int]] = []
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+    def collective_rpc(self, function: Any, timeout: float | None, arguments: tuple[Any, ...]) -> None:
+        assert function is end_former_epoch
+        self.calls.append(arguments)
+        self.kept_at_call.append(sorted(kept(self.role)))
+
+
+def with_core(role: Any) -> Core:
+    core = role._engine._core = Core(role)
+    role._engine.can_wake = True
+    return core
+
+
+def test_a_reset_ends_all_holds_and_the_ranks_know_before_a_block_is_free(make_role: Any) -> None:
+    role = make_role(FULL)
+    core = with_core(role)
+    role.publish([RANK])
+    params = run_prefill(role, PROMPT, BLOCKS)
+    computing = request(PROMPT, {"do_remote_decode": True}, "computing")
+    role.update_state_after_alloc(computing, allocated(OTHERS), 0)
+    assert params is not None
+    epoch, handle = params["kvferry"]["epoch"], Handle("r", params["kvferry"]["generation"])
+    assert role.reset_cache() is True
+    assert core.calls == [(["r", "computing"], "default")] or core.calls == [(["computing", "r"], "default")]
+    assert core.kept_at_call == [[1, 2, 3, 4, 5]], "freed before the guard words were cleared"
+    assert kept(role) == []
+    for ask in (Renew(epoch, (handle,)), Release(epoch, (handle,))):
+        with pytest.raises(HandoffError) as refused:
+            role._answer(ask)
+        assert refused.value.reason is Reason.PEER_CHANGED
+    assert role._answer(DirectoryRequest(role._directory.version, "d")).epoch != epoch
+    # A request that was under way has blocks of both epochs: its answer names no hold.
+    assert role.request_finished(computing, (OTHERS,), is_complete=True) == (False, None)
+    again = run_prefill(role, PROMPT, BLOCKS)
+    assert again is not None
+    assert again["kvferry"]["epoch"] not in (epoch, None)
+    assert role._answer(Renew(again["kvferry"]["epoch"], (Handle("r", again["kvferry"]["generation"]),))).lost == ()
+
+
+def test_parameters_of_before_a_reset_are_refused_by_name(make_role: Any) -> None:
+    role = make_role(FULL)
+    role.publish([RANK])
+    params = run_prefill(role, PROMPT, BLOCKS)
+    assert params is not None
+    where = params["remote_host"], params["remote_port"], "d"
+    fetch_directory(*where, params["kvferry"]["epoch"], role._identity, 10.0, "default")
+    role.reset_cache()
+    with pytest.raises(HandoffError, match="its cache was reset") as refused:
+        fetch_directory(*where, params["kvferry"]["epoch"], role._identity, 10.0, "default")
+    assert refused.value.reason is Reason.PEER_CHANGED
+
+
+def test_new_weights_without_a_reset_are_noticed_by_their_version(make_role: Any) -> None:
+    """``set_weight_version`` names weights; vLLM tells no connector of it."""
+    role = make_role(FULL)
+    core = with_core(role)
+    role.publish([RANK])
+    run_prefill(role, PROMPT, BLOCKS)
+    next_step(role)
+    assert (core.calls, role.has_pending_work()) == ([], False)
+    core.version = "step-12"
+    assert role.has_pending_work(), "an idle engine steps for it"
+    next_step(role)
+    assert [version for _, version in core.calls] == ["step-12"]
+    assert kept(role) == []
+    assert not role.has_pending_work()
+    state = role._state
+    with pytest.raises(HandoffError, match="prefill has 'step-12', decode has 'step-11'") as refused:
+        fetch_directory("127.0.0.1", state.answers_at.port, "d", state.epoch, role._identity, 10.0, "step-11")
+    assert refused.value.reason is Reason.MODEL_MISMATCH
+
+
+def test_a_decode_engine_that_is_reset_loads_no_prompt_of_before(make_role: Any) -> None:
+    prefill, decode = make_role(FULL), make_role(FULL)
+    loading, waiting = (
+        request(PROMPT, run_prefill(prefill, PROMPT, blocks, request_id=name) or {}, name)
+        for name, blocks in (("loading", BLOCKS), ("waiting", OTHERS))
+    )
+    for each in (loading, waiting):
+        decode.on_new_request(each)
+    decode.update_state_after_alloc(loading, allocated(BLOCKS), len(PROMPT))
+    assert next_step(decode).loads[0].error is None
+    decode.reset_cache()
+    assert next_step(decode).outdated == ["loading"]
+    assert decode._state.leases.num_requests == 1, "ranks may still read for the one that loads"
+    decode.update_state_after_alloc(waiting, allocated(OTHERS), len(PROMPT))
+    [order] = next_step(decode).loads
+    assert order.error.reason is Reason.WEIGHTS_CHANGED
+
+
+def test_a_rank_s_report_of_before_a_reset_still_counts(make_role: Any) -> None:
+    """Else the blocks that a peer may still write would be freed."""
+    role = make_role(FULL)
+    former = role._state.epoch
+    role.reset_cache()
+    role._answer(StillWriting(former, role._secret, 0, 1, ("r",)))
+    assert role._quarantine.has_news
+
+
+def test_bootstrap_queries_are_answered_with_the_new_epoch(make_role: Any) -> None:
+    role = make_role(FULL, mode="push")
+    role.publish([RANK])
+    role.update_state_after_alloc(request(PROMPT, {"do_remote_decode": True, "transfer_id": "x"}), allocated(BLOCKS), 0)
+    address = f"http://127.0.0.1:{role._source.bootstrap.port}"
+
+    def offered() -> Any:
+        queries = BootstrapQueries()
+        engine_id = f"{role._state.engine_id}@{role._state.epoch:x}"
+        while (offer := queries.get(address, engine_id)) is None:
+            time.sleep(0.01)
+        return offer
+
+    former = offered()
+    role.reset_cache()
+    assert offered().control.epoch not in (former.control.epoch, 0)
+    assert next_step(role).ended_transfers == ["x"]
+    assert role._answer(Renew(role._state.epoch, (handle_of_transfer("x"),))).lost == (handle_of_transfer("x"),)
+
+
+def test_a_prefix_cache_is_reset_beside_held_blocks_which_stay() -> None:
+    pool = BlockPool(8, True, 16)
+    kept_blocks = KeptBlocks()
+    kept_blocks.bind(pool)
+    held, used = pool.get_new_blocks(3), pool.get_new_blocks(1)
+    kept_blocks.keep("a", ([block.block_id for block in held],))
+    pool.free_blocks(held)  # the request has ended
+    kept_blocks.keep("b", ([held[0].block_id],))
+    assert not pool.reset_prefix_cache(), "vLLM refuses by itself"
+    kept_blocks.allow_resets()
+    assert not pool.reset_prefix_cache(), "a request has a block"
+    pool.free_blocks(used)
+    assert pool.reset_prefix_cache()
+    assert [block.ref_cnt for block in held] == [2, 1, 1]
+    others = {block.block_id for block in pool.get_new_blocks(4)}
+    assert not others & {block.block_id for block in held}, "a held block was given away"
+    kept_blocks.free("a")
+    kept_blocks.free("b")
+    assert pool.get_num_free_blocks() == 3
+
+
+def test_a_rank_clears_its_words_at_once_and_publishes_none_of_a_step_under_way() -> None:
+    words = GuardWords(4)
+    step_words = StepWords(words, HOST)
+    step_words.begin([], [(1, 7, 3), (2, 7, 4)])
+    assert words.array.any()
+    step_words.clear_all()
+    assert not words.array.any()
+    step_words.finish()
+    assert not words.array.any()
+    step_words.begin([], [(1, 8, 5)])
+    assert words.array[1].tolist() == [8, 5], "the next epoch begins"
+
+
+def test_every_role_of_a_process_is_told() -> None:
+    told: list[Any] = []
+
+    class Role:
+        def end_former_epoch(self, *arguments: Any) -> None:
+            told.append(arguments)
+
+    role = Role()
+    ROLES.add(role)
+    end_former_epoch(SimpleNamespace(), ["x"], "step-12")
+    ROLES.discard(role)
+    assert (["x"], "step-12") in told
+
+
+def test_a_decode_rank_compares_every_engine_anew() -> None:
+    engines = SourceEngines.__new__(SourceEngines)
+    engines._engines, engines._suspects = {("p", 1, 7): object()}, queue.SimpleQueue()  # type: ignore[dict-item]
+    engines.forget_all("step-12")
+    engines._drop_suspects()
+    assert (engines._engines, engines._weights_version) == ({}, "step-12")
