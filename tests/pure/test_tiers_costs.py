@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.tiers.costs import STALE_AFTER, Because, Choice, Costs, Decision, Offer, Work
+from kvferry.tiers.costs import DECODE_STEPS_OF_A_SAMPLE, STALE_AFTER, Because, Choice, Costs, Decision, Offer, Work
 from kvferry.tiers.rates import (
     COPIES_OF_A_SPAN,
     MOST_BETWEEN_FITS,
@@ -422,3 +422,22 @@ def test_shares_below_zero_give_way_to_the_best_others(num_features: int) -> Non
         assert slope.min() > -1e-9
         assert np.abs(slope[found > 0]).max() < 1e-9
     assert num_negative > 20
+
+
+def test_one_decode_step_of_several_is_a_sample_and_a_slower_engine_is_noticed() -> None:
+    costs, decode = Costs(max_step_tokens=8192), Work(num_tokens=8, num_pairs=1000)
+    for _ in range(10 * DECODE_STEPS_OF_A_SAMPLE):
+        costs.computed(decode, 0.010)
+
+    def predicted() -> float:
+        rates = costs.snapshot()["computing"]
+        return rates["step_seconds"] + 8 * rates["token_seconds"] + 1000 * rates["pair_seconds"]
+
+    assert predicted() == pytest.approx(0.010, rel=0.05)
+    known = costs.snapshot()
+    for _ in range(DECODE_STEPS_OF_A_SAMPLE - 1):
+        costs.computed(decode, 0.100)
+    assert costs.snapshot() == known
+    for _ in range(5 * DECODE_STEPS_OF_A_SAMPLE):
+        costs.computed(decode, 0.100)
+    assert predicted() == pytest.approx(0.100, rel=0.2)

@@ -81,7 +81,7 @@ class Observations(KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Return whether nothing was observed."""
-        return not any(self.data[name] for name in (*self.HISTOGRAMS, *self.COUNTERS))
+        return not any(self.data.values())
 
     def _nothing(self) -> dict[str, Any]:
         histograms: dict[str, Any] = {name: {} if metric.labels else [] for name, metric in self.HISTOGRAMS.items()}
