@@ -1,9 +1,9 @@
 """A lower tier behind a guard: what it raises is a failure of the tier, and no error of a request or of the engine.
 
 Errors of a device, file or peer should not leave the verbs of a tier. Where one does, whatever its type, the verb has
-failed, and the tier is *suspended*: left alone, each time for twice as long, so at most for ``suspend_seconds * 2 **
-(MAX_RAISED - 2)``, since after ``MAX_RAISED`` errors of a verb in a row the tier is *set aside* for good. A tier that may have begun a copy without returning it is set aside at once,
-since nobody can wait for the end of that copy.
+failed, and the tier is *suspended*: left alone, each time for twice as long, at most for ``suspend_seconds * 2 **
+(MAX_RAISED - 2)``. After ``MAX_RAISED`` errors of a verb in a row the tier is *set aside* for good, and at once where
+it may have begun a copy without returning it: nobody can wait for the end of that copy.
 
 A tier that is set aside is closed, on a thread of its own because that may take seconds, and is asked nothing more.
 Slots that its copies use are free when it has closed without an error, and not before.
