@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +40,7 @@ from .test_offload_names import CONFIG
 
 FULL = GroupShape(CacheKind.ATTENTION, 16)
 Configs = Callable[..., Any]
+PROMPT = prompt_of(1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,13 @@ def crowd_out(engine: Engine) -> int:
         engine.add(f"other {part}", prompt_of(part, -part))
         engine.run()
     return number
+
+
+def seen_before(engine: Engine, prompt: Sequence[int] = PROMPT, **fields: Any) -> None:
+    """Run a request until its blocks are stored and the engine's own cache has other blocks."""
+    engine.add("first", prompt, **fields)
+    engine.run(3000)
+    crowd_out(engine)
 
 
 # Stores and hits.
