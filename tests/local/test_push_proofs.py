@@ -18,6 +18,7 @@ from kvferry.handoff.messages import Announce, EndPoint, Noted, Question, Releas
 from kvferry.handoff.push.sender import END
 from kvferry.handoff.wire.server import Server
 from kvferry.layout.shard import Region
+from kvferry.transport import registry
 from kvferry.transport.end_points import ProcessIdentity, own_identity, parse_start_time, read_stat
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.null import NullTransport
@@ -361,6 +362,26 @@ def test_a_fence_opens_transports_anew_with_the_same_memory_and_tells_of_holes(c
     assert fence.end_points["cma"] == before["cma"]
     assert bool(fence.holes) is not closes
     assert (former._closed, stays._closed) == (True, False)
+
+
+@pytest.mark.parametrize("setting", ["auto", "nixl"])
+@pytest.mark.parametrize("beyond_this_host", [True, False])
+def test_a_fence_opens_a_transport_as_it_was_opened_before(
+    setting: str, beyond_this_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise other hosts could not reach the rank after the first fence, or could although they should not."""
+    made: list[str] = []
+
+    def make(factory: str) -> Closing:
+        made.append(factory)
+        return Closing()
+
+    monkeypatch.setattr(registry, "make", make)
+    transports = registry.open_transports(setting, beyond_this_host=beyond_this_host)
+    transports.register([Region(4096, 4096)])
+    before = list(made)
+    transports.fence()
+    assert made == [*before, *before]
 
 
 def test_a_transport_that_cannot_be_opened_anew_is_left_out() -> None:

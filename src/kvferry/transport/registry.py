@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
@@ -142,6 +143,7 @@ class TransportSet:
     def __init__(
         self, transports: Mapping[str, Transport], open_anew: Callable[[str], Transport] | None = None
     ) -> None:
+        """``open_anew`` opens a transport of this set again, by its name and as it was opened before."""
         self.transports = dict(transports)
         self._open_anew = open_anew or open_transport
         self._registered: list[Sequence[Region]] = []
@@ -219,13 +221,14 @@ def open_transports(setting: str = "auto", *, beyond_this_host: bool = False) ->
 
     Raises ``TransportError`` where none works.
     """
+    opens = partial(open_transport, beyond_this_host=beyond_this_host)
     if setting != "auto":
-        return TransportSet({setting: open_transport(setting, beyond_this_host=beyond_this_host)})
+        return TransportSet({setting: opens(setting)}, opens)
     opened: dict[str, Transport] = {}
     refusals: list[TransportError] = []
     for name in AUTO:
         try:
-            opened[name] = open_transport(name, beyond_this_host=beyond_this_host)
+            opened[name] = opens(name)
         except TransportError as error:
             logger.info("the %s transport is not available: %s", name, error)
             refusals.append(error)
@@ -233,7 +236,7 @@ def open_transports(setting: str = "auto", *, beyond_this_host: bool = False) ->
         message = " ".join(error.message for error in refusals)
         remedy = " ".join(error.remedy for error in refusals)
         raise TransportError(Reason.TRANSPORT_UNAVAILABLE, message, remedy)
-    return TransportSet(opened)
+    return TransportSet(opened, opens)
 
 
 def check_setting(setting: str) -> None:
