@@ -32,6 +32,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.push.sender import END, BlockList, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.wire.keys import Keys, make_keys
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.settings import Settings
@@ -53,8 +54,8 @@ SOURCE_IDS, TARGET_IDS = [5, 1, 4], [0, 3, 2]
 class Workers:
     """A prefill engine of two ranks with these settings and a decode engine of one."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, **settings: Any) -> None:
-        self.folder = folder
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, keys: str = "", **settings: Any) -> None:
+        self.folder, self._keys = folder, keys
         self.sources, self.target = filled_ranks(2), Rank(0, 1)
         self.senders = [self._role(patch, "p", rank, **settings) for rank in self.sources]
         self.receiver = self._role(patch, "d", self.target)
@@ -68,7 +69,7 @@ class Workers:
                 return Noted(EPOCH)
             return directory
 
-        self.listener = Server(HOST, 0, answer)
+        self.listener = Server(HOST, 0, answer, keys=Keys(keys) if keys else None)
         self.hold = RemoteHold("p", EPOCH, HOST, self.listener.port, Handle("x", 0))
 
     def _role(self, patch: pytest.MonkeyPatch, engine_id: str, rank: Rank, **more: Any) -> Any:
@@ -84,7 +85,7 @@ class Workers:
         transfer = SimpleNamespace(engine_id=engine_id)
         config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
         log = str(self.folder / engine_id)
-        settings = Settings(mode="push", transport="cma", transfer_log=log, **more)
+        settings = Settings(mode="push", transport="cma", transfer_log=log, keys=self._keys, **more)
         caches: Any = SimpleNamespace(kv_cache_groups=[])
         role: Any = worker_role.WorkerRole(config, caches, settings)
         role.register_kv_caches({})
@@ -163,6 +164,19 @@ def test_a_prompt_in_chunks_is_received_once_all_ranks_have_pushed(workers: Work
     assert arrived(workers)
     # The senders report to their receivers, not to their own engine.
     assert [role.take_finished() for role in workers.senders] == [(set(), set())] * 2
+
+
+def test_a_prompt_is_pushed_between_engines_with_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every rank's end point has the keys: the handshake, introductions, announcements and reports are encrypted."""
+    workers = Workers(monkeypatch, tmp_path, str(make_keys(tmp_path / "keys").folder))
+    try:
+        assert all(role._source._end_point._server._keys is not None for role in workers.senders)
+        workers.announce()
+        workers.compute(END)
+        assert workers.finished() == ({"r"}, set())
+        assert arrived(workers)
+    finally:
+        workers.close()
 
 
 def test_both_engines_log_a_line_per_request_and_rank_and_the_sender_one_per_step(workers: Workers) -> None:

@@ -53,8 +53,11 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any]) -> None:
         ({}, False),
         ({"host": "localhost"}, False),
         ({"host": "::1"}, False),
-        ({"host": "192.0.2.2"}, True),
-        ({"host": "0.0.0.0", "advertised_host": "prefill-0"}, True),
+        ({"allowed_hosts": ["127.0.0.2"]}, False),
+        ({"host": "192.0.2.2", "allow_unauthenticated": True}, True),
+        ({"host": "0.0.0.0", "advertised_host": "prefill-0", "allow_unauthenticated": True}, True),
+        ({"allowed_hosts": ["10.1.0.0/16"]}, True),
+        ({"allow_unauthenticated": True}, True),
     ],
 )
 def test_transports_listen_for_other_hosts_only_where_the_engine_does(
@@ -124,7 +127,8 @@ def test_every_interface_is_refused_as_an_advertised_address(host: str) -> None:
             parse_settings(settings)
         assert refusal.value.reason is Reason.INVALID_SETTING
         assert '"advertised_host"' in refusal.value.remedy
-    assert parse_settings({"host": host, "advertised_host": "prefill-0"}).host == host
+    given = {"host": host, "advertised_host": "prefill-0", "allow_unauthenticated": True}
+    assert parse_settings(given).host == host
 
 
 def test_a_strategy_is_chosen_or_named() -> None:

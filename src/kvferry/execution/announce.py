@@ -416,7 +416,7 @@ class Announcer:
         if where not in self._introductions:
             introduction = self._introduction(where, sources)
             self._introductions[where] = None
-            self._client.send(where.host, where.port, introduction, self._answer_seconds)
+            self._send(where, introduction)
         answer = self._introductions[where]
         if isinstance(answer, Refusal):
             del self._introductions[where]
@@ -430,7 +430,12 @@ class Announcer:
     def ask(self, where: EndPoint, question: Announce | Revoke, number: int, index: int) -> None:
         """Ask a source; :meth:`collect` puts its answer into the push's inbox."""
         self._pending[where.host, where.port, question] = number, index
-        self._client.send(where.host, where.port, question, self._answer_seconds)
+        self._send(where, question)
+
+    def _send(self, where: EndPoint, question: Introduce | Announce | Revoke) -> None:
+        # The source's engine has named its rank.
+        is_trusted = self._client.knows_peers
+        self._client.send(where.host, where.port, question, self._answer_seconds, is_trusted=is_trusted)
 
     def is_kept_out(self, source: SourceRank) -> bool:
         """Return whether a fence keeps a source out: a process that runs on this host may write without any transport

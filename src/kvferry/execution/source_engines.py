@@ -16,6 +16,7 @@ from kvferry.handoff.pull_read import WORD_BYTES, word_bytes
 from kvferry.handoff.push.part import Part, announced_blocks, selector_of
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unexpected_error
+from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.layout.shard import Shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.planner import PairPlan
@@ -104,7 +105,9 @@ class SourceEngines:
         stage: Stage | None = None,
         strategy: Strategy | None = None,
         connects: bool = True,
+        trust: Trust = THIS_MACHINE,
     ) -> None:
+        self._trust = trust
         self._connects = connects
         self._weights_version = FIRST_WEIGHTS
         self._shard = shard
@@ -206,6 +209,8 @@ class SourceEngines:
             self._identity,
             self._timeout_seconds,
             self._weights_version,
+            self._trust,
+            is_trusted=hold.is_trusted,
         )
 
     def _make_room(self, hold: RemoteHold) -> None:

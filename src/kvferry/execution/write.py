@@ -566,7 +566,7 @@ class Writer:
             report = Pushed(key, index, part.digest, *done)
         else:
             report = PushFailed.of(error, key=key, source_index=index)
-        self._client.tell(where.host, where.port, report, REPORT_SECONDS)
+        self._client.tell(where.host, where.port, report, REPORT_SECONDS, is_trusted=self._client.knows_peers)
 
     def connect_anew(self, destination: DestinationRank) -> None:
         """Connect for the next push; running pushes keep their connection."""
@@ -576,7 +576,7 @@ class Writer:
         """Ask this rank's engine to end the hold: the destination, which would release it, may be dead."""
         if (engine := self.engine) is not None:
             question = Release(engine.epoch, (handle_of_transfer(transfer_id),))
-            self._client.tell(engine.host, engine.port, question, REPORT_SECONDS)
+            self._client.tell(engine.host, engine.port, question, REPORT_SECONDS, is_trusted=True)
 
 
 def _no_longer_held(transfer_id: str) -> HandoffError:

@@ -11,6 +11,7 @@ from kvferry.handoff.messages import (
     encode,
 )
 from kvferry.handoff.wire import client
+from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.layout.shard import Shard
 from kvferry.plan.wire import decode_shard
 
@@ -51,13 +52,17 @@ def fetch_directory(
     ours: Identity,
     timeout_seconds: float,
     weights_version: str = FIRST_WEIGHTS,
+    trust: Trust = THIS_MACHINE,
+    *,
+    is_trusted: bool = False,
 ) -> Directory:
     """Ask a prefill engine for its ranks and check its epoch, its identity and the version of its weights.
 
     The request names ``epoch``. Raises :class:`HandoffError`
-    (peer-unreachable, protocol-mismatch, peer-changed, or a mismatch of the identity).
+    (peer-unreachable, permission-denied, protocol-mismatch, peer-changed, or a mismatch of the identity).
     """
-    answer = client.ask(host, port, DirectoryRequest(PROTOCOL_VERSION, sender), timeout_seconds)
+    question = DirectoryRequest(PROTOCOL_VERSION, sender)
+    answer = client.ask(host, port, question, timeout_seconds, trust, is_trusted=is_trusted)
     if not isinstance(answer, Directory):
         raise HandoffError(
             Reason.PROTOCOL_MISMATCH,

@@ -21,13 +21,17 @@ MIN_RENEW_SECONDS = 0.1
 
 
 class RemoteHold(msgspec.Struct, frozen=True, order=True):
-    """A hold as a decode engine knows it: the prefill engine, its host, port and epoch, and the hold's handle."""
+    """A hold as a decode engine knows it: the prefill engine, its host, port and epoch, and the hold's handle.
+
+    ``is_trusted`` says that a trusted key has signed where the engine is.
+    """
 
     engine_id: str
     epoch: int
     host: str
     port: int
     handle: Handle
+    is_trusted: bool = False
 
     @property
     def engine(self) -> tuple[str, int, int]:

@@ -26,8 +26,9 @@ import msgspec
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.handshake import check_version
 from kvferry.handoff.messages import Bounded, EndPoint, Identifier, Unsigned
-from kvferry.handoff.wire.addresses import MAX_ADDRESSES, bare, is_ipv6
+from kvferry.handoff.wire.addresses import bare, is_ipv6
 from kvferry.handoff.wire.background import BackgroundCalls
+from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.peer_log import PeerLog
 
 logger = PeerLog(logging.getLogger(__name__))
@@ -161,14 +162,17 @@ def parse_address(address: str) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
-def query(address: str) -> list[Entry]:
-    """Ask a bootstrap address (``http://host:port``). Raises :class:`HandoffError`."""
+def query(address: str, trust: Trust = THIS_MACHINE) -> list[Entry]:
+    """Ask a bootstrap address (``http://host:port``). Raises :class:`HandoffError`: permission-denied for a host to
+    which this engine may not connect.
+    """
     host, port = parse_address(address)
+    # A router has named the host, or a client.
+    addresses = trust.addresses(host, port, False)
     try:
-        places = [place[4] for place in socket.getaddrinfo(bare(host), port, type=socket.SOCK_STREAM)][:MAX_ADDRESSES]
         deadline = time.monotonic() + QUERY_SECONDS
         # No proxy of the environment is used and no redirect followed: engines know each other.
-        with closing(_connected(places, deadline)) as connected:
+        with closing(_connected(addresses, port, deadline)) as connected:
             connected.sendall(f"GET /query HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
             # The response only calls ``makefile``.
             response = HTTPResponse(_UntilDeadline(connected, deadline), method="GET")  # type: ignore[arg-type]
@@ -214,12 +218,12 @@ class _UntilDeadline(io.RawIOBase):
         return self._socket.recv_into(buffer)
 
 
-def _connected(places: Sequence[Any], deadline: float) -> socket.socket:
+def _connected(addresses: Sequence[str], port: int, deadline: float) -> socket.socket:
     """Return a connection to the first address that accepts one. Raises ``OSError``."""
     refused = OSError("the name has no address")
-    for turn, (address, port, *_) in enumerate(places):
+    for turn, address in enumerate(addresses):
         try:
-            return socket.create_connection((address, port), _remaining(deadline) / (len(places) - turn))
+            return socket.create_connection((address, port), _remaining(deadline) / (len(addresses) - turn))
         except OSError as error:
             refused = error
     raise refused

@@ -129,6 +129,11 @@ class Client:
         self._outgoing.put(Exchange(host, port, message, deadline, is_message=True, is_trusted=is_trusted))
         self._wake()
 
+    @property
+    def knows_peers(self) -> bool:
+        """Whether what a peer has said comes from a trusted engine: there are keys, so others are not heard."""
+        return self._trust.keys is not None
+
     def collect(self) -> list[Exchange]:
         """Return the exchanges that have ended since the last call."""
         returned = []
@@ -435,6 +440,7 @@ def ask(
     deadline = time.monotonic() + timeout_seconds
     data = protocol.encode(question)
     addresses = trust.addresses(host, port, is_trusted)
+    pause = FIRST_RETRY_SECONDS
     while (left := deadline - time.monotonic()) > 0:
         num_refusing = 0
         for turn, address in enumerate(addresses):
@@ -454,7 +460,8 @@ def ask(
                 "The prefill engine has ended, or does not listen on the host and port that it advertises: check its "
                 "log.",
             )
-        time.sleep(max(0.0, min(PAUSE_SECONDS, deadline - time.monotonic())))
+        time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+        pause = min(LAST_RETRY_SECONDS, 2 * pause)
     raise HandoffError(
         Reason.PEER_UNREACHABLE,
         f"no answer from {host}:{port} within {timeout_seconds:g} s.",

@@ -27,7 +27,7 @@ _HEADER = Struct(">IQ")
 _LENGTH_BYTES = 4
 _TLS_RECORDS = range(20, 25)
 """First bytes of what TLS sends; the first byte of a frame is that of its length, 0 or 1."""
-_TLS_ALERT = 21
+_TLS_ALERT, _TLS_HANDSHAKE = 21, 22
 _OTHER_PEER = "Check which program connects to this port: it is for kvferry's engines."
 _KEYS = 'Give both engines the setting "keys" with folders that trust each other, or neither of them.'
 
@@ -181,6 +181,8 @@ class Connection:
 
     def _shake_hands(self, keys: Keys) -> bool:
         if not isinstance(self.socket, ssl.SSLSocket):
+            if self._is_server and not self._begins_tls():
+                return False
             context = keys.server_context if self._is_server else keys.client_context
             self.socket = context.wrap_socket(self.socket, server_side=self._is_server, do_handshake_on_connect=False)
         try:
@@ -194,6 +196,20 @@ class Connection:
         except ssl.SSLError as error:
             raise _tls_failed(error) from error
         keys.check_peer(self.socket.getpeercert(binary_form=True))
+        return True
+
+    def _begins_tls(self) -> bool:
+        """Return whether the peer begins a handshake. Raises :class:`HandoffError` for one without TLS, as which it
+        can be told why: OpenSSL would close the connection without a word.
+        """
+        try:
+            first = self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        if not first:
+            raise ConnectionError("the peer has closed the connection")
+        if first[0] != _TLS_HANDSHAKE:
+            raise HandoffError(Reason.PERMISSION_DENIED, "the peer has no keys, and is not heard without.", _KEYS)
         return True
 
     def _read(self) -> None:

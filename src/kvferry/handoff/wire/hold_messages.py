@@ -10,6 +10,7 @@ from kvferry.handoff.holds import RENEWED_LEASE_SECONDS, Lease
 from kvferry.handoff.messages import MAX_REQUESTS_PER_MESSAGE, Handle, Refusal, Release, Renew, Renewed
 from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
 from kvferry.handoff.wire.client import Client, Exchange, log_undelivered
+from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 
 SIBLING_LINGER_SECONDS = 0.5
 RENEW_SHARE = 0.2
@@ -24,10 +25,10 @@ class LeaseKeeper:
     for ``lease_seconds`` renews none.
     """
 
-    def __init__(self, lease_seconds: float) -> None:
+    def __init__(self, lease_seconds: float, trust: Trust = THIS_MACHINE) -> None:
         self._lease_seconds = lease_seconds
         self._holds = RemoteHolds(SIBLING_LINGER_SECONDS, RENEW_SHARE, lease_seconds)
-        self._client = Client()
+        self._client = Client(trust)
         self._lock = threading.Lock()
         self._renewing: dict[tuple[str, int, int, Handle], RemoteHold] = {}
         self._lost: list[str] = []
@@ -80,15 +81,16 @@ class LeaseKeeper:
         self._client.close()
 
     def _release(self, now: float) -> None:
-        for (host, port, epoch), handles in _batches(self._holds.take_releases(now)):
-            self._client.tell(host, port, Release(epoch, handles), self._lease_seconds)
+        for (host, port, epoch), is_trusted, handles in _batches(self._holds.take_releases(now)):
+            self._client.tell(host, port, Release(epoch, handles), self._lease_seconds, is_trusted=is_trusted)
 
     def _renew(self, now: float) -> None:
         """Renew the leases that are due, but not one whose last renewal has no answer yet."""
         holds = [hold for hold in self._holds.take_renewals(now) if (*hold.engine, hold.handle) not in self._renewing]
         self._renewing |= {(*hold.engine, hold.handle): hold for hold in holds}
-        for (host, port, epoch), handles in _batches(holds):
-            self._client.send(host, port, Renew(epoch, handles), min(self._lease_seconds, RENEWAL_SECONDS))
+        for (host, port, epoch), is_trusted, handles in _batches(holds):
+            seconds = min(self._lease_seconds, RENEWAL_SECONDS)
+            self._client.send(host, port, Renew(epoch, handles), seconds, is_trusted=is_trusted)
 
     def _record_answer(self, exchange: Exchange) -> None:
         question, answer = exchange.question, exchange.answer
@@ -106,10 +108,11 @@ class LeaseKeeper:
         self._lost += self._holds.lost(hold for hold in holds if hold.handle in lost)
 
 
-def _batches(holds: Iterable[RemoteHold]) -> Iterator[tuple[tuple[str, int, int], tuple[Handle, ...]]]:
-    by_engine: dict[tuple[str, int, int], list[Handle]] = defaultdict(list)
+def _batches(holds: Iterable[RemoteHold]) -> Iterator[tuple[tuple[str, int, int], bool, tuple[Handle, ...]]]:
+    """Yield the engine, whether its host is trusted, and the handles of each message."""
+    by_engine: dict[tuple[tuple[str, int, int], bool], list[Handle]] = defaultdict(list)
     for hold in holds:
-        by_engine[hold.engine].append(hold.handle)
-    for engine, handles in by_engine.items():
+        by_engine[hold.engine, hold.is_trusted].append(hold.handle)
+    for (engine, is_trusted), handles in by_engine.items():
         for start in range(0, len(handles), MAX_REQUESTS_PER_MESSAGE):
-            yield engine, tuple(handles[start : start + MAX_REQUESTS_PER_MESSAGE])
+            yield engine, is_trusted, tuple(handles[start : start + MAX_REQUESTS_PER_MESSAGE])

@@ -1,6 +1,7 @@
 """Settings of the connector, ``kv_connector_extra_config``, validated when the engine starts."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -9,6 +10,8 @@ import msgspec
 
 from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.wire.addresses import is_loopback, is_wildcard
+from kvferry.handoff.wire.keys import Keys
+from kvferry.handoff.wire.trust import Trust, as_network
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.registry import FACTORIES
@@ -18,6 +21,7 @@ LAST_PORT = 65535
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400, extra={"unit": "seconds"})]
 Port = Annotated[int, msgspec.Meta(ge=0, le=LAST_PORT)]
 _FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address", "fence_seconds"))
+_NAME = re.compile(r"[0-9A-Za-z_]([0-9A-Za-z_.-]*[0-9A-Za-z_])?")
 AnySettings = TypeVar("AnySettings", bound=msgspec.Struct)
 LOAD_SECONDS, PUSH_SECONDS = 30.0, 120.0
 
@@ -104,6 +108,33 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             page="two-hosts.md",
         ),
     ] = ""
+    keys: Annotated[
+        str,
+        about(
+            "A folder made by `kvferry keys new`: engines then encrypt what they say to each other, hear only engines "
+            "whose certificates they trust, and sign. Needed where `host` is not this machine alone.",
+            unit="path",
+            unset="none",
+            page="security.md#keys",
+        ),
+    ] = ""
+    allow_unauthenticated: Annotated[
+        bool,
+        about(
+            "Lets `host` be other than this machine without `keys`: whoever reaches its ports is taken for an engine.",
+            page="security.md#keys",
+        ),
+    ] = False
+    allowed_hosts: Annotated[
+        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=253)], ...],
+        about(
+            "Names, addresses and networks (`10.1.0.0/16`) to which the engine connects where a request or a router "
+            "names them, beside this machine and the hosts that a trusted engine has signed. With "
+            "`allow_unauthenticated`, none restricts nothing.",
+            unset="none",
+            page="security.md#where-an-engine-connects",
+        ),
+    ] = ()
     port: Annotated[
         Port,
         about(
@@ -201,8 +232,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def meets_other_hosts(self) -> bool:
-        """Whether ranks of engines on other hosts may connect to this engine's ranks, or this engine's to theirs."""
-        return not is_loopback(self.host)
+        """Whether ranks of engines on other hosts may connect to this engine's ranks, or this engine's to theirs.
+
+        With keys, signed parameters name hosts that no setting does.
+        """
+        hosts = (self.host, *self.allowed_hosts)
+        return bool(self.keys) or self.allow_unauthenticated or not all(is_loopback(host) for host in hosts)
 
     @property
     def scatters(self) -> bool:
@@ -227,6 +262,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     _check_transfer_log(settings)
     _check_times(settings, extra_config)
     _check_host(settings)
+    _check_keys(settings)
     _check_push(settings, extra_config)
     return settings
 
@@ -284,6 +320,36 @@ def _check_host(settings: Settings) -> None:
             f"{name} {host!r} means every interface, which is no address that decode engines can connect to.",
             'Set "advertised_host" to the address or name at which they reach this machine.',
         )
+
+
+def _check_keys(settings: Settings) -> None:
+    if settings.keys and settings.allow_unauthenticated:
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            "keys and allow_unauthenticated are both set: with keys, no engine is heard that is not authenticated.",
+            'Leave out "allow_unauthenticated", or "keys".',
+        )
+    if not (settings.keys or settings.allow_unauthenticated or is_loopback(settings.host)):
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"host {settings.host!r} can be reached from other machines, and there are no keys: anybody there could "
+            "read, change and free caches.",
+            "Run 'kvferry keys new FOLDER', copy the folder to all engines, and set \"keys\" to its path; or set "
+            '"allow_unauthenticated" to true where nobody else reaches the network.',
+        )
+    for host in settings.allowed_hosts:
+        if as_network(host) is None and not _NAME.fullmatch(host):
+            raise SettingsError(
+                Reason.INVALID_SETTING,
+                f"allowed_hosts has {host!r}, which is no name, address or network.",
+                "Write 'prefill-0.example', '10.1.2.3', '[fd00::1]' or '10.1.0.0/16', without a port.",
+            )
+
+
+def trust_of(settings: Settings) -> Trust:
+    """Return whom the engine trusts. Reads the keys; raises :class:`SettingsError` as :class:`Keys` does."""
+    anywhere = settings.allow_unauthenticated and not settings.allowed_hosts
+    return Trust(Keys(settings.keys) if settings.keys else None, settings.allowed_hosts, anywhere=anywhere)
 
 
 def _check_push(settings: Settings, given: Mapping[str, Any]) -> None:

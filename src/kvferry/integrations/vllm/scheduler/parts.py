@@ -14,6 +14,7 @@ from kvferry.handoff.holds import Holds
 from kvferry.handoff.messages import EndPoint
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.hold_messages import LeaseKeeper
+from kvferry.handoff.wire.trust import Trust
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.settings import Settings
@@ -38,6 +39,7 @@ class EngineState:
     groups: Sequence[GroupShape]
     caches_prefixes: bool
     holds: Holds
+    trust: Trust
     leases: LeaseKeeper
     kept_blocks: KeptBlocks = field(default_factory=KeptBlocks)
     holds_lock: threading.Lock = field(default_factory=threading.Lock)

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,7 +13,7 @@ from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, PROTOCOL_VERSION
 from kvferry.handoff.push.sender import END, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Offer, id_in_epoch
+from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Offer, id_in_epoch, query
 from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cached_windows, held_blocks
 from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params, prompt_digest, token_ids_of
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
@@ -191,7 +192,7 @@ class PushDestination(Destination):
         self._state = state
         self._expected: dict[str, _Expected | KVFerryError] = {}
         self._to_release: dict[str, _Expected] = {}
-        self._queries = BootstrapQueries()
+        self._queries = BootstrapQueries(partial(query, trust=state.trust))
 
     @property
     def has_pending_work(self) -> bool:

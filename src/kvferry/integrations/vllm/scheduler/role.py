@@ -42,7 +42,7 @@ from kvferry.integrations.vllm.scheduler.params import leave_last_token
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
 from kvferry.integrations.vllm.scheduler.pull import PullDestination, PullSource
 from kvferry.integrations.vllm.scheduler.push import PushDestination, PushSource, check_pushable
-from kvferry.integrations.vllm.settings import Settings, control_port
+from kvferry.integrations.vllm.settings import Settings, control_port, trust_of
 from kvferry.integrations.vllm.step import EPOCH_BITS, MAX_HELD_REQUESTS, EngineEndPoint, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
@@ -77,6 +77,7 @@ class SchedulerRole:
     ) -> None:
         parallel = vllm_config.parallel_config
         epoch = secrets.randbits(EPOCH_BITS)
+        trust = trust_of(settings)
         self._state = state = EngineState(
             settings=settings,
             engine_id=engine_id,
@@ -85,7 +86,8 @@ class SchedulerRole:
             groups=group_shapes(kv_cache_config),
             caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             holds=Holds(epoch, MAX_HELD_REQUESTS, settings.lease_seconds, settings.max_hold_seconds),
-            leases=LeaseKeeper(settings.lease_seconds),
+            trust=trust,
+            leases=LeaseKeeper(settings.lease_seconds, trust),
         )
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._num_recomputed = num_recomputed(state.groups)
@@ -105,7 +107,7 @@ class SchedulerRole:
         self._directory: Directory | None = None
         self._secret = secrets.token_bytes(SECRET_BYTES)
         port = control_port(settings.port, parallel.data_parallel_index)
-        self._server = Server(settings.host, port, self._answer, self._keep_up)
+        self._server = Server(settings.host, port, self._answer, self._keep_up, trust.keys)
         state.answers_at = EndPoint(settings.reachable_host, self._server.port, epoch)
         assert vllm_config.kv_transfer_config is not None
         parts = PARTS[str(vllm_config.kv_transfer_config.kv_role)]

@@ -11,6 +11,7 @@ from kvferry.execution.device import Mark
 from kvferry.execution.write import Writer
 from kvferry.handoff.messages import Answer, EndPoint, Pushed, PushFailed, Question, Release
 from kvferry.handoff.push.sender import Prompt
+from kvferry.handoff.wire.keys import Keys
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.step import EPOCH_BITS, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
@@ -20,10 +21,10 @@ from kvferry.plan.layer_spans import LayerSpans
 class PushEndPoint:
     """The control end point of a rank: its source part answers announcements, its destination part reports."""
 
-    def __init__(self, host: str, reachable_host: str) -> None:
+    def __init__(self, host: str, reachable_host: str, keys: Keys | None) -> None:
         self.writer: Writer | None = None
         self.announcer: Announcer | None = None
-        self._server = Server(host, 0, self._answer)
+        self._server = Server(host, 0, self._answer, keys=keys)
         self.answers_at = EndPoint(reachable_host, self._server.port, secrets.randbits(EPOCH_BITS))
 
     def close(self) -> None:
@@ -127,7 +128,8 @@ class PushDestination(Destination):
     def fail(self, order: PromptLoad) -> None:
         """Release the hold, so that the pushes to this engine's other ranks fail too instead of waiting."""
         if (hold := order.hold) is not None:
-            self._rank.client.tell(hold.host, hold.port, Release(hold.epoch, (hold.handle,)), self._answer_seconds)
+            release, seconds = Release(hold.epoch, (hold.handle,)), self._answer_seconds
+            self._rank.client.tell(hold.host, hold.port, release, seconds, is_trusted=hold.is_trusted)
 
     def _sources(self, order: PromptLoad, launched_before: Mark) -> Sequence[SourceRank] | None:
         assert order.hold is not None

@@ -22,7 +22,7 @@ from kvferry.handoff.holds import lease_lost, weights_changed
 from kvferry.handoff.messages import RankEntry, StillWriting
 from kvferry.handoff.wire.client import Client
 from kvferry.integrations.vllm.resets import ROLES
-from kvferry.integrations.vllm.settings import Settings
+from kvferry.integrations.vllm.settings import Settings, trust_of
 from kvferry.integrations.vllm.step import EngineEndPoint, PromptLoad, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
@@ -60,6 +60,7 @@ class WorkerRole:
         self._tp_rank = get_tensor_model_parallel_rank()
         self._pp_rank = get_pp_group().rank_in_group
         self._index = self._pp_rank * vllm_config.parallel_config.tensor_parallel_size + self._tp_rank
+        self._trust = trust_of(settings)
         self._transports = open_transports(settings.transport, beyond_this_host=settings.meets_other_hosts)
         self._statistics = Statistics()
         self._log = TransferLog(settings.transfer_log, self._index, resolved_layout(vllm_config))
@@ -107,15 +108,16 @@ class WorkerRole:
                 stage,
                 settings.wanted_strategy,
                 connects=settings.mode == "pull",
+                trust=self._trust,
             ),
-            client=Client(),
+            client=Client(self._trust),
         )
         push_end_point: PushEndPoint | None = None
         if pull_source is not None:
             self._source, self._destination = pull_source, PullDestination(rank)
         else:
             keeps_events = bool(settings.transfer_log)
-            push_end_point = PushEndPoint(settings.host, settings.reachable_host)
+            push_end_point = PushEndPoint(settings.host, settings.reachable_host, self._trust.keys)
             self._source = PushSource(rank, push_end_point, LayerSpans(self._layers_that_report()), keeps_events)
             self._destination = PushDestination(rank, push_end_point, timeout, settings.fence_seconds, keeps_events)
         self._entry = RankEntry(
@@ -252,7 +254,8 @@ class WorkerRole:
         question = StillWriting(
             engine.where.epoch, engine.secret, self._index, self._num_reports, tuple(sorted(request_ids))
         )
-        self._rank.client.tell(engine.where.host, engine.where.port, question, REPORT_SECONDS)
+        where = engine.where
+        self._rank.client.tell(where.host, where.port, question, REPORT_SECONDS, is_trusted=True)
 
     def _layers_that_report(self) -> dict[str, list[str]]:
         """Return the layers for which vLLM calls the connector, by cache group, in the order of computation.

@@ -1,0 +1,132 @@
+"""Keys and allowed hosts through the connector's settings, without an engine."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvferry.errors import HandoffError, Reason, SettingsError
+from kvferry.handoff.messages import Noted, Release
+from kvferry.handoff.wire.client import ask
+from kvferry.handoff.wire.keys import make_keys
+from kvferry.handoff.wire.trust import Trust
+from kvferry.integrations.vllm.settings import parse_settings, trust_of
+
+from .scheduler_requests import FULL, PROMPT, allocated, kept, next_step, request, run_prefill
+
+HOST = "127.0.0.1"
+ELSEWHERE = "203.0.113.1"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    make_keys(tmp_path / "keys")
+    return str(tmp_path / "keys")
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> str:
+    """Keys of another deployment."""
+    make_keys(tmp_path / "others")
+    return str(tmp_path / "others")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "prefill-0.invalid"])
+def test_a_host_that_others_reach_needs_keys_or_a_word(host: str, folder: str) -> None:
+    given = {"host": host, "advertised_host": "192.0.2.1"}
+    with pytest.raises(SettingsError) as caught:
+        parse_settings(given)
+    assert caught.value.reason is Reason.INVALID_SETTING
+    assert "kvferry keys new" in caught.value.remedy
+    assert parse_settings({**given, "allow_unauthenticated": True}).host == host
+    assert parse_settings({**given, "keys": folder}).host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "[::1]", "localhost"])
+def test_this_machine_needs_no_keys(host: str) -> None:
+    assert parse_settings({"host": host}).host == host
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"keys": "folder", "allow_unauthenticated": True},
+        {"allow_unauthenticated": "yes"},
+        {"allowed_hosts": "10.0.0.0/8"},
+        {"allowed_hosts": ["10.0.0.0/33"]},
+        {"allowed_hosts": ["http://prefill-0"]},
+        {"allowed_hosts": ["prefill-0:5600"]},
+        {"allowed_hosts": [""]},
+        {"allowed_hosts": ["*"]},
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_or_are_no_hosts_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_settings(given)
+    assert caught.value.reason is Reason.INVALID_SETTING
+
+
+def test_where_an_engine_connects_follows_from_its_settings() -> None:
+    def connects(**given: Any) -> bool:
+        try:
+            return trust_of(parse_settings(given)).addresses(ELSEWHERE, 5600, False) == [ELSEWHERE]
+        except HandoffError as error:
+            if error.reason is not Reason.PERMISSION_DENIED:
+                raise
+            return False
+
+    assert not connects()
+    assert connects(allowed_hosts=["203.0.113.0/24"])
+    assert connects(allow_unauthenticated=True)
+    assert not connects(allow_unauthenticated=True, allowed_hosts=["10.0.0.0/8"])
+
+
+def test_an_engine_without_a_complete_folder_does_not_start(make_role: Any, folder: str, tmp_path: Path) -> None:
+    (Path(folder) / "key.pem").chmod(0o644)
+    for given, reason in ((folder, Reason.PERMISSION_DENIED), (str(tmp_path), Reason.INVALID_SETTING)):
+        with pytest.raises(SettingsError) as caught:
+            make_role(FULL, keys=given)
+        assert caught.value.reason is reason
+
+
+def test_an_engine_with_keys_hears_only_engines_that_it_trusts(make_role: Any, folder: str, others: str) -> None:
+    role = make_role(FULL, keys=folder)
+    where, release = role._state.answers_at, Release(role._state.epoch, ())
+    for trust in (Trust(), trust_of(parse_settings({"keys": others}))):
+        with pytest.raises(HandoffError) as caught:
+            ask(HOST, where.port, release, 10.0, trust)
+        assert caught.value.reason is Reason.PERMISSION_DENIED
+    assert ask(HOST, where.port, release, 10.0, trust_of(parse_settings({"keys": folder}))) == Noted(where.epoch)
+
+
+def load(decode: Any, params: dict[str, Any]) -> None:
+    """Let a decode engine load a prompt, and end the load."""
+    ours = request(PROMPT, dict(params), "d")  # the engine notes in them that it has loaded
+    decode.on_new_request(ours)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
+    next_step(decode)
+    decode.update_connector_output(SimpleNamespace(finished_recving={"d"}, failed_recving=set()))
+
+
+def test_a_release_ends_a_hold_only_with_the_same_keys(make_role: Any, folder: str, others: str) -> None:
+    """Anybody who could connect could end the holds of others, so that their requests failed."""
+    prefill, stranger, plain, decode = (make_role(FULL, keys=keys) for keys in (folder, others, "", folder))
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
+    assert params is not None
+    for role in (stranger, plain):
+        load(role, params)
+    for _ in range(30):
+        time.sleep(0.01)
+        next_step(prefill)
+        assert sorted(kept(prefill)) == [1, 2, 3, 4, 5]
+    load(decode, params)
+    deadline = time.monotonic() + 20
+    while kept(prefill):
+        assert time.monotonic() < deadline, "the hold is not released"
+        time.sleep(0.01)
+        next_step(prefill)
