@@ -1,11 +1,14 @@
 """What proves that a source writes no more, and what does not: refused connections, ended processes, fences."""
 
 import logging
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,8 +17,9 @@ import pytest
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution.peers import Peers
 from kvferry.handoff.holds import handle_of_transfer
-from kvferry.handoff.messages import Announce, EndPoint, Noted, Question, Release
+from kvferry.handoff.messages import Announce, EndPoint, Handle, Noted, Question, Release
 from kvferry.handoff.push.sender import END
+from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.server import Server
 from kvferry.layout.shard import Region
 from kvferry.transport import registry
@@ -25,8 +29,8 @@ from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Capabilities, Direction, Status, Transfer
 from kvferry.transport.registry import Link, TransportSet
 
-from .engines_in_process import HOST
-from .engines_that_push import Pairs, SendingEngine, check_arrived
+from .engines_in_process import EPOCH, HOST, Rank
+from .engines_that_push import Pairs, ReceivingRank, SendingEngine, check_arrived
 
 SECONDS = 20.0
 
@@ -236,6 +240,54 @@ def check_dead(link: Link, sent: np.ndarray, cache: np.ndarray) -> None:
     except TransportError:
         pass
     assert (cache == 7).all()
+
+
+@contextmanager
+def pushing_process(transport: str, boot_id: str) -> Iterator[tuple[RemoteHold, subprocess.Popen[bytes]]]:
+    """A prefill engine that pushes slowly, in a process that a test may stop or kill. UCX uses TCP only."""
+    arguments = [sys.executable, "-m", "tests.local.pushing_process", transport, boot_id]
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"UCX_TLS": "tcp", "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
+    child = subprocess.Popen(
+        arguments, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert child.stdout is not None
+        port = int(child.stdout.readline())
+        yield RemoteHold("p", EPOCH, HOST, port, Handle("x", 0)), child
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nothing_of_a_sender_that_was_stopped_or_killed_lands_after_the_blocks_were_given_back(
+    transport: str, end: str
+) -> None:
+    """A process of its own, whose bytes are on their way. The stopped one, which seems to be on another host, goes on
+    after the fence.
+    """
+    require(transport)
+    receiver = ReceivingRank(Rank(0, 1), transport=transport, fence_seconds=0.3)
+    cache = receiver.rank.cache
+    try:
+        with pushing_process(transport, "of another host" if end == "stopped" else "") as (hold, child):
+            receiver.receive(hold, [0, 1, 2, 3], seconds=2.5)
+            wait_until(lambda: bool(cache.any()))
+            assert not cache[3].all(), "the push is not over"
+            child.send_signal(signal.SIGSTOP if end == "stopped" else signal.SIGKILL)
+            error = receiver.result(12.0).error
+            assert error is not None
+            assert error.reason is (Reason.DEADLINE_EXCEEDED if end == "stopped" else Reason.PEER_DIED)
+            assert receiver.announcer.num_fences == 1
+            cache[:] = 7
+            if end == "stopped":
+                child.send_signal(signal.SIGCONT)
+            time.sleep(2.0)
+            assert (cache == 7).all()
+    finally:
+        receiver.close()
 
 
 @pytest.mark.parametrize("transport", [TRANSPORTS[0]])
