@@ -24,6 +24,7 @@ demo: setup ## Prefill on one vLLM engine, decode on another, compare with one e
 
 # Setup installs every package, so a test that is skipped hides a transport that is missing.
 test test-chaos: export KVFERRY_NO_SKIPS := 1
+test: export KVFERRY_FUZZ_SECONDS := 60
 
 # These tests wait more than they compute, so two processes run them. Engines compute: one process runs those tests.
 test: setup ## Every test, real vLLM engines included (about 18 minutes on 2 cores)

@@ -192,7 +192,7 @@ def query(address: str, trust: Trust = THIS_MACHINE) -> list[Entry]:
         )
     try:
         return list(msgspec.json.decode(body, type=dict[str, Entry]).values())
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
             f"the answer of {address} to the bootstrap query is malformed: {error}.",
