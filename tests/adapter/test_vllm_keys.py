@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvferry.errors import HandoffError, Reason, SettingsError
-from kvferry.handoff.messages import Noted, Release
+from kvferry.handoff.messages import Noted, RankEntry, Release
+from kvferry.handoff.wire.bootstrap import id_in_epoch
 from kvferry.handoff.wire.client import ask
 from kvferry.handoff.wire.keys import make_keys
 from kvferry.handoff.wire.trust import Trust
@@ -130,3 +131,26 @@ def test_a_release_ends_a_hold_only_with_the_same_keys(make_role: Any, folder: s
         assert time.monotonic() < deadline, "the hold is not released"
         time.sleep(0.01)
         next_step(prefill)
+
+
+def test_a_push_takes_the_offer_of_an_engine_with_the_same_keys_only(make_role: Any, folder: str, others: str) -> None:
+    prefill, decode, stranger = (make_role(FULL, mode="push", keys=keys) for keys in (folder, folder, others))
+    prefill.publish([RankEntry(0, 0, b"", {}, 0, 0)])
+    params = {
+        "do_remote_prefill": True,
+        "transfer_id": "x",
+        "remote_engine_id": id_in_epoch(prefill._state.engine_id, prefill._state.epoch),
+        "remote_bootstrap_addr": f"http://{HOST}:{prefill._source.bootstrap.port}",
+    }
+    for role in (decode, stranger):
+        ours = request(PROMPT, dict(params), "d")
+        role.on_new_request(ours)
+        deadline = time.monotonic() + 20
+        while role.get_num_new_matched_tokens(ours, 0)[0] is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    hold = decode._destination.hold_of("d")
+    assert (hold.port, hold.is_trusted) == (prefill._server.port, True)
+    refused = stranger._destination._expected["d"]
+    assert isinstance(refused, HandoffError)
+    assert refused.reason is Reason.PERMISSION_DENIED

@@ -5,15 +5,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import PROTOCOL_VERSION, EndPoint
 from kvferry.handoff.wire import background, bootstrap
-from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Entry, Offer, query
+from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Entry, Offer, query, signed
+from kvferry.handoff.wire.keys import make_keys
 
 HOST, SECONDS = "127.0.0.1", 10.0
 
@@ -48,6 +52,31 @@ def test_an_offer_is_asked_for_once_and_again_when_it_is_forgotten() -> None:
         assert len(asked) == 2
     finally:
         served.close()
+
+
+def test_with_keys_an_offer_counts_only_if_a_trusted_key_has_signed_it(tmp_path: Path) -> None:
+    """HTTP protects nothing: whoever answers in the engine's place could name another host, or other block sizes."""
+    keys, strangers = make_keys(tmp_path / "keys"), make_keys(tmp_path / "strangers")
+    ours = signed(offer(), keys)
+    elsewhere = msgspec.structs.replace(ours, control=EndPoint("203.0.113.1", 5600, 7))
+    for answered, reason in (
+        (ours, None),
+        (offer(), Reason.PERMISSION_DENIED),
+        (signed(offer(), strangers), Reason.PERMISSION_DENIED),
+        (elsewhere, Reason.PERMISSION_DENIED),
+        (msgspec.structs.replace(ours, block_sizes=(32,)), Reason.PERMISSION_DENIED),
+    ):
+        served = BootstrapServer(HOST, 0, answered)
+        offers, address = BootstrapQueries(keys=keys), f"http://{HOST}:{served.port}"
+        try:
+            if reason is None:
+                assert awaited(partial(offers.get, address, "p@7")) == answered
+            else:
+                with pytest.raises(HandoffError) as caught:
+                    awaited(partial(offers.get, address, "p@7"))
+                assert caught.value.reason is reason
+        finally:
+            served.close()
 
 
 def test_an_address_that_goes_on_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

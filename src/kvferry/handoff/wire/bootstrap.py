@@ -28,6 +28,7 @@ from kvferry.handoff.handshake import check_version
 from kvferry.handoff.messages import Bounded, EndPoint, Identifier, Unsigned
 from kvferry.handoff.wire.addresses import bare, is_ipv6
 from kvferry.handoff.wire.background import BackgroundCalls
+from kvferry.handoff.wire.keys import SIGNATURE_PATTERN, Keys
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.peer_log import PeerLog
 
@@ -47,12 +48,16 @@ _ADDRESS = re.compile(r"http://(\[[0-9A-Za-z:.%_-]{2,255}\]|[0-9A-Za-z._-]{1,255
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A prefill engine that pushes: its control end point with the epoch, and its block sizes by cache group."""
+    """A prefill engine that pushes: its control end point with the epoch, and its block sizes by cache group.
+
+    HTTP protects neither the query nor its answer: an engine with keys signs its offer (:func:`signed`).
+    """
 
     version: Unsigned
     engine_id: Identifier
     control: EndPoint
     block_sizes: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(max_length=256)]
+    signature: Annotated[str, msgspec.Meta(pattern=SIGNATURE_PATTERN)] = ""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -60,6 +65,15 @@ class Entry(msgspec.Struct, frozen=True):
 
     engine_id: Identifier
     kvferry: Offer | None = None
+
+
+def signed(offer: Offer, keys: Keys | None) -> Offer:
+    """Return the offer with a signature, where there are keys."""
+    return offer if keys is None else msgspec.structs.replace(offer, signature=keys.sign(_signed_data(offer)).hex())
+
+
+def _signed_data(offer: Offer) -> bytes:
+    return b"bootstrap offer\0" + msgspec.msgpack.encode(msgspec.structs.replace(offer, signature=""))
 
 
 def id_in_epoch(engine_id: str, epoch: int) -> str:
@@ -250,22 +264,23 @@ class BootstrapQueries:
     One thread may use it.
     """
 
-    def __init__(self, ask: Callable[[str], list[Entry]] = query) -> None:
+    def __init__(self, ask: Callable[[str], list[Entry]] = query, keys: Keys | None = None) -> None:
         self._ask = ask
+        self._keys = keys
         self._answers: Bounded[tuple[str, str], _Answer] = Bounded(MAX_OFFERS)
         self._queries: BackgroundCalls[tuple[str, str], Offer] = BackgroundCalls("bootstrap query")
 
     def get(self, address: str, engine_id: str) -> Offer | None:
         """Return the offer of the engine at the address that the router names, None while the query runs.
 
-        An answer counts for :data:`OFFER_SECONDS`. Raises :class:`HandoffError`: deadline-exceeded, and as
-        :func:`query`; a later request asks again.
+        An answer counts for :data:`OFFER_SECONDS`. Raises :class:`HandoffError`: deadline-exceeded, permission-denied
+        for an offer that no trusted key has signed, and as :func:`query`; a later request asks again.
         """
         key = address, engine_id
         known = self._answers.get(key)
         if known is not None and time.monotonic() - known.at < OFFER_SECONDS:
             return known.offer
-        found = self._queries.get(key, lambda: _choose(self._ask(address), address, engine_id))
+        found = self._queries.get(key, lambda: self._find(address, engine_id))
         if found is None and self._queries.takes_longer_than(key, ANSWER_SECONDS):
             # The query is kept, and counts, until it ends.
             raise HandoffError(
@@ -279,6 +294,12 @@ class BootstrapQueries:
         self._queries.forget(key)
         self._answers.pop(key, None)
         self._answers[key] = _Answer(offer, time.monotonic())
+        return offer
+
+    def _find(self, address: str, engine_id: str) -> Offer:
+        offer = _choose(self._ask(address), address, engine_id)
+        if self._keys is not None:
+            self._keys.check(_signed_data(offer), bytes.fromhex(offer.signature))
         return offer
 
     def forget(self, address: str, engine_id: str) -> None:

@@ -23,6 +23,8 @@ KEY, CERTIFICATE, TRUSTED = "key.pem", "certificate.pem", "trusted"
 MAX_FILE_BYTES = 1 << 20
 SIGNER_BYTES = 8
 """Bytes of the signer's fingerprint before a signature: they only say with which key to check it."""
+SIGNATURE_PATTERN = r"^([0-9a-f]{144})?\Z"
+"""Of a signature in hexadecimal, or of none."""
 _PURPOSE = b"kvferry: signed outside of TLS\0"
 """Before all signed data, so that a signature of one use is none of another."""
 _REMEDY = 'Make a folder with "kvferry keys new FOLDER", and give the setting "keys" its path.'

@@ -13,7 +13,7 @@ from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, PROTOCOL_VERSION
 from kvferry.handoff.push.sender import END, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Offer, id_in_epoch, query
+from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Offer, id_in_epoch, query, signed
 from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cached_windows, held_blocks
 from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params, prompt_digest, token_ids_of
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
@@ -113,7 +113,7 @@ class PushSource(Source):
         state, settings = self._state, self._state.settings
         engine_id = id_in_epoch(state.engine_id, state.epoch)
         sizes = tuple(group.block_size for group in state.groups)
-        offer = Offer(PROTOCOL_VERSION, engine_id, state.answers_at, sizes)
+        offer = signed(Offer(PROTOCOL_VERSION, engine_id, state.answers_at, sizes), state.trust.keys)
         if self.bootstrap is not None:
             self.bootstrap.offer(offer)
         elif self._is_producer:
@@ -174,6 +174,8 @@ class _Expected(msgspec.Struct, frozen=True):
 
     params: PushParams
     offer: Offer | None = None
+    is_trusted: bool = False
+    """Whether a trusted key has signed the offer."""
 
     @property
     def hold(self) -> RemoteHold | None:
@@ -182,7 +184,7 @@ class _Expected(msgspec.Struct, frozen=True):
             return None
         control = self.offer.control
         handle = handle_of_transfer(self.params.transfer_id)
-        return RemoteHold(self.offer.engine_id, control.epoch, control.host, control.port, handle)
+        return RemoteHold(self.offer.engine_id, control.epoch, control.host, control.port, handle, self.is_trusted)
 
 
 class PushDestination(Destination):
@@ -192,7 +194,7 @@ class PushDestination(Destination):
         self._state = state
         self._expected: dict[str, _Expected | KVFerryError] = {}
         self._to_release: dict[str, _Expected] = {}
-        self._queries = BootstrapQueries(partial(query, trust=state.trust))
+        self._queries = BootstrapQueries(partial(query, trust=state.trust), state.trust.keys)
 
     @property
     def has_pending_work(self) -> bool:
@@ -280,7 +282,7 @@ class PushDestination(Destination):
             return error.without_traceback()
         if offer is None:
             return expected
-        found = msgspec.structs.replace(expected, offer=offer)
+        found = msgspec.structs.replace(expected, offer=offer, is_trusted=self._state.trust.keys is not None)
         assert found.hold is not None
         self._state.leases.arrive(request_id, found.hold, self._state.settings.lease_seconds)
         return found
