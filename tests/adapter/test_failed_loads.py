@@ -2,6 +2,7 @@
 
 import json
 import threading
+from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,18 @@ from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.requests import Request
 from starlette.testclient import TestClient
-from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import generation_error_handler
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 from vllm.exceptions import GenerationError
 
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution.job import JobResult
 from kvferry.integrations.vllm import failed_loads
-from kvferry.integrations.vllm.failed_loads import FailedLoadAnswers, FailedLoads
+from kvferry.integrations.vllm.failed_loads import FailedLoads
 from kvferry.integrations.vllm.worker.records import PrometheusMetrics, Statistics
 
+MIDDLEWARE = "kvferry.integrations.vllm.failed_loads.FailedLoadAnswers"
+"""As a user gives it to ``--middleware``."""
 ERROR_EVENT = b'data: {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}\n\n'
 
 
@@ -43,8 +47,10 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> FailedLoads:
 def client() -> Iterator[TestClient]:
     """A server that ends every request as vLLM's does when its load has failed, or as its path says."""
     app = FastAPI()
-    app.add_middleware(FailedLoadAnswers)
-    app.add_exception_handler(GenerationError, generation_error_handler)  # type: ignore[arg-type]
+    init_exception_handler(app)
+    origins = {"allowed_origins": ["*"], "allow_credentials": False, "allowed_methods": ["*"], "allowed_headers": ["*"]}
+    given = Namespace(middleware=[MIDDLEWARE], api_key=None, enable_request_id_headers=True, **origins)
+    init_entrypoints_middleware(given, app, ("generate",))
     app.state.seen = []
 
     @app.post("/v1/completions")

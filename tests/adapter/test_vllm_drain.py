@@ -3,6 +3,7 @@
 import json
 import logging
 import queue
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.v1.engine.core import EngineShutdownState
 from kvferry.cli import drain as drain_module
 from kvferry.cli.main import app
 from kvferry.handoff.messages import Drain, Handle, Release
+from kvferry.handoff.wire.keys import make_keys
 
 from .scheduler_requests import FULL, PROMPT, allocated, kept, next_step, request, run_prefill
 
@@ -123,3 +125,18 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
     refused = CliRunner().invoke(app, ["drain", address, "--json"])
     assert refused.exit_code == 2
     assert json.loads(refused.stdout)["error"]["reason"] == "invalid-setting"
+
+
+def test_an_engine_with_keys_drains_for_whoever_has_a_trusted_key_and_nobody_else(
+    make_role: Any, tmp_path: Path
+) -> None:
+    for name in ("ours", "foreign"):
+        make_keys(tmp_path / name)
+    role = make_role(FULL, keys=str(tmp_path / "ours"))
+    address = f"127.0.0.1:{role._server.port}"
+    runner = CliRunner()
+    for keys in ([], ["--keys", str(tmp_path / "foreign")]):
+        assert runner.invoke(app, ["drain", address, "--json", *keys]).exit_code == 2
+        assert not role._state.holds.is_draining
+    assert runner.invoke(app, ["drain", address, "--keys", str(tmp_path / "ours")]).exit_code == 0
+    assert role._state.holds.is_draining

@@ -14,8 +14,6 @@ from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 
 SIBLING_LINGER_SECONDS = 0.5
 RENEW_SHARE = 0.2
-RENEWAL_SECONDS = RENEWED_LEASE_SECONDS / 2
-"""How long a renewal waits for its answer: a lease counts from the moment at which the renewal was sent."""
 
 
 class LeaseKeeper:
@@ -89,7 +87,8 @@ class LeaseKeeper:
         holds = [hold for hold in self._holds.take_renewals(now) if (*hold.engine, hold.handle) not in self._renewing]
         self._renewing |= {(*hold.engine, hold.handle): hold for hold in holds}
         for (host, port, epoch), is_trusted, handles in _batches(holds):
-            seconds = min(self._lease_seconds, RENEWAL_SECONDS)
+            # A lease counts from the sending: a later answer would grant a lease that is over.
+            seconds = min(self._lease_seconds, RENEWED_LEASE_SECONDS)
             self._client.send(host, port, Renew(epoch, handles), seconds, is_trusted=is_trusted)
 
     def _record_answer(self, exchange: Exchange) -> None:
