@@ -50,6 +50,7 @@ class Reason(StrEnum):
     QUARANTINE_FULL = "quarantine-full"
     FENCED = "fenced"
     WEIGHTS_CHANGED = "weights-changed"
+    DRAINING = "draining"
     # tiers
     BLOCK_MISSING = "block-missing"
     CHECKSUM_MISMATCH = "checksum-mismatch"
@@ -83,6 +84,7 @@ _PASSING = frozenset(
         Reason.QUARANTINE_FULL,
         Reason.FENCED,
         Reason.WEIGHTS_CHANGED,
+        Reason.DRAINING,
     )
 )
 

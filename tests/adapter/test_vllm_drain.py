@@ -64,7 +64,8 @@ def test_a_draining_engine_refuses_pushes_of_new_prompts_and_goes_on_with_others
         ours = request(PROMPT, {"do_remote_decode": True, "transfer_id": name}, f"r-{name}")
         role.update_state_after_alloc(ours, allocated(BLOCKS), 0)
         assert asked(role, begin=True) == (True, 1, 0)
-    assert next_step(role).ended_transfers == ["new"], "the ranks refuse its announcements"
+    orders = next_step(role)
+    assert (orders.refused_transfers, orders.ended_transfers) == (["new"], [])
 
 
 def test_the_loads_of_a_decode_engine_are_waited_for(make_role: Any) -> None:

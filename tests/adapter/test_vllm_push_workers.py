@@ -155,6 +155,16 @@ def arrived(workers: Workers) -> bool:
     return np.array_equal(workers.target.cache[TARGET_IDS], sent)
 
 
+def test_a_rank_of_a_draining_engine_refuses_announcements_by_that_reason(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers.step(workers.senders, StepMetadata(refused_transfers=["x"]))
+    workers.announce()
+    assert workers.finished() == ({"r"}, {"r"})
+    assert "[draining]" in caplog.text
+    assert "to another prefill engine" in caplog.text
+
+
 def test_a_prompt_in_chunks_is_received_once_all_ranks_have_pushed(workers: Workers) -> None:
     workers.announce()
     for num_final in (BLOCK_SIZE + 1, END):

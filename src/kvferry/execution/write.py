@@ -399,12 +399,15 @@ class Writer:
                 self._num_preemptions[transfer_id] = self._num_preemptions.get(transfer_id, 0) + 1
                 self._sender.preempt(transfer_id)
 
-    def end(self, transfer_ids: Sequence[str]) -> None:
-        """The engine may overwrite these prompts' blocks from now on. Pushes that still need them fail."""
+    def end(self, transfer_ids: Sequence[str], error_of: Callable[[str], HandoffError] | None = None) -> None:
+        """The engine may overwrite these prompts' blocks from now on. Pushes that still need them fail, each with its
+        error; by default it says that the prompt is no longer held.
+        """
+        error_of = error_of or _no_longer_held
         with self._lock:
             for transfer_id in transfer_ids:
                 self._num_preemptions.pop(transfer_id, None)
-                self._sender.end(transfer_id, _no_longer_held(transfer_id))
+                self._sender.end(transfer_id, error_of(transfer_id))
         if transfer_ids:
             self._executor.wake()
 

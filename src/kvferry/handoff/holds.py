@@ -91,7 +91,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 class Ending(StrEnum):
     """Why a hold ended: a release; no decode engine came within the first lease; the decode engine's renewals stopped;
-    the hold reached the greatest age; the engine dropped the prompt, or reset its cache.
+    the hold reached the greatest age; the engine dropped the prompt, reset its cache, or drains and refused the prompt.
     """
 
     RELEASED = "released"
@@ -100,6 +100,7 @@ class Ending(StrEnum):
     TOO_OLD = "too-old"
     DROPPED = "dropped"
     RESET = "reset"
+    REFUSED = "refused"
 
 
 class Hold(msgspec.Struct, frozen=True):
@@ -220,7 +221,7 @@ class Holds:
             return None
         hold = self._holds.get(transfer_id)
         if hold is None and self._is_draining:
-            self._end_unbegun(handle_of_transfer(transfer_id), Ending.DROPPED)
+            self._end_unbegun(handle_of_transfer(transfer_id), Ending.REFUSED)
             return None
         if hold is None:
             return self._open(Hold(handle_of_transfer(transfer_id), request_id))
@@ -377,6 +378,15 @@ class Holds:
         if handle.request_id not in self._ended_transfers:
             self._ended_transfers[handle.request_id] = None
             self._ended.append(Ended(handle, ending, None))
+
+
+def engine_drains(transfer_id: str) -> HandoffError:
+    """Return the error of a push whose prompt came to an engine that drains."""
+    return HandoffError(
+        Reason.DRAINING,
+        f"the prefill engine drains and takes no more prompts: {transfer_id} is not pushed.",
+        "Send the prompt again, to another prefill engine: take this one out of the router.",
+    )
 
 
 def weights_changed(request_id: str) -> HandoffError:

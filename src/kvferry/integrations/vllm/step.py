@@ -59,8 +59,8 @@ class StepMetadata(KVConnectorMetadata):
     step writes, ``ended_slots`` the slots to clear. The requests of ``aborted`` loads have ended, and the remote holds
     of ``lost`` loads; ``outdated`` loads bring prompts of before a reset of the cache. ``prompts`` are the pushed
     prompts that the step computes, by transfer id; the step may overwrite the blocks of transfers that are
-    ``preempted`` or ``ended_transfers``. ``quarantined`` are requests whose blocks are kept while a peer may still
-    write into them, each with the rank that reported the request.
+    ``preempted`` or ``ended_transfers``. The engine drains and has refused ``refused_transfers``. ``quarantined`` are
+    requests whose blocks are kept while a peer may still write into them, each with the rank that reported the request.
     """
 
     computes: bool = True
@@ -73,6 +73,7 @@ class StepMetadata(KVConnectorMetadata):
     prompts: list[tuple[str, Prompt]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     ended_transfers: list[str] = field(default_factory=list)
+    refused_transfers: list[str] = field(default_factory=list)
     quarantined: list[tuple[int, str]] = field(default_factory=list)
     engine: EngineEndPoint | None = None
 

@@ -315,7 +315,9 @@ class SchedulerRole:
         order out before it runs that step.
         """
         state, hold, name = self._state, ended.hold, ended.handle.request_id
-        if hold is None or hold.slot is None:
+        if ended.ending is Ending.REFUSED:
+            state.step.refused_transfers.append(name)
+        elif hold is None or hold.slot is None:
             state.step.ended_transfers.append(name)
         else:
             state.step.ended_slots.append(hold.slot)

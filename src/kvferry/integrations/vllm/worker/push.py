@@ -9,6 +9,7 @@ from typing import Any
 from kvferry.execution.announce import Announcer, PushedRequest, SourceRank
 from kvferry.execution.device import Mark
 from kvferry.execution.write import Writer
+from kvferry.handoff.holds import engine_drains
 from kvferry.handoff.messages import Answer, EndPoint, Pushed, PushFailed, Question, Release
 from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.wire.keys import Keys
@@ -60,6 +61,7 @@ class PushSource(Source):
         self.writer.engine = None if orders.engine is None else orders.engine.where
         self.writer.preempt(orders.preempted)
         self.writer.end(orders.ended_transfers)
+        self.writer.end(orders.refused_transfers, engine_drains)
 
     def begin_step(self, orders: StepMetadata) -> None:
         """Tell the writer which prompts the step computes, layer by layer."""
