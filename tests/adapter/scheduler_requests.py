@@ -94,9 +94,11 @@ def allocated(*groups: list[int]) -> Any:
     return SimpleNamespace(get_block_ids=lambda: groups)
 
 
-def run_prefill(role: Any, prompt: list[int], *groups: list[int], **sampling: Any) -> dict[str, Any] | None:
+def run_prefill(
+    role: Any, prompt: list[int], *groups: list[int], request_id: str = "r", **sampling: Any
+) -> dict[str, Any] | None:
     """Run a request on the prefill engine; return the engine's answer."""
-    ours = request(prompt, {"do_remote_decode": True}, **sampling)
+    ours = request(prompt, {"do_remote_decode": True}, request_id, **sampling)
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated(*groups), 0)
     ours.num_computed_tokens = ours.num_prompt_tokens

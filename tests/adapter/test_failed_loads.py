@@ -116,7 +116,7 @@ def test_the_client_learns_why_a_load_failed_and_whether_to_send_the_request_aga
     assert "10.0.0.7" not in answer.text, "where other engines are is not for clients"
 
 
-def test_a_stream_ends_with_the_reason_of_its_failed_load(client: TestClient) -> None:
+def test_sglang_32267_a_stream_ends_with_the_reason_of_its_failed_load(client: TestClient) -> None:
     fail("0_chatcmpl-77-9f3b12aa", Reason.SOURCE_CHANGED)
     answer = client.post("/stream", headers={"X-Request-Id": "77"})
     text, error, end = [line for line in answer.text.split("\n") if line]

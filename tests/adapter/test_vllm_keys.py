@@ -95,7 +95,9 @@ def test_an_engine_without_a_complete_folder_does_not_start(make_role: Any, fold
         assert caught.value.reason is reason
 
 
-def test_an_engine_with_keys_hears_only_engines_that_it_trusts(make_role: Any, folder: str, others: str) -> None:
+def test_sglang_39400_an_engine_with_keys_hears_only_engines_that_it_trusts(
+    make_role: Any, folder: str, others: str
+) -> None:
     role = make_role(FULL, keys=folder)
     where, release = role._state.answers_at, Release(role._state.epoch, ())
     for trust in (Trust(), trust_of(parse_settings({"keys": others}))):

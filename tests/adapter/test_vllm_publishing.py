@@ -147,7 +147,7 @@ def test_engines_that_compute_otherwise_differ(tmp_path: Path) -> None:
     assert differing(*configs[1:]) == {"quantization"}
 
 
-def test_a_hubs_model_is_named_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_55776_a_hubs_model_is_named_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cached(revision: str, commit: str) -> Path:
         """Return a hub's cache in which this revision is this commit."""
         cache = tmp_path / f"{revision}-{commit}"

@@ -189,7 +189,7 @@ def test_a_prompt_is_pushed_between_engines_with_keys(monkeypatch: pytest.Monkey
         workers.close()
 
 
-def test_both_engines_log_a_line_per_request_and_rank_and_the_sender_one_per_step(workers: Workers) -> None:
+def test_llm_d_2368_both_engines_log_a_line_per_request_and_rank_and_the_sender_one_per_step(workers: Workers) -> None:
     workers.announce()
     workers.compute(END)
     assert workers.finished() == ({"r"}, set())
@@ -340,7 +340,7 @@ def test_no_transport_is_closed_beside_a_transfer_thread_that_does_not_stop(
     assert role._transports.transports["cma"]._closed
 
 
-def test_an_aborted_request_is_reported_when_no_rank_writes_any_more(workers: Workers) -> None:
+def test_vllm_ascend_16662_an_aborted_request_is_reported_when_no_rank_writes_any_more(workers: Workers) -> None:
     workers.announce()
     workers.compute(BLOCK_SIZE)
     workers.step([workers.receiver], StepMetadata(aborted=["r"]))

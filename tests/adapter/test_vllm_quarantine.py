@@ -140,7 +140,7 @@ def test_a_report_of_an_unknown_rank_is_refused(decode: Any) -> None:
     assert refused.value.reason is Reason.INVALID_REQUEST
 
 
-def test_the_blocks_of_an_aborted_request_are_quarantined_too(decode: Any) -> None:
+def test_sglang_24527_the_blocks_of_an_aborted_request_are_quarantined_too(decode: Any) -> None:
     """VLLM asks nobody when it gives them back."""
     ours = request(PROMPT, {"do_remote_prefill": False}, "d")
     decode.request_finished(ours, ([],), is_complete=False)

@@ -180,7 +180,7 @@ def test_trap_8_an_answer_that_was_dropped_lets_the_remote_hold_go(make_role: An
     assert next_step(decode).loads == []
 
 
-def test_trap_10_a_rejection_before_admission_lets_the_remote_hold_go(make_role: Any) -> None:
+def test_trap_10_vllm_ascend_14142_a_rejection_before_admission_lets_the_remote_hold_go(make_role: Any) -> None:
     """It arrives as a request that is aborted at once, with the prompt ``[0]``: made here by vLLM itself."""
     prefill, decode = make_role(FULL), make_role(FULL)
     params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])

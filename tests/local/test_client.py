@@ -149,7 +149,9 @@ def test_two_destinations_each_answer_their_own(client: Client) -> None:
 
 
 @pytest.mark.usefixtures("resend_soon")
-def test_a_lost_message_is_sent_again_and_its_lease_counts_from_the_first_sending(client: Client) -> None:
+def test_tensorrt_llm_17665_a_lost_message_is_sent_again_and_its_lease_counts_from_the_first_sending(
+    client: Client,
+) -> None:
     def lose_two(number: int, data: bytes) -> list[Frame]:
         return [Frame(number, encode(Noted(7)))] if len(peer.received) > 2 else []
 

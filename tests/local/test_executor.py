@@ -232,7 +232,7 @@ def test_a_wrong_word_before_means_no_data_is_read(
 
 
 @pytest.mark.parametrize("moment", ["before_data", "after_data"])
-def test_a_word_that_changes_while_the_data_is_read_is_no_commit(
+def test_aws_do_eks_84_a_word_that_changes_while_the_data_is_read_is_no_commit(
     transport: ScriptedTransport, source: Source, scratch: Scratch, moment: str
 ) -> None:
     setattr(transport, moment, lambda: source.words.clear(SLOT))

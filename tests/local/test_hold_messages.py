@@ -238,6 +238,24 @@ def test_more_holds_than_a_message_takes_go_in_several(keeper: LeaseKeeper) -> N
         prefill.close()
 
 
+def test_vllm_53095_the_leases_of_a_batch_of_128_are_all_renewed_again_and_again(keeper: LeaseKeeper) -> None:
+    """VLLM#53095: heartbeats of a push failed to renew the leases of a batch of 128."""
+    prefill = PrefillServer(num_holds=128)
+    prefill.lease_seconds = SHORT_LEASE
+    try:
+        request_ids = arrive(keeper, *prefill.remotes(), lease_seconds=SHORT_LEASE)
+        end = time.monotonic() + 4 * SHORT_LEASE
+        while time.monotonic() < end:
+            keeper.step()
+            keeper.keep()
+            time.sleep(0.01)
+        assert {request_id for request_id in request_ids if _end(keeper, request_id) <= end - SHORT_LEASE} == set()
+        assert keeper.take_lost() == []
+        keeper.step()
+    finally:
+        prefill.close()
+
+
 def test_a_hold_at_a_bad_address_affects_no_other(prefill: PrefillServer, keeper: LeaseKeeper) -> None:
     bad = RemoteHold("p", EPOCH, "no such host", 5600, Handle("a", 1))
     request_ids = arrive(keeper, *prefill.remotes(), bad, lease_seconds=30.0)

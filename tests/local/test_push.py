@@ -171,7 +171,7 @@ def test_the_sender_releases_the_hold_of_a_dead_receiver(fails: bool, engines: P
     assert asked == ([Release(7, (handle_of_transfer("x"),))] if fails else [])
 
 
-def test_a_receiver_out_of_reach_is_reported_and_the_next_push_connects_anew(
+def test_nixl_1983_a_receiver_out_of_reach_is_reported_and_the_next_push_connects_anew(
     engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, [receiver] = engines.open()

@@ -139,7 +139,9 @@ def test_another_epoch_version_or_kind_of_answer_is_refused(prefill: PrefillEngi
     assert decode.refusal(prefill.hold()).reason is Reason.PROTOCOL_MISMATCH
 
 
-def test_a_shard_that_does_not_fit_or_decode_is_refused(prefill: PrefillEngine, decode: DecodeRank) -> None:
+def test_llm_d_2433_a_shard_that_does_not_fit_or_decode_is_refused_before_a_transfer(
+    prefill: PrefillEngine, decode: DecodeRank
+) -> None:
     right = prefill.directory().ranks
     garbage = msgspec.structs.replace(right[0], shard=b"garbage")
     prefill.answer = lambda question: prefill.directory(ranks=(garbage, right[1]))
@@ -330,7 +332,7 @@ def agents_left(transport: Any) -> int:
     return len(transport._remote_agents._metadata)
 
 
-def test_a_stopped_prefill_worker_holds_no_other_load() -> None:
+def test_sglang_12779_a_stopped_prefill_worker_holds_no_other_load() -> None:
     """Its engine answers the handshake; the process of the rank itself is stopped."""
     pytest.importorskip("nixl")
     decode = DecodeRank("nixl", Rank(0, 1))

@@ -302,7 +302,7 @@ def reads_once(event: threading.Event, prepare: Prepare) -> Sequence[RankRead] |
     return prepare() if event.is_set() else None
 
 
-def test_loads_that_share_a_stage_all_end_and_a_small_one_does_not_wait_for_a_large_one() -> None:
+def test_vllm_ascend_7834_loads_that_share_a_stage_all_end_and_a_small_one_does_not_wait_for_a_large_one() -> None:
     large, small = Pair(stage_bytes=1 << 16, num_blocks=40), Pair(stage_bytes=1 << 16, num_blocks=1)
     small.stage, small.scratch = large.stage, large.scratch
     small.destination.register([large.stage.region, large.scratch.region])

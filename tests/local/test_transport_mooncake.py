@@ -236,7 +236,7 @@ def device_of(found: socket.socket) -> bytes:
     return found.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
 
 
-def test_only_loopback_reaches_the_engine_and_other_listeners_are_left_alone() -> None:
+def test_mooncake_3151_only_loopback_reaches_the_engine_and_other_listeners_are_left_alone() -> None:
     with socket.create_server(("", 0)) as foreign:
         before = mooncake_engine._listener_ids()
         transport = MooncakeTransport()

@@ -91,7 +91,7 @@ def is_known(transport: NixlTransport, agent_name: str) -> bool:
     return bool(transport._agent.checkRemoteMD(agent_name, rows) == transport._nixl.NIXL_SUCCESS)
 
 
-def test_a_living_peer_is_reached_again_after_its_connection_was_lost(own_pair: Pair) -> None:
+def test_vllm_backport_33_a_living_peer_is_reached_again_after_its_connection_was_lost(own_pair: Pair) -> None:
     """NIXL forgets an agent when its connection ends, whoever still has a peer of it."""
     transport, name = own_pair.transport, own_pair.peer.agent_name
     transport._agent.invalidateRemoteMD(name)
@@ -234,7 +234,7 @@ def opened(*, beyond_this_host: bool) -> list[str]:
     return found
 
 
-def test_auto_opens_no_listener_beyond_loopback() -> None:
+def test_mooncake_3151_auto_opens_no_listener_beyond_loopback() -> None:
     """Everybody who reaches a port of UCX can read and write the cache, also where only ``cma`` is used."""
     assert set(opened(beyond_this_host=False)) == {LOOPBACK_IN_HEXADECIMAL}
 

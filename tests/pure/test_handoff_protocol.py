@@ -347,7 +347,7 @@ def test_every_field_of_the_identity_is_compared(field: str, value: str | int, r
     assert not [other for other in others if f"{other}:" in caught.value.message], "only what differs is named"
 
 
-def test_all_differences_are_named_at_once() -> None:
+def test_dynamo_10027_all_differences_are_named_at_once() -> None:
     theirs = msgspec.structs.replace(IDENTITY, model="other", head_size=1, kv_dtype="float16")
     with pytest.raises(HandoffError) as caught:
         compare_identities(theirs, IDENTITY)

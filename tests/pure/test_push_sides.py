@@ -300,7 +300,7 @@ def failed(fence_seconds: float = 60.0) -> Receiving:
     return push
 
 
-def test_a_source_that_confirms_nothing_is_fenced_once_after_the_time_that_was_set() -> None:
+def test_vllm_46283_a_source_that_confirms_nothing_is_fenced_once_after_the_time_that_was_set() -> None:
     push = failed(fence_seconds=60.0)
     push.quiet(1)
     assert not [step for step, _ in steps(push, 59.9) if step == "FENCE"]

@@ -158,3 +158,21 @@ def test_text_of_peers_and_clients_is_logged_printable_and_limited(path: Path) -
     }
     loggers = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "getLogger" in ast.unparse(node.func)]
     assert {*loggers} <= wrapped, f"{path} logs values as they are"
+
+
+UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_cve_2026_3059_3060_3989_nothing_that_a_peer_sends_can_be_executed(path: Path) -> None:
+    """CVE-2026-3059, -3060, -3989, lmdeploy#4804, GHSA-hj4w-hm2g-p6w5: pickle over sockets without authentication."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert not {alias.name.split(".")[0] for alias in node.names} & UNPICKLERS
+        elif isinstance(node, ast.ImportFrom):
+            assert str(node.module).split(".")[0] not in UNPICKLERS
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in ("eval", "exec", "torch.load", "__import__"), f"{path}:{node.lineno}"
+            assert not any(keyword.arg == "allow_pickle" for keyword in node.keywords)
+            assert not called.endswith(("recv_pyobj", "send_pyobj")), f"{path}:{node.lineno}"

@@ -142,7 +142,7 @@ def test_two_stores_of_one_key_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("eviction", list(Eviction))
-def test_blocks_in_use_are_never_evicted(eviction: Eviction) -> None:
+def test_mooncake_850_blocks_in_use_are_never_evicted(eviction: Eviction) -> None:
     host = host_memory(4, eviction)
     store(host, 1, 2)
     loads = [host.prepare_load(keys(1)), host.prepare_load(keys(1))]
