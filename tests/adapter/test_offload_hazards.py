@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin as vllm_mixin
 
+from kvferry.errors import SettingsError
 from kvferry.execution.executor import Executor
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, StoreOrder
@@ -248,6 +249,7 @@ def test_nothing_is_stored_that_was_computed_behind_a_failed_load_of_another_con
     crowd_out(engine)
     engine.add("second", prompt_of(1, 2))
     engine.run()
+    assert engine.loaded["second"] == 96, "what was computed again was offered again"
     engine.check_at_rest()
 
 
@@ -435,6 +437,23 @@ def test_a_request_of_before_a_reset_stores_nothing_when_the_tiers_open_later(ma
     engine.run()
     assert engine.role.snapshot()["start"] == "ready"
     assert "stores" not in engine.role.snapshot()["counts"]
+    with pytest.raises(SettingsError):  # nor do later processes find what others store now
+        engine.role._start.opened.names.check_shareable()  # type: ignore[union-attr]
+
+
+def test_a_reset_ends_what_requests_ask_for(make_engine: MakeEngine) -> None:
+    """Blocks that were pinned for a request which loads nothing any more would stay so for the request's life."""
+    engine, tier = with_tier(make_engine)
+    tier.faults.hangs = True
+    engine.add("second", prompt_of(1, 2))
+    engine.step()
+    stack = engine.role._start.opened.stack  # type: ignore[union-attr]
+    assert stack.snapshot(engine.now)["requests"].keys() == {"second"}
+    engine.role.reset_cache()
+    assert stack.snapshot(engine.now)["requests"] == {}
+    tier.faults.hangs = False
+    engine.run()
+    engine.check_at_rest()
 
 
 # Deadlines.

@@ -285,6 +285,19 @@ def test_after_a_reset_no_earlier_block_is_found_and_running_requests_store_noth
         engine.role._start.opened.names.check_shareable()
 
 
+def test_the_end_of_a_request_is_a_use_of_its_blocks_of_the_first_ones_last(make_engine: Callable[..., Engine]) -> None:
+    """They were stored in several steps: the first ones would go first, and without them the others are of no use."""
+    engine = make_engine(num_blocks=40, host_blocks=12)
+    request = engine.add("first", PROMPT, max_tokens=70)
+    engine.run()
+    engine.add("other", prompt_of(7, 8))
+    engine.run()
+    tiers = engine.role._start.opened
+    assert tiers is not None
+    keys = tiers.names.keys(0, engine_hashes(engine, list(request.all_token_ids)))
+    assert tiers.stack.is_missing(keys[:10]).tolist() == [False] * 6 + [True] * 4
+
+
 def test_stores_keep_no_more_than_their_share_of_the_engines_blocks(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,24 @@ def test_a_step_does_not_wait_while_a_rank_loads(make_engine: Callable[[], Engin
     engine.run()
 
 
+def test_a_step_does_not_wait_while_a_rank_stores(make_engine: Callable[[], EngineWithTier]) -> None:
+    engine = make_engine()
+    engine.tier.faults.hangs = True
+    engine.add("below", prompt_of(1, -1))
+    engine.add("computes", prompt_of(100))
+    waits = []
+    for _ in range(4):
+        orders: Any = engine.schedule().output.kv_connector_metadata
+        engine.process()
+        waits.append((orders.computes, orders.wait_seconds))
+    assert engine.ranks.copies, "no rank has ended its copy"
+    assert waits[-1] == (False, 0), "nothing but the store and the tier"
+    engine.end_copies()
+    assert [engine.wait() for _ in range(2)][-1] == LEAST_SECONDS
+    engine.tier.faults.hangs = False
+    engine.run()
+
+
 def test_an_idle_engine_does_not_wait(make_engine: Callable[[], EngineWithTier]) -> None:
     engine = make_engine()
     assert [engine.wait(0.1) for _ in range(3)] == [0, 0, 0]

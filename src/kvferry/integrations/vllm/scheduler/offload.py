@@ -156,12 +156,11 @@ class OffloadScheduler:
         return number, bool(number)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        """Order the promised load into these blocks; with 0 tokens the promise is not taken up."""
+        """Order the promised load into these blocks; the step's end drops the promise, taken up or not."""
         entry, tiers = self._entry(request), self._start.tiers
         if num_external_tokens:
             stack = tiers.stack if tiers is not None else None
             self._loads.order(stack, entry, num_external_tokens, blocks.get_block_ids)
-        self._drop(entry)
 
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
@@ -173,9 +172,6 @@ class OffloadScheduler:
 
     def build_connector_meta(self, output: "SchedulerOutput") -> OffloadStep:
         """Return the orders of a step: blocks that the step fills are stored once it has been computed."""
-        for request_id in output.preempted_req_ids or ():
-            if request_id in self._requests:
-                self._requests[request_id].num_written = 0
         tiers = self._start.tiers
         state = output.kv_connector_block_state
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
@@ -237,8 +233,7 @@ class OffloadScheduler:
         Ranks start, copy or wait for an order, or a lower tier copies, which the steps drive.
         """
         step, tiers = self._step, self._start.tiers
-        has_orders = bool(self._loads.has_orders or step.slab or step.unmaps)
-        if self._start.is_under_way or self._stores.are_under_way or has_orders:
+        if self._start.is_under_way or self._stores.are_under_way or step.slab or step.unmaps:
             return True
         return tiers is not None and tiers.stack.is_moving(self._clock())
 
@@ -362,24 +357,27 @@ class OffloadScheduler:
             self._step.slab, self._step.unmaps = None, True
 
     def _take_stored(self, report: RankReport) -> None:
-        """Take the parts of stores that ranks have copied, or could not copy."""
-        if self._start.tiers is not None:
-            for job_id, num_ranks in report.stored.items():
-                self._stores.land(self._start.tiers.stack, job_id, num_ranks, has_landed=True)
-            for job_id, num_ranks in report.failed.items():
-                self._stores.land(self._start.tiers.stack, job_id, num_ranks, has_landed=False)
+        """Take the parts of stores that ranks have copied or not; requests offer again what was cancelled."""
+        tiers = self._start.tiers
+        if tiers is None:
+            return
+        was_cancelled = False
+        for parts, has_landed in ((report.stored, True), (report.failed, False)):
+            for job_id, num_ranks in parts.items():
+                was_cancelled |= self._stores.land(tiers.stack, job_id, num_ranks, has_landed=has_landed)
+        if was_cancelled:
+            for entry in self._requests.values():
+                if entry.blocks is not None:
+                    entry.blocks.num_offered = [0] * len(self._groups)
 
     def _disown_stores(self) -> None:
         """Let no store that is under way become visible, since another connector's load has failed.
 
         vLLM computes behind such a load in the step that loads, so blocks of that step and the next hold garbage.
-        Requests offer their blocks again once vLLM has computed them again.
+        Requests offer their blocks again when the stores have ended; vLLM has begun to compute them again by then.
         """
         if self._start.tiers is not None:
             self._stores.cancel(self._start.tiers.stack)
-        for entry in self._requests.values():
-            if entry.blocks is not None:
-                entry.blocks.num_offered = [0] * len(self._groups)
 
     def _finish_load(self, request_id: str, *, has_failed: bool) -> None:
         """No rank reads the slots of the load any more."""

@@ -61,11 +61,6 @@ class Loads:
         self._copy_seconds: dict[int, float] = {}
         """Of loads that have not been reported by all ranks, what the slowest rank needed."""
 
-    @property
-    def has_orders(self) -> bool:
-        """Whether there are orders that the ranks do not have yet."""
-        return bool(self._orders)
-
     def take_orders(self) -> list[LoadOrder]:
         """Return the orders since the last call, for the ranks."""
         orders, self._orders = self._orders, []

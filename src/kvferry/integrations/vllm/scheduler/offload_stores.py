@@ -169,12 +169,15 @@ class Stores:
         refused, self._refused = self._refused, Counter()
         return refused
 
-    def land(self, stack: Stack, job_id: int, num_ranks: int, *, has_landed: bool) -> None:
-        """So many ranks will not touch the blocks of a store any more."""
+    def land(self, stack: Stack, job_id: int, num_ranks: int, *, has_landed: bool) -> bool:
+        """So many ranks will not touch the blocks of a store any more.
+
+        Return whether the store has ended and was cancelled: then its blocks may be offered again, and not before.
+        """
         job = self._jobs.get(job_id)
         if job is None:
             logger.error("kvferry: a rank reported store %d, which is not under way.", job_id)
-            return
+            return False
         for store in job.stores:
             landed: Flags | None = None if has_landed else np.zeros(len(store.keys), np.bool_)
             for part in range(job.num_reported, job.num_reported + num_ranks):
@@ -182,9 +185,11 @@ class Stores:
         job.num_reported += num_ranks
         if not has_landed:
             self._counts["failed_stores"] += num_ranks
-        if job.num_reported == self._num_ranks:
-            del self._jobs[job_id]
-            self.kept.free(("store", job_id))
+        if job.num_reported < self._num_ranks:
+            return False
+        del self._jobs[job_id]
+        self.kept.free(("store", job_id))
+        return any(store.is_cancelled for store in job.stores)
 
     def cancel(self, stack: Stack) -> None:
         """Let no store that is under way become visible."""
