@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.layout_choice import check_layout, preferred_layout, widen_cpu_attention
 from kvferry.integrations.vllm.plugin import log_as_vllm_does
+from kvferry.integrations.vllm.scheduler.lost_ranks import RankMonitor
 from kvferry.integrations.vllm.scheduler.role import SchedulerRole
 from kvferry.integrations.vllm.settings import parse_settings
 from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
@@ -61,9 +62,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         assert engine_id is not None
         self._scheduler_role: SchedulerRole | None = None
         self._worker_role: WorkerRole | None = None
+        self._ranks: RankMonitor | None = None
         self._idle_steps = IdleSteps()
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_role = SchedulerRole(vllm_config, kv_cache_config, engine_id, settings)
+            self._ranks = RankMonitor.of_this_process()
         else:
             self._worker_role = WorkerRole(vllm_config, kv_cache_config, settings)
 
@@ -199,6 +202,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._worker_role is None else self._worker_role.take_statistics()
 
     def shutdown(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
         for role in (self._scheduler_role, self._worker_role):
             if role is not None:
                 role.shutdown()

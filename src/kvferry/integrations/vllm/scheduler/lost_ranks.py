@@ -1,0 +1,82 @@
+"""Ends an engine that has lost a rank.
+
+The ranks of an engine wait for one another inside collective operations, where no Python code runs. vLLM's monitor asks
+the ranks that are left to end, and kills them many seconds later; on a CPU they keep their cores busy until then, and
+may keep vLLM's own threads from running. A rank that died of a signal does not come back, so the others are killed at
+once. Then vLLM ends the engine, and its clients get an error.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+
+logger = logging.getLogger(__name__)
+
+RANK_NAME = "VllmWorker-"
+"""How vLLM's executor names the processes of its ranks."""
+STATUS_SECONDS = 1.0
+"""How long the exit status of a rank that has ended may take to be known."""
+PAUSE_SECONDS = 0.01
+
+
+class RankMonitor:
+    """Watches the ranks that this process has started, on a thread; kills all of them when one has died of a signal.
+
+    Ranks that exit by themselves, as in a shutdown, are let alone. Ranks of other hosts, and those that another process
+    has started, are not watched.
+    """
+
+    def __init__(self, ranks: Sequence[BaseProcess]) -> None:
+        self._ranks = list(ranks)
+        self._stop: int | None = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, args=(self._stop,), name="kvferry-ranks", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of_this_process(cls) -> "RankMonitor":
+        """Watch the ranks among the child processes of this process, vLLM's scheduler."""
+        return cls([child for child in multiprocessing.active_children() if child.name.startswith(RANK_NAME)])
+
+    def close(self) -> None:
+        """Stop watching; twice is fine."""
+        if self._stop is not None:
+            os.eventfd_write(self._stop, 1)
+            self._thread.join()
+            os.close(self._stop)
+            self._stop = None
+
+    def _run(self, stop: int) -> None:
+        living = {rank.sentinel: rank for rank in self._ranks}
+        while living:
+            ended = wait([*living, stop])
+            if stop in ended:
+                return
+            for sentinel in ended:
+                assert isinstance(sentinel, int)
+                if (number := _signal_of(living.pop(sentinel))) is not None:
+                    self._kill(list(living.values()), number)
+                    return
+
+    def _kill(self, living: Sequence[BaseProcess], number: int) -> None:
+        logger.error(
+            "kvferry: a rank of this engine was ended by %s: the engine cannot compute without it. Its other ranks are "
+            "killed, so that vLLM ends the engine and every client gets an error.",
+            signal.Signals(number).name,
+        )
+        for rank in living:
+            rank.kill()
+
+
+def _signal_of(rank: BaseProcess) -> int | None:
+    """Return the signal that has ended a rank; None for a rank that exited by itself."""
+    deadline = time.monotonic() + STATUS_SECONDS
+    # vLLM's monitor asks for the status too: whoever comes second sees it a moment later.
+    while (status := rank.exitcode) is None and time.monotonic() < deadline:
+        time.sleep(PAUSE_SECONDS)
+    return -status if status is not None and status < 0 else None
