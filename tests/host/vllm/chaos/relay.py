@@ -97,6 +97,11 @@ class Relay:
         self._listeners: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
 
+    @property
+    def num_open(self) -> int:
+        """Connections that there are now."""
+        return len(self._links)
+
     def open(self, ports: Iterable[int]) -> None:
         """Accept connections for these ports of the engine."""
         for port in ports:
