@@ -587,5 +587,6 @@ def _no_longer_held(transfer_id: str) -> HandoffError:
         Reason.LEASE_EXPIRED,
         f"the prefill engine no longer holds the blocks of {transfer_id}: the request was aborted or released, or its "
         "lease ended.",
-        "Send the prompt again; if this repeats, raise lease_seconds on the prefill side.",
+        "Send the prompt again to both engines, with a transfer id of its own. If this repeats under load, raise "
+        "lease_seconds on the prefill side.",
     )

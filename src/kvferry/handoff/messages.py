@@ -311,6 +311,7 @@ Message = TypeVar("Message")
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
+_FOREIGN = "Check which program sent it: it may be no engine, or run kvferry with another protocol version."
 _encoder = msgspec.msgpack.Encoder()
 _question_decoder: "msgspec.msgpack.Decoder[Question]" = msgspec.msgpack.Decoder(Question)
 _answer_decoder: "msgspec.msgpack.Decoder[Answer]" = msgspec.msgpack.Decoder(Answer)
@@ -340,7 +341,7 @@ def _decode(decoder: "msgspec.msgpack.Decoder[Message]", data: bytes, max_bytes:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
             f"a message of {len(data)} bytes exceeds the limit of {max_bytes}.",
-            "Check that both sides run kvferry with the same protocol version.",
+            _FOREIGN,
         )
     try:
         return decoder.decode(data)
@@ -348,7 +349,7 @@ def _decode(decoder: "msgspec.msgpack.Decoder[Message]", data: bytes, max_bytes:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
             f"a message of {len(data)} bytes is not one of the protocol's: {error}.",
-            "Check that both sides run kvferry with the same protocol version.",
+            _FOREIGN,
         ) from error
 
 
