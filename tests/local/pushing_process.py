@@ -1,14 +1,17 @@
 """A prefill engine in a process of its own, which pushes slowly, so that a test can stop or kill it in the middle.
 
+It hears no revocation and knows no deadline, as a network card that carries out what was posted.
+
 Run as ``python -m tests.local.pushing_process <transport> <boot id>``; an empty boot id is that of this host. The
 process prints the port of its directory and ends with its standard input.
 """
 
 import sys
+from typing import Any
 
 import msgspec
 
-from kvferry.handoff.push.sender import END
+from kvferry.handoff.push.sender import END, Sender
 from kvferry.transport.end_points import own_identity
 from kvferry.transport.faults import FaultPlan
 
@@ -23,6 +26,8 @@ def main(transport: str, boot_id: str) -> None:
     if boot_id:
         process = msgspec.structs.replace(process, boot_id=boot_id)
     slowly = FaultPlan(bytes_per_second=BYTES_PER_SECOND)
+    sender: Any = Sender
+    sender.revoke, sender.tick = (lambda *_: False), (lambda *_: None)
     engine = SendingEngine(1, slowly, Batches.CHUNKS, transport=transport, process=process)
     engine.compute(END, SOURCE_IDS)
     print(engine.listener.port, flush=True)

@@ -388,6 +388,7 @@ def test_allowed_hosts_are_names_addresses_and_networks(monkeypatch: pytest.Monk
         ("other", ["10.9.9.9"]),
         ("10.9.9.9", ["10.9.9.9"]),
         ("10.1.255.255", ["10.1.255.255"]),
+        ("::ffff:10.1.2.3", ["::ffff:10.1.2.3"]),
         ("decode-0", ["10.1.2.3"]),
         ("fd00::1", ["fd00::1"]),
         ("localhost", [HOST]),
