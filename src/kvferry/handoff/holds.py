@@ -403,6 +403,6 @@ def lease_lost(request_id: str) -> HandoffError:
     return HandoffError(
         Reason.LEASE_EXPIRED,
         f"the prefill engine no longer holds the blocks of {request_id}.",
-        "Send the prompt again to both engines: kv_transfer_params load one prompt once. If first loads fail like this, "
+        "Send the prompt again to both engines: kv_transfer_params load one prompt once. If first loads fail so too, "
         "raise lease_seconds on the prefill side.",
     )
