@@ -45,6 +45,7 @@ class Reason(StrEnum):
     DEADLINE_EXCEEDED = "deadline-exceeded"
     LEASE_EXPIRED = "lease-expired"
     SOURCE_CHANGED = "source-changed"
+    WRONG_PARAMETERS = "wrong-parameters"
     UNKNOWN_REQUEST = "unknown-request"
     ABORTED = "aborted"
     QUARANTINE_FULL = "quarantine-full"

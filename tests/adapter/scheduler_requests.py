@@ -1,15 +1,17 @@
 """vLLM's requests and the scheduler's roles, without an engine."""
 
 from collections.abc import Iterator
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.core import EngineShutdownState
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 
-from kvferry.handoff.messages import Identity
+from kvferry.handoff.messages import FIRST_WEIGHTS, Handle, Identity
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.settings import Settings
@@ -101,10 +103,26 @@ def run_prefill(
     ours = request(prompt, {"do_remote_decode": True}, request_id, **sampling)
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated(*groups), 0)
+    role.build_connector_meta(scheduled({ours.request_id: ours.num_prompt_tokens}, {ours.request_id: groups}))
     ours.num_computed_tokens = ours.num_prompt_tokens
     held, answer = role.request_finished(ours, groups, is_complete=True)
     assert held is False
     return answer  # type: ignore[no-any-return]
+
+
+def handle_of(params: dict[str, Any]) -> Handle:
+    """Return the handle of the hold that a prefill engine's answer names."""
+    return Handle(params["remote_request_id"], int(params["kvferry"]["generation"], 16))
+
+
+def let_sleep(role: Any) -> None:
+    """Let the role believe that the engine's core can be woken, so that holds do not keep the engine stepping."""
+    role._engine.can_wake = True
+    role._engine._core = SimpleNamespace(
+        shutdown_state=EngineShutdownState.RUNNING,
+        input_queue=SimpleQueue(),
+        get_weight_version=lambda: FIRST_WEIGHTS,
+    )
 
 
 def scheduled(

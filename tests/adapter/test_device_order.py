@@ -14,30 +14,31 @@ import pytest
 from kvferry.errors import Reason, TransportError
 from kvferry.execution import device_merge
 from kvferry.execution.device import HOST, OVER, CudaOrder, DeferredActions, DeviceOrder, device_order
-from kvferry.execution.guard_words import BEING_WRITTEN, GuardWords, Held, Scratch, StepWords
+from kvferry.execution.guard_words import GuardWords, Held, Scratch, StepWords
 from kvferry.execution.job import Phase
 from kvferry.execution.read import Read
 from kvferry.execution.stage import Stage, put_in_place
+from kvferry.handoff.guard_word import CLEARED, WORD_BYTES, being_written
 from kvferry.handoff.messages import RankEntry
-from kvferry.handoff.pull_read import WORD_BYTES, word_bytes
 from kvferry.plan.staging.scatter import Merge
 
 from ..local.engines_in_process import (
-    EPOCH,
-    GENERATION,
+    HELD,
     IDENTITY,
     SLOT,
+    WORD,
     DecodeRank,
     PrefillEngine,
     Rank,
     filled_ranks,
     whole_blocks,
+    word_of,
 )
 from ..local.fake_cuda import FakeCuda, FakeStream
 
 DEVICE = "cpu"
 """Memory that every transport reaches, with a device that is not: the fake's."""
-HELD = (SLOT, EPOCH, GENERATION)
+NEXT_WORD = word_of(generation=4)
 SOURCE_IDS, DESTINATION_IDS = [3, 1], [2, 5]
 
 
@@ -89,7 +90,7 @@ def test_a_source_is_read_only_once_its_step_is_done_on_the_device(
     words.finish()
     decode.engine(prefill.hold())
     load = Read(
-        "a", lambda: decode.engines.get(prefill.hold()).reads(prefill.hold(), SLOT, blocks()), time.monotonic() + 20
+        "a", lambda: decode.engines.get(prefill.hold()).reads(prefill.hold(), HELD, blocks()), time.monotonic() + 20
     )  # type: ignore[union-attr]
     for _ in range(50):
         if load.phase is not Phase.DONE:
@@ -120,7 +121,7 @@ def test_a_step_that_never_ends_is_a_deadline_before_any_data(order: CudaOrder) 
     words.begin([], [HELD])
     words.finish()
     engine = decode.engine(prefill.hold())
-    load = Read("a", lambda: engine.reads(prefill.hold(), SLOT, blocks()), time.monotonic() + 0.05)
+    load = Read("a", lambda: engine.reads(prefill.hold(), HELD, blocks()), time.monotonic() + 0.05)
     advance_to_the_end(load, decode.scratch)
     assert load.error is not None
     assert load.error.reason is Reason.DEADLINE_EXCEEDED
@@ -132,21 +133,24 @@ def test_a_step_that_never_ends_is_a_deadline_before_any_data(order: CudaOrder) 
 def test_a_word_waits_for_the_last_of_the_steps_that_write(order: CudaOrder, forward: FakeStream) -> None:
     guard = GuardWords(4)
     words = StepWords(guard, order)
-    being_written = [EPOCH, GENERATION | BEING_WRITTEN]
     words.begin([], [HELD])
     words.finish()
     words.begin([], [HELD])
-    assert guard.array[SLOT].tolist() == being_written
+    assert word_in(guard) == being_written(WORD)
     forward.run()
     settle(words)
-    assert guard.array[SLOT].tolist() == being_written, "the first step is done, the second is not"
+    assert word_in(guard) == being_written(WORD), "the first step is done, the second is not"
     words.finish()
     settle_after(words, forward)
-    assert guard.array[SLOT].tolist() == [EPOCH, GENERATION]
+    assert word_in(guard) == WORD
     words.begin([], [])
     words.finish()
-    assert guard.array[SLOT].tolist() == [EPOCH, GENERATION], "later steps of others change nothing"
+    assert word_in(guard) == WORD, "later steps of others change nothing"
     words.close()
+
+
+def word_in(guard: GuardWords) -> bytes:
+    return bytes(guard.array[SLOT].tobytes())
 
 
 def settle_after(words: StepWords, stream: FakeStream) -> None:
@@ -160,10 +164,23 @@ def test_the_next_owner_of_a_slot_waits_for_its_own_step(order: CudaOrder, forwa
     words.begin([], [HELD])
     words.finish()
     words.begin([SLOT], [])
-    assert guard.array[SLOT].tolist() == [0, 0], "cleared at once: the blocks are given away behind it"
-    words.begin([], [(SLOT, EPOCH, GENERATION + 1)])
+    assert word_in(guard) == CLEARED, "cleared at once: the blocks are given away behind it"
+    words.begin([], [Held(SLOT, NEXT_WORD)])
     settle_after(words, forward)
-    assert guard.array[SLOT].tolist() == [EPOCH, GENERATION + 1 | BEING_WRITTEN]
+    assert word_in(guard) == being_written(NEXT_WORD)
+    words.close()
+
+
+def test_a_late_word_waits_for_the_steps_before_it_and_not_for_its_own(order: CudaOrder, forward: FakeStream) -> None:
+    """An idle engine's step reports no end, and the word must not wait for a later one."""
+    guard = GuardWords(4)
+    words = StepWords(guard, order)
+    words.begin([], [HELD])
+    words.finish()
+    words.begin([], [], [Held(SLOT, NEXT_WORD)])
+    assert word_in(guard) == being_written(NEXT_WORD)
+    settle_after(words, forward)
+    assert word_in(guard) == NEXT_WORD
     words.close()
 
 
@@ -174,14 +191,14 @@ def test_what_has_ended_stays_ended(order: CudaOrder, forward: FakeStream) -> No
     words.finish()
     words.begin([SLOT], [])
     settle_after(words, forward)
-    assert guard.array[SLOT].tolist() == [0, 0]
+    assert word_in(guard) == CLEARED
     words.close()
 
 
 def test_at_the_end_nothing_is_held_even_where_a_step_is_done_later(order: CudaOrder, forward: FakeStream) -> None:
     guard = GuardWords(4)
     words = StepWords(guard, order)
-    guard.set(0, EPOCH, GENERATION)
+    guard.set(0, WORD)
     words.begin([], [HELD])
     words.finish()
     closing = threading.Thread(target=words.close)
@@ -200,7 +217,7 @@ def test_a_step_without_a_reported_end_is_done_with_the_next(order: CudaOrder, f
     words.begin([], [])
     words.finish()
     settle_after(words, forward)
-    assert guard.array[SLOT].tolist() == [EPOCH, GENERATION]
+    assert word_in(guard) == WORD
     words.close()
 
 
@@ -208,10 +225,10 @@ def test_on_a_cpu_a_word_is_set_at_once_and_no_thread_starts() -> None:
     guard, num_threads = GuardWords(4), threading.active_count()
     words = StepWords(guard, HOST)
     words.begin([], [HELD])
-    assert guard.array[SLOT].tolist() == [EPOCH, GENERATION]
+    assert word_in(guard) == WORD
     words.finish()
     words.begin([SLOT], [])
-    assert guard.array[SLOT].tolist() == [0, 0]
+    assert word_in(guard) == CLEARED
     assert threading.active_count() == num_threads
     words.close()
 
@@ -279,7 +296,7 @@ class Worker:
         settings = Settings(transport="memcpy", strategy=strategy)  # type: ignore[arg-type]
         self.role = worker_role.WorkerRole(config, None, settings)  # type: ignore[arg-type]
         self.role.register_kv_caches({})
-        self.orders = StepMetadata(loads=[PromptLoad("a", 30.0, self.prefill.hold(), SLOT, 8, tuple(blocks()))])
+        self.orders = StepMetadata(loads=[PromptLoad("a", 30.0, self.prefill.hold(), HELD, 8, tuple(blocks()))])
 
     def begin_load(self) -> None:
         self.role.begin_step(self.orders)
@@ -345,11 +362,11 @@ def test_a_worker_changes_the_words_at_the_published_address(make_worker: Callab
         role.begin_step(StepMetadata(ended_slots=ended, written=written))
         return ctypes.string_at(entry.words_address + SLOT * WORD_BYTES, WORD_BYTES)
 
-    assert word_after([], [HELD]) == word_bytes(EPOCH, GENERATION)
-    assert word_after([], []) == word_bytes(EPOCH, GENERATION)
-    following = (SLOT, EPOCH, GENERATION + 1)
-    assert word_after([SLOT], [following]) == word_bytes(EPOCH, GENERATION + 1), "the slot's next hold"
-    assert word_after([SLOT], []) == bytes(WORD_BYTES)
+    assert word_after([], [HELD]) == WORD
+    assert word_after([], []) == WORD
+    following = Held(SLOT, NEXT_WORD)
+    assert word_after([SLOT], [following]) == NEXT_WORD, "the slot's next hold"
+    assert word_after([SLOT], []) == CLEARED
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])

@@ -16,10 +16,10 @@ from vllm.v1.engine.core import EngineShutdownState
 
 from kvferry.cli import drain as drain_module
 from kvferry.cli.main import app
-from kvferry.handoff.messages import Drain, Handle, Release
+from kvferry.handoff.messages import Drain, Release
 from kvferry.handoff.wire.keys import make_keys
 
-from .scheduler_requests import FULL, PROMPT, allocated, kept, next_step, request, run_prefill
+from .scheduler_requests import FULL, PROMPT, allocated, handle_of, kept, next_step, request, run_prefill
 
 BLOCKS = [5, 4, 3, 2, 1]
 
@@ -30,7 +30,7 @@ def asked(role: Any, *, begin: bool = False) -> tuple[bool, int, int]:
 
 
 def release(role: Any, params: dict[str, Any]) -> None:
-    handle = Handle(params["remote_request_id"], params["kvferry"]["generation"])
+    handle = handle_of(params)
     role._answer(Release(params["kvferry"]["epoch"], (handle,)))
 
 
@@ -49,6 +49,7 @@ def test_a_draining_engine_finishes_what_it_holds_and_holds_no_more(
     role.update_state_after_alloc(late, allocated([11, 12, 13, 14, 15]), 0)
     assert role.request_finished(late, ([11, 12, 13, 14, 15],), is_complete=True) == (False, None)
     assert "late is not held, since this engine drains" in caplog.text
+    computing.num_computed_tokens = computing.num_prompt_tokens
     _, params = role.request_finished(computing, ([6, 7, 8, 9, 10],), is_complete=True)
     assert params["do_remote_prefill"], "a prompt that was begun before is held"
     for each in (held, params):

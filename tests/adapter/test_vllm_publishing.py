@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.device import HOST
+from kvferry.execution.guard_words import Held
 from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
@@ -84,7 +85,7 @@ def test_an_engine_says_once_how_it_moves_caches(
 
 def test_a_worker_that_ends_clears_its_guard_words_before_it_waits_for_its_own_loads() -> None:
     source, held = PullSource(HOST), []
-    source.begin_step(StepMetadata(written=[(2, 7, 1)]))
+    source.begin_step(StepMetadata(written=[Held(2, bytes(range(1, 17)))]))
     guard = source._words.array
     assert guard.any()
     role: Any = WorkerRole.__new__(WorkerRole)

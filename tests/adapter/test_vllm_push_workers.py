@@ -94,7 +94,7 @@ class Workers:
     def announce(self, request_id: str = "r", seconds: float = SECONDS) -> None:
         blocks = (whole_blocks("full", [0] * 3, TARGET_IDS),)
         prompt = PushedPrompt("x", 3 * BLOCK_SIZE, "prompt")
-        order = PromptLoad(request_id, seconds, self.hold, 0, 3 * BLOCK_SIZE, blocks, pushed=prompt)
+        order = PromptLoad(request_id, seconds, self.hold, None, 3 * BLOCK_SIZE, blocks, pushed=prompt)
         self.step([self.receiver], StepMetadata(loads=[order]))
 
     def step(self, roles: list[Any], orders: StepMetadata) -> None:

@@ -126,6 +126,7 @@ def test_quarantined_blocks_and_blocks_of_a_hold_are_kept_apart_for_every_name_o
     assert report(decode, 0, 1, "d") == [(0, "d")]
     held = request(PROMPT, {"do_remote_decode": True}, "quarantine/d")
     decode.update_state_after_alloc(held, allocated([1, 2, 3, 4, 5]), 0)
+    held.num_computed_tokens = held.num_prompt_tokens
     decode.request_finished(held, ([1, 2, 3, 4, 5],), is_complete=True)
     assert sorted(kept(decode)) == [1, 2, 3, 4, 5, *BLOCKS]
     decode._answer(StillWriting(decode._state.epoch, decode._secret, 0, 2, ()))

@@ -19,8 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvferry.errors import Reason, SettingsError
 from kvferry.execution.device import HOST
 from kvferry.execution.guard_words import GuardWords, StepWords
-from kvferry.handoff.messages import Handle, RankEntry, Release, Renew
-from kvferry.handoff.pull_read import word_bytes
+from kvferry.handoff.messages import RankEntry, Release, Renew
 from kvferry.handoff.wire import hold_messages
 from kvferry.handoff.wire.bootstrap import id_in_epoch
 from kvferry.handoff.wire.client import ask
@@ -31,7 +30,21 @@ from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS
 from kvferry.layout.group import CacheKind
 
-from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, BlockPool, allocated, kept, next_step, request, run_prefill
+from .scheduler_requests import (
+    FULL,
+    PROMPT,
+    STATE,
+    WINDOW,
+    BlockPool,
+    allocated,
+    handle_of,
+    kept,
+    let_sleep,
+    next_step,
+    request,
+    run_prefill,
+    scheduled,
+)
 
 
 def test_blocks_that_a_load_fills_in_part_are_left_for_the_engine_to_clear(make_role: Any) -> None:
@@ -235,20 +248,21 @@ def test_the_step_that_frees_the_blocks_of_a_hold_clears_its_guard_word(ending: 
     ours = request(PROMPT, {"do_remote_decode": True})
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated([5, 4, 3, 2, 1]), 0)
-    orders = next_step(role, "r")
+    orders = role.build_connector_meta(scheduled({"r": len(PROMPT)}, {"r": ([5, 4, 3, 2, 1],)}))
     words.begin(orders.ended_slots, orders.written)
-    [(slot, epoch, generation)] = orders.written
-    assert guard_words.array[slot].tobytes() == word_bytes(epoch, generation)
+    [(slot, word)] = orders.written
+    assert guard_words.array[slot].tobytes() == word != bytes(16)
     if ending == "aborted":
         role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=False)
     else:
         ours.num_computed_tokens = ours.num_prompt_tokens
         _, params = role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True)
-        assert (params["kvferry"]["slot"], params["kvferry"]["generation"]) == (slot, generation)
+        assert params["kvferry"]["slot"] == slot
         assert next_step(role).ended_slots == []
         assert sorted(kept(role)) == [1, 2, 3, 4, 5]
     if ending == "released":
-        ask("127.0.0.1", params["remote_port"], Release(epoch, (Handle("r", generation),)), 10.0)
+        handle = handle_of(params)
+        ask("127.0.0.1", params["remote_port"], Release(params["kvferry"]["epoch"], (handle,)), 10.0)
     if ending == "expired":
         time.sleep(0.4)
     assert ending == "aborted" or sorted(kept(role)) == [1, 2, 3, 4, 5], "freed before the workers get the order"
@@ -293,7 +307,7 @@ def test_a_prefill_engine_that_was_stopped_ends_no_hold_before_its_decode_engine
     role = make_role(FULL)
     role._server.close()
     params = run_prefill(role, PROMPT, [5, 4, 3, 2, 1])
-    handle = Handle("r", params["kvferry"]["generation"])
+    handle = handle_of(params or {})
     role._answer(Renew(params["kvferry"]["epoch"], (handle,)))
     stopped_at = time.monotonic()
     clock = SimpleNamespace(now=stopped_at + 40.0)
@@ -384,21 +398,79 @@ def test_a_port_that_leaves_none_for_the_rank_is_refused(make_role: Any) -> None
     assert refused.value.reason is Reason.INVALID_SETTING
 
 
-def test_every_step_that_computes_a_held_request_names_it_until_it_is_exported(make_role: Any) -> None:
-    role, ours = make_role(FULL), request(PROMPT, {"do_remote_decode": True})
+def test_the_step_that_computes_the_prompts_end_sets_the_guard_word(make_role: Any) -> None:
+    """Before, more blocks follow; behind it nothing changes what is held."""
+    role, ours = make_role(FULL), request(PROMPT, {"do_remote_decode": True}, max_tokens=9)
+    let_sleep(role)
+    role.on_new_request(ours)
+    role.update_state_after_alloc(ours, allocated([1, 2, 3]), 0)
+    first = role.build_connector_meta(scheduled({"r": 48, "of another kind": 1}, {"r": ([1, 2, 3],)}))
+    assert (first.written, first.computes) == ([], True)
+    ours.num_computed_tokens = 48
+    last = role.build_connector_meta(scheduled({"r": 32}, {"r": ([1, 2, 3, 4, 5, 6],)}))
+    [held] = last.written
+    ours.num_computed_tokens = 80
+    assert role.build_connector_meta(scheduled({"r": 1}, {"r": ([1, 2, 3, 4, 5, 6],)})).written == []
+    assert not next_step(role).computes
+    ours.num_computed_tokens = 81
+    _, params = role.request_finished(ours, ([1, 2, 3, 4, 5, 6],), is_complete=True)
+    assert (params["kvferry"]["slot"], params["kvferry"]["is_late"]) == (held.slot, False)
+    assert not role.has_pending_work()
+    assert next_step(role, "r").written == [], "a request of the same id that is not held"
+
+
+def test_blocks_that_differ_at_the_end_set_the_word_again_with_the_next_step(make_role: Any) -> None:
+    """The engine then steps although it is idle; a hold that has ended before sets no word."""
+    role = make_role(FULL)
+    let_sleep(role)
+    for name, is_released in {"r": False, "s": True}.items():
+        ours = request(PROMPT, {"do_remote_decode": True}, name)
+        role.on_new_request(ours)
+        role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
+        [held] = role.build_connector_meta(scheduled({name: 80}, {name: ([1, 2, 3, 4, 5],)})).written
+        ours.num_computed_tokens = 80
+        _, params = role.request_finished(ours, ([1, 2, 3, 4, 6],), is_complete=True)
+        assert params["kvferry"]["is_late"]
+        assert role.has_pending_work()
+        if is_released:
+            handle = handle_of(params)
+            role._state.holds.release(params["kvferry"]["epoch"], [handle])
+        orders = next_step(role)
+        assert [late.slot for late in orders.late.values()] == ([] if is_released else [held.slot])
+        assert held.word not in [late.word for late in orders.late.values()]
+        assert orders.ended_slots == ([held.slot] if is_released else [])
+        assert not role.has_pending_work()
+
+
+def test_a_preempted_request_has_no_guard_word_until_it_is_computed_again(make_role: Any) -> None:
+    """Its blocks are other requests' from this step on."""
+    role, ours = make_role(FULL), request(PROMPT, {"do_remote_decode": True}, max_tokens=9)
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
-    orders = next_step(role, "r", "of another kind")
-    first = orders.written
-    assert orders.computes
-    assert len(first) == 1
-    assert next_step(role, "r").written == first, "the prompt's next chunk"
-    orders = next_step(role)
-    assert orders.written == []
-    assert not orders.computes
-    ours.num_computed_tokens = ours.num_prompt_tokens
-    role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)
-    assert next_step(role, "r").written == [], "a request of the same id that is not held"
+    [first] = role.build_connector_meta(scheduled({"r": 80}, {"r": ([1, 2, 3, 4, 5],)})).written
+    ours.num_computed_tokens = 0
+    orders = role.build_connector_meta(scheduled({}, preempted={"r"}))
+    assert (orders.ended_slots, orders.written) == ([first.slot], [])
+    role.update_state_after_alloc(ours, allocated([6, 7, 8, 9, 10]), 0)
+    assert role.build_connector_meta(scheduled({"r": 64}, {"r": ([6, 7, 8, 9],)})).written == []
+    ours.num_computed_tokens = 64
+    [second] = role.build_connector_meta(scheduled({"r": 17}, {"r": ([6, 7, 8, 9, 10, 11],)})).written
+    assert (second.slot, second.word == first.word) == (first.slot, False)
+    ours.num_computed_tokens = 81
+    _, params = role.request_finished(ours, ([6, 7, 8, 9, 10, 11],), is_complete=True)
+    assert not params["kvferry"]["is_late"]
+
+
+def test_a_request_that_ends_while_its_prompt_is_computed_again_is_not_held(make_role: Any) -> None:
+    """As vLLM ends it where an output of before the preemption is its last."""
+    role, ours = make_role(FULL), request(PROMPT, {"do_remote_decode": True}, max_tokens=9)
+    role.on_new_request(ours)
+    role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
+    role.build_connector_meta(scheduled({"r": 64}, {"r": ([1, 2, 3, 4, 5],)}))
+    ours.num_computed_tokens = 64
+    assert role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True) == (False, None)
+    assert kept(role) == []
+    assert role._state.holds.num_holds == 0
 
 
 def test_the_connector_tells_the_roles_which_requests_a_step_computes_and_when_it_is_launched() -> None:
@@ -410,3 +482,15 @@ def test_the_connector_tells_the_roles_which_requests_a_step_computes_and_when_i
     connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"a": 4}))  # type: ignore[arg-type]
     connector.wait_for_save()
     assert calls == [{"a": 4}, "finished"]
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("given", ["text", ["do_remote_prefill"], 7])
+def test_parameters_that_are_no_object_are_ignored(mode: str, given: Any, make_role: Any) -> None:
+    """An exception in vLLM's scheduler ends the engine."""
+    role, ours = make_role(FULL, mode=mode), request(PROMPT, given, "d")
+    role.on_new_request(ours)
+    assert ours.kv_transfer_params is None
+    assert role.get_num_new_matched_tokens(ours, 0) == (0, False)
+    role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
+    assert role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True) == (False, None)

@@ -14,16 +14,16 @@ from vllm.v1.engine.core import EngineShutdownState
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.device import HOST
-from kvferry.execution.guard_words import GuardWords, StepWords
+from kvferry.execution.guard_words import GuardWords, Held, StepWords
 from kvferry.execution.source_engines import SourceEngines
 from kvferry.handoff.handshake import fetch_directory
 from kvferry.handoff.holds import handle_of_transfer
-from kvferry.handoff.messages import DirectoryRequest, Handle, RankEntry, Release, Renew, StillWriting
+from kvferry.handoff.messages import DirectoryRequest, RankEntry, Release, Renew, StillWriting
 from kvferry.handoff.wire.bootstrap import BootstrapQueries
 from kvferry.integrations.vllm.resets import ROLES, end_former_epoch
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 
-from .scheduler_requests import FULL, PROMPT, allocated, kept, next_step, request, run_prefill
+from .scheduler_requests import FULL, PROMPT, allocated, handle_of, kept, next_step, request, run_prefill
 
 BLOCKS, OTHERS = [5, 4, 3, 2, 1], [11, 12, 13, 14, 15]
 RANK = RankEntry(0, 0, b"", {}, 0, 0)
@@ -63,7 +63,7 @@ def test_a_reset_ends_all_holds_and_the_ranks_know_before_a_block_is_free(make_r
     computing = request(PROMPT, {"do_remote_decode": True}, "computing")
     role.update_state_after_alloc(computing, allocated(OTHERS), 0)
     assert params is not None
-    epoch, handle = params["kvferry"]["epoch"], Handle("r", params["kvferry"]["generation"])
+    epoch, handle = params["kvferry"]["epoch"], handle_of(params)
     assert role.reset_cache() is True
     assert core.calls == [(["r", "computing"], "default")] or core.calls == [(["computing", "r"], "default")]
     assert core.kept_at_call == [[1, 2, 3, 4, 5]], "freed before the guard words were cleared"
@@ -78,7 +78,7 @@ def test_a_reset_ends_all_holds_and_the_ranks_know_before_a_block_is_free(make_r
     again = run_prefill(role, PROMPT, BLOCKS)
     assert again is not None
     assert again["kvferry"]["epoch"] not in (epoch, None)
-    assert role._answer(Renew(again["kvferry"]["epoch"], (Handle("r", again["kvferry"]["generation"]),))).lost == ()
+    assert role._answer(Renew(again["kvferry"]["epoch"], (handle_of(again),))).lost == ()
 
 
 def test_parameters_of_before_a_reset_are_refused_by_name(make_role: Any) -> None:
@@ -185,14 +185,15 @@ def test_a_prefix_cache_is_reset_beside_held_blocks_which_stay() -> None:
 def test_a_rank_clears_its_words_at_once_and_publishes_none_of_a_step_under_way() -> None:
     words = GuardWords(4)
     step_words = StepWords(words, HOST)
-    step_words.begin([], [(1, 7, 3), (2, 7, 4)])
+    first, second = bytes(range(1, 17)), bytes(range(2, 18))
+    step_words.begin([], [Held(1, first), Held(2, second)])
     assert words.array.any()
     step_words.clear_all()
     assert not words.array.any()
     step_words.finish()
     assert not words.array.any()
-    step_words.begin([], [(1, 8, 5)])
-    assert words.array[1].tolist() == [8, 5], "the next epoch begins"
+    step_words.begin([], [Held(1, second)])
+    assert words.array[1].tobytes() == second, "the next epoch begins"
 
 
 def test_every_role_of_a_process_is_told() -> None:

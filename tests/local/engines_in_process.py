@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from kvferry.errors import KVFerryError
-from kvferry.execution.guard_words import GuardWords, Scratch
+from kvferry.execution.guard_words import GuardWords, Held, Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.read import RankRead, Read
 from kvferry.execution.source_engines import SourceEngine, SourceEngines
 from kvferry.execution.stage import Stage
+from kvferry.handoff.guard_word import HeldPrompt, guard_word
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -37,6 +38,15 @@ from kvferry.transport.protocol import Region
 from kvferry.transport.registry import TransportSet, open_transports
 
 HOST, EPOCH, GENERATION, SLOT = "127.0.0.1", 7, 3, 1
+
+
+def word_of(epoch: int = EPOCH, generation: int = GENERATION) -> bytes:
+    """Return the guard word of a hold of engine "p", for any prompt."""
+    return guard_word("p", epoch, Handle("a", generation), HeldPrompt("digest", 1, [], []))
+
+
+WORD = word_of()
+HELD = Held(SLOT, WORD)
 IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 2, 4, 8, "none", "float32")
 LAYERS, HEADS, HEAD_SIZE, ITEMSIZE, BLOCK_SIZE, NUM_BLOCKS = ["0", "1"], 4, 8, 4, 4, 6
 ROW_BYTES = len(LAYERS) * HEADS * BLOCK_SIZE * HEAD_SIZE * 2 * ITEMSIZE
@@ -124,7 +134,7 @@ class PrefillEngine:
     def begin_hold(self) -> None:
         """Write the guard words of the hold, as every rank does when a prefill begins."""
         for words in self.words:
-            words.set(SLOT, self.epoch, GENERATION)
+            words.set(SLOT, word_of(self.epoch))
 
     def directory(self, **changes: object) -> Directory:
         entries = tuple(
@@ -206,7 +216,11 @@ class DecodeRank:
 
         def prepare() -> list[RankRead] | None:
             engine = self.engines.get(hold)
-            return None if engine is None else engine.reads(hold, SLOT, blocks)
+            return (
+                None
+                if engine is None
+                else engine.reads(hold, Held(SLOT, word_of(hold.epoch, hold.handle.generation)), blocks)
+            )
 
         return Read("a", prepare, deadline=time.monotonic() + seconds)
 

@@ -21,8 +21,9 @@ from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.read import Guard, RankRead, Read
+from kvferry.handoff.guard_word import CLEARED, WORD_BYTES
 from kvferry.handoff.holds import lease_lost
-from kvferry.handoff.pull_read import WORD_BYTES, State, word_bytes
+from kvferry.handoff.pull_read import State
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import (
     Capabilities,
@@ -37,7 +38,7 @@ from kvferry.transport.protocol import (
 )
 from kvferry.transport.registry import Link
 
-EPOCH, GENERATION, SLOT = 7, 3, 1
+SLOT, WORD = 1, bytes(range(1, 17))
 NUM_BYTES = 1 << 16
 FAR = 1e12
 ABORTED = HandoffError(Reason.ABORTED, "the request was aborted.")
@@ -121,7 +122,7 @@ class Source:
         self.data = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
         self.destination = np.zeros(num_bytes, dtype=np.uint8)
         self.words = GuardWords(num_slots=4)
-        self.words.set(SLOT, EPOCH, GENERATION)
+        self.words.set(SLOT, WORD)
         # Descending descriptors of unequal length, as block ids come.
         edges = np.array([0, num_bytes // 8, num_bytes // 2, num_bytes], dtype=np.uint64)
         starts, lengths = edges[:-1][::-1], np.diff(edges)[::-1]
@@ -129,7 +130,7 @@ class Source:
         self.descriptors = np.stack([starts + base[0], starts + base[1], lengths], axis=1)
 
     def read(self, transport: Transport, peer: Peer | None = None, expected: bytes | None = None) -> RankRead:
-        guard = Guard(self.words.address + SLOT * WORD_BYTES, expected or word_bytes(EPOCH, GENERATION))
+        guard = Guard(self.words.address + SLOT * WORD_BYTES, expected or WORD)
         link = Link(transport.capabilities.name, transport, peer or Peer("scripted", RegionTable([])))
         return RankRead(link, self.descriptors, guard=guard)
 
@@ -219,13 +220,21 @@ def test_no_word_is_read_again_before_all_data_has_come(
     assert run(load, scratch).error is None
 
 
-@pytest.mark.parametrize("word", [(0, 0), (EPOCH, GENERATION + 1), (EPOCH + 1, GENERATION), (GENERATION, EPOCH)])
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        (CLEARED, Reason.SOURCE_CHANGED),
+        (WORD[:8] + CLEARED[8:], Reason.SOURCE_CHANGED),
+        (WORD[::-1], Reason.WRONG_PARAMETERS),
+        (bytes([WORD[0] ^ 2, *WORD[1:]]), Reason.WRONG_PARAMETERS),
+    ],
+)
 def test_a_wrong_word_before_means_no_data_is_read(
-    transport: ScriptedTransport, source: Source, scratch: Scratch, word: tuple[int, int]
+    transport: ScriptedTransport, source: Source, scratch: Scratch, word: bytes, reason: Reason
 ) -> None:
-    source.words.array[SLOT] = word
-    error = error_of(run(load_of(lambda: [Source(1).read(transport), source.read(transport)]), scratch))
-    assert error.reason is Reason.SOURCE_CHANGED
+    source.words.set(SLOT, word)
+    error = error_of(run(load_of(lambda: [source.read(transport)]), scratch))
+    assert error.reason is reason
     assert "data" not in transport.submitted
     assert not source.destination.any()
     assert scratch.has_room(8)

@@ -14,6 +14,7 @@ import pytest
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution import route
 from kvferry.execution import source_engines as module
+from kvferry.execution.guard_words import Held
 from kvferry.execution.job import Phase
 from kvferry.execution.read import Read
 from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Noted
@@ -33,10 +34,12 @@ from .engines_in_process import (
     EPOCH,
     GENERATION,
     HEADS,
+    HELD,
     HOST,
     IDENTITY,
     ROW_BYTES,
     SLOT,
+    WORD,
     DecodeRank,
     PrefillEngine,
     Rank,
@@ -102,8 +105,8 @@ def test_a_slot_beyond_the_words_is_refused(prefill: PrefillEngine, decode: Deco
     engine = decode.engine(prefill.hold())
     for slot in (4, 1 << 40):
         with pytest.raises(HandoffError) as caught:
-            engine.reads(prefill.hold(), slot, [])
-        assert caught.value.reason is Reason.INVALID_REQUEST
+            engine.reads(prefill.hold(), Held(slot, WORD), [])
+        assert caught.value.reason is Reason.WRONG_PARAMETERS
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,7 @@ def test_ranks_that_only_later_requests_read_are_proved_too(
         for number in range(16):
             hold = msgspec.structs.replace(prefill.hold(), handle=Handle(f"r{number}", 1))
             try:
-                proved.append(engine.reads(hold, SLOT, ONE_BLOCK))
+                proved.append(engine.reads(hold, HELD, ONE_BLOCK))
             except KVFerryError as error:
                 refused.append(error.reason)
         assert set(refused) == {Reason.WRONG_SOURCE}
@@ -238,7 +241,7 @@ def test_requests_spread_over_replicas(decode: DecodeRank) -> None:
         engine = decode.engine(hold)
         chosen = set()
         for number in range(16):
-            reads = engine.reads(msgspec.structs.replace(hold, handle=Handle(f"r{number}", 1)), SLOT, ONE_BLOCK)
+            reads = engine.reads(msgspec.structs.replace(hold, handle=Handle(f"r{number}", 1)), HELD, ONE_BLOCK)
             assert len(reads) == HEADS
             chosen.add(tuple(int(read.descriptors[0, 0]) for read in reads))
         assert len(chosen) > 1
@@ -400,12 +403,12 @@ def test_ranks_that_only_later_requests_read_are_connected_without_waiting(decod
         engine, known = decode.engine(prefill.hold()), set()
         transport.may_connect = False
         holds = [msgspec.structs.replace(prefill.hold(), handle=Handle(f"r{n}", GENERATION)) for n in range(16)]
-        waiting = [hold for hold in holds if engine.reads(hold, SLOT, ONE_BLOCK) is None]
+        waiting = [hold for hold in holds if engine.reads(hold, HELD, ONE_BLOCK) is None]
         assert 0 < len(waiting) < len(holds)
-        assert all(engine.reads(hold, SLOT, ONE_BLOCK) is None for hold in waiting)
+        assert all(engine.reads(hold, HELD, ONE_BLOCK) is None for hold in waiting)
         transport.may_connect = True
         for hold in waiting:
-            reads = engine.reads(hold, SLOT, ONE_BLOCK)
+            reads = engine.reads(hold, HELD, ONE_BLOCK)
             assert reads is not None
             known.add(tuple(int(read.descriptors[0, 0]) for read in reads))
         assert len(known) == 1
@@ -558,7 +561,7 @@ def test_running_loads_from_an_engine_that_is_forgotten_finish(monkeypatch: pyte
     decode = DecodeRank("cma", Rank(0, 1))
     prefills = [PrefillEngine("cma", filled_ranks()) for _ in range(2)]
     try:
-        reads = decode.engine(prefills[0].hold()).reads(prefills[0].hold(), SLOT, ONE_BLOCK)
+        reads = decode.engine(prefills[0].hold()).reads(prefills[0].hold(), HELD, ONE_BLOCK)
         decode.engine(prefills[1].hold())
         assert list(decode.engines._engines) == [prefills[1].hold().engine]
         load = Read("a", lambda: reads, deadline=time.monotonic() + 30)

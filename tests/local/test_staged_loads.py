@@ -15,7 +15,7 @@ from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.read import Guard, Prepare, RankRead, Read
 from kvferry.execution.stage import Stage
-from kvferry.handoff.pull_read import State, word_bytes
+from kvferry.handoff.pull_read import State
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import Planner
@@ -28,6 +28,7 @@ from kvferry.transport.registry import Link, open_transport
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = ["0", "1", "2"], 4, 16, 8, 40
 TOKEN_BYTES = len(LAYERS) * HEADS * HEAD_SIZE * 2 * 2
+WORD = bytes(range(1, 17))
 SHAPE = (len(LAYERS), NUM_BLOCKS, BLOCK_SIZE)
 
 
@@ -54,7 +55,7 @@ class Pair:
         self.sources = [np.random.default_rng(r).integers(0, 256, (*SHAPE, row // 2), np.uint8) for r in range(2)]
         self.cache = np.zeros((*SHAPE, row), dtype=np.uint8)
         self.words, self.stage, self.scratch = GuardWords(8), Stage(stage_bytes), Scratch(64)
-        self.words.set(1, 7, 3)
+        self.words.set(1, WORD)
         self.source, self.destination = open_transport(name), open_transport(name)
         held = [*self.sources, self.words.array]
         self.peer = reach(self.destination, self.source.register([Region(m.ctypes.data, m.nbytes) for m in held]))
@@ -85,7 +86,7 @@ class Pair:
                 descriptors=NOTHING if is_staged else plan.lower([self.request]),
                 parts=ScatterPlan(plan, 0).staged_blocks([self.request]) if is_staged else (),
                 stage=self.stage,
-                guard=Guard(self.words.address + 16, word_bytes(7, 3)),
+                guard=Guard(self.words.address + 16, WORD),
             )
             for plan in self.plans
         ]

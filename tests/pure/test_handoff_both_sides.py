@@ -15,9 +15,10 @@ import pytest
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.device import HOST
 from kvferry.execution.guard_words import GuardWords, Held, StepWords
+from kvferry.handoff.guard_word import HeldPrompt, guard_word
 from kvferry.handoff.holds import Ending, Hold, Holds
 from kvferry.handoff.messages import Handle
-from kvferry.handoff.pull_read import Action, PullRead, word_bytes
+from kvferry.handoff.pull_read import Action, PullRead
 from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
 
 NUM_SLOTS, LEASE, LINGER, SHARE, STALLED = 2, 60.0, 0.5, 0.25, 100.0
@@ -27,7 +28,11 @@ OVERWRITTEN = -1
 NUM_STEPS = 300
 
 
-class HeldPrompt(msgspec.Struct, frozen=True):
+def word_bytes(epoch: int, handle: Handle) -> bytes:
+    return guard_word("p", epoch, handle, HeldPrompt("digest", 1, [], []))
+
+
+class Answered(msgspec.Struct, frozen=True):
     """What the prefill engine answered its client: a hold, where its word lies, and which prompt it is of."""
 
     remote: RemoteHold
@@ -39,7 +44,7 @@ class Read(msgspec.Struct):
     """A load in progress, and the values seen so far."""
 
     pull: PullRead
-    held_prompt: HeldPrompt
+    held_prompt: Answered
     values: list[int]
     is_aborted: bool = False
 
@@ -55,9 +60,9 @@ class TwoSides:
         self.epoch = 0
         self.restart()
         self.decode = RemoteHolds(LINGER, SHARE, STALLED)
-        self.held_prompts: list[HeldPrompt] = []
+        self.held_prompts: list[Answered] = []
         self.network: list[Callable[[], None]] = []
-        self.waiting: dict[str, HeldPrompt] = {}
+        self.waiting: dict[str, Answered] = {}
         self.reads: list[Read] = []
         self.let_go: set[RemoteHold] = set()
         self.confirmed_ends: dict[RemoteHold, float] = {}
@@ -124,13 +129,13 @@ class TwoSides:
             assert self.word_is_right(self.epoch, hold.handle, hold.slot), "a hold began without its word"
             self.prefill.hold(hold.request_id, self.now)
             self.held_prompts.append(
-                HeldPrompt(RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle), hold.slot, prompt)
+                Answered(RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle), hold.slot, prompt)
             )
         self.step_words.finish()
 
     def word_of(self, hold: Hold) -> Held:
         assert hold.slot is not None
-        return hold.slot, self.epoch, hold.handle.generation
+        return Held(hold.slot, word_bytes(self.epoch, hold.handle))
 
     def check_ending(self, hold: Hold, ending: Ending) -> None:
         remote = RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle)
@@ -160,7 +165,7 @@ class TwoSides:
             self.decode.finish(request_id, self.decode_now)
             return
         pull = PullRead(request_id, self.decode_now, lease.end)
-        pull.begin([word_bytes(held_prompt.remote.epoch, held_prompt.remote.handle.generation)], num_rounds=1)
+        pull.begin([word_bytes(held_prompt.remote.epoch, held_prompt.remote.handle)], num_rounds=1)
         if Action.READ_DATA in pull.words_read([self.word(held_prompt.slot)], self.decode_now):
             pull.round_begun()
             self.reads.append(Read(pull, held_prompt, []))
@@ -262,7 +267,7 @@ class TwoSides:
         return bytes(self.words.array[slot].tobytes())
 
     def word_is_right(self, epoch: int, handle: Handle, slot: int) -> bool:
-        return self.word(slot) == word_bytes(epoch, handle.generation)
+        return self.word(slot) == word_bytes(epoch, handle)
 
     def pass_time(self) -> None:
         self.now += self.random.choice([0.1, 0.3, 1.0, 1.0, 3.0, 9.0, 29.0, 61.0])

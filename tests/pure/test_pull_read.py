@@ -5,10 +5,16 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.pull_read import Action, PullRead, State, being_written, word_bytes
+from kvferry.handoff.guard_word import CLEARED, HeldPrompt, being_written, guard_word
+from kvferry.handoff.messages import Handle
+from kvferry.handoff.pull_read import Action, PullRead, State
 
-RIGHT = word_bytes(epoch=7, generation=1)
-OTHER_HOLD, OTHER_EPOCH = word_bytes(epoch=7, generation=2), word_bytes(epoch=8, generation=1)
+
+def word_of(epoch: int, generation: int) -> bytes:
+    return guard_word("p", epoch, Handle("a", generation), HeldPrompt("digest", 1, [], []))
+
+
+RIGHT, OTHER_HOLD, OTHER_EPOCH = word_of(7, 1), word_of(7, 2), word_of(8, 1)
 WRITTEN = being_written(RIGHT)
 DEADLINE = 10.0
 FAILURE = HandoffError(Reason.TRANSFER_FAILED, "a read failed.")
@@ -16,7 +22,7 @@ WORDS = {
     "right": RIGHT,
     "other hold": OTHER_HOLD,
     "other epoch": OTHER_EPOCH,
-    "cleared": bytes(16),
+    "cleared": CLEARED,
     "written": WRITTEN,
     "other epoch written": being_written(OTHER_EPOCH),
 }
@@ -97,7 +103,44 @@ def test_a_word_of_another_hold_ends_the_load_before_any_data(word: str) -> None
     pull.begin([RIGHT, RIGHT], 1)
     assert give(pull, word) == (Action.STOP,)
     assert pull.error is not None
-    assert pull.error.reason is Reason.SOURCE_CHANGED
+    assert pull.error.reason is Reason.SOURCE_CHANGED, "the first source has the right word: the hold ends just now"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ((CLEARED, CLEARED), Reason.SOURCE_CHANGED),
+        ((OTHER_HOLD, OTHER_HOLD), Reason.WRONG_PARAMETERS),
+        ((OTHER_HOLD, CLEARED), Reason.WRONG_PARAMETERS),
+        ((being_written(OTHER_HOLD), being_written(OTHER_HOLD)), Reason.WRONG_PARAMETERS),
+    ],
+)
+def test_a_hold_that_has_ended_is_told_from_parameters_that_are_not_those_of_a_hold(
+    words: tuple[bytes, bytes], reason: Reason
+) -> None:
+    pull = PullRead("r", now=0.0, deadline=DEADLINE)
+    pull.begin([RIGHT, RIGHT], 1)
+    assert pull.words_read(words, now=1.0) == (Action.STOP,)
+    assert pull.error is not None
+    assert pull.error.reason is reason
+    assert ("lease_seconds" in pull.error.remedy) is (reason is Reason.SOURCE_CHANGED)
+
+
+@pytest.mark.parametrize("word", [CLEARED, OTHER_HOLD])
+def test_a_word_that_comes_with_the_next_step_is_waited_for_and_not_for_long(word: bytes) -> None:
+    pull = PullRead("r", now=0.0, deadline=DEADLINE, word_by=2.0)
+    pull.begin([RIGHT, RIGHT], 1)
+    assert pull.words_read([RIGHT, word], now=1.9) == (Action.READ_WORDS,)
+    assert pull.words_read([RIGHT, RIGHT], now=1.95) == (Action.READ_DATA,)
+    late = PullRead("r", now=0.0, deadline=DEADLINE, word_by=2.0)
+    late.begin([RIGHT, RIGHT], 1)
+    assert late.words_read([word, word], now=2.0) == (Action.STOP,)
+    changed = PullRead("r", now=0.0, deadline=DEADLINE, word_by=2.0)
+    changed.begin([RIGHT, RIGHT], 1)
+    changed.words_read([RIGHT, RIGHT], now=0.1)
+    changed.round_begun()
+    changed.data_read()
+    assert changed.words_read([RIGHT, word], now=0.2) == (Action.STOP,), "waited for a word that was there before"
 
 
 def test_blocks_that_are_being_written_are_waited_for_until_the_deadline() -> None:

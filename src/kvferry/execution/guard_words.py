@@ -1,20 +1,22 @@
 """Guard words in memory: a source rank's, one for each slot, and the pool into which a destination reads words.
 
-A word is ``(epoch, generation)``, two unsigned 64-bit integers. The source sets it when a request gets its slot and
-changes it *before* the request's blocks are reported free. See :mod:`kvferry.handoff.pull_read`.
+A word names a hold, its prompt and its blocks (:mod:`kvferry.handoff.guard_word`). The source sets the word with the
+step that computes the prompt's end, when all blocks are known, and changes it *before* the request's blocks are
+reported free. See :mod:`kvferry.handoff.pull_read`.
 
-On a GPU a step's work goes on after the step has returned. Until the work is done one more bit, ``BEING_WRITTEN``, is
-set in the words of the requests that the step writes, and a destination reads such a word again.
+On a GPU a step's work goes on after the step has returned. Until the work is done one more bit is set in the words of
+the requests that the step writes ("being written"), and a destination reads such a word again.
 """
 
 import threading
 from collections.abc import Iterable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.execution.device import DeferredActions, DeviceOrder
-from kvferry.handoff.pull_read import BEING_WRITTEN, WORD_BYTES
+from kvferry.handoff.guard_word import WORD_BYTES, being_written
 from kvferry.transport.protocol import Region
 
 
@@ -22,7 +24,7 @@ class GuardWords:
     """The ``num_slots`` words of one rank. Their owner registers the memory.
 
     >>> words = GuardWords(num_slots=4)
-    >>> words.set(2, epoch=7, generation=1)
+    >>> words.set(2, bytes([7] + [0] * 7 + [1] + [0] * 7))
     >>> words.array[2].tolist(), words.clear(2), words.array[2].tolist()
     ([7, 1], None, [0, 0])
     """
@@ -35,9 +37,9 @@ class GuardWords:
         """Address of slot 0."""
         return int(self.array.ctypes.data)
 
-    def set(self, slot: int, epoch: int, generation: int, *, being_written: bool = False) -> None:
-        """Write the word of a hold into its slot, with ``BEING_WRITTEN`` where a step writes the hold's blocks."""
-        self.array[slot] = np.array((epoch, generation | BEING_WRITTEN * being_written), dtype=np.uint64)
+    def set(self, slot: int, word: bytes) -> None:
+        """Write the word of a hold into its slot."""
+        self.array[slot] = np.frombuffer(word, dtype=np.uint64)
 
     def clear(self, slot: int) -> None:
         """Clear the slot; must precede any reuse of the request's blocks."""
@@ -48,8 +50,11 @@ class GuardWords:
         self.array[:] = 0
 
 
-Held = tuple[int, int, int]
-"""Slot, epoch and generation."""
+class Held(NamedTuple):
+    """The slot and the guard word of a hold."""
+
+    slot: int
+    word: bytes
 
 
 class StepWords:
@@ -67,21 +72,20 @@ class StepWords:
         self._step_of: dict[int, int] = {}
         self._being_written: list[tuple[int, Held]] = []
 
-    def begin(self, ended: Iterable[int], written: Iterable[Held]) -> None:
+    def begin(self, ended: Iterable[int], written: Iterable[Held], late: Iterable[Held] = ()) -> None:
         """Clear the words of slots whose hold has ended, then set those of the requests that this step writes.
 
-        In this order, since a request may have got the slot of a hold that ended after the last step.
+        In this order, since a request may have got the slot of a hold that ended after the last step. ``late`` are the
+        words of holds that earlier steps have written: these words count once those steps are done.
         """
         with self._lock:
             self._step += 1
             for slot in ended:
                 self._words.clear(slot)
                 self._step_of.pop(slot, None)
-            for held in written:
-                self._words.set(*held, being_written=not self._order.is_immediate)
-                if not self._order.is_immediate:
-                    self._step_of[held[0]] = self._step
-                    self._being_written.append((self._step, held))
+            self._being_written += self._set(written)
+            if waiting := self._set(late):
+                self._deferred.add(self._order.mark(), partial(self._publish, waiting))
 
     def finish(self) -> None:
         """Set the words without ``BEING_WRITTEN`` once the device has done the step; returns at once."""
@@ -100,11 +104,23 @@ class StepWords:
         self.clear_all()
         self._deferred.close()
 
+    def _set(self, every: Iterable[Held]) -> list[tuple[int, Held]]:
+        """Set the words; return those that say "being written", each with this step."""
+        waiting = []
+        for held in every:
+            if self._order.is_immediate:
+                self._words.set(*held)
+            else:
+                self._words.set(held.slot, being_written(held.word))
+                self._step_of[held.slot] = self._step
+                waiting.append((self._step, held))
+        return waiting
+
     def _publish(self, written: Iterable[tuple[int, Held]]) -> None:
         with self._lock:
             for step, held in written:
                 # Not if the hold has ended since, or a later step writes its blocks too.
-                if self._step_of.get(held[0]) == step:
+                if self._step_of.get(held.slot) == step:
                     self._words.set(*held)
 
 

@@ -75,6 +75,8 @@ Prepare = Callable[[], Sequence[RankRead] | None]
 class Read:
     """A read in progress: a pull, or a copy within this process. ``deadline`` is on the monotonic clock.
 
+    Until ``word_by`` sources may not have set their guard words yet.
+
     Bytes that go through the stage come in rounds of as much as the stage has room for; each round is copied into the
     cache while the next one is read.
     """
@@ -82,10 +84,10 @@ class Read:
     fills_blocks = True
     can_wait = False
 
-    def __init__(self, job_id: str, prepare: Prepare, deadline: float) -> None:
+    def __init__(self, job_id: str, prepare: Prepare, deadline: float, word_by: float = 0.0) -> None:
         self.job_id = job_id
         self._created_at = time.monotonic()
-        self._pull = PullRead(job_id, self._created_at, deadline)
+        self._pull = PullRead(job_id, self._created_at, deadline, word_by)
         self._prepare = prepare
         self._reads: Sequence[RankRead] | None = None
         self._transfers: list[tuple[Link, Transfer]] = []

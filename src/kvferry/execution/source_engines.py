@@ -7,12 +7,14 @@ from weakref import WeakKeyDictionary
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.announce import SourceRank
+from kvferry.execution.guard_words import Held
 from kvferry.execution.read import Guard, RankRead
 from kvferry.execution.route import Route
 from kvferry.execution.stage import Stage
+from kvferry.handoff.guard_word import WORD_BYTES
 from kvferry.handoff.handshake import decode_shards, fetch_directory
 from kvferry.handoff.messages import FIRST_WEIGHTS, Directory, Identity
-from kvferry.handoff.pull_read import WORD_BYTES, word_bytes
+from kvferry.handoff.pull_read import wrong_parameters
 from kvferry.handoff.push.part import Part, announced_blocks, selector_of
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unexpected_error
@@ -36,19 +38,20 @@ class SourceEngine:
         self.route = route
         self._directory, self._shard = directory, shard
 
-    def reads(self, hold: RemoteHold, slot: int, blocks: Sequence[GroupBlocks]) -> list[RankRead] | None:
+    def reads(self, hold: RemoteHold, held: Held, blocks: Sequence[GroupBlocks]) -> list[RankRead] | None:
         """Return one guarded read per source rank that this rank needs for the request, None until the route is ready.
 
-        ``blocks`` are those of every cache group of the model; other ranks read the groups that this rank's pipeline
-        stage does not have. The request chooses the source ranks; source ranks that no request has read before are
-        connected and proved first. Raises as :meth:`Route.is_ready`, and :class:`HandoffError` (invalid-request).
+        Each of these ranks must show the guard word ``held``. ``blocks`` are those of every cache group of the model;
+        other ranks read the groups that this rank's pipeline stage does not have. The request chooses the source ranks;
+        source ranks that no request has read before are connected and proved first. Raises as :meth:`Route.is_ready`,
+        and :class:`HandoffError` (wrong-parameters).
         """
         blocks = of_rank(blocks, self._shard)
         selector = selector_of(hold.handle.request_id)
         if not self.route.is_ready(selector):
             return None
         plans = self.route.plans(selector)
-        return [self.route.read(plan, blocks, self._guard(plan, hold, slot)) for plan in plans]
+        return [self.route.read(plan, blocks, self._guard(plan, hold, held)) for plan in plans]
 
     def sources(self, transfer_id: str, blocks: Sequence[GroupBlocks]) -> list[SourceRank] | None:
         """Return the source ranks that push a request to this rank, each with its part; None until the route is ready.
@@ -77,16 +80,11 @@ class SourceEngine:
             ranks.append(SourceRank(index, answers_at, part, shards, entry.process))
         return ranks
 
-    def _guard(self, plan: PairPlan, hold: RemoteHold, slot: int) -> Guard:
+    def _guard(self, plan: PairPlan, hold: RemoteHold, held: Held) -> Guard:
         entry = self._directory.ranks[plan.assignment.source_index]
-        if slot >= entry.num_words:
-            raise HandoffError(
-                Reason.INVALID_REQUEST,
-                f"{hold.handle.request_id} names guard word {slot}, but the source rank has {entry.num_words}.",
-                "Check that the router copies the prefill engine's kv_transfer_params whole.",
-            )
-        word = word_bytes(hold.epoch, hold.handle.generation)
-        return Guard(entry.words_address + slot * WORD_BYTES, word)
+        if held.slot >= entry.num_words:
+            raise wrong_parameters(hold.handle.request_id)
+        return Guard(entry.words_address + held.slot * WORD_BYTES, held.word)
 
 
 class SourceEngines:

@@ -5,12 +5,15 @@ the prompt's end, and *ended* by a release, by the end of its lease, or because 
 :meth:`Holds.take_ended` returns each ended hold once. Only then may the engine free the blocks, and only after every
 rank has cleared the hold's guard word.
 
-A request id and a generation name a pull's hold; the decode engine learns both from the prefill engine's answer. The
+A request id and a generation name a pull's hold; the decode engine learns both from the prefill engine's answer.
+Nobody can guess a generation: a message that names one comes from who has read that answer. The
 router's transfer id names a push's hold; decode engines know the id before the prefill engine has the prompt: an
 unknown transfer may still begin, an ended one is remembered.
 """
 
 import re
+import secrets
+from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
@@ -27,6 +30,7 @@ RENEWED_LEASE_SECONDS = 10.0
 engine has renewed ends soon after the renewals stop."""
 TRANSFER_GENERATION = 0
 """The generation in every handle of a push: a router makes each transfer id once."""
+GENERATION_BITS = 62
 _SAMPLE_PREFIX = re.compile(r"^\d+_")
 
 
@@ -173,8 +177,8 @@ class Holds:
         self._holds: dict[str, Hold] = {}
         self._name_of: dict[str, str] = {}
         self._families: dict[str, set[str]] = {}
-        self._free_slots = list(range(num_slots))[::-1]
-        self._next_generation = TRANSFER_GENERATION + 1
+        # The slot that has been free for longest is used first: a decode engine that comes late finds it cleared.
+        self._free_slots = deque(range(num_slots))
         self._ended_transfers: Bounded[str, None] = Bounded(MAX_REMEMBERED)
         self._ended: list[Ended] = []
 
@@ -206,8 +210,7 @@ class Holds:
             return None if hold.is_held or hold.is_transfer else hold
         if self._is_draining or not self._free_slots or len(request_id) > MAX_IDENTIFIER_LENGTH:
             return None
-        hold = Hold(Handle(request_id, self._next_generation), request_id, self._free_slots.pop())
-        self._next_generation += 1
+        hold = Hold(Handle(request_id, _new_generation()), request_id, self._free_slots.popleft())
         self._families.setdefault(sampling_family(request_id), set()).add(request_id)
         return self._open(hold)
 
@@ -378,6 +381,11 @@ class Holds:
         if handle.request_id not in self._ended_transfers:
             self._ended_transfers[handle.request_id] = None
             self._ended.append(Ended(handle, ending, None))
+
+
+def _new_generation() -> int:
+    """Return a random number that no other pull's hold of this epoch has, and no push's."""
+    return secrets.randbits(GENERATION_BITS) or 1
 
 
 def engine_drains(transfer_id: str) -> HandoffError:

@@ -2,8 +2,9 @@
 
 Pure: landings, guard words and the time are inputs; each input returns the actions that follow, in order. The
 guard word of a source is a seqlock: the source changes the word *before* its blocks can be reused, so equal words
-before and after the data prove that every byte between came from the hold. Clocks prove nothing here; the deadline
-only ends the wait.
+before and after the data prove that every byte between came from the hold. A word names the hold, its prompt and its
+blocks (:mod:`kvferry.handoff.guard_word`): another word before the data proves that the request's parameters name other
+blocks than those of its prompt. Clocks prove nothing here; the deadline only ends the wait.
 
 Data comes in *rounds*: all data at once, or as much as a stage holds. The words after one round are the words before
 the next. A round is copied out of the stage only if its words were right.
@@ -13,23 +14,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
-import numpy as np
-
 from kvferry.errors import HandoffError, KVFerryError, Reason
-
-WORD_BYTES = 16
-BEING_WRITTEN = 1 << 63
-"""Set in the second half of a word while a step writes the hold's blocks: the decode rank reads the word again."""
-
-
-def word_bytes(epoch: int, generation: int) -> bytes:
-    """Return the guard word of a hold, 16 bytes: a decode rank must find this word before and after the data."""
-    return np.array((epoch, generation), dtype=np.uint64).tobytes()
-
-
-def being_written(word: bytes) -> bytes:
-    """Return the guard word of the same hold while its blocks are being written."""
-    return (np.frombuffer(word, dtype=np.uint64) | np.array([0, BEING_WRITTEN], dtype=np.uint64)).tobytes()
+from kvferry.handoff.guard_word import being_written, is_cleared
 
 
 class Action(Enum):
@@ -66,7 +52,9 @@ class State(Enum):
 class PullRead:
     """One pull. ``deadline`` is on the caller's clock, as every ``now``.
 
-    >>> word = word_bytes(epoch=7, generation=1)
+    Until ``word_by`` a source may not have set the word yet: the words before the data are read again.
+
+    >>> word = bytes(range(1, 17))
     >>> pull = PullRead("r", now=0.0, deadline=30.0)
     >>> pull.begin([word], num_rounds=1), pull.words_read([being_written(word)], now=0.1)
     ((<Action.READ_WORDS: 1>,), (<Action.READ_WORDS: 1>,))
@@ -78,12 +66,12 @@ class PullRead:
     ((<Action.COMMIT: 6>,), 'committed', None)
     """
 
-    def __init__(self, job_id: str, now: float, deadline: float) -> None:
+    def __init__(self, job_id: str, now: float, deadline: float, word_by: float = 0.0) -> None:
         self.job_id = job_id
         self.state = State.PREPARING
         self.error: KVFerryError | None = None
         self.given_up_at: float | None = None
-        self._began_at, self._deadline = now, deadline
+        self._began_at, self._deadline, self._word_by = now, deadline, word_by
         self._expected: Sequence[bytes] = ()
         self._num_rounds = 0
 
@@ -102,14 +90,12 @@ class PullRead:
 
     def words_read(self, found: Sequence[bytes], now: float) -> tuple[Action, ...]:
         """The guard words have landed, one for each expected word."""
-        if self.state is State.WORDS_BEFORE and any(
-            word == being_written(expected) for word, expected in zip(found, self._expected, strict=True)
-        ):
-            return (Action.READ_WORDS,)
         if self.state not in (State.WORDS_BEFORE, State.WORDS_AFTER):
             return ()
         if tuple(found) != self._expected:
-            return self._stop(_source_changed(self.job_id, is_before=self.state is State.WORDS_BEFORE), now)
+            if self.state is State.WORDS_BEFORE and self._may_become_right(found, now):
+                return (Action.READ_WORDS,)
+            return self._stop(self._refused(found), now)
         if self.state is State.WORDS_BEFORE:
             self.state = State.BETWEEN_ROUNDS
             return (Action.READ_DATA,)
@@ -172,6 +158,18 @@ class PullRead:
         self.state = State.STOPPING
         return (Action.STOP,)
 
+    def _may_become_right(self, found: Sequence[bytes], now: float) -> bool:
+        pairs = zip(found, self._expected, strict=True)
+        return now < self._word_by or any(word == being_written(expected) for word, expected in pairs)
+
+    def _refused(self, found: Sequence[bytes]) -> HandoffError:
+        if self.state is State.WORDS_AFTER:
+            return _source_changed(self.job_id, "while")
+        are_others = [word != expected for word, expected in zip(found, self._expected, strict=True)]
+        if all(are_others) and not all(is_cleared(word) for word in found):
+            return wrong_parameters(self.job_id)
+        return _source_changed(self.job_id, "before")
+
     def _late(self, now: float) -> HandoffError:
         return HandoffError(
             Reason.DEADLINE_EXCEEDED,
@@ -180,10 +178,20 @@ class PullRead:
         )
 
 
-def _source_changed(job_id: str, *, is_before: bool) -> HandoffError:
-    when = "before" if is_before else "while"
+def _source_changed(job_id: str, when: str) -> HandoffError:
     return HandoffError(
         Reason.SOURCE_CHANGED,
         f"the prefill engine stopped holding the blocks of {job_id} {when} they were read.",
         "Send the prompt again; if this repeats, raise lease_seconds on the prefill side.",
+    )
+
+
+def wrong_parameters(job_id: str) -> HandoffError:
+    """Return the error of a request whose parameters name other blocks than those of its prompt."""
+    return HandoffError(
+        Reason.WRONG_PARAMETERS,
+        f"the kv_transfer_params of {job_id} are not those of a prompt that the prefill engine holds: the guard word "
+        "that they name is another one.",
+        "Check that the router copies the prefill engine's kv_transfer_params unchanged into the request of the same "
+        "prompt, and that no client sets them. Then send the prompt again.",
     )

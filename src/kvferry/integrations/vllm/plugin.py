@@ -3,6 +3,7 @@
 import logging
 
 from kvferry.errors import KVFerryError
+from kvferry.integrations.vllm.request_checks import check_requests
 from kvferry.integrations.vllm.versions import check_version
 from kvferry.integrations.vllm.waiting_workers import make_waits_sleep
 
@@ -37,6 +38,7 @@ def register() -> None:
 
     widen_cpu_attention()
     make_waits_sleep()
+    check_requests()
     log_as_vllm_does()
 
 

@@ -6,7 +6,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from kvferry.errors import KVFerryError
 from kvferry.execution.guard_words import Held
-from kvferry.handoff.messages import EndPoint
+from kvferry.handoff.messages import EndPoint, Handle
 from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.plan.request import GroupBlocks
@@ -30,17 +30,19 @@ class PromptLoad:
     """One request's ``num_tokens`` prompt tokens to load, as blocks of every cache group.
 
     A worker reports an order with an ``error`` as failed at once. An order with ``pushed`` is announced and has no
-    source blocks; any other order is read, under the guard word in ``slot``.
+    source blocks; any other order is read, under the guard word ``held``. ``is_late`` says that the source sets the
+    word with its next step.
     """
 
     request_id: str
     timeout_seconds: float
     hold: RemoteHold | None = None
-    slot: int = 0
+    held: Held | None = None
     num_tokens: int = 0
     blocks: tuple[GroupBlocks, ...] = ()
     error: KVFerryError | None = None
     pushed: PushedPrompt | None = None
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,9 @@ class EngineEndPoint:
 class StepMetadata(KVConnectorMetadata):
     """Orders of one step.
 
-    ``computes`` is false for a step that computes no token. ``written`` are the guard words of held requests that the
-    step writes, ``ended_slots`` the slots to clear. The requests of ``aborted`` loads have ended, and the remote holds
+    ``computes`` is false for a step that computes no token. ``written`` are the guard words of requests whose prompt
+    the step computes to its end, ``late`` the words of finished requests that earlier steps have written;
+    ``ended_slots`` are the slots to clear before. The requests of ``aborted`` loads have ended, and the remote holds
     of ``lost`` loads; ``outdated`` loads bring prompts of before a reset of the cache. ``prompts`` are the pushed
     prompts that the step computes, by transfer id; the step may overwrite the blocks of transfers that are
     ``preempted`` or ``ended_transfers``. The engine drains and has refused ``refused_transfers``. ``quarantined`` are
@@ -65,6 +68,7 @@ class StepMetadata(KVConnectorMetadata):
 
     computes: bool = True
     written: list[Held] = field(default_factory=list)
+    late: dict[Handle, Held] = field(default_factory=dict)
     ended_slots: list[int] = field(default_factory=list)
     loads: list[PromptLoad] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)

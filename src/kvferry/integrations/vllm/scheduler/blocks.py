@@ -92,7 +92,7 @@ def blocks_to_load(
     groups: Sequence[GroupShape],
     source_block_sizes: Sequence[int],
     tokens: tuple[int, int],
-    source_ids: Sequence[Sequence[int]] | None,
+    source_ids: Sequence[Sequence[int] | Integers] | None,
     destination_ids: Sequence[Sequence[int]],
 ) -> tuple[GroupBlocks, ...]:
     """Return the blocks of each group that bring the prompt's tokens from ``tokens[0]`` to ``tokens[1]``.
@@ -106,17 +106,37 @@ def blocks_to_load(
     >>> blocks.first_token, blocks.source_ids.tolist(), blocks.destination_ids.tolist()
     (32, [7, 6], [2, 5])
     """
-    lists: list[Sequence[object]] = [source_block_sizes, destination_ids, *([] if source_ids is None else [source_ids])]
-    for each in lists:
-        if len(each) != len(groups):
-            raise HandoffError(
-                Reason.GROUP_MISMATCH,
-                f"the prefill engine names blocks of {len(each)} cache groups, this engine has {len(groups)}.",
-                "Serve the same model with the same cache settings.",
-            )
-    sources: Sequence[Sequence[int] | None] = [None] * len(groups) if source_ids is None else source_ids
+    _check_number_of_groups(groups, source_block_sizes, destination_ids, *([] if source_ids is None else [source_ids]))
+    sources: Sequence[Sequence[int] | Integers | None] = [None] * len(groups) if source_ids is None else source_ids
     sides = zip(groups, source_block_sizes, sources, destination_ids, strict=True)
     return tuple(_blocks_of(index, *each, tokens) for index, each in enumerate(sides))
+
+
+def guarded_blocks(
+    groups: Sequence[GroupShape], block_sizes: Sequence[int], listed: Sequence[Sequence[int]], num_tokens: int
+) -> tuple[Integers, ...]:
+    """Return the source's blocks that a load of the prompt's first ``num_tokens`` can read, by position.
+
+    The guard word names exactly these blocks, and only these are read: of a state the last block of its list, of other
+    groups the blocks up to the prompt's end. Blocks before a window are 0, whether vLLM has freed them yet or not.
+    Raises :class:`HandoffError` (group-mismatch) for lists of other groups.
+
+    >>> window = GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)
+    >>> [ids.tolist() for ids in guarded_blocks([window], [16], [[3, 9, 7, 6, 5]], 64)]
+    [[0, 0, 7, 6]]
+    """
+    _check_number_of_groups(groups, block_sizes, listed)
+    return tuple(_guarded(*each, num_tokens) for each in zip(groups, block_sizes, listed, strict=True))
+
+
+def _guarded(group: GroupShape, block_size: int, listed: Sequence[int], num_tokens: int) -> Integers:
+    if group.kind is CacheKind.STATE:
+        return np.asarray(listed[-1:], dtype=np.int64)
+    ids = np.array(listed[: -(-num_tokens // block_size)], dtype=np.int64)
+    if group.kind is CacheKind.SLIDING_WINDOW:
+        # As vLLM counts: the token after the prompt attends to the window - 1 tokens before it.
+        ids[: max(num_tokens - group.window + 1, 0) // block_size] = NULL_BLOCK_ID
+    return ids
 
 
 def held_blocks(groups: Sequence[GroupShape], ids: Sequence[Sequence[int]]) -> dict[str, BlockList]:
@@ -157,11 +177,21 @@ def _first_token(group: GroupShape, source_block_size: int, tokens: tuple[int, i
     )
 
 
+def _check_number_of_groups(groups: Sequence[GroupShape], *lists: Sequence[object]) -> None:
+    for each in lists:
+        if len(each) != len(groups):
+            raise HandoffError(
+                Reason.GROUP_MISMATCH,
+                f"the prefill engine names blocks of {len(each)} cache groups, this engine has {len(groups)}.",
+                "Serve the same model with the same cache settings.",
+            )
+
+
 def _blocks_of(
     index: int,
     group: GroupShape,
     source_block_size: int,
-    source: Sequence[int] | None,
+    source: Sequence[int] | Integers | None,
     destination: Sequence[int],
     tokens: tuple[int, int],
 ) -> GroupBlocks:
@@ -189,7 +219,7 @@ def _blocks_of(
 
 
 def _ids_covering(
-    index: int, side: str, listed: Sequence[int], block_size: int, first_token: int, end_token: int
+    index: int, side: str, listed: Sequence[int] | Integers, block_size: int, first_token: int, end_token: int
 ) -> Integers:
     """Return the ids of the blocks that hold the tokens; every one must be real."""
     if first_token == end_token:
@@ -202,9 +232,9 @@ def _ids_covering(
     return wanted
 
 
-def _last_block(index: int, side: str, listed: Sequence[int]) -> Sequence[int]:
+def _last_block(index: int, side: str, listed: Sequence[int] | Integers) -> Sequence[int] | Integers:
     """Return the block of a state: the last one of its list, which must be real."""
-    if not listed or listed[-1] == NULL_BLOCK_ID:
+    if len(listed) == 0 or listed[-1] == NULL_BLOCK_ID:
         raise _missing(index, side, "state")
     return listed[-1:]
 

@@ -12,8 +12,16 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.handoff.holds import Hold
-from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Identifier, LeaseSeconds, Unsigned
+from kvferry.handoff.messages import (
+    MAX_IDENTIFIER_LENGTH,
+    PROTOCOL_VERSION,
+    Handle,
+    Identifier,
+    LeaseSeconds,
+    Unsigned,
+)
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.integrations.vllm.scheduler.parts import EngineState
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id
@@ -24,29 +32,41 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MAX_BLOCKS = 1 << 20
+MAX_HOST_LENGTH = 255
+MAX_TOKENS = 1 << 31
 BlockSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
 BlockIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
+Generation = Annotated[str, msgspec.Meta(pattern="^[0-3][0-9a-f]{15}$", max_length=16)]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
+# Names go into log lines and messages: no control characters, and no surrogates, which no message can carry.
+Name = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z", max_length=MAX_IDENTIFIER_LENGTH)]
+Host = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z._:%-]+\Z", max_length=MAX_HOST_LENGTH)]
 
 
 class Ferry(msgspec.Struct, frozen=True):
-    """kvferry's fields: the hold and its epoch, the prompt's tokens and digest, and the block size of each group."""
+    """kvferry's fields: the hold and its epoch, the prompt's tokens and digest, and the block size of each group.
+
+    The ``generation`` is text of hexadecimal digits: routers may parse a number as a double. ``is_late`` says that the
+    guard word comes with the prefill engine's next step.
+    """
 
     version: Unsigned
     epoch: Unsigned
-    generation: Unsigned
+    generation: Generation
     slot: Unsigned
+    is_late: bool
     lease_seconds: LeaseSeconds
-    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    prompt_digest: Identifier
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+    prompt_digest: Digest
     block_sizes: Annotated[tuple[BlockSize, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 
 
 class RemoteParams(msgspec.Struct, frozen=True):
     """The fields of ``kv_transfer_params`` that the decode side uses; others are ignored."""
 
-    remote_engine_id: Identifier
-    remote_request_id: Identifier
-    remote_host: Identifier
+    remote_engine_id: Name
+    remote_request_id: Name
+    remote_host: Host
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_block_ids: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     kvferry: Ferry
@@ -54,7 +74,7 @@ class RemoteParams(msgspec.Struct, frozen=True):
     @property
     def hold(self) -> RemoteHold:
         """The hold that these parameters name."""
-        handle = Handle(self.remote_request_id, self.kvferry.generation)
+        handle = Handle(self.remote_request_id, int(self.kvferry.generation, 16))
         return RemoteHold(self.remote_engine_id, self.kvferry.epoch, self.remote_host, self.remote_port, handle)
 
 
@@ -86,32 +106,33 @@ def parse_push_params(params: Mapping[str, Any], request_id: str) -> PushParams:
 
 
 def answer_params(
-    request: "Request", hold: Hold, block_ids: Sequence[Sequence[int]], state: EngineState
+    hold: Hold, prompt: HeldPrompt, block_ids: Sequence[Sequence[int]], state: EngineState, is_late: bool
 ) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` that a prefill engine answers for a held request."""
+    """Return the ``kv_transfer_params`` that a prefill engine answers for a held prompt."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_block_ids": [list(group) for group in block_ids],
         "remote_engine_id": state.engine_id,
-        "remote_request_id": request.request_id,
+        "remote_request_id": hold.handle.request_id,
         "remote_host": state.answers_at.host,
         "remote_port": state.answers_at.port,
         "tp_size": state.tp_size,
         "kvferry": {
             "version": PROTOCOL_VERSION,
             "epoch": state.epoch,
-            "generation": hold.handle.generation,
+            "generation": f"{hold.handle.generation:016x}",
             "slot": hold.slot,
+            "is_late": is_late,
             "lease_seconds": state.settings.lease_seconds,
-            "num_tokens": request.num_prompt_tokens,
-            "prompt_digest": prompt_digest(request, request.num_prompt_tokens),
-            "block_sizes": [group.block_size for group in state.groups],
+            "num_tokens": prompt.num_tokens,
+            "prompt_digest": prompt.prompt_digest,
+            "block_sizes": list(prompt.block_sizes),
         },
     }
 
 
-def parse_params(params: Mapping[str, Any], request: "Request") -> RemoteParams:
+def parse_params(params: Mapping[str, Any], request_id: str) -> RemoteParams:
     """Return the hold that ``kv_transfer_params`` name, with its prompt and blocks.
 
     Raises :class:`HandoffError`: malformed-message, protocol-mismatch.
@@ -121,7 +142,7 @@ def parse_params(params: Mapping[str, Any], request: "Request") -> RemoteParams:
     except msgspec.ValidationError as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
-            f"kv_transfer_params of {request.request_id} do not come from a kvferry prefill engine: {error}.",
+            f"kv_transfer_params of {request_id} do not come from a kvferry prefill engine: {error}.",
             "Check that the router copies the prefill engine's kv_transfer_params whole.",
         ) from error
     if parsed.kvferry.version != PROTOCOL_VERSION:
@@ -133,19 +154,20 @@ def parse_params(params: Mapping[str, Any], request: "Request") -> RemoteParams:
     return parsed
 
 
-def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> None:
-    """Refuse a hold of another prompt than the request's first ``num_tokens`` tokens.
+def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> str:
+    """Return the digest of the request's first ``num_tokens`` tokens; refuse a hold of another prompt.
 
     Raises :class:`HandoffError` (invalid-request).
     """
-    found = parsed.kvferry
-    if found.num_tokens != num_tokens or found.prompt_digest != prompt_digest(request, num_tokens):
+    found, digest = parsed.kvferry, prompt_digest(request, num_tokens)
+    if found.num_tokens != num_tokens or found.prompt_digest != digest:
         raise HandoffError(
             Reason.INVALID_REQUEST,
             f"the first {num_tokens} of {request.num_prompt_tokens} prompt tokens of {request.request_id} are not "
             f"the {found.num_tokens} tokens that {parsed.remote_request_id} prefilled.",
             "Send one prompt per request, and the same prompt, template, images and adapter to both engines.",
         )
+    return digest
 
 
 def leave_last_token(request: "Request") -> None:

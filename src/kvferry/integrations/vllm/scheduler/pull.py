@@ -5,16 +5,25 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvferry.errors import KVFerryError
 from kvferry.execution.guard_words import Held
+from kvferry.handoff.guard_word import HeldPrompt, guard_word
 from kvferry.handoff.holds import Hold
 from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cached_windows, has_state
+from kvferry.integrations.vllm.scheduler.blocks import (
+    blocks_to_load,
+    check_cached_windows,
+    guarded_blocks,
+    has_state,
+)
 from kvferry.integrations.vllm.scheduler.params import (
     RemoteParams,
     answer_params,
     check_prompt,
     parse_params,
+    prompt_digest,
     token_ids_of,
 )
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
@@ -28,15 +37,29 @@ if TYPE_CHECKING:
 logger = PeerLog(logging.getLogger(__name__))
 
 
+class _Prompt(msgspec.Struct):
+    """A request with an open hold: the digest of its prompt's ``num_tokens``, and the word that a step has set."""
+
+    request: "Request"
+    num_tokens: int = 0
+    digest: str = ""
+    word: bytes = b""
+
+
 class PullSource(Source):
-    """Holds finished prompts under guard words, for decode engines that read them."""
+    """Holds finished prompts under guard words, for decode engines that read them.
+
+    The step that computes a prompt's end sets the guard word: then all blocks of the prompt are known. Until then, and
+    after a preemption, the slot is cleared.
+    """
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
         self._has_state = has_state(state.groups)
+        self._prompts: dict[str, _Prompt] = {}
 
     def begin(self, request: "Request") -> None:
-        """Open a hold, whose guard word the next step sets."""
+        """Open a hold; a preempted request that begins again keeps its hold, and has other blocks."""
         with self._state.holds_lock:
             hold, drains = self._state.holds.begin(request.request_id), self._state.holds.is_draining
         if hold is None and drains:
@@ -51,15 +74,20 @@ class PullSource(Source):
                 peer=request.request_id,
             )
             return
-        self._state.step.written.append(self._word(hold))
+        self._prompts[request.request_id] = _Prompt(request)
 
     def finish(
         self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
     ) -> dict[str, Any] | None:
         """Hold the blocks of a complete prompt and return the parameters that name the hold."""
         state = self._state
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is None:
+            return None
+        # A request that was preempted may end with an output of before, while its prompt is computed again.
+        is_computed = request.num_computed_tokens >= request.num_prompt_tokens and any(block_ids)
         with state.holds_lock:
-            if not is_complete or token_ids_of(request) is None or not any(block_ids):
+            if not is_complete or not is_computed or token_ids_of(request) is None:
                 state.holds.drop(request.request_id)
                 return None
             if self._has_state and request.num_computed_tokens != request.num_prompt_tokens:
@@ -71,18 +99,52 @@ class PullSource(Source):
         if hold is None:
             return None
         state.kept_blocks.keep(hold.handle.request_id, block_ids)
-        return answer_params(request, hold, block_ids, state)
+        held_prompt = self._held_prompt(prompt, block_ids)
+        held = self._held(hold, held_prompt)
+        is_late = held.word != prompt.word
+        if is_late:
+            state.step.late[hold.handle] = held
+        return answer_params(hold, held_prompt, block_ids, state, is_late)
 
     def note_schedule(self, output: "SchedulerOutput") -> None:
-        """Add the guard words of the holds that the step writes to its orders."""
-        with self._state.holds_lock:
-            holds = [self._state.holds.open_hold(request_id) for request_id in output.num_scheduled_tokens]
-        words = [self._word(hold) for hold in holds if hold is not None]
-        self._state.step.written = list(dict.fromkeys([*self._state.step.written, *words]))
+        """Add the guard words of the prompts that the step computes to their end; clear those of preempted requests."""
+        for request_id in output.preempted_req_ids or ():
+            self._withdraw(request_id)
+        blocks = output.kv_connector_block_state
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            prompt = self._prompts.get(request_id)
+            if prompt is None or prompt.word or blocks is None or token_ids_of(prompt.request) is None:
+                continue
+            request = prompt.request
+            if request.num_computed_tokens + num_scheduled < request.num_prompt_tokens:
+                continue
+            hold, block_ids = self._open_hold(request_id), blocks.get_block_ids(request_id)
+            if hold is not None and block_ids is not None:
+                held = self._held(hold, self._held_prompt(prompt, block_ids))
+                prompt.word = held.word
+                self._state.step.written.append(held)
 
-    def _word(self, hold: Hold) -> Held:
+    def _withdraw(self, request_id: str) -> None:
+        prompt, hold = self._prompts.get(request_id), self._open_hold(request_id)
+        if prompt is not None and hold is not None and hold.slot is not None:
+            prompt.word = b""
+            self._state.step.ended_slots.append(hold.slot)
+
+    def _open_hold(self, request_id: str) -> Hold | None:
+        with self._state.holds_lock:
+            return self._state.holds.open_hold(request_id)
+
+    def _held_prompt(self, prompt: _Prompt, block_ids: Sequence[Sequence[int]]) -> HeldPrompt:
+        num_tokens: int = prompt.request.num_prompt_tokens
+        if prompt.num_tokens != num_tokens:
+            prompt.num_tokens, prompt.digest = num_tokens, prompt_digest(prompt.request, num_tokens)
+        groups = self._state.groups
+        sizes = [group.block_size for group in groups]
+        return HeldPrompt(prompt.digest, num_tokens, sizes, guarded_blocks(groups, sizes, block_ids, num_tokens))
+
+    def _held(self, hold: Hold, prompt: HeldPrompt) -> Held:
         assert hold.slot is not None, "a pull's hold has a guard word"
-        return hold.slot, self._state.epoch, hold.handle.generation
+        return Held(hold.slot, guard_word(self._state.engine_id, self._state.epoch, hold.handle, prompt))
 
 
 class PullDestination(Destination):
@@ -96,7 +158,7 @@ class PullDestination(Destination):
         """Renew the lease of the request's remote hold from now on."""
         request_id = request.request_id
         try:
-            parsed = self._expected[request_id] = parse_params(params, request)
+            parsed = self._expected[request_id] = parse_params(params, request_id)
         except KVFerryError as error:
             self._expected[request_id] = error.without_traceback()
             return
@@ -120,13 +182,16 @@ class PullDestination(Destination):
         if isinstance(expected, KVFerryError):
             raise expected.without_traceback()
         first_token, end_token = tokens
-        check_prompt(expected, request, end_token)
-        sizes = expected.kvferry.block_sizes
+        hold, ferry = expected.hold, expected.kvferry
+        digest, sizes = check_prompt(expected, request, end_token), ferry.block_sizes
         check_cached_windows(state.groups, sizes, state.caches_prefixes)
-        blocks = blocks_to_load(state.groups, sizes, tokens, expected.remote_block_ids, block_ids)
+        source_ids = guarded_blocks(state.groups, sizes, expected.remote_block_ids, end_token)
+        blocks = blocks_to_load(state.groups, sizes, tokens, source_ids, block_ids)
+        prompt = HeldPrompt(digest, end_token, sizes, source_ids)
+        held = Held(ferry.slot, guard_word(hold.engine_id, hold.epoch, hold.handle, prompt))
         state.leases.running_lease(request_id)
         num_tokens, seconds = end_token - first_token, state.settings.load_seconds
-        return PromptLoad(request_id, seconds, expected.hold, expected.kvferry.slot, num_tokens, blocks)
+        return PromptLoad(request_id, seconds, hold, held, num_tokens, blocks, is_late=ferry.is_late)
 
     def finish(self, request_id: str) -> None:
         """Release the remote hold once no other sample of the request uses it."""

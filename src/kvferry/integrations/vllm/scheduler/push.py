@@ -242,7 +242,8 @@ class PushDestination(Destination):
         blocks = blocks_to_load(state.groups, sizes, tokens, None, block_ids)
         prompt = PushedPrompt(expected.params.transfer_id, end_token, prompt_digest(request, end_token))
         num_tokens = end_token - first_token
-        return PromptLoad(request_id, state.settings.load_seconds, expected.hold, 0, num_tokens, blocks, pushed=prompt)
+        timeout = state.settings.load_seconds
+        return PromptLoad(request_id, timeout, expected.hold, None, num_tokens, blocks, pushed=prompt)
 
     def finish(self, request_id: str) -> None:
         """Release the transfer, now or once the prefill engine is known."""

@@ -123,6 +123,11 @@ class SchedulerRole:
         params = request.kv_transfer_params
         if not params:
             return
+        if not isinstance(params, dict):
+            # A client can write anything there (``vllm_xargs``), and vLLM takes all that is there for a dictionary.
+            logger.warning("kvferry: the kv_transfer_params of %s are no object and are ignored.", request.request_id)
+            request.kv_transfer_params = None
+            return
         if params.get("do_remote_decode") and self._num_recomputed:
             leave_last_token(request)
         if params.get("do_remote_prefill"):
@@ -243,7 +248,7 @@ class SchedulerRole:
             self._destination.finish(request_id)
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must step although it has no request: to end holds, for example.
+        """Whether the engine must step although it has no request: to end holds or set guard words, for example.
 
         Where the engine cannot be woken, it must keep stepping while there are holds; an engine that finishes its work
         before it ends must not end before the holds do.
@@ -251,6 +256,7 @@ class SchedulerRole:
         holds, engine = self._state.holds, self._engine
         with self._state.holds_lock:
             has_news = self._quarantine.has_news or self._destination.has_pending_work or holds.has_ended
+            has_news = has_news or bool(self._state.step.late)
             must_stay = holds.num_holds > 0 and (not engine.can_wake or engine.finishes)
         return has_news or must_stay or self._weights_version != engine.weights_version
 
@@ -321,6 +327,7 @@ class SchedulerRole:
             state.step.ended_transfers.append(name)
         else:
             state.step.ended_slots.append(hold.slot)
+            state.step.late.pop(hold.handle, None)
         if hold is not None:
             self._source.forget(hold.request_id)
         if ended.was_held:

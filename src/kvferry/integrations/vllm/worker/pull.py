@@ -11,6 +11,9 @@ from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, PromptLoad, StepMe
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.layout.shard import Region
 
+LATE_WORD_SECONDS = 10.0
+"""How long a read waits for a word that comes with the prefill engine's next step: longer than a step takes."""
+
 
 class PullSource(Source):
     """Changes guard words before a step can touch the blocks that they guard."""
@@ -27,11 +30,11 @@ class PullSource(Source):
         return Region(self._words.address, self._words.array.nbytes)
 
     def begin_step(self, orders: StepMetadata) -> None:
-        """Clear the words of ended holds, then set those of the requests that this step writes.
+        """Clear the words of ended holds, then set those of the requests that this step writes, and late ones.
 
         No other request has blocks of ended holds before this step.
         """
-        self._step_words.begin(orders.ended_slots, orders.written)
+        self._step_words.begin(orders.ended_slots, orders.written, orders.late.values())
 
     def finish_step(self) -> None:
         """Set the words of the written requests once the device has done the step."""
@@ -54,12 +57,15 @@ class PullDestination(Destination):
 
     def start(self, order: PromptLoad, launched_before: Mark) -> None:
         """Read on the transfer thread."""
-        deadline = time.monotonic() + order.timeout_seconds
-        self._rank.executor.submit(Read(order.request_id, partial(self._reads, order, launched_before), deadline))
+        now = time.monotonic()
+        reads = partial(self._reads, order, launched_before)
+        word_by = now + LATE_WORD_SECONDS if order.is_late else now
+        self._rank.executor.submit(Read(order.request_id, reads, now + order.timeout_seconds, word_by))
 
     def _reads(self, order: PromptLoad, launched_before: Mark) -> Sequence[RankRead] | None:
         assert order.hold is not None
+        assert order.held is not None
         if not launched_before.is_over():
             return None
         route = self._rank.source_engines.get(order.hold)
-        return None if route is None else route.reads(order.hold, order.slot, order.blocks)
+        return None if route is None else route.reads(order.hold, order.held, order.blocks)
