@@ -23,6 +23,7 @@ from kvferry.handoff.messages import (
     Unsigned,
 )
 from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.wire.keys import Keys
 from kvferry.integrations.vllm.scheduler.parts import EngineState
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id
 from kvferry.layout.group import MAX_BLOCK_SIZE
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
 
 MAX_BLOCKS = 1 << 20
 MAX_HOST_LENGTH = 255
+MAX_SIGNATURE_LENGTH = 512
 MAX_TOKENS = 1 << 31
 BlockSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
 BlockIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
 Generation = Annotated[str, msgspec.Meta(pattern="^[0-3][0-9a-f]{15}$", max_length=16)]
+Signature = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2})*\Z", max_length=MAX_SIGNATURE_LENGTH)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 # Names go into log lines and messages: no control characters, and no surrogates, which no message can carry.
 Name = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z", max_length=MAX_IDENTIFIER_LENGTH)]
@@ -47,7 +50,8 @@ class Ferry(msgspec.Struct, frozen=True):
     """kvferry's fields: the hold and its epoch, the prompt's tokens and digest, and the block size of each group.
 
     The ``generation`` is text of hexadecimal digits: routers may parse a number as a double. ``is_late`` says that the
-    guard word comes with the prefill engine's next step.
+    guard word comes with the prefill engine's next step. The ``signature`` of :func:`signed_bytes` by the prefill
+    engine's key is hexadecimal; an engine without keys does not sign.
     """
 
     version: Unsigned
@@ -59,6 +63,7 @@ class Ferry(msgspec.Struct, frozen=True):
     num_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
     prompt_digest: Digest
     block_sizes: Annotated[tuple[BlockSize, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+    signature: Signature = ""
 
 
 class RemoteParams(msgspec.Struct, frozen=True):
@@ -71,11 +76,11 @@ class RemoteParams(msgspec.Struct, frozen=True):
     remote_block_ids: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     kvferry: Ferry
 
-    @property
-    def hold(self) -> RemoteHold:
-        """The hold that these parameters name."""
+    def hold(self, *, is_trusted: bool) -> RemoteHold:
+        """Return the hold that these parameters name; ``is_trusted`` says that their signature is right."""
         handle = Handle(self.remote_request_id, int(self.kvferry.generation, 16))
-        return RemoteHold(self.remote_engine_id, self.kvferry.epoch, self.remote_host, self.remote_port, handle)
+        where = (self.remote_engine_id, self.kvferry.epoch, self.remote_host, self.remote_port)
+        return RemoteHold(*where, handle, is_trusted)
 
 
 class PushParams(msgspec.Struct, frozen=True):
@@ -108,8 +113,8 @@ def parse_push_params(params: Mapping[str, Any], request_id: str) -> PushParams:
 def answer_params(
     hold: Hold, prompt: HeldPrompt, block_ids: Sequence[Sequence[int]], state: EngineState, is_late: bool
 ) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` that a prefill engine answers for a held prompt."""
-    return {
+    """Return the ``kv_transfer_params`` that a prefill engine answers for a held prompt, signed where it has keys."""
+    answer: dict[str, Any] = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_block_ids": [list(group) for group in block_ids],
@@ -130,6 +135,28 @@ def answer_params(
             "block_sizes": list(prompt.block_sizes),
         },
     }
+    if (keys := state.trust.keys) is not None:
+        answer["kvferry"]["signature"] = keys.sign(signed_bytes(msgspec.convert(answer, RemoteParams))).hex()
+    return answer
+
+
+def signed_bytes(parsed: RemoteParams) -> bytes:
+    """Return what a prefill engine signs: every field that a decode engine uses, host and blocks included."""
+    # Structs are encoded in the order of their fields, whatever order a router gave them.
+    unsigned = msgspec.structs.replace(parsed.kvferry, signature="")
+    return msgspec.msgpack.encode(msgspec.structs.replace(parsed, kvferry=unsigned))
+
+
+def check_signature(parsed: RemoteParams, keys: Keys, request_id: str) -> None:
+    """Refuse parameters that no trusted key has signed. Raises :class:`HandoffError` (permission-denied)."""
+    signature = parsed.kvferry.signature
+    if not signature:
+        raise HandoffError(
+            Reason.PERMISSION_DENIED,
+            f"the kv_transfer_params of {request_id} are not signed, and this engine has keys.",
+            'Give the prefill engine the setting "keys" too, and check that the router copies its answer whole.',
+        )
+    keys.check(signed_bytes(parsed), bytes.fromhex(signature))
 
 
 def parse_params(params: Mapping[str, Any], request_id: str) -> RemoteParams:

@@ -22,6 +22,7 @@ from kvferry.integrations.vllm.scheduler.params import (
     RemoteParams,
     answer_params,
     check_prompt,
+    check_signature,
     parse_params,
     prompt_digest,
     token_ids_of,
@@ -158,11 +159,14 @@ class PullDestination(Destination):
         """Renew the lease of the request's remote hold from now on."""
         request_id = request.request_id
         try:
-            parsed = self._expected[request_id] = parse_params(params, request_id)
+            parsed = parse_params(params, request_id)
+            if (keys := self._state.trust.keys) is not None:
+                check_signature(parsed, keys, request_id)
+            self._expected[request_id] = parsed
         except KVFerryError as error:
             self._expected[request_id] = error.without_traceback()
             return
-        self._state.leases.arrive(request_id, parsed.hold, parsed.kvferry.lease_seconds)
+        self._state.leases.arrive(request_id, self._hold(parsed), parsed.kvferry.lease_seconds)
 
     def is_expected(self, request_id: str) -> bool:
         return request_id in self._expected
@@ -173,7 +177,7 @@ class PullDestination(Destination):
 
     def hold_of(self, request_id: str) -> RemoteHold | None:
         expected = self._expected.get(request_id)
-        return expected.hold if isinstance(expected, RemoteParams) else None
+        return self._hold(expected) if isinstance(expected, RemoteParams) else None
 
     def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> PromptLoad:
         """Return the order to read these tokens; the loss of the lease ends the read early."""
@@ -182,7 +186,7 @@ class PullDestination(Destination):
         if isinstance(expected, KVFerryError):
             raise expected.without_traceback()
         first_token, end_token = tokens
-        hold, ferry = expected.hold, expected.kvferry
+        hold, ferry = self._hold(expected), expected.kvferry
         digest, sizes = check_prompt(expected, request, end_token), ferry.block_sizes
         check_cached_windows(state.groups, sizes, state.caches_prefixes)
         source_ids = guarded_blocks(state.groups, sizes, expected.remote_block_ids, end_token)
@@ -203,3 +207,7 @@ class PullDestination(Destination):
             if request_id not in loading:
                 self._expected[request_id] = error_of(request_id)
                 self._state.leases.finish(request_id)
+
+    def _hold(self, expected: RemoteParams) -> RemoteHold:
+        # With keys only signed parameters are expected.
+        return expected.hold(is_trusted=self._state.trust.keys is not None)
