@@ -13,10 +13,10 @@ from vllm.v1.engine.core import EngineShutdownState
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.messages import Handle, Release
+from kvferry.handoff.messages import Release
 from kvferry.harness.launch import free_port
 
-from .scheduler_requests import FULL, PROMPT, STATE, allocated, kept, next_step, request, run_prefill
+from .scheduler_requests import FULL, PROMPT, STATE, allocated, handle_of, kept, next_step, request, run_prefill
 
 BLOCKS = [5, 4, 3, 2, 1]
 
@@ -24,7 +24,7 @@ BLOCKS = [5, 4, 3, 2, 1]
 def release(role: Any, params: dict[str, Any]) -> None:
     """Release the hold that a prefill engine's answer names."""
     found = params["kvferry"]
-    role._answer(Release(found["epoch"], (Handle(params["remote_request_id"], found["generation"]),)))
+    role._answer(Release(found["epoch"], (handle_of(params),)))
 
 
 def test_vllm_52234_a_failed_load_of_a_hybrid_model_is_named_by_request_and_never_computed_on(make_role: Any) -> None:
@@ -95,8 +95,8 @@ def test_vllm_ascend_2899_5431_a_release_at_any_moment_frees_once(forced: str, m
     ours = request(PROMPT, {"do_remote_decode": True}, "r")
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated(BLOCKS), 0)
-    [(_, epoch, generation)] = next_step(role, "r").written
-    handle = Handle("r", generation)
+    epoch, handle = role._state.epoch, role._state.holds.open_hold("r").handle
+    next_step(role, "r")
     if forced == "before the prompt ended":
         role._answer(Release(epoch, (handle,)))
         next_step(role)

@@ -240,7 +240,8 @@ def test_no_mutation_of_valid_parameters_gives_wrong_bytes(
         harmless.add("groups in another order")
     for name, found in outcomes.items():
         assert name in harmless or set(found) != {"right tokens"}, f"{name} was never refused: {found}"
-    assert outcomes["reversed"].keys() == {"wrong-parameters"}
+    # Reversed, the list of a window begins where a block is missing.
+    assert outcomes["reversed"].keys() <= {"wrong-parameters", "invalid-request"}
     # A renewal may say first that nobody holds such a hold.
     assert outcomes["another generation"].keys() <= {"wrong-parameters", "lease-expired"}
     # The other prompt may be shorter, and an earlier forgery that named its hold has released it.

@@ -79,6 +79,8 @@ def changed(params: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
         ("remote_block_ids", [[1 << 63]]),
         ("remote_block_ids", [[1]] * 4097),
         ("kvferry", []),
+        ("generation", "\ud800"),
+        ("epoch", "\ud800"),
         ("epoch", -1),
         ("epoch", 1.5),
         ("generation", 7),

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_BLOCKS = 1 << 20
 MAX_HOST_LENGTH = 255
+NOT_OF_THE_SCHEMA = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
+"""What msgspec raises for values of other types: besides its own errors, ``UnicodeEncodeError`` for a surrogate."""
 MAX_SIGNATURE_LENGTH = 512
 MAX_TOKENS = 1 << 31
 BlockSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
@@ -101,7 +103,7 @@ def parse_push_params(params: Mapping[str, Any], request_id: str) -> PushParams:
         given["remote_bootstrap_addr"], given["remote_engine_id"] = found
     try:
         return msgspec.convert(given, PushParams)
-    except msgspec.ValidationError as error:
+    except NOT_OF_THE_SCHEMA as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
             f"kv_transfer_params of {request_id} name no push: {error}.",
@@ -166,7 +168,7 @@ def parse_params(params: Mapping[str, Any], request_id: str) -> RemoteParams:
     """
     try:
         parsed = msgspec.convert(dict(params), RemoteParams)
-    except msgspec.ValidationError as error:
+    except NOT_OF_THE_SCHEMA as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
             f"kv_transfer_params of {request_id} do not come from a kvferry prefill engine: {error}.",
