@@ -2,12 +2,14 @@
 
     python benchmarks/vllm_pull.py --runs 3 --json pull.json
     python benchmarks/vllm_pull.py --cases a --thp off --against NixlConnector,../kvferry-before
+    python benchmarks/vllm_pull.py --thp off --against integrity=off,integrity=full
 
 Each case starts a pair of engines for each contestant: this kvferry and those of ``--against``, which are NixlConnector
-by default, and may be another checkout of kvferry. The pairs differ in nothing but the connector: model, flags, cores
-(``VLLM_CPU_OMP_THREADS_BIND``, see ``engine_cores``), cache size and ``THP_MEM_ALLOC_ENABLE``. All caches are warmed
-first: prompts go through until every block has been used. Then fresh prompts are sent in turns, kvferry, in-tree,
-kvferry, and so on, in an order that rotates, so that what disturbs the machine for a while disturbs all.
+by default, and may be another checkout of kvferry or this one with another setting. The pairs differ in nothing but
+these: model, flags, cores (``VLLM_CPU_OMP_THREADS_BIND``, see ``engine_cores``), cache size and
+``THP_MEM_ALLOC_ENABLE`` are the same. All caches are warmed first: prompts go through until every block has been used.
+Then fresh prompts are sent in turns, kvferry, in-tree, kvferry, and so on, in an order that rotates, so that what
+disturbs the machine for a while disturbs all.
 
 All engines are up at once, and idle engines are not idle: workers spin for a second after each message and a NIXL
 agent's progress thread spins always. While one pair has its turn the processes of the others are therefore stopped
@@ -65,7 +67,7 @@ WAITS: dict[str, dict[str, str]] = {"sleep": {}, "yield": {SLEEPING_WORKERS: "0"
 def main(
     cases: Annotated[str, typer.Option(help="Cases to run, with commas.")] = "a,b,c",
     against: Annotated[
-        str, typer.Option(help="NixlConnector, and folders of other checkouts of kvferry, with commas.")
+        str, typer.Option(help="NixlConnector, folders of other checkouts of kvferry, settings=values; with commas.")
     ] = "NixlConnector",
     repeat: Annotated[int, typer.Option(min=1, help="Measured requests per contestant and run.")] = 9,
     runs: Annotated[int, typer.Option(min=1, help="Start all engines anew, this often.")] = 1,

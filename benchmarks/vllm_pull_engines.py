@@ -47,11 +47,12 @@ class BenchmarkError(KVFerryError):
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A connector, and the checkout of kvferry that provides it (None: the installed one)."""
+    """A connector, the checkout of kvferry that provides it (None: the installed one), and settings of its own."""
 
     name: str
     connector: str
     checkout: Path | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -69,9 +70,14 @@ KVFERRY = Contestant("kvferry", "KVFerryConnector")
 
 
 def find_contestant(name: str) -> Contestant:
-    """Return the contestant that an option names: NixlConnector, or the folder of another checkout of kvferry."""
+    """Return the contestant that an option names: NixlConnector, the folder of another checkout of kvferry, or this one
+    with another setting, such as ``integrity=full``.
+    """
     if name == "NixlConnector":
         return Contestant(name, name)
+    setting, is_setting, value = name.partition("=")
+    if is_setting:
+        return Contestant(name, KVFERRY.connector, settings={setting: value})
     checkout = Path(name).resolve()
     if not (checkout / "src" / "kvferry").is_dir():
         raise typer.BadParameter(f"{name} is neither NixlConnector nor a checkout of kvferry (no src/kvferry there).")
@@ -334,7 +340,7 @@ def engine_settings(
         role=role,
         tensor_parallel_size=tp_size,
         connector=contestant.connector,
-        connector_settings=CONNECTOR_SETTINGS[contestant.connector],
+        connector_settings={**CONNECTOR_SETTINGS[contestant.connector], **contestant.settings},
         dtype="bfloat16",
         block_size=case.block_size,
         cores=engine_cores(role, tp_size),

@@ -46,6 +46,7 @@ class Reason(StrEnum):
     LEASE_EXPIRED = "lease-expired"
     SOURCE_CHANGED = "source-changed"
     WRONG_PARAMETERS = "wrong-parameters"
+    INTEGRITY_MISMATCH = "integrity-mismatch"
     UNKNOWN_REQUEST = "unknown-request"
     ABORTED = "aborted"
     QUARANTINE_FULL = "quarantine-full"
@@ -80,6 +81,7 @@ _PASSING = frozenset(
         Reason.DEADLINE_EXCEEDED,
         Reason.LEASE_EXPIRED,
         Reason.SOURCE_CHANGED,
+        Reason.INTEGRITY_MISMATCH,
         Reason.UNKNOWN_REQUEST,
         Reason.ABORTED,
         Reason.QUARANTINE_FULL,

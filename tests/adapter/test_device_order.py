@@ -18,7 +18,7 @@ from kvferry.execution.guard_words import GuardWords, Held, Scratch, StepWords
 from kvferry.execution.job import Phase
 from kvferry.execution.read import Read
 from kvferry.execution.stage import Stage, put_in_place
-from kvferry.handoff.guard_word import CLEARED, WORD_BYTES, being_written
+from kvferry.handoff.guard_word import CLEARED, WORD_BYTES, HeldPrompt, being_written
 from kvferry.handoff.messages import RankEntry
 from kvferry.plan.staging.scatter import Merge
 
@@ -233,6 +233,55 @@ def test_on_a_cpu_a_word_is_set_at_once_and_no_thread_starts() -> None:
     words.close()
 
 
+PROMPT = HeldPrompt("digest", 8, [4], [np.array(SOURCE_IDS)])
+HELD_PROMPT = HELD._replace(prompt=PROMPT)
+
+
+def test_digests_are_kept_once_the_device_is_done_and_before_the_word_counts(
+    order: CudaOrder, forward: FakeStream
+) -> None:
+    guard, kept = GuardWords(4), []
+    words = StepWords(guard, order, lambda prompt: kept.append((prompt, word_in(guard))))
+    words.begin([], [HELD_PROMPT])
+    words.finish()
+    assert not kept, "the device has not written the blocks"
+    settle_after(words, forward)
+    assert kept == [(PROMPT, being_written(WORD))]
+    assert word_in(guard) == WORD
+    words.begin([SLOT], [HELD_PROMPT._replace(word=NEXT_WORD)])
+    words.finish()
+    words.begin([SLOT], [])
+    settle_after(words, forward)
+    assert len(kept) == 1, "another prompt may have the blocks of a hold that has ended"
+    words.close()
+
+
+def test_on_a_cpu_digests_are_kept_with_the_end_of_the_step() -> None:
+    guard, kept = GuardWords(4), []
+    words = StepWords(guard, HOST, kept.append)
+    words.begin([], [HELD_PROMPT])
+    assert not kept
+    words.finish()
+    assert kept == [PROMPT]
+    words.begin([], [], [HELD_PROMPT._replace(word=NEXT_WORD)])
+    assert (kept, word_in(guard)) == ([PROMPT, PROMPT], NEXT_WORD)
+    words.close()
+
+
+def test_a_prompt_whose_digests_cannot_be_kept_is_not_readable(order: CudaOrder, forward: FakeStream) -> None:
+    def fail(prompt: HeldPrompt) -> None:
+        raise MemoryError
+
+    for each in (HOST, order):
+        guard = GuardWords(4)
+        words = StepWords(guard, each, fail)
+        words.begin([], [HELD_PROMPT])
+        words.finish()
+        settle_after(words, forward)
+        assert word_in(guard) == CLEARED
+        words.close()
+
+
 def test_what_waits_for_a_failed_device_is_not_done_and_the_rest_is(order: CudaOrder) -> None:
     class Failed:
         def is_over(self) -> bool:
@@ -293,7 +342,7 @@ class Worker:
             parallel_config=SimpleNamespace(tensor_parallel_size=1), kv_transfer_config=SimpleNamespace(engine_id="d")
         )
         patch.setattr(worker_role, "DEFAULT_STAGE_BYTES", 1 << 16)
-        settings = Settings(transport="memcpy", strategy=strategy)  # type: ignore[arg-type]
+        settings = Settings(transport="memcpy", strategy=strategy, integrity="off")  # type: ignore[arg-type]
         self.role = worker_role.WorkerRole(config, None, settings)  # type: ignore[arg-type]
         self.role.register_kv_caches({})
         self.orders = StepMetadata(loads=[PromptLoad("a", 30.0, self.prefill.hold(), HELD, 8, tuple(blocks()))])

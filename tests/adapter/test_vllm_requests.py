@@ -250,7 +250,7 @@ def test_the_step_that_frees_the_blocks_of_a_hold_clears_its_guard_word(ending: 
     role.update_state_after_alloc(ours, allocated([5, 4, 3, 2, 1]), 0)
     orders = role.build_connector_meta(scheduled({"r": len(PROMPT)}, {"r": ([5, 4, 3, 2, 1],)}))
     words.begin(orders.ended_slots, orders.written)
-    [(slot, word)] = orders.written
+    [(slot, word, _)] = orders.written
     assert guard_words.array[slot].tobytes() == word != bytes(16)
     if ending == "aborted":
         role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=False)

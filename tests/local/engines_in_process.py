@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Protocol
 
 import msgspec
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from kvferry.errors import KVFerryError
+from kvferry.execution.digests import DigestTable
 from kvferry.execution.guard_words import GuardWords, Held, Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.read import RankRead, Read
-from kvferry.execution.source_engines import SourceEngine, SourceEngines
+from kvferry.execution.source_engines import Compares, SourceEngine, SourceEngines
 from kvferry.execution.stage import Stage
 from kvferry.handoff.guard_word import HeldPrompt, guard_word
 from kvferry.handoff.messages import (
@@ -30,6 +32,7 @@ from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.server import Server
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
+from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staging.strategy import Strategy
 from kvferry.plan.wire import encode_shard
@@ -110,6 +113,7 @@ class PrefillEngine:
         ranks: Sequence[HoldsCache],
         port: int = 0,
         epoch: int = EPOCH,
+        integrity: Integrity = Integrity.OFF,
     ) -> None:
         self.epoch = epoch
         self.transports = open_transports(transport)
@@ -118,6 +122,8 @@ class PrefillEngine:
         self.begin_hold()
         regions = [region for rank in ranks for region in rank.regions]
         regions += [Region(words.address, words.array.nbytes) for words in self.words]
+        self.tables = [] if integrity is Integrity.OFF else [DigestTable(rank.shard, integrity) for rank in ranks]
+        regions += [table.region for table in self.tables]
         self.end_points = self.transports.register(regions)
         self.answer: Callable[[Question], Answer] = lambda question: self.directory()
         self.num_handshakes = 0
@@ -136,6 +142,11 @@ class PrefillEngine:
         for words in self.words:
             words.set(SLOT, word_of(self.epoch))
 
+    def digest(self, num_tokens: int, source_ids: Sequence[int]) -> None:
+        """Fill the digests of a prompt in these blocks, as every rank does when the prompt has been computed."""
+        for table in self.tables:
+            table.fill(num_tokens, {"full": np.array(source_ids)})
+
     def directory(self, **changes: object) -> Directory:
         entries = tuple(
             RankEntry(
@@ -145,8 +156,9 @@ class PrefillEngine:
                 end_points=self.end_points,
                 words_address=words.address,
                 num_words=len(words.array),
+                digests=table and table.entry,
             )
-            for rank, words in zip(self.ranks, self.words, strict=True)
+            for rank, words, table in zip_longest(self.ranks, self.words, self.tables)
         )
         directory = Directory(PROTOCOL_VERSION, "p", self.epoch, IDENTITY, entries)
         return msgspec.structs.replace(directory, **changes)
@@ -170,13 +182,17 @@ class DecodeRank:
         timeout_seconds: float = 20.0,
         strategy: Strategy | None = Strategy.DIRECT,
         stage_bytes: int = 1 << 16,
+        integrity: Integrity = Integrity.OFF,
     ) -> None:
         self.rank = rank
-        stage = Stage(stage_bytes)
+        stage, self.digests = Stage(stage_bytes), Stage(1 << 16)
         self.scratch = Scratch(num_words=16)
         self.transports: TransportSet = open_transports(transport)
-        self.transports.register([*rank.regions, self.scratch.region, stage.region])
-        self.engines = SourceEngines(rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds, stage, strategy)
+        self.transports.register([*rank.regions, self.scratch.region, stage.region, self.digests.region])
+        compares = None if integrity is Integrity.OFF else Compares(integrity, self.digests)
+        self.engines = SourceEngines(
+            rank.shard, IDENTITY, self.transports, "d/0", timeout_seconds, stage, strategy, compares=compares
+        )
 
     def close(self) -> None:
         self.engines.close()

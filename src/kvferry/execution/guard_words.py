@@ -4,20 +4,25 @@ A word names a hold, its prompt and its blocks (:mod:`kvferry.handoff.guard_word
 step that computes the prompt's end, when all blocks are known, and changes it *before* the request's blocks are
 reported free. See :mod:`kvferry.handoff.pull_read`.
 
-On a GPU a step's work goes on after the step has returned. Until the work is done one more bit is set in the words of
-the requests that the step writes ("being written"), and a destination reads such a word again.
+On a GPU a step's work goes on after the step has returned. Until the work is done and the prompt's digests are kept,
+one more bit is set in the words of the requests that the step writes ("being written"), and a destination reads such a
+word again.
 """
 
+import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.execution.device import DeferredActions, DeviceOrder
-from kvferry.handoff.guard_word import WORD_BYTES, being_written
+from kvferry.handoff.guard_word import WORD_BYTES, HeldPrompt, being_written
+from kvferry.peer_log import PeerLog
 from kvferry.transport.protocol import Region
+
+logger = PeerLog(logging.getLogger(__name__))
 
 
 class GuardWords:
@@ -51,20 +56,25 @@ class GuardWords:
 
 
 class Held(NamedTuple):
-    """The slot and the guard word of a hold."""
+    """The slot and the guard word of a hold, and what is held where the source keeps digests of it."""
 
     slot: int
     word: bytes
+    prompt: HeldPrompt | None = None
 
 
 class StepWords:
     """Changes the words at each step, in device order.
 
-    Call ``begin`` before the step launches work that writes blocks, and ``finish`` after its last launch.
+    Call ``begin`` before the step launches work that writes blocks, and ``finish`` after its last launch. Before a word
+    counts, ``keep_digests`` gets the prompt.
     """
 
-    def __init__(self, words: GuardWords, order: DeviceOrder) -> None:
+    def __init__(
+        self, words: GuardWords, order: DeviceOrder, keep_digests: Callable[[HeldPrompt], None] | None = None
+    ) -> None:
         self._words = words
+        self._keep_digests = keep_digests
         self._order = order
         self._deferred = DeferredActions(order)
         self._lock = threading.Lock()
@@ -83,15 +93,15 @@ class StepWords:
             for slot in ended:
                 self._words.clear(slot)
                 self._step_of.pop(slot, None)
-            self._being_written += self._set(written)
-            if waiting := self._set(late):
-                self._deferred.add(self._order.mark(), partial(self._publish, waiting))
+            # On a CPU the step is done before anybody can learn of the hold, and so are the digests.
+            self._being_written += self._set(written, counts=self._order.is_immediate)
+            waiting = self._set(late, counts=False)
+        self._publish_when_done(waiting)
 
     def finish(self) -> None:
-        """Set the words without ``BEING_WRITTEN`` once the device has done the step; returns at once."""
-        if self._being_written:
-            written, self._being_written = self._being_written, []
-            self._deferred.add(self._order.mark(), partial(self._publish, written))
+        """Set the words without ``BEING_WRITTEN`` once the device has done the step."""
+        written, self._being_written = self._being_written, []
+        self._publish_when_done(written)
 
     def clear_all(self) -> None:
         """Clear every word, and publish none of the steps that are under way."""
@@ -104,24 +114,47 @@ class StepWords:
         self.clear_all()
         self._deferred.close()
 
-    def _set(self, every: Iterable[Held]) -> list[tuple[int, Held]]:
-        """Set the words; return those that say "being written", each with this step."""
+    def _set(self, every: Iterable[Held], *, counts: bool) -> list[tuple[int, Held]]:
+        """Set the words, which say "being written" unless they count at once; return them, each with this step."""
         waiting = []
         for held in every:
-            if self._order.is_immediate:
-                self._words.set(*held)
-            else:
-                self._words.set(held.slot, being_written(held.word))
-                self._step_of[held.slot] = self._step
-                waiting.append((self._step, held))
+            self._words.set(held.slot, held.word if counts else being_written(held.word))
+            self._step_of[held.slot] = self._step
+            waiting.append((self._step, held))
         return waiting
 
+    def _publish_when_done(self, written: Sequence[tuple[int, Held]]) -> None:
+        if not written:
+            return
+        if self._order.is_immediate:
+            self._publish(written)
+        else:
+            self._deferred.add(self._order.mark(), partial(self._publish, written))
+
     def _publish(self, written: Iterable[tuple[int, Held]]) -> None:
+        for step, held in written:
+            # Not if the hold has ended since, or a later step writes its blocks too.
+            if self._is_current(step, held) and self._has_digests(held):
+                with self._lock:
+                    if self._step_of.get(held.slot) == step:
+                        self._words.set(held.slot, held.word)
+
+    def _is_current(self, step: int, held: Held) -> bool:
         with self._lock:
-            for step, held in written:
-                # Not if the hold has ended since, or a later step writes its blocks too.
-                if self._step_of.get(held.slot) == step:
-                    self._words.set(*held)
+            return self._step_of.get(held.slot) == step
+
+    def _has_digests(self, held: Held) -> bool:
+        """Keep the digests of a prompt; where they cannot be computed, nobody reads the prompt."""
+        if self._keep_digests is None or held.prompt is None:
+            return True
+        try:
+            self._keep_digests(held.prompt)
+        except Exception:
+            logger.exception("kvferry: no digests of a prompt could be kept: its hold is not readable")
+            with self._lock:
+                self._words.clear(held.slot)
+            return False
+        return True
 
 
 class Scratch:

@@ -26,18 +26,21 @@ class JobResult:
     """How a job ended: ``error`` is None for a commit. Times are seconds.
 
     ``num_bytes`` are the committed bytes, ``num_staged_bytes`` those of them that went through the stage; a failed job
-    has none, even where bytes have landed. ``num_descriptors`` counts all that the transports got.
+    has none, even where bytes have landed. ``num_compared_bytes`` are those whose digests were compared, in
+    ``compare_seconds``. ``num_descriptors`` counts what the transports got for the cache.
     """
 
     job_id: str
     error: KVFerryError | None
     num_bytes: int = 0
     num_staged_bytes: int = 0
+    num_compared_bytes: int = 0
     num_descriptors: int = 0
     num_sources: int = 0
     transport: str = ""
     wait_seconds: float = 0.0
     transfer_seconds: float = 0.0
+    compare_seconds: float = 0.0
     landing: Mark = OVER
     """On a GPU the mark behind the last copy into the cache: the engine's stream must wait for this mark."""
     events: Mapping[str, Any] | None = None

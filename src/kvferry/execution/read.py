@@ -2,14 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.errors import KVFerryError, Reason, TransportError
+from kvferry.errors import KVFerryError, PlanError, Reason, TransportError
 from kvferry.execution.device import OVER, Mark
+from kvferry.execution.digests import Comparison
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.stage import Stage
@@ -18,6 +19,8 @@ from kvferry.plan.staging.scatter import NOTHING, Merge, Numbered, StagedBlocks,
 from kvferry.transport.protocol import Direction, Status, Transfer
 from kvferry.transport.registry import Link
 
+COMPARED_PER_ADVANCE = 16 << 20
+"""A job compares about so many bytes at a time: then another job may go first."""
 _PHASES = {
     State.PREPARING: Phase.PREPARING,
     State.BETWEEN_ROUNDS: Phase.BETWEEN_ROUNDS,
@@ -39,7 +42,8 @@ class RankRead:
     """The read of one source rank: ``descriptors``, ``(n, 3)`` source, destination and length, and ``parts``.
 
     ``parts`` are read into ``stage`` and copied from there into the cache. A read without a ``guard`` is believed as it
-    lands: its source is memory that this process keeps unchanged until the read has ended, such as a tier's.
+    lands: its source is memory that this process keeps unchanged until the read has ended, such as a tier's. With a
+    ``comparison`` the source's digests are read too, into ``digests``, and compared before the read is believed.
     """
 
     link: Link
@@ -47,6 +51,8 @@ class RankRead:
     parts: Sequence[StagedBlocks] = ()
     stage: Stage | None = None
     guard: Guard | None = None
+    comparison: Comparison | None = None
+    digests: Stage | None = None
 
     def __post_init__(self) -> None:
         if self.descriptors.ndim != 2 or self.descriptors.shape[1] != 3:
@@ -97,9 +103,13 @@ class Read:
         self._landing: Mark = OVER
         self._copies: deque[Mark] = deque()
         self._has_read_directly = False
+        self._digests_begin = 0
+        self._comparing: Iterator[int] | None = None
         self._num_descriptors = 0
+        self._num_compared_bytes = 0
         self._data_started_at = 0.0
         self._transfer_seconds = 0.0
+        self._compare_seconds = 0.0
 
     @property
     def phase(self) -> Phase:
@@ -143,11 +153,13 @@ class Read:
             error=self.error,
             num_bytes=sum(read.num_bytes for read in committed),
             num_staged_bytes=sum(part.num_bytes for read in committed for part in read.parts),
+            num_compared_bytes=self._num_compared_bytes,
             num_descriptors=self._num_descriptors,
             num_sources=len(reads),
             transport=",".join(sorted({read.link.name for read in reads})),
             wait_seconds=finished_at - self._created_at,
             transfer_seconds=self._transfer_seconds,
+            compare_seconds=self._compare_seconds,
             landing=self._landing,
         )
 
@@ -170,8 +182,10 @@ class Read:
             case State.COPYING:
                 if self._is_copying():
                     return False
-                self._transfer_seconds += time.monotonic() - self._data_started_at
-                return self._carry_out(self._pull.copied(), scratch)
+                if self._comparing is None:
+                    self._transfer_seconds += time.monotonic() - self._data_started_at
+                    self._comparing = self._compared()
+                return not self._is_compared() or self._carry_out(self._pull.copied(), scratch)
             case _:
                 state, words = self._pull.state, [scratch.word(slot) for slot in self._scratch_slots]
                 self._carry_out(self._pull.words_read(words, now), scratch)
@@ -201,7 +215,7 @@ class Read:
                 return False
             self._rounds = self._cut()
         guards = self._guards
-        if not scratch.has_room(len(guards)):
+        if not scratch.has_room(len(guards)) or not self._has_room_for_digests():
             return False
         self._scratch_slots = scratch.take(len(guards))
         words = [guard.word for _, guard in guards]
@@ -247,8 +261,63 @@ class Read:
             rows = lists[0] if len(lists) == 1 else np.concatenate([NOTHING, *lists])
             self._num_descriptors += len(rows)
             self._submit(read.link, rows)
+        if not self._has_read_directly:
+            self._submit_digests()
         self._has_read_directly = True
         return True
+
+    def _has_room_for_digests(self) -> bool:
+        """Take memory for the digests of all reads; return whether there was enough."""
+        num_bytes = sum(comparison.num_bytes for _, _, comparison in self._comparisons)
+        if not num_bytes:
+            return True
+        memory = self._comparisons[0][1]
+        if num_bytes > memory.region.length:
+            raise PlanError(
+                Reason.UNSUPPORTED,
+                f"the digests of {self.job_id} have {num_bytes} bytes, the limit is {memory.region.length}.",
+                'Set "integrity" to "sample" on this engine.',
+            )
+        begin = memory.take(id(self), num_bytes)
+        if begin is not None:
+            self._digests_begin = begin
+        return begin is not None
+
+    @property
+    def _comparisons(self) -> list[tuple[Link, Stage, Comparison]]:
+        return [
+            (read.link, read.digests, read.comparison)
+            for read in self._reads or ()
+            if read.comparison is not None and read.digests is not None
+        ]
+
+    def _submit_digests(self) -> None:
+        begin = self._digests_begin
+        for link, memory, comparison in self._comparisons:
+            self._submit(link, comparison.rows(memory.region.base_address + begin))
+            begin += comparison.num_bytes
+
+    def _compared(self) -> Iterator[int]:
+        """Compare the cache with the digests that were read, some cells at a time; yield how many bytes."""
+        begin = self._digests_begin
+        for _, memory, comparison in self._comparisons:
+            words = np.asarray(memory.memory)[begin : begin + comparison.num_bytes].view(np.uint64)
+            yield from comparison.compare(words)
+            begin += comparison.num_bytes
+
+    def _is_compared(self) -> bool:
+        """Go on comparing, for as long as other jobs may wait; return whether all is compared."""
+        assert self._comparing is not None, "comparisons follow the copies"
+        started, compared = time.monotonic(), 0
+        try:
+            while compared < COMPARED_PER_ADVANCE:
+                compared += next(self._comparing)
+        except StopIteration:
+            return True
+        finally:
+            self._num_compared_bytes += compared
+            self._compare_seconds += time.monotonic() - started
+        return False
 
     def _staged_reads(self, begins: Sequence[int]) -> list[tuple[int, np.ndarray]]:
         """Return the reads of a round, each with the index of its source, and keep the copies that follow."""
@@ -304,5 +373,6 @@ class Read:
         scratch.give_back(self._scratch_slots)
         self._scratch_slots = []
         for read in self._reads or ():
-            if read.stage is not None:
-                read.stage.give_back(id(self))
+            for memory in (read.stage, read.digests):
+                if memory is not None:
+                    memory.give_back(id(self))

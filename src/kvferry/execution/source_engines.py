@@ -3,10 +3,13 @@
 import logging
 import queue
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.announce import SourceRank
+from kvferry.execution.digests import PairDigests
 from kvferry.execution.guard_words import Held
 from kvferry.execution.read import Guard, RankRead
 from kvferry.execution.route import Route
@@ -21,6 +24,7 @@ from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, une
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.layout.shard import Shard
 from kvferry.peer_log import PeerLog
+from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
 from kvferry.plan.staging.strategy import Strategy
@@ -31,12 +35,23 @@ logger = PeerLog(logging.getLogger(__name__))
 MAX_ENGINES = 1024
 
 
+class Compares(NamedTuple):
+    """How a rank compares what it reads: how much, and the registered memory into which it reads the digests."""
+
+    wanted: Integrity
+    memory: Stage
+
+
 class SourceEngine:
     """A prefill engine in one epoch, as one decode rank knows it: its directory, and the route from its ranks."""
 
-    def __init__(self, directory: Directory, shard: Shard, route: Route) -> None:
+    def __init__(self, directory: Directory, shard: Shard, route: Route, compares: Compares | None = None) -> None:
         self.route = route
         self._directory, self._shard = directory, shard
+        self._compares = compares
+        self._pairs: dict[PairPlan, PairDigests] = {}
+        for plan in route.plans(0) if compares is not None else ():
+            self._digests_of(plan)
 
     def reads(self, hold: RemoteHold, held: Held, blocks: Sequence[GroupBlocks]) -> list[RankRead] | None:
         """Return one guarded read per source rank that this rank needs for the request, None until the route is ready.
@@ -51,7 +66,25 @@ class SourceEngine:
         if not self.route.is_ready(selector):
             return None
         plans = self.route.plans(selector)
-        return [self.route.read(plan, blocks, self._guard(plan, hold, held)) for plan in plans]
+        return [
+            self._with_digests(self.route.read(plan, blocks, self._guard(plan, hold, held)), plan, blocks)
+            for plan in plans
+        ]
+
+    def _with_digests(self, read: RankRead, plan: PairPlan, blocks: Sequence[GroupBlocks]) -> RankRead:
+        """Return the read with the comparison of its bytes, where this rank compares."""
+        if self._compares is None:
+            return read
+        comparison = self._digests_of(plan).comparison(blocks)
+        return replace(read, comparison=comparison, digests=self._compares.memory)
+
+    def _digests_of(self, plan: PairPlan) -> PairDigests:
+        assert self._compares is not None, "only a rank that compares asks for digests"
+        found = self._pairs.get(plan)
+        if found is None:
+            entry = self._directory.ranks[plan.assignment.source_index]
+            found = self._pairs[plan] = PairDigests(plan, entry.digests, self._compares.wanted)
+        return found
 
     def sources(self, transfer_id: str, blocks: Sequence[GroupBlocks]) -> list[SourceRank] | None:
         """Return the source ranks that push a request to this rank, each with its part; None until the route is ready.
@@ -91,6 +124,7 @@ class SourceEngines:
     """The routes of one decode rank, by prefill engine. Handshakes run on other threads.
 
     With a ``stage``, each pair of ranks moves its bytes by the ``strategy``; None leaves the choice to typical costs.
+    ``compares`` says which digests are compared; None compares none.
     """
 
     def __init__(
@@ -104,9 +138,10 @@ class SourceEngines:
         strategy: Strategy | None = None,
         connects: bool = True,
         trust: Trust = THIS_MACHINE,
+        compares: Compares | None = None,
     ) -> None:
         self._trust = trust
-        self._connects = connects
+        self._connects, self._compares = connects, compares
         self._weights_version = FIRST_WEIGHTS
         self._shard = shard
         self._identity = identity
@@ -196,7 +231,7 @@ class SourceEngines:
         connected = directory.ranks if self._connects else ()
         links = {index: self._transports.connect(entry.end_points) for index, entry in enumerate(connected)}
         route = Route(decode_shards(directory), self._shard, links, self._stage, self._strategy)
-        return SourceEngine(directory, self._shard, route)
+        return SourceEngine(directory, self._shard, route, self._compares)
 
     def _fetch(self, hold: RemoteHold) -> Directory:
         return fetch_directory(

@@ -5,7 +5,7 @@ A message is a msgpack map with a ``type`` tag. A server answers a message that 
 """
 
 from collections import OrderedDict
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import msgspec
 
@@ -68,6 +68,17 @@ class EndPoint(msgspec.Struct, frozen=True, order=True):
     epoch: Unsigned
 
 
+class DigestTable(msgspec.Struct, frozen=True):
+    """Where a rank keeps digests of its blocks, which ones (``sample``, ``full``), and the seed of the sample.
+
+    See :mod:`kvferry.execution.digests`.
+    """
+
+    kept: Literal["sample", "full"]
+    address: Unsigned
+    seed: Unsigned
+
+
 class RankEntry(msgspec.Struct, frozen=True):
     """One rank of a prefill engine: where its cache lies and how to reach the cache.
 
@@ -85,6 +96,7 @@ class RankEntry(msgspec.Struct, frozen=True):
     num_words: Unsigned
     push_end_point: EndPoint | None = None
     process: ProcessIdentity | None = None
+    digests: DigestTable | None = None
 
 
 class DirectoryRequest(msgspec.Struct, frozen=True, tag="directory-request", tag_field="type"):

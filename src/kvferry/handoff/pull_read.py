@@ -43,7 +43,7 @@ class State(Enum):
     BETWEEN_ROUNDS = "waiting for room in the stage"
     DATA = "reading the data"
     WORDS_AFTER = "reading the guard words after the data"
-    COPYING = "copying from the stage into the cache"
+    COPYING = "copying from the stage into the cache, and comparing digests"
     STOPPING = "stopping its transfers"
     COMMITTED = "committed"
     FAILED = "failed"

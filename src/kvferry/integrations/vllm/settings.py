@@ -13,6 +13,7 @@ from kvferry.handoff.wire.addresses import is_loopback, is_wildcard
 from kvferry.handoff.wire.keys import Keys
 from kvferry.handoff.wire.trust import Trust, as_network
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.registry import FACTORIES
 from kvferry.transport.registry import check_setting as check_transport
@@ -183,6 +184,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             page="decisions/packing-at-the-source.md",
         ),
     ] = "direct"
+    integrity: Annotated[
+        Literal["auto", "off", "sample", "full"],
+        about(
+            "How much of a pulled cache is compared with the prefill engine's digests before it is used: `sample` one "
+            "layer and KV head of every 16 tokens, `full` every byte; the prefill engine needs at least the decode "
+            "engine's value; `auto` is `sample`, with `push` `off`, which alone pushes may have.",
+            page="decisions/integrity.md",
+        ),
+    ] = "auto"
     transfer_cores: TransferCores = ()
     transfer_log: Annotated[
         str,
@@ -207,6 +217,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def wanted_strategy(self) -> Strategy | None:
         """The strategy asked for; None leaves the choice to each pair of ranks."""
         return None if self.strategy == "auto" else Strategy(self.strategy)
+
+    @property
+    def wanted_integrity(self) -> Integrity:
+        """How much of a transfer is compared."""
+        if self.integrity == "auto":
+            return Integrity.SAMPLE if self.mode == "pull" else Integrity.OFF
+        return Integrity(self.integrity)
 
     @property
     def load_seconds(self) -> float:
@@ -364,6 +381,12 @@ def _check_push(settings: Settings, given: Mapping[str, Any]) -> None:
             Reason.UNSUPPORTED,
             f"strategy {settings.strategy!r} is for reads; mode 'push' writes every cache directly.",
             'Set "strategy" to "direct", or leave it out.',
+        )
+    if settings.mode == "push" and settings.wanted_integrity is not Integrity.OFF:
+        raise SettingsError(
+            Reason.UNSUPPORTED,
+            f"integrity {settings.integrity!r} is for reads; mode 'push' compares no digests.",
+            'Set "integrity" to "off", or leave it out.',
         )
     if bool(settings.router_address) != bool(settings.http_address):
         raise SettingsError(

@@ -30,6 +30,7 @@ from kvferry.integrations.vllm.scheduler.params import (
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
 from kvferry.integrations.vllm.step import PromptLoad
 from kvferry.peer_log import PeerLog
+from kvferry.plan.digest_cells import Integrity
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -57,6 +58,7 @@ class PullSource(Source):
     def __init__(self, state: EngineState) -> None:
         self._state = state
         self._has_state = has_state(state.groups)
+        self._keeps_digests = state.settings.wanted_integrity is not Integrity.OFF
         self._prompts: dict[str, _Prompt] = {}
 
     def begin(self, request: "Request") -> None:
@@ -145,7 +147,8 @@ class PullSource(Source):
 
     def _held(self, hold: Hold, prompt: HeldPrompt) -> Held:
         assert hold.slot is not None, "a pull's hold has a guard word"
-        return Held(hold.slot, guard_word(self._state.engine_id, self._state.epoch, hold.handle, prompt))
+        word = guard_word(self._state.engine_id, self._state.epoch, hold.handle, prompt)
+        return Held(hold.slot, word, prompt if self._keeps_digests else None)
 
 
 class PullDestination(Destination):

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvferry.execution.device import DeviceOrder, Mark
+from kvferry.execution.digests import DigestTable
 from kvferry.execution.guard_words import GuardWords, StepWords
 from kvferry.execution.read import RankRead, Read
+from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.layout.shard import Region
@@ -20,14 +22,21 @@ class PullSource(Source):
 
     num_words = MAX_HELD_REQUESTS
 
-    def __init__(self, order: DeviceOrder) -> None:
+    def __init__(self, order: DeviceOrder, table: DigestTable | None = None) -> None:
         self._words = GuardWords(self.num_words)
-        self._step_words = StepWords(self._words, order)
+        self._table = table
+        self._step_words = StepWords(self._words, order, None if table is None else self._keep_digests)
 
     @property
-    def region(self) -> Region:
-        """The memory of the guard words, to register beside the cache."""
-        return Region(self._words.address, self._words.array.nbytes)
+    def words_address(self) -> int:
+        """Address of the first guard word."""
+        return self._words.address
+
+    @property
+    def regions(self) -> list[Region]:
+        """The memory of guard words and digests, to register beside the cache."""
+        words = Region(self._words.address, self._words.array.nbytes)
+        return [words] if self._table is None else [words, self._table.region]
 
     def begin_step(self, orders: StepMetadata) -> None:
         """Clear the words of ended holds, then set those of the requests that this step writes, and late ones.
@@ -47,6 +56,10 @@ class PullSource(Source):
     def end_holds(self) -> None:
         """Clear every word, so that reads in progress fail."""
         self._step_words.close()
+
+    def _keep_digests(self, prompt: HeldPrompt) -> None:
+        assert self._table is not None, "a rank without a table keeps no digests"
+        self._table.fill(prompt.num_tokens, {str(index): ids for index, ids in enumerate(prompt.block_ids)})
 
 
 class PullDestination(Destination):

@@ -27,6 +27,9 @@ class Statistics(Observations):
         ),
         "bytes": Metric("kvferry:transfer_bytes", "Bytes of a load on a rank.", buckets=BYTES),
         "descriptors": Metric("kvferry:transfer_descriptors", "Descriptors of a load on a rank.", buckets=COUNTS),
+        "compared_bytes": Metric(
+            "kvferry:compared_bytes", "Bytes of a load on a rank whose digests were compared.", buckets=BYTES
+        ),
     }
     COUNTERS: ClassVar[Mapping[str, Metric]] = {
         "failures": Metric(
@@ -44,7 +47,13 @@ class Statistics(Observations):
             if error.reason is not Reason.ABORTED:
                 self._note_failed({result.job_id: error.reason.value})
             return
-        values = (result.transfer_seconds, result.wait_seconds, result.num_bytes, result.num_descriptors)
+        values = (
+            result.transfer_seconds,
+            result.wait_seconds,
+            result.num_bytes,
+            result.num_descriptors,
+            result.num_compared_bytes,
+        )
         for name, value in zip(self.HISTOGRAMS, values, strict=True):
             self.observe(name, value)
 
@@ -114,6 +123,8 @@ class TransferLog:
             "remote_engine_id": None if hold is None else hold.engine_id,
             "num_tokens": order.num_tokens,
             "staged_bytes": result.num_staged_bytes,
+            "compared_bytes": result.num_compared_bytes,
+            "compare_seconds": result.compare_seconds,
             "sources": result.num_sources,
             "wait_seconds": result.wait_seconds,
         }

@@ -13,10 +13,11 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
+from kvferry.execution.digests import DigestTable
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
-from kvferry.execution.source_engines import SourceEngines
+from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.stage import Stage
 from kvferry.handoff.holds import lease_lost, weights_changed
 from kvferry.handoff.messages import RankEntry, StillWriting
@@ -33,6 +34,7 @@ from kvferry.integrations.vllm.worker.push import PushDestination, PushEndPoint,
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.layout.group import CacheKind
 from kvferry.peer_log import PeerLog
+from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES
 from kvferry.plan.wire import encode_shard
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
 logger = PeerLog(logging.getLogger(__name__))
 
 SCRATCH_WORDS = 4096
+DIGESTS_BYTES = 64 << 20
+"""Room for the digests that loads read: with ``full`` at least 8 GB of a cache at a time. Untouched memory costs
+nothing."""
 REPORT_SECONDS = 3600.0
 """How long a report to this rank's own engine is sent again until it is acknowledged."""
 
@@ -83,9 +88,13 @@ class WorkerRole:
         self._order = order = device_order(region.device for region in shard.regions)
         stage = Stage(DEFAULT_STAGE_BYTES, order) if settings.scatters else None
         scratch = Scratch(SCRATCH_WORDS)
-        pull_source = PullSource(order) if settings.mode == "pull" else None
+        integrity = settings.wanted_integrity
+        compares = None if integrity is Integrity.OFF else Compares(integrity, Stage(DIGESTS_BYTES))
+        table = None if integrity is Integrity.OFF else DigestTable(shard, integrity)
+        pull_source = PullSource(order, table) if settings.mode == "pull" else None
         regions = [*shard.regions, scratch.region, *([] if stage is None else [stage.region])]
-        end_points = self._transports.register(regions + ([] if pull_source is None else [pull_source.region]))
+        regions += [] if compares is None else [compares.memory.region]
+        end_points = self._transports.register(regions + ([] if pull_source is None else pull_source.regions))
         identity = identity_of(config, settings)
         name = f"{config.kv_transfer_config.engine_id}/{self._index}"  # type: ignore[union-attr]
         timeout = settings.handshake_timeout_seconds
@@ -109,6 +118,7 @@ class WorkerRole:
                 settings.wanted_strategy,
                 connects=settings.mode == "pull",
                 trust=self._trust,
+                compares=compares,
             ),
             client=Client(self._trust),
         )
@@ -125,10 +135,11 @@ class WorkerRole:
             pp_rank=self._pp_rank,
             shard=rank.shard,
             end_points=end_points,
-            words_address=0 if pull_source is None else pull_source.region.base_address,
+            words_address=0 if pull_source is None else pull_source.words_address,
             num_words=0 if pull_source is None else pull_source.num_words,
             push_end_point=None if push_end_point is None else push_end_point.answers_at,
             process=own_identity(),
+            digests=None if table is None else table.entry,
         )
         logger.debug("kvferry: rank %d moves\n%r", self._index, shard)
 

@@ -1,0 +1,216 @@
+"""Measures what digests cost a pull: at the source, at the destination, and in the time of the whole read.
+
+    python benchmarks/integrity.py --repeat 15 --json integrity.json
+
+Source and destination are memory of this process, and ``cma`` reads from one to the other, on one thread. The caches
+are those of ``benchmarks/vllm_pull.py``. Reads with ``off``, ``sample`` and ``full`` take turns. ``source`` is the time
+of one source rank after the step that ends the prompt, ``compare`` that of the destination after the last byte;
+``read`` is the whole job, which also reads the digests.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.table import Table
+
+from kvferry.cli.console import open_console, progress
+from kvferry.execution.digests import DigestTable, PairDigests
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.read import RankRead, Read
+from kvferry.execution.route import Route
+from kvferry.execution.stage import Stage, collapse_to_huge_pages
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import Shard
+from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.request import GroupBlocks
+from kvferry.testing.dense_shards import Content, shard_for
+from kvferry.transport.registry import TransportSet, open_transports
+
+NUM_LAYERS, HEAD_SIZE, ITEMSIZE = 36, 128, 2
+DEADLINE_SECONDS = 60.0
+MOST_COST = 0.03
+"""The part of a read that ``sample`` may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A cache, and a prompt of it that moves."""
+
+    name: str
+    num_heads: int
+    tokens: int
+    block_size: int
+    prefill_tp: int
+    content: Content
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the prompt, which are half of the cache."""
+        return -(-self.tokens // self.block_size)
+
+
+CASES = [
+    Case("(a) 8 KV heads, TP 1 to 1", 8, 1500, 128, 1, Content.TRANSPOSED_KEYS),
+    Case("(a) as on a GPU", 8, 1500, 128, 1, Content.INTERLEAVED),
+    Case("(b) 1 KV head, TP 1 to 1", 1, 4000, 32, 1, Content.TRANSPOSED_KEYS),
+    Case("(b) as on a GPU", 1, 4000, 32, 1, Content.INTERLEAVED),
+    Case("(c) 8 KV heads, TP 2 to 1", 8, 1500, 128, 2, Content.TRANSPOSED_KEYS),
+]
+
+
+class Rank:
+    """One rank's memory in huge pages, filled with random bytes."""
+
+    def __init__(self, case: Case, tp_rank: int, tp_size: int) -> None:
+        sizes: dict[str, Any] = {
+            "layers": [str(layer) for layer in range(NUM_LAYERS)],
+            "num_kv_heads": case.num_heads,
+            "head_size": HEAD_SIZE,
+            "itemsize": ITEMSIZE,
+            "block_size": case.block_size,
+            "num_blocks": 2 * case.num_blocks + 1,
+            "layout": NamedLayout.BHLNC,
+            "content": case.content,
+            "tp_rank": tp_rank,
+            "tp_size": tp_size,
+        }
+        length = shard_for(**sizes).regions[0].length
+        self.memory = np.random.default_rng(tp_rank).integers(0, 1 << 63, length // 8, dtype=np.uint64)
+        collapse_to_huge_pages(self.memory.ctypes.data, length)
+        self.shard: Shard = shard_for(**sizes, base_address=self.memory.ctypes.data)
+
+
+class Engines:
+    """Source ranks with digests, and one destination rank, of one case."""
+
+    def __init__(self, case: Case) -> None:
+        self.sources = [Rank(case, rank, case.prefill_tp) for rank in range(case.prefill_tp)]
+        self.destination = Rank(case, 0, 1)
+        self.tables = {
+            kept: [DigestTable(rank.shard, kept) for rank in self.sources]
+            for kept in (Integrity.SAMPLE, Integrity.FULL)
+        }
+        self.scratch, self.digests = Scratch(num_words=1), Stage(64 << 20)
+        self.transports: TransportSet = open_transports("cma")
+        tables = [table.region for tables in self.tables.values() for table in tables]
+        regions = [region for rank in (*self.sources, self.destination) for region in rank.shard.regions]
+        end_points = self.transports.register([*regions, *tables, self.scratch.region, self.digests.region])
+        links = {index: self.transports.connect(end_points) for index in range(case.prefill_tp)}
+        self.route = Route([rank.shard for rank in self.sources], self.destination.shard, links)
+        while not self.route.is_ready():
+            time.sleep(0.001)
+        self.pairs = {
+            kept: [PairDigests(plan, tables[plan.assignment.source_index].entry, kept) for plan in self.route.plans(0)]
+            for kept, tables in self.tables.items()
+        }
+        self._generator = np.random.default_rng(7)
+        self._case = case
+
+    def measure(self, integrity: Integrity) -> dict[str, float]:
+        """Fill the digests of a prompt in random blocks, read it, and return the seconds of each part."""
+        case = self._case
+        ids = [self._generator.permutation(np.arange(1, 2 * case.num_blocks + 1))[: case.num_blocks] for _ in range(2)]
+        blocks = GroupBlocks(
+            group="full",
+            first_token=0,
+            last_token=case.tokens,
+            source_block_ids=ids[0],
+            destination_block_ids=ids[1],
+        )
+        started = time.perf_counter()
+        for table in self.tables.get(integrity, ()):
+            table.fill(case.tokens, {"full": ids[0]})
+        filled = time.perf_counter()
+        result = self._read(integrity, blocks)
+        seconds = time.perf_counter() - filled
+        if result.error is not None:
+            raise result.error
+        return {
+            "source": (filled - started) / case.prefill_tp,
+            "compare": result.compare_seconds,
+            "read": seconds,
+            "bytes": result.num_bytes,
+            "compared_bytes": result.num_compared_bytes,
+        }
+
+    def _read(self, integrity: Integrity, blocks: GroupBlocks) -> JobResult:
+        job = Read("benchmark", lambda: self._reads(integrity, blocks), time.monotonic() + DEADLINE_SECONDS)
+        while job.phase is not Phase.DONE:
+            job.advance(self.scratch, time.monotonic())
+        return job.result(time.monotonic())
+
+    def _reads(self, integrity: Integrity, blocks: GroupBlocks) -> Sequence[RankRead]:
+        reads = []
+        for index, plan in enumerate(self.route.plans(0)):
+            read = self.route.read(plan, [blocks])
+            if integrity is not Integrity.OFF:
+                comparison = self.pairs[integrity][index].comparison([blocks])
+                read = RankRead(read.link, read.descriptors, comparison=comparison, digests=self.digests)
+            reads.append(read)
+        return reads
+
+    def close(self) -> None:
+        """Deregister the memory."""
+        self.transports.close()
+
+
+def main(
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 15,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this file.")] = None,
+) -> None:
+    """Print the cost of each value of ``integrity``."""
+    rows = []
+    with progress("measuring") as announce:
+        for case in CASES:
+            announce(case.name)
+            rows.append(measure_case(case, repeat))
+    console = open_console()
+    columns = ("case", "MB", "integrity", "compared", "source ms", "compare ms", "read ms", "read / off")
+    table = Table(*columns, title="Digests")
+    for row in rows:
+        off = row["off"]
+        for name in ("off", "sample", "full"):
+            found = row[name]
+            milliseconds = [f"{found[part] * 1e3:.2f}" for part in ("source", "compare", "read")]
+            compared = f"{found['compared_bytes'] / found['bytes']:.2%}"
+            ratio = f"{found['ratio']:.3f}"
+            table.add_row(row["case"], f"{off['bytes'] / 1e6:.0f}", name, compared, *milliseconds, ratio)
+    console.print(table)
+    for row in rows:
+        cost = row["sample"]["ratio"] - 1
+        verdict = "met" if cost <= MOST_COST else "missed"
+        console.print(f"{row['case']}: sample costs {cost:.1%} of the read, at most {MOST_COST:.0%} wanted: {verdict}")
+    if json_path is not None:
+        json_path.write_text(json.dumps({"repeat": repeat, "rows": rows}, indent=1) + "\n")
+
+
+def measure_case(case: Case, repeat: int) -> dict[str, Any]:
+    """Return the medians of one case, by the value of ``integrity``; ratios are medians of those of single rounds."""
+    engines = Engines(case)
+    try:
+        rounds: list[Mapping[Integrity, dict[str, float]]] = []
+        for turn in range(repeat + 2):
+            order = [*list(Integrity)[turn % 3 :], *list(Integrity)[: turn % 3]]
+            rounds.append({integrity: engines.measure(integrity) for integrity in order})
+        measured = rounds[2:]  # the first ones touch memory
+        found: dict[str, Any] = {"case": case.name}
+        for integrity in Integrity:
+            each = [one[integrity] for one in measured]
+            medians = {name: statistics.median(one[name] for one in each) for name in each[0]}
+            ratios = [one[integrity]["read"] / one[Integrity.OFF]["read"] for one in measured]
+            found[integrity.value] = {**medians, "ratio": statistics.median(ratios)}
+        return found
+    finally:
+        engines.close()
+
+
+if __name__ == "__main__":
+    typer.run(main)

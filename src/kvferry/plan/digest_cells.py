@@ -1,0 +1,318 @@
+"""Cells: the parts of a cache whose digests a source and a destination compare, whatever their layouts and ranks.
+
+A cell is one layer, component and KV head, and up to 16 tokens of one block of the source; a state's cell is a range of
+its heads. Its *digest* is the sum of ``number * weight`` over its elements, modulo 2**64. The weight of an element
+follows from its place in the cell alone (head, token, channel), so the memory order of source and destination does not
+matter, and any rank that holds the whole cell can compute the digest.
+
+**A change inside one aligned word of 4 bytes of a token's content is always found.** The elements of such a word have
+one odd weight w, shifted by their place in the word: together they count as ``word * w``. Two words differ by some d,
+0 < abs(d) < 2**32, and ``d * w`` is not 0 modulo 2**64, since an odd w has an inverse. Changes in several words cancel
+where the sum of their ``d * w`` is 0: for pseudo-random weights, by chance only, and for one flipped bit in each of two
+words about once in 2**32 or less often. That is no protection against forgery.
+
+With ``full`` every cell has a digest; with ``sample`` each stretch of 16 tokens has that of one cell, and each state
+that of 16. A pseudo-random function of the source's seed and the block chooses them, the same on both sides. Damage to
+k of the n cells of a stretch is found with odds of k in n for that stretch.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.arrays import Addresses, Integers
+from kvferry.errors import PlanError, Reason
+from kvferry.layout.component import Atom, Component, HeadRange
+from kvferry.layout.group import CacheGroup, CacheKind
+from kvferry.layout.shard import Shard
+
+DIGEST_BYTES = 8
+WORD_BYTES = 4
+PAIR_BYTES = 2 * WORD_BYTES
+_SECOND = 0xD1B54A32D192ED03
+"""The weight of a pair's second word, as a multiple of the first's: odd, and 3 modulo 8, so that equal or opposite
+changes of both words do not cancel."""
+MOST_TOKENS = 16
+"""Tokens of a cell. vLLM's block sizes are multiples of it, so a cell lies in one block of either engine."""
+SPLIT_HEADS_ABOVE = 256
+"""A component of more heads, which are a convolution's channels, has cells of several heads ..."""
+HEAD_CELLS = 192
+"""... of which at most so many: its divisors are the tensor-parallel sizes that do not cut a cell."""
+STATE_SAMPLES = 16
+_ITEM_SIZES = (1, 2, 4)
+
+
+class Integrity(StrEnum):
+    """How much of a transfer is compared."""
+
+    OFF = "off"
+    SAMPLE = "sample"
+    FULL = "full"
+
+
+class Part(NamedTuple):
+    """The cells of one component at the source: ``layers`` by ``head_cells``, each of ``heads_each`` heads.
+
+    ``first`` is the number of its first cell among those of one stretch of tokens.
+    """
+
+    component: Component
+    first: int
+    heads_each: int
+    head_cells: Integers
+    """Rows of the global and the local index of each cell's first head."""
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of one stretch of tokens."""
+        return len(self.component.layers) * len(self.head_cells)
+
+    def heads(self, head_cell: int) -> HeadRange:
+        """Return the global heads of a cell."""
+        start = int(self.head_cells[head_cell, 0])
+        return HeadRange(start, start + self.heads_each)
+
+
+class Stretches(NamedTuple):
+    """Stretches of tokens of one request, each in one block of the source.
+
+    ``position`` counts the blocks of the request's list, ``number`` the stretches of a block. A digest covers
+    ``num_tokens`` tokens from ``first_token`` on.
+    """
+
+    first_token: Integers
+    num_tokens: Integers
+    position: Integers
+    block: Integers
+    number: Integers
+
+
+class Cells(NamedTuple):
+    """Some cells of one part: local layer, head cell, index into the stretches, and word of the block's row."""
+
+    part: int
+    layer: Integers
+    head_cell: Integers
+    stretch: Integers
+    word: Integers
+
+
+class CellGrid:
+    """The cells of one cache group of a source rank, and the words that hold their digests: a row for each block.
+
+    Raises :class:`PlanError` (``unsupported``) for a rank that holds a share of the tokens, or items of odd sizes.
+
+    >>> from kvferry.layout.named_layouts import NamedLayout
+    >>> from kvferry.testing.dense_shards import shard_for
+    >>> shard = shard_for(layers=["0", "1"], num_kv_heads=8, head_size=64, itemsize=2, block_size=32, num_blocks=10,
+    ...     layout=NamedLayout.LBHNC)
+    >>> grid = CellGrid(shard.groups[0])
+    >>> grid.num_tokens, grid.num_cells, grid.num_words(Integrity.SAMPLE), grid.num_words(Integrity.FULL)
+    (16, 16, 2, 32)
+    """
+
+    def __init__(self, group: CacheGroup) -> None:
+        self.group = group
+        self.is_paged = any(component.atom is Atom.PAGE for component in group.components)
+        _refuse_unless_plain(group)
+        most = group.block_size if self.is_paged else min(group.block_size, MOST_TOKENS)
+        self.num_tokens = next(size for size in range(most, 0, -1) if group.block_size % size == 0)
+        """Tokens of a stretch. Pages that a kernel packs cannot be cut: their stretch is the page."""
+        self.num_stretches = group.block_size // self.num_tokens
+        self.is_state = group.kind is CacheKind.STATE
+        self.num_samples = STATE_SAMPLES if self.is_state else 1
+        self.parts: list[Part] = []
+        self.num_cells = 0
+        for component in group.components:
+            if not component.is_padding:
+                part = _part(component, self.num_cells)
+                self.parts.append(part)
+                self.num_cells += part.num_cells
+
+    def num_words(self, kept: Integrity) -> int:
+        """Return the words of one block."""
+        each = {Integrity.OFF: 0, Integrity.SAMPLE: self.num_samples, Integrity.FULL: self.num_cells}[kept]
+        return self.num_stretches * each
+
+    def stretches(self, block_ids: Integers, begin: int, first_token: int, end_token: int) -> Stretches:
+        """Return the stretches of tokens ``first_token`` to ``end_token`` in blocks that begin at token ``begin``.
+
+        A stretch that begins before ``first_token`` is left out; the last one may have fewer tokens than its block.
+        """
+        skipped = -(-(first_token - begin) // self.num_tokens) * self.num_tokens
+        first = np.arange(begin + skipped, end_token, self.num_tokens, dtype=np.int64)
+        position, slot = np.divmod(first - begin, self.group.block_size)
+        # A packed page moves whole, and so does a state.
+        counted = np.full(len(first), self.num_tokens) if self.is_paged else end_token - first
+        return Stretches(
+            first, np.minimum(counted, self.num_tokens), position, block_ids[position], slot // self.num_tokens
+        )
+
+    def cells(
+        self, stretches: Stretches, kept: Integrity, wanted: Integrity, seed: int, most_bytes: int
+    ) -> Iterator[Cells]:
+        """Return the cells of these stretches that are ``wanted``, some at a time, at most ``most_bytes`` of the cache.
+
+        ``kept`` says which digests the source keeps, at least those that are wanted.
+        """
+        if wanted is Integrity.FULL:
+            yield from self._all(stretches, most_bytes)
+        elif wanted is Integrity.SAMPLE:
+            yield from self._sample(stretches, kept, seed)
+
+    def _all(self, stretches: Stretches, most_bytes: int) -> Iterator[Cells]:
+        for number, part in enumerate(self.parts):
+            shape = len(part.component.layers), len(stretches.block), len(part.head_cells)
+            most = max(1, most_bytes // self.cell_bytes(part))
+            for begin in range(0, math.prod(shape), most):
+                flat = np.arange(begin, min(begin + most, math.prod(shape)), dtype=np.int64)
+                layer, stretch, head_cell = np.unravel_index(flat, shape)
+                word = self._full_word(part, layer, head_cell, stretches.number[stretch])
+                yield Cells(number, layer, head_cell, stretch, word)
+
+    def _sample(self, stretches: Stretches, kept: Integrity, seed: int) -> Iterator[Cells]:
+        keys = (stretches.block * self.num_stretches + stretches.number)[:, None] * self.num_samples
+        drawn_from = mixed((keys + np.arange(self.num_samples)).ravel().astype(np.uint64) ^ np.uint64(seed))
+        chosen = (drawn_from % np.uint64(self.num_cells)).astype(np.int64)
+        for number, part in enumerate(self.parts):
+            drawn = np.flatnonzero((chosen >= part.first) & (chosen < part.first + part.num_cells))
+            if not len(drawn):
+                continue
+            stretch, sample = np.divmod(drawn, self.num_samples)
+            layer, head_cell = np.divmod(chosen[drawn] - part.first, len(part.head_cells))
+            word = stretches.number[stretch] * self.num_samples + sample
+            if kept is Integrity.FULL:
+                word = self._full_word(part, layer, head_cell, stretches.number[stretch])
+            yield Cells(number, layer, head_cell, stretch, word)
+
+    def _full_word(self, part: Part, layer: Integers, head_cell: Integers, number: Integers) -> Integers:
+        return (part.first + layer * len(part.head_cells) + head_cell) * self.num_stretches + number
+
+    def cell_bytes(self, part: Part) -> int:
+        """Return the bytes of one cell."""
+        component = part.component
+        return part.heads_each * self.num_tokens * component.num_channels * component.itemsize
+
+
+class CellMemory:
+    """Where the cells of one part lie in the memory of one rank, and the weights of their elements in memory order.
+
+    A cell is ``offsets`` from its first byte: runs of ``run_bytes``, of numbers of ``number_bytes`` each. ``weights``
+    has one weight for each number, ``tokens`` the token of the cell to which the number belongs. Numbers that
+    ``are_pairs`` can be read two at a time.
+    """
+
+    def __init__(self, shard: Shard, component: Component, grid: CellGrid, part: Part) -> None:
+        self.region, self.heads = shard.regions[component.region], component.heads
+        self._component, self._part = component, part
+        self._layer_offsets = np.array(component.layer_offsets, dtype=np.int64)
+        item, (num_heads, num_tokens, num_channels) = component.itemsize, _shape(grid, part)
+        strides = (
+            (component.head_stride, item * num_channels, item)
+            if grid.is_paged
+            else (component.head_stride, component.token_stride, component.channel_stride)
+        )
+        shape = (num_heads, num_tokens, num_channels)
+        # Shortest stride first; an axis of one index has none.
+        axes = sorted((axis for axis in range(3) if shape[axis] > 1), key=lambda axis: strides[axis])
+        self.run_bytes, inner = item, []
+        while axes and strides[axes[0]] == self.run_bytes:
+            inner.append(axes.pop(0))
+            self.run_bytes *= shape[inner[-1]]
+        order = [*reversed(axes), *(axis for axis in range(3) if shape[axis] == 1), *reversed(inner)]
+        self.offsets = np.zeros(1, dtype=np.int64)
+        for axis in axes:
+            steps = np.arange(shape[axis], dtype=np.int64) * strides[axis]
+            self.offsets = (steps[:, None] + self.offsets).ravel()
+        numbers = np.broadcast_to(np.arange(num_tokens)[:, None], shape)
+        by_place = [np.transpose(each, order).ravel() for each in (weights(shape, item), numbers)]
+        # A word in one piece counts as one number: its elements have one weight, shifted.
+        self.are_pairs = bool(inner) and inner[0] == 2 and num_channels * item % PAIR_BYTES == 0
+        self.number_bytes = WORD_BYTES if self.are_pairs else item
+        step = self.number_bytes // item
+        self.weights, self.tokens = by_place[0][::step].copy(), by_place[1][::step].copy()
+
+    def layers(self, names: Sequence[str]) -> Integers:
+        """Return the index of each named layer among this rank's, -1 for one that it does not hold."""
+        held = {name: index for index, name in enumerate(self._component.layers)}
+        return np.array([held.get(name, -1) for name in names], dtype=np.int64)
+
+    @cached_property
+    def first_heads(self) -> Integers:
+        """The local index of each head cell's first head, -1 where this rank does not hold the whole cell."""
+        found = np.full(len(self._part.head_cells), -1, dtype=np.int64)
+        local = 0
+        for held in self._component.heads:
+            start = self._part.head_cells[:, 0]
+            inside = (start >= held.start) & (start + self._part.heads_each <= held.end)
+            found[inside] = start[inside] - held.start + local
+            local += len(held)
+        return found
+
+    def places(self, layer: Integers, first_head: Integers, block: Integers, slot: Integers) -> Integers:
+        """Return where each cell begins in the region, in bytes; ``layer`` and ``first_head`` are local indices."""
+        component = self._component
+        places = self._layer_offsets[layer] + block * component.block_stride + first_head * component.head_stride
+        # The slot of a state, and of a whole page, is 0.
+        return np.asarray(places + slot * component.token_stride)
+
+
+def weights(shape: tuple[int, int, int], itemsize: int) -> Addresses:
+    """Return the weight of each element ``[head, token, channel]`` of a cell.
+
+    >>> word = weights((1, 1, 4), itemsize=1)[0, 0]
+    >>> int(word[0]) % 2, np.array_equal(word, word[0] << np.array([0, 8, 16, 24], dtype=np.uint64))
+    (1, True)
+    """
+    num_heads, num_tokens, num_channels = shape
+    byte = np.arange(num_channels) * itemsize
+    num_pairs = -(-num_channels * itemsize // PAIR_BYTES)
+    firsts = mixed(np.arange(num_heads * num_tokens * num_pairs, dtype=np.uint64)) | np.uint64(1)
+    words = np.stack((firsts, firsts * np.uint64(_SECOND)), axis=1).reshape(num_heads, num_tokens, -1)
+    shifts = (byte % WORD_BYTES * 8).astype(np.uint64)
+    return np.asarray(words[..., byte // WORD_BYTES] << shifts)
+
+
+def mixed(numbers: Addresses) -> Addresses:
+    """Return pseudo-random words of numbers, by splitmix64.
+
+    >>> hex(int(mixed(np.zeros(1, dtype=np.uint64))[0]))
+    '0xe220a8397b1dcdaf'
+    """
+    with np.errstate(over="ignore"):
+        mixing = numbers + np.uint64(0x9E3779B97F4A7C15)
+        mixing = (mixing ^ (mixing >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixing = (mixing ^ (mixing >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixing ^ (mixing >> np.uint64(31))
+
+
+def _shape(grid: CellGrid, part: Part) -> tuple[int, int, int]:
+    """Return heads, tokens and channels of a cell; the inside of a packed page has one order for both engines."""
+    if grid.is_paged:
+        return part.heads_each, 1, grid.num_tokens * part.component.num_channels
+    return part.heads_each, grid.num_tokens, part.component.num_channels
+
+
+def _part(component: Component, first: int) -> Part:
+    total, bounds = component.total_heads, [bound for held in component.heads for bound in (held.start, held.end)]
+    each = 1 if total <= SPLIT_HEADS_ABOVE else math.gcd(total // math.gcd(total, HEAD_CELLS), *bounds)
+    local, starts = 0, []
+    for held in component.heads:
+        steps = np.arange(0, len(held), each, dtype=np.int64)
+        starts.append(np.stack((steps + held.start, steps + local), axis=1))
+        local += len(held)
+    return Part(component, first, each, np.concatenate(starts))
+
+
+def _refuse_unless_plain(group: CacheGroup) -> None:
+    if not group.token_share.is_whole:
+        what = f"group {group.name!r}: digests of {group.token_share!r} of the tokens are not compared."
+    elif odd := next((each.itemsize for each in group.components if each.itemsize not in _ITEM_SIZES), 0):
+        what = f"group {group.name!r}: digests of items of {odd} bytes are not compared."
+    else:
+        return
+    raise PlanError(Reason.UNSUPPORTED, what, 'Set "integrity" to "off" on both engines.')

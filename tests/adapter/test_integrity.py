@@ -1,0 +1,87 @@
+"""Digests between two engines of vLLM's scheduler and the connector: kept with the prompt, compared with each load."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from kvferry.errors import Reason, SettingsError
+from kvferry.integrations.vllm.settings import parse_settings
+from kvferry.plan.digest_cells import Integrity
+
+from .handoff_engine import HandoffEngine, make_engine
+from .test_forged_parameters import MODELS
+
+__all__ = ["make_engine"]
+
+INTEGRITIES = ["off", "sample", "full"]
+LENGTHS = [2, 15, 16, 17, 33, 64, 81, 112]
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(11 * index + 5 * length) % 500 for index in range(length)]
+
+
+def take_outcome(engine: HandoffEngine) -> tuple[list[str], int]:
+    """Return the reasons of the loads that have failed since the last call, and the bytes that were compared."""
+    statistics = engine.worker.get_kv_connector_stats()
+    return ([], 0) if statistics is None else ([*statistics.data["failures"]], sum(statistics.data["compared_bytes"]))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("integrity", INTEGRITIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_right_loads_commit(model: str, integrity: str, asynchronous: bool, make_engine: Any) -> None:
+    """With prefix hits in both engines, prompts of every length, and prefill engines that go on."""
+    prefill = make_engine(MODELS[model], asynchronous=asynchronous, integrity=integrity)
+    decode = make_engine(MODELS[model], num_blocks=60, asynchronous=asynchronous, integrity=integrity)
+    total = 0
+    for number, length in enumerate([*LENGTHS, 112, 113, 128]):
+        prompt = prompt_of(length) if length < 113 else [*prompt_of(112), *range(length - 112)]
+        asked = prefill.ask(f"p{number}", prompt, {"do_remote_decode": True}, max_tokens=1 + 3 * (number % 2))
+        answer = decode.ask(f"d{number}", prompt, asked.params)
+        assert answer.tokens == decode.tokens_without_cache(prompt, 3)
+        failures, compared = take_outcome(decode)
+        assert (answer.has_failed, failures) == (False, [])
+        total += compared
+    assert bool(total) == (integrity != "off")
+
+
+@pytest.mark.parametrize("layout", ["BHLNC", "LBNHC"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_bit_that_changed_fails_the_request_and_no_other(model: str, layout: str, make_engine: Any) -> None:
+    prefill = make_engine(MODELS[model], integrity="full")
+    decode = make_engine(MODELS[model], layout=layout, num_blocks=60, integrity="full")
+    for number, (length, layer) in enumerate([(40, 0), (64, 3), (100, 1)]):
+        prompt = prompt_of(length)
+        asked = prefill.ask(f"p{number}", prompt, {"do_remote_decode": True}, max_tokens=1)
+        name = list(prefill.rank.specs)[layer]
+        group = next(index for index, layers in enumerate(prefill.rank.groups()) if name in layers)
+        block = asked.params["remote_block_ids"][group][-1]
+        cache = prefill.rank.caches[name][block].view(torch.int32)
+        cache[1, 2, 3] ^= 1 << 9
+        answer = decode.ask(f"d{number}", prompt, asked.params)
+        assert (answer.has_failed, take_outcome(decode)[0]) == (True, [Reason.INTEGRITY_MISMATCH.value])
+        cache[1, 2, 3] ^= 1 << 9
+        asked = prefill.ask(f"again{number}", prompt, {"do_remote_decode": True}, max_tokens=1)
+        answer = decode.ask(f"dagain{number}", prompt, asked.params)
+        assert (answer.has_failed, answer.tokens) == (False, decode.tokens_without_cache(prompt, 3))
+
+
+def test_an_engine_that_keeps_fewer_digests_is_refused(make_engine: Any) -> None:
+    prefill = make_engine(MODELS["full attention"], integrity="sample")
+    decode = make_engine(MODELS["full attention"], integrity="full")
+    asked = prefill.ask("p", prompt_of(40), {"do_remote_decode": True}, max_tokens=1)
+    answer = decode.ask("d", prompt_of(40), asked.params)
+    assert (answer.has_failed, take_outcome(decode)[0]) == (True, [Reason.UNSUPPORTED.value])
+
+
+def test_the_default_is_a_sample_of_pulls_and_nothing_of_pushes() -> None:
+    assert parse_settings({}).wanted_integrity is Integrity.SAMPLE
+    assert parse_settings({"mode": "push"}).wanted_integrity is Integrity.OFF
+    assert parse_settings({"mode": "push", "integrity": "off"}).wanted_integrity is Integrity.OFF
+    with pytest.raises(SettingsError) as caught:
+        parse_settings({"mode": "push", "integrity": "sample"})
+    assert caught.value.reason is Reason.UNSUPPORTED
