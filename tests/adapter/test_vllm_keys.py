@@ -15,9 +15,10 @@ from kvferry.handoff.wire.bootstrap import id_in_epoch
 from kvferry.handoff.wire.client import ask
 from kvferry.handoff.wire.keys import make_keys
 from kvferry.handoff.wire.trust import Trust
+from kvferry.integrations.vllm.scheduler.params import parse_params
 from kvferry.integrations.vllm.settings import parse_settings, trust_of
 
-from .scheduler_requests import FULL, PROMPT, allocated, kept, next_step, request, run_prefill
+from .scheduler_requests import FULL, PROMPT, allocated, kept, next_step, request, run_prefill, scheduled
 
 HOST = "127.0.0.1"
 ELSEWHERE = "203.0.113.1"
@@ -156,3 +157,24 @@ def test_a_push_takes_the_offer_of_an_engine_with_the_same_keys_only(make_role: 
     refused = stranger._destination._expected["d"]
     assert isinstance(refused, HandoffError)
     assert refused.reason is Reason.PERMISSION_DENIED
+
+
+def test_a_request_whose_name_no_decode_engine_takes_does_not_end_the_prefill_engine(
+    make_role: Any, folder: str
+) -> None:
+    """A client chooses the name, in the header X-Request-Id."""
+    prefill = make_role(FULL, keys=folder)
+    ours = request(PROMPT, {"do_remote_decode": True}, "a\x85b")
+    prefill.on_new_request(ours)
+    prefill.update_state_after_alloc(ours, allocated([5, 4, 3, 2, 1]), 0)
+    prefill.build_connector_meta(scheduled({ours.request_id: 80}, {ours.request_id: ([5, 4, 3, 2, 1],)}))
+    ours.num_computed_tokens = ours.num_prompt_tokens
+    assert prefill.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True) is not None
+
+
+def test_an_address_in_brackets_is_a_host(make_role: Any, folder: str) -> None:
+    prefill = make_role(FULL, keys=folder, advertised_host="[fd00::1]")
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
+    assert params is not None
+    assert parse_params(params, "d").hold(is_trusted=True).host == "[fd00::1]"
+    assert params["kvferry"]["signature"]

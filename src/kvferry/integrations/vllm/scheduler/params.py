@@ -6,12 +6,13 @@ fields are under ``kvferry``.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 
-from kvferry.errors import HandoffError, Reason
+from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.handoff.holds import Hold
 from kvferry.handoff.messages import (
@@ -45,7 +46,7 @@ Signature = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2})*\Z", max_length
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 # Names go into log lines and messages: no control characters, and no surrogates, which no message can carry.
 Name = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z", max_length=MAX_IDENTIFIER_LENGTH)]
-Host = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z._:%-]+\Z", max_length=MAX_HOST_LENGTH)]
+Host = Annotated[str, msgspec.Meta(pattern=r"^(\[[0-9A-Za-z._:%-]+\]|[0-9A-Za-z._:%-]+)\Z", max_length=MAX_HOST_LENGTH)]
 
 
 class Ferry(msgspec.Struct, frozen=True):
@@ -138,7 +139,9 @@ def answer_params(
         },
     }
     if (keys := state.trust.keys) is not None:
-        answer["kvferry"]["signature"] = keys.sign(signed_bytes(msgspec.convert(answer, RemoteParams))).hex()
+        with suppress(KVFerryError):  # a client may choose a name that no decode engine takes
+            parsed = parse_params(answer, hold.handle.request_id)
+            answer["kvferry"]["signature"] = keys.sign(signed_bytes(parsed)).hex()
     return answer
 
 
