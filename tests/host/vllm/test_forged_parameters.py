@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 
 from .engine_pool import Engine, EnginePool, Reference, RequestFailed, completion_body, fresh_salt, post
-from .handoffs import Handoffs, Pair, check_tokens, for_pairs, random_prompt
+from .handoffs import Handoffs, Pair, check_tokens, random_prompt
 
 pytestmark = pytest.mark.vllm
 Params = dict[str, Any]
 
+# The decode engine caches prefixes, and fails a request whose load fails.
+PAIR = Pair("gqa-forged", "gqa-tp1-other", "gqa-tp1")
+on_a_pair = pytest.mark.parametrize(
+    "pair", [pytest.param(PAIR, id=PAIR.name, marks=pytest.mark.engines(PAIR.prefill, PAIR.decode))]
+)
 NUM_TOKENS, RANDOM_SECONDS = 300, 60.0
 AT_ONCE_SECONDS = 2.0
 
@@ -99,7 +104,7 @@ def ask(engine: Engine, prompt: list[int], params: Params, salt: str) -> tuple[l
         return None, failed.status, failed.text
 
 
-@for_pairs("gqa-1-1")
+@on_a_pair
 @pytest.mark.parametrize("name", BY_HAND)
 def test_a_forgery_is_refused_and_leaves_nothing_behind(
     name: str, handoffs: Handoffs, pair: Pair, reference: Reference
@@ -155,7 +160,7 @@ def random_forgery(ours: Params, theirs: Params, numbers: random.Random) -> Para
     return ours
 
 
-@for_pairs("gqa-1-1")
+@on_a_pair
 def test_random_forgeries_give_right_tokens_or_an_error(handoffs: Handoffs, pair: Pair, reference: Reference) -> None:
     numbers, seen = random.Random(5), Counter[int]()
     prompt, other_prompt = random_prompt(910, NUM_TOKENS), random_prompt(911, NUM_TOKENS)
@@ -185,8 +190,8 @@ def test_random_forgeries_give_right_tokens_or_an_error(handoffs: Handoffs, pair
     assert seen[500] > 5
 
 
-@for_pairs("gqa-1-1")
-def test_a_list_of_prompts_is_a_400_and_holds_nothing(handoffs: Handoffs) -> None:
+@on_a_pair
+def test_a_list_of_prompts_is_a_400_and_holds_nothing(pair: Pair, handoffs: Handoffs) -> None:
     """On both engines, streaming or not; a hold that the parameters name is released at once."""
     prompts = [random_prompt(920 + index, NUM_TOKENS) for index in range(3)]
     logs_before = handoffs.log_ends()
@@ -201,8 +206,8 @@ def test_a_list_of_prompts_is_a_400_and_holds_nothing(handoffs: Handoffs) -> Non
     handoffs.check_released(logs_before)
 
 
-@for_pairs("gqa-1-1")
-def test_parameters_that_are_no_object_do_not_end_the_engine(handoffs: Handoffs) -> None:
+@on_a_pair
+def test_parameters_that_are_no_object_do_not_end_the_engine(pair: Pair, handoffs: Handoffs) -> None:
     """``vllm_xargs`` brings any value to the scheduler, which takes it for a dictionary."""
     for engine in (handoffs.prefill, handoffs.decode):
         body = completion_body([5, 6, 7], 2, fresh_salt(), vllm_xargs={"kv_transfer_params": "text"})
