@@ -102,6 +102,7 @@ def fail(request_id: str, reason: Reason) -> None:
         (Reason.LEASE_EXPIRED, 503, True),
         (Reason.MODEL_MISMATCH, 500, False),
         (Reason.INVALID_REQUEST, 400, False),
+        (Reason.WRONG_PARAMETERS, 400, False),
     ],
 )
 def test_the_client_learns_why_a_load_failed_and_whether_to_send_the_request_again(

@@ -30,7 +30,9 @@ ARRIVAL_SECONDS = 0.5
 REQUEST_ID = b"x-request-id"
 UNEXPLAINED = "Internal server error"
 EVENT = b"data: "
-_REFUSED = frozenset((Reason.MALFORMED_MESSAGE, Reason.INVALID_REQUEST, Reason.PERMISSION_DENIED))
+_REFUSED = frozenset(
+    (Reason.MALFORMED_MESSAGE, Reason.INVALID_REQUEST, Reason.WRONG_PARAMETERS, Reason.PERMISSION_DENIED)
+)
 """Reasons that lie in what the request says of its prompt and its prefill engine."""
 
 
