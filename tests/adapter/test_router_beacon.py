@@ -1,5 +1,6 @@
 """Registration with a router that sends to both engines at once, and the addresses in the router's request ids."""
 
+import socket as socket_module
 import time
 from contextlib import suppress
 from typing import Any
@@ -26,14 +27,16 @@ def test_an_engine_registers_with_the_router_again_and_again() -> None:
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     with socket:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        beacon = RouterBeacon(f"127.0.0.1:{port}", "P", "127.0.0.1:8100", PLACE, tp_size=2)
+        api_server = socket_module.create_server(("127.0.0.1", 0))
+        address = f"127.0.0.1:{api_server.getsockname()[1]}"
+        beacon = RouterBeacon(f"127.0.0.1:{port}", "P", address, PLACE, tp_size=2)
         try:
             for _ in range(2):
                 assert socket.poll(5000)
                 message = msgspec.msgpack.decode(socket.recv_multipart()[1])
                 assert message == {
                     "type": "P",
-                    "http_address": "127.0.0.1:8100",
+                    "http_address": address,
                     "zmq_address": PLACE,
                     "dp_size": 1,
                     "tp_size": 2,
@@ -41,6 +44,23 @@ def test_an_engine_registers_with_the_router_again_and_again() -> None:
                 }
         finally:
             beacon.close()
+            beacon.close()
+            api_server.close()
+
+
+def test_an_engine_registers_once_its_api_server_listens() -> None:
+    """The router sends requests at once, and they would fail."""
+    with socket_module.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+    with zmq.Context.instance().socket(zmq.ROUTER) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        beacon = RouterBeacon(f"127.0.0.1:{port}", "P", address, PLACE, tp_size=1)
+        try:
+            assert not socket.poll(1500)
+            host, _, http_port = address.partition(":")
+            with socket_module.create_server((host, int(http_port))):
+                assert socket.poll(5000)
+        finally:
             beacon.close()
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import queue
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ from vllm.v1.engine.core import EngineShutdownState
 
 from kvferry.cli import drain as drain_module
 from kvferry.cli.main import app
-from kvferry.handoff.messages import Drain, Release
+from kvferry.handoff.messages import Drain, RankEntry, Release
 from kvferry.handoff.wire.keys import make_keys
+from kvferry.integrations.vllm.scheduler import push as push_module
 
 from .scheduler_requests import FULL, PROMPT, allocated, handle_of, kept, next_step, request, run_prefill
 
@@ -67,6 +69,25 @@ def test_a_draining_engine_refuses_pushes_of_new_prompts_and_goes_on_with_others
         assert asked(role, begin=True) == (True, 1, 0)
     orders = next_step(role)
     assert (orders.refused_transfers, orders.ended_transfers) == (["new"], [])
+
+
+def test_an_engine_that_registers_with_a_router_takes_prompts_until_the_router_has_forgotten_it(
+    make_role: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push_module, "FORGOTTEN_SECONDS", 0.5)
+    places = {"router_address": "127.0.0.1:1", "http_address": "127.0.0.1:2"}
+    role = make_role(FULL, mode="push", kv_role="kv_producer", **places)
+    role.publish([RankEntry(0, 0, b"", {}, 0, 0)])
+    assert asked(role, begin=True) == (False, 0, 0)
+    assert asked(role, begin=True) == (False, 0, 0), "asking again does not begin anew"
+    ours = request(PROMPT, {"do_remote_decode": True, "transfer_id": "sent by the router"}, "r")
+    role.update_state_after_alloc(ours, allocated(BLOCKS), 0)
+    deadline = time.monotonic() + 5
+    while not asked(role)[0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert next_step(role).refused_transfers == []
+    assert asked(role) == (True, 1, 0)
 
 
 def test_the_loads_of_a_decode_engine_are_waited_for(make_role: Any) -> None:

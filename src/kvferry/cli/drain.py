@@ -40,13 +40,13 @@ def drain(
     with progress(f"draining {engine}") as announce:
         try:
             found = ask_drain(engine, keys, begin=True)
-            while _num_left(found) and time.monotonic() < began_at + timeout:
+            while not _is_drained(found) and time.monotonic() < began_at + timeout:
                 announce(f"draining {engine}: {in_words(found)}")
                 time.sleep(POLL_SECONDS)
                 found = ask_drain(engine, keys, begin=True)
         except KVFerryError as error:
             refuse(error, as_json)
-    _end(found, as_json, time.monotonic() - began_at, is_well=not _num_left(found))
+    _end(found, as_json, time.monotonic() - began_at, is_well=_is_drained(found))
 
 
 def ready(engine: Engine, keys: KeysFolder = None, as_json: AsJson = False) -> None:
@@ -112,8 +112,9 @@ def in_words(found: Draining) -> str:
     return f"{'drains' if found.is_draining else 'ready'}, {counts}"
 
 
-def _num_left(found: Draining) -> int:
-    return found.num_holds + found.num_loads
+def _is_drained(found: Draining) -> bool:
+    """Return whether nothing is left. An engine that registers with a router drains some seconds after it was told."""
+    return found.is_draining and not found.num_holds + found.num_loads
 
 
 def _end(found: Draining, as_json: bool, seconds: float, *, is_well: bool) -> NoReturn:

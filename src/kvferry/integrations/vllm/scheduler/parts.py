@@ -69,9 +69,9 @@ class Source(Protocol):
         """The engine answers handshakes in this epoch from now on."""
         return
 
-    def withdraw(self) -> None:
-        """The engine drains: tell routers of it no longer. Twice is fine."""
-        return
+    def withdraw(self) -> float:
+        """The engine drains: tell routers of it no longer. Return for how many seconds they may still send to it."""
+        return 0.0
 
     def close(self) -> None:
         """Stop answering; twice is fine."""

@@ -17,7 +17,7 @@ from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Of
 from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cached_windows, held_blocks
 from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params, prompt_digest, token_ids_of
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
-from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_zmq_address
+from kvferry.integrations.vllm.scheduler.router_beacon import FORGOTTEN_SECONDS, RouterBeacon, encode_zmq_address
 from kvferry.integrations.vllm.step import PromptLoad, PushedPrompt
 from kvferry.layout.group import CacheKind
 from kvferry.peer_log import PeerLog
@@ -132,10 +132,12 @@ class PushSource(Source):
                 settings.router_address, kind, settings.http_address, zmq_address, state.tp_size
             )
 
-    def withdraw(self) -> None:
+    def withdraw(self) -> float:
         self._is_withdrawn = True
-        if self._beacon is not None:
-            self._beacon.close()
+        if self._beacon is None:
+            return 0.0
+        self._beacon.close()
+        return FORGOTTEN_SECONDS
 
     def close(self) -> None:
         """Stop answering bootstrap queries and stop the beacon."""

@@ -105,6 +105,7 @@ class SchedulerRole:
         self._loading: dict[str, Sequence[Sequence[int]]] = {}
         self._quarantine = Quarantine(state.kept_blocks, self._num_ranks)
         self._directory: Directory | None = None
+        self._drains_at: float | None = None
         self._secret = secrets.token_bytes(SECRET_BYTES)
         port = control_port(settings.port, parallel.data_parallel_index)
         self._server = Server(settings.host, port, self._answer, self._keep_up, trust.keys)
@@ -355,6 +356,7 @@ class SchedulerRole:
         """Renew leases and end holds while the engine sleeps or a step takes long."""
         self._state.leases.keep()
         with self._state.holds_lock:
+            self._drain_in_time()
             self._expire_holds()
         self._wake_for_ended()
 
@@ -405,14 +407,20 @@ class SchedulerRole:
 
     def _answer_drain(self, question: Drain) -> Draining:
         state, holds = self._state, self._state.holds
+        if question.begin and self._drains_at is None:
+            # What a router sends before it has forgotten this engine must not fail.
+            self._drains_at = time.monotonic() + self._source.withdraw()
         with state.holds_lock:
-            if question.begin and not holds.is_draining:
-                holds.drain()
-                logger.info("kvferry: draining: no more prompts are held; %d are left.", holds.num_holds)
+            self._drain_in_time()
             drains, num_holds = holds.is_draining, holds.num_holds
-        if drains:
-            self._source.withdraw()
         return Draining(state.engine_id, state.epoch, drains, num_holds, state.leases.num_requests)
+
+    def _drain_in_time(self) -> None:
+        """Hold no more prompts once routers have forgotten this engine; the caller has the lock."""
+        holds = self._state.holds
+        if self._drains_at is not None and time.monotonic() >= self._drains_at and not holds.is_draining:
+            holds.drain()
+            logger.info("kvferry: draining: no more prompts are held; %d are left.", holds.num_holds)
 
     def _answer_still_writing(self, question: StillWriting) -> Noted:
         # The secret names this process; the epoch of a report may be that of before a reset of the cache.

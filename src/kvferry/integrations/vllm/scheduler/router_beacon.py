@@ -1,11 +1,14 @@
 """Registers this engine with vllm-router, in the one mode in which the router sends to both engines at once.
 
 With ``--kv-connector moriio --vllm-discovery-address`` each engine sends the router a message about once a second, and
-the router forgets an engine after five seconds without one. The router puts an engine's ``zmq_address`` into the id of
-every request, to both engines: so it has the bootstrap address, and the engine's id with its epoch.
+the router forgets an engine after five seconds without one. The first message waits until the engine's API server
+listens, which is seconds after its scheduler has started: the router would send requests to it at once. The router puts
+an engine's ``zmq_address`` into the id of every request, to both engines: so it has the bootstrap address, and the
+engine's id with its epoch.
 """
 
 import re
+import socket
 import threading
 from contextlib import suppress
 
@@ -13,9 +16,11 @@ import msgspec
 import zmq
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.handoff.wire.addresses import in_url, is_ipv6
+from kvferry.handoff.wire.addresses import bare, in_url, is_ipv6
 
 BEAT_SECONDS = 1.0
+FORGOTTEN_SECONDS = 6.0
+"""How long a router may still send requests to an engine that registers no longer."""
 MAX_REQUEST_ID = 4096
 """Longest request id that is parsed: two addresses with the longest host names and engine ids are shorter."""
 _ADDRESS = re.compile(r"host:([^,]+),handshake:([0-9]+),notify:[0-9]+,engine:(.+)", re.DOTALL)
@@ -61,6 +66,7 @@ class RouterBeacon:
             "transfer_mode": "WRITE",
         }
         self._message = msgspec.msgpack.encode(registration)
+        self._http_address = http_address
         self._stop = threading.Event()
         # A context of its own: zmq looks the router's name up on the thread that serves all sockets of a context.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -88,7 +94,24 @@ class RouterBeacon:
 
     def _run(self) -> None:
         with self._context, self._socket:
+            is_served = False
             while not self._stop.is_set():
-                with suppress(zmq.Again):
-                    self._socket.send(self._message, zmq.NOBLOCK)
+                is_served = is_served or listens(self._http_address)
+                if is_served:
+                    with suppress(zmq.Again):
+                        self._socket.send(self._message, zmq.NOBLOCK)
                 self._stop.wait(BEAT_SECONDS)
+
+
+def listens(address: str) -> bool:
+    """Return whether ``host:port`` accepts a connection within a second.
+
+    >>> listens("127.0.0.1:1"), listens("no address")
+    (False, False)
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((bare(host), int(port)), BEAT_SECONDS).close()
+    except (OSError, ValueError):
+        return False
+    return True
