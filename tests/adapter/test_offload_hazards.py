@@ -211,8 +211,12 @@ def test_blocks_that_vllm_does_not_give_cost_one_request(
     engine.check_at_rest()
 
 
-def test_fewer_tokens_than_promised_are_loaded(make_engine: MakeEngine) -> None:
-    engine = make_engine(host_blocks=60)
+@pytest.mark.parametrize(("num_tokens", "num_loaded"), [(64, 64), (70, 0)])
+def test_fewer_tokens_than_promised_are_loaded_in_whole_blocks(
+    num_tokens: int, num_loaded: int, make_engine: MakeEngine
+) -> None:
+    """A part of a block has no key of its own: its tokens would be taken for loaded."""
+    engine = make_engine({"failure_policy": "recompute"}, host_blocks=60)
     engine.add("first", prompt_of(1, 2))
     engine.run()
     crowd_out(engine)
@@ -220,12 +224,12 @@ def test_fewer_tokens_than_promised_are_loaded(make_engine: MakeEngine) -> None:
 
     def ask_for_less(request: Any, num_computed_tokens: int) -> Any:
         number, is_async = ask(request, num_computed_tokens)
-        return min(number or 0, 64), is_async
+        return min(number or 0, num_tokens), is_async
 
     connector.get_num_new_matched_tokens = ask_for_less  # type: ignore[method-assign, union-attr]
     engine.add("second", prompt_of(1, 2))
     engine.run()
-    assert (engine.loaded["second"], engine.computed["second"]) == (64, 32)
+    assert (engine.loaded["second"], engine.computed["second"]) == (num_loaded, 96 - num_loaded)
     engine.check_at_rest()
 
 
@@ -453,6 +457,28 @@ def test_a_reset_ends_what_requests_ask_for(make_engine: MakeEngine) -> None:
     assert stack.snapshot(engine.now)["requests"] == {}
     tier.faults.hangs = False
     engine.run()
+    engine.check_at_rest()
+
+
+def test_a_waiting_request_whose_tokens_change_is_promised_blocks_of_the_new_ones(make_engine: MakeEngine) -> None:
+    """A session with streaming input cuts its hashes and goes on with other tokens, here while it waits for a disk."""
+    engine, tier = with_tier(make_engine)
+    engine.add("other", prompt_of(1, 7))
+    engine.run()
+    crowd_out(engine)
+    tier.faults.hangs = True
+    request = engine.add("second", prompt_of(1, 2))
+    engine.step()
+    assert request.prompt_token_ids is not None
+    request.prompt_token_ids[:] = request._all_token_ids[:] = prompt_of(1, 7)
+    del request.block_hashes[3:]
+    request.update_block_hashes()
+    engine.now += 0.5
+    engine.step()
+    tier.faults.hangs = False
+    engine.run()
+    assert engine.loaded["second"] > 48, "more than both prompts have; the first question's blocks take room"
+    assert "refused_loads" not in engine.role.snapshot()["counts"]
     engine.check_at_rest()
 
 

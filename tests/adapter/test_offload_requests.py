@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from vllm.v1.request import RequestStatus
 
 from kvferry.errors import Reason, SettingsError, TierError
 from kvferry.integrations.vllm.offload_names import BlockNames
@@ -298,6 +299,19 @@ def test_the_end_of_a_request_is_a_use_of_its_blocks_of_the_first_ones_last(make
     assert tiers.stack.is_missing(keys[:10]).tolist() == [False] * 6 + [True] * 4
 
 
+def test_a_request_that_ends_without_blocks_stores_nothing(make_engine: Callable[..., Engine]) -> None:
+    """VLLM has taken them back: the request was preempted in a step before its end was known."""
+    engine = make_engine(host_blocks=60)
+    request = engine.add("first", PROMPT, max_tokens=40)
+    engine.role._stores.max_kept = 0
+    for _ in range(3):
+        engine.step()
+    engine.role._stores.max_kept = 20
+    request.status = RequestStatus.FINISHED_STOPPED
+    assert engine.role.request_finished(request, [[]]) == (False, None)
+    assert engine.role.snapshot()["stores"] == 0
+
+
 def test_stores_keep_no_more_than_their_share_of_the_engines_blocks(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,8 +320,14 @@ def test_stores_keep_no_more_than_their_share_of_the_engines_blocks(
     for _ in range(20):
         engine.step(ends_copies=False)
         assert engine.role.snapshot()["kept_blocks"] <= 10
-    engine.role._stores.max_kept = 2
+    engine.end_copies()
+    engine.run()
+    engine.role._stores.max_kept = 7
     engine.add("second", prompt_of(3, 4), max_tokens=40)
+    engine.add("third", prompt_of(5, 6))
+    for _ in range(4):  # twelve blocks in one step, and further offers while none of them has been copied
+        engine.step(ends_copies=False)
+        assert engine.role.snapshot()["kept_blocks"] <= 7
     engine.run()
     assert engine.role.snapshot()["counts"]["deferred_blocks"] > 0
     crowd_out(engine)
@@ -564,6 +584,13 @@ def test_keys_follow_hashes_that_are_cut_and_go_on_otherwise() -> None:
         blocks.update(hashes)
         assert blocks.keys == [names.keys(group, hashes[1::2]) for group in range(2)]
         assert blocks.num_offered == offered
+
+
+def test_a_request_has_keys_up_to_where_every_group_has_them() -> None:
+    groups = stored_groups([FULL, GroupShape(CacheKind.ATTENTION, 32)], 0, 16)
+    blocks = RequestBlocks(groups, BlockNames(bytes(14), {}))
+    blocks.update([bytes([number]) * 32 for number in range(3)])
+    assert ([len(keys) for keys in blocks.keys], blocks.num_tokens) == ([3, 1], 32)
 
 
 @pytest.mark.parametrize(
