@@ -17,7 +17,8 @@ def move_labels(handoffs: Handoffs, num_tokens: int) -> list[dict[str, Any]]:
     """
     prompt, salt = random_prompt(num_tokens, num_tokens), fresh_salt()
     params = handoffs.prefill.prefill(prompt, salt)
-    handoffs.prefill.call("oracle_label", {"block_ids": params["remote_block_ids"], "nonce": salt})
+    held = {"block_ids": params["remote_block_ids"], "num_tokens": params["kvferry"]["num_tokens"]}
+    handoffs.prefill.call("oracle_label", {**held, "nonce": salt})
     handoffs.decode.call("oracle_remember", {"nonce": salt})
     handoffs.decode.decode(prompt, params, 1, salt, dp_rank=0)
     return handoffs.decode.call("oracle_find", {"num_tokens": num_tokens, "nonce": salt})
