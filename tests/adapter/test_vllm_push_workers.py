@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.logging_utils.dump_input import prepare_object_to_dump
 from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -163,6 +164,23 @@ def test_a_rank_of_a_draining_engine_refuses_announcements_by_that_reason(
     assert workers.finished() == ({"r"}, {"r"})
     assert "[draining]" in caplog.text
     assert "to another prefill engine" in caplog.text
+
+
+def test_a_load_that_ends_while_the_engine_is_paused_for_new_weights_fails(workers: Workers) -> None:
+    """The engine collects nothing while it is paused: the load is done, and its prompt is of the former weights."""
+    workers.announce()
+    workers.compute(END)
+    wait_until(lambda: not workers.receiver._rank.executor._results.empty())
+    workers.step([workers.receiver], StepMetadata(outdated=["r"]))
+    assert workers.finished() == ({"r"}, {"r"})
+    workers.announce()
+    assert workers.receiver._outdated == set(), "a later load under this id is another one"
+
+
+def test_the_secret_of_reports_is_in_no_log_of_a_failed_step() -> None:
+    orders = StepMetadata(engine=EngineEndPoint(EndPoint(HOST, 1, 7), b"unguessable"))
+    assert HOST in prepare_object_to_dump(orders)
+    assert "unguessable" not in prepare_object_to_dump(orders)
 
 
 def test_a_prompt_in_chunks_is_received_once_all_ranks_have_pushed(workers: Workers) -> None:

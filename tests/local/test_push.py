@@ -24,6 +24,7 @@ from kvferry.handoff.push.sender import END, BlockList, Prompt
 from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.client import Exchange
 from kvferry.handoff.wire.server import Server
+from kvferry.handoff.wire.trust import Trust
 from kvferry.transport.faults import FaultPlan
 
 from .engines_in_process import BLOCK_SIZE, HEADS, HOST, IDENTITY, LAYERS, Rank
@@ -459,11 +460,27 @@ def test_a_host_refuses_only_where_it_says_so(monkeypatch: pytest.MonkeyPatch) -
     """Not a name that cannot be looked up now, and not silence."""
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
-        assert not nothing_listens(HOST, port, SECONDS)
-    assert nothing_listens(HOST, port, SECONDS)
-    assert not nothing_listens("no-such-host.invalid", port, SECONDS)
+        assert not nothing_listens([HOST], port, SECONDS)
+    assert nothing_listens([HOST], port, SECONDS)
+    assert not refuses_soon(Peers(), EndPoint("no-such-host.invalid", port, 7))
     monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError))
-    assert not nothing_listens(HOST, port, SECONDS)
+    assert not nothing_listens([HOST], port, SECONDS)
+
+
+def refuses_soon(known: Peers, where: EndPoint) -> bool:
+    """Return what a look at the peer has found, once the look has ended."""
+    wait_until(lambda: known._probe(where) is not None)
+    return known.refuses(where)
+
+
+def test_a_peer_is_looked_at_only_where_this_engine_may_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer's introduction names the address: a rank would try any port of any host for it."""
+    connects = Mock(side_effect=ConnectionRefusedError)
+    monkeypatch.setattr(socket, "create_connection", connects)
+    assert not refuses_soon(Peers(), EndPoint("192.0.2.1", 22, 7))
+    assert not connects.called
+    assert refuses_soon(Peers(Trust(allowed_hosts=["192.0.2.0/24"])), EndPoint("192.0.2.1", 22, 7))
+    assert [call.args[0] for call in connects.call_args_list] == [("192.0.2.1", 22)]
 
 
 def test_several_requests_and_samples_at_once(engines: Pairs) -> None:

@@ -17,7 +17,7 @@ from kvferry.execution import source_engines as module
 from kvferry.execution.guard_words import Held
 from kvferry.execution.job import Phase
 from kvferry.execution.read import Read
-from kvferry.handoff.messages import PROTOCOL_VERSION, Handle, Noted
+from kvferry.handoff.messages import FIRST_WEIGHTS, PROTOCOL_VERSION, Handle, Noted
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire import background
 from kvferry.layout.named_layouts import NamedLayout
@@ -473,7 +473,7 @@ def test_a_failure_without_a_waiting_request_does_not_affect_a_later_request(
     prefill.may_answer.clear()
     assert decode.engines.get(prefill.hold()) is None
     prefill.may_answer.set()
-    handshake = decode.engines._handshakes._known[prefill.hold().engine]
+    handshake = decode.engines._handshakes._known[(*prefill.hold().engine, FIRST_WEIGHTS)]
     handshake._thread.join(20)
     prefill.answer = lambda question: prefill.directory()
     time.sleep(0.15)
@@ -486,7 +486,7 @@ def test_forgotten_failures_do_not_gather(decode: DecodeRank, monkeypatch: pytes
         hold = RemoteHold("p", EPOCH, "no such host", 5600 + number, Handle("a", GENERATION))
         with suppress(KVFerryError):
             decode.engines.get(hold)
-        decode.engines._handshakes._known[hold.engine]._thread.join(20)
+        decode.engines._handshakes._known[(*hold.engine, FIRST_WEIGHTS)]._thread.join(20)
         time.sleep(0.001)
     assert len(decode.engines._handshakes) == 1
 
@@ -501,11 +501,11 @@ def test_an_abandoned_handshake_is_dropped(
     try:
         assert decode.engines.get(prefill.hold()) is None
         prefill.may_answer.set()
-        decode.engines._handshakes._known[prefill.hold().engine]._thread.join(20)
+        decode.engines._handshakes._known[(*prefill.hold().engine, FIRST_WEIGHTS)]._thread.join(20)
         monkeypatch.setattr(background, "UNCLAIMED_SECONDS", 0.0)
         time.sleep(0.001)
         assert decode.engines.get(other.hold()) is None
-        assert list(decode.engines._handshakes._known) == [other.hold().engine]
+        assert list(decode.engines._handshakes._known) == [(*other.hold().engine, FIRST_WEIGHTS)]
     finally:
         other.close()
 
@@ -581,3 +581,16 @@ def test_a_suspected_engine_is_handshaken_anew(prefill: PrefillEngine, decode: D
     decode.engines.suspect(prefill.hold())
     assert decode.engine(prefill.hold()) is not former
     assert prefill.num_handshakes == 2
+
+
+def test_a_handshake_that_runs_during_a_reset_does_not_count_for_the_new_weights(
+    prefill: PrefillEngine, decode: DecodeRank
+) -> None:
+    """It has compared the prefill engine's weights with those of before."""
+    prefill.may_answer.clear()
+    assert decode.engines.get(prefill.hold()) is None
+    decode.engines.forget_all("step-12")
+    prefill.may_answer.set()
+    refused = decode.refusal(prefill.hold())
+    assert refused.reason is Reason.MODEL_MISMATCH
+    assert "prefill has 'default', decode has 'step-12'" in str(refused)

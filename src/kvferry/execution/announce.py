@@ -367,7 +367,7 @@ class Announcer:
         self._answer_seconds = answer_seconds
         self.transports, self.fence_seconds = transports, fence_seconds
         self.keeps_events = keeps_events
-        self.peers = Peers()
+        self.peers = Peers(client.trust)
         self.num_fences = 0
         self._numbers = count(1)
         self._pushes: dict[int, AwaitedPush] = {}

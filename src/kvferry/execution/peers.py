@@ -4,6 +4,7 @@ from kvferry.errors import KVFerryError
 from kvferry.handoff.messages import Bounded, EndPoint
 from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
+from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.transport.end_points import ProcessIdentity
 from kvferry.transport.processes import Process, hold_process, is_visible
 
@@ -21,7 +22,9 @@ class Peers:
     firewall refuses too. Only the kernel of this host proves that a process has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trust: Trust = THIS_MACHINE) -> None:
+        """A peer is probed only at an address to which ``trust`` lets this engine connect."""
+        self._trust = trust
         self._probes: BackgroundCalls[EndPoint, bool] = BackgroundCalls("probe")
         self._processes: Bounded[ProcessIdentity, Process | None] = Bounded(MAX_PROCESSES)
 
@@ -66,4 +69,8 @@ class Peers:
         return identity is not None and not is_visible(identity)
 
     def _probe(self, where: EndPoint) -> BackgroundCall[bool] | None:
-        return self._probes.get(where, lambda: nothing_listens(where.host, where.port, PROBE_SECONDS))
+        return self._probes.get(where, lambda: self._nothing_listens(where))
+
+    def _nothing_listens(self, where: EndPoint) -> bool:
+        addresses = self._trust.addresses(where.host, where.port, self._trust.keys is not None)
+        return nothing_listens(addresses, where.port, PROBE_SECONDS)

@@ -150,7 +150,8 @@ class SourceEngines:
         self._timeout_seconds = timeout_seconds
         self._stage, self._strategy = stage, strategy
         self._engines: dict[tuple[str, int, int], SourceEngine] = {}
-        self._handshakes: BackgroundCalls[tuple[str, int, int], Directory] = BackgroundCalls("handshake")
+        # By this rank's weights too: a handshake that runs during a reset compares with those of before.
+        self._handshakes: BackgroundCalls[tuple[str, int, int, str], Directory] = BackgroundCalls("handshake")
         # Weak keys: an engine is forgotten with its handshake.
         self._connecting: WeakKeyDictionary[BackgroundCall[Directory], SourceEngine] = WeakKeyDictionary()
         self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
@@ -166,15 +167,20 @@ class SourceEngines:
         if key in self._engines:
             self._engines[key] = self._engines.pop(key)  # to the end: used last
             return self._engines[key]
-        handshake = self._handshakes.get(key, lambda: self._fetch(hold))
+        weights_version = self._weights_version
+        handshake = self._handshakes.get((*key, weights_version), lambda: self._fetch(hold, weights_version))
         if handshake is None:
             return None
         engine = self._build(handshake)
         if engine is None:
             return None
-        self._handshakes.forget(key)
+        self._handshakes.forget((*key, weights_version))
         self._make_room(hold)
         self._engines[key] = engine
+        if weights_version != self._weights_version:
+            # The reset, on another thread, may not have seen the engine.
+            self._forget(key)
+            return None
         return engine
 
     def suspect(self, hold: RemoteHold) -> None:
@@ -233,7 +239,7 @@ class SourceEngines:
         route = Route(decode_shards(directory), self._shard, links, self._stage, self._strategy)
         return SourceEngine(directory, self._shard, route, self._compares)
 
-    def _fetch(self, hold: RemoteHold) -> Directory:
+    def _fetch(self, hold: RemoteHold, weights_version: str) -> Directory:
         return fetch_directory(
             hold.host,
             hold.port,
@@ -241,7 +247,7 @@ class SourceEngines:
             hold.epoch,
             self._identity,
             self._timeout_seconds,
-            self._weights_version,
+            weights_version,
             self._trust,
             is_trusted=hold.is_trusted,
         )

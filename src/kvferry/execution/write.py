@@ -311,7 +311,7 @@ class Writer:
         self._transports, self._executor, self._client = transports, executor, client
         self._order = order
         self._deferred = DeferredActions(order)
-        self._peers = Peers()
+        self._peers = Peers(client.trust)
         self._sender = Sender()
         self._lock = threading.Lock()
         self._destinations: Bounded[tuple[str, int], DestinationRank] = Bounded(MAX_DESTINATIONS)

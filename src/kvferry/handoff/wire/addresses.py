@@ -2,6 +2,7 @@
 
 import ipaddress
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 
 from kvferry.errors import HandoffError, Reason
@@ -62,15 +63,11 @@ def in_url(host: str) -> str:
     return f"[{bare(host)}]" if is_ipv6(host) else host
 
 
-def nothing_listens(host: str, port: int, timeout_seconds: float) -> bool:
-    """Return whether every address of ``host`` refuses a connection to ``port``.
+def nothing_listens(addresses: Sequence[str], port: int, timeout_seconds: float) -> bool:
+    """Return whether each of these addresses of one host refuses a connection to ``port``.
 
-    A name that cannot be looked up, or an address that does not answer, proves nothing.
+    An address that does not answer says nothing.
     """
-    try:
-        addresses = look_up(host, port)
-    except HandoffError:
-        return False
     for address in addresses:
         try:
             socket.create_connection((address, port), timeout_seconds).close()

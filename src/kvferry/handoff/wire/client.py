@@ -90,7 +90,7 @@ class Client:
     """
 
     def __init__(self, trust: Trust = THIS_MACHINE) -> None:
-        self._trust = trust
+        self.trust = trust
         self._outgoing: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
         self._returned: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -132,7 +132,7 @@ class Client:
     @property
     def knows_peers(self) -> bool:
         """Whether what a peer has said comes from a trusted engine: there are keys, so others are not heard."""
-        return self._trust.keys is not None
+        return self.trust.keys is not None
 
     def collect(self) -> list[Exchange]:
         """Return the exchanges that have ended since the last call."""
@@ -302,9 +302,9 @@ class Client:
             self._remove(link)
             return
         try:
-            address = self._trust.known_address(link.host, link.is_trusted)
+            address = self.trust.known_address(link.host, link.is_trusted)
             if address is None:
-                lookup = self._lookups.get(link.server, partial(self._trust.addresses, *link.server))
+                lookup = self._lookups.get(link.server, partial(self.trust.addresses, *link.server))
                 if lookup is None:
                     link.is_waiting = True
                     self._looked_up.append(link)
@@ -322,7 +322,7 @@ class Client:
         while link.untried:
             address = link.untried.pop(0)
             try:
-                link.connection = connect(address, link.port, protocol.MAX_MESSAGE_BYTES, self._trust.keys)
+                link.connection = connect(address, link.port, protocol.MAX_MESSAGE_BYTES, self.trust.keys)
             except OSError as error:
                 logger.debug("kvferry client: cannot connect to %s:%d: %s", address, link.port, error)
                 continue

@@ -50,7 +50,7 @@ class EngineEndPoint:
     """Where the scheduler of this engine answers its workers, and the ``secret`` that their reports carry."""
 
     where: EndPoint
-    secret: bytes
+    secret: bytes = field(repr=False)  # vLLM logs the orders of a step that fails
 
 
 @dataclass

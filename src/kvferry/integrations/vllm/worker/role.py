@@ -5,6 +5,7 @@ The role does the work that pull and push share; a source part and a destination
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -77,6 +78,7 @@ class WorkerRole:
         self._destination: Destination | None = None
         self._orders: dict[str, PromptLoad] = {}
         self._failed: set[str] = set()
+        self._outdated: set[str] = set()
         self._engine: EngineEndPoint | None = None
         self._num_reports = 0
         ROLES.add(self)
@@ -191,6 +193,8 @@ class WorkerRole:
             self._rank.executor.cancel(request_id, aborted(request_id))
         for request_id in orders.lost:
             self._rank.executor.cancel(request_id, lease_lost(request_id))
+        # A load may have ended, and not been collected, while the engine was paused for new weights.
+        self._outdated |= self._orders.keys() & set(orders.outdated)
         for request_id in orders.outdated:
             self._rank.executor.cancel(request_id, weights_changed(request_id))
 
@@ -219,6 +223,9 @@ class WorkerRole:
                 continue
             received.add(result.job_id)
             self._order.wait_for(result.landing)
+            if result.job_id in self._outdated:
+                self._outdated.discard(result.job_id)
+                result = replace(result, error=result.error or weights_changed(result.job_id))
             self._account(result)
             if result.error is not None:
                 failed.add(result.job_id)
