@@ -122,6 +122,27 @@ def test_a_store_that_failed_while_the_block_leaves() -> None:
     assert index.look_up([A])[1] == [A]
 
 
+def test_a_block_that_leaves_twice_is_absent_until_the_second_removal() -> None:
+    index = PoolIndex(1 << 20)
+    index.leave([b"a"])
+    index.leave([b"a"])
+    index.left([b"a"])
+    assert index.look_up([b"a"])[0].tolist() == [Presence.ABSENT], "the second removal is under way"
+    index.left([b"a"])
+    assert index.look_up([b"a"])[1] == [b"a"]
+
+
+def test_a_block_that_is_being_stored_is_not_forgotten() -> None:
+    """A load of another engine's copy of it may fail meanwhile."""
+    index = PoolIndex(1 << 20)
+    assert index.reserve(b"a", 4000, frozenset())
+    index.forget(b"a")
+    presences, unknown = index.look_up([b"a"])
+    assert (presences.tolist(), unknown) == ([Presence.PENDING], []), "the pool is not asked"
+    index.publish(b"a")
+    assert index.holds(b"a")
+
+
 def test_a_block_of_another_engine_uses_no_room() -> None:
     index = index_with()
     index.reserve(A, SIZE, NOTHING)
