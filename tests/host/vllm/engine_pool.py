@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvferry.handoff.wire.keys import make_keys
 from kvferry.harness.engine_metrics import cache_usage, prompt_tokens
 from kvferry.harness.launch import (
     EngineSettings,
@@ -105,6 +106,8 @@ COMPILED: dict[str, Any] = {
     "variables": {"TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_CI_ENV": "0"},
 }
 
+KEYED_MODELS = ("gemma", "gemma4")
+"""Models whose engines talk over TLS and sign their parameters; those of the others have no keys."""
 MORE_MODELS = ("deepseek", "six", "mqa", "lora", "gemma3n", "gemma4", "gptoss")
 """Models with one engine of each kind: the reference, one rank, two ranks."""
 # Name -> model and what differs from the defaults; the oracle sets ``layers_per_span`` in an engine that runs.
@@ -486,7 +489,14 @@ class EnginePool:
                     for name, own in children.items()
                 ]
             }
-        return moves
+        return moves | ({"keys": str(self.keys_folder())} if model in KEYED_MODELS else {})
+
+    def keys_folder(self) -> Path:
+        """Return the keys that all engines with keys share."""
+        folder = self.folder / "keys"
+        if not folder.exists():
+            make_keys(folder)
+        return folder
 
     def watch_file(self, name: str) -> Path:
         """Return the file to which an engine with both connectors writes what is under way."""

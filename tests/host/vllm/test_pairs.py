@@ -56,6 +56,21 @@ def test_tokens_are_those_of_one_engine_alone(
     assert f"using the {pair.transport} transport" in handoffs.decode.log()
 
 
+@for_pairs("gemma-2-1")
+def test_an_engine_with_keys_loads_nothing_that_nobody_has_signed(pair: Pair, engine_pool: EnginePool) -> None:
+    """All tests of the keyed models show that signed parameters load."""
+    handoffs, prompt = Handoffs.of(pair, engine_pool), random_prompt(77, 200)
+    params, logs_before = handoffs.prefill.prefill(prompt), handoffs.log_ends()
+    assert params["kvferry"]["signature"]
+    unsigned = params | {"kvferry": params["kvferry"] | {"signature": ""}}
+    with pytest.raises(RequestFailed):
+        handoffs.decode.decode(prompt, unsigned, 4)
+    assert "permission-denied" in handoffs.decode.log()[logs_before[1] :]
+    logs_before = handoffs.log_ends()
+    handoffs.decode.decode(prompt, params, 4)
+    handoffs.check_released(logs_before)
+
+
 @for_pairs()
 def test_what_one_request_moves(pair: Pair, engine_pool: EnginePool, record_property: Recorder) -> None:
     """A request of 1000 tokens, alone: each decode rank loads it once, and the ranks' logs say how."""
