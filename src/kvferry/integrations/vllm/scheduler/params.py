@@ -19,7 +19,6 @@ from kvferry.handoff.messages import (
     MAX_IDENTIFIER_LENGTH,
     PROTOCOL_VERSION,
     Handle,
-    Identifier,
     LeaseSeconds,
     Unsigned,
 )
@@ -89,8 +88,8 @@ class RemoteParams(msgspec.Struct, frozen=True):
 class PushParams(msgspec.Struct, frozen=True):
     """The fields of a router that speaks Mooncake's protocol; others are ignored."""
 
-    transfer_id: Identifier
-    remote_engine_id: Identifier
+    transfer_id: Name
+    remote_engine_id: Name
     remote_bootstrap_addr: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
