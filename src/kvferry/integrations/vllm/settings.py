@@ -113,7 +113,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         about(
             "A folder made by `kvferry keys new`: engines then encrypt what they say to each other, hear only engines "
-            "whose certificates they trust, and sign. Needed where `host` is not this machine alone.",
+            "whose certificates they trust, and sign; needed where `host` is not this machine alone.",
             unit="path",
             unset="none",
             page="security.md#keys",
@@ -130,7 +130,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=253)], ...],
         about(
             "Names, addresses and networks (`10.1.0.0/16`) to which the engine connects where a request or a router "
-            "names them, beside this machine and the hosts that a trusted engine has signed. With "
+            "names them, beside this machine and the hosts that a trusted engine has signed; with "
             "`allow_unauthenticated`, none restricts nothing.",
             unset="none",
             page="security.md#where-an-engine-connects",
