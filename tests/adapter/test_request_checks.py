@@ -16,6 +16,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.integrations.vllm.request_checks import check_params, check_requests
+from kvferry.integrations.vllm.scheduler.router_beacon import encode_zmq_address
 
 from .scheduler_requests import FULL, PROMPT, run_prefill
 
@@ -137,8 +138,11 @@ def test_an_older_prefill_engine_is_named_as_such(params: dict[str, Any]) -> Non
     assert refused.value.reason is Reason.PROTOCOL_MISMATCH
 
 
-def serve(params: Any, prompt: Any, config: Any = CONFIG) -> tuple[Any, list[str]]:
-    """Answer a completion request as vLLM does; return the answer and what happened."""
+def serve(params: Any, prompt: Any, config: Any = CONFIG, header: str | None = None) -> tuple[Any, list[str]]:
+    """Answer a completion request as vLLM does; return the answer and what happened.
+
+    ``header`` is the ``X-Request-Id`` of the HTTP request.
+    """
     events: list[str] = []
 
     async def notify(request_id: str, params: Any, **_: Any) -> None:
@@ -155,10 +159,12 @@ def serve(params: Any, prompt: Any, config: Any = CONFIG) -> tuple[Any, list[str
             vllm_config=SimpleNamespace(kv_transfer_config=config), notify_kv_transfer_request_rejected=notify
         ),
         _get_data_parallel_rank=lambda _: None,
+        _base_request_id=GenerateBaseServing._base_request_id,
     )
+    raw_request: Any = SimpleNamespace(headers={} if header is None else {"X-Request-Id": header})
     request: Any = SimpleNamespace(kv_transfer_params=params, prompt=prompt, request_id="r")
     answer = asyncio.run(
-        GenerateBaseServing._with_kv_transfer_rejection_cleanup(serving, create(), request, None)  # type: ignore[arg-type]
+        GenerateBaseServing._with_kv_transfer_rejection_cleanup(serving, create(), request, raw_request)  # type: ignore[arg-type]
     )
     return answer, events
 
@@ -175,6 +181,16 @@ def test_a_list_of_prompts_is_a_400_that_lets_go_at_once(params: dict[str, Any])
             assert serve(given, prompt) == ("completion", ["begun"])
     assert serve({}, ["a", "b"]) == ("completion", ["begun"])
     assert serve({"do_remote_prefill": True}, ["a", "b"], FOREIGN) == ("completion", ["begun"])
+
+
+def test_a_router_that_names_the_prefill_engine_in_the_request_id_is_understood() -> None:
+    """vllm-router with ``--kv-connector moriio`` does so, in a header, and sends no such parameters."""
+    address = encode_zmq_address("127.0.0.1", 8998, 5600, "prefill@7")
+    given = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": None}
+    named = f"___prefill_addr_{address}___decode_addr_host:d_0123"
+    assert serve(given, "a", PUSH, named) == ("completion", ["begun"])
+    answer, _ = serve(given, "a", PUSH, "another id")
+    assert "name no push" in answer.error.message
 
 
 def test_malformed_parameters_are_a_400_within_milliseconds(params: dict[str, Any]) -> None:

@@ -83,8 +83,10 @@ def _around_request(method: Any) -> Any:
         """Answer with an error before the request is begun; vLLM then lets the remote hold go."""
         config = getattr(getattr(serving.engine_client, "vllm_config", None), "kv_transfer_config", None)
         params = getattr(request, "kv_transfer_params", None)
+        # The engine takes the router's id, which may name the prefill engine; the request's own id is vLLM's.
+        request_id = str(serving._base_request_id(raw_request, request.request_id))
         try:
-            check_params(config, params, str(request.request_id), number_of_prompts(getattr(request, "prompt", None)))
+            check_params(config, params, request_id, number_of_prompts(getattr(request, "prompt", None)))
         except HandoffError as error:
             awaitable.close()  # type: ignore[attr-defined]  # a coroutine that never runs
             awaitable = _answer(serving.create_error_response(_refusal(error)))
