@@ -575,7 +575,7 @@ def test_a_whole_prompt_goes_when_it_has_been_computed(engines: Pairs) -> None:
     sender.compute(END, [5, 1])
     assert receiver.result().error is None
     check_arrived(sender, [receiver], [5, 1], [0, 3])
-    [result] = sender.ranks[0].executor.collect()
+    [result] = sender.pushed(1)
     assert [len(batch["spans"]) for batch in result.events["batches"]] == [1]
 
 

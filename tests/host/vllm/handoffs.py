@@ -6,7 +6,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,16 +135,23 @@ COMPARED_PAIRS = tuple(pair.name for pair in PAIRS if pair.is_compared)
 ALL_PAIRS = bool(os.environ.get("KVFERRY_MATRIX"))
 
 
-def for_pairs(*names: str) -> Any:
-    """Parametrize a test over the pairs named, or over all; the argument is ``pair``.
+def over_pairs(pairs: Sequence[Any], engines: Callable[[Any], Sequence[str]]) -> Any:
+    """Parametrize a test over ``pairs``, which need ``engines``; the argument is ``pair``.
 
-    Those of the matrix are left out unless ``make test-matrix`` runs.
+    Only ``make test-matrix`` runs the pairs of the matrix.
     """
+
+    def marks(pair: Any) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.engines(*engines(pair)), *([pytest.mark.matrix] if pair.in_matrix else [])]
+
+    return pytest.mark.parametrize("pair", [pytest.param(pair, id=pair.name, marks=marks(pair)) for pair in pairs])
+
+
+def for_pairs(*names: str) -> Any:
+    """Parametrize a test over the pairs named, or over all; the argument is ``pair``."""
     named = [pair for pair in PAIRS if pair.name in names] if names else PAIRS
     assert not names or len(named) == len(names)
-    chosen = [pair for pair in named if ALL_PAIRS or not pair.in_matrix]
-    params = [pytest.param(pair, id=pair.name, marks=pytest.mark.engines(pair.prefill, pair.decode)) for pair in chosen]
-    return pytest.mark.parametrize("pair", params)
+    return over_pairs(named, lambda pair: (pair.prefill, pair.decode))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from kvferry.tiers.disk.records import RecordHeader, SegmentShape
 from kvferry.tiers.disk.segments import cells_name
 
 from .engine_pool import Engine, EnginePool, Reference, post, tokens_of
-from .handoffs import ALL_PAIRS, Pair, random_prompt
+from .handoffs import Pair, over_pairs, random_prompt
 
 MOST_COMPUTED = 0.1
 """The part of prompts that are stored which an engine may compute."""
@@ -102,10 +102,7 @@ def for_offloads(*names: str) -> Any:
     """
     named = [pair for pair in OFFLOADS if pair.name in names] if names else OFFLOADS
     assert not names or len(named) == len(names)
-    chosen = [pair for pair in named if ALL_PAIRS or not pair.in_matrix]
-    return pytest.mark.parametrize(
-        "pair", [pytest.param(pair, id=pair.name, marks=pytest.mark.engines(pair.stores)) for pair in chosen]
-    )
+    return over_pairs(named, lambda pair: (pair.stores,))
 
 
 def for_shared() -> Any:

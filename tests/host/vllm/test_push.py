@@ -36,6 +36,7 @@ from .handoffs import (
     Pair,
     check_prefix_hits,
     check_tokens,
+    over_pairs,
     random_prompt,
     random_prompts,
     streaming,
@@ -55,9 +56,7 @@ def for_push_pairs(*names: str, matrix: bool = False) -> Any:
     With ``matrix`` over all in the matrix.
     """
     named = [pair for pair in PUSH_PAIRS if not names or pair.name in names or (matrix and ALL_PAIRS)]
-    chosen = [pair for pair in named if ALL_PAIRS or not pair.in_matrix]
-    params = [pytest.param(pair, id=pair.name, marks=pytest.mark.engines(pair.prefill, pair.decode)) for pair in chosen]
-    return pytest.mark.parametrize("pair", params)
+    return over_pairs(named, lambda pair: (pair.prefill, pair.decode))
 
 
 @dataclass(frozen=True)
