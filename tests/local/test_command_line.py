@@ -18,7 +18,10 @@ import typer
 
 from kvferry.cli import doctor
 from kvferry.cli.doctor import Finding, Health
-from kvferry.cli.main import app, main
+from kvferry.cli.main import Commands, app, main
+from kvferry.handoff.messages import Draining
+from kvferry.handoff.wire.keys import make_keys
+from kvferry.handoff.wire.server import Server
 from kvferry.harness import launch
 
 CONFIGS, MODEL = Path(__file__).parents[1] / "pure" / "model_configs", Path("model")
@@ -48,7 +51,7 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     )
     began_at = time.monotonic()
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout
-    assert all(command in output for command in ("demo", "plan", "doctor", "settings", "drain", "ready"))
+    assert all(command in output for command in Commands.functions)
     assert output.splitlines()[-1].strip() == "heavy:"
     assert time.monotonic() - began_at < 10
 
@@ -163,15 +166,81 @@ def test_an_error_is_one_line_with_its_reason(
     assert reason in line
 
 
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ("--model nowhere", "Give --layers, --kv-heads and --head-size in place of --model."),
+        ("--prefill 2", "tp=2"),
+        ("--prefill dp=2", "each data-parallel rank is an engine"),
+        ("--prefill layout=HND", "'LBHNC'"),
+        ("--prefill layout=nhd", "'LBNHC'"),
+    ],
+)
+def test_a_plan_that_is_refused_says_what_to_type(
+    arguments: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = [] if "--model" in arguments else ["--layers", "2", "--kv-heads", "2", "--head-size", "8"]
+    assert exit_code(monkeypatch, "plan", *shape, *arguments.split(), "--json") == 2
+    assert remedy in json.loads(capsys.readouterr().out)["error"]["remedy"]
+
+
 def test_an_error_ends_the_process_without_a_traceback() -> None:
     result = run("demo", "--mode", "teleport")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["dance"], ["doctor", "--loud"]], ids=str)
-def test_an_unknown_command_or_option_is_refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [(["drian"], "'drain'"), (["waltz"], "'waltz'."), (["doctor", "--loud"], "--loud")],
+    ids=str,
+)
+def test_an_unknown_command_or_option_is_refused(
+    arguments: list[str], hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert exit_code(monkeypatch, *arguments) == 2
+    assert hint in capsys.readouterr().err
+
+
+class TestDrainAndReady:
+    """``kvferry drain`` and ``kvferry ready`` ask an engine that somebody has to name rightly."""
+
+    @staticmethod
+    def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, str]:
+        assert exit_code(monkeypatch, *arguments, "--json") == 2
+        error: dict[str, str] = json.loads(capsys.readouterr().out)["error"]
+        return error
+
+    @pytest.mark.parametrize("name", ["127.0.0.1", "host:0", "host:65536", "http://host:5600", "::1:5600", ":5600"])
+    def test_what_is_no_host_and_port_is_refused_with_an_example(
+        self, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        error = self.refusal(capsys, monkeypatch, "ready", name)
+        assert error["reason"] == "invalid-setting"
+        assert "127.0.0.1:5600" in error["remedy"]
+
+    @pytest.mark.parametrize("command", ["ready", "drain"])
+    def test_where_nothing_listens_the_remedy_is_for_whoever_typed_the_command(
+        self, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        error = self.refusal(capsys, monkeypatch, command, f"127.0.0.1:{launch.free_port()}")
+        assert error["reason"] == "peer-unreachable"
+        assert "not those of its API server" in error["remedy"]
+
+    def test_keys_that_do_not_fit_are_named_as_the_option(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        own, other = make_keys(tmp_path / "own"), make_keys(tmp_path / "other")
+        draining = Draining("engine-0", 7, True, 0, 0)
+        for keys, option in ((own, None), (own, other), (None, own)):
+            server = Server("127.0.0.1", 0, lambda _: draining, keys=keys)
+            options = [] if option is None else ["--keys", str(option.folder)]
+            error = self.refusal(capsys, monkeypatch, "ready", f"127.0.0.1:{server.port}", *options)
+            assert error["reason"] == "permission-denied"
+            assert "--keys" in error["remedy"]
+            if keys is None:
+                assert "does not speak TLS" in error["message"]
+            server.close()
 
 
 @pytest.mark.vllm

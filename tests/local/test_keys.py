@@ -69,7 +69,7 @@ def test_a_folder_without_one_of_its_files_is_refused(keys: Keys, name: str) -> 
     (keys.folder / name).unlink()
     error = refusal(keys.folder)
     assert error.reason is Reason.INVALID_SETTING
-    assert name in error.message
+    assert f"{name} cannot be read" in error.message
     assert "kvferry keys new" in error.remedy
 
 
@@ -80,6 +80,7 @@ def test_a_file_that_is_no_key_or_certificate_is_refused_by_name(keys: Keys, nam
     error = refusal(keys.folder)
     assert error.reason is Reason.INVALID_SETTING
     assert name in error.message
+    assert ("the other engine's certificate.pem" in error.remedy) is name.startswith("trusted/")
 
 
 def test_a_certificate_of_another_key_is_refused(keys: Keys, tmp_path: Path) -> None:
@@ -228,6 +229,8 @@ def test_the_command_makes_shows_and_refuses_keys(tmp_path: Path) -> None:
     made = CliRunner().invoke(app, ["keys", "new", folder, "--json"])
     shown = CliRunner().invoke(app, ["keys", "show", folder, "--json"])
     assert made.exit_code == shown.exit_code == 0
+    other = CliRunner().invoke(app, ["keys", "new", str(tmp_path / "other")]).output
+    assert f'"keys": "{tmp_path}/other"' in other.replace("\n", "")
     assert json.loads(made.output) == json.loads(shown.output)
     keys = Keys(folder)
     assert json.loads(shown.output) == {
@@ -236,6 +239,12 @@ def test_the_command_makes_shows_and_refuses_keys(tmp_path: Path) -> None:
         "trusted": {keys.fingerprint: f"{folder}/certificate.pem"},
     }
     assert keys.fingerprint in CliRunner().invoke(app, ["keys", "show", folder]).output
+    (tmp_path / "keys" / "trusted" / "peer.crt").touch()
+    (tmp_path / "keys" / "trusted" / "..data").touch()  # as Kubernetes mounts secrets
+    listed = CliRunner().invoke(app, ["keys", "show", folder]).output.replace("\n", "")
+    assert "does not end in .pem" in listed
+    assert "peer.crt" in listed
+    assert "..data" not in listed
     again = CliRunner().invoke(app, ["keys", "new", folder])
     assert isinstance(again.exception, KVFerryError)
     refused = CliRunner().invoke(app, ["keys", "show", str(tmp_path / "none"), "--json"])

@@ -242,8 +242,11 @@ def test_a_directory_in_use_is_refused(directory: Path, command: list[str]) -> N
 
 @pytest.mark.parametrize("command", [["show"], ["verify"], ["clear", "--yes"]])
 def test_another_directory_is_refused_and_left_alone(tmp_path: Path, command: list[str]) -> None:
-    with pytest.raises(TierError, match="not the directory of a disk tier"):
+    with pytest.raises(TierError, match="no such directory exists") as raised:
         run(command[0], tmp_path / "nowhere", *command[1:])
+    assert "disk_path" in raised.value.remedy
+    with pytest.raises(TierError, match="has no file 'lock'"):
+        run(command[0], tmp_path, *command[1:])
     assert not (tmp_path / "nowhere").exists()
 
 

@@ -94,7 +94,7 @@ def _healthy(findings: list[Finding]) -> bool:
 
 def _print_findings(findings: list[Finding]) -> None:
     colours = {Health.OK: "green", Health.WARNING: "yellow", Health.FAILED: "red"}
-    table = Table("", "health", "found", "what to do", show_lines=False)
+    table = Table("check", "health", "found", "what to do", show_lines=False)
     for finding in findings:
         health = f"[{colours[finding.health]}]{finding.health}[/]"
         table.add_row(finding.name, health, escape(finding.found), escape(finding.advice))
@@ -137,7 +137,12 @@ def check_vllm() -> Iterator[Finding]:
     yield Finding("vLLM", Health.OK, found)
     registered = {point.name: point.value for point in entry_points(group="vllm.general_plugins")}
     if "kvferry" not in registered:
-        yield Finding("plugin", Health.FAILED, "the entry point is not registered", "Install it: pip install kvferry.")
+        yield Finding(
+            "plugin",
+            Health.FAILED,
+            "the entry point is not registered",
+            "Install kvferry: pip install -e . in its clone.",
+        )
     elif os.environ.get("VLLM_PLUGINS") is not None and "kvferry" not in os.environ["VLLM_PLUGINS"].split(","):
         yield Finding("plugin", Health.FAILED, "VLLM_PLUGINS leaves it out", "Add kvferry to VLLM_PLUGINS or unset it.")
     else:

@@ -14,7 +14,15 @@ from kvferry.handoff.messages import Drain, Draining
 
 ASK_SECONDS = 5.0
 POLL_SECONDS = 0.5
-Engine = Annotated[str, typer.Argument(help="The engine's settings host and port.", metavar="HOST:PORT")]
+IN_LOG = "The engine's log has both at its start: 'engine ... at HOST:PORT'."
+REMEDIES = {
+    Reason.PEER_UNREACHABLE: f"Name the engine's settings host and port, and not those of its API server. {IN_LOG}",
+    Reason.PERMISSION_DENIED: "Give --keys a folder that the engine trusts; leave it out where the engine has none.",
+}
+"""What to do in place of what an engine would have to do that asked the same."""
+Engine = Annotated[
+    str, typer.Argument(help=f"The engine's settings host and port. {IN_LOG}", metavar="HOST:PORT", show_default=False)
+]
 KeysFolder = Annotated[
     Path | None, typer.Option("--keys", help="A folder of keys that the engine trusts; none for an engine without.")
 ]
@@ -32,7 +40,11 @@ def drain(
     New requests lose nothing: the engine computes their prompts and holds none, so decode engines compute the prompts
     themselves. Take the engine out of the router first.
 
+    The engine goes on draining where this command is interrupted or its time is over; a restart ends the drain.
+
     Try:
+
+    kvferry drain 127.0.0.1:5600
 
     kvferry drain 10.0.0.7:5600 --timeout 120 --keys /etc/kvferry/keys
     """
@@ -50,11 +62,13 @@ def drain(
 
 
 def ready(engine: Engine, keys: KeysFolder = None, as_json: AsJson = False) -> None:
-    """Say whether an engine takes prompts to hold, for a readiness probe. Exit code 1: the engine drains.
+    """Say whether an engine takes prompts to hold, for a readiness probe. Exit code 1: it drains. 2: no answer.
 
     Try:
 
-    kvferry ready 10.0.0.7:5600
+    kvferry ready 127.0.0.1:5600
+
+    kvferry ready 10.0.0.7:5600 --keys /etc/kvferry/keys --json
     """
     try:
         found = ask_drain(engine, keys, begin=False)
@@ -75,7 +89,10 @@ def ask_drain(engine: str, keys: Path | None, *, begin: bool) -> Draining:
 
     host, port = parse_end_point(engine)
     trust = Trust(None if keys is None else Keys(keys))
-    answer = ask(host, port, Drain(begin), ASK_SECONDS, trust, is_trusted=True)
+    try:
+        answer = ask(host, port, Drain(begin), ASK_SECONDS, trust, is_trusted=True)
+    except HandoffError as error:
+        raise HandoffError(error.reason, error.message, REMEDIES.get(error.reason, error.remedy)) from None
     if not isinstance(answer, Draining):
         raise HandoffError(
             Reason.PROTOCOL_MISMATCH,
@@ -86,17 +103,20 @@ def ask_drain(engine: str, keys: Path | None, *, begin: bool) -> Draining:
 
 
 def parse_end_point(text: str) -> tuple[str, int]:
-    """Return the host and port of ``HOST:PORT``. Raises :class:`HandoffError` (invalid-setting).
+    """Return the host and port of ``HOST:PORT``, an IPv6 address in brackets.
+
+    Raises :class:`HandoffError` (invalid-setting).
 
     >>> parse_end_point("prefill-0:5600"), parse_end_point("[::1]:5600")
     (('prefill-0', 5600), ('[::1]', 5600))
     """
     host, _, port = text.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+    is_host = host and "/" not in host and (":" not in host or (host.startswith("[") and host.endswith("]")))
+    if not is_host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise HandoffError(
             Reason.INVALID_SETTING,
             f"{text!r} is not HOST:PORT.",
-            "Name the engine's settings host and port; the engine logs both at its start.",
+            f"Write the engine's settings host and port, such as 127.0.0.1:5600 or [::1]:5600. {IN_LOG}",
         )
     return host, int(port)
 

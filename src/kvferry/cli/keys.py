@@ -19,16 +19,19 @@ keys = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     help="Make and show the keys with which engines authenticate each other, encrypt what they say to each other, and "
-    'sign.\n\nFOLDER is the connector\'s setting "keys". It has key.pem, certificate.pem and trusted/.',
+    'sign.\n\nFOLDER is the connector\'s setting "keys". It has key.pem, certificate.pem and trusted/.'
+    "\n\nTry:\n\nkvferry keys new /etc/kvferry/keys\n\nkvferry keys show /etc/kvferry/keys",
 )
 
-FolderArgument = Annotated[Path, typer.Argument(help="The folder with key.pem.", metavar="FOLDER")]
+FolderArgument = Annotated[
+    Path, typer.Argument(help="The folder with key.pem, certificate.pem and trusted/.", metavar="FOLDER")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
 
 @keys.command("new")
 def new(folder: FolderArgument, as_json: AsJson = False) -> None:
-    """Make a key and its certificate. Nothing is overwritten.
+    """Make a folder with a key and its certificate. Nothing is overwritten.
 
     One folder for all engines: make it once and copy it, with its modes, to every host. Each engine then trusts the
     others because they have the same key. Whoever reads key.pem is an engine.
@@ -45,11 +48,15 @@ def new(folder: FolderArgument, as_json: AsJson = False) -> None:
     scp /etc/kvferry/keys/certificate.pem decode-0.example:/etc/kvferry/keys/trusted/prefill-0.pem
     """
     _show(lambda: make_keys(folder), as_json)
+    if not as_json:
+        typer.echo(f'Give every engine the setting "keys": "{folder.absolute()}".')
 
 
 @keys.command("show")
 def show(folder: FolderArgument, as_json: AsJson = False) -> None:
     """Check a folder as an engine does at its start, and list the certificates that it trusts.
+
+    Of trusted/ an engine reads the files whose names end in .pem, when it starts.
 
     Try:
 
@@ -70,9 +77,12 @@ def _show(read: Callable[[], Keys], as_json: bool) -> None:
         own = {"folder": str(found.folder), "fingerprint": found.fingerprint}
         typer.echo(json.dumps({**own, "trusted": trusted}, indent=2))
         return
-    table = Table(title=f"{found.folder} trusts")
+    table = Table(title=f"An engine with {found.folder} trusts")
     table.add_column("certificate (SHA-256)", no_wrap=True, min_width=64)
     table.add_column("file", overflow="fold")
     for fingerprint, path in trusted.items():
         table.add_row(fingerprint, f"{path} (its own)" if fingerprint == found.fingerprint else path)
-    open_console().print(table)
+    console = open_console()
+    console.print(table)
+    for name in found.unread:
+        console.print(f"Not read, because the name does not end in .pem: {name}", style="yellow", markup=False)

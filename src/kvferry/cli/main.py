@@ -1,5 +1,6 @@
 """The command ``kvferry``. Imports a command's module for the command's help, and heavy libraries when it runs."""
 
+import difflib
 import importlib
 import sys
 from typing import Annotated, Any, ClassVar
@@ -31,9 +32,10 @@ class Commands(TyperGroup):
         return list(self.functions)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import a command's module and return the command; None for an unknown name."""
+        """Import a command's module and return the command. Raises ``UsageError`` for an unknown name."""
         if cmd_name not in self.functions:
-            return None
+            nearest = difflib.get_close_matches(cmd_name, self.functions, n=1)
+            ctx.fail(f"No such command {cmd_name!r}." + (f" Did you mean {nearest[0]!r}?" if nearest else ""))
         module, function = self.functions[cmd_name].split(":")
         found = getattr(importlib.import_module(module), function)
         if isinstance(found, typer.Typer):
@@ -62,7 +64,10 @@ def _kvferry(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Moves KV caches between inference engines and memory tiers, exactly and in few descriptors."""
+    """Moves KV caches between vLLM engines, and between an engine and memory tiers.
+
+    Try "kvferry doctor" first. "kvferry COMMAND --help" has examples.
+    """
 
 
 def main() -> None:

@@ -260,10 +260,14 @@ def parse_engine(option: str, text: str, block_size: int) -> EngineShape:
     for pair in filter(None, (pair.strip() for pair in text.split(","))):
         key, equals, value = (word.strip() for word in pair.partition("="))
         key = "block_size" if key == "block-size" else key
+        if key == "dp":
+            what = f"{option}: a plan has no data-parallel size."
+            raise SettingsError(Reason.UNKNOWN_SETTING, what, "Leave dp out: each data-parallel rank is an engine.")
         if key not in values:
             nearest = difflib.get_close_matches(key, values, n=1, cutoff=0.0)[0]
             what = f"{option}: {key!r} is unknown."
-            raise SettingsError(Reason.UNKNOWN_SETTING, what, f"Did you mean {nearest!r}?")
+            meant = f"Did you mean {nearest!r}?" if key[:1].isalpha() else "Write for example tp=2."
+            raise SettingsError(Reason.UNKNOWN_SETTING, what, meant)
         if not equals or not value:
             raise SettingsError(Reason.INVALID_SETTING, f"{option}: {key!r} has no value.", f"Write {key}=VALUE.")
         values[key] = value

@@ -28,7 +28,8 @@ tiers = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     help="Show, verify or clear the blocks that KVFerryOffloadConnector keeps on disk.\n\nDIR is the connector's "
-    "setting disk_path; each further data-parallel rank has a folder dp<rank> in it.",
+    "setting disk_path; each further data-parallel rank has a folder dp<rank> in it.\n\nTry:\n\n"
+    "kvferry tiers show /var/cache/kvferry\n\nkvferry tiers verify /var/cache/kvferry",
 )
 
 DirectoryArgument = Annotated[Path, typer.Argument(help="The folder of one engine's blocks on disk.", metavar="DIR")]

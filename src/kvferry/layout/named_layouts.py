@@ -52,7 +52,9 @@ class NamedLayout(StrEnum):
         found = cls.__members__.get(name.upper())
         if found is not None:
             return found
-        nearest = difflib.get_close_matches(name.upper(), cls.__members__, n=1, cutoff=0.0)[0]
+        # vLLM's earlier names say the order of heads and tokens alone; layers lie outermost.
+        nearest = {"HND": "LBHNC", "NHD": "LBNHC"}.get(name.upper())
+        nearest = nearest or difflib.get_close_matches(name.upper(), cls.__members__, n=1, cutoff=0.0)[0]
         raise LayoutError(
             Reason.UNKNOWN_LAYOUT,
             f"layout {name!r} is unknown.",

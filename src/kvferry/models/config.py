@@ -21,7 +21,7 @@ ITEM_SIZES = {
     "int8": 1,
 }
 """Bytes of one number of each dtype."""
-BY_HAND = "Give the shapes by hand."
+BY_HAND = "Give --layers, --kv-heads and --head-size in place of --model."
 
 
 def refuse(what: str, remedy: str = BY_HAND, reason: Reason = Reason.INVALID_SETTING) -> NoReturn:
@@ -53,10 +53,10 @@ class ModelConfig:
 
         >>> ModelConfig({"n_layer": 12}).number("num_hidden_layers", "n_layer")
         12
-        >>> ModelConfig({}).number("n_layer")
+        >>> ModelConfig({}).number("n_layer")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        kvferry.errors.SettingsError: the configuration has no 'n_layer'. Give the shapes by hand. [invalid-setting]
+        kvferry.errors.SettingsError: the configuration has no 'n_layer'. ... [invalid-setting]
         """
         name = next((name for name in names if self.fields.get(name) is not None), None)
         if name is None:
@@ -88,7 +88,8 @@ def read_config(path: Path) -> ModelConfig:
     path, remedy = path / "config.json" if path.is_dir() else path, "Name the model's config.json."
     try:
         if not path.is_file():
-            refuse(f"{path} is not a file.", f"Name a config.json. {BY_HAND}")
+            remedy = f"Name a config.json, or a folder with one; models are not fetched. {BY_HAND}"
+            refuse(f"{path} is not a file.", remedy)
         with path.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
         if len(text) > MAX_CONFIG_BYTES:

@@ -27,14 +27,16 @@ SIGNATURE_PATTERN = r"^([0-9a-f]{144})?\Z"
 """Of a signature in hexadecimal, or of none."""
 _PURPOSE = b"kvferry: signed outside of TLS\0"
 """Before all signed data, so that a signature of one use is none of another."""
-_REMEDY = 'Make a folder with "kvferry keys new FOLDER", and give the setting "keys" its path.'
+_REMEDY = 'Make a folder with "kvferry keys new FOLDER", and name it in the setting "keys" or with --keys.'
+_TRUSTED_REMEDY = "Copy the other engine's certificate.pem there again, or remove the file."
 
 
 class Keys:
     """The key, the certificate and the allow-list of one folder, read once.
 
     ``fingerprint`` names the own certificate, ``trusted`` maps the fingerprint of each certificate of the allow-list
-    to its file. The own certificate is always trusted: the ranks of an engine report to their scheduler with it.
+    to its file (``trusted/*.pem``), ``unread`` names the other files there. The own certificate is always trusted: the
+    ranks of an engine report to their scheduler with it.
 
     Raises :class:`SettingsError`: permission-denied for a key that other users can read, invalid-setting for a folder
     that is not complete.
@@ -48,6 +50,8 @@ class Keys:
         for path in [own, *sorted((self.folder / TRUSTED).glob("*.pem"))]:
             for der, key in _read_certificates(path):
                 certificates.setdefault(fingerprint_of(der), (der, key, path))
+        others = (path for path in (self.folder / TRUSTED).glob("[!.]*") if path.suffix != ".pem")
+        self.unread = tuple(sorted(str(path) for path in others if path.is_file()))
         self.fingerprint = next(iter(certificates))
         if _raw(certificates[self.fingerprint][1]) != _raw(self._private.public_key()):
             raise _unfit(own, f"is not the certificate of {KEY}")
@@ -211,8 +215,9 @@ def _read_certificates(path: Path) -> list[tuple[bytes, "Ed25519PublicKey"]]:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import Encoding
 
+    data = _read(path)
     try:
-        certificates = x509.load_pem_x509_certificates(_read(path))
+        certificates = x509.load_pem_x509_certificates(data)
     except ValueError as error:
         raise _unfit(path, "has no certificate in PEM format") from error
     found = []
@@ -233,4 +238,5 @@ def _raw(key: "Ed25519PublicKey") -> bytes:
 
 
 def _unfit(path: Path, what: str) -> SettingsError:
-    return SettingsError(Reason.INVALID_SETTING, f"keys: {path} {what}.", _REMEDY)
+    remedy = _TRUSTED_REMEDY if path.parent.name == TRUSTED else _REMEDY
+    return SettingsError(Reason.INVALID_SETTING, f"keys: {path} {what}.", remedy)

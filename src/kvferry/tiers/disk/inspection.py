@@ -46,8 +46,10 @@ def existing_directory(path: Path) -> Directory:
     with errors_of(path):
         if (path / LOCK_NAME).is_file():
             return Directory(path)
-    message = f"{path} is not the directory of a disk tier: it has no file {LOCK_NAME!r}."
-    raise TierError(Reason.INVALID_REQUEST, message, "Name the directory that the engine's settings name.")
+    why = f"it has no file {LOCK_NAME!r}" if path.is_dir() else "no such directory exists"
+    message = f"{path} is not the directory of a disk tier: {why}."
+    remedy = "Name the engine's setting disk_path; a further data-parallel rank has a folder dp<rank> in it."
+    raise TierError(Reason.INVALID_REQUEST, message, remedy)
 
 
 def inspect(directory: Directory) -> list[SegmentReport]:
