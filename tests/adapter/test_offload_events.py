@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
+from kvferry.integrations.vllm.scheduler import offload_events
 from kvferry.layout.shard import Region
 from kvferry.testing.dictionary_tier import DictionaryTier
 from kvferry.tiers.changes import Change
@@ -235,6 +236,90 @@ def test_a_tier_that_is_closed_for_good_is_removed(
     num_removed = engine.router.removed["STORAGE"]
     serve(engine, 9)
     assert engine.router.removed["STORAGE"] == num_removed
+
+
+def pooled(make_engine: Callable[..., PublishingEngine]) -> tuple[PublishingEngine, DictionaryTier]:
+    """Return an engine whose blocks all lie in a pool, those of the last two prompts in host memory too."""
+    made: list[DictionaryTier] = []
+
+    def lower(region: Region) -> DictionaryTier:
+        made.append(DictionaryTier(region, 1 << 20, name="remote_pool"))
+        return made[-1]
+
+    engine = make_engine(host_blocks=14, lower=lower)
+    serve(engine, *range(1, 8))
+    for _ in range(20):
+        engine.step(is_forced=True)
+    assert engine.router.hit(prompt_of(1, -1), "STORAGE") == 96
+    return engine, made[0]
+
+
+def test_blocks_of_a_pool_whose_master_was_started_again_are_removed(
+    make_engine: Callable[..., PublishingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else routers keep them in their view for ever. A step announces a bounded number, children before parents."""
+    monkeypatch.setattr(offload_events, "MAX_WITHDRAWN", 4)
+    engine, pool = pooled(make_engine)
+    num_blocks = len(pool.blocks)
+    pool.lose_all()
+    hits = [engine.router.hit(prompt_of(1, -1), "STORAGE")]
+    for number in range(1, -(-num_blocks // 4) + 1):
+        engine.step(is_forced=True)
+        assert engine.router.removed["STORAGE"] == min(4 * number, num_blocks)
+        hits.append(engine.router.hit(prompt_of(1, -1), "STORAGE"))
+    assert (hits[0], hits[-2], hits[-1]) == (96, 2 * BLOCK_SIZE, 0)
+    assert {place for places in engine.router.places.values() for place in places} == {("CPU", None)}
+    engine.step(is_forced=True)
+    assert engine.router.removed["STORAGE"] == num_blocks, "each once"
+    engine.check_router()
+    serve(engine, 9)
+    for _ in range(20):
+        engine.step(is_forced=True)
+    assert engine.router.hit(prompt_of(9, -9), "STORAGE") == 96
+
+
+def test_what_an_emptied_pool_has_got_again_is_not_removed(
+    make_engine: Callable[..., PublishingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back before the removal of all that the pool had has been announced."""
+    monkeypatch.setattr(offload_events, "MAX_WITHDRAWN", 1)
+    engine, pool = pooled(make_engine)
+    num_blocks = len(pool.blocks)
+    pool.lose_all()
+    engine.step(is_forced=True)
+    serve(engine, 1)
+    for _ in range(num_blocks + 20):
+        engine.step(is_forced=True)
+    assert len(pool.blocks) == 6
+    assert engine.router.hit(prompt_of(1, -1), "STORAGE") == 96
+    assert sum(("STORAGE", "remote_pool") in places for places in engine.router.places.values()) == 6
+    engine.check_router()
+
+
+def test_a_block_that_a_pool_took_just_before_it_was_emptied_is_not_announced(
+    make_engine: Callable[..., PublishingEngine],
+) -> None:
+    """Its store has ended and is not completed when the tier notices the loss."""
+    engine, pool = pooled(make_engine)
+    tier_poll, has_lost = pool.poll, []
+
+    def poll() -> Any:
+        ended = tier_poll()
+        if ended and not has_lost:
+            has_lost.append(pool.lose_all())
+        return ended
+
+    pool.poll = poll  # type: ignore[method-assign]
+    engine.add("late", prompt_of(9, -9))
+    engine.run()
+    for _ in range(30):
+        engine.step(is_forced=True)
+    assert has_lost
+    known = {hash_ for hash_, places in engine.router.places.items() if ("STORAGE", "remote_pool") in places}
+    tiers = engine.role._start.tiers
+    assert tiers is not None
+    found = [tiers.names.group_and_hash(key) for key in pool.blocks]
+    assert known == {(group, maybe_convert_block_hash(BlockHash(each))) for group, each in found}
 
 
 def test_without_vllm_s_setting_there_are_no_events(make_engine: Callable[..., PublishingEngine]) -> None:

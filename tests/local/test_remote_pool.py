@@ -17,6 +17,7 @@ import pytest
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
 from kvferry.testing.tier_suite import BLOCK_BYTES, LowerBench, block_keys, content_of, slab_of_blocks
+from kvferry.tiers.changes import Change, Emptied
 from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.pool import store as pool_store
 from kvferry.tiers.pool.index import TRAILER_BYTES, allocated_bytes
@@ -526,6 +527,40 @@ def test_a_stack_promises_what_its_pool_has_and_misses_without_it(own_master: Ma
     stacks[1].close()
     for memory in slabs:
         memory.close()
+
+
+def test_a_stack_notes_that_its_pool_is_empty_since_the_master_was_started_again(own_master: Master) -> None:
+    """Once, and not while the master is merely away: routers must hear that the blocks are gone."""
+    memory = SlabMemory(64 * BLOCK_BYTES)
+    stack = Stack(HostMemory(slab_of_blocks(64, memory.region.base_address)), [open_pool(own_master, memory.region)])
+    stack.journal.is_kept = True
+    store = stack.prepare_store("full", block_keys(*range(8)), num_parts=1)
+    stack.land(store, 0)
+
+    def noted() -> list[Change | Emptied]:
+        stack.poll(time.monotonic())
+        return [change for change in stack.journal.take() if change.tier == "remote_pool"]
+
+    def is_reachable() -> bool:
+        return bool(stack._lower[0]._tier._tier.snapshot()["is_reachable"])  # type: ignore[attr-defined]
+
+    changes: list[Change | Emptied] = []
+    wait_until(lambda: changes.extend(noted()) or stack.is_idle, "it is written through")
+    assert [sorted(change.keys) for change in changes if isinstance(change, Change)] == [block_keys(*range(8))]
+    own_master.stop()
+    wait_until(lambda: changes.extend(noted()) or not is_reachable(), "the master is away")
+    own_master.send(signal.SIGCONT)
+    wait_until(lambda: changes.extend(noted()) or is_reachable(), "the master is back, with all blocks")
+    assert not any(isinstance(change, Emptied) for change in changes)
+    own_master.kill()
+    wait_until(lambda: changes.extend(noted()) or not is_reachable(), "the master has ended")
+    own_master.start()
+    wait_until(lambda: changes.extend(noted()) or Emptied("remote_pool") in changes, "the loss is noted")
+    for _ in range(10):
+        changes.extend(noted())
+    assert changes.count(Emptied("remote_pool")) == 1
+    stack.close()
+    memory.close()
 
 
 @pytest.mark.parametrize("master", ["", "127.0.0.1", ":50051", "host:0", "host:70000", "host:x"])

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from kvferry.testing.dictionary_tier import DictionaryTier
 from kvferry.testing.tier_suite import block_key, block_keys, slab_of_blocks
 from kvferry.tiers import guarded_tier
 from kvferry.tiers import stack as stack_module
+from kvferry.tiers.changes import Change
 from kvferry.tiers.disk import workers
 from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.local_disk import LocalDisk
-from kvferry.tiers.protocol import LowerTier, Presence
+from kvferry.tiers.protocol import BlockKey, Load, LowerTier, Presence, Slots
 from kvferry.tiers.stack import Stack
 
 from .test_tiers_stack import SETTINGS, Engine
@@ -189,6 +190,26 @@ def test_a_block_whose_store_could_not_be_completed_is_not_announced(
     engine.store(1)
     engine.settle()
     assert [change.tier for change in engine.stack.journal.take()] == ["host_memory", "pool"]
+
+
+def test_a_block_that_could_not_be_loaded_is_gone_also_where_the_tier_must_ask(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool knows no more of a block of another engine than that it did not come."""
+    engine.only_below(1)
+    begin_load = engine.disk.prepare_load
+
+    def misses(keys: Sequence[BlockKey], slots: Slots) -> Load:
+        engine.disk._forget(keys[0])
+        engine.disk.faults.is_silent = True
+        return begin_load(keys, slots)
+
+    monkeypatch.setattr(engine.disk, "prepare_load", misses)
+    engine.host.journal.is_kept = True
+    assert engine.answer("a", 1) == [1], "the pool has it"
+    changes = [change for change in engine.stack.journal.take() if change.tier == "disk"]
+    assert changes == [Change("disk", block_keys(1), is_visible=False)]
+    engine.stack.drop("a")
 
 
 def test_a_failure_now_and_then_sets_no_tier_aside(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

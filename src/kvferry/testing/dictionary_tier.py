@@ -55,6 +55,7 @@ class _Open:
     """A copy that is not completed: which of its blocks are still to move, and what it pins or stores."""
 
     to_move: deque[int]
+    num_emptied: int
     num_reserved: int = 0
     contents: dict[BlockKey, Content] = field(default_factory=dict)
     is_cancelled: bool = False
@@ -68,6 +69,7 @@ class DictionaryTier:
     ) -> None:
         self.faults = TierFaults()
         self.blocks: dict[BlockKey, Content] = {}
+        self.num_emptied = 0
         self._region = region
         self._capabilities = Capabilities(name, capacity_bytes)
         self._blocks_per_poll = blocks_per_poll
@@ -96,7 +98,7 @@ class DictionaryTier:
         self._check_verb()
         check_slots(keys, slots, self._region)
         load = Load(keys=list(keys), slots=slots, landed=np.zeros(len(keys), np.bool_))
-        opened = _Open(deque())
+        opened = _Open(deque(), self.num_emptied)
         for index, (key, length) in enumerate(zip(keys, slots.lengths.tolist(), strict=True)):
             if key not in self.blocks:
                 load.fail(1, TierError(Reason.BLOCK_MISSING, "the block is not here."))
@@ -120,7 +122,7 @@ class DictionaryTier:
         check_slots(keys, slots, self._region)
         being_stored = {key for copy in self._open if isinstance(copy, Store) for key in copy.keys}
         store = Store(keys=list(keys), slots=slots, landed=np.zeros(len(keys), np.bool_), evicted=[])
-        opened, evicted = _Open(deque()), list[BlockKey]()
+        opened, evicted = _Open(deque(), self.num_emptied), list[BlockKey]()
         for index, (key, length) in enumerate(zip(keys, slots.lengths.tolist(), strict=True)):
             if key in self.blocks:
                 store.landed[index] = True
@@ -139,7 +141,8 @@ class DictionaryTier:
     def complete_store(self, store: Store) -> None:
         """Make the blocks visible that have landed."""
         opened = self._take_out(store)
-        arrived = {} if opened.is_cancelled else opened.contents
+        is_gone = opened.is_cancelled or opened.num_emptied != self.num_emptied
+        arrived = {} if is_gone else opened.contents
         self.blocks.update(arrived)
         self._policy.insert(arrived)
         self._num_bytes -= opened.num_reserved - sum(len(content) for content, _ in arrived.values())
@@ -173,6 +176,12 @@ class DictionaryTier:
         copy.fail(num_lost, TierError(Reason.ABORTED, "the copy was cancelled."))
         if not self.faults.hangs:
             self._end_if_done(copy, opened)
+
+    def lose_all(self) -> None:
+        """Lose all blocks, those of open stores too, as a pool does whose master was started again."""
+        for key in list(self.blocks):
+            self._forget(key)
+        self.num_emptied += 1
 
     def snapshot(self) -> dict[str, Any]:
         """Return the counts that every tier has."""

@@ -16,8 +16,8 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
-    """A tier, by name, that was closed for good while the engine runs: nobody finds any block of it."""
+class Emptied:
+    """A tier, by name, that has lost all of its blocks, or was closed for good: nobody finds any of them."""
 
     tier: str
 
@@ -35,19 +35,19 @@ class Journal:
     """
 
     is_kept: bool = False
-    _changes: list[Change | Closed] = field(default_factory=list)
+    _changes: list[Change | Emptied] = field(default_factory=list)
 
     def note(self, tier: str, keys: Sequence[BlockKey], *, is_visible: bool) -> None:
         """Add a change, if it is one."""
         if self.is_kept and keys:
             self._changes.append(Change(tier, keys, is_visible))
 
-    def note_closed(self, tier: str) -> None:
-        """Add the end of a tier."""
+    def note_emptied(self, tier: str) -> None:
+        """Add the loss of all blocks of a tier."""
         if self.is_kept:
-            self._changes.append(Closed(tier))
+            self._changes.append(Emptied(tier))
 
-    def take(self) -> list[Change | Closed]:
+    def take(self) -> list[Change | Emptied]:
         """Return the changes since the last call."""
         changes, self._changes = self._changes, []
         return changes

@@ -80,9 +80,13 @@ class GuardedTier:
         return np.full(len(keys), Presence.ABSENT, np.uint8)
 
     def lost_among(self, keys: Sequence[BlockKey], now: float) -> list[BlockKey]:
-        """Return which blocks the tier says that it does not hold; also while it is suspended."""
+        """Return which blocks, none of which could be loaded, the tier does not hold; also while it is suspended."""
         found = self._call("look_up", self._tier.look_up, now, keys, num_blocks=len(keys))
-        return [] if found is None else list(compress(keys, found == Presence.ABSENT))
+        return [] if found is None else list(compress(keys, found != Presence.HELD))
+
+    def num_emptied(self, now: float) -> int:
+        """Return how often the tier has lost all that it held; 0 where it is set aside."""
+        return self._call("num_emptied", lambda: self._tier.num_emptied, now) or 0
 
     def prepare_load(self, keys: Sequence[BlockKey], slots: Slots, num_open: int, now: float) -> Load | None:
         """Return the begun load; None where nothing was begun. The caller has ``num_open`` loads that have not ended.

@@ -159,6 +159,11 @@ class LocalDisk:
         """The disk tier; its capacity counts ``st_blocks`` of the directory and all of its files."""
         return self._capabilities
 
+    @property
+    def num_emptied(self) -> int:
+        """0: what a disk loses is noticed block by block, when it is read."""
+        return 0
+
     def look_up(self, keys: Sequence[BlockKey]) -> Presences:
         """Return a presence for each key, from memory; all are absent while the disk hangs."""
         self._check(keys)

@@ -65,10 +65,11 @@ class _Promotion:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """Blocks on their way down, and their pins in host memory."""
+    """Blocks on their way down, and their pins in host memory; how often the tier had been emptied at their begin."""
 
     pins: HostLoad
     since: float
+    num_emptied: int
     is_given_up: bool = False
 
 
@@ -93,6 +94,7 @@ class LowerCopies:
         self._writes: dict[Store, _Write] = {}
         self._counts: Counter[str] = Counter()
         self._is_end_noted = False
+        self._num_emptied = tier.num_emptied
         self._bytes_to_pin = int(WRITE_SHARE * host.capabilities.capacity_bytes)
         most_bytes = min(settings.chunk_bytes, self._bytes_to_pin)
         self._blocks_to_write = max(1, most_bytes // max(host.slot_bytes.values()))
@@ -181,6 +183,7 @@ class LowerCopies:
         if self._tier.is_set_aside:
             self._note_end()
         else:
+            self._note_emptied(now)
             for load in [load for load in self._promotions if load.has_ended]:
                 self._finish_promotion(load, ended, now)
             for store in [store for store in self._writes if store.has_ended]:
@@ -284,7 +287,7 @@ class LowerCopies:
             self._host.complete_load(pins)
         else:
             self._host.journal.note(self.name, store.evicted, is_visible=False)
-            self._writes[store] = _Write(pins, now)
+            self._writes[store] = _Write(pins, now, self._tier.num_emptied(now))
 
     def _finish_promotion(self, load: Load, ended: list[Chunk], now: float) -> None:
         """Complete a load on both sides, first in host memory: no error of the tier keeps its slots."""
@@ -300,9 +303,9 @@ class LowerCopies:
         self._count("up", load, promotion, now)
 
     def _finish_write(self, store: Store, now: float) -> None:
-        """Complete a store on both sides; what the tier could not complete is not announced."""
+        """Complete a store on both sides; what the tier could not complete, or has lost, is not announced."""
         write = self._writes.pop(store)
-        if self._tier.complete(store, now):
+        if self._tier.complete(store, now) and write.num_emptied == self._num_emptied:
             self._host.journal.note(self.name, list(compress(store.keys, store.landed)), is_visible=True)
         self._host.complete_load(write.pins)
         self._counts["evicted"] += len(store.evicted)
@@ -312,7 +315,14 @@ class LowerCopies:
         """Note once that nobody finds the blocks of the tier any more."""
         if not self._is_end_noted:
             self._is_end_noted = True
-            self._host.journal.note_closed(self.name)
+            self._host.journal.note_emptied(self.name)
+
+    def _note_emptied(self, now: float) -> None:
+        """Note that the tier has lost all that it held, before what was stored afterwards is announced."""
+        num_emptied = self._tier.num_emptied(now)
+        if num_emptied != self._num_emptied and not self._tier.is_set_aside:
+            self._num_emptied = num_emptied
+            self._host.journal.note_emptied(self.name)
 
     def _note_lost(self, load: Load, now: float) -> None:
         """Note the blocks that the tier turned out not to hold, or gave up because they were damaged."""

@@ -206,6 +206,10 @@ class LowerTier(Tier, Protocol):
     ``unregistered-range`` for a slot outside the region. They then start nothing.
     """
 
+    @property
+    def num_emptied(self) -> int:
+        """How often the tier has lost all blocks that it held, while it was open. Changes inside verbs only."""
+
     def prepare_load(self, keys: Sequence[BlockKey], slots: Slots) -> Load:
         """Pin the blocks and begin to read each into its slot; a use of every block, for the order of eviction.
 

@@ -121,6 +121,14 @@ class RemotePool:
         """The pool tier; its capacity is the memory that this engine lends."""
         return self._capabilities
 
+    @property
+    def num_emptied(self) -> int:
+        """How often this engine's share was found empty, the first time included; the master is looked at each second.
+
+        Blocks of other engines may still be there, and be found again by asking.
+        """
+        return self._state.num_emptied
+
     def look_up(self, keys: Sequence[BlockKey]) -> Presences:
         """Return what is known; the pool is asked for the rest, which is pending until its answer."""
         self._check_open()

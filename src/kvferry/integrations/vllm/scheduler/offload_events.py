@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from kvferry.integrations.vllm.scheduler.stored_blocks import StoredGroup
 from kvferry.layout.group import CacheKind
-from kvferry.tiers.changes import Change, Closed
+from kvferry.tiers.changes import Change, Emptied
 from kvferry.tiers.protocol import BlockKey
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 HOST_MEMORY = "host_memory"
 REMOTE = frozenset({"remote_pool"})
+MAX_WITHDRAWN = 4096
+"""Most blocks of an emptied tier whose removal one step announces, so that no step waits for all of them."""
 MAX_UNSEEN = 1 << 16
 """Most blocks of which the tokens are known although no tier has announced them; the oldest are forgotten."""
 
@@ -63,6 +65,8 @@ class BlockEvents:
         """By group and last hash: in how many tiers a block is announced."""
         self._orphans: defaultdict[tuple[int, ExternalBlockHash], list[tuple[_Described, str]]] = defaultdict(list)
         """Blocks that a tier holds, by the parent that no tier has announced."""
+        self._emptied: dict[str, dict[BlockKey, None]] = {}
+        """By tier: the blocks that it has lost and whose removal has not been announced, parents first."""
         self._events: list[KVCacheEvent] = []
 
     def learn(self, request: "Request", group: StoredGroup, places: Iterable[int], keys: Iterable[BlockKey]) -> None:
@@ -73,10 +77,12 @@ class BlockEvents:
         while len(self._unseen) > MAX_UNSEEN:
             del self._unseen[next(iter(self._unseen))]
 
-    def note(self, changes: Iterable[Change | Closed]) -> None:
+    def note(self, changes: Iterable[Change | Emptied]) -> None:
         """Take changes of the tiers, in the order in which they happened."""
         appeared: list[tuple[_Described, str]] = []
         for change in changes:
+            if isinstance(change, Change):
+                self._keep_from_withdrawal(change)
             if isinstance(change, Change) and change.is_visible:
                 for key in change.keys:
                     described = self._seen.get(key) or self._unseen.pop(key, None)
@@ -87,20 +93,35 @@ class BlockEvents:
                 continue
             self._store(appeared)
             appeared = []
-            self._remove(change.tier, change.keys if isinstance(change, Change) else list(self._seen))
+            if isinstance(change, Change):
+                self._remove(change.tier, change.keys)
+            else:
+                lost = (key for key, described in self._seen.items() if change.tier in described.tiers)
+                self._emptied[change.tier] = dict.fromkeys(lost)
         self._store(appeared)
 
     def reset(self) -> None:
         """No block that was stored before will be found again: all of them are removed."""
         for tier in {tier for described in self._seen.values() for tier in described.tiers}:
-            self._remove(tier, list(self._seen))
+            self._remove(tier, list(reversed(self._seen)))
         self._unseen.clear()
         self._orphans.clear()
+        self._emptied.clear()
 
     def take(self) -> list[KVCacheEvent]:
-        """Return the events since the last call."""
+        """Return the events since the last call, and some of the removals of blocks of a tier that has lost all."""
+        for tier, keys in list(self._emptied.items()):
+            self._remove(tier, [keys.popitem()[0] for _ in range(min(len(keys), MAX_WITHDRAWN))])
+            if not keys:
+                del self._emptied[tier]
         events, self._events = self._events, []
         return events
+
+    def _keep_from_withdrawal(self, change: Change) -> None:
+        """Let a change be the last word on its blocks: a tier that was emptied may have got some of them again."""
+        if lost := self._emptied.get(change.tier):
+            for key in change.keys:
+                lost.pop(key, None)
 
     def _described(self, request: "Request", group: StoredGroup, place: int) -> _Described:
         size = group.shape.block_size
