@@ -1,7 +1,9 @@
 """Blocks of requests with an adapter whose files change: in vLLM's own scheduler, see ``offload_engine``."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine.core import EngineCore
 
 from kvferry.integrations.vllm import offload_adapters
 
@@ -191,3 +194,126 @@ def test_trap_02_an_adapter_that_is_unloaded_and_loaded_again_has_another_id(
         assert engine.loaded[f"again {turn}"] == expected
     assert running.may_store != is_trained
     engine.check_at_rest()
+
+
+AddLora = Callable[..., None]
+
+
+@pytest.fixture
+def add_lora(monkeypatch: pytest.MonkeyPatch) -> AddLora:
+    """VLLM's ``add_lora`` before any engine of the test is made; ``during`` happens while ranks read the files."""
+    monkeypatch.setattr(EngineCore, "add_lora", inspect.unwrap(EngineCore.add_lora))
+
+    def add(request: LoRARequest, during: Callable[[], object] = lambda: None) -> None:
+        core: Any = SimpleNamespace(model_executor=SimpleNamespace(add_lora=lambda _: during() is None))
+        EngineCore.add_lora(core, request)
+
+    return add
+
+
+def num_visible(engine: Engine) -> int:
+    found = engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"]
+    assert isinstance(found, int)
+    return found
+
+
+@pytest.mark.parametrize(("when", "num_stored"), [("never", 6), ("before", 6), ("during", 0), ("after", 0)])
+def test_trap_02_the_digest_is_of_the_files_that_add_lora_has_read(
+    when: str, num_stored: int, adapter: Path, make_engine: MakeEngine, tmp_path: Path, add_lora: AddLora
+) -> None:
+    """The first request comes after the files were replaced: their new digest would name blocks of the old weights.
+
+    A later process reads the new files, and must not find such blocks.
+    """
+    disk: dict[str, Any] = {"host_blocks": 60, "disk_path": str(tmp_path / "disk"), "disk_bytes": 1 << 20}
+    engine = make_engine({"enable_lora": True}, **disk)
+    request = LoRARequest("adapter", 1, str(adapter))
+    if when == "before":
+        train(adapter)
+    add_lora(request, during=lambda: train(adapter) if when == "during" else None)
+    if when == "after":
+        train(adapter)
+    engine.add("first", PROMPT, lora_request=request)
+    engine.run(3000)
+    assert num_visible(engine) == num_stored
+    engine.role.shutdown()
+    later = make_engine({"enable_lora": True}, **disk)
+    later.now = 2000.0
+    add_lora(request)
+    later.add("second", PROMPT, lora_request=request)
+    later.run(3000)
+    assert later.loaded["second"] == num_stored * 16
+    later.check_at_rest()
+
+
+def test_trap_02_files_that_change_before_the_step_has_read_them(adapter: Path, make_engine: MakeEngine) -> None:
+    """VLLM reads them in the first step of a request: the blocks of that step are stored only if they are the same."""
+    engine = make_engine(num_blocks=40, host_blocks=400)
+    engine.add("first", PROMPT, max_tokens=40, lora_request=LoRARequest("adapter", 1, str(adapter)))
+    engine.schedule()
+    train(adapter)
+    engine.process()
+    engine.run()
+    assert engine.role.snapshot()["counts"]["stores"] == 1
+    assert num_visible(engine) == 0
+    crowd_out(engine)
+    engine.add("second", PROMPT[:-1], lora_request=LoRARequest("adapter", 1, str(adapter), load_inplace=True))
+    engine.run()
+    assert engine.loaded["second"] == 0
+    engine.check_at_rest()
+
+
+@pytest.mark.parametrize("is_inplace", [False, True])
+def test_trap_02_an_id_that_another_path_takes(
+    is_inplace: bool, adapter: Path, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """A request under way computes with the weights that its id has got, and its own path's files have not changed.
+
+    The step in which vLLM reads the other files fills a block of that request.
+    """
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in adapter.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    train(other)
+    engine = make_engine(num_blocks=60, host_blocks=400)
+    running = engine.add("running", prompt_of(3), 120, lora_request=LoRARequest("adapter", 1, str(adapter)))
+    for _ in range(16):
+        engine.step()
+    assert (running.num_computed_tokens, num_visible(engine)) == (63, 3)
+    taken = LoRARequest("adapter", 1, str(other), load_inplace=is_inplace)
+    engine.add("other", PROMPT, max_tokens=9, lora_request=taken, skips_cache=True)
+    engine.run()
+    num_others = 6 if is_inplace else 0
+    assert num_visible(engine) == 3 + num_others
+    engine.check_at_rest()
+
+
+def test_trap_02_an_id_that_add_lora_finds_loaded(adapter: Path, make_engine: MakeEngine, add_lora: AddLora) -> None:
+    """VLLM reads nothing then, and the id keeps the weights that the files had before."""
+    engine = make_engine({"enable_lora": True}, num_blocks=40, host_blocks=400)
+    request = LoRARequest("adapter", 1, str(adapter))
+    seen_before(engine, lora_request=request)
+    num_stored = num_visible(engine)
+    train(adapter)
+    add_lora(request)
+    engine.add("second", prompt_of(1, 7), lora_request=request)
+    engine.run()
+    assert (engine.loaded["second"], num_visible(engine)) == (0, num_stored)
+
+
+def test_trap_02_an_adapter_that_could_not_be_read_again(
+    adapter: Path, make_engine: MakeEngine, add_lora: AddLora
+) -> None:
+    """One rank of two may have the new weights: nobody knows what its requests compute with."""
+    engine = make_engine({"enable_lora": True}, num_blocks=40, host_blocks=400)
+    seen_before(engine, lora_request=LoRARequest("adapter", 1, str(adapter)))
+    num_stored = num_visible(engine)
+    with pytest.raises(RuntimeError, match="a rank failed"):
+        add_lora(
+            LoRARequest("adapter", 1, str(adapter), load_inplace=True), during=raises(RuntimeError("a rank failed"))
+        )
+    engine.add("second", prompt_of(1, 7), lora_request=LoRARequest("adapter", 1, str(adapter)))
+    engine.run()
+    assert engine.loaded["second"] == 0
+    assert num_visible(engine) == num_stored

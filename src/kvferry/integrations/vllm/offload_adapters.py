@@ -1,55 +1,82 @@
 """The names of blocks of requests with an adapter, whose weights may change while the engine runs.
 
 vLLM's hash of a block has the adapter's name and path, and the same path has other weights after the next training.
-vLLM reads the files of an adapter when an adapter's id comes for the first time, and in each step of a request that
-asks for it (``load_inplace``). It may also read them again unheard: where ``add_lora`` was called, and where its cache
-of adapters had dropped this one. So a digest belongs to an id, is read when vLLM reads, and is believed for as long as
-the files stay as they are. Once they have changed, nobody knows here which weights the engine has: requests of that id
-have no names, until vLLM reads the files for certain.
+vLLM reads the files of an adapter in ``add_lora``, else in the first step of a request that asks for the adapter's id,
+and in each step of a request with ``load_inplace``. It may also read them again unheard, where its cache of adapters
+had dropped this one. So a digest belongs to an id. It is read around ``add_lora`` (:func:`hear_of_loads`), else when
+the first request comes, and is believed for as long as the files stay as they are: before a block is made, and again
+when the block has been stored, since vLLM may have read the files in between. Once they have changed, nobody knows here
+which weights the engine has: requests of that id have no names, until vLLM reads the files for certain.
 """
 
 import hashlib
 import logging
 import secrets
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
+from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from kvferry.integrations.vllm.offload_names import NAMESPACE_BYTES, BlockNames, unknown_weights
 from kvferry.integrations.vllm.translate.weights import SUFFIXES, Weights, files_of, weights_of
 
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.core import EngineCore
+
 logger = logging.getLogger(__name__)
+
+_UNREAD = Weights("", are_known=False)
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """What vLLM has read for an id, and the state of the files then. ``is_current``: they have not changed since."""
+    """What vLLM has read for an id, and the state of the files then. ``is_current``: nothing speaks against it."""
 
+    adapter_id: int
+    path: str
     state: Hashable
     weights: Weights
     is_current: bool = True
+
+    def is_certain(self) -> bool:
+        """Return whether vLLM still has these weights, whenever it has read the files; look at the files."""
+        if self.is_current and self.state is not None and _state_of(self.path) not in (self.state, None):
+            self.doubt(f"{self.path} has changed since vLLM read it")
+        return self.is_current
+
+    def doubt(self, why: str) -> None:
+        """Believe these weights no longer."""
+        if self.is_current:
+            self.is_current = False
+            logger.warning("kvferry: requests of adapter %d load and store nothing: %s.", self.adapter_id, why)
 
 
 class Adapters:
     """The adapters of one engine."""
 
     def __init__(self) -> None:
-        self._read: dict[tuple[str, int], _Read] = {}
-        """By path and id."""
+        self._read: dict[int, _Read] = {}
+        """By id."""
         self._digests: defaultdict[str, set[str]] = defaultdict(set)
         """By path: of all weights that vLLM has read there."""
         self._of_this_process = secrets.token_bytes(NAMESPACE_BYTES)
+        _all_adapters.add(self)
 
     def names(
         self, names: BlockNames, path: str, adapter_id: int = 1, *, is_read_again: bool = False
     ) -> BlockNames | None:
         """Return the names for requests of an adapter, a folder or a hub's name as ``LoRARequest.lora_path``.
 
-        None where the files have changed since vLLM read them, and are not ``is_read_again`` for the request. Once an
-        adapter has had other weights at the same path, its names are private: vLLM's own cache may still hold blocks
-        of the earlier weights under the same hash, and no other process may find what is computed behind them. So are
-        the names of a hub's adapter without a commit. Raises ``OSError`` for files that cannot be read.
+        None where the files have changed since vLLM read them, or the id has those of another path, and they are not
+        ``is_read_again`` for the request. Once an adapter has had other weights at the same path, its names are
+        private: vLLM's own cache may still hold blocks of the earlier weights under the same hash, and no other process
+        may find what is computed behind them. So are the names of a hub's adapter without a commit. Raises ``OSError``
+        for files that cannot be read.
         """
         read = self._of(path, adapter_id, is_read_again=is_read_again)
         if not read.is_current:
@@ -59,25 +86,88 @@ class Adapters:
         content = names.namespace + read.weights.digest.encode() + (self._of_this_process if is_replaced else b"")
         namespace = hashlib.blake2b(content, digest_size=NAMESPACE_BYTES).digest()
         private = names.private or (None if read.weights.are_known and not is_replaced else unknown_weights(path))
-        return replace(
-            names, namespace=namespace, facts={**names.facts, "adapter": read.weights.digest}, private=private
-        )
+        facts = {**names.facts, "adapter": read.weights.digest}
+        return replace(names, namespace=namespace, facts=facts, private=private, is_certain=read.is_certain)
+
+    @contextmanager
+    def reading(self, path: str, adapter_id: int, *, is_read_again: bool) -> Iterator[None]:
+        """Note what vLLM reads within the block: the files, unless it has read them for this id before.
+
+        Files that change meanwhile are of no certain weights.
+        """
+        earlier, before = self._read.get(adapter_id), _state_if_readable(path)
+        try:
+            yield
+        except BaseException:
+            if earlier is not None:
+                earlier.doubt(f"{path} could not be read again")  # by some rank, maybe not by all
+            raise
+        if earlier is None or is_read_again:
+            # Of a hub's adapter there is no state before the first download.
+            is_new = before is None and not Path(path).exists()
+            try:
+                read = self._keep(path, adapter_id)
+            except OSError as error:
+                read = self._read[adapter_id] = _Read(adapter_id, path, before, _UNREAD)
+                read.doubt(str(error))
+            if not is_new and read.state != before:
+                read.doubt(f"{path} has changed while vLLM read it")
 
     def _of(self, path: str, adapter_id: int, *, is_read_again: bool) -> _Read:
         """Return what vLLM has read for this id; read it where vLLM does and the files are not those of the last time.
 
         Where nothing tells their state, they are read each time that vLLM reads them, and else taken for unchanged.
         """
-        state, read = _state_of(path), self._read.get((path, adapter_id))
-        is_same = read is not None and read.is_current and state == read.state
-        if read is None or (is_read_again and not (is_same and state is not None)):
-            read = self._read[path, adapter_id] = _Read(state, _weights_of(path))
-            self._digests[path].add(read.weights.digest)
-        elif read.is_current and state is not None and not is_same:
-            read.is_current = False
-            told = "kvferry: requests of adapter %d load and store nothing: %s has changed since vLLM read it."
-            logger.warning(told, adapter_id, path)
+        read = self._read.get(adapter_id)
+        if read is None:
+            return self._keep(path, adapter_id)
+        if is_read_again:
+            is_same = read.is_current and read.path == path and read.state is not None
+            return read if is_same and _state_of(path) == read.state else self._keep(path, adapter_id)
+        if read.path != path:
+            read.doubt(f"its id has had the weights of {read.path}, and is to have those of {path}")
+        else:
+            read.is_certain()
         return read
+
+    def _keep(self, path: str, adapter_id: int) -> _Read:
+        """Read the files for an id; what is being stored with its earlier weights has none that are certain."""
+        read = _Read(adapter_id, path, _state_of(path), _weights_of(path))
+        if (earlier := self._read.get(adapter_id)) is not None:
+            earlier.is_current = False
+        self._read[adapter_id] = read
+        self._digests[path].add(read.weights.digest)
+        return read
+
+
+_all_adapters: WeakSet[Adapters] = WeakSet()
+"""Of the engines of this process. One that hears of another's load as well believes less, and never too much."""
+
+
+def hear_of_loads() -> None:
+    """Let the engines of this process hear of each ``add_lora``, which the scheduler does not. Safe to call again."""
+    from vllm.v1.engine.core import EngineCore
+
+    add_lora = EngineCore.add_lora
+    if hasattr(add_lora, "__wrapped__"):
+        return
+
+    @wraps(add_lora)
+    def add_lora_and_tell(core: "EngineCore", lora_request: "LoRARequest") -> bool:
+        path, adapter_id, is_read_again = lora_request.lora_path, lora_request.lora_int_id, lora_request.load_inplace
+        with ExitStack() as readers:
+            for adapters in list(_all_adapters):
+                readers.enter_context(adapters.reading(path, adapter_id, is_read_again=is_read_again))
+            return add_lora(core, lora_request)
+
+    EngineCore.add_lora = add_lora_and_tell  # type: ignore[method-assign,assignment]
+
+
+def _state_if_readable(path: str) -> Hashable:
+    try:
+        return _state_of(path)
+    except OSError:
+        return None
 
 
 def _state_of(path: str) -> Hashable:

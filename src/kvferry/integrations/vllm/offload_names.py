@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,13 +104,15 @@ class BlockNames:
     """A namespace and the facts of which it is the digest, ready for JSON.
 
     ``private`` says why only this process can use the names; None where other processes and later ones can.
-    ``hash_bytes`` is the length of vLLM's hashes.
+    ``hash_bytes`` is the length of vLLM's hashes. ``is_certain`` says whether the engine still has the weights that the
+    names mean; None where nothing changes them unheard.
     """
 
     namespace: bytes
     facts: Mapping[str, Any]
     private: KVFerryError | None = None
     hash_bytes: int = HASH_BYTES
+    is_certain: Callable[[], bool] | None = None
 
     def keys(self, group: int, block_hashes: Iterable[bytes]) -> list[bytes]:
         """Return the keys of blocks: of the cache group with this index, and of the tokens with these hashes of vLLM's.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
-from kvferry.integrations.vllm.offload_adapters import Adapters
+from kvferry.integrations.vllm.offload_adapters import Adapters, hear_of_loads
 from kvferry.integrations.vllm.offload_names import engine_facts
 from kvferry.integrations.vllm.offload_records import OffloadStatistics, difference
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
@@ -96,6 +96,8 @@ class OffloadScheduler:
         self._was_reset = False
         self._requests: dict[str, OffloadRequest] = {}
         self._adapters = Adapters()
+        if vllm_config.lora_config is not None:
+            hear_of_loads()
         self._step = OffloadStep()
         self._counts: Counter[str] = Counter()
         self._statistics = OffloadStatistics()
@@ -312,6 +314,7 @@ class OffloadScheduler:
             self._drop(entry)
             entry.may_load = entry.may_store = False
             return None
+        entry.blocks.names = names  # of an adapter's files as they were read last
         entry.blocks.update(entry.request.block_hashes)
         return entry.blocks
 

@@ -6,7 +6,7 @@ blocks are kept by reference until every rank has reported.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,9 +38,13 @@ ReadBlockIds = Callable[[], Sequence[Sequence[int]] | None]
 
 @dataclass(slots=True, eq=False)
 class _StoreJob:
-    """A store that ranks copy, with room for the blocks of each group."""
+    """A store that ranks copy, with room for the blocks of each group.
+
+    ``checks``: of the names of adapters' blocks; each says whether the blocks have the weights that their names mean.
+    """
 
     stores: list[HostStore]
+    checks: Iterable[Callable[[], bool]]
     num_reported: int = 0
 
 
@@ -51,6 +55,7 @@ class _Offers:
     keys: dict[int, list[BlockKey]] = field(default_factory=dict)
     rows: dict[int, list[Integers]] = field(default_factory=dict)
     num_engine_blocks: int = 0
+    checks: set[Callable[[], bool]] = field(default_factory=set)
 
     def add(self, group: int, keys: Sequence[BlockKey], rows: Integers) -> None:
         self.keys.setdefault(group, []).extend(keys)
@@ -155,7 +160,7 @@ class Stores:
             kept.append(rows.reshape(-1).tolist())
         if stores:
             self.kept.keep(("store", job_id), kept)
-            self._jobs[job_id] = _StoreJob(stores)
+            self._jobs[job_id] = _StoreJob(stores, offers.checks)
             self._orders.append(StoreOrder(job_id, tuple(copies)))
             self._counts["stores"] += 1
 
@@ -178,6 +183,9 @@ class Stores:
         if job is None:
             logger.error("kvferry: a rank reported store %d, which is not under way.", job_id)
             return False
+        if not all(is_certain() for is_certain in job.checks):
+            for store in job.stores:
+                stack.cancel(store)
         for store in job.stores:
             landed: Flags | None = None if has_landed else np.zeros(len(store.keys), np.bool_)
             for part in range(job.num_reported, job.num_reported + num_ranks):
@@ -221,3 +229,5 @@ class Stores:
         blocks.num_offered[group.index] = max(blocks.num_offered[group.index], end)
         if len(chosen):
             self._offers.add(group.index, [keys[place] for place in chosen.tolist()], rows[chosen])
+            if blocks.names.is_certain is not None:
+                self._offers.checks.add(blocks.names.is_certain)
