@@ -16,9 +16,9 @@ from kvferry.integrations.vllm.worker import offload as worker_offload
 from kvferry.integrations.vllm.worker.offload import OffloadWorker
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import decode_shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.wire import decode_shard
 from kvferry.testing.dense_shards import shard_for
 from kvferry.testing.oracle import Arena, RankMemory, strided_memory
 from kvferry.tiers.slab_memory import SlabHandle, SlabMemory

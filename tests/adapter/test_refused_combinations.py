@@ -23,9 +23,8 @@ from kvferry.handoff.handshake import decode_shards, fetch_directory
 from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, Identity, RankEntry
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.translate import shards as translate
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import Shard, encode_shard
 from kvferry.plan.planner import Planner
-from kvferry.plan.wire import encode_shard
 
 from ..matrix_refusals import REFUSALS, Refusal, Where
 from .test_vllm_translate import ATTENTION, BLOCK_SIZE, FULL, STATE, WINDOW, attention_view, block_rows, engine, groups

@@ -21,8 +21,8 @@ from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.client import Client
 from kvferry.handoff.wire.server import Server
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import encode_shard
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans
-from kvferry.plan.wire import encode_shard
 from kvferry.transport.end_points import ProcessIdentity
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.registry import TransportSet, open_transport

@@ -21,11 +21,11 @@ from kvferry.handoff.messages import FIRST_WEIGHTS, PROTOCOL_VERSION, Handle, No
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire import background
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import encode_shard
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staging.scatter import Merge, StagedBlocks
 from kvferry.plan.staging.strategy import TYPICAL_COSTS, Strategy
-from kvferry.plan.wire import encode_shard
 from kvferry.testing.transport_peer import PeerProcess, start_peer
 from kvferry.transport.memcpy import MemcpyTransfer, MemcpyTransport
 from kvferry.transport.protocol import Status, Transfer

@@ -14,9 +14,8 @@ from kvferry.errors import KVFerryError, Reason
 from kvferry.layout.component import HeadRange
 from kvferry.layout.group import CacheGroup, CacheKind, TensorScale, TokenShare
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import Region, Shard, decode_shard, encode_shard
 from kvferry.layout.states import ConvOrder, StatePages, conv_components, gated_delta_segments, mamba2_segments
-from kvferry.plan import wire
 from kvferry.plan.head_ranges import canonical, common, count, without
 from kvferry.plan.match import choose_sources
 from kvferry.plan.planner import Planner
@@ -251,7 +250,7 @@ def test_scales_that_differ_are_refused(
     message = refused(Reason.MODEL_MISMATCH, lambda: Planner(both[:1], both[1]))
     assert all(value in message for value in named)
     Planner(both[:1], both[0])
-    assert wire.decode_shard(wire.encode_shard(both[0])) == both[0]
+    assert decode_shard(encode_shard(both[0])) == both[0]
 
 
 def test_windows_that_differ_are_refused() -> None:

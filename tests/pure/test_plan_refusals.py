@@ -10,10 +10,9 @@ import pytest
 from kvferry.errors import KVFerryError, Reason, VerificationError
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Shard
-from kvferry.plan import wire
+from kvferry.layout.shard import MAX_SHARD_BYTES, Shard, decode_shard, encode_shard
 from kvferry.plan.match import choose_sources
-from kvferry.plan.planner import Planner
+from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
 from kvferry.testing.dense_shards import Content, shard_for
@@ -176,46 +175,44 @@ def test_plans_are_cached() -> None:
     assert len({plan for selector in range(1000) for plan in planner.plans(selector)}) == 16
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"", b"\xc1", b"\x00", b"\x81\xa1x\x01", b"\xff" * 64, bytes(wire.MAX_SHARD_BYTES + 1)]
-)
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x00", b"\x81\xa1x\x01", b"\xff" * 64, bytes(MAX_SHARD_BYTES + 1)])
 def test_garbage_is_no_shard(garbage: bytes) -> None:
-    refused(Reason.MALFORMED_MESSAGE, lambda: wire.decode_shard(garbage))
+    refused(Reason.MALFORMED_MESSAGE, lambda: decode_shard(garbage))
 
 
 def test_every_truncation_of_a_shard_is_refused() -> None:
-    encoded = wire.encode_shard(rank())
-    assert wire.decode_shard(encoded) == rank()
+    encoded = encode_shard(rank())
+    assert decode_shard(encoded) == rank()
     for length in range(len(encoded)):
-        refused(Reason.MALFORMED_MESSAGE, lambda length=length: wire.decode_shard(encoded[:length]))  # type: ignore[misc]
+        refused(Reason.MALFORMED_MESSAGE, lambda length=length: decode_shard(encoded[:length]))  # type: ignore[misc]
 
 
 def test_a_shard_that_cannot_exist_keeps_its_reason() -> None:
     raw = msgspec.to_builtins(rank())
     raw["regions"][0]["length"] = 8
-    refused(Reason.OUT_OF_REGION, lambda: wire.decode_shard(msgspec.msgpack.encode(raw)))
+    refused(Reason.OUT_OF_REGION, lambda: decode_shard(msgspec.msgpack.encode(raw)))
     raw["groups"][0]["components"][0]["layer_offsets"] = [0, 0]
     raw["regions"][0]["length"] = 1 << 30
-    refused(Reason.INVALID_LAYOUT, lambda: wire.decode_shard(msgspec.msgpack.encode(raw)))
+    refused(Reason.INVALID_LAYOUT, lambda: decode_shard(msgspec.msgpack.encode(raw)))
 
 
 def test_a_shard_too_long_to_send_is_refused() -> None:
     long = rank(layers=[f"{index:0500}" for index in range(3000)])
-    refused(Reason.UNSUPPORTED, lambda: wire.encode_shard(long))
+    refused(Reason.UNSUPPORTED, lambda: encode_shard(long))
 
 
 def test_digests_tell_plans_apart() -> None:
     sources, destination = engine(2), rank(base_address=1 << 40)
     first, second = choose_sources(sources, destination, 0)
     digests = {
-        wire.digest(sources[0], destination, first),
-        wire.digest(sources[0], destination, second),
-        wire.digest(sources[1], destination, first),
-        wire.digest(sources[0], rank(base_address=1 << 41), first),
+        PairPlan(sources[0], destination, first).digest,
+        PairPlan(sources[0], destination, second).digest,
+        PairPlan(sources[1], destination, first).digest,
+        PairPlan(sources[0], rank(base_address=1 << 41), first).digest,
     }
     assert len(digests) == 4
-    received = wire.decode_shard(wire.encode_shard(sources[0]))
-    assert wire.digest(received, destination, first) in digests
+    received = decode_shard(encode_shard(sources[0]))
+    assert PairPlan(received, destination, first).digest in digests
 
 
 @pytest.mark.parametrize("num_layers", [63, 64])

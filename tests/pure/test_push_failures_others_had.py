@@ -7,11 +7,12 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import PushKey
-from kvferry.handoff.push.part import Part, announced_blocks, selector_of
+from kvferry.handoff.push.part import Part, announced_blocks
 from kvferry.handoff.push.receiver import Receiving
 from kvferry.handoff.push.sender import END, BlockList, Prompt, PushRequest, PushState, Sender, Sending
 from kvferry.layout.group import TokenShare
 from kvferry.plan.layer_spans import Span, cut_layers, plan_spans
+from kvferry.plan.match import selector_of
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination
 from kvferry.plan.request import GroupBlocks

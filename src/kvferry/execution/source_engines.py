@@ -18,13 +18,14 @@ from kvferry.handoff.guard_word import WORD_BYTES
 from kvferry.handoff.handshake import decode_shards, fetch_directory
 from kvferry.handoff.messages import FIRST_WEIGHTS, Directory, Identity
 from kvferry.handoff.pull_read import wrong_parameters
-from kvferry.handoff.push.part import Part, announced_blocks, selector_of
+from kvferry.handoff.push.part import Part, announced_blocks
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unexpected_error
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.layout.shard import Shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.match import selector_of
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
 from kvferry.plan.staging.strategy import Strategy

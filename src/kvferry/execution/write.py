@@ -39,13 +39,14 @@ from kvferry.handoff.messages import (
     Revoke,
     Revoked,
 )
-from kvferry.handoff.push.part import Part, selector_of
+from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.sender import Batch, Prompt, PushRequest, Sender
 from kvferry.handoff.wire.client import Client
+from kvferry.layout.shard import decode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
+from kvferry.plan.match import selector_of
 from kvferry.plan.planner import PairPlan
-from kvferry.plan.wire import decode_shard
 from kvferry.transport.protocol import Direction, Status, Transfer
 from kvferry.transport.registry import Connecting, Link, TransportSet
 

@@ -12,8 +12,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.wire import client
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
-from kvferry.layout.shard import Shard
-from kvferry.plan.wire import decode_shard
+from kvferry.layout.shard import Shard, decode_shard
 
 _REASONS = {
     "kv_dtype": Reason.DTYPE_MISMATCH,

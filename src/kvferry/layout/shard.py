@@ -1,4 +1,4 @@
-"""Shards: what one rank holds of a KV cache, and where."""
+"""Shards: what one rank holds of a KV cache, and where; and their form as bytes, for the handshake."""
 
 from collections.abc import Iterable
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvferry.errors import LayoutError, Reason
+from kvferry.errors import KVFerryError, LayoutError, PlanError, Reason
 from kvferry.layout.component import MAX_INTEGER, Component, Name, affine_step, require
 from kvferry.layout.group import CacheGroup
 
@@ -14,6 +14,9 @@ MAX_REGIONS = 4096
 MAX_GROUPS = 64
 MAX_CHECKED_INTERVALS = 1 << 20
 """Above this many content vectors the exhaustive check for overlaps is left out."""
+MAX_SHARD_BYTES = 1 << 20
+"""Limit of the encoding of a shard."""
+SAME_VERSION = "Run the same kvferry version in both engines."
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -137,3 +140,49 @@ def _content_overlaps(component: Component, num_blocks: int, inner: list[tuple[i
         starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
     starts.sort()
     return bool(np.any(np.diff(starts) < length))
+
+
+shard_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_decoder = msgspec.msgpack.Decoder(Shard)
+
+
+def encode_shard(shard: Shard) -> bytes:
+    """Return the shard as MessagePack. Raises :class:`PlanError` (``unsupported``) above :data:`MAX_SHARD_BYTES`.
+
+    >>> from kvferry.layout.named_layouts import NamedLayout
+    >>> from kvferry.testing.dense_shards import shard_for
+    >>> shard = shard_for(layers=["0"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10,
+    ...     layout=NamedLayout.BHLNC)
+    >>> decode_shard(encode_shard(shard)) == shard
+    True
+    """
+    encoded = shard_encoder.encode(shard)
+    if len(encoded) > MAX_SHARD_BYTES:
+        raise PlanError(
+            Reason.UNSUPPORTED,
+            f"the shard of {shard.rank_name} encodes to {len(encoded)} bytes; the limit is {MAX_SHARD_BYTES}.",
+            "Split the model's layers over more pipeline stages.",
+        )
+    return encoded
+
+
+def decode_shard(encoded: bytes) -> Shard:
+    """Return the shard, with all checks of its constructor.
+
+    Raises :class:`KVFerryError`: for a shard that cannot exist with the reason of the failed check, else
+    ``malformed-message``.
+    """
+    if len(encoded) > MAX_SHARD_BYTES:
+        raise PlanError(
+            Reason.MALFORMED_MESSAGE,
+            f"a received shard has {len(encoded)} bytes; the limit is {MAX_SHARD_BYTES}.",
+            SAME_VERSION,
+        )
+    try:
+        return _decoder.decode(encoded)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, KVFerryError):
+            raise error.__cause__ from None
+        raise PlanError(Reason.MALFORMED_MESSAGE, f"a message is no shard: {error}.", SAME_VERSION) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise PlanError(Reason.MALFORMED_MESSAGE, f"a message is no shard: {error}.", SAME_VERSION) from None

@@ -5,19 +5,22 @@ which each rank holds a share; ``block_pairs`` splits that share into blocks and
 exists are refused here, before any request arrives.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import msgspec
 import numpy as np
 
 from kvferry.arrays import Offsets
 from kvferry.errors import PlanError, Reason
-from kvferry.layout.component import Component, HeadRange
+from kvferry.layout.component import Atom, Component, HeadRange
 from kvferry.layout.group import CacheGroup, TokenShare
 from kvferry.layout.shard import Shard
-from kvferry.plan.compatibility import check_group, check_layers, check_shares
 from kvferry.plan.head_ranges import Ranges, canonical, common, count, without
+
+EVERY_RANK = "Name every rank of the source engine."
 
 
 class ComponentHeads(msgspec.Struct, frozen=True):
@@ -51,13 +54,18 @@ class _Need:
         return min(map(len, self.replicas.values()), default=0)
 
 
+def selector_of(name: str) -> int:
+    """Return the ``selector`` of a request, by a name that it has in both engines."""
+    return zlib.crc32(name.encode())
+
+
 def choose_sources(sources: Sequence[Shard], destination: Shard, selector: int) -> tuple[Assignment, ...]:
     """Choose one source rank for each layer, head and token share that the destination needs.
 
     The choice takes as few ranks as possible: a rank that sends other heads anyway comes first. Among ranks that hold
     the same heads, ``selector`` and the destination's rank choose, so that the load spreads evenly over requests and
-    ranks. ``selector`` is not negative and equal in both engines for one request, such as a stable hash of the request
-    id. Equal arguments give equal assignments.
+    ranks. ``selector`` is not negative and equal in both engines for one request (:func:`selector_of`). Equal arguments
+    give equal assignments.
 
     Raises :class:`PlanError` when the caches do not fit together or no source holds the needed heads
     (``missing-source``).
@@ -73,7 +81,7 @@ def choose_sources(sources: Sequence[Shard], destination: Shard, selector: int) 
     """
     if selector < 0:
         raise PlanError(Reason.INVALID_REQUEST, f"selector is {selector}.", "Use a non-negative hash.")
-    check_layers(sources, destination)
+    _check_layers(sources, destination)
     # The number of replicas divides the number of ranks: the remainder keeps the balance and bounds the assignments.
     choice = (selector + destination.tp_rank) % len(sources)
     chosen: dict[int, list[ComponentHeads]] = {}
@@ -90,8 +98,8 @@ def _needs(sources: Sequence[Shard], destination: Shard) -> Iterator[_Need]:
             held = [(index, found) for index in stage if (found := sources[index].group(group.name))]
             for index, found in held:
                 between = f"group {group.name!r} between {sources[index].rank_name} and {destination.rank_name}"
-                check_group(found, group, between)
-            check_shares([found for _, found in held], group)
+                _check_group(found, group, between)
+            _check_shares([found for _, found in held], group)
             shares = sorted(
                 {(found.token_share.rank, found.token_share) for _, found in held}, key=lambda pair: pair[0]
             )
@@ -154,7 +162,7 @@ def _missing(need: _Need, left: Ranges) -> PlanError:
         Reason.MISSING_SOURCE,
         f"group {need.group!r}, component {need.wanted.name!r}: no source rank holds heads {list(left)} of "
         f"{need.wanted.total_heads}{share}.",
-        "Name every rank of the source engine.",
+        EVERY_RANK,
     )
 
 
@@ -164,3 +172,136 @@ def match_layers(source: Component, destination: Component) -> Offsets:
     held = zip(destination.layers, destination.layer_offsets, strict=True)
     rows = [(offsets[layer], offset) for layer, offset in held if layer in offsets]
     return np.array(rows, dtype=np.int64).reshape(-1, 2)
+
+
+# Caches between which no plan exists.
+
+
+def _check_layers(sources: Sequence[Shard], destination: Shard) -> None:
+    """Raise unless the sources hold the destination's groups and layers, each layer in one pipeline stage."""
+    if not sources:
+        _refuse(Reason.MISSING_SOURCE, "there are no source ranks.", EVERY_RANK)
+    for group in destination.groups:
+        stages = {found.layers for source in sources if (found := source.group(group.name))}
+        if not stages:
+            names = sorted({held.name for source in sources for held in source.groups})
+            _refuse(Reason.GROUP_MISMATCH, f"no source has a cache group {group.name!r}; they have {names}.")
+        held = frozenset[str]().union(*stages)
+        if group.layers - held:
+            _refuse(Reason.LAYER_MISMATCH, f"group {group.name!r}: no source has layers {_some(group.layers - held)}.")
+        if destination.pp_size == 1 and held - group.layers:
+            _refuse(
+                Reason.LAYER_MISMATCH,
+                f"group {group.name!r}: only the sources have layers {_some(held - group.layers)}.",
+            )
+        if sum(map(len, stages)) != len(held):
+            _refuse(
+                Reason.LAYER_MISMATCH, f"group {group.name!r}: source ranks hold overlapping, unequal sets of layers."
+            )
+    unknown = {group.name for source in sources for group in source.groups}
+    unknown -= {group.name for group in destination.groups}
+    if destination.pp_size == 1 and unknown:
+        _refuse(Reason.GROUP_MISMATCH, f"only the sources have cache groups {_some(unknown)}.")
+
+
+def _check_shares(held: Sequence[CacheGroup], wanted: CacheGroup) -> None:
+    """Raise unless the sources, which hold the same layers, split tokens alike and hold all needed tokens."""
+    splits = {group.token_share.split for group in held}
+    if len(splits) > 1:
+        _refuse(
+            Reason.GROUP_MISMATCH,
+            f"group {wanted.name!r}: the sources split tokens by different (size, interleave) {sorted(splits)}.",
+        )
+    size, interleave = splits.pop()
+    ranks = {group.token_share.rank for group in held}
+    shares = (TokenShare(rank, size, interleave) for rank in range(size) if rank not in ranks)
+    missing = next((share for share in shares if share.overlaps(wanted.token_share)), None)
+    if missing is not None:
+        _refuse(
+            Reason.MISSING_SOURCE,
+            f"group {wanted.name!r}: no source rank holds the tokens of {missing!r}.",
+            EVERY_RANK,
+        )
+
+
+def _check_group(source: CacheGroup, destination: CacheGroup, between: str) -> None:
+    """Raise unless both groups have the same components, scales and kind."""
+    if source.kind is not destination.kind:
+        _refuse(Reason.GROUP_MISMATCH, f"{between}: cache kinds {source.kind} and {destination.kind} differ.")
+    if source.window != destination.window:
+        windows = f"{source.window} and {destination.window}"
+        _refuse(Reason.MODEL_MISMATCH, f"{between}: windows of {windows} tokens differ.")
+    _check_scales(source, destination, between)
+    components = {component.name: component for component in source.components if not component.is_padding}
+    needed = [component for component in destination.components if not component.is_padding]
+    wanted = {component.name for component in needed}
+    if components.keys() != wanted:
+        _refuse(
+            Reason.SPLIT_ATOM,
+            f"{between}: the components {sorted(components)} and {sorted(wanted)} differ.",
+            "Describe K and V as separate components in both engines.",
+        )
+    for component in needed:
+        where = f"{between}, component {component.name!r}"
+        _check_component(components[component.name], component, where)
+        if component.atom is Atom.PAGE:
+            _check_pages(source, destination, where)
+
+
+def _check_pages(source: CacheGroup, destination: CacheGroup, where: str) -> None:
+    if source.block_size != destination.block_size:
+        _refuse(
+            Reason.BLOCK_SIZE_MISMATCH,
+            f"{where}: packed pages of {source.block_size} and {destination.block_size} tokens differ.",
+            "Start both engines with one block size.",
+        )
+    if source.token_share.split != destination.token_share.split:
+        _refuse(
+            Reason.SPLIT_ATOM,
+            f"{where}: packed pages hold {source.token_share!r} and {destination.token_share!r} of the tokens.",
+            "Start both engines with one context-parallel size and interleave.",
+        )
+
+
+def _check_scales(source: CacheGroup, destination: CacheGroup, between: str) -> None:
+    """Raise unless the common layers are quantised with the same scales."""
+    shared = source.layers & destination.layers
+    sent, received = (
+        {(scale.layer, scale.tensor): scale.value for scale in group.scales if scale.layer in shared}
+        for group in (source, destination)
+    )
+    differing = min(
+        (name for name in sent.keys() | received.keys() if sent.get(name) != received.get(name)), default=None
+    )
+    if differing is not None:
+        layer, tensor = differing
+        values = f"{sent.get(differing, 'none')} and {received.get(differing, 'none')}"
+        _refuse(Reason.MODEL_MISMATCH, f"{between}: layer {layer!r} has {tensor!r} scales of {values}.")
+
+
+def _check_component(source: Component, destination: Component, where: str) -> None:
+    for what, reason, sent, received in (
+        ("numbers of heads", Reason.MODEL_MISMATCH, source.total_heads, destination.total_heads),
+        ("item sizes in bytes", Reason.DTYPE_MISMATCH, source.itemsize, destination.itemsize),
+        ("numbers of channels", Reason.HEAD_SIZE_MISMATCH, source.num_channels, destination.num_channels),
+    ):
+        if sent != received:
+            _refuse(reason, f"{where}: {what} {sent} and {received} differ.")
+    if source.packing != destination.packing:
+        _refuse(
+            Reason.PACKING_MISMATCH,
+            f"{where}: pages are packed as {source.packing or 'plain'!r} and {destination.packing or 'plain'!r}.",
+            "Run both engines on one kind of processor with one dtype and block size.",
+        )
+
+
+def _refuse(
+    reason: Reason, message: str, remedy: str = "Serve the same model with the same cache settings on both engines."
+) -> NoReturn:
+    raise PlanError(reason, message, remedy)
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return the first names of many."""
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")

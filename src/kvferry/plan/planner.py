@@ -1,5 +1,6 @@
 """The plan between a source rank and a destination rank, and its lowering to descriptors."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -9,13 +10,12 @@ from kvferry.arrays import Descriptors, Offsets
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.component import HeadRange
 from kvferry.layout.group import CacheGroup
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import Shard, shard_encoder
 from kvferry.plan.block_pairs import BlockPairs, Phase, block_pairs, refuse_twice
 from kvferry.plan.match import Assignment, choose_sources
 from kvferry.plan.request import GroupBlocks, refuse_incomplete
 from kvferry.plan.strided_copy import merge_rows
 from kvferry.plan.template import Template, build_templates
-from kvferry.plan.wire import digest
 
 MAX_CACHED_PHASES = 256
 """Phases of a group whose templates are kept. Block sizes without a common factor have many phases."""
@@ -23,6 +23,7 @@ MAX_FIRST_PHASES = 16
 """Phases whose templates are built at handshake; in most cases there is one."""
 MAX_DESCRIPTORS = 1 << 24
 """Limit of the descriptors of one call of ``lower``."""
+_DIGEST_BYTES = 16
 
 
 class GroupPlan:
@@ -145,8 +146,12 @@ class PairPlan:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of both shards and of the groups and heads that the source sends."""
-        return digest(self.source, self.destination, self.assignment)
+        """A digest of both shards and of the groups and heads that the source sends: it names the plan of a push.
+
+        It is equal in every process.
+        """
+        encoded = shard_encoder.encode((self.source, self.destination, self.assignment))
+        return hashlib.blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest()
 
     def asked(self, requests: Sequence[GroupBlocks]) -> list[tuple[GroupPlan, list[GroupBlocks]]]:
         """Return the requests of each group that this source serves. Raises as :meth:`lower`."""

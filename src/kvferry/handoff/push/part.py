@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import zlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -120,11 +119,6 @@ def _spans_by_tokens(batch: Batch) -> dict[tuple[str, int, int], list[int]]:
     for cut in batch:
         found.setdefault((cut.span.group, cut.first_token, cut.end_token), []).append(cut.span.number)
     return found
-
-
-def selector_of(transfer_id: str) -> int:
-    """Return the number that chooses between source ranks with the same bytes, equal on both ranks."""
-    return zlib.crc32(transfer_id.encode())
 
 
 def announced_blocks(plan: PairPlan, requests: Sequence[GroupBlocks]) -> tuple[AnnouncedBlocks, ...]:

@@ -11,9 +11,8 @@ from kvferry.errors import KVFerryError, Reason, TierError
 from kvferry.integrations.vllm.offload_names import BlockNames, EngineFacts
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import RankReport, SlabOrder
-from kvferry.layout.shard import Region
+from kvferry.layout.shard import Region, decode_shard
 from kvferry.layout.slab import slab_shard
-from kvferry.plan.wire import decode_shard
 from kvferry.tiers.eviction import Eviction
 from kvferry.tiers.host_memory import HostMemory, slots_that_fit
 from kvferry.tiers.local_disk import LocalDisk, check_directory

@@ -22,9 +22,8 @@ from kvferry.integrations.vllm.offload_records import OffloadStatistics
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder, StoreOrder
 from kvferry.integrations.vllm.worker.caches import register_caches
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import Shard, decode_shard, encode_shard
 from kvferry.layout.slab import slab_shard
-from kvferry.plan.wire import decode_shard, encode_shard
 from kvferry.tiers.slab_memory import SlabMemory
 
 if TYPE_CHECKING:

@@ -34,11 +34,11 @@ from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
 from kvferry.integrations.vllm.worker.push import PushDestination, PushEndPoint, PushSource
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import encode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES
-from kvferry.plan.wire import encode_shard
 from kvferry.transport.end_points import own_identity
 from kvferry.transport.registry import open_transports
 
