@@ -19,11 +19,18 @@ from kvferry.cli import drain as drain_module
 from kvferry.cli.main import app
 from kvferry.handoff.messages import Drain, RankEntry, Release
 from kvferry.handoff.wire.keys import make_keys
+from kvferry.integrations.vllm.scheduler import parts as parts_module
 from kvferry.integrations.vllm.scheduler import push as push_module
 
 from .scheduler_requests import FULL, PROMPT, allocated, handle_of, kept, next_step, request, run_prefill
 
 BLOCKS = [5, 4, 3, 2, 1]
+
+
+@pytest.fixture(autouse=True)
+def routers_notice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that tests need not wait; those about the wait set it themselves."""
+    monkeypatch.setattr(parts_module, "NOTICED_SECONDS", 0.0)
 
 
 def asked(role: Any, *, begin: bool = False) -> tuple[bool, int, int]:
@@ -71,23 +78,47 @@ def test_a_draining_engine_refuses_pushes_of_new_prompts_and_goes_on_with_others
     assert (orders.refused_transfers, orders.ended_transfers) == (["new"], [])
 
 
-def test_an_engine_that_registers_with_a_router_takes_prompts_until_the_router_has_forgotten_it(
-    make_role: Any, monkeypatch: pytest.MonkeyPatch
+PLACES = {"router_address": "127.0.0.1:1", "http_address": "127.0.0.1:2"}
+
+
+@pytest.mark.parametrize(
+    ("waits", "settings"),
+    [
+        ((parts_module, "NOTICED_SECONDS"), {}),
+        ((parts_module, "NOTICED_SECONDS"), {"mode": "push", "kv_role": "kv_producer"}),
+        ((push_module, "FORGOTTEN_SECONDS"), {"mode": "push", "kv_role": "kv_producer", **PLACES}),
+    ],
+    ids=["pull", "push", "push, registered"],
+)
+def test_an_engine_that_drains_is_not_ready_and_takes_prompts_until_routers_have_noticed(
+    waits: tuple[Any, str], settings: dict[str, Any], make_role: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(push_module, "FORGOTTEN_SECONDS", 0.5)
-    places = {"router_address": "127.0.0.1:1", "http_address": "127.0.0.1:2"}
-    role = make_role(FULL, mode="push", kv_role="kv_producer", **places)
+    monkeypatch.setattr(*waits, 0.5)
+    role = make_role(FULL, **settings)
     role.publish([RankEntry(0, 0, b"", {}, 0, 0)])
-    assert asked(role, begin=True) == (False, 0, 0)
+    assert asked(role) == (False, 0, 0), "ready"
+    assert asked(role, begin=True) == (False, 0, 0), "takes prompts"
+    assert asked(role) == (True, 0, 0), "not ready"
     assert asked(role, begin=True) == (False, 0, 0), "asking again does not begin anew"
     ours = request(PROMPT, {"do_remote_decode": True, "transfer_id": "sent by the router"}, "r")
     role.update_state_after_alloc(ours, allocated(BLOCKS), 0)
     deadline = time.monotonic() + 5
-    while not asked(role)[0]:
+    while not asked(role, begin=True)[0]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert next_step(role).refused_transfers == []
-    assert asked(role) == (True, 1, 0)
+    assert asked(role, begin=True) == (True, 1, 0), "a prompt that the router sent meanwhile is held"
+
+
+def test_an_engine_has_something_left_as_long_as_it_has_requests(make_role: Any) -> None:
+    """A decode engine still computes answers for prompts that it has loaded: whoever ends it would fail them."""
+    role, counts = make_role(FULL), [2, 1]
+    role._engine._core = core = SimpleNamespace()
+    assert asked(role) == (False, 0, 0), "the core builds its scheduler after the role answers"
+    core.scheduler = SimpleNamespace(get_request_counts=lambda: tuple(counts))
+    assert asked(role, begin=True) == (True, 0, 3)
+    counts[:] = 0, 0
+    assert asked(role, begin=True) == (True, 0, 0)
 
 
 def test_the_loads_of_a_decode_engine_are_waited_for(make_role: Any) -> None:
@@ -136,11 +167,11 @@ def test_the_command_waits_until_nothing_is_held_and_says_so(make_role: Any, mon
     left = runner.invoke(app, ["drain", address, "--timeout", "0", "--json"])
     assert left.exit_code == 1
     found = json.loads(left.stdout)
-    assert (found["engine_id"], found["draining"], found["holds"], found["loads"]) == ("engine-0", True, 1, 0)
+    assert (found["engine_id"], found["draining"], found["holds"], found["requests"]) == ("engine-0", True, 1, 0)
     assert runner.invoke(app, ["ready", address]).exit_code == 1, "the readiness says so"
     monkeypatch.setattr(drain_module.time, "sleep", lambda _: release(role, params or {}))
     done = runner.invoke(app, ["drain", address, "--timeout", "20"])
-    assert (done.exit_code, done.stdout) == (0, "engine-0 drains, 0 prompts held, 0 loads waited for\n")
+    assert (done.exit_code, done.stdout) == (0, "engine-0 drains, 0 prompts held, 0 requests under way\n")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:", ":5600", "127.0.0.1:99999", "127.0.0.1:²"])

@@ -31,14 +31,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
 def drain(
     engine: Engine,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait until nothing is held.", min=0.0)] = 300.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until nothing is left.", min=0.0)] = 300.0,
     keys: KeysFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell an engine to hold no more prompts, and wait until what it holds has gone. Exit code 1: something is left.
+    """Tell an engine that it will be ended, and wait until it has nothing left to do. Exit code 1: something is left.
 
-    New requests lose nothing: the engine computes their prompts and holds none, so decode engines compute the prompts
-    themselves. Take the engine out of the router first.
+    The engine is no longer ready at once, and works on until routers have noticed (15 s; 6 s where it registers with a
+    router). Then it holds no more prompts, and the command waits for what it holds and for its requests.
 
     The engine goes on draining where this command is interrupted or its time is over; a restart ends the drain.
 
@@ -62,7 +62,7 @@ def drain(
 
 
 def ready(engine: Engine, keys: KeysFolder = None, as_json: AsJson = False) -> None:
-    """Say whether an engine takes prompts to hold, for a readiness probe. Exit code 1: it drains. 2: no answer.
+    """Say whether routers should send to an engine, for a readiness probe. Exit code 1: it drains. 2: no answer.
 
     Try:
 
@@ -122,25 +122,25 @@ def parse_end_point(text: str) -> tuple[str, int]:
 
 
 def in_words(found: Draining) -> str:
-    """Return what an engine still holds.
+    """Return what an engine still does.
 
-    >>> in_words(Draining("p", 7, True, 1, 0)), in_words(Draining("p", 7, False, 0, 0))
-    ('drains, 1 prompt held, 0 loads waited for', 'ready, 0 prompts held, 0 loads waited for')
+    >>> in_words(Draining("p", 7, True, 1, 0)), in_words(Draining("p", 7, False, 0, 1))
+    ('drains, 1 prompt held, 0 requests under way', 'takes prompts, 0 prompts held, 1 request under way')
     """
-    held, loads = found.num_holds, found.num_loads
-    counts = f"{held} prompt{'s' * (held != 1)} held, {loads} load{'s' * (loads != 1)} waited for"
-    return f"{'drains' if found.is_draining else 'ready'}, {counts}"
+    held, requests = found.num_holds, found.num_loads
+    counts = f"{held} prompt{'s' * (held != 1)} held, {requests} request{'s' * (requests != 1)} under way"
+    return f"{'drains' if found.is_draining else 'takes prompts'}, {counts}"
 
 
 def _is_drained(found: Draining) -> bool:
-    """Return whether nothing is left. An engine that registers with a router drains some seconds after it was told."""
+    """Return whether nothing is left. An engine drains some seconds after it was told."""
     return found.is_draining and not found.num_holds + found.num_loads
 
 
 def _end(found: Draining, as_json: bool, seconds: float, *, is_well: bool) -> NoReturn:
     if as_json:
         row: dict[str, Any] = {"engine_id": found.engine_id, "epoch": found.epoch, "draining": found.is_draining}
-        row |= {"holds": found.num_holds, "loads": found.num_loads, "seconds": round(seconds, 3)}
+        row |= {"holds": found.num_holds, "requests": found.num_loads, "seconds": round(seconds, 3)}
         typer.echo(json.dumps(row, indent=2))
     else:
         typer.echo(f"{found.engine_id} {in_words(found)}")

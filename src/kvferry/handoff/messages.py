@@ -144,14 +144,20 @@ class Release(msgspec.Struct, frozen=True, tag="release", tag_field="type"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", tag_field="type"):
-    """With ``begin`` the engine takes no more prompts to hold; without it the question changes nothing."""
+    """With ``begin`` the engine is no longer ready, and soon takes no more prompts to hold.
+
+    Without ``begin`` the question changes nothing.
+    """
 
     begin: bool
 
 
 class Draining(msgspec.Struct, frozen=True, tag="draining", tag_field="type"):
-    """Answers :class:`Drain`: whether the engine drains, how many prompts it holds for decode engines or computes for
-    them, and how many of its own requests use holds of prefill engines.
+    """Answers :class:`Drain`.
+
+    ``is_draining`` says to a probe (without ``begin``) whether the engine was told to drain, and with ``begin`` whether
+    it takes no more prompts: routers need some seconds to notice. ``num_holds`` are the prompts that the engine holds
+    for decode engines or computes for them, ``num_loads`` its requests that are not finished or use holds of others.
     """
 
     engine_id: Identifier

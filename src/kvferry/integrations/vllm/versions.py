@@ -66,6 +66,12 @@ class Engine:
         return bool(self._core.vllm_config.shutdown_timeout > 0)
 
     @property
+    def num_requests(self) -> int:
+        """How many requests the core has not finished; any thread may ask, also before the core has its scheduler."""
+        scheduler = getattr(self._core, "scheduler", None)
+        return 0 if scheduler is None else sum(scheduler.get_request_counts())
+
+    @property
     def weights_version(self) -> str:
         """The name that the operator gave the weights last; weights that were replaced in place have another."""
         return FIRST_WEIGHTS if self._core is None else str(self._core.get_weight_version())[:MAX_TEXT_LENGTH]

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+NOTICED_SECONDS = 15.0
+"""How long a router that asks an engine whether it is ready may still send requests to one that drains."""
+
+
 @dataclass
 class EngineState:
     """The state that the role and its parts share. ``step`` has the orders for the next step.
@@ -71,7 +75,7 @@ class Source(Protocol):
 
     def withdraw(self) -> float:
         """The engine drains: tell routers of it no longer. Return for how many seconds they may still send to it."""
-        return 0.0
+        return NOTICED_SECONDS
 
     def close(self) -> None:
         """Stop answering; twice is fine."""

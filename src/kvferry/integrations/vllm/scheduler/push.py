@@ -135,7 +135,7 @@ class PushSource(Source):
     def withdraw(self) -> float:
         self._is_withdrawn = True
         if self._beacon is None:
-            return 0.0
+            return super().withdraw()
         self._beacon.close()
         return FORGOTTEN_SECONDS
 

@@ -408,15 +408,19 @@ class SchedulerRole:
     def _answer_drain(self, question: Drain) -> Draining:
         state, holds = self._state, self._state.holds
         if question.begin and self._drains_at is None:
-            # What a router sends before it has forgotten this engine must not fail.
-            self._drains_at = time.monotonic() + self._source.withdraw()
+            # What a router sends before it has noticed must not fail.
+            seconds = self._source.withdraw()
+            self._drains_at = time.monotonic() + seconds
+            logger.info("kvferry: no longer ready: prompts are taken for %g s more, then this engine drains.", seconds)
         with state.holds_lock:
             self._drain_in_time()
-            drains, num_holds = holds.is_draining, holds.num_holds
-        return Draining(state.engine_id, state.epoch, drains, num_holds, state.leases.num_requests)
+            drains = holds.is_draining if question.begin else self._drains_at is not None
+            num_holds = holds.num_holds
+        num_requests = max(state.leases.num_requests, self._engine.num_requests)
+        return Draining(state.engine_id, state.epoch, drains, num_holds, num_requests)
 
     def _drain_in_time(self) -> None:
-        """Hold no more prompts once routers have forgotten this engine; the caller has the lock."""
+        """Hold no more prompts once routers have noticed that this engine drains; the caller has the lock."""
         holds = self._state.holds
         if self._drains_at is not None and time.monotonic() >= self._drains_at and not holds.is_draining:
             holds.drain()

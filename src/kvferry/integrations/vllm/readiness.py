@@ -1,0 +1,117 @@
+"""Answers ``GET /ready`` in vLLM's API server: whether routers should send requests to this engine.
+
+vLLM's own ``/health`` says that an engine lives, until it ends. An engine that drains (``kvferry drain``) lives, and
+must get no more requests. ``--middleware kvferry.integrations.vllm.readiness.Readiness`` asks the engine's schedulers,
+as ``kvferry ready`` does. See docs/failures.md.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from kvferry.errors import KVFerryError, Reason, SettingsError
+from kvferry.handoff.messages import Drain, Draining
+from kvferry.handoff.wire.addresses import is_ipv6, is_wildcard
+from kvferry.handoff.wire.client import ask
+from kvferry.integrations.vllm.settings import control_port, parse_settings, trust_of
+from kvferry.peer_log import PeerLog
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+logger = PeerLog(logging.getLogger(__name__))
+
+PATH = "/ready"
+CONNECTOR = "KVFerryConnector"
+ASK_SECONDS = 4.0
+"""vllm-router waits 5 s for an answer."""
+KNOWN_SECONDS = 0.5
+"""How long an answer serves further questions: any client may ask, and as often as it likes."""
+
+
+class Readiness:
+    """Middleware of vLLM's API server: answers ``GET /ready`` with 200, or with 503 while an engine rank drains.
+
+    503 also where a scheduler does not answer. All other requests pass unchanged.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._asking = asyncio.Lock()
+        self._known_until = 0.0
+        self._known: tuple[HTTPStatus, bytes] = (HTTPStatus.SERVICE_UNAVAILABLE, b"")
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] not in ("GET", "HEAD"):
+            await self._app(scope, receive, send)
+            return
+        async with self._asking:
+            if time.monotonic() >= self._known_until:
+                self._known = await asyncio.to_thread(answer, scope["app"].state.engine_client.vllm_config)
+                self._known_until = time.monotonic() + KNOWN_SECONDS
+            status, body = self._known
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status.value, "headers": headers})
+        await send({"type": "http.response.body", "body": body if scope["method"] == "GET" else b""})
+
+
+def answer(vllm_config: "VllmConfig") -> tuple[HTTPStatus, bytes]:
+    """Ask the engine's schedulers; return the status and the body of the answer, which names no host."""
+    try:
+        drains = any_drains(vllm_config)
+    except KVFerryError as error:
+        logger.warning("kvferry: %s is answered with 503: %s", PATH, error, peer=PATH)
+        return HTTPStatus.SERVICE_UNAVAILABLE, json.dumps({"ready": False, "reason": error.reason.value}).encode()
+    reason = {"reason": Reason.DRAINING.value} if drains else {}
+    status = HTTPStatus.SERVICE_UNAVAILABLE if drains else HTTPStatus.OK
+    return status, json.dumps({"ready": not drains, **reason}).encode()
+
+
+def any_drains(vllm_config: "VllmConfig") -> bool:
+    """Return whether one of the data-parallel ranks behind this API server drains.
+
+    Raises :class:`KVFerryError`: invalid-setting without kvferry's connector or without a fixed port, as
+    :func:`~kvferry.handoff.wire.client.ask` where a scheduler does not answer.
+    """
+    settings = parse_settings(connector_settings(vllm_config))
+    if settings.port == 0:
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"{PATH} asks the engine at its setting port, which is 0: the engine takes a free one.",
+            'Set "port" to a port of this host.',
+        )
+    host = settings.host
+    if is_wildcard(host):
+        host = "::1" if is_ipv6(host) else "127.0.0.1"
+    trust, parallel = trust_of(settings), vllm_config.parallel_config
+    first = parallel.data_parallel_index
+    for rank in range(first, first + max(parallel.data_parallel_size_local, 1)):
+        found = ask(host, control_port(settings.port, rank), Drain(begin=False), ASK_SECONDS, trust, is_trusted=True)
+        if not isinstance(found, Draining) or found.is_draining:
+            return True
+    return False
+
+
+def connector_settings(vllm_config: "VllmConfig") -> dict[str, Any]:
+    """Return the settings of kvferry's connector, which may be one of several. Raises :class:`SettingsError`."""
+    config = vllm_config.kv_transfer_config
+    if config is not None:
+        own = {"kv_connector": config.kv_connector, "kv_connector_extra_config": config.kv_connector_extra_config}
+        for each in (own, *config.kv_connector_extra_config.get("connectors", ())):
+            if each["kv_connector"] == CONNECTOR:
+                return dict(each.get("kv_connector_extra_config", {}))
+    raise SettingsError(
+        Reason.INVALID_SETTING,
+        f"{PATH} is answered for an engine with {CONNECTOR}, which this engine has not.",
+        f'Set "kv_connector" to "{CONNECTOR}", or leave the middleware out.',
+    )
