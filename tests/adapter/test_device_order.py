@@ -35,6 +35,7 @@ from ..local.engines_in_process import (
     word_of,
 )
 from ..local.fake_cuda import FakeCuda, FakeStream
+from ..waits import wait_until
 
 DEVICE = "cpu"
 """Memory that every transport reaches, with a device that is not: the fake's."""
@@ -59,13 +60,6 @@ def forward(cuda: FakeCuda) -> FakeStream:
 @pytest.fixture
 def order(cuda: FakeCuda) -> CudaOrder:
     return CudaOrder(DEVICE, cuda)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def settle(words: StepWords) -> None:

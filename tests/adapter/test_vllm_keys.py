@@ -18,6 +18,7 @@ from kvferry.handoff.wire.trust import Trust
 from kvferry.integrations.vllm.scheduler.params import parse_params
 from kvferry.integrations.vllm.settings import parse_settings, trust_of
 
+from ..waits import wait_until
 from .scheduler_requests import FULL, PROMPT, allocated, kept, next_step, request, run_prefill, scheduled
 
 HOST = "127.0.0.1"
@@ -129,11 +130,7 @@ def test_a_release_ends_a_hold_only_with_the_same_keys(make_role: Any, folder: s
         next_step(prefill)
         assert sorted(kept(prefill)) == [1, 2, 3, 4, 5]
     load(decode, params)
-    deadline = time.monotonic() + 20
-    while kept(prefill):
-        assert time.monotonic() < deadline, "the hold is not released"
-        time.sleep(0.01)
-        next_step(prefill)
+    wait_until(lambda: not kept(prefill), "the hold is not released", each=lambda: next_step(prefill))
 
 
 def test_a_push_takes_the_offer_of_an_engine_with_the_same_keys_only(make_role: Any, folder: str, others: str) -> None:
@@ -148,10 +145,7 @@ def test_a_push_takes_the_offer_of_an_engine_with_the_same_keys_only(make_role: 
     for role in (decode, stranger):
         ours = request(PROMPT, dict(params), "d")
         role.on_new_request(ours)
-        deadline = time.monotonic() + 20
-        while role.get_num_new_matched_tokens(ours, 0)[0] is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda role=role, ours=ours: role.get_num_new_matched_tokens(ours, 0)[0] is not None)  # type: ignore[misc]
     hold = decode._destination.hold_of("d")
     assert (hold.port, hold.is_trusted) == (prefill._server.port, True)
     refused = stranger._destination._expected["d"]

@@ -24,6 +24,7 @@ from kvferry.integrations.vllm.scheduler.params import prompt_digest
 from kvferry.integrations.vllm.scheduler.push import check_pushable
 from kvferry.integrations.vllm.settings import parse_settings
 
+from ..waits import wait_until
 from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, allocated, kept, next_step, request, run_prefill, scheduled
 
 TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
@@ -316,11 +317,7 @@ def test_a_request_that_waits_for_its_turn_is_renewed_as_soon_as_its_source_is_k
     prefill.publish([A_RANK])
     decode.on_new_request(request(list(PROMPT), to_decode(prefill), "d"))
 
-    end = time.monotonic() + SECONDS
-    while decode._state.leases._holds.lease_of("d") is None:
-        assert time.monotonic() < end
-        next_step(decode)
-        time.sleep(0.01)
+    wait_until(lambda: decode._state.leases._holds.lease_of("d") is not None, each=lambda: next_step(decode))
 
 
 def test_a_rejected_request_releases_the_hold_of_a_push(make_role: Any) -> None:
@@ -332,12 +329,7 @@ def test_a_rejected_request_releases_the_hold_of_a_push(make_role: Any) -> None:
     ours = request([0], to_decode(prefill), "d")
     decode.on_new_request(ours)
     decode.request_finished(ours, ([],), is_complete=False)
-    end = time.monotonic() + SECONDS
-    while kept(prefill):
-        assert time.monotonic() < end
-        next_step(decode)
-        next_step(prefill)
-        time.sleep(0.01)
+    wait_until(lambda: not kept(prefill), each=lambda: (next_step(decode), next_step(prefill)))
     assert not decode.has_pending_work()
 
 

@@ -47,6 +47,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.transport.end_points import own_identity
 
 from ..local.engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, Rank, filled_ranks, whole_blocks
+from ..waits import wait_until
 
 SECONDS = 20.0
 SOURCE_IDS, TARGET_IDS = [5, 1, 4], [0, 3, 2]
@@ -127,13 +128,6 @@ class Workers:
         for role in (*self.senders, self.receiver):
             role.shutdown()
         self.listener.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 @pytest.fixture

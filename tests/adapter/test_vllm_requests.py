@@ -30,6 +30,7 @@ from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS
 from kvferry.layout.group import CacheKind
 
+from ..waits import wait_until
 from .scheduler_requests import (
     FULL,
     PROMPT,
@@ -232,11 +233,11 @@ def test_leases_are_renewed_during_a_long_step(make_role: Any, monkeypatch: pyte
     params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
     decode.on_new_request(request(PROMPT, params or {}, "d"))
     ends = {decode._state.leases._holds.lease_of("d").end}
-    deadline = time.monotonic() + 20
-    while len(ends) < 4:
-        assert time.monotonic() < deadline, f"the lease was renewed {len(ends) - 1} times"
-        time.sleep(0.01)
-        ends.add(decode._state.leases._holds.lease_of("d").end)
+    wait_until(
+        lambda: len(ends) >= 4,
+        "the lease is not renewed",
+        each=lambda: ends.add(decode._state.leases._holds.lease_of("d").end),
+    )
 
 
 @pytest.mark.parametrize("ending", ["released", "expired", "aborted"])
@@ -331,10 +332,7 @@ def test_a_hold_that_was_lost_during_a_step_ends_the_load_with_that_reason(make_
         prefill._state.holds.expire(time.monotonic() + 1e6)
     with decode._state.leases._lock:
         decode._state.leases._holds._renew_at = dict.fromkeys(decode._state.leases._holds._renew_at, 0.0)
-    deadline = time.monotonic() + 20
-    while not (lost := next_step(decode).lost):
-        assert time.monotonic() < deadline, "nothing was lost"
-        time.sleep(0.01)
+    lost = wait_until(lambda: next_step(decode).lost, "nothing was lost")
     assert lost == ["d"]
 
 
@@ -376,11 +374,7 @@ def test_a_hold_is_released_once_all_ranks_have_reported_the_load_and_not_before
         next_step(prefill)
         assert sorted(kept(prefill)) == [1, 2, 3, 4, 5]
     decode.update_connector_output(SimpleNamespace(finished_recving={"d"}, failed_recving=set()))
-    deadline = time.monotonic() + 20
-    while kept(prefill):
-        assert time.monotonic() < deadline, "the hold is not released"
-        time.sleep(0.01)
-        next_step(prefill)
+    wait_until(lambda: not kept(prefill), "the hold is not released", each=lambda: next_step(prefill))
 
 
 def test_references_are_dropped_tail_first_and_the_null_block_has_none() -> None:

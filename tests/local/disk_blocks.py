@@ -1,7 +1,6 @@
 """Blocks whose bytes follow from their names, a slab for them, and a disk tier that stores and loads them."""
 
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ from kvferry.layout.shard import Region
 from kvferry.tiers.local_disk import LocalDisk
 from kvferry.tiers.protocol import Load, Slots, Store, TierCopy
 
+from ..waits import wait_until
+
 SLAB_BYTES = 8 << 20
-WAIT_SECONDS = 20.0
 
 
 def key_of(number: int) -> bytes:
@@ -83,18 +83,11 @@ class Blocks:
 
     def wait(self, copy: TierCopy) -> None:
         """Poll until a copy has ended."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not copy.has_ended:
-            self.disk.poll()
-            assert time.monotonic() < deadline, "the copy has not ended"
-            time.sleep(0.0002)
+        wait_until(lambda: copy.has_ended, "the copy has not ended", each=self.disk.poll)
 
     def settle(self) -> None:
         """Wait until the threads have nothing to do."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while self.disk.snapshot()["num_waiting"]:
-            assert time.monotonic() < deadline, "the threads have not finished"
-            time.sleep(0.0002)
+        wait_until(lambda: not self.disk.snapshot()["num_waiting"], "the threads have not finished")
         self.disk.poll()
 
     def held(self, numbers: Sequence[int]) -> set[int]:

@@ -39,6 +39,8 @@ from kvferry.testing.dense_shards import shard_for
 from kvferry.transport.protocol import Region
 from kvferry.transport.registry import TransportSet, open_transports
 
+from ..waits import wait_until
+
 HOST, EPOCH, GENERATION, SLOT = "127.0.0.1", 7, 3, 1
 
 
@@ -199,10 +201,7 @@ class DecodeRank:
 
     def engine(self, hold: RemoteHold) -> SourceEngine:
         """Poll until the handshake has ended."""
-        end = time.monotonic() + 30
-        while (engine := self.engines.get(hold)) is None:
-            assert time.monotonic() < end, "the handshake does not end"
-            time.sleep(0.002)
+        engine = wait_until(lambda: self.engines.get(hold), "the handshake does not end")
         return engine
 
     def refusal(self, hold: RemoteHold) -> KVFerryError:

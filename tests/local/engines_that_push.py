@@ -27,6 +27,7 @@ from kvferry.transport.end_points import ProcessIdentity
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.registry import TransportSet, open_transport
 
+from ..waits import wait_until
 from .engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, LAYERS, Rank, filled_ranks, whole_blocks
 
 SECONDS = 20.0
@@ -160,10 +161,7 @@ class ReceivingRank(Parts):
         self.announcer.announce(request, find)
 
     def result(self, seconds: float = SECONDS) -> JobResult:
-        end = time.monotonic() + seconds
-        while not (results := self.executor.collect()):
-            assert time.monotonic() < end, "no push ends"
-            time.sleep(0.002)
+        results = wait_until(self.executor.collect, "no push ends", seconds=seconds)
         [result] = results
         return result
 

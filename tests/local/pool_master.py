@@ -4,8 +4,6 @@ import importlib.util
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,8 @@ from kvferry.layout.shard import Region
 from kvferry.tiers.pool.store import PoolStore
 from kvferry.tiers.remote_pool import RemotePool
 
-WAIT_SECONDS = 20.0
+from ..waits import wait_until
+
 SHARE_BYTES = 16 << 20
 
 
@@ -103,14 +102,6 @@ class SharedClients:
         assert client._store.remove_by_regex("^kvferry/[0-9a-f]{32}/", True) >= 0
         assert client._store.unregister_buffer(client._region.base_address) == 0
         self._free.append(client)
-
-
-def wait_until(condition: Callable[[], object], what: str, seconds: float = WAIT_SECONDS) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.01)
 
 
 def open_pool(master: Master, region: Region, share_bytes: int = SHARE_BYTES) -> RemotePool:

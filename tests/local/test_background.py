@@ -2,13 +2,15 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.wire import background
 from kvferry.handoff.wire.background import BackgroundCalls
+
+from ..waits import wait_until
 
 SECONDS = 10.0
 
@@ -40,13 +42,6 @@ def hanging() -> Iterator[Hanging]:
     hanging = Hanging()
     yield hanging
     hanging.may_end.set()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_calls_that_wait_for_a_slot_begin_in_the_order_in_which_they_were_asked_for(

@@ -19,6 +19,8 @@ from kvferry.handoff.wire import background, bootstrap
 from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Entry, Offer, query, signed
 from kvferry.handoff.wire.keys import make_keys
 
+from ..waits import wait_until
+
 HOST, SECONDS = "127.0.0.1", 10.0
 
 
@@ -27,11 +29,7 @@ def offer(engine_id: str = "p@7") -> Offer:
 
 
 def awaited(ask: Callable[[], Offer | None]) -> Offer:
-    end = time.monotonic() + SECONDS
-    while (found := ask()) is None:
-        assert time.monotonic() < end
-        time.sleep(0.005)
-    return found
+    return wait_until(ask)
 
 
 def test_an_offer_is_asked_for_once_and_again_when_it_is_forgotten() -> None:
@@ -193,9 +191,7 @@ def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert one_more.recv(1) == b""
         for connection in silent:
             connection.close()
-        end = time.monotonic() + SECONDS
-        while not answered(served.port):
-            assert time.monotonic() < end
+        wait_until(lambda: answered(served.port))
     finally:
         served.close()
 

@@ -14,9 +14,11 @@ import pytest
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import Answer, Handle, Noted, Question, Refusal, Release, encode
 from kvferry.handoff.wire import client as client_module
-from kvferry.handoff.wire.client import Client, Exchange, ask
+from kvferry.handoff.wire.client import Client, ask
 from kvferry.handoff.wire.connection import Connection, Frame
 from kvferry.handoff.wire.server import Server
+
+from ..waits import collect, wait_until
 
 HOST = "127.0.0.1"
 
@@ -35,15 +37,6 @@ def resend_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def echo_epoch(question: Question) -> Answer:
     return Noted(question.epoch)  # type: ignore[union-attr]
-
-
-def collect(client: Client, number: int = 1, seconds: float = 20.0) -> list[Exchange]:
-    exchanges: list[Exchange] = []
-    end = time.monotonic() + seconds
-    while len(exchanges) < number and time.monotonic() < end:
-        exchanges += client.collect()
-        time.sleep(0.002)
-    return exchanges
 
 
 def free_port() -> int:
@@ -121,10 +114,7 @@ def test_a_message_is_logged_where_it_is_not_acknowledged(
         client.tell(HOST, server.port, Release(7, ()), 20.0)
         client.tell(HOST, server.port, Release(8, ()), 20.0)
         client.tell(HOST, silent.port, Release(7, ()), 0.2)
-        end = time.monotonic() + 20
-        while len(caplog.messages) < 2:
-            assert time.monotonic() < end, caplog.text
-            time.sleep(0.002)
+        wait_until(lambda: len(caplog.messages) >= 2)
         assert client.collect() == []
     server.close()
     assert caplog.messages == [

@@ -38,6 +38,8 @@ from kvferry.transport.protocol import (
 )
 from kvferry.transport.registry import Link
 
+from ..waits import wait_until
+
 SLOT, WORD = 1, bytes(range(1, 17))
 NUM_BYTES = 1 << 16
 FAR = 1e12
@@ -358,13 +360,6 @@ def collect(executor: Executor, number: int, seconds: float = 30.0) -> dict[str,
         time.sleep(0.001)
     assert max(Counter(result.job_id for result in results).values(), default=1) == 1
     return {result.job_id: result for result in results}
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.001)
 
 
 def test_more_loads_than_scratch_words_all_commit(transport: ScriptedTransport) -> None:

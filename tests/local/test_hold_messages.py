@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -24,6 +25,8 @@ from kvferry.handoff.wire import client as client_module
 from kvferry.handoff.wire import hold_messages
 from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.handoff.wire.server import Server
+
+from ..waits import wait_until
 
 HOST, EPOCH, LEASE = "127.0.0.1", 7, 60.0
 SHORT_LEASE = 0.4
@@ -90,14 +93,6 @@ def arrive(keeper: LeaseKeeper, *holds: RemoteHold, lease_seconds: float = LEASE
     return request_ids
 
 
-def wait(condition: Callable[[], object], what: str, each: Callable[[], None] = lambda: None) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, what
-        each()
-        time.sleep(0.002)
-
-
 def lease_end(keeper: LeaseKeeper, request_id: str) -> float:
     return keeper.running_lease(request_id).end
 
@@ -109,11 +104,11 @@ def renewals(prefill: PrefillServer) -> list[Renew]:
 def test_a_release_ends_the_holds(prefill: PrefillServer, keeper: LeaseKeeper) -> None:
     first, *others = arrive(keeper, *prefill.remotes())
     keeper.finish(first)
-    wait(lambda: prefill.holds.num_holds == 2, "the hold was not released at once")
+    wait_until(lambda: prefill.holds.num_holds == 2, "the hold was not released at once")
     assert prefill.questions == [Release(EPOCH, (prefill.handles[0],))]
     for request_id in others:
         keeper.finish(request_id)
-    wait(lambda: not prefill.holds.num_holds, "a hold was not released")
+    wait_until(lambda: not prefill.holds.num_holds, "a hold was not released")
     assert keeper.take_lost() == []
 
 
@@ -128,7 +123,7 @@ def test_the_hold_of_a_sample_is_released_once_no_other_sample_can_come(
         keeper.finish("0_d")
         time.sleep(0.05)
         assert prefill.questions == [], "another sample may use the hold"
-        wait(lambda: prefill.holds.num_holds == 2, "the hold was not released", keeper.keep)
+        wait_until(lambda: prefill.holds.num_holds == 2, "the hold was not released", each=keeper.keep)
     finally:
         keeper.close()
 
@@ -136,7 +131,7 @@ def test_the_hold_of_a_sample_is_released_once_no_other_sample_can_come(
 def test_a_renewal_tells_the_held_from_the_lost(prefill: PrefillServer, keeper: LeaseKeeper) -> None:
     *held, lost = arrive(keeper, *prefill.remotes(), prefill.remote(Handle("r0", 999)), lease_seconds=30.0)
     before = time.monotonic()
-    wait(lambda: lease_end(keeper, held[0]) > before + 31, "the lease was not renewed", keeper.keep)
+    wait_until(lambda: lease_end(keeper, held[0]) > before + 31, "the lease was not renewed", each=keeper.keep)
     assert len(prefill.questions) == 1, "one message to one prefill engine"
     assert keeper.take_lost() == [lost]
     assert keeper.take_lost() == []
@@ -157,7 +152,7 @@ def test_a_restarted_engine_has_lost_all_holds(prefill: PrefillServer, keeper: L
         keeper.keep()
         found.extend(keeper.take_lost())
 
-    wait(lambda: len(found) == 3, "the loss of a hold was not noticed", keep)
+    wait_until(lambda: len(found) == 3, "the loss of a hold was not noticed", each=keep)
     assert sorted(found) == lost
     assert keeper.running_lease(held)
 
@@ -173,7 +168,7 @@ def test_after_another_refusal_no_hold_is_lost_and_renewals_go_on(answer: Answer
     refusing = Server(HOST, 0, refuse)
     try:
         (request_id,) = arrive(keeper, RemoteHold("p", EPOCH, HOST, refusing.port, Handle("a", 1)), lease_seconds=5.0)
-        wait(lambda: len(questions) == 2, "the renewal was not sent again", keeper.keep)
+        wait_until(lambda: len(questions) == 2, "the renewal was not sent again", each=keeper.keep)
         assert keeper.running_lease(request_id)
         assert keeper.take_lost() == []
     finally:
@@ -195,7 +190,7 @@ def test_a_pending_renewal_is_not_sent_twice(prefill: PrefillServer, keeper: Lea
     prefill.may_answer.set()
     time.sleep(0.3)
     assert [question.handles for question in renewals(prefill)] == [(first.handle,), (second.handle,)]
-    wait(lambda: len(renewals(prefill)) >= 3, "no renewal followed an answer", keeper.keep)
+    wait_until(lambda: len(renewals(prefill)) >= 3, "no renewal followed an answer", each=keeper.keep)
 
 
 def test_a_renewal_works_after_one_without_an_answer(prefill: PrefillServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +209,7 @@ def test_a_renewal_works_after_one_without_an_answer(prefill: PrefillServer, mon
             keeper.keep()
 
         for request_id in request_ids:
-            wait(lambda r=request_id: _end(keeper, r) > before + 31, "the lease was not renewed", step)  # type: ignore[misc]
+            wait_until(lambda r=request_id: _end(keeper, r) > before + 31, "the lease was not renewed", each=step)  # type: ignore[misc]
     finally:
         keeper.close()
 
@@ -232,7 +227,8 @@ def test_more_holds_than_a_message_takes_go_in_several(keeper: LeaseKeeper) -> N
         request_ids = arrive(keeper, *prefill.remotes(), lease_seconds=30.0)
         before = time.monotonic()
         for request_id in request_ids:
-            wait(lambda r=request_id: lease_end(keeper, r) > before + 31, "a lease was not renewed", keeper.keep)  # type: ignore[misc]
+            is_renewed = partial(lambda one: lease_end(keeper, one) > before + 31, request_id)
+            wait_until(is_renewed, "a lease was not renewed", each=keeper.keep)
         assert sorted(len(question.handles) for question in renewals(prefill)) == [1, MAX_REQUESTS_PER_MESSAGE]
     finally:
         prefill.close()
@@ -260,11 +256,11 @@ def test_a_hold_at_a_bad_address_affects_no_other(prefill: PrefillServer, keeper
     bad = RemoteHold("p", EPOCH, "no such host", 5600, Handle("a", 1))
     request_ids = arrive(keeper, *prefill.remotes(), bad, lease_seconds=30.0)
     before = time.monotonic()
-    wait(lambda: lease_end(keeper, request_ids[0]) > before + 31, "the lease was not renewed", keeper.keep)
+    wait_until(lambda: lease_end(keeper, request_ids[0]) > before + 31, "the lease was not renewed", each=keeper.keep)
     keeper.finish(request_ids[-1])
     for request_id in request_ids[:-1]:
         keeper.finish(request_id)
-    wait(lambda: not prefill.holds.num_holds, "a hold was not released")
+    wait_until(lambda: not prefill.holds.num_holds, "a hold was not released")
 
 
 def test_two_names_of_one_engine_affect_no_other_hold(prefill: PrefillServer, keeper: LeaseKeeper) -> None:
@@ -272,7 +268,7 @@ def test_two_names_of_one_engine_affect_no_other_hold(prefill: PrefillServer, ke
     hold = prefill.remotes()[0]
     arrive(keeper, RemoteHold("other", EPOCH, hold.host, hold.port, hold.handle), *prefill.remotes(), lease_seconds=30)
     before = time.monotonic()
-    wait(lambda: lease_end(keeper, "d3") > before + 31, "the lease was not renewed", keeper.keep)
+    wait_until(lambda: lease_end(keeper, "d3") > before + 31, "the lease was not renewed", each=keeper.keep)
 
 
 def test_an_engine_whose_steps_do_not_end_renews_no_more_until_they_do(prefill: PrefillServer) -> None:
@@ -292,7 +288,7 @@ def test_an_engine_whose_steps_do_not_end_renews_no_more_until_they_do(prefill: 
             time.sleep(0.01)
         assert len(renewals(prefill)) == while_stalled, "a hung engine pins the prefill engine's blocks"
         keeper.step()
-        wait(lambda: len(renewals(prefill)) > while_stalled, "no renewal followed a step", keeper.keep)
+        wait_until(lambda: len(renewals(prefill)) > while_stalled, "no renewal followed a step", each=keeper.keep)
     finally:
         keeper.close()
 

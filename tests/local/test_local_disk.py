@@ -24,6 +24,7 @@ from kvferry.tiers.local_disk import RESERVED_BYTES, LocalDisk, open_directory
 from kvferry.tiers.protocol import Presence, Slots, Store
 
 from ..counted_work import lines_of
+from ..waits import wait_until
 from .disk_blocks import Blocks, bytes_on_disk, content, key_of
 
 CAPACITY = 1 << 20
@@ -415,9 +416,7 @@ def test_a_thread_that_is_late_writes_no_header_over_that_of_the_next_block(
         change(path, shape_of(path).cell_offset(record.cell))
         assert blocks.load([5]).failures == {Reason.CHECKSUM_MISMATCH: 1}
     assert blocks.store([2000]).landed.all()
-    deadline = time.monotonic() + 20
-    while blocks.disk.snapshot()["num_waiting"] > 1:
-        assert time.monotonic() < deadline
+    wait_until(lambda: blocks.disk.snapshot()["num_waiting"] <= 1)
     goes_on.set()
     blocks.settle()
     blocks = opened()
@@ -1133,14 +1132,11 @@ def test_the_first_thread_takes_stores_first_and_the_others_loads() -> None:
     workers, performed = Workers(2, "test"), list[tuple[str, str]]()
     first, second = threading.Event(), threading.Event()
     workers.submit([Waiting("busy", performed, first), Waiting("busy", performed, first)], is_load=True)
-    deadline = time.monotonic() + 20
-    while len(performed) < 2:
-        assert time.monotonic() < deadline
+    wait_until(lambda: len(performed) >= 2)
     workers.submit([Waiting("load", performed, second) for _ in range(2)], is_load=True)
     workers.submit([Waiting("store", performed, second) for _ in range(2)], is_load=False)
     first.set()
-    while len(performed) < 4:
-        assert time.monotonic() < deadline
+    wait_until(lambda: len(performed) >= 4)
     assert set(performed[2:]) == {("test-0", "store"), ("test-1", "load")}
     second.set()
     assert workers.close(20.0)

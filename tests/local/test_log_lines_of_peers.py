@@ -13,9 +13,11 @@ import pytest
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.holds import check_epoch
 from kvferry.handoff.messages import Answer, Handle, Noted, Question, Refusal, Release, Renew
-from kvferry.handoff.wire.client import Client, Exchange
+from kvferry.handoff.wire.client import Client
 from kvferry.handoff.wire.server import Server
 from kvferry.peer_log import LINES_PER_SECOND
+
+from ..waits import collect
 
 HOST = "127.0.0.1"
 EPOCH = 7
@@ -39,15 +41,6 @@ def client() -> Iterator[Client]:
     client = Client()
     yield client
     client.close()
-
-
-def collect(client: Client, number: int) -> list[Exchange]:
-    found: list[Exchange] = []
-    end = time.monotonic() + 60
-    while len(found) < number and time.monotonic() < end:
-        found += client.collect()
-        time.sleep(0.002)
-    return found
 
 
 def most_in_a_second(records: list[logging.LogRecord]) -> int:

@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -27,6 +27,7 @@ from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Trust
 from kvferry.transport.faults import FaultPlan
 
+from ..waits import wait_until
 from .engines_in_process import BLOCK_SIZE, HEADS, HOST, IDENTITY, LAYERS, Rank
 from .engines_that_push import (
     SECONDS,
@@ -68,10 +69,7 @@ def test_a_chunk_arrives_before_the_next_is_computed(engines: Pairs) -> None:
     sender, [receiver] = engines.open()
     receiver.receive(sender.hold(), [0, 3])
     sender.compute(BLOCK_SIZE + 1, [5, 1])
-    end = time.monotonic() + SECONDS
-    while not np.array_equal(receiver.rank.cache[0], sender.ranks[0].rank.cache[5]):
-        assert time.monotonic() < end
-        time.sleep(0.002)
+    wait_until(lambda: np.array_equal(receiver.rank.cache[0], sender.ranks[0].rank.cache[5]))
     assert receiver.is_waiting()
     assert not receiver.rank.cache[3].any()
 
@@ -511,13 +509,6 @@ def test_a_preempted_prompt_is_pushed_again(engines: Pairs) -> None:
     assert receivers[0].result().error is None
     arrived, sent = receivers[0].rank.cache[3], sender.ranks[0].rank.cache[4]
     assert np.array_equal(arrived, sent)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def layer_bytes(rank: Rank, block: int, layer: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Capabilities, Direction, Status, Transfer
 from kvferry.transport.registry import Link, TransportSet
 
+from ..waits import wait_until
 from .engines_in_process import EPOCH, HOST, Rank
 from .engines_that_push import Pairs, ReceivingRank, SendingEngine, check_arrived
 
@@ -55,13 +56,6 @@ def running_process() -> Iterator[tuple[ProcessIdentity, subprocess.Popen[bytes]
 
 def elsewhere() -> ProcessIdentity:
     return msgspec.structs.replace(own_identity(), boot_id="of another host")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def is_introduced(sender: SendingEngine) -> bool:

@@ -27,7 +27,8 @@ from kvferry.tiers.remote_pool import SILENT_SECONDS, USABLE_SHARE, RemotePool, 
 from kvferry.tiers.slab_memory import SlabMemory
 from kvferry.tiers.stack import Stack
 
-from .pool_master import SHARE_BYTES, Master, open_pool, skip_without_mooncake, wait_until
+from ..waits import wait_until
+from .pool_master import SHARE_BYTES, Master, open_pool, skip_without_mooncake
 
 pytestmark = pytest.mark.mooncake
 CALL_SECONDS = 15.0

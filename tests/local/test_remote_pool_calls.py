@@ -14,7 +14,7 @@ from kvferry.tiers.pool.store import PoolState, UncertainTransfer
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.remote_pool import MIN_SHARE_BYTES, RemotePool
 
-from .pool_master import wait_until
+from ..waits import wait_until
 
 LOST = TierError(Reason.TIER_FAILED, "the pool does not answer.")
 

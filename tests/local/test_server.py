@@ -5,7 +5,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +34,8 @@ from kvferry.handoff.wire import server as server_module
 from kvferry.handoff.wire.client import Client, ask
 from kvferry.handoff.wire.connection import Frame
 from kvferry.handoff.wire.server import Server
+
+from ..waits import wait_until
 
 HOST = "127.0.0.1"
 NOISE = random.Random(0).randbytes(1000)
@@ -500,10 +502,3 @@ def is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return probe.connect_ex((HOST, port)) != 0
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.005)

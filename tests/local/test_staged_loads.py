@@ -26,6 +26,8 @@ from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import Region, Status, Transfer, Transport, reach
 from kvferry.transport.registry import Link, open_transport
 
+from ..waits import wait_until
+
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = ["0", "1", "2"], 4, 16, 8, 40
 TOKEN_BYTES = len(LAYERS) * HEADS * HEAD_SIZE * 2 * 2
 WORD = bytes(range(1, 17))
@@ -208,10 +210,7 @@ class HeldCopies:
 
 
 def advance_until(load: Read, scratch: Scratch, is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end
-        load.advance(scratch, time.monotonic())
+    wait_until(is_so, each=lambda: load.advance(scratch, time.monotonic()))
 
 
 def test_the_next_round_is_read_while_one_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from kvferry.transport.mooncake import MooncakeEndPoint, MooncakeTransport
 from kvferry.transport.mooncake_engine import LOOPBACK
 from kvferry.transport.protocol import Direction, Region, Status, reach
 
+from ..waits import wait_until
+
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 pytestmark = pytest.mark.mooncake
 FACTORY = "kvferry.transport.mooncake:MooncakeTransport"
@@ -163,9 +165,7 @@ def test_a_name_whose_look_up_hangs_delays_no_other_transfer_and_ends_in_time(
         assert len(transport._lookups) == 1
     finally:
         may_answer.set()
-    deadline = time.monotonic() + 10.0
-    while any(each.is_running for each in transport._lookups.values()):
-        assert time.monotonic() < deadline
+    wait_until(lambda: not any(each.is_running for each in transport._lookups.values()))
     monkeypatch.setattr(mooncake, "CONNECT_SECONDS", 10.0)
     peer = reach(transport, named)
     assert (peer.name.partition(":")[0], peer.place.partition(":")[0]) == ("prefill-0", LOOPBACK)

@@ -18,11 +18,13 @@ from kvferry.handoff.messages import Answer, Handle, Noted, Question, Refusal, R
 from kvferry.handoff.wire import client as client_module
 from kvferry.handoff.wire import server as server_module
 from kvferry.handoff.wire.bootstrap import query
-from kvferry.handoff.wire.client import Client, Exchange, ask
+from kvferry.handoff.wire.client import Client, ask
 from kvferry.handoff.wire.connection import CONNECTION, Connection, Frame
 from kvferry.handoff.wire.keys import Keys, make_keys
 from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Trust
+
+from ..waits import collect
 
 HOST = "127.0.0.1"
 ELSEWHERE = "203.0.113.1"
@@ -72,15 +74,6 @@ def plain() -> Iterator[Engine]:
     engine.server.close()
 
 
-def collect(client: Client, number: int = 1, seconds: float = 20.0) -> list[Exchange]:
-    exchanges: list[Exchange] = []
-    end = time.monotonic() + seconds
-    while len(exchanges) < number and time.monotonic() < end:
-        exchanges += client.collect()
-        time.sleep(0.002)
-    return exchanges
-
-
 def reason_of(call: Callable[[], object]) -> Reason:
     with pytest.raises(HandoffError) as caught:
         call()
@@ -95,13 +88,6 @@ def refusal_of(trust: Trust, port: int, host: str = HOST, *, is_trusted: bool = 
         [exchange] = collect(client)
     assert isinstance(exchange.answer, Refusal), exchange.answer
     return exchange.answer
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.005)
 
 
 def test_engines_with_one_key_ask_and_answer(keys: Keys, engine: Engine) -> None:

@@ -1,7 +1,6 @@
 """The layers that are final after a step of the engine: spans, and a device that lags behind the launches."""
 
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -15,6 +14,8 @@ from kvferry.execution.write import Writer
 from kvferry.handoff.messages import Identity, PushKey
 from kvferry.handoff.push.sender import END, Need, Prompt, PushRequest
 from kvferry.plan.layer_spans import LayerSpans, Span
+
+from ..waits import wait_until
 
 IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
 LAYERS = ["0", "1", "2", "3"]
@@ -167,7 +168,4 @@ def settle(writer: Writer, device: Device, num_marks: int) -> None:
     """Let the device come so far, and what follows be done: whoever waits for the next mark has done all before it."""
     writer._deferred.add(device.mark(), lambda: None)
     device.run(num_marks)
-    end = time.monotonic() + SECONDS
-    while device.num_awaited <= device.num_over:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    wait_until(lambda: device.num_awaited > device.num_over)
