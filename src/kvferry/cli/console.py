@@ -1,12 +1,18 @@
-"""The output of the commands."""
+"""What all commands share: their output, the option ``--json``, and how an error ends them."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
+import typer
 from rich.console import Console
+
+from kvferry.errors import KVFerryError
 
 WIDTH_WITHOUT_TERMINAL = 120
 DRAWN_PER_SECOND = 2.0
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
 
 def open_console(*, stderr: bool = False) -> Console:
@@ -35,3 +41,16 @@ def progress(first: str) -> Iterator[Announce]:
         return
     with console.status(first, refresh_per_second=DRAWN_PER_SECOND) as status:
         yield status.update
+
+
+@contextmanager
+def refused(as_json: bool) -> Iterator[None]:
+    """Where ``as_json`` asks for JSON, print an error as a JSON object and exit with code 2."""
+    try:
+        yield
+    except KVFerryError as error:
+        if not as_json:
+            raise
+        reasons = {"reason": error.reason.value, "message": error.message, "remedy": error.remedy}
+        typer.echo(json.dumps({"error": reasons}, indent=2))
+        raise typer.Exit(2) from None

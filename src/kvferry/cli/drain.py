@@ -7,9 +7,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvferry.cli.console import progress
-from kvferry.cli.plan import refuse
-from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.cli.console import AsJson, progress, refused
+from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import Drain, Draining
 
 ASK_SECONDS = 5.0
@@ -26,7 +25,6 @@ Engine = Annotated[
 KeysFolder = Annotated[
     Path | None, typer.Option("--keys", help="A folder of keys that the engine trusts; none for an engine without.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
 
 def drain(
@@ -49,15 +47,12 @@ def drain(
     kvferry drain 10.0.0.7:5600 --timeout 120 --keys /etc/kvferry/keys
     """
     began_at = time.monotonic()
-    with progress(f"draining {engine}") as announce:
-        try:
+    with progress(f"draining {engine}") as announce, refused(as_json):
+        found = ask_drain(engine, keys, begin=True)
+        while not _is_drained(found) and time.monotonic() < began_at + timeout:
+            announce(f"draining {engine}: {in_words(found)}")
+            time.sleep(POLL_SECONDS)
             found = ask_drain(engine, keys, begin=True)
-            while not _is_drained(found) and time.monotonic() < began_at + timeout:
-                announce(f"draining {engine}: {in_words(found)}")
-                time.sleep(POLL_SECONDS)
-                found = ask_drain(engine, keys, begin=True)
-        except KVFerryError as error:
-            refuse(error, as_json)
     _end(found, as_json, time.monotonic() - began_at, is_well=_is_drained(found))
 
 
@@ -70,10 +65,8 @@ def ready(engine: Engine, keys: KeysFolder = None, as_json: AsJson = False) -> N
 
     kvferry ready 10.0.0.7:5600 --keys /etc/kvferry/keys --json
     """
-    try:
+    with refused(as_json):
         found = ask_drain(engine, keys, begin=False)
-    except KVFerryError as error:
-        refuse(error, as_json)
     _end(found, as_json, 0.0, is_well=not found.is_draining)
 
 

@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvferry.cli.console import open_console
-from kvferry.cli.plan import refuse
-from kvferry.errors import KVFerryError
+from kvferry.cli.console import AsJson, open_console, refused
 from kvferry.handoff.wire.keys import Keys, make_keys
 
 keys = typer.Typer(
@@ -26,7 +24,6 @@ keys = typer.Typer(
 FolderArgument = Annotated[
     Path, typer.Argument(help="The folder with key.pem, certificate.pem and trusted/.", metavar="FOLDER")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
 
 @keys.command("new")
@@ -68,10 +65,8 @@ def show(folder: FolderArgument, as_json: AsJson = False) -> None:
 
 
 def _show(read: Callable[[], Keys], as_json: bool) -> None:
-    try:
+    with refused(as_json):
         found = read()
-    except KVFerryError as error:
-        refuse(error, as_json)
     trusted = {fingerprint: str(path) for fingerprint, path in found.trusted.items()}
     if as_json:
         own = {"folder": str(found.folder), "fingerprint": found.fingerprint}

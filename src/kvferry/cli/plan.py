@@ -4,14 +4,13 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from kvferry.cli.console import open_console, progress
+from kvferry.cli.console import AsJson, open_console, progress, refused
 from kvferry.cli.plan_report import Blocks, Engine, PairReport, PlanReport, Summary, make_report, parse_engine
-from kvferry.errors import KVFerryError
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Shard
 from kvferry.models.config import ITEM_SIZES
@@ -48,7 +47,7 @@ def plan(
     model: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or a folder with one.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of scattered ids and of the choice among replicas.", min=0)] = 0,
     explain: Annotated[bool, typer.Option("--explain", help="Explain sources, runs, strategy, refusals.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the descriptors from a prefill to a decode engine, per pair of ranks and cache group.
 
@@ -60,15 +59,13 @@ def plan(
 
     kvferry plan --model path/to/config.json --tokens 10240 --prefill tp=4 --decode tp=2,pp=2 --explain
     """
-    try:
+    with refused(as_json):
         caches = caches_of(model, layers, kv_heads, head_size, dtype)
         engines = parse_engine("--prefill", prefill, block_size), parse_engine("--decode", decode, block_size)
         with progress("planning") as announce:
             report = make_report(caches, *engines, tokens, blocks, seed, announce=announce)
             announce("explaining")
             explanation = explain_plan(report) if explain else []
-    except KVFerryError as error:
-        refuse(error, as_json)
     if as_json:
         more = {"explanation": explanation} if explain else {}
         typer.echo(json.dumps({**report.as_json(), **more}, indent=2))
@@ -76,15 +73,6 @@ def plan(
         _print_report(report, explanation)
     if not report.verified:
         raise typer.Exit(1)
-
-
-def refuse(error: KVFerryError, as_json: bool) -> NoReturn:
-    """Print an error as JSON and exit with code 2; without ``as_json`` raise the error."""
-    if not as_json:
-        raise error
-    reasons = {"reason": error.reason.value, "message": error.message, "remedy": error.remedy}
-    typer.echo(json.dumps({"error": reasons}, indent=2))
-    raise typer.Exit(2)
 
 
 def _print_report(report: PlanReport, explanation: list[str]) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.cli.console import open_console
+from kvferry.cli.console import AsJson, open_console
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.settings import Settings
 
@@ -60,7 +60,7 @@ class SettingDescription:
 
 def settings(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the settings of the connector, which go into kv_connector_extra_config.
 

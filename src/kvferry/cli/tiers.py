@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvferry.cli.console import open_console
-from kvferry.cli.plan import refuse
-from kvferry.errors import KVFerryError, Reason
+from kvferry.cli.console import AsJson, open_console, refused
+from kvferry.errors import Reason
 from kvferry.tiers.disk.inspection import SegmentReport, existing_directory, inspect, verify
 from kvferry.tiers.disk.segments import Directory, errors_of
 from kvferry.tiers.local_disk import open_directory
@@ -33,7 +32,6 @@ tiers = typer.Typer(
 )
 
 DirectoryArgument = Annotated[Path, typer.Argument(help="The folder of one engine's blocks on disk.", metavar="DIR")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 MAX_DAMAGED_SHOWN = 20
 
 
@@ -154,15 +152,6 @@ def print_unusable(console: Console, reports: list[SegmentReport]) -> None:
             console.print(f"{report.name}: {report.error}", style="red", markup=False)
         for reason, count in report.refused.items():
             console.print(f"{report.name}: {count} unusable headers [{reason}]", style="red", markup=False)
-
-
-@contextmanager
-def refused(as_json: bool) -> Iterator[None]:
-    """Print an error as a JSON object where the caller asked for JSON."""
-    try:
-        yield
-    except KVFerryError as error:
-        refuse(error, as_json)
 
 
 @contextmanager
