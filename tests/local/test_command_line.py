@@ -6,8 +6,10 @@ import pty
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -241,6 +243,25 @@ class TestDrainAndReady:
             if keys is None:
                 assert "does not speak TLS" in error["message"]
             server.close()
+
+    def test_another_servers_port_is_named_as_such(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """An API server answers a frame with HTTP 400."""
+
+        def answer(listening: socket.socket) -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            thread = threading.Thread(target=answer, args=(listening,))
+            thread.start()
+            error = self.refusal(capsys, monkeypatch, "drain", f"127.0.0.1:{listening.getsockname()[1]}")
+            thread.join()
+        assert error["reason"] == "malformed-message"
+        assert "not those of its API server" in error["remedy"]
 
 
 @pytest.mark.vllm

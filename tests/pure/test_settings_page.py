@@ -73,6 +73,8 @@ def test_what_is_allowed_is_what_is_checked(name: str, allowed: str, refused: li
     [
         ({}, Reason.INVALID_SETTING, "missing required field `host_bytes`"),
         ({"host_byte": 1}, Reason.UNKNOWN_SETTING, "Did you mean 'host_bytes'"),
+        ({"host_bytes": 1, "keys": "/a"}, Reason.UNKNOWN_SETTING, "'kvferry settings' lists the settings of each"),
+        ({"host_bytes": 1, "eviction": "fifo"}, Reason.INVALID_SETTING, "Use 'lru' or 's3-fifo'."),
         ({"host_bytes": 1, "disc_path": "/a"}, Reason.UNKNOWN_SETTING, "Did you mean 'disk_path'"),
         ({"host_bytes": "8 gigabytes"}, Reason.INVALID_SETTING, "host_bytes '8 gigabytes' is no size"),
         ({"host_bytes": 0}, Reason.INVALID_SETTING, "$.host_bytes"),

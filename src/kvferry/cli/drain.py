@@ -14,8 +14,10 @@ from kvferry.handoff.messages import Drain, Draining
 ASK_SECONDS = 5.0
 POLL_SECONDS = 0.5
 IN_LOG = "The engine's log has both at its start: 'engine ... at HOST:PORT'."
+NAME_IT = f"Name the engine's settings host and port, and not those of its API server. {IN_LOG}"
 REMEDIES = {
-    Reason.PEER_UNREACHABLE: f"Name the engine's settings host and port, and not those of its API server. {IN_LOG}",
+    Reason.PEER_UNREACHABLE: NAME_IT,
+    Reason.MALFORMED_MESSAGE: NAME_IT,
     Reason.PERMISSION_DENIED: "Give --keys a folder that the engine trusts; leave it out where the engine has none.",
 }
 """What to do in place of what an engine would have to do that asked the same."""
@@ -35,7 +37,7 @@ def drain(
 ) -> None:
     """Tell an engine that it will be ended, and wait until it has nothing left to do. Exit code 1: something is left.
 
-    The engine is no longer ready at once, and works on until routers have noticed (15 s; 6 s where it registers with a
+    The engine stops being ready at once, and works on until routers have noticed (15 s; 6 s where it registers with a
     router). Then it holds no more prompts, and the command waits for what it holds and for its requests.
 
     The engine goes on draining where this command is interrupted or its time is over; a restart ends the drain.

@@ -1,4 +1,4 @@
-"""``kvferry keys``: makes the keys with which engines know each other, and shows whom an engine trusts."""
+"""``kvferry keys``: makes the keys with which engines authenticate each other, and shows whom an engine trusts."""
 
 import json
 from collections.abc import Callable
@@ -16,8 +16,8 @@ keys = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Make and show the keys with which engines authenticate each other, encrypt what they say to each other, and "
-    'sign.\n\nFOLDER is the connector\'s setting "keys". It has key.pem, certificate.pem and trusted/.'
+    help="Make and show the keys with which engines authenticate each other, encrypt their messages, and sign "
+    'kv_transfer_params.\n\nFOLDER is the connector\'s setting "keys". It has key.pem, certificate.pem and trusted/.'
     "\n\nTry:\n\nkvferry keys new /etc/kvferry/keys\n\nkvferry keys show /etc/kvferry/keys",
 )
 

@@ -15,8 +15,12 @@ from kvferry.integrations.vllm.settings import Settings
 
 PAGE = """# Settings
 
-All settings of `kv_connector_extra_config`. An unknown one is an error that names the nearest valid one. This page is
-written by `kvferry settings --markdown` and not edited; without the option the command prints the same as a table.
+All settings of `kv_connector_extra_config`. An unknown one is an error that names a similar one, if there is one. This
+page is written by `kvferry settings --markdown` and not edited; without the option the command prints the same as a
+table.
+
+A wrong setting ends the engine at its start. The reason is a line with `kvferry.errors` in the engine's log, above
+vLLM's last one (`Engine core initialization failed`).
 
 ## KVFerryConnector
 

@@ -526,7 +526,8 @@ def open_directory(path: Path, *, of_anybody: bool = False) -> tuple[Directory, 
             raise TierError(
                 Reason.TIER_IN_USE,
                 f"{path} is in use by process {owner or 'unknown'}.",
-                "Give each engine a directory of its own, or end that process.",
+                "End that process (vLLM's engine core outlives an API server that is killed), or give each engine a "
+                "directory of its own.",
             ) from error
         _write_owner(lock)
         opened.pop_all()

@@ -276,6 +276,8 @@ def _tls_failed(error: ssl.SSLError) -> Exception:
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return ConnectionError("the peer has closed the connection")
     if error.reason == "WRONG_VERSION_NUMBER":
-        return HandoffError(Reason.PERMISSION_DENIED, "the peer does not speak TLS: it has no keys.", _KEYS)
+        return HandoffError(
+            Reason.PERMISSION_DENIED, "the peer does not speak TLS: it has no keys, or is no kvferry engine.", _KEYS
+        )
     why = getattr(error, "verify_message", "") or (error.reason or str(error)).replace("_", " ").lower()
     return HandoffError(Reason.PERMISSION_DENIED, f"the peer and this side do not trust each other: {why}.", _KEYS)

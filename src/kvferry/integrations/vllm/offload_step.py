@@ -1,4 +1,4 @@
-"""What the two roles of ``KVFerryOffloadConnector`` say to each other: orders once per engine step, and reports."""
+"""Messages between the two roles of ``KVFerryOffloadConnector``: orders once per engine step, and reports."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -19,6 +19,7 @@ from kvferry.transport.registry import FACTORIES
 from kvferry.transport.registry import check_setting as check_transport
 
 LAST_PORT = 65535
+_LISTED = "'kvferry settings' lists the settings of each connector and what they may be."
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400, extra={"unit": "seconds"})]
 Port = Annotated[int, msgspec.Meta(ge=0, le=LAST_PORT)]
 _FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address", "fence_seconds"))
@@ -112,8 +113,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: Annotated[
         str,
         about(
-            "A folder made by `kvferry keys new`: engines then encrypt what they say to each other, hear only engines "
-            "whose certificates they trust, and sign; needed where `host` is not this machine alone.",
+            "A folder made by `kvferry keys new`: engines encrypt their messages, accept only engines whose "
+            "certificates they trust, and sign what passes through routers; needed where `host` is not loopback.",
             unit="path",
             unset="none",
             page="security.md#keys",
@@ -122,16 +123,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allow_unauthenticated: Annotated[
         bool,
         about(
-            "Lets `host` be other than this machine without `keys`: whoever reaches its ports is taken for an engine.",
+            "Allows a `host` other than loopback without `keys`: whoever reaches its ports is taken for an engine.",
             page="security.md#keys",
         ),
     ] = False
     allowed_hosts: Annotated[
         tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=253)], ...],
         about(
-            "Names, addresses and networks (`10.1.0.0/16`) to which the engine connects where a request or a router "
-            "names them, beside this machine and the hosts that a trusted engine has signed; with "
-            "`allow_unauthenticated`, none restricts nothing.",
+            'A list of names, addresses and networks (`["prefill-0.example", "10.1.0.0/16"]`) to which the engine '
+            "connects where a request or a router names them, besides loopback and hosts that a trusted engine has "
+            "signed; without it, `allow_unauthenticated` allows every host.",
             unset="none",
             page="security.md#where-an-engine-connects",
         ),
@@ -146,8 +147,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_seconds: Annotated[
         Seconds,
         about(
-            "How long a finished prompt is held until a decode engine comes and renews; a decode engine renews for so "
-            "long while its steps do not end.",
+            "How long a finished prompt is held until a decode engine comes and renews; also how long a decode engine "
+            "whose steps hang goes on renewing.",
             page="failures.md#leases",
         ),
     ] = 60.0
@@ -189,7 +190,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         about(
             "How much of a pulled cache is compared with the prefill engine's digests before it is used: `sample` one "
             "layer and KV head of every 16 tokens, `full` every byte; the prefill engine needs at least the decode "
-            "engine's value; `auto` is `sample`, with `push` `off`, which alone pushes may have.",
+            "engine's value. `auto` is `sample` with `pull` and `off` with `push`; pushes allow no other.",
             page="decisions/integrity.md",
         ),
     ] = "auto"
@@ -290,16 +291,30 @@ def converted(extra_config: Mapping[str, Any], kind: type[AnySettings]) -> AnySe
     """
     for key in extra_config:
         if key not in kind.__struct_fields__:
-            nearest = difflib.get_close_matches(key, kind.__struct_fields__, n=1, cutoff=0.0)
-            raise SettingsError(Reason.UNKNOWN_SETTING, f"unknown setting {key!r}.", f"Did you mean {nearest[0]!r}?")
+            nearest = difflib.get_close_matches(key, kind.__struct_fields__, n=1)
+            remedy = f"Did you mean {nearest[0]!r}?" if nearest else _LISTED
+            raise SettingsError(Reason.UNKNOWN_SETTING, f"unknown setting {key!r}.", remedy)
     try:
         return msgspec.convert(dict(extra_config), kind)
     except msgspec.ValidationError as error:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"kv_connector_extra_config: {error}.",
-            "'kvferry settings' lists the settings and what they may be.",
-        ) from error
+        remedy = f"{_choices(kind, str(error))}{_LISTED}"
+        raise SettingsError(Reason.INVALID_SETTING, f"kv_connector_extra_config: {error}.", remedy) from error
+
+
+def _choices(kind: type[msgspec.Struct], error: str) -> str:
+    """Return the values that the setting of a validation error may have, where they are few words.
+
+    >>> _choices(Settings, "Invalid enum value 'pusch' - at `$.mode`")
+    "Use 'pull' or 'push'. "
+    """
+    name = error.rpartition("`$.")[2].rstrip("`")
+    information = msgspec.inspect.type_info(kind)
+    assert isinstance(information, msgspec.inspect.StructType)
+    for field in information.fields:
+        about = field.type.type if isinstance(field.type, msgspec.inspect.Metadata) else field.type
+        if field.name == name and isinstance(about, msgspec.inspect.LiteralType):
+            return f"Use {' or '.join(map(repr, about.values))}. "
+    return ""
 
 
 def _if_default(name: str, given: Mapping[str, Any]) -> str:

@@ -108,6 +108,7 @@ class SchedulerRole:
         self._drains_at: float | None = None
         self._secret = secrets.token_bytes(SECRET_BYTES)
         port = control_port(settings.port, parallel.data_parallel_index)
+        self._has_keys = trust.keys is not None
         self._server = Server(settings.host, port, self._answer, self._keep_up, trust.keys)
         state.answers_at = EndPoint(settings.reachable_host, self._server.port, epoch)
         assert vllm_config.kv_transfer_config is not None
@@ -273,7 +274,9 @@ class SchedulerRole:
         if self._directory is None:
             transports = transports_in_words(ranks[0].end_points)
             address = f"{state.answers_at.host}:{state.answers_at.port}"
-            logger.info("kvferry: %s, %s; engine %s at %s", self._start_line, transports, state.engine_id, address)
+            keys = "with" if self._has_keys else "without"
+            line = "kvferry: %s, %s; engine %s at %s, %s keys"
+            logger.info(line, self._start_line, transports, state.engine_id, address, keys)
         self._directory = directory
         self._source.publish()
 
