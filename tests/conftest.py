@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from kvferry import peer_log
 
@@ -15,6 +16,9 @@ from .matrix_results import Results, results_folder
 from .no_skips import pytest_sessionfinish as pytest_sessionfinish
 
 mooncake_libraries.make_loadable()
+# A busy machine is slow, and that is no failure.
+settings.register_profile("kvferry", deadline=None)
+settings.load_profile("kvferry")
 
 
 @pytest.fixture(autouse=True)

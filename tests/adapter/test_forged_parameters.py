@@ -151,7 +151,7 @@ FORGERIES: dict[str, Forge] = {
     "another number of tokens": of_ferry("num_tokens", lambda count, numbers: count + numbers.choice([-16, -1, 1, 16])),
     "another lease": of_ferry("lease_seconds", lambda _, numbers: numbers.choice([0.001, 1.0, 1e5])),
     "a late word": of_ferry("is_late", lambda _late, _: True),
-    "another version": of_ferry("version", lambda version, _: version + 1),
+    "another version": of_ferry("version", lambda version, _: version + 2),
     "another type": another_type,
     "a field left out": left_out,
 }

@@ -19,7 +19,18 @@ from kvferry.execution.job import JobResult
 from kvferry.execution.peers import Peers
 from kvferry.execution.write import Writer
 from kvferry.handoff.holds import handle_of_transfer
-from kvferry.handoff.messages import Announce, Answer, EndPoint, Introduce, Noted, Pushed, Question, Release, Revoke
+from kvferry.handoff.messages import (
+    PROTOCOL_VERSION,
+    Announce,
+    Answer,
+    EndPoint,
+    Introduce,
+    Noted,
+    Pushed,
+    Question,
+    Release,
+    Revoke,
+)
 from kvferry.handoff.push.sender import END, BlockList, Prompt
 from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.client import Exchange
@@ -377,12 +388,12 @@ def test_the_list_of_introduced_sources_is_bounded(monkeypatch: pytest.MonkeyPat
     client = Mock()
     receiver = Announcer("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), client, SECONDS, Mock())
     for port in (2, 3, 4):
-        assert not receiver.is_introduced(EndPoint(HOST, port, 7), (b"shard",))
+        assert not receiver.is_introduced(EndPoint(HOST, port, 7), (b"shard",), PROTOCOL_VERSION)
     sent = [Exchange(*call.args[:3], 0.0, answer=Noted(7)) for call in client.send.call_args_list]
     client.collect.return_value = sent
     receiver.collect()
     assert [where.port for where in receiver._introductions] == [3, 4]
-    assert receiver.is_introduced(EndPoint(HOST, 4, 7), ())
+    assert receiver.is_introduced(EndPoint(HOST, 4, 7), (), PROTOCOL_VERSION)
 
 
 def test_one_check_of_a_peer_serves_all_pushes_that_wait_for_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:

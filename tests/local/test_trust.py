@@ -24,7 +24,7 @@ from kvferry.handoff.wire.keys import Keys, make_keys
 from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Trust
 
-from ..waits import collect
+from ..waits import collect, wait_until
 
 HOST = "127.0.0.1"
 ELSEWHERE = "203.0.113.1"
@@ -48,6 +48,7 @@ class Engine:
 
     def __init__(self, keys: Keys | None) -> None:
         self.asked: list[Question] = []
+        self.fingerprint = "" if keys is None else keys.fingerprint[:16]
         self._trust = Trust(keys)
         self.server = Server(HOST, 0, self._answer, keys=keys)
         self.port = self.server.port
@@ -121,6 +122,28 @@ def test_a_peer_with_a_wrong_key_is_refused(engine: Engine, keys: Keys, stranger
     assert engine.answers()
 
 
+@pytest.mark.parametrize("refuses", ["listening", "connecting"])
+def test_both_logs_name_the_certificates_and_the_remedy_where_engines_do_not_trust_each_other(
+    refuses: str, engine: Engine, keys: Keys, strangers: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TLS does not show an engine the certificate that the engine refuses: that one is in the other engine's log."""
+    if refuses == "listening":
+        (strangers.folder / "trusted" / "engine.pem").write_bytes((keys.folder / "certificate.pem").read_bytes())
+    refusal = refusal_of(Trust(Keys(strangers.folder)), engine.port)
+    wait_until(lambda: "server closes a connection" in caplog.text)
+    [listening] = [line for line in caplog.messages if "server closes a connection" in line]
+    connecting = f"{refusal.message} {refusal.remedy}"
+    ours, theirs = keys.fingerprint[:16], strangers.fingerprint[:16]
+    assert f"certificate: this side has {ours}" in listening
+    assert f"certificate: this side has {theirs}" in connecting
+    assert (f"the peer has {ours}" in connecting) == (refuses == "listening"), connecting
+    for line, is_refusing in ((listening, refuses == "listening"), (connecting, refuses == "connecting")):
+        said = "this side does not trust the peer" if is_refusing else "the peer does not trust this side"
+        assert said in line, line
+        assert "folder trusted/" in line
+        assert "kvferry keys show" in line
+
+
 def test_an_engine_that_this_side_does_not_trust_is_asked_nothing(engine: Engine, keys: Keys, strangers: Keys) -> None:
     """Although that engine would hear this side: somebody has taken the prefill engine's port."""
     (keys.folder / "trusted" / "peer.pem").write_bytes((strangers.folder / "certificate.pem").read_bytes())
@@ -152,8 +175,12 @@ def test_a_peer_that_knows_only_tls_is_refused(engine: Engine, strangers: Keys, 
 def test_a_plain_peer_of_an_engine_with_keys_is_refused(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     began_at = time.monotonic()
     assert reason_of(lambda: ask(HOST, engine.port, QUESTION, 10.0)) is Reason.PERMISSION_DENIED
-    assert '"keys"' in refusal_of(Trust(), engine.port).remedy
+    refusal = refusal_of(Trust(), engine.port)
+    assert '"keys"' in refusal.remedy
     assert time.monotonic() - began_at < 5
+    has = f"the engine that listens has them (certificate {engine.fingerprint}), the one that connects has none"
+    assert has in refusal.message
+    assert has in caplog.text
     assert "permission-denied" in caplog.text
     assert engine.asked == []
     assert engine.answers()
@@ -164,9 +191,11 @@ def test_a_peer_with_keys_of_an_engine_without_is_refused(
 ) -> None:
     trust, began_at = Trust(keys), time.monotonic()
     assert reason_of(lambda: ask(HOST, plain.port, QUESTION, 10.0, trust)) is Reason.PERMISSION_DENIED
-    assert '"keys"' in refusal_of(trust, plain.port).remedy
+    refusal = refusal_of(trust, plain.port)
+    assert '"keys"' in refusal.remedy
+    assert f"the one that connects has them (certificate {keys.fingerprint[:16]})" in refusal.message
     assert time.monotonic() - began_at < 5
-    assert "this side has no keys" in caplog.text
+    assert "the engine that connects has them: it speaks TLS, the one that listens has none" in caplog.text
     assert plain.asked == []
     assert plain.answers()
 
@@ -357,6 +386,8 @@ def test_a_foreign_address_is_refused_before_anything_is_sent(
         refusal = refusal_of(trust, 5600, host)
         assert refusal.reason == Reason.PERMISSION_DENIED
         assert "allowed_hosts" in refusal.remedy
+        assert f"the request names {host!r}" in refusal.message
+        assert '"allowed_hosts", which has 10.0.0.0/8, prefill-1' in refusal.message
     assert connected == []
 
 

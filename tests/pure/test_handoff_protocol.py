@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff import messages as protocol
-from kvferry.handoff.handshake import check_version, compare_identities
+from kvferry.handoff.handshake import compare_identities
 from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
     MAX_ANNOUNCED_GROUPS,
@@ -19,6 +18,7 @@ from kvferry.handoff.messages import (
     MAX_QUESTION_BYTES,
     MAX_REQUESTS_PER_MESSAGE,
     MAX_TEXT_LENGTH,
+    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Announce,
     Announced,
@@ -28,6 +28,7 @@ from kvferry.handoff.messages import (
     DirectoryRequest,
     EndPoint,
     Handle,
+    HandshakeRefused,
     Identity,
     Introduce,
     Noted,
@@ -46,6 +47,7 @@ from kvferry.handoff.messages import (
     decode_question,
     encode,
 )
+from kvferry.handoff.versions import OURS, Versions, agree
 from kvferry.transport.end_points import ProcessIdentity
 
 IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 8, 4, 64, "none", "float32")
@@ -80,7 +82,8 @@ ranks = st.builds(
 push_keys = st.builds(PushKey, identifiers, unsigned, unsigned)
 announced = st.builds(AnnouncedBlocks, identifiers, *[unsigned] * 3, st.lists(unsigned, max_size=4).map(tuple))
 questions = st.one_of(
-    st.builds(DirectoryRequest, unsigned, identifiers),
+    st.builds(DirectoryRequest, unsigned, identifiers, unsigned),
+    st.builds(HandshakeRefused, identifiers, texts, texts, version=unsigned, epoch=unsigned, sender=identifiers),
     st.builds(Renew, unsigned, handles),
     st.builds(Release, unsigned, handles),
     st.builds(
@@ -354,16 +357,47 @@ def test_dynamo_10027_all_differences_are_named_at_once() -> None:
     assert all(f"{field}:" in caught.value.message for field in ("model", "head_size", "kv_dtype"))
 
 
-def test_another_protocol_version_is_refused() -> None:
-    check_version(PROTOCOL_VERSION)
-    with pytest.raises(HandoffError) as caught:
-        check_version(PROTOCOL_VERSION + 1)
-    assert caught.value.reason is Reason.PROTOCOL_MISMATCH
+@pytest.mark.parametrize(
+    ("said", "spoken"),
+    [
+        ((OLDEST_PROTOCOL_VERSION, 0), OLDEST_PROTOCOL_VERSION),
+        ((OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION), PROTOCOL_VERSION),
+        ((PROTOCOL_VERSION, PROTOCOL_VERSION + 1), PROTOCOL_VERSION),
+        ((1, OLDEST_PROTOCOL_VERSION), OLDEST_PROTOCOL_VERSION),
+        ((0, 1 << 62), PROTOCOL_VERSION),
+    ],
+)
+def test_two_engines_speak_the_lower_of_their_newest_versions(said: tuple[int, int], spoken: int) -> None:
+    assert OLDEST_PROTOCOL_VERSION < PROTOCOL_VERSION, "there is a version to talk to besides this one"
+    assert agree(decode=Versions.said(*said)) == agree(prefill=Versions.said(*said)) == spoken
+
+
+@pytest.mark.parametrize(
+    ("said", "older"),
+    [
+        ((OLDEST_PROTOCOL_VERSION - 1, 0), "peer"),
+        ((1, OLDEST_PROTOCOL_VERSION - 1), "peer"),
+        ((PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2), "this side"),
+    ],
+)
+def test_engines_without_a_common_version_are_told_both_and_which_one_to_update(
+    said: tuple[int, int], older: str
+) -> None:
+    theirs = Versions.said(*said)
+    for ours, peers, versions in (
+        ("prefill", "decode", {"decode": theirs}),
+        ("decode", "prefill", {"prefill": theirs}),
+    ):
+        with pytest.raises(HandoffError) as caught:
+            agree(**versions)
+        assert caught.value.reason is Reason.PROTOCOL_MISMATCH
+        assert f"{ours} speaks {OURS}" in caught.value.message
+        assert f"{peers} speaks {theirs}" in caught.value.message
+        assert f"on the {peers if older == 'peer' else ours} engine" in caught.value.remedy
 
 
 def test_reasons_on_the_wire_are_stable() -> None:
     """Peers of other versions match on these strings; a change here is a change of the protocol."""
     assert set(string.ascii_lowercase + "-") >= set("".join(Reason))
-    assert protocol.PROTOCOL_VERSION == 9
     assert Reason.PEER_CHANGED.value == "peer-changed"
     assert Reason.PEER_UNREACHABLE.value == "peer-unreachable"

@@ -20,7 +20,6 @@ from kvferry.execution.peers import Peers
 from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
     MAX_QUESTION_BYTES,
-    PROTOCOL_VERSION,
     Announce,
     Announced,
     Answer,
@@ -54,13 +53,14 @@ FENCE_SECONDS = 60.0
 class SourceRank:
     """A source rank of a plan: where it answers, the part that it writes, and all encoded shards of its engine.
 
-    ``process`` writes; where it is None, nothing is known of it.
+    ``version`` is that of the handshake with its engine. ``process`` writes; where it is None, nothing is known of it.
     """
 
     index: int
     answers_at: EndPoint
     part: Part
     engine: tuple[bytes, ...]
+    version: int
     process: ProcessIdentity | None = None
 
 
@@ -226,7 +226,7 @@ class AwaitedPush:
             _check_announced(self._request, source.part)
             if not self._announcer.peers.meet(source.process):
                 raise _died(source)
-            if not self._announcer.is_introduced(source.answers_at, source.engine):
+            if not self._announcer.is_introduced(source.answers_at, source.engine, source.version):
                 return False
         except KVFerryError as error:
             receiving.refused(source.index, error)
@@ -408,13 +408,13 @@ class Announcer:
 
     # For pushes.
 
-    def is_introduced(self, where: EndPoint, sources: tuple[bytes, ...]) -> bool:
+    def is_introduced(self, where: EndPoint, sources: tuple[bytes, ...], version: int) -> bool:
         """Return whether a source rank knows this rank; introduce this rank if not. Raises its :class:`HandoffError`.
 
-        ``sources`` are the encoded shards of all ranks of its engine.
+        ``sources`` are the encoded shards of all ranks of its engine, which speaks ``version``.
         """
         if where not in self._introductions:
-            introduction = self._introduction(where, sources)
+            introduction = self._introduction(where, sources, version)
             self._introductions[where] = None
             self._send(where, introduction)
         answer = self._introductions[where]
@@ -476,9 +476,9 @@ class Announcer:
         """Forget a push, which is over."""
         self._pushes.pop(number, None)
 
-    def _introduction(self, where: EndPoint, sources: tuple[bytes, ...]) -> Introduce:
+    def _introduction(self, where: EndPoint, sources: tuple[bytes, ...], version: int) -> Introduce:
         introduction = Introduce(
-            version=PROTOCOL_VERSION,
+            version=version,
             epoch=where.epoch,
             receiver=self._name,
             identity=self._identity,

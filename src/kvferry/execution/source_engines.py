@@ -15,7 +15,7 @@ from kvferry.execution.read import Guard, RankRead
 from kvferry.execution.route import Route
 from kvferry.execution.stage import Stage
 from kvferry.handoff.guard_word import WORD_BYTES
-from kvferry.handoff.handshake import decode_shards, fetch_directory
+from kvferry.handoff.handshake import decode_shards, fetch_directory, tell_refusal
 from kvferry.handoff.messages import FIRST_WEIGHTS, Directory, Identity
 from kvferry.handoff.pull_read import wrong_parameters
 from kvferry.handoff.push.part import Part, announced_blocks
@@ -111,7 +111,7 @@ class SourceEngine:
                     'Set "mode": "push" on both engines.',
                 )
             part = Part(plan, announced_blocks(plan, blocks))
-            ranks.append(SourceRank(index, answers_at, part, shards, entry.process))
+            ranks.append(SourceRank(index, answers_at, part, shards, self._directory.version, entry.process))
         return ranks
 
     def _guard(self, plan: PairPlan, hold: RemoteHold, held: Held) -> Guard:
@@ -153,6 +153,7 @@ class SourceEngines:
         self._engines: dict[tuple[str, int, int], SourceEngine] = {}
         # By this rank's weights too: a handshake that runs during a reset compares with those of before.
         self._handshakes: BackgroundCalls[tuple[str, int, int, str], Directory] = BackgroundCalls("handshake")
+        self._refusals: BackgroundCalls[tuple[str, int, int], None] = BackgroundCalls("refusal")
         # Weak keys: an engine is forgotten with its handshake.
         self._connecting: WeakKeyDictionary[BackgroundCall[Directory], SourceEngine] = WeakKeyDictionary()
         self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
@@ -172,7 +173,7 @@ class SourceEngines:
         handshake = self._handshakes.get((*key, weights_version), lambda: self._fetch(hold, weights_version))
         if handshake is None:
             return None
-        engine = self._build(handshake)
+        engine = self._build(handshake, hold)
         if engine is None:
             return None
         self._handshakes.forget((*key, weights_version))
@@ -207,11 +208,12 @@ class SourceEngines:
         """Forget an engine without closing its connections: jobs may still use them, and they end with the last job."""
         self._engines.pop(key, None)
 
-    def _build(self, handshake: BackgroundCall[Directory]) -> SourceEngine | None:
+    def _build(self, handshake: BackgroundCall[Directory], hold: RemoteHold) -> SourceEngine | None:
         """Return the engine once it is ready. Its handshake keeps the error of an engine that cannot be."""
         try:
             return self._ready(handshake)
         except KVFerryError as error:
+            self._tell_refusal(handshake, hold, error)
             handshake.fail(error)
             raise
         except Exception as error:
@@ -220,6 +222,16 @@ class SourceEngines:
             refused = unexpected_error("plan", error)
             handshake.fail(refused)
             raise refused from error
+
+    def _tell_refusal(self, handshake: BackgroundCall[Directory], hold: RemoteHold, error: KVFerryError) -> None:
+        """Tell the engine why it cannot be loaded from, on another thread."""
+        try:
+            directory = handshake.result()
+        except KVFerryError:  # the handshake itself failed, or the engine was told before
+            return
+        kept = error.without_traceback()
+        told = hold.host, hold.port, self._sender, directory, kept, self._trust
+        self._refusals.get(hold.engine, lambda: tell_refusal(*told, is_trusted=hold.is_trusted))
 
     def _ready(self, handshake: BackgroundCall[Directory]) -> SourceEngine | None:
         engine = self._connecting.pop(handshake, None)

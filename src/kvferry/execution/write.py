@@ -20,7 +20,7 @@ from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase, clock
 from kvferry.execution.peers import Peers
 from kvferry.execution.route import Route
-from kvferry.handoff.handshake import check_version, compare_identities
+from kvferry.handoff.handshake import compare_identities
 from kvferry.handoff.holds import check_epoch, handle_of_transfer
 from kvferry.handoff.messages import (
     Announce,
@@ -41,6 +41,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.sender import Batch, Prompt, PushRequest, Sender
+from kvferry.handoff.versions import Versions, agree
 from kvferry.handoff.wire.client import Client
 from kvferry.layout.shard import decode_shard
 from kvferry.peer_log import PeerLog
@@ -453,7 +454,7 @@ class Writer:
         )
 
     def _introduce(self, question: Introduce) -> None:
-        check_version(question.version)
+        agree(decode=Versions(question.version, question.version))
         compare_identities(self._identity, question.identity)
         key = question.receiver, question.answers_at.epoch
         known = self._destinations.get(key)

@@ -1,19 +1,26 @@
-"""Agreement of two engines before a byte moves: same protocol, same epoch, same model, field by field."""
+"""Agreement of two engines before a byte moves: a common protocol, same epoch, same model, field by field."""
 
-from kvferry.errors import HandoffError, Reason
+from contextlib import suppress
+
+from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.messages import (
     FIRST_WEIGHTS,
     MAX_MESSAGE_BYTES,
-    PROTOCOL_VERSION,
     Directory,
     DirectoryRequest,
+    HandshakeRefused,
     Identity,
     encode,
 )
+from kvferry.handoff.versions import OURS, Versions, agree
 from kvferry.handoff.wire import client
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.layout.shard import Shard, decode_shard
 
+TELL_SECONDS = 2.0
+"""How long a handshake that fails waits until the prefill engine knows why."""
+TELLS_SINCE = 10
+"""The first version that has :class:`HandshakeRefused`."""
 _REASONS = {
     "kv_dtype": Reason.DTYPE_MISMATCH,
     "compute_dtype": Reason.DTYPE_MISMATCH,
@@ -57,10 +64,10 @@ def fetch_directory(
 ) -> Directory:
     """Ask a prefill engine for its ranks and check its epoch, its identity and the version of its weights.
 
-    The request names ``epoch``. Raises :class:`HandoffError`
+    The request names ``epoch``. A prefill engine that this side refuses is told why. Raises :class:`HandoffError`
     (peer-unreachable, permission-denied, protocol-mismatch, peer-changed, or a mismatch of the identity).
     """
-    question = DirectoryRequest(PROTOCOL_VERSION, sender)
+    question = DirectoryRequest(OURS.oldest, sender, OURS.newest)
     answer = client.ask(host, port, question, timeout_seconds, trust, is_trusted=is_trusted)
     if not isinstance(answer, Directory):
         raise HandoffError(
@@ -68,22 +75,49 @@ def fetch_directory(
             f"{host}:{port} answered a handshake with {type(answer).__name__}.",
             "Run the same kvferry version on both sides.",
         )
-    check_version(answer.version)
-    if answer.epoch != epoch:
+    try:
+        agree(prefill=Versions(answer.version, answer.version))
+        _check_epoch(answer, epoch, f"{host}:{port}")
+        compare_identities(answer.identity, ours)
+        _check_weights(answer, weights_version)
+    except HandoffError as error:
+        tell_refusal(host, port, sender, answer, error, trust, is_trusted=is_trusted)
+        raise
+    return answer
+
+
+def tell_refusal(
+    host: str, port: int, sender: str, directory: Directory, error: KVFerryError, trust: Trust, *, is_trusted: bool
+) -> None:
+    """Tell a prefill engine why this side refuses it, so that the log of that engine says so too.
+
+    Waits for at most :data:`TELL_SECONDS`. An engine of version 9 has no such message, and is told nothing; nor is an
+    engine that was restarted, which is no fault of either side.
+    """
+    if directory.version < TELLS_SINCE or error.reason is Reason.PEER_CHANGED:
+        return
+    told = HandshakeRefused.of(error, version=directory.version, epoch=directory.epoch, sender=sender)
+    with suppress(KVFerryError):
+        client.ask(host, port, told, TELL_SECONDS, trust, is_trusted=is_trusted)
+
+
+def _check_epoch(directory: Directory, epoch: int, where: str) -> None:
+    if directory.epoch != epoch:
         raise HandoffError(
             Reason.PEER_CHANGED,
-            f"the request was prefilled in epoch {epoch} of {host}:{port}, which now is in epoch {answer.epoch}.",
+            f"the request was prefilled in epoch {epoch} of {where}, which now is in epoch {directory.epoch}.",
             "The prefill engine was restarted or its cache was reset: send the prompt again.",
         )
-    compare_identities(answer.identity, ours)
-    if answer.weights_version != weights_version:
+
+
+def _check_weights(directory: Directory, weights_version: str) -> None:
+    if directory.weights_version != weights_version:
         raise HandoffError(
             Reason.MODEL_MISMATCH,
-            f"the engines do not serve the same cache: weights_version: prefill has {answer.weights_version!r}, decode "
-            f"has {weights_version!r}.",
+            f"the engines do not serve the same cache: weights_version: prefill has {directory.weights_version!r}, "
+            f"decode has {weights_version!r}.",
             "Give both engines the same weights and set the same weight version, then reset both caches.",
         )
-    return answer
 
 
 def check_complete(directory: Directory, num_ranks: int) -> None:
@@ -137,13 +171,3 @@ def decode_shards(directory: Directory) -> list[Shard]:
             "Check the prefill engine's log: that worker may have failed.",
         )
     return shards
-
-
-def check_version(version: int) -> None:
-    """Raise :class:`HandoffError` (protocol-mismatch) unless the peer speaks this version."""
-    if version != PROTOCOL_VERSION:
-        raise HandoffError(
-            Reason.PROTOCOL_MISMATCH,
-            f"the peer speaks protocol version {version}, this side {PROTOCOL_VERSION}.",
-            "Run the same kvferry version on both sides.",
-        )

@@ -2,6 +2,10 @@
 
 A message is a msgpack map with a ``type`` tag. A server answers a message that does not decode with a
 :class:`Refusal` and goes on.
+
+Fields that a message does not know are ignored, and every field that was added after version 9 has a default: so an
+engine reads the messages of the version before and of the version after its own. ``docs/contributing.md`` says how to
+add a field.
 """
 
 from collections import OrderedDict
@@ -12,7 +16,9 @@ import msgspec
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.transport.end_points import ProcessIdentity
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
+OLDEST_PROTOCOL_VERSION = 9
+"""Of the versions that this engine speaks. An engine of an older version is refused (protocol-mismatch)."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Limit of an answer: a directory of many ranks is long."""
 MAX_QUESTION_BYTES = 4 * 1024 * 1024
@@ -100,14 +106,19 @@ class RankEntry(msgspec.Struct, frozen=True):
 
 
 class DirectoryRequest(msgspec.Struct, frozen=True, tag="directory-request", tag_field="type"):
-    """Asks a prefill engine for its ranks. ``sender`` is for the log only."""
+    """Asks a prefill engine for its ranks, and opens a handshake. ``sender`` is for the log only.
+
+    ``version`` is the oldest version that the decode engine speaks, ``newest`` the newest one: the answer is in the
+    lower of both engines' newest. An engine of version 9 says no ``newest``.
+    """
 
     version: Unsigned
     sender: Identifier
+    newest: Unsigned = 0
 
 
 class Directory(msgspec.Struct, frozen=True, tag="directory", tag_field="type"):
-    """A prefill engine's ranks in this epoch.
+    """A prefill engine's ranks in this epoch. ``version`` is the one that both engines speak from now on.
 
     ``weights_version`` is the engine's own name of its current weights, which changes when weights are replaced in
     place; ``identity`` is that of the weights at the engine's start.
@@ -213,6 +224,7 @@ class AnnouncedBlocks(msgspec.Struct, frozen=True):
 class Introduce(msgspec.Struct, frozen=True, tag="introduce", tag_field="type"):
     """A destination rank tells a source rank where its cache lies and how to reach the cache, once in an epoch.
 
+    ``version`` is that of the handshake with the source's engine.
     ``sources`` are the shards of all ranks of the source's engine, as its directory names them: both ranks plan from
     the same shards. A destination that has registered its memory anew introduces itself again, with a larger
     ``registration``.
@@ -309,6 +321,17 @@ class Failure(msgspec.Struct, frozen=True):
         return HandoffError(Reason(self.reason) if known else Reason.PROTOCOL_MISMATCH, self.message, self.remedy)
 
 
+class HandshakeRefused(Failure, frozen=True, kw_only=True, tag="handshake-refused", tag_field="type"):
+    """A decode rank tells a prefill engine, for the engine's log, why the rank does not load from it. Since version 10.
+
+    The decode rank compares: without this message only the decode engine's log would say why nothing is loaded.
+    """
+
+    version: Unsigned
+    epoch: Unsigned
+    sender: Identifier
+
+
 class PushFailed(Failure, frozen=True, kw_only=True, tag="push-failed", tag_field="type"):
     """A source reports that it gave a push up and writes no more."""
 
@@ -321,7 +344,17 @@ class Refusal(Failure, frozen=True, tag="refusal", tag_field="type"):
 
 
 Question = (
-    DirectoryRequest | Renew | Release | Drain | StillWriting | Introduce | Announce | Revoke | Pushed | PushFailed
+    DirectoryRequest
+    | HandshakeRefused
+    | Renew
+    | Release
+    | Drain
+    | StillWriting
+    | Introduce
+    | Announce
+    | Revoke
+    | Pushed
+    | PushFailed
 )
 Answer = Directory | Renewed | Draining | Noted | Announced | Revoked | Refusal
 

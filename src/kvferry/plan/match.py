@@ -184,16 +184,12 @@ def _check_layers(sources: Sequence[Shard], destination: Shard) -> None:
     for group in destination.groups:
         stages = {found.layers for source in sources if (found := source.group(group.name))}
         if not stages:
-            names = sorted({held.name for source in sources for held in source.groups})
-            _refuse(Reason.GROUP_MISMATCH, f"no source has a cache group {group.name!r}; they have {names}.")
+            _refuse_groups(sources, destination)
         held = frozenset[str]().union(*stages)
         if group.layers - held:
-            _refuse(Reason.LAYER_MISMATCH, f"group {group.name!r}: no source has layers {_some(group.layers - held)}.")
+            _refuse_layers(group, held, f"no source has layers {_some(group.layers - held)}")
         if destination.pp_size == 1 and held - group.layers:
-            _refuse(
-                Reason.LAYER_MISMATCH,
-                f"group {group.name!r}: only the sources have layers {_some(held - group.layers)}.",
-            )
+            _refuse_layers(group, held, f"only the sources have layers {_some(held - group.layers)}")
         if sum(map(len, stages)) != len(held):
             _refuse(
                 Reason.LAYER_MISMATCH, f"group {group.name!r}: source ranks hold overlapping, unequal sets of layers."
@@ -201,7 +197,7 @@ def _check_layers(sources: Sequence[Shard], destination: Shard) -> None:
     unknown = {group.name for source in sources for group in source.groups}
     unknown -= {group.name for group in destination.groups}
     if destination.pp_size == 1 and unknown:
-        _refuse(Reason.GROUP_MISMATCH, f"only the sources have cache groups {_some(unknown)}.")
+        _refuse_groups(sources, destination)
 
 
 def _check_shares(held: Sequence[CacheGroup], wanted: CacheGroup) -> None:
@@ -299,6 +295,17 @@ def _refuse(
     reason: Reason, message: str, remedy: str = "Serve the same model with the same cache settings on both engines."
 ) -> NoReturn:
     raise PlanError(reason, message, remedy)
+
+
+def _refuse_groups(sources: Sequence[Shard], destination: Shard) -> NoReturn:
+    sent = sorted({group.name for source in sources for group in source.groups})
+    received = sorted(group.name for group in destination.groups)
+    _refuse(Reason.GROUP_MISMATCH, f"the sources have cache groups {sent}, the destination has {received}.")
+
+
+def _refuse_layers(group: CacheGroup, held: frozenset[str], what: str) -> NoReturn:
+    counts = f"the sources have {len(held)}, the destination has {len(group.layers)}"
+    _refuse(Reason.LAYER_MISMATCH, f"group {group.name!r}: {what} ({counts}).")
 
 
 def _some(names: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ RegionList = Annotated[list[tuple[Address, Length]], msgspec.Meta(max_length=MAX
 NonceBytes = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
-class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProcessIdentity(msgspec.Struct, frozen=True):
     """One process. A pid may be reused; pid, start time and boot id together are unique."""
 
     boot_id: Annotated[str, msgspec.Meta(max_length=64)]
@@ -31,7 +31,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     uid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
-class ProcessEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProcessEndPoint(msgspec.Struct, frozen=True):
     """What another process on this host needs to reach this process's memory."""
 
     transport: Literal["cma", "memcpy"]

@@ -62,7 +62,7 @@ _COMPLETED = 1
 _RUNNING = (0, -2)  # -2: over Mooncake's own time limit for a request, and still running
 
 
-class MooncakeEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MooncakeEndPoint(msgspec.Struct, frozen=True):
     """The address of a Mooncake engine, its registered memory, and a nonce in that memory."""
 
     transport: Literal["mooncake"]

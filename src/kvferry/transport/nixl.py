@@ -60,7 +60,7 @@ again at once may not answer, as seen between engines."""
 _still_writing: list[object] = []  # agents that were closed with a transfer running: destroying one could crash
 
 
-class NixlEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NixlEndPoint(msgspec.Struct, frozen=True):
     """A NIXL agent's metadata, its registered memory, and a nonce in it."""
 
     transport: Literal["nixl"]

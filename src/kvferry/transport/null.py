@@ -12,7 +12,7 @@ from kvferry.transport.host_memory import HostMemoryTransport
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
 
 
-class NullEndPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NullEndPoint(msgspec.Struct, frozen=True):
     """The registered regions, which need not exist."""
 
     transport: Literal["null"]

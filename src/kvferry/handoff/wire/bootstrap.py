@@ -24,8 +24,8 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.handshake import check_version
 from kvferry.handoff.messages import Bounded, EndPoint, Identifier, Unsigned
+from kvferry.handoff.versions import Versions, agree
 from kvferry.handoff.wire.addresses import bare, is_ipv6
 from kvferry.handoff.wire.background import BackgroundCalls
 from kvferry.handoff.wire.keys import SIGNATURE_PATTERN, Keys
@@ -47,17 +47,24 @@ MAX_CONNECTIONS = 64
 _ADDRESS = re.compile(r"http://(\[[0-9A-Za-z:.%_-]{2,255}\]|[0-9A-Za-z._-]{1,255}):([0-9]{1,5})/?")
 
 
-class Offer(msgspec.Struct, frozen=True):
-    """A prefill engine that pushes: its control end point with the epoch, and its block sizes by cache group.
-
-    HTTP protects neither the query nor its answer: an engine with keys signs its offer (:func:`signed`).
-    """
+class SignedOffer(msgspec.Struct, frozen=True):
+    """The fields of an offer that are signed: those of version 9, so that an engine of that version can check them."""
 
     version: Unsigned
     engine_id: Identifier
     control: EndPoint
     block_sizes: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(max_length=256)]
     signature: Annotated[str, msgspec.Meta(pattern=SIGNATURE_PATTERN)] = ""
+
+
+class Offer(SignedOffer, frozen=True):
+    """A prefill engine that pushes: its control end point with the epoch, and its block sizes by cache group.
+
+    ``version`` is the oldest version that the engine speaks, ``newest`` the newest one, which an engine of version 9
+    does not say. HTTP protects neither the query nor its answer: an engine with keys signs its offer (:func:`signed`).
+    """
+
+    newest: Unsigned = 0
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -73,7 +80,8 @@ def signed(offer: Offer, keys: Keys | None) -> Offer:
 
 
 def _signed_data(offer: Offer) -> bytes:
-    return b"bootstrap offer\0" + msgspec.msgpack.encode(msgspec.structs.replace(offer, signature=""))
+    fields = {name: getattr(offer, name) for name in SignedOffer.__struct_fields__}
+    return b"bootstrap offer\0" + msgspec.msgpack.encode(SignedOffer(**{**fields, "signature": ""}))
 
 
 def id_in_epoch(engine_id: str, epoch: int) -> str:
@@ -336,5 +344,5 @@ def _choose(entries: list[Entry], address: str, engine_id: str) -> Offer:
             engine_id,
             peer=address,
         )
-    check_version(found.version)
+    agree(prefill=Versions.said(found.version, found.newest))
     return found

@@ -30,6 +30,10 @@ _TLS_RECORDS = range(20, 25)
 _TLS_ALERT, _TLS_HANDSHAKE = 21, 22
 _OTHER_PEER = "Check which program connects to this port: it is for kvferry's engines."
 _KEYS = 'Give both engines the setting "keys" with folders that trust each other, or neither of them.'
+_NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"})
+"""What OpenSSL calls bytes that are no TLS: a refusal of a peer without keys."""
+NAMED_DIGITS = 16
+"""Digits of a certificate's fingerprint in messages."""
 
 
 class Frame(NamedTuple):
@@ -61,6 +65,8 @@ class Connection:
         self._unsent: deque[memoryview] = deque()
         self.num_unsent = 0
         self._seconds = 0
+        # TLS shows no certificate that it does not trust, and none any more after an alert.
+        self._peers_name = "one that TLS does not show"
 
     @property
     def num_bytes(self) -> int:
@@ -89,10 +95,12 @@ class Connection:
         """Go on connecting and shaking hands; return whether frames can be exchanged."""
         if self.is_open:
             return True
-        if (error := self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) != 0:
-            raise OSError(error, "cannot connect")
-        if not self._is_server and not self._is_connected():
-            return False
+        # An accepted connection that was reset may still have an alert of TLS to read, which says why.
+        if not self._is_server:
+            if (error := self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) != 0:
+                raise OSError(error, "cannot connect")
+            if not self._is_connected():
+                return False
         if self._keys is not None and not self._shake_hands(self._keys):
             return False
         self.is_open, self.wants_write = True, bool(self._unsent)
@@ -125,7 +133,7 @@ class Connection:
             self.wants_write = False
             return False
         except ssl.SSLError as error:
-            raise _tls_failed(error) from error
+            raise self._tls_failed(error) from error
         self.wants_write = False
         return True
 
@@ -194,8 +202,8 @@ class Connection:
             self.wants_write = True
             return False
         except ssl.SSLError as error:
-            raise _tls_failed(error) from error
-        keys.check_peer(self.socket.getpeercert(binary_form=True))
+            raise self._tls_failed(error) from error
+        self._peers_name = keys.check_peer(self.socket.getpeercert(binary_form=True))[:NAMED_DIGITS]
         return True
 
     def _begins_tls(self) -> bool:
@@ -209,8 +217,35 @@ class Connection:
         if not first:
             raise ConnectionError("the peer has closed the connection")
         if first[0] != _TLS_HANDSHAKE:
-            raise HandoffError(Reason.PERMISSION_DENIED, "the peer has no keys, and is not heard without.", _KEYS)
+            has = f"has them (certificate {self._own_name})"
+            raise _one_has_keys(f"the engine that listens {has}, the one that connects has none")
         return True
+
+    @property
+    def _own_name(self) -> str:
+        return "" if self._keys is None else self._keys.fingerprint[:NAMED_DIGITS]
+
+    def _tls_failed(self, error: ssl.SSLError) -> Exception:
+        """Return what an error of TLS means: the end of the connection, or a peer that is not trusted."""
+        if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+            return ConnectionError("the peer has closed the connection")
+        if error.reason in _NO_TLS and not self._is_server:
+            has = f"has them (certificate {self._own_name})"
+            return _one_has_keys(
+                f"the engine that listens does not speak TLS: it has none, or is no kvferry engine; the one that "
+                f"connects {has}"
+            )
+        why = getattr(error, "verify_message", "") or (error.reason or str(error)).replace("_", " ").lower()
+        refuses = (
+            "this side does not trust the peer" if isinstance(error, ssl.SSLCertVerificationError) else "TLS fails"
+        )
+        refuses = "the peer does not trust this side" if "ALERT" in (error.reason or "") else refuses
+        return HandoffError(
+            Reason.PERMISSION_DENIED,
+            f"{refuses}: {why}: certificate: this side has {self._own_name}, the peer has {self._peers_name}.",
+            "Copy each engine's certificate.pem into the other's folder trusted/ (\"kvferry keys show FOLDER\" names "
+            "both), or give both engines one folder, and start them again.",
+        )
 
     def _read(self) -> None:
         try:
@@ -221,7 +256,7 @@ class Connection:
             self.wants_write = True
             return
         except ssl.SSLError as error:
-            raise _tls_failed(error) from error
+            raise self._tls_failed(error) from error
         if not data:
             raise ConnectionError("the peer has closed the connection")
         self._received += data
@@ -236,8 +271,9 @@ class Connection:
         """Raise :class:`HandoffError` where the received bytes begin no frame that is allowed."""
         first = self._received[0] if self._received else 0
         if self._keys is None and first in _TLS_RECORDS:
-            problem = "has refused this side, which" if first == _TLS_ALERT else "speaks TLS, and this side"
-            raise HandoffError(Reason.PERMISSION_DENIED, f"the peer {problem} has no keys.", _KEYS)
+            sides = ("connects", "listens") if self._is_server else ("listens", "connects")
+            speaks = "refuses TLS without keys" if first == _TLS_ALERT else "speaks TLS"
+            raise _one_has_keys(f"the engine that {sides[0]} has them: it {speaks}, the one that {sides[1]} has none")
         length = int.from_bytes(self._received[:_LENGTH_BYTES], "big")
         if len(self._received) >= _LENGTH_BYTES and length > self._max_bytes:
             raise HandoffError(
@@ -271,13 +307,6 @@ def most_connections(most: int, share: float) -> int:
     return most if files == resource.RLIM_INFINITY else max(1, min(most, int(files * share)))
 
 
-def _tls_failed(error: ssl.SSLError) -> Exception:
-    """Return what an error of TLS means: the end of the connection, or a peer that is not trusted."""
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return ConnectionError("the peer has closed the connection")
-    if error.reason == "WRONG_VERSION_NUMBER":
-        return HandoffError(
-            Reason.PERMISSION_DENIED, "the peer does not speak TLS: it has no keys, or is no kvferry engine.", _KEYS
-        )
-    why = getattr(error, "verify_message", "") or (error.reason or str(error)).replace("_", " ").lower()
-    return HandoffError(Reason.PERMISSION_DENIED, f"the peer and this side do not trust each other: {why}.", _KEYS)
+def _one_has_keys(who: str) -> HandoffError:
+    """Return the refusal, in words that hold on both sides: the refusing side sends them to the other one."""
+    return HandoffError(Reason.PERMISSION_DENIED, f"one of two engines has keys: {who}.", _KEYS)

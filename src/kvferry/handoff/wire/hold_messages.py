@@ -7,13 +7,24 @@ from collections.abc import Iterable, Iterator
 
 from kvferry.errors import Reason
 from kvferry.handoff.holds import RENEWED_LEASE_SECONDS, Lease
-from kvferry.handoff.messages import MAX_REQUESTS_PER_MESSAGE, Handle, Refusal, Release, Renew, Renewed
+from kvferry.handoff.messages import (
+    MAX_REQUESTS_PER_MESSAGE,
+    DirectoryRequest,
+    Handle,
+    Refusal,
+    Release,
+    Renew,
+    Renewed,
+)
 from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
+from kvferry.handoff.versions import OURS
 from kvferry.handoff.wire.client import Client, Exchange, log_undelivered
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 
 SIBLING_LINGER_SECONDS = 0.5
 RENEW_SHARE = 0.2
+VERSIONS_SECONDS = 5.0
+"""How long a prefill engine that speaks no common version is told so."""
 
 
 class LeaseKeeper:
@@ -52,6 +63,15 @@ class LeaseKeeper:
         """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-lost)."""
         with self._lock:
             return self._holds.running_lease(request_id, time.monotonic())
+
+    def say_versions(self, host: str, port: int, sender: str) -> None:
+        """Open a handshake with a prefill engine whose versions this engine does not speak.
+
+        That engine refuses, so that its log too has the versions of both: parameters come through a router, and tell it
+        nothing.
+        """
+        question = DirectoryRequest(OURS.oldest, sender, OURS.newest)
+        self._client.tell(host, port, question, VERSIONS_SECONDS)
 
     @property
     def num_requests(self) -> int:

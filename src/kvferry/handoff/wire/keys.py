@@ -101,8 +101,9 @@ class Keys:
         if found not in self.trusted:
             raise HandoffError(
                 Reason.PERMISSION_DENIED,
-                f"the peer's certificate {found[:16] or '(none)'} is not trusted.",
-                f"Copy the certificate into {self.folder / TRUSTED} if the peer is an engine of this deployment.",
+                f"certificate: the peer has {found[:16] or 'none'}, which this side, {self.fingerprint[:16]}, does not "
+                "trust.",
+                f"Copy the peer's certificate into {self.folder / TRUSTED} if it is an engine of this deployment.",
             )
         return found
 

@@ -32,6 +32,7 @@ class Trust:
     def __init__(self, keys: Keys | None = None, allowed_hosts: Sequence[str] = (), *, anywhere: bool = False) -> None:
         self.keys = keys
         self._anywhere = anywhere
+        self._allowed_hosts = tuple(allowed_hosts)
         self._names = frozenset(bare(host).lower() for host in allowed_hosts if as_network(host) is None)
         self._networks = [network for host in allowed_hosts if (network := as_network(host)) is not None]
         self._remembered: dict[str, tuple[float, frozenset[str]]] = {}
@@ -55,8 +56,8 @@ class Trust:
             return allowed
         raise HandoffError(
             Reason.PERMISSION_DENIED,
-            f"{host!r} is at {', '.join(found)}, where this engine does not connect: it is neither this machine nor "
-            'in "allowed_hosts".',
+            f"host: the request names {host!r}, which is at {', '.join(found)}; this engine connects to this machine "
+            f'and to "allowed_hosts", which has {", ".join(self._allowed_hosts) or "no host"}.',
             'If an engine of this deployment is there, add its host to "allowed_hosts".',
         )
 

@@ -5,12 +5,16 @@ plugin wraps two methods of vLLM: one that the completion, chat and responses en
 one that every request passes on its way to the engine. See docs/decisions/refused-at-the-door.md.
 """
 
+import logging
 import sys
 from collections.abc import Awaitable, Mapping
 from functools import wraps
 from typing import Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.peer_log import PeerLog
+
+logger = PeerLog(logging.getLogger(__name__))
 
 CONNECTOR = "KVFerryConnector"
 SERVING_MODULE = "vllm.entrypoints.generate.base.serving"
@@ -72,7 +76,9 @@ def _wrap(owner: Any, name: str, wrapper: Any) -> None:
         setattr(owner, name, wrapped)
 
 
-def _refusal(error: KVFerryError) -> Exception:
+def _refusal(error: KVFerryError, request_id: str) -> Exception:
+    """Return vLLM's error for a request that is refused, and log why: the engine never hears of the request."""
+    logger.warning("kvferry: %s is refused: %s", request_id, error, peer=request_id)
     from vllm.exceptions import VLLMValidationError
 
     return VLLMValidationError(str(error), parameter="kv_transfer_params")
@@ -89,7 +95,7 @@ def _around_request(method: Any) -> Any:
             check_params(config, params, request_id, number_of_prompts(getattr(request, "prompt", None)))
         except HandoffError as error:
             awaitable.close()  # type: ignore[attr-defined]  # a coroutine that never runs
-            awaitable = _answer(serving.create_error_response(_refusal(error)))
+            awaitable = _answer(serving.create_error_response(_refusal(error, request_id)))
         return await method(serving, awaitable, request, raw_request)
 
     return check
@@ -106,7 +112,7 @@ def _before_engine(method: Any) -> Any:
             config = processor.vllm_config.kv_transfer_config
             check_params(config, extra.get("kv_transfer_params"), request_id)
         except HandoffError as error:
-            raise _refusal(error) from error
+            raise _refusal(error, request_id) from error
         return method(processor, request_id, prompt, params, *arguments, **named)
 
     return process_inputs

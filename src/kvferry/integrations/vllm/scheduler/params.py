@@ -15,14 +15,9 @@ import numpy as np
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.handoff.holds import Hold
-from kvferry.handoff.messages import (
-    MAX_IDENTIFIER_LENGTH,
-    PROTOCOL_VERSION,
-    Handle,
-    LeaseSeconds,
-    Unsigned,
-)
+from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Handle, LeaseSeconds, Unsigned
 from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.versions import OURS, Versions, agree
 from kvferry.handoff.wire.keys import Keys
 from kvferry.integrations.vllm.scheduler.parts import EngineState
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id
@@ -48,9 +43,10 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]
 Host = Annotated[str, msgspec.Meta(pattern=r"^(\[[0-9A-Za-z._:%-]+\]|[0-9A-Za-z._:%-]+)\Z", max_length=MAX_HOST_LENGTH)]
 
 
-class Ferry(msgspec.Struct, frozen=True):
-    """kvferry's fields: the hold and its epoch, the prompt's tokens and digest, and the block size of each group.
+class SignedFerry(msgspec.Struct, frozen=True):
+    """kvferry's fields of version 9, which are signed as they were: a decode engine of that version checks them too.
 
+    They are the hold and its epoch, the prompt's tokens and digest, and the block size of each group.
     The ``generation`` is text of hexadecimal digits: routers may parse a number as a double. ``is_late`` says that the
     guard word comes with the prefill engine's next step. The ``signature`` of :func:`signed_bytes` by the prefill
     engine's key is hexadecimal; an engine without keys does not sign.
@@ -66,6 +62,16 @@ class Ferry(msgspec.Struct, frozen=True):
     prompt_digest: Digest
     block_sizes: Annotated[tuple[BlockSize, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     signature: Signature = ""
+
+
+class Ferry(SignedFerry, frozen=True):
+    """kvferry's fields.
+
+    ``version`` is the oldest version that the prefill engine speaks, ``newest`` the newest one: the engine does not
+    know who will read its answer. An engine of version 9 says no ``newest``.
+    """
+
+    newest: Unsigned = 0
 
 
 class RemoteParams(msgspec.Struct, frozen=True):
@@ -126,7 +132,8 @@ def answer_params(
         "remote_port": state.answers_at.port,
         "tp_size": state.tp_size,
         "kvferry": {
-            "version": PROTOCOL_VERSION,
+            "version": OURS.oldest,
+            "newest": OURS.newest,
             "epoch": state.epoch,
             "generation": f"{hold.handle.generation:016x}",
             "slot": hold.slot,
@@ -145,9 +152,10 @@ def answer_params(
 
 
 def signed_bytes(parsed: RemoteParams) -> bytes:
-    """Return what a prefill engine signs: every field that a decode engine uses, host and blocks included."""
+    """Return what a prefill engine signs: every field that a decode engine loads by, host and blocks included."""
     # Structs are encoded in the order of their fields, whatever order a router gave them.
-    unsigned = msgspec.structs.replace(parsed.kvferry, signature="")
+    fields = {name: getattr(parsed.kvferry, name) for name in SignedFerry.__struct_fields__}
+    unsigned = SignedFerry(**{**fields, "signature": ""})
     return msgspec.msgpack.encode(msgspec.structs.replace(parsed, kvferry=unsigned))
 
 
@@ -168,21 +176,24 @@ def parse_params(params: Mapping[str, Any], request_id: str) -> RemoteParams:
 
     Raises :class:`HandoffError`: malformed-message, protocol-mismatch.
     """
+    parsed = read_params(params, request_id)
+    agree(prefill=Versions.said(parsed.kvferry.version, parsed.kvferry.newest))
+    return parsed
+
+
+def read_params(params: Mapping[str, Any], request_id: str) -> RemoteParams:
+    """Return the hold as :func:`parse_params` does, whatever version the prefill engine speaks.
+
+    Raises :class:`HandoffError` (malformed-message).
+    """
     try:
-        parsed = msgspec.convert(dict(params), RemoteParams)
+        return msgspec.convert(dict(params), RemoteParams)
     except NOT_OF_THE_SCHEMA as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
             f"kv_transfer_params of {request_id} do not come from a kvferry prefill engine: {error}.",
             "Check that the router copies the prefill engine's kv_transfer_params whole.",
         ) from error
-    if parsed.kvferry.version != PROTOCOL_VERSION:
-        raise HandoffError(
-            Reason.PROTOCOL_MISMATCH,
-            f"the prefill engine speaks protocol version {parsed.kvferry.version}, this side {PROTOCOL_VERSION}.",
-            "Run the same kvferry version on both sides.",
-        )
-    return parsed
 
 
 def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> str:

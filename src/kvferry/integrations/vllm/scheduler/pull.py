@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, Reason
 from kvferry.execution.guard_words import Held
 from kvferry.handoff.guard_word import HeldPrompt, guard_word
 from kvferry.handoff.holds import Hold
@@ -25,6 +25,7 @@ from kvferry.integrations.vllm.scheduler.params import (
     check_signature,
     parse_params,
     prompt_digest,
+    read_params,
     token_ids_of,
 )
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
@@ -168,6 +169,9 @@ class PullDestination(Destination):
             self._expected[request_id] = parsed
         except KVFerryError as error:
             self._expected[request_id] = error.without_traceback()
+            if error.reason is Reason.PROTOCOL_MISMATCH:
+                named = read_params(params, request_id)
+                self._state.leases.say_versions(named.remote_host, named.remote_port, self._state.engine_id)
             return
         self._state.leases.arrive(request_id, self._hold(parsed), parsed.kvferry.lease_seconds)
 

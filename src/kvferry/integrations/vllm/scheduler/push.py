@@ -10,9 +10,10 @@ import msgspec
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.handoff.holds import handle_of_transfer
-from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, PROTOCOL_VERSION
+from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH
 from kvferry.handoff.push.sender import END, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.versions import OURS
 from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Offer, id_in_epoch, query, signed
 from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cached_windows, held_blocks
 from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params, prompt_digest, token_ids_of
@@ -113,7 +114,8 @@ class PushSource(Source):
         state, settings = self._state, self._state.settings
         engine_id = id_in_epoch(state.engine_id, state.epoch)
         sizes = tuple(group.block_size for group in state.groups)
-        offer = signed(Offer(PROTOCOL_VERSION, engine_id, state.answers_at, sizes), state.trust.keys)
+        offer = Offer(OURS.oldest, engine_id, state.answers_at, sizes, newest=OURS.newest)
+        offer = signed(offer, state.trust.keys)
         if self.bootstrap is not None:
             self.bootstrap.offer(offer)
         elif self._is_producer:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.handshake import check_complete, check_version
+from kvferry.handoff.handshake import check_complete
 from kvferry.handoff.holds import Ended, Ending, Holds, weights_changed
 from kvferry.handoff.messages import (
     MAX_IDENTIFIER_LENGTH,
@@ -25,6 +25,7 @@ from kvferry.handoff.messages import (
     Drain,
     Draining,
     EndPoint,
+    HandshakeRefused,
     Noted,
     Question,
     RankEntry,
@@ -33,6 +34,7 @@ from kvferry.handoff.messages import (
     Renewed,
     StillWriting,
 )
+from kvferry.handoff.versions import Versions, agree
 from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.resets import end_former_epoch
@@ -382,6 +384,8 @@ class SchedulerRole:
         match question:
             case DirectoryRequest():
                 return self._answer_directory_request(question)
+            case HandshakeRefused():
+                return self._note_refusal(question)
             case StillWriting():
                 return self._answer_still_writing(question)
             case Renew():
@@ -403,10 +407,16 @@ class SchedulerRole:
                 )
 
     def _answer_directory_request(self, question: DirectoryRequest) -> Directory:
-        check_version(question.version)
+        version = agree(decode=Versions.said(question.version, question.newest))
         if self._directory is None:
             raise HandoffError(Reason.PEER_UNREACHABLE, "this engine has not finished starting.", "Try again later.")
-        return self._directory
+        return msgspec.structs.replace(self._directory, version=version)
+
+    def _note_refusal(self, question: HandshakeRefused) -> Noted:
+        """Log why a decode rank does not load from this engine: nothing else here would say so."""
+        told = "kvferry: decode rank %s refuses this prefill engine: %s"
+        logger.warning(told, question.sender, question.error(), peer=question.sender)
+        return Noted(self._state.epoch)
 
     def _answer_drain(self, question: Drain) -> Draining:
         state, holds = self._state, self._state.holds
