@@ -3,6 +3,7 @@
 import json
 import threading
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -169,3 +170,46 @@ def test_failed_requests_are_remembered_within_bounds(monkeypatch: pytest.Monkey
         statistics.record(JobResult(f"r{number}", TransportError(Reason.PEER_DIED, "gone.")))
     assert list(statistics.data["failed_requests"]) == ["r0", "r1", "r2"]
     assert statistics.data["failures"] == {"peer-died": 5}
+
+
+def test_a_reason_is_found_as_fast_among_thousands_of_failed_requests() -> None:
+    """An answer looks for its reason a hundred times a second, and clients cause as many failed loads as they like."""
+    failed = FailedLoads()
+    looked_at = []
+
+    class Watched(OrderedDict[str, str]):
+        def __iter__(self) -> Iterator[str]:
+            looked_at.append(len(self))
+            return super().__iter__()
+
+        def items(self) -> Any:
+            looked_at.append(len(self))
+            return super().items()
+
+    failed.note({f"cmpl-{number}-0-9f3b12aa": "peer-died" for number in range(2 * failed_loads.MAX_FAILED)})
+    assert failed.reason_of("0") is None, "the oldest are forgotten"
+    failed._reasons = Watched(failed._reasons)  # type: ignore[assignment]
+    looked_at.clear()
+    for number in range(failed_loads.MAX_FAILED, 2 * failed_loads.MAX_FAILED):
+        assert failed.reason_of(str(number)) is Reason.PEER_DIED
+    assert failed.reason_of("unknown") is None
+    assert looked_at == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chatcmpl-{}-9f3b12aa",
+        "cmpl-{}-0-9f3b12aa",
+        "3_cmpl-{}-0-9f3b12aa",
+        "generate-tokens-{}-9f3b12aa",
+        "cmpl-{}-0",
+        "chatcmpl-{}",
+        "{}",
+    ],
+)
+@pytest.mark.parametrize("request_id", ["7c1e", "2f1a-4c-99", "-", "___prefill_addr_host:1,zmq:9___decode_addr_h:2_77"])
+def test_every_name_that_vllm_makes_of_a_request_id_is_found(name: str, request_id: str) -> None:
+    failed = FailedLoads()
+    failed.note({name.format(request_id): "peer-died", "cmpl-other-0-9f3b12aa": "lease-expired"})
+    assert failed.reason_of(request_id) is Reason.PEER_DIED

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,12 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.wire.keys import make_keys
+from kvferry.integrations.vllm import request_checks
 from kvferry.integrations.vllm.request_checks import check_params, check_requests
 from kvferry.integrations.vllm.scheduler.router_beacon import encode_zmq_address
 
-from .scheduler_requests import FULL, PROMPT, run_prefill
+from .scheduler_requests import FULL, PROMPT, kept, next_step, request, run_prefill
 
 CONFIG = SimpleNamespace(kv_connector="KVFerryConnector", kv_connector_extra_config={})
 PUSH = SimpleNamespace(kv_connector="KVFerryConnector", kv_connector_extra_config={"mode": "push"})
@@ -143,10 +146,32 @@ def test_an_older_prefill_engine_is_named_as_such(params: dict[str, Any]) -> Non
     check_params(CONFIG, without(params, "kvferry", "newest"), "r")
 
 
-def serve(params: Any, prompt: Any, config: Any = CONFIG, header: str | None = None) -> tuple[Any, list[str]]:
+def admit(params: Any, prompt: list[int], config: Any = CONFIG, **fields: Any) -> Any:
+    """Pass the request on to the engine, as all end points do."""
+    processor: Any = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=config), request=(prompt, fields))
+    sampling: Any = SimpleNamespace(extra_args={"kv_transfer_params": params})
+    return InputProcessor.process_inputs(processor, "r", "a prompt", sampling, ("generate",))
+
+
+def processed(processor: Any, request_id: str, *_: Any, **__: Any) -> Any:
+    """Stand for vLLM's own method, which needs a model."""
+    prompt, fields = processor.request
+    given = {"mm_features": None, "prompt_embeds": None, "lora_request": None, "request_id": request_id, **fields}
+    return SimpleNamespace(prompt_token_ids=prompt, **given)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    make_keys(tmp_path / "keys")
+    return str(tmp_path / "keys")
+
+
+def serve(
+    params: Any, prompt: Any, config: Any = CONFIG, header: str | None = None, *, stream: bool = False
+) -> tuple[Any, list[str]]:
     """Answer a completion request as vLLM does; return the answer and what happened.
 
-    ``header`` is the ``X-Request-Id`` of the HTTP request.
+    ``header`` is the ``X-Request-Id`` of the HTTP request. A prompt of tokens goes through vLLM's input processor.
     """
     events: list[str] = []
 
@@ -154,6 +179,13 @@ def serve(params: Any, prompt: Any, config: Any = CONFIG, header: str | None = N
         events.append(f"let {params['remote_request_id']} go")
 
     async def create() -> str:
+        if stream:
+            return "a stream, which asks the engine later"
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            try:
+                admit(params, prompt, config)
+            except VLLMValidationError as error:
+                return GenerateBaseServing.create_error_response(error)
         events.append("begun")
         return "completion"
 
@@ -167,7 +199,7 @@ def serve(params: Any, prompt: Any, config: Any = CONFIG, header: str | None = N
         _base_request_id=GenerateBaseServing._base_request_id,
     )
     raw_request: Any = SimpleNamespace(headers={} if header is None else {"X-Request-Id": header})
-    request: Any = SimpleNamespace(kv_transfer_params=params, prompt=prompt, request_id="r")
+    request: Any = SimpleNamespace(kv_transfer_params=params, prompt=prompt, request_id="r", stream=stream)
     answer = asyncio.run(
         GenerateBaseServing._with_kv_transfer_rejection_cleanup(serving, create(), request, raw_request)  # type: ignore[arg-type]
     )
@@ -182,7 +214,7 @@ def test_a_list_of_prompts_is_a_400_that_lets_go_at_once(params: dict[str, Any])
             assert (answer.error.code, answer.error.param) == (400, "kv_transfer_params")
             assert "[unsupported]" in answer.error.message
             assert events == let_go
-        for prompt in ("a", [1, 2], ["a"], [[1, 2]]):
+        for prompt in ("a", ["a"], [[1, 2]]):
             assert serve(given, prompt) == ("completion", ["begun"])
     assert serve({}, ["a", "b"]) == ("completion", ["begun"])
     assert serve({"do_remote_prefill": True}, ["a", "b"], FOREIGN) == ("completion", ["begun"])
@@ -218,14 +250,141 @@ def test_every_way_to_the_engine_is_checked(params: dict[str, Any], monkeypatch:
     check_requests()
     processor: Any = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=CONFIG))
 
-    def admit(extra_args: Any) -> Any:
+    def pass_on(extra_args: Any) -> Any:
         sampling: Any = SimpleNamespace(extra_args=extra_args)
         return InputProcessor.process_inputs(processor, "r", "a prompt", sampling, ("generate",))
 
-    assert [admit(each) for each in (None, {}, {"kv_transfer_params": params})] == ["admitted"] * 3
+    assert [pass_on(each) for each in (None, {}, {"kv_transfer_params": params})] == ["admitted"] * 3
     for wrong in ("text", {"do_remote_prefill": True}, changed(params, "epoch", "7")):
         with pytest.raises(VLLMValidationError, match="kv_transfer_params"):
-            admit({"kv_transfer_params": wrong})
+            pass_on({"kv_transfer_params": wrong})
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_parameters_that_no_trusted_key_has_signed_are_a_400(
+    stream: bool, keys: str, make_role: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a stream, too: the signature is known before its first byte."""
+    config = SimpleNamespace(kv_connector="KVFerryConnector", kv_connector_extra_config={"keys": keys})
+    signed = run_prefill(make_role(FULL, keys=keys), PROMPT, [5, 4, 3, 2, 1]) or {}
+    answer, _ = serve(signed, "a", config, stream=stream)
+    assert isinstance(answer, str)
+    signature = signed["kvferry"]["signature"]
+    forgeries = [
+        changed(signed, "signature", ""),
+        changed(signed, "signature", "0" * 16 + signature[16:]),
+        changed(signed, "signature", signature[:-1] + ("0" if signature[-1] != "0" else "1")),
+        changed(signed, "remote_block_ids", [[1, 2, 3, 4, 5]]),
+        changed(signed, "remote_host", "127.0.0.2"),
+        changed(signed, "slot", signed["kvferry"]["slot"] + 1),
+    ]
+    for forged in forgeries:
+        caplog.clear()
+        answer, events = serve(forged, "a", config, header=f"r{forgeries.index(forged)}", stream=stream)
+        assert answer.error.code == 400
+        assert "[permission-denied]" in answer.error.message
+        assert keys not in answer.error.message, "where keys lie is not for clients"
+        assert events == ["let r go"]
+        with pytest.raises(VLLMValidationError, match="permission-denied"):
+            admit(forged, PROMPT, config)
+
+
+def test_an_api_server_that_cannot_read_the_keys_leaves_signatures_to_its_engine(
+    make_role: Any, tmp_path: Path
+) -> None:
+    extra = {"keys": str(tmp_path / "elsewhere")}
+    config = SimpleNamespace(kv_connector="KVFerryConnector", kv_connector_extra_config=extra)
+    params = run_prefill(make_role(FULL), PROMPT, [5, 4, 3, 2, 1]) or {}
+    assert serve(params, "a", config) == ("completion", ["begun"])
+    assert serve(changed(params, "slot", []), "a", config)[0].error.code == 400
+
+
+@pytest.mark.parametrize("host", ["203.0.113.1", "[2001:db8::1]", "0.0.0.0", "::ffff:203.0.113.1"])
+def test_an_address_to_which_the_engine_does_not_connect_is_a_400(host: str, params: dict[str, Any]) -> None:
+    """Names are not looked up here: the engine does, on another thread."""
+    push = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "e"}
+    url = f"http://{host if host.startswith('[') or ':' not in host else f'[{host}]'}:8998"
+    for config, given in ((CONFIG, params | {"remote_host": host}), (PUSH, push | {"remote_bootstrap_addr": url})):
+        answer, _ = serve(given, "a", config)
+        assert answer.error.code == 400
+        assert "[permission-denied]" in answer.error.message
+        for allowed in ({"allowed_hosts": ["203.0.0.0/8", "2001:db8::/32", "0.0.0.0"]}, {"allowed_hosts": ["a-name"]}):
+            extra = {**config.kv_connector_extra_config, **allowed}
+            open_to_it = SimpleNamespace(kv_connector="KVFerryConnector", kv_connector_extra_config=extra)
+            assert serve(given, "a", open_to_it) == ("completion", ["begun"])
+    for name in ("prefill-0", "localhost", "127.9.9.9"):
+        assert serve(params | {"remote_host": name}, "a") == ("completion", ["begun"])
+
+
+@pytest.mark.parametrize("address", ["prefill-0:8998", "http://a:8998/query?b", "http://user@a:8998", "ftp://a:1"])
+def test_a_bootstrap_address_that_is_none_is_a_400(address: str) -> None:
+    given = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "e", "remote_bootstrap_addr": address}
+    answer, _ = serve(given, "a", PUSH)
+    assert answer.error.code == 400
+    assert "[malformed-message]" in answer.error.message
+
+
+def test_parameters_of_another_prompt_are_a_400_that_lets_go_at_once(
+    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InputProcessor, "process_inputs", processed)
+    check_requests()
+    assert serve(params, PROMPT) == ("completion", ["begun"])
+    # A prefill engine of a model with states holds all but the last token.
+    assert serve(params, [*PROMPT, 7])[0] == "completion"
+    other_digest = changed(params, "prompt_digest", "0" * 32)
+    other_count = changed(params, "num_tokens", params["kvferry"]["num_tokens"] - 2)
+    for given, prompt in (
+        (params, PROMPT[::-1]),
+        (params, PROMPT[:-1]),
+        (params, [*PROMPT, 7, 8]),
+        (other_digest, PROMPT),
+        (other_count, PROMPT),
+    ):
+        answer, events = serve(given, prompt)
+        assert answer.error.code == 400
+        assert "[invalid-request]" in answer.error.message
+        assert events == ["let r go"]
+
+
+def test_where_a_refusal_would_not_let_the_hold_go_the_engine_compares_the_prompt(
+    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream has begun by then. So has the exchange of an image, which vLLM believes the engine to have."""
+    monkeypatch.setattr(InputProcessor, "process_inputs", processed)
+    check_requests()
+    assert admit(params, PROMPT[::-1]).prompt_token_ids == PROMPT[::-1]
+    request_checks._lets_go.set(True)
+    with pytest.raises(VLLMValidationError, match="invalid-request"):
+        admit(params, PROMPT[::-1])
+    assert admit(params, PROMPT[::-1], mm_features=["an image"]).prompt_token_ids == PROMPT[::-1]
+    push = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "e"}
+    assert admit(push | {"remote_bootstrap_addr": "http://127.0.0.1:1"}, PROMPT, PUSH).prompt_token_ids == PROMPT
+    request_checks._lets_go.set(False)
+
+
+def test_a_refused_request_lets_the_hold_go_that_a_trusted_engine_has_signed(keys: str, make_role: Any) -> None:
+    """VLLM tells the engine of a request that was refused at the door: of another prompt, for example."""
+    prefill, decode = make_role(FULL, keys=keys), make_role(FULL, keys=keys)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1]) or {}
+
+    def refuse(given: dict[str, Any]) -> None:
+        """As vLLM does, with a request that is aborted at once."""
+        rejected = request([0], dict(given), "rejected")
+        decode.on_new_request(rejected)
+        decode.request_finished(rejected, ([],), is_complete=False)
+
+    refuse(changed(params, "remote_request_id", "another"))
+    for _ in range(30):
+        time.sleep(0.01)
+        next_step(prefill)
+        assert sorted(kept(prefill)) == [1, 2, 3, 4, 5], "nobody has signed the release of that hold"
+    refuse(params)
+    deadline = time.monotonic() + 20
+    while kept(prefill):
+        assert time.monotonic() < deadline, "the hold is not released"
+        time.sleep(0.01)
+        next_step(prefill)
 
 
 def test_vllm_has_the_methods_that_the_plugin_wraps() -> None:

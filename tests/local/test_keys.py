@@ -1,6 +1,7 @@
 """The keys of a deployment: folders that are refused, signatures, and which peers TLS lets in."""
 
 import json
+import os
 import shutil
 import socket
 import ssl
@@ -62,6 +63,56 @@ def test_a_key_that_others_can_read_is_refused(keys: Keys, mode: int) -> None:
     error = refusal(keys.folder)
     assert error.reason is Reason.PERMISSION_DENIED
     assert "chmod 600" in error.remedy
+
+
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+@pytest.mark.parametrize("name", ["certificate.pem", "trusted", "trusted/peer.pem", ".", ".."])
+def test_a_folder_or_a_certificate_that_others_can_write_is_refused(keys: Keys, name: str, mode: int) -> None:
+    """Whoever writes there says whom the engine trusts."""
+    peer = keys.folder / "trusted" / "peer.pem"
+    peer.write_bytes((keys.folder / "certificate.pem").read_bytes())
+    path = (keys.folder / name).resolve()
+    path.chmod(stat.S_IMODE(path.stat().st_mode) | mode)
+    error = refusal(keys.folder)
+    assert error.reason is Reason.PERMISSION_DENIED
+    assert f"chmod go-w {path}'" in error.remedy
+    path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)
+    assert list(Keys(keys.folder).trusted) == [keys.fingerprint]
+
+
+def test_links_are_followed_to_a_folder_that_others_can_write(keys: Keys, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.move(keys.folder / "trusted", elsewhere / "trusted")
+    (keys.folder / "trusted").symlink_to(elsewhere / "trusted")
+    Keys(keys.folder)
+    elsewhere.chmod(0o777)
+    assert str(elsewhere) in refusal(keys.folder).message
+
+
+def test_the_sticky_bit_protects_a_folder_but_not_what_is_trusted(keys: Keys) -> None:
+    """Kubernetes mounts a secret in a folder of root that everybody may write."""
+    keys.folder.chmod(0o1777)
+    assert list(Keys(keys.folder).trusted) == [keys.fingerprint]
+    (keys.folder / "trusted").chmod(0o1777)
+    assert refusal(keys.folder).reason is Reason.PERMISSION_DENIED
+
+
+def test_a_folder_of_another_user_is_refused(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen from a user to whom nothing belongs here: only root could give the folder away."""
+    status = Path.stat
+
+    def given_away(path: Path, **options: Any) -> os.stat_result:
+        found = list(status(path, **options))
+        found[stat.ST_UID] = 12345 if path.name in given else found[stat.ST_UID]
+        return os.stat_result(found)
+
+    given: list[str] = []
+    monkeypatch.setattr(Path, "stat", given_away)
+    Keys(keys.folder)
+    for name in ("trusted", "certificate.pem", "keys", keys.folder.parent.name):
+        given[:] = [name]
+        assert "owner 12345" in refusal(keys.folder).message
 
 
 @pytest.mark.parametrize("name", ["key.pem", "certificate.pem"])

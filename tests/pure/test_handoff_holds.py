@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.handoff import holds
 from kvferry.handoff.holds import (
     RENEWED_LEASE_SECONDS,
     Ending,
@@ -268,6 +269,38 @@ def test_a_handle_of_an_earlier_generation_ends_nothing() -> None:
     side.release(EPOCH, [former.handle])
     assert side.num_holds == 1
     assert side.renew(EPOCH, [former.handle], now=2.0) == [former.handle]
+
+
+def test_a_wrong_request_id_lets_the_right_hold_go_and_touches_no_other() -> None:
+    """Parameters that were changed on their way are refused; the generation, a secret, names their hold."""
+    side = Holds(EPOCH, 4, LEASE)
+    ours, theirs = held(side, "a"), held(side, "b")
+    wrong = Handle("b", ours.handle.generation)
+    assert side.renew(EPOCH, [wrong], now=1.0) == [wrong]
+    side.release(EPOCH, [wrong])
+    assert [end.handle for end in side.take_ended()] == [ours.handle]
+    side.release(EPOCH, [wrong, Handle("b", 1), Handle("c", 2)])
+    assert (side.take_ended(), side.open_hold("b"), side.num_holds) == ([], None, 1)
+    side.release(EPOCH, [theirs.handle])
+    assert side.num_holds == 0
+
+
+def test_ends_that_no_step_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a step hangs, peers may release transfers of which nobody has heard."""
+    monkeypatch.setattr(holds, "MAX_REMEMBERED", 100)
+    side = Holds(EPOCH, 2, LEASE)
+    hold = held(side, "a")
+    handles = [handle_of_transfer(f"x{number}") for number in range(99)]
+    side.release(EPOCH, handles)
+    side.release(EPOCH, handles)
+    with pytest.raises(HandoffError) as refused:
+        side.release(EPOCH, [handle_of_transfer("y"), handle_of_transfer("z"), hold.handle])
+    assert refused.value.reason is Reason.DEADLINE_EXCEEDED
+    ended = [end.handle for end in side.take_ended()]
+    assert len(ended) == 100
+    assert hold.handle in ended, "the release of a hold is never refused"
+    side.release(EPOCH, [handle_of_transfer("z")])
+    assert [end.handle.request_id for end in side.take_ended()] == ["z"]
 
 
 def test_a_lease_ends_at_its_last_moment_and_not_before() -> None:

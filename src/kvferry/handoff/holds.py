@@ -177,6 +177,7 @@ class Holds:
         self._holds: dict[str, Hold] = {}
         self._name_of: dict[str, str] = {}
         self._families: dict[str, set[str]] = {}
+        self._of_generation: dict[int, str] = {}
         # The slot that has been free for longest is used first: a decode engine that comes late finds it cleared.
         self._free_slots = deque(range(num_slots))
         self._ended_transfers: Bounded[str, None] = Bounded(MAX_REMEMBERED)
@@ -212,6 +213,7 @@ class Holds:
             return None
         hold = Hold(Handle(request_id, _new_generation()), request_id, self._free_slots.popleft())
         self._families.setdefault(sampling_family(request_id), set()).add(request_id)
+        self._of_generation[hold.handle.generation] = request_id
         return self._open(hold)
 
     def begin_transfer(self, transfer_id: str, request_id: str) -> Hold | None:
@@ -286,18 +288,25 @@ class Holds:
         """End holds that the decode engine no longer uses; ignore ended ones. Raises as :func:`check_epoch`.
 
         Each parallel sample of one prompt has a hold, but the decode engine knows one of them: a release ends all held
-        ones of the family. A transfer ends whether its hold is held, open or has not begun.
+        ones of the family. The generation alone names a pull's hold here. A transfer ends whether its hold is held, open
+        or has not begun; raises :class:`HandoffError` (deadline-exceeded) where :data:`MAX_REMEMBERED` ends wait for the
+        engine's next step.
         """
         check_epoch(epoch, self.epoch)
+        unbegun = []
         for handle in handles:
-            hold = self._named(handle)
+            hold = self._named(handle) or self._misnamed(handle)
             if hold is None:
                 if handle.generation == TRANSFER_GENERATION:
-                    self._end_unbegun(handle, Ending.RELEASED)
+                    unbegun.append(handle)
                 continue
             for member in self._family(hold):
                 if member.is_held or member.is_transfer:
                     self._end(member, Ending.RELEASED)
+        for handle in unbegun:
+            if len(self._ended) >= MAX_REMEMBERED:
+                raise _no_step(len(self._ended))
+            self._end_unbegun(handle, Ending.RELEASED)
 
     def forgive(self, seconds: float) -> None:
         """Let all leases end later by ``seconds``, in which this process did not run and no renewal could arrive."""
@@ -333,6 +342,15 @@ class Holds:
     def _named(self, handle: Handle) -> Hold | None:
         hold = self._holds.get(handle.request_id)
         return hold if hold is not None and hold.handle == handle else None
+
+    def _misnamed(self, handle: Handle) -> Hold | None:
+        """Return the pull's hold of a handle's generation, whatever id the handle gives.
+
+        Parameters that were changed on their way fail, and their hold must not stay for it. Nobody can guess a
+        generation.
+        """
+        name = self._of_generation.get(handle.generation)
+        return None if name is None else self._holds[name]
 
     def _family(self, hold: Hold) -> list[Hold]:
         """Return the holds of all parallel samples of a prompt; a transfer has one hold."""
@@ -370,6 +388,7 @@ class Holds:
         if hold.is_transfer:
             self._ended_transfers[hold.handle.request_id] = None
         else:
+            del self._of_generation[hold.handle.generation]
             family = self._families[sampling_family(hold.request_id)]
             family.discard(hold.request_id)
             if not family:
@@ -386,6 +405,14 @@ class Holds:
 def _new_generation() -> int:
     """Return a random number that no other pull's hold of this epoch has, and no push's."""
     return secrets.randbits(GENERATION_BITS) or 1
+
+
+def _no_step(num_ended: int) -> HandoffError:
+    return HandoffError(
+        Reason.DEADLINE_EXCEEDED,
+        f"the ends of {num_ended} holds and transfers wait for the next step of this engine: its steps hang.",
+        "Check the prefill engine: what is announced for the transfer ends by its own deadline.",
+    )
 
 
 def engine_drains(transfer_id: str) -> HandoffError:

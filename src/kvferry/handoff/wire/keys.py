@@ -9,6 +9,7 @@ import errno
 import os
 import ssl
 import stat
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,16 +39,19 @@ class Keys:
     to its file (``trusted/*.pem``), ``unread`` names the other files there. The own certificate is always trusted: the
     ranks of an engine report to their scheduler with it.
 
-    Raises :class:`SettingsError`: permission-denied for a key that other users can read, invalid-setting for a folder
-    that is not complete.
+    Raises :class:`SettingsError`: permission-denied for a key that other users can read, or where other users can
+    change a file of the folder, or put another in its place; invalid-setting for a folder that is not complete.
     """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        own, trusted = self.folder / CERTIFICATE, self.folder / TRUSTED
         self._private = _read_key(self.folder / KEY)
-        own = self.folder / CERTIFICATE
+        _refuse_writable([self.folder / KEY, own, trusted])
         certificates: dict[str, tuple[bytes, Ed25519PublicKey, Path]] = {}
-        for path in [own, *sorted((self.folder / TRUSTED).glob("*.pem"))]:
+        allowed = sorted(trusted.glob("*.pem"))
+        _refuse_writable(allowed)
+        for path in [own, *allowed]:
             for der, key in _read_certificates(path):
                 certificates.setdefault(fingerprint_of(der), (der, key, path))
         others = (path for path in (self.folder / TRUSTED).glob("[!.]*") if path.suffix != ".pem")
@@ -208,6 +212,36 @@ def _read_key(path: Path) -> "Ed25519PrivateKey":
     if not isinstance(key, Ed25519PrivateKey):
         raise _unfit(path, "is no Ed25519 key")
     return key
+
+
+def _refuse_writable(paths: Iterable[Path]) -> None:
+    """Refuse files and folders that other users can change, or replace: as OpenSSH does, up to the root.
+
+    A path that does not exist is left out. Raises :class:`SettingsError` (permission-denied).
+    """
+    folders: dict[Path, None] = {}
+    for path in paths:
+        if path.exists():
+            _refuse_writable_one(path.resolve(), stat.S_IWGRP | stat.S_IWOTH)
+        # A link lies in another folder than its file: Kubernetes mounts secrets so.
+        for found in (path.parent.resolve() / path.name, path.resolve()):
+            folders |= dict.fromkeys(found.parents)
+    for folder in folders:
+        # Where the sticky bit is set, other users add files, but neither remove nor rename those that are there.
+        is_sticky = folder.stat().st_mode & stat.S_ISVTX
+        _refuse_writable_one(folder, 0 if is_sticky else stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _refuse_writable_one(path: Path, refused_bits: int) -> None:
+    about = path.stat()
+    if about.st_mode & refused_bits or about.st_uid not in (0, os.geteuid()):
+        raise SettingsError(
+            Reason.PERMISSION_DENIED,
+            f"keys: other users can change {path} (mode {stat.S_IMODE(about.st_mode):04o}, owner {about.st_uid}), and "
+            "with it whom this engine trusts.",
+            f"Run 'chmod go-w {path}', let it belong to the engine's user or to root, or keep the keys in another "
+            "folder.",
+        )
 
 
 def _read_certificates(path: Path) -> list[tuple[bytes, "Ed25519PublicKey"]]:

@@ -8,6 +8,7 @@ kvferry.integrations.vllm.failed_loads.FailedLoadAnswers`` puts them into the an
 
 import asyncio
 import json
+import re
 import secrets
 import threading
 import time
@@ -30,6 +31,8 @@ ARRIVAL_SECONDS = 0.5
 REQUEST_ID = b"x-request-id"
 UNEXPLAINED = "Internal server error"
 EVENT = b"data: "
+_ADDED = re.compile(r"(?:\d+_)?(cmpl-|chatcmpl-|generate-tokens-)?(.*)", re.DOTALL)
+_PROMPT_INDEX = re.compile(r"-\d+\Z")
 _REFUSED = frozenset(
     (Reason.MALFORMED_MESSAGE, Reason.INVALID_REQUEST, Reason.WRONG_PARAMETERS, Reason.PERMISSION_DENIED)
 )
@@ -46,20 +49,39 @@ class FailedLoads:
     """
 
     def __init__(self) -> None:
-        self._reasons: Bounded[str, str] = Bounded(MAX_FAILED)
+        self._reasons: Bounded[str, str] = Bounded(2 * MAX_FAILED)
         self._lock = threading.Lock()
 
     def note(self, reasons: Mapping[str, str]) -> None:
         """Remember failed requests."""
         with self._lock:
-            for request_id, reason in reasons.items():
-                self._reasons[request_id] = reason
+            for name, reason in reasons.items():
+                for request_id in _request_ids_in(name):
+                    self._reasons[request_id] = reason
 
     def reason_of(self, request_id: str) -> Reason | None:
-        """Return why a request failed whose ``X-Request-Id`` was this: vLLM adds words before and after."""
+        """Return why a request failed whose ``X-Request-Id`` was this."""
         with self._lock:
-            known = [reason for name, reason in self._reasons.items() if f"-{request_id}-" in f"-{name}-"]
-        return Reason(known[-1]) if known and known[-1] in set(Reason) else None
+            reason = self._reasons.get(request_id)
+        try:
+            return None if reason is None else Reason(reason)
+        except ValueError:  # of another version
+            return None
+
+
+def _request_ids_in(name: str) -> tuple[str, str]:
+    """Return what the ``X-Request-Id`` of an engine's request may have been: vLLM adds words before and after.
+
+    The random word at the end may be left out (``VLLM_DISABLE_REQUEST_ID_RANDOMIZATION``).
+
+    >>> _request_ids_in("1_cmpl-7c-1-0-9f3b12aa"), _request_ids_in("chatcmpl-7c-9f3b12aa")
+    (('7c-1-0-9f3b12aa', '7c-1'), ('7c-9f3b12aa', '7c'))
+    """
+    kind, rest = _ADDED.fullmatch(name).groups()  # type: ignore[union-attr]  # it takes every name
+    found = rest, rest.rpartition("-")[0]
+    if kind != "cmpl-":
+        return found
+    return _PROMPT_INDEX.sub("", found[0]), _PROMPT_INDEX.sub("", found[1])
 
 
 FAILED = FailedLoads()

@@ -8,11 +8,16 @@ one that every request passes on its way to the engine. See docs/decisions/refus
 import logging
 import sys
 from collections.abc import Awaitable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.peer_log import PeerLog
+
+if TYPE_CHECKING:
+    from kvferry.handoff.wire.trust import Trust
 
 logger = PeerLog(logging.getLogger(__name__))
 
@@ -20,6 +25,21 @@ CONNECTOR = "KVFerryConnector"
 SERVING_MODULE = "vllm.entrypoints.generate.base.serving"
 PROCESSOR_MODULE = "vllm.v1.engine.input_processor"
 _MARK = "_kvferry_checks"
+_lets_go: ContextVar[bool] = ContextVar("kvferry_lets_go", default=False)
+"""Whether vLLM lets the remote hold go when the request of this context is refused. A stream has begun by the time at
+which its prompt is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """Whom the engine behind this API server trusts; ``trust`` is None where this process cannot read the keys."""
+
+    extra_config: Mapping[str, Any]
+    is_push: bool
+    trust: "Trust | None"
+
+
+_door: _Door | None = None
 
 
 def check_requests() -> None:
@@ -33,10 +53,12 @@ def check_requests() -> None:
 def check_params(config: Any, params: object, request_id: str, num_prompts: int = 1) -> None:
     """Refuse ``kv_transfer_params`` that no request to an engine with kvferry's connector can have.
 
-    ``config`` is vLLM's ``kv_transfer_config``. Raises :class:`HandoffError`: malformed-message, protocol-mismatch,
-    unsupported for a list of prompts.
+    ``config`` is vLLM's ``kv_transfer_config``. Nothing is looked up, and no connection made. Raises
+    :class:`HandoffError`: malformed-message, protocol-mismatch, unsupported for a list of prompts, permission-denied
+    for parameters that no trusted key has signed or, without keys, that name an address to which the engine does not
+    connect.
     """
-    if not params or getattr(config, "kv_connector", None) != CONNECTOR:
+    if not params or not _is_ours(config):
         return
     if not isinstance(params, Mapping):
         raise HandoffError(
@@ -51,11 +73,64 @@ def check_params(config: Any, params: object, request_id: str, num_prompts: int 
             "Send each prompt in a request of its own.",
         )
     if params.get("do_remote_prefill"):
-        from kvferry.integrations.vllm.scheduler.params import parse_params, parse_push_params
-        from kvferry.integrations.vllm.settings import parse_settings
+        _check_source(_door_of(config), params, request_id)
 
-        is_push = parse_settings(config.kv_connector_extra_config).mode == "push"
-        (parse_push_params if is_push else parse_params)(params, request_id)
+
+def check_own_prompt(config: Any, params: Any, request: Any) -> None:
+    """Refuse the parameters of a pull that are not of the prompt of ``request``, vLLM's request to its engine.
+
+    Raises :class:`HandoffError` (invalid-request).
+    """
+    # vLLM remembers images that it has given to the engine: to refuse such a prompt here would mislead it.
+    if not params or not _is_ours(config) or not params.get("do_remote_prefill") or request.mm_features:
+        return
+    if _door_of(config).is_push:
+        return
+    from kvferry.integrations.vllm.scheduler.params import check_prompt, parse_params
+
+    parsed = parse_params(params, request.request_id)
+    num_tokens, num_held = len(request.prompt_token_ids or ()), parsed.kvferry.num_tokens
+    # Which of the two is right, only the engine's cache groups say.
+    check_prompt(parsed, request, num_held if num_tokens - 1 <= num_held <= num_tokens else num_tokens)
+
+
+def _is_ours(config: Any) -> bool:
+    return getattr(config, "kv_connector", None) == CONNECTOR
+
+
+def _check_source(door: _Door, params: Mapping[str, Any], request_id: str) -> None:
+    """Refuse parameters that name no prefill engine, or one that is not trusted. Raises as :func:`check_params`."""
+    from kvferry.handoff.wire.bootstrap import parse_address
+    from kvferry.integrations.vllm.scheduler.params import check_signature, parse_params, parse_push_params
+
+    if door.is_push:
+        # No key signs what a router says of a push.
+        host, _ = parse_address(parse_push_params(params, request_id).remote_bootstrap_addr)
+    else:
+        parsed = parse_params(params, request_id)
+        if door.trust is not None and door.trust.keys is not None:
+            check_signature(parsed, door.trust.keys, request_id)
+            return
+        host = parsed.remote_host
+    if door.trust is not None:
+        door.trust.refuse_numeric(host)
+
+
+def _door_of(config: Any) -> _Door:
+    """Return the door of this process, made with its first request: an API server has one engine's settings."""
+    global _door
+    extra_config = config.kv_connector_extra_config
+    if _door is None or _door.extra_config != extra_config:
+        from kvferry.integrations.vllm.settings import parse_settings, trust_of
+
+        settings, trust = parse_settings(extra_config), None
+        try:
+            trust = trust_of(settings)
+        except SettingsError as error:
+            # On another host than the engine, for example. The engine checks each request again.
+            logger.warning("kvferry: this API server leaves the check of signatures to its engine: %s", error)
+        _door = _Door(dict(extra_config), settings.mode == "push", trust)
+    return _door
 
 
 def number_of_prompts(prompt: object) -> int:
@@ -81,7 +156,14 @@ def _refusal(error: KVFerryError, request_id: str) -> Exception:
     logger.warning("kvferry: %s is refused: %s", request_id, error, peer=request_id)
     from vllm.exceptions import VLLMValidationError
 
-    return VLLMValidationError(str(error), parameter="kv_transfer_params")
+    told = str(error)
+    if error.reason is Reason.PERMISSION_DENIED:
+        # Where hosts and keys are is for the operator.
+        told = (
+            "kv_transfer_params do not come from a prefill engine that this engine trusts. The log of this server says "
+            f"why. [{error.reason.value}]"
+        )
+    return VLLMValidationError(told, parameter="kv_transfer_params")
 
 
 def _around_request(method: Any) -> Any:
@@ -96,7 +178,11 @@ def _around_request(method: Any) -> Any:
         except HandoffError as error:
             awaitable.close()  # type: ignore[attr-defined]  # a coroutine that never runs
             awaitable = _answer(serving.create_error_response(_refusal(error, request_id)))
-        return await method(serving, awaitable, request, raw_request)
+        before = _lets_go.set(not getattr(request, "stream", False))
+        try:
+            return await method(serving, awaitable, request, raw_request)
+        finally:
+            _lets_go.reset(before)
 
     return check
 
@@ -107,12 +193,15 @@ async def _answer(response: Any) -> Any:
 
 def _before_engine(method: Any) -> Any:
     def process_inputs(processor: Any, request_id: str, prompt: Any, params: Any, *arguments: Any, **named: Any) -> Any:
-        extra = getattr(params, "extra_args", None) or {}
+        given = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
+        config = processor.vllm_config.kv_transfer_config
         try:
-            config = processor.vllm_config.kv_transfer_config
-            check_params(config, extra.get("kv_transfer_params"), request_id)
+            check_params(config, given, request_id)
+            request = method(processor, request_id, prompt, params, *arguments, **named)
+            if _lets_go.get():
+                check_own_prompt(config, given, request)
         except HandoffError as error:
             raise _refusal(error, request_id) from error
-        return method(processor, request_id, prompt, params, *arguments, **named)
+        return request
 
     return process_inputs

@@ -205,8 +205,8 @@ def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> s
     if found.num_tokens != num_tokens or found.prompt_digest != digest:
         raise HandoffError(
             Reason.INVALID_REQUEST,
-            f"the first {num_tokens} of {request.num_prompt_tokens} prompt tokens of {request.request_id} are not "
-            f"the {found.num_tokens} tokens that {parsed.remote_request_id} prefilled.",
+            f"the first {num_tokens} of {len(request.prompt_token_ids or ())} prompt tokens of {request.request_id} "
+            f"are not the {found.num_tokens} tokens that {parsed.remote_request_id} prefilled.",
             "Send one prompt per request, and the same prompt, template, images and adapter to both engines.",
         )
     return digest
