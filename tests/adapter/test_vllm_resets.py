@@ -9,10 +9,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm import envs
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.engine import EngineCoreRequestType, FinishReason
 from vllm.v1.engine.core import EngineShutdownState
+from vllm.v1.request import Request
 
-from kvferry.errors import HandoffError, Reason
+from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.device import HOST
 from kvferry.execution.guard_words import GuardWords, Held, StepWords
 from kvferry.execution.source_engines import SourceEngines
@@ -23,8 +27,11 @@ from kvferry.handoff.wire.bootstrap import BootstrapQueries
 from kvferry.integrations.vllm.resets import ROLES, end_former_epoch
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 
+from .handoff_engine import make_engine
 from .scheduler_requests import FULL, PROMPT, allocated, handle_of, kept, next_step, request, run_prefill
+from .vllm_caches import full
 
+__all__ = ["make_engine"]
 BLOCKS, OTHERS = [5, 4, 3, 2, 1], [11, 12, 13, 14, 15]
 RANK = RankEntry(0, 0, b"", {}, 0, 0)
 
@@ -139,6 +146,81 @@ def test_a_rank_s_report_of_before_a_reset_still_counts(make_role: Any) -> None:
     role.reset_cache()
     role._answer(StillWriting(former, role._secret, 0, 1, ("r",)))
     assert role._quarantine.has_news
+
+
+class LoadingEngines:
+    """Two engines of vLLM's own scheduler, and a request of the second one that loads a prompt of the first one."""
+
+    def __init__(self, make_engine: Any, asynchronous: bool) -> None:
+        self.prefill = make_engine({"l.0": full(1), "l.1": full(1)})
+        self.decode = decode = make_engine({"l.0": full(1), "l.1": full(1)}, asynchronous=asynchronous)
+        params = self.prefill.ask("p", PROMPT, {"do_remote_decode": True}, max_tokens=1).params
+        core = decode.connector._scheduler._engine._core
+        core.scheduler, core.collective_rpc = decode.scheduler, lambda call, _, arguments: call(None, *arguments)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": params}
+        )
+        decode._tokens["d"] = list(PROMPT)
+        decode.scheduler.add_request(Request("d", list(PROMPT), sampling, None, block_hasher=decode._hasher))
+
+    def step_until_landed(self) -> tuple[Any, Any]:
+        """Return the step in which the worker reports the load, not yet processed."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            output = self.decode.scheduler.schedule()
+            done = self.decode._execute(output)
+            if done.kv_connector_output and done.kv_connector_output.finished_recving:
+                assert not done.kv_connector_output.failed_recving
+                return output, done
+            self.decode.scheduler.update_from_output(output, done)
+        raise AssertionError("nothing was loaded")
+
+    def num_computed(self) -> int:
+        """Run the request to its end; return how many of its tokens were computed."""
+        count, deadline = 0, time.monotonic() + 20
+        while self.decode.scheduler.has_unfinished_requests():
+            assert time.monotonic() < deadline, "the request does not end"
+            output = self.decode.scheduler.schedule()
+            count += output.num_scheduled_tokens.get("d", 0)
+            answers = self.decode.scheduler.update_from_output(output, self.decode._execute(output))
+            ended = [each for outputs in answers.values() for each in outputs.outputs if each.finish_reason is not None]
+            assert all(each.finish_reason is not FinishReason.ERROR for each in ended)
+        return count
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("reset", ["never", "before the scheduler knows", "before the next step"])
+def test_a_load_that_has_landed_is_not_believed_after_a_reset(reset: str, asynchronous: bool, make_engine: Any) -> None:
+    """Its blocks are of the weights of before: the prompt is computed anew, and nothing of it is cached."""
+    engines = LoadingEngines(make_engine, asynchronous)
+    decode = engines.decode
+    landed = engines.step_until_landed()
+    if reset == "before the scheduler knows":
+        assert decode.connector.reset_cache()
+    decode.scheduler.update_from_output(*landed)
+    if reset == "before the next step":
+        assert decode.connector.reset_cache()
+    num_computed = engines.num_computed()
+    assert num_computed == 1 if reset == "never" else num_computed >= len(PROMPT)
+    assert decode.connector._scheduler._outdated == set()
+
+
+def test_a_reset_waits_for_no_rank_for_ever(make_role: Any) -> None:
+    """VLLM would take the answer that comes later for that of another call, so the engine ends."""
+    role = make_role(FULL)
+    core = with_core(role)
+    waited = []
+
+    def hang(function: Any, timeout: float | None, arguments: tuple[Any, ...]) -> None:
+        waited.append(timeout)
+        raise TimeoutError
+
+    core.collective_rpc = hang  # type: ignore[method-assign]
+    with pytest.raises(KVFerryError) as raised:
+        role.reset_cache()
+    assert raised.value.reason is Reason.DEADLINE_EXCEEDED
+    assert waited == [envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS]
+    assert core.input_queue.get_nowait()[0] is EngineCoreRequestType.EXECUTOR_FAILED
 
 
 def test_bootstrap_queries_are_answered_with_the_new_epoch(make_role: Any) -> None:

@@ -1,7 +1,7 @@
 """The supported vLLM versions, and code that depends on the version."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -79,10 +79,50 @@ class Engine:
     def call_workers(self, function: Callable[..., None], *arguments: object) -> None:
         """Call a function of a module in every worker, with the worker and these arguments, and wait for all.
 
-        Only the scheduler's thread may call it.
+        Only the scheduler's thread may call it. A rank may take as long as vLLM lets a step take. Where one does not
+        answer, the engine ends: vLLM would take a late answer for that of a later call. Raises :class:`KVFerryError`
+        (deadline-exceeded).
         """
-        if self._core is not None:
-            self._core.collective_rpc(function, None, arguments)
+        if self._core is None:
+            return
+        from vllm import envs
+        from vllm.v1.engine import EngineCoreRequestType
+
+        seconds = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+        try:
+            self._core.collective_rpc(function, seconds, arguments)
+        except TimeoutError as error:
+            if self.can_wake:
+                self._core.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+            raise KVFerryError(
+                Reason.DEADLINE_EXCEEDED,
+                f"a rank of this engine has not answered within {seconds:g} s.",
+                "The engine ends: start it again.",
+            ) from error
+
+    @property
+    def landed_loads(self) -> list[str]:
+        """The requests whose loads vLLM believes, and whose blocks its next step would take."""
+        scheduler = self._scheduler
+        return [] if scheduler is None else sorted(scheduler.finished_recving_kv_req_ids)
+
+    @property
+    def _scheduler(self) -> Any:
+        """The core's scheduler; None without a core, and until the core's constructor has made it."""
+        return getattr(self._core, "scheduler", None)
+
+    def compute_anew(self, request_ids: Iterable[str]) -> None:
+        """Let the engine compute these requests, whose loads vLLM believes or is about to believe: as after a load that
+        has failed, whatever ``kv_load_failure_policy`` says. Only the scheduler's thread may call it.
+        """
+        from vllm.v1.request import RequestStatus
+
+        scheduler = self._scheduler
+        for request_id in request_ids if scheduler is not None else ():
+            request = scheduler.requests.get(request_id)
+            if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                request.num_computed_tokens = 0
+                scheduler.failed_recving_kv_req_ids.add(request_id)
 
 
 def _on_the_stack(kind: type) -> Any:

@@ -105,6 +105,7 @@ class SchedulerRole:
         self._weights_version = self._engine.weights_version
         self._expired_at = time.monotonic()
         self._loading: dict[str, Sequence[Sequence[int]]] = {}
+        self._outdated: set[str] = set()
         self._quarantine = Quarantine(state.kept_blocks, self._num_ranks)
         self._directory: Directory | None = None
         self._drains_at: float | None = None
@@ -237,6 +238,8 @@ class SchedulerRole:
             self._end_hold(each)
         state.step.written = []  # by requests whose holds have just ended
         state.step.outdated += self._loading
+        self._outdated |= self._loading.keys()
+        self._engine.compute_anew(self._engine.landed_loads)
         self._destination.refuse_expected(weights_changed, self._loading)
         if self._directory is not None:
             self.publish(self._directory.ranks)
@@ -247,7 +250,11 @@ class SchedulerRole:
         """All ranks have reported these loads: their remote holds may end."""
         for request_id in output.failed_recving or ():
             self._destination.fail(request_id)
-        for request_id in output.finished_recving or ():
+        # A rank may have reported a load before it learned of a reset.
+        finished = set(output.finished_recving or ())
+        self._engine.compute_anew(sorted((self._outdated & finished) - set(output.failed_recving or ())))
+        self._outdated -= finished
+        for request_id in finished:
             self._loading.pop(request_id, None)
             self._destination.finish(request_id)
 
