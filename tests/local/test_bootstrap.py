@@ -1,6 +1,7 @@
 """Bootstrap servers, at which decode engines query the id of the pushing engine, and bad addresses and answers."""
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -192,6 +194,64 @@ def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for connection in silent:
             connection.close()
         wait_until(lambda: answered(served.port))
+    finally:
+        served.close()
+
+
+def test_connections_beyond_the_bound_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "MAX_CONNECTIONS", 1)
+    served, started, start = BootstrapServer(HOST, 0, offer()), [], threading.Thread.start
+
+    def noted(self: threading.Thread) -> None:
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    try:
+        with socket.create_connection((HOST, served.port)):
+            for _ in range(20):
+                with socket.create_connection((HOST, served.port), timeout=SECONDS) as one_more:
+                    assert one_more.recv(1) == b""
+            assert len(started) == 1
+    finally:
+        served.close()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_peers_that_break_off_cause_no_line_of_log(capfd: pytest.CaptureFixture[str]) -> None:
+    """Python's server prints a traceback for each."""
+    served = BootstrapServer(HOST, 0, offer())
+    try:
+        for _ in range(20):
+            with socket.create_connection((HOST, served.port)) as peer:
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closes by a reset
+                peer.sendall(b"GET /query HTTP/1.1\r\n")
+        end = time.monotonic() + SECONDS
+        while not answered(served.port):
+            assert time.monotonic() < end
+    finally:
+        served.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_query_is_read_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's reader takes a hundred headers of 64 KB."""
+    read, readinto = [], bootstrap._UntilDeadline.readinto
+
+    def noted(self: Any, buffer: Any) -> int:
+        read.append(readinto(self, buffer))
+        return read[-1]
+
+    monkeypatch.setattr(bootstrap._UntilDeadline, "readinto", noted)
+    served = BootstrapServer(HOST, 0, offer())
+    header = b"X: " + bytes([97]) * 60000 + b"\r\n"
+    try:
+        with socket.create_connection((HOST, served.port), timeout=SECONDS) as peer, suppress(ConnectionError):
+            peer.sendall(b"GET /query HTTP/1.1\r\n" + header * 50)
+            while peer.recv(1000):
+                pass
+        assert 0 < sum(read) <= bootstrap.MAX_QUERY_BYTES
+        assert answered(served.port)
     finally:
         served.close()
 

@@ -390,6 +390,38 @@ def test_sending_never_waits_for_the_clients_thread(client: Client, monkeypatch:
     assert not had_to_wait
 
 
+def test_unfinished_answers_are_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each server may begin an answer of 16 MB, and requests name servers."""
+    monkeypatch.setattr(client_module, "MAX_RECEIVED_BYTES", 3 << 20)
+    greedy = [socket.create_server((HOST, 0)) for _ in range(4)]
+    begun = (8 << 20).to_bytes(4, "big") + bytes((1 << 20) - 100)
+
+    def begin(listening: socket.socket) -> None:
+        peer, _ = listening.accept()
+        with peer, suppress(OSError):
+            peer.sendall(begun)
+            peer.recv(1000)
+            while peer.recv(1000):
+                pass
+
+    threads = [threading.Thread(target=begin, args=[each]) for each in greedy]
+    for thread in threads:
+        thread.start()
+    for each in greedy:
+        client.send(HOST, each.getsockname()[1], Release(7, ()), timeout_seconds=20)
+    [refused] = collect(client)
+    assert isinstance(refused.answer, Refusal)
+    assert refused.answer.reason == Reason.MALFORMED_MESSAGE
+    end = time.monotonic() + 20
+    while client._num_received_bytes > 3 << 20:
+        assert time.monotonic() < end
+    client.close()
+    assert (client._num_received_bytes, client._received_bytes) == (0, {})
+    for thread, each in zip(threads, greedy, strict=True):
+        thread.join()
+        each.close()
+
+
 def test_an_idle_connection_is_closed_and_opened_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "IDLE_SOCKET_SECONDS", 0.0)
     monkeypatch.setattr(client_module, "SECOND", 0.0)

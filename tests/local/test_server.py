@@ -342,6 +342,9 @@ def test_what_all_connections_keep_is_bounded_and_the_one_that_keeps_most_closes
     wait_until(lambda: large.is_closed)
     assert not small.is_closed
     assert answers(listener)
+    wait_until(lambda: listener._num_kept_bytes == sum(each.num_bytes for each in list(listener._connections)))
+    small.socket.close()
+    wait_until(lambda: (listener._num_kept_bytes, listener._kept_bytes) == (0, {}))
 
 
 def long_answers(asked: list[Question]) -> Server:

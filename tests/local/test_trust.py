@@ -266,6 +266,34 @@ def test_an_unfinished_handshake_ends_at_its_deadline(
     assert engine.answers()
 
 
+def test_handshakes_that_nobody_finishes_are_bounded(
+    engine: Engine, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSL keeps 150 KB of each, of peers without a key. Engines that have shaken hands stay connected."""
+    monkeypatch.setattr(server_module, "MAX_HANDSHAKES", 4)
+    monkeypatch.setattr(server_module, "NEWCOMER_SECONDS", 0.3)
+    most = 0
+    with closing(Client(Trust(keys))) as client:
+        client.send(HOST, engine.port, QUESTION, timeout_seconds=20)
+        assert collect(client)[0].answer == ANSWER
+        [known] = engine.server._connections
+        half_open = [socket.create_connection((HOST, engine.port)) for _ in range(20)]
+        for peer in half_open:
+            peer.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+        end = time.monotonic() + 20
+        while len(engine.server._shaking_hands) < 4:
+            assert time.monotonic() < end
+        assert ask(HOST, engine.port, QUESTION, 20.0, Trust(keys)) == ANSWER
+        for _ in range(100):
+            most = max(most, len(engine.server._shaking_hands))
+            time.sleep(0.005)
+        assert most <= 4
+        assert known in engine.server._connections
+    for peer in half_open:
+        peer.close()
+    wait_until(lambda: not engine.server._shaking_hands)
+
+
 def test_a_server_that_never_shakes_hands_does_not_hold_a_client_up(
     engine: Engine, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

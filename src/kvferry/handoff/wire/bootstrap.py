@@ -12,6 +12,7 @@ import json
 import logging
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,9 @@ OFFER_SECONDS = 5.0
 MAX_OFFERS = 1024
 MAX_CONNECTIONS = 64
 """Queries that are answered at a time."""
+MAX_QUERY_BYTES = 1 << 14
+"""Of a query with its headers; Python's reader alone would take 6 MB."""
+BACKLOG = 1024
 _ADDRESS = re.compile(r"http://(\[[0-9A-Za-z:.%_-]{2,255}\]|[0-9A-Za-z._-]{1,255}):([0-9]{1,5})/?")
 
 
@@ -90,20 +94,33 @@ def id_in_epoch(engine_id: str, epoch: int) -> str:
 
 
 class _Server(ThreadingHTTPServer):
-    """Closes a connection that comes while :data:`MAX_CONNECTIONS` are being answered."""
+    """Closes a connection that comes while :data:`MAX_CONNECTIONS` are being answered, and starts no thread for it."""
+
+    request_queue_size = BACKLOG
 
     def __init__(self, *arguments: Any) -> None:
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(*arguments)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: Any) -> None:
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
         try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
             super().process_request_thread(request, client_address)
         finally:
             self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # The base class prints a traceback for each peer that goes away.
+        logger.debug("kvferry: a bootstrap query of %s failed: %s", client_address[0], sys.exc_info()[1])
 
 
 class _SixServer(_Server):
@@ -147,7 +164,8 @@ def _handler(body: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
 
         def setup(self) -> None:
             super().setup()
-            self.rfile = _UntilDeadline(self.connection, time.monotonic() + QUERY_SECONDS).makefile()
+            until = time.monotonic() + QUERY_SECONDS
+            self.rfile = _UntilDeadline(self.connection, until, MAX_QUERY_BYTES).makefile()
 
         def do_GET(self) -> None:
             found = self.path == "/query"
@@ -197,7 +215,7 @@ def query(address: str, trust: Trust = THIS_MACHINE) -> list[Entry]:
         with closing(_connected(addresses, port, deadline)) as connected:
             connected.sendall(f"GET /query HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
             # The response only calls ``makefile``.
-            response = HTTPResponse(_UntilDeadline(connected, deadline), method="GET")  # type: ignore[arg-type]
+            response = HTTPResponse(_UntilDeadline(connected, deadline, 2 * MAX_ANSWER_BYTES), method="GET")  # type: ignore[arg-type]
             response.begin()
             status, body = response.status, response.read(MAX_ANSWER_BYTES)
     except (OSError, ValueError, HTTPException) as error:
@@ -223,10 +241,14 @@ def query(address: str, trust: Trust = THIS_MACHINE) -> list[Entry]:
 
 
 class _UntilDeadline(io.RawIOBase):
-    """Reads from a socket until a deadline: the timeout of a socket begins anew with every byte that comes."""
+    """Reads at most ``most_bytes`` from a socket until a deadline.
 
-    def __init__(self, connected: socket.socket, deadline: float) -> None:
+    The timeout of a socket begins anew with every byte that comes. After the last byte that may be read comes the end.
+    """
+
+    def __init__(self, connected: socket.socket, deadline: float, most_bytes: int) -> None:
         self._socket, self._deadline = connected, deadline
+        self._num_left = most_bytes
 
     def makefile(self, mode: str = "rb") -> io.BufferedReader:
         """Return this reader with a buffer."""
@@ -237,7 +259,9 @@ class _UntilDeadline(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         self._socket.settimeout(_remaining(self._deadline))
-        return self._socket.recv_into(buffer)
+        num_read = self._socket.recv_into(buffer, min(len(buffer), self._num_left)) if self._num_left else 0
+        self._num_left -= num_read
+        return num_read
 
 
 def _connected(addresses: Sequence[str], port: int, deadline: float) -> socket.socket:

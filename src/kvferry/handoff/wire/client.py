@@ -34,6 +34,8 @@ IDLE_SOCKET_SECONDS = 120.0
 MAX_SOCKETS = 4096
 SHARE_OF_FILES = 0.25
 """At most this share of the files that the process may open are connections of one client."""
+MAX_RECEIVED_BYTES = 256 << 20
+"""Of all unfinished answers; beyond that the client closes the connection with most bytes."""
 MAX_UNSENT_BYTES = 8 << 20
 """For one server that takes nothing; further questions to it are sent later."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 2.0
@@ -110,6 +112,8 @@ class Client:
         self._timers: list[tuple[float, int, _Link, int]] = []
         self._num_timers = count()
         self._next_second = 0.0
+        self._received_bytes: dict[_Link, int] = {}  # of unfinished answers, where there are some
+        self._num_received_bytes = 0
         self._thread = threading.Thread(target=self._run, name="kvferry-client", daemon=True)
         self._thread.start()
 
@@ -348,9 +352,22 @@ class Client:
                 connection.send()
                 if connection.has_more:
                     self._unserved.append(link)
+                self._note_bytes(link, connection.num_received)
             self._selector.modify(connection.socket, connection.events, link)
         except Exception as error:
             self._fail(link, error)
+        else:
+            self._make_room()
+
+    def _note_bytes(self, link: _Link, num_bytes: int) -> None:
+        self._num_received_bytes += num_bytes - self._received_bytes.pop(link, 0)
+        if num_bytes:
+            self._received_bytes[link] = num_bytes
+
+    def _make_room(self) -> None:
+        while self._num_received_bytes > MAX_RECEIVED_BYTES:
+            most = max(self._received_bytes, key=lambda each: self._received_bytes[each])
+            self._fail(most, _too_long(most))
 
     def _fail(self, link: _Link, error: Exception) -> None:
         """Close a connection that failed. Its questions are sent again, unless the failure would only repeat."""
@@ -376,6 +393,7 @@ class Client:
             self._selector.unregister(link.connection.socket)
             link.connection.close()
             link.connection = None
+            self._note_bytes(link, 0)
 
     def _remove(self, link: _Link) -> None:
         self._disconnect(link)
@@ -420,6 +438,14 @@ class Client:
                     link.connection.count_second()
                 except HandoffError as error:
                     self._fail(link, error)
+
+
+def _too_long(link: _Link) -> HandoffError:
+    return HandoffError(
+        Reason.MALFORMED_MESSAGE,
+        f"{link.host}:{link.port} has sent most of the {MAX_RECEIVED_BYTES} bytes that unfinished answers may have.",
+        "Check which program listens there: engines answer in few bytes.",
+    )
 
 
 def ask(

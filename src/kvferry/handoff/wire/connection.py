@@ -74,6 +74,11 @@ class Connection:
         return len(self._received) + self.num_unsent
 
     @property
+    def num_received(self) -> int:
+        """Bytes kept of unfinished frames of the peer."""
+        return len(self._received)
+
+    @property
     def events(self) -> int:
         """The events of a selector to wait for: a peer that has not taken its answer is asked for nothing more."""
         if self._is_server:

@@ -10,13 +10,13 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff import messages as protocol
 from kvferry.handoff.messages import Answer, Question, Refusal
 from kvferry.handoff.wire.addresses import bare, is_ipv6
-from kvferry.handoff.wire.connection import READ_BYTES, Connection, Frame, most_connections
+from kvferry.handoff.wire.connection import Connection, Frame, most_connections
 from kvferry.handoff.wire.keys import Keys
 from kvferry.peer_log import PeerLog
 
@@ -28,6 +28,8 @@ SECOND = 1.0
 MAX_CONNECTIONS = 4096
 SHARE_OF_FILES = 0.5
 """At most this share of the files that the process may open are connections of one server."""
+MAX_HANDSHAKES = 1024
+"""Connections that have not shaken hands: a peer without a trusted key makes OpenSSL keep 150 KB of its handshake."""
 NEWCOMER_SECONDS, IDLE_SECONDS = 1.0, 5.0
 """Where there are too many connections, one that has asked nothing for so long gives way to another: the first for a
 peer that has asked nothing yet, the second for one that has."""
@@ -69,6 +71,9 @@ class Server:
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._is_accepting = True
         self._connections: dict[Connection, float] = {}  # and when each has asked last
+        self._shaking_hands: set[Connection] = set()
+        self._kept_bytes: dict[Connection, int] = {}  # of unfinished questions and unsent answers, where there are some
+        self._num_kept_bytes = 0
         self._unserved: list[Connection] = []
         self._thread = threading.Thread(target=self._run, name="kvferry-server", daemon=True)
         self._thread.start()
@@ -131,7 +136,9 @@ class Server:
                 self._refuse(connection, error)
 
     def _accept(self) -> None:
-        if len(self._connections) >= self._max_connections and not self._make_place():
+        is_full = len(self._connections) >= self._max_connections
+        has_place = not is_full and len(self._shaking_hands) < MAX_HANDSHAKES
+        if not has_place and not self._make_place(self._connections if is_full else self._shaking_hands):
             self._listen_for_connections(False)  # whoever connects waits in the kernel
             return
         try:
@@ -140,11 +147,13 @@ class Server:
             return
         except OSError as error:
             logger.warning("kvferry server: cannot accept a connection: %s", error)
-            self._make_place()
+            self._make_place(self._connections)
             self._listen_for_connections(False)
             return
         connection = Connection(peer, host, protocol.MAX_QUESTION_BYTES, self._keys, must_ask=True)
         self._connections[connection] = time.monotonic()
+        if self._keys is not None:
+            self._shaking_hands.add(connection)
         self._selector.register(peer, selectors.EVENT_READ, connection)
 
     def _listen_for_connections(self, wanted: bool) -> None:
@@ -158,6 +167,7 @@ class Server:
         """Go on with the handshake or the last answer, or answer one more question."""
         try:
             if connection.advance() and connection.send():
+                self._shaking_hands.discard(connection)
                 question = connection.take()
                 if question is not None:
                     self._connections[connection] = time.monotonic()
@@ -174,25 +184,29 @@ class Server:
             logger.exception("kvferry server: a connection of %s failed", connection.host, peer=connection.host)
             self._close(connection)
         else:
-            if connection.num_bytes > READ_BYTES:
-                self._make_room()
+            self._note_bytes(connection, connection.num_bytes)
+            self._make_room()
+
+    def _note_bytes(self, connection: Connection, num_bytes: int) -> None:
+        # A sum over all connections, after each event of one, would itself be an attack.
+        self._num_kept_bytes += num_bytes - self._kept_bytes.pop(connection, 0)
+        if num_bytes:
+            self._kept_bytes[connection] = num_bytes
 
     def _make_room(self) -> None:
-        while sum(each.num_bytes for each in self._connections) > MAX_KEPT_BYTES:
-            self._close(
-                max(self._connections, key=lambda each: each.num_bytes),
-                "it has most of the bytes that all connections may have",
-            )
+        while self._num_kept_bytes > MAX_KEPT_BYTES:
+            most = max(self._kept_bytes, key=lambda each: self._kept_bytes[each])
+            self._close(most, "it has most of the bytes that all connections may have")
 
-    def _make_place(self) -> bool:
-        """Close the connection that has asked nothing for longest; return whether one has been idle long enough.
+    def _make_place(self, among: Iterable[Connection]) -> bool:
+        """Close the one of these that has asked nothing for longest; return whether one has been idle long enough.
 
         Peers that have asked nothing yet go first: those may not even have keys.
         """
         now = time.monotonic()
         idle = [
             (connection.has_asked, asked_at, connection)
-            for connection, asked_at in self._connections.items()
+            for connection, asked_at in ((each, self._connections[each]) for each in among)
             if now - asked_at >= (IDLE_SECONDS if connection.has_asked else NEWCOMER_SECONDS)
             and (connection.is_idle or not connection.has_asked)
         ]
@@ -212,6 +226,8 @@ class Server:
         self._selector.unregister(connection.socket)
         connection.close()
         del self._connections[connection]
+        self._shaking_hands.discard(connection)
+        self._note_bytes(connection, 0)
 
     def _answer_or_refuse(self, data: bytes, host: str) -> bytes:
         try:

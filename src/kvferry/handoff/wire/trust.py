@@ -54,7 +54,7 @@ class Trust:
             return found
         if allowed := [address for address in found if self._is_allowed(address)]:
             return allowed
-        raise _refused(host, found)
+        raise self._refusal(host, found)
 
     def addresses_named_by_peers(self, host: str, port: int) -> list[str]:
         """Return as :meth:`addresses` for a host that a peer's message names: with keys, peers are trusted engines."""
@@ -67,7 +67,15 @@ class Trust:
         """
         # A name of "allowed_hosts" may stand for the address.
         if is_numeric(host) and not self._names and self.known_address(host, is_trusted=False) is None:
-            raise _refused(host, [bare(host)])
+            raise self._refusal(host, [bare(host)])
+
+    def _refusal(self, host: str, addresses: Sequence[str]) -> HandoffError:
+        return HandoffError(
+            Reason.PERMISSION_DENIED,
+            f"host: {host!r} is at {', '.join(addresses)}; this engine connects to this machine and to "
+            f'"allowed_hosts", which has {", ".join(self._allowed_hosts) or "no host"}.',
+            'If an engine of this deployment is there, add its host to "allowed_hosts".',
+        )
 
     def _is_allowed(self, address: str) -> bool:
         return self._is_in_network(address) or any(address in self._addresses_of(name) for name in self._names)
@@ -98,15 +106,6 @@ def as_network(host: str) -> IPv4Network | IPv6Network | None:
         return ip_network(bare(host), strict=False)
     except ValueError:
         return None
-
-
-def _refused(host: str, addresses: Sequence[str]) -> HandoffError:
-    return HandoffError(
-        Reason.PERMISSION_DENIED,
-        f"the request names {host!r}, which is at {', '.join(addresses)}; this engine connects only to this machine and "
-        'to "allowed_hosts".',
-        'If an engine of this deployment is there, add its host to "allowed_hosts".',
-    )
 
 
 def _plain(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
