@@ -1,12 +1,13 @@
 """Settings of the vLLM connector and its choice of layout, without an engine."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvferry.errors import KVFerryError, Reason, SettingsError
+from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.integrations.vllm.settings import Settings, parse_settings
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.staging.strategy import Strategy
@@ -66,16 +67,37 @@ def test_transports_listen_for_other_hosts_only_where_the_engine_does(
     pytest.importorskip("vllm")
     from kvferry.integrations.vllm.worker import role
 
-    opened: list[tuple[str, bool]] = []
-    monkeypatch.setattr(
-        role, "open_transports", lambda name, *, beyond_this_host: opened.append((name, beyond_this_host))
-    )
+    opened: list[tuple[str, Any]] = []
+    monkeypatch.setattr(role, "open_transports", lambda name, *, network: opened.append((name, network)))
     monkeypatch.setattr(role, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(role, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
     monkeypatch.setattr(role, "resolved_layout", lambda _: NamedLayout.BHLNC)
-    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), kv_transfer_config=None)
     role.WorkerRole(config, None, parse_settings(settings))  # type: ignore[arg-type]
-    assert opened == [("auto", is_meant)]
+    [(name, network)] = opened
+    assert (name, network.listens_at != "127.0.0.1") == ("auto", is_meant)
+    with pytest.raises(HandoffError) if "allow_unauthenticated" not in settings else nullcontext():
+        network.addresses_of("203.0.113.1", 5600)
+
+
+@pytest.mark.parametrize(
+    ("settings", "loads", "listens_at"),
+    [
+        ({"host": "192.0.2.2"}, True, "192.0.2.2"),
+        ({"host": "192.0.2.2"}, False, "192.0.2.2"),
+        ({"host": "prefill-0"}, False, "prefill-0"),
+        ({"host": "0.0.0.0", "advertised_host": "192.0.2.2"}, False, ""),
+        ({}, False, "127.0.0.1"),
+        ({}, True, ""),
+        ({"advertised_host": "192.0.2.2"}, False, ""),
+    ],
+    ids=str,
+)
+def test_with_keys_transports_listen_where_the_engine_does(
+    settings: dict[str, Any], loads: bool, listens_at: str
+) -> None:
+    """A decode engine on loopback may load from any host that a trusted engine names: no setting says from where."""
+    assert parse_settings({**settings, "keys": "folder"}).transports_listen_at(loads=loads) == listens_at
 
 
 def test_no_time_exceeds_the_greatest_age_of_a_hold() -> None:

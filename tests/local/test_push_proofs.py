@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ from kvferry.layout.shard import Region
 from kvferry.transport import registry
 from kvferry.transport.end_points import ProcessIdentity, own_identity, parse_start_time, read_stat
 from kvferry.transport.faults import FaultPlan, FaultyTransport
+from kvferry.transport.network import Network
 from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Capabilities, Direction, Status, Transfer
 from kvferry.transport.registry import Link, TransportSet
@@ -411,19 +413,19 @@ def test_a_fence_opens_transports_anew_with_the_same_memory_and_tells_of_holes(c
 
 
 @pytest.mark.parametrize("setting", ["auto", "nixl"])
-@pytest.mark.parametrize("beyond_this_host", [True, False])
+@pytest.mark.parametrize("listens_at", ["", "127.0.0.1"])
 def test_a_fence_opens_a_transport_as_it_was_opened_before(
-    setting: str, beyond_this_host: bool, monkeypatch: pytest.MonkeyPatch
+    setting: str, listens_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise other hosts could not reach the rank after the first fence, or could although they should not."""
-    made: list[str] = []
+    made: list[tuple[str, Any]] = []
 
-    def make(factory: str) -> Closing:
-        made.append(factory)
+    def make(factory: str, **options: Any) -> Closing:
+        made.append((factory, options))
         return Closing()
 
     monkeypatch.setattr(registry, "make", make)
-    transports = registry.open_transports(setting, beyond_this_host=beyond_this_host)
+    transports = registry.open_transports(setting, network=Network(listens_at))
     transports.register([Region(4096, 4096)])
     before = list(made)
     transports.fence()

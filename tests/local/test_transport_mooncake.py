@@ -6,12 +6,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from kvferry.errors import Reason, SettingsError, TransportError
+from kvferry.handoff.wire.trust import Trust
 from kvferry.testing.transport_peer import PeerProcess, pattern
 from kvferry.testing.transport_suite import Pair, many_offsets, open_pair
 from kvferry.transport import mooncake, mooncake_engine
@@ -147,9 +149,9 @@ def test_a_name_whose_look_up_hangs_delays_no_other_transfer_and_ends_in_time(
     may_answer = threading.Event()
     look_up = socket.getaddrinfo
 
-    def hang(host: str, *arguments: object) -> object:
+    def hang(host: str, *arguments: Any, **options: Any) -> Any:
         may_answer.wait(20.0)
-        return look_up(LOOPBACK, *arguments)  # type: ignore[arg-type]
+        return look_up(LOOPBACK, *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     named = changed(pair.remote.end_point, host="prefill-0")
@@ -176,6 +178,31 @@ def test_a_name_that_does_not_exist_is_an_error(transport: MooncakeTransport, pa
     found = refusal(lambda: reach(transport, unknown))
     assert found.reason is Reason.PEER_UNREACHABLE
     assert "cannot be looked up" in found.message
+
+
+def test_an_end_point_that_names_a_foreign_host_is_refused_before_anything_connects(
+    pair: Pair, transport: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directories and introductions name hosts, and whoever reaches a control end point can send an introduction."""
+    asked, connected, connect = [], [], socket.socket.connect
+
+    def noted(self: socket.socket, address: Any) -> None:
+        connected.append(address[0])
+        connect(self, address)
+
+    def allowed(host: str, port: int) -> list[str]:
+        asked.append(threading.current_thread())
+        return Trust(allowed_hosts=["10.1.0.0/16"]).addresses_named_by_peers(host, port)
+
+    monkeypatch.setattr(socket.socket, "connect", noted)
+    monkeypatch.setattr(transport, "_addresses_of", allowed)
+    for host in ("203.0.113.1", "0.0.0.0", "3405803777"):
+        found = refusal(lambda host=host: reach(transport, changed(pair.remote.end_point, host=host)))  # type: ignore[misc]
+        assert found.reason is Reason.PERMISSION_DENIED
+    assert connected == []
+    reach(transport, pair.remote.end_point)
+    assert connected == [LOOPBACK]
+    assert threading.current_thread() not in asked, "a name may be looked up for it"
 
 
 def test_nothing_lands_after_close_even_from_a_stopped_peer(own_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,7 +15,8 @@ import pytest
 from kvferry.errors import Reason, TransportError
 from kvferry.testing.transport_peer import PeerProcess, pattern, start_peer
 from kvferry.testing.transport_suite import Pair, many_offsets, open_pair
-from kvferry.transport import nixl
+from kvferry.transport import network, nixl
+from kvferry.transport.network import THIS_HOST, Network, ucx_devices
 from kvferry.transport.nixl import NixlEndPoint, NixlTransport
 from kvferry.transport.protocol import Direction, Region, Status, reach
 from kvferry.transport.registry import open_transports
@@ -220,10 +222,10 @@ def listening_addresses() -> list[str]:
 LOOPBACK_IN_HEXADECIMAL = "0100007F"
 
 
-def opened(*, beyond_this_host: bool) -> list[str]:
+def opened(listens_at: str) -> list[str]:
     """Return the addresses on which ``auto`` opens listeners."""
     before = listening_addresses()
-    transports = open_transports("auto", beyond_this_host=beyond_this_host)
+    transports = open_transports("auto", network=Network(listens_at))
     try:
         assert {"cma", "nixl"} <= transports.transports.keys()
         found = listening_addresses()
@@ -234,20 +236,41 @@ def opened(*, beyond_this_host: bool) -> list[str]:
     return found
 
 
+def own_address() -> str:
+    """Return an address of this host that other hosts reach, or loopback where there is none."""
+    own = re.findall(r"\|-- (\S+)\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text())
+    return next((address for address in own if not address.startswith("127.")), THIS_HOST)
+
+
 def test_mooncake_3151_auto_opens_no_listener_beyond_loopback() -> None:
     """Everybody who reaches a port of UCX can read and write the cache, also where only ``cma`` is used."""
-    assert set(opened(beyond_this_host=False)) == {LOOPBACK_IN_HEXADECIMAL}
+    assert set(opened(THIS_HOST)) == {LOOPBACK_IN_HEXADECIMAL}
 
 
 def test_engines_of_other_hosts_reach_an_agent_that_is_opened_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     assert NixlTransport()._devices == "lo"
-    assert nixl.on_all_devices()._devices == ""
-    own = re.findall(r"\|-- (\S+)\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text())
-    has_other_addresses = any(not address.startswith("127.") for address in own)
-    assert (set(opened(beyond_this_host=True)) > {LOOPBACK_IN_HEXADECIMAL}) == has_other_addresses
+    assert (set(opened("")) > {LOOPBACK_IN_HEXADECIMAL}) == (own_address() != THIS_HOST)
+
+
+def test_an_agent_listens_where_its_engine_does_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keys, an engine that other hosts reach opened UCX's ports on every interface."""
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    address = own_address()
+    assert set(opened(address)) == {socket.inet_aton(address)[::-1].hex().upper()}
 
 
 def test_devices_that_the_environment_names_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    assert set(opened(beyond_this_host=True)) == {LOOPBACK_IN_HEXADECIMAL}
+    assert set(opened("")) == {LOOPBACK_IN_HEXADECIMAL}
+
+
+def test_an_address_that_no_interface_has_leaves_every_interface(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Behind a translated address, for example; the log says so."""
+    assert ucx_devices("203.0.113.77") == ""
+    assert "every interface" in caplog.text
+    monkeypatch.setattr(network, "_rdma_devices", lambda: ["mlx5_0:1"])
+    device = ucx_devices(own_address())
+    assert device == "lo" if own_address() == THIS_HOST else device.endswith(",mlx5_0:1")

@@ -72,5 +72,5 @@ class Peers:
         return self._probes.get(where, lambda: self._nothing_listens(where))
 
     def _nothing_listens(self, where: EndPoint) -> bool:
-        addresses = self._trust.addresses(where.host, where.port, self._trust.keys is not None)
+        addresses = self._trust.addresses_named_by_peers(where.host, where.port)
         return nothing_listens(addresses, where.port, PROBE_SECONDS)

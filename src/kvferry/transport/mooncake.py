@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from kvferry.arrays import Descriptors
-from kvferry.errors import Reason, SettingsError, TransportError
+from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.end_points import (
     NONCE_BYTES,
@@ -38,6 +38,7 @@ from kvferry.transport.end_points import (
     unpack_regions,
 )
 from kvferry.transport.mooncake_engine import LOOPBACK, MAX_QUEUED_DESCRIPTORS, open_engine
+from kvferry.transport.network import AddressesOf, any_addresses
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.sliced import (
@@ -108,10 +109,10 @@ class MooncakeTransfer(SlicedTransfer):
 class Lookup:
     """The look-up of a host on a thread of its own: the operating system may take long, and cannot be stopped."""
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self, host: str, port: int, addresses_of: AddressesOf) -> None:
+        self._host, self._port, self._addresses_of = host, port, addresses_of
         self._address = ""
-        self._error: OSError | None = None
+        self._error: TransportError | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-mooncake-lookup", daemon=True)
         try:
             self._thread.start()
@@ -124,16 +125,26 @@ class Lookup:
         return self._thread.is_alive()
 
     def address(self) -> str:
-        """Return the IPv4 address; the look-up must have ended. Raises ``OSError``."""
+        """Return an IPv4 address to which this process may connect; the look-up must have ended.
+
+        Raises :class:`TransportError`.
+        """
         if self._error is not None:
-            raise OSError(f"{self._host} cannot be looked up: {self._error}")
+            raise self._error.without_traceback()
         return self._address
 
     def _run(self) -> None:
         try:
-            self._address = str(socket.getaddrinfo(self._host, None, socket.AF_INET)[0][4][0])
+            addresses = self._addresses_of(self._host, self._port)
+            found = next((each for each in addresses if ":" not in each), None)
+            if found is None:
+                raise OSError("it has no IPv4 address")
+            self._address = found
+        except KVFerryError as error:
+            self._error = TransportError(error.reason, error.message, error.remedy)
         except OSError as error:
-            self._error = error
+            why = f"{self._host} cannot be looked up: {error}"
+            self._error = _unanswered(f"{self._host}:{self._port}", why)
 
 
 class Greeting:
@@ -204,8 +215,9 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
     _slice_descriptors = MAX_DESCRIPTORS_PER_SLICE
     _slice_bytes = MAX_BYTES_PER_SLICE
 
-    def __init__(self) -> None:
+    def __init__(self, addresses_of: AddressesOf = any_addresses) -> None:
         super().__init__()
+        self._addresses_of = addresses_of
         self._host = os.environ.get("MC_TCP_BIND_ADDRESS", LOOPBACK)
         _check_host(self._host)
         self._slices: set[Slice] = set()
@@ -284,6 +296,8 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
             try:
                 if not self._is_greeted(connection, connection.peer):
                     return False
+            except TransportError:  # an OSError too
+                raise
             except OSError as error:
                 raise self._unanswered(connection.peer.name, str(error)) from error
             connection.reading = self._read_nonce(connection.peer)
@@ -296,27 +310,24 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
     def _is_greeted(self, connection: MooncakeConnection, peer: MooncakePeer) -> bool:
         """Return whether the peer's process has answered the greeting. Raises ``OSError``."""
         if connection.greeting is None:
-            address = self._address_of(connection.host)
+            address = self._address_of(connection.host, connection.port)
             if address is None:
                 return False
             peer.place = f"{address}:{connection.port}"
             connection.greeting = Greeting(address, connection.port)
         return connection.greeting.is_over()
 
-    def _address_of(self, host: str) -> str | None:
-        """Return the numeric address of a host, None while it is looked up. Raises ``OSError``."""
-        try:
-            socket.inet_pton(socket.AF_INET, host)
-        except OSError:
-            pass
-        else:
-            return host
+    def _address_of(self, host: str, port: int) -> str | None:
+        """Return the numeric address of a host, None while it is looked up.
+
+        Raises :class:`TransportError`: permission-denied where this process may not connect to the host.
+        """
         lookup = self._lookups.get(host)
         if lookup is None:
             # Look-ups whose connections were given up are forgotten once they have ended.
             self._lookups = {name: each for name, each in self._lookups.items() if each.is_running}
             if len(self._lookups) < MAX_LOOKUPS:
-                self._lookups[host] = Lookup(host)
+                self._lookups[host] = Lookup(host, port, self._addresses_of)
             return None
         if lookup.is_running:
             return None
@@ -334,11 +345,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
             connection.greeting.close()
 
     def _unanswered(self, name: str, found: str) -> TransportError:
-        return TransportError(
-            Reason.PEER_UNREACHABLE,
-            f"Mooncake does not reach {name}: {found}.",
-            "Check that the peer runs; on another host, set MC_TCP_BIND_ADDRESS there to the address of that host.",
-        )
+        return _unanswered(name, found)
 
     def _has_room(self, transfer: MooncakeTransfer) -> bool:
         room = MAX_QUEUED_DESCRIPTORS - self._num_queued[transfer.peer.name]
@@ -401,6 +408,14 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         if posted.landed_nonce.tobytes() != posted.peer.nonce:
             return other_nonce(posted.peer.name)
         return None if moved else _refused(posted.peer)
+
+
+def _unanswered(name: str, found: str) -> TransportError:
+    return TransportError(
+        Reason.PEER_UNREACHABLE,
+        f"Mooncake does not reach {name}: {found}.",
+        "Check that the peer runs; on another host, set MC_TCP_BIND_ADDRESS there to the address of that host.",
+    )
 
 
 def _check_host(host: str) -> None:

@@ -31,6 +31,7 @@ from kvferry.transport.end_points import (
     pack_regions,
     unpack_regions,
 )
+from kvferry.transport.network import LOOPBACK_DEVICE
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.sliced import (
@@ -50,7 +51,6 @@ MAX_BYTES_PER_SLICE = 8 << 20
 MAX_SLICES_IN_FLIGHT = 8
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 2.0
-LOOPBACK_DEVICE = "lo"
 _NUM_LANDINGS = 1024
 """Places for peers' nonces: the limit of concurrent connections."""
 MAX_UNUSED = 16
@@ -419,11 +419,6 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
                     self._release(handle)
             time.sleep(0.0005)
         return not self._running_handles
-
-
-def on_all_devices() -> NixlTransport:
-    """Open a transport that other hosts reach."""
-    return NixlTransport(devices="")
 
 
 def _landing(reading: SlicedTransfer) -> int:

@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
 from kvferry.peer_log import PeerLog
+from kvferry.transport.network import Network, ucx_devices
 from kvferry.transport.protocol import Peer, Status, Transfer, Transport
 
 logger = PeerLog(logging.getLogger(__name__))
@@ -24,11 +26,10 @@ FACTORIES: dict[str, str] = {
 }
 """Module and class by name. A module is imported when its transport is opened."""
 
-FACTORIES_BEYOND_THIS_HOST = FACTORIES | {"nixl": "kvferry.transport.nixl:on_all_devices"}
-"""The same for engines that other hosts reach: the transport listens beyond loopback."""
-
 AUTO = ("cma", "nixl")
 """The transports that ``auto`` opens, in order of preference."""
+THIS_HOST_ONLY = Network()
+"""Other hosts cannot connect to the transports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +197,15 @@ class TransportSet:
             transport.close()
 
 
-def make(factory: str) -> Transport:
-    """Import ``module:class``, or a function that returns a transport, and open the transport."""
+def make(factory: str, **options: Any) -> Transport:
+    """Import ``module:class`` and open the transport."""
     module, attribute = factory.split(":")
-    transport: Transport = getattr(importlib.import_module(module), attribute)()
+    transport: Transport = getattr(importlib.import_module(module), attribute)(**options)
     return transport
 
 
-def open_transport(name: str, *, beyond_this_host: bool = False) -> Transport:
-    """Open one transport by name; with ``beyond_this_host`` other hosts can connect to a transport that listens.
+def open_transport(name: str, *, network: Network = THIS_HOST_ONLY) -> Transport:
+    """Open one transport by name.
 
     Raises ``SettingsError`` for an unknown name, ``TransportError`` for a transport that cannot work on this machine.
 
@@ -213,15 +214,20 @@ def open_transport(name: str, *, beyond_this_host: bool = False) -> Transport:
     kvferry.errors.SettingsError: there is no transport 'cam'. Did you mean 'cma'? ... [unknown-setting]
     """
     check_setting(name)
-    return make((FACTORIES_BEYOND_THIS_HOST if beyond_this_host else FACTORIES)[name])
+    options: dict[str, Any] = {}
+    if name == "nixl":
+        options["devices"] = ucx_devices(network.listens_at)
+    elif name == "mooncake":
+        options["addresses_of"] = network.addresses_of
+    return make(FACTORIES[name], **options)
 
 
-def open_transports(setting: str = "auto", *, beyond_this_host: bool = False) -> TransportSet:
+def open_transports(setting: str = "auto", *, network: Network = THIS_HOST_ONLY) -> TransportSet:
     """Open one transport, or with ``auto`` all that work here, as :func:`open_transport` does.
 
     Raises ``TransportError`` where none works.
     """
-    opens = partial(open_transport, beyond_this_host=beyond_this_host)
+    opens = partial(open_transport, network=network)
     if setting != "auto":
         return TransportSet({setting: opens(setting)}, opens)
     opened: dict[str, Transport] = {}

@@ -15,6 +15,7 @@ from kvferry.handoff.wire.trust import Trust, as_network
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.staging.strategy import Strategy
+from kvferry.transport.network import THIS_HOST
 from kvferry.transport.registry import FACTORIES
 from kvferry.transport.registry import check_setting as check_transport
 
@@ -256,6 +257,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         hosts = (self.host, *self.allowed_hosts)
         return bool(self.keys) or self.allow_unauthenticated or not all(is_loopback(host) for host in hosts)
+
+    def transports_listen_at(self, *, loads: bool) -> str:
+        """Where the ports of the transports of this engine's ranks are; empty for every interface.
+
+        A decode engine that ``loads`` by pull connects to other hosts, and UCX listens where it connects from. Where
+        the engine itself listens on loopback, no setting names that interface.
+        """
+        if not self.meets_other_hosts:
+            return THIS_HOST
+        if is_loopback(self.host) and is_loopback(self.reachable_host):
+            return "" if loads else THIS_HOST
+        return "" if is_wildcard(self.host) or is_loopback(self.host) else self.host
 
     @property
     def scatters(self) -> bool:

@@ -40,6 +40,7 @@ from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES
 from kvferry.transport.end_points import own_identity
+from kvferry.transport.network import Network
 from kvferry.transport.registry import open_transports
 
 if TYPE_CHECKING:
@@ -67,7 +68,10 @@ class WorkerRole:
         self._pp_rank = get_pp_group().rank_in_group
         self._index = self._pp_rank * vllm_config.parallel_config.tensor_parallel_size + self._tp_rank
         self._trust = trust_of(settings)
-        self._transports = open_transports(settings.transport, beyond_this_host=settings.meets_other_hosts)
+        transfer = vllm_config.kv_transfer_config
+        loads = settings.mode == "pull" and (transfer is None or transfer.is_kv_consumer)
+        network = Network(settings.transports_listen_at(loads=loads), self._trust.addresses_named_by_peers)
+        self._transports = open_transports(settings.transport, network=network)
         self._statistics = Statistics()
         self._log = TransferLog(settings.transfer_log, self._index, resolved_layout(vllm_config))
         self._order: DeviceOrder = HOST
