@@ -481,17 +481,19 @@ def test_a_refusal_of_the_whole_connection_is_given_to_every_question(monkeypatc
         with peer:
             connection = Connection(peer, HOST, 1 << 20, None, must_ask=True)
             connection.advance()
+            # A question that the client takes up later would connect anew.
+            wait_until(lambda: [link for link in client._links.values() if len(link.awaiting) == 3])
             refusal = Refusal.of(HandoffError(Reason.PERMISSION_DENIED, "no.", "Do not ask."))
             connection.put(Frame(CONNECTION, encode(refusal)))
             connection.send()
             time.sleep(0.2)
 
-    thread = threading.Thread(target=refuse)
-    thread.start()
     with closing(Client()) as client, listening:
+        thread = threading.Thread(target=refuse)
+        thread.start()
         for _ in range(3):
             client.send(HOST, listening.getsockname()[1], QUESTION, timeout_seconds=20)
         answers = [exchange.answer for exchange in collect(client, 3)]
-    thread.join()
+        thread.join()
     assert [type(answer) for answer in answers] == [Refusal] * 3
     assert json.dumps([answer.reason for answer in answers]) == json.dumps(["permission-denied"] * 3)  # type: ignore[union-attr]

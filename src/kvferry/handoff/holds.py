@@ -288,9 +288,9 @@ class Holds:
         """End holds that the decode engine no longer uses; ignore ended ones. Raises as :func:`check_epoch`.
 
         Each parallel sample of one prompt has a hold, but the decode engine knows one of them: a release ends all held
-        ones of the family. The generation alone names a pull's hold here. A transfer ends whether its hold is held, open
-        or has not begun; raises :class:`HandoffError` (deadline-exceeded) where :data:`MAX_REMEMBERED` ends wait for the
-        engine's next step.
+        ones of the family. The generation alone names a pull's hold here. A transfer ends whether its hold is held,
+        open or has not begun; raises :class:`HandoffError` (deadline-exceeded) where :data:`MAX_REMEMBERED` ends wait
+        for the engine's next step.
         """
         check_epoch(epoch, self.epoch)
         unbegun = []
