@@ -46,6 +46,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvferry.integrations.vllm import offload_connector
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
+from kvferry.integrations.vllm.offload_names import GROUP_BYTES, NAMESPACE_BYTES, BlockNames
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder
 from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.scheduler import offload_tiers
@@ -555,3 +556,9 @@ def make_config(folder: Path, **arguments: Any) -> Any:
 def prompt_of(*parts: int, length: int = 48) -> list[int]:
     """Return a prompt of parts, each with tokens that depend on the part's number alone."""
     return [token for part in parts for token in random.Random(part).choices(range(VOCABULARY), k=length)]
+
+
+def group_and_hash(names: BlockNames, key: bytes) -> tuple[int, bytes]:
+    """Return the cache group and vLLM's hash of a block from its key."""
+    behind = NAMESPACE_BYTES + GROUP_BYTES
+    return int.from_bytes(key[NAMESPACE_BYTES:behind], "big"), key[behind : behind + names.hash_bytes]

@@ -21,7 +21,7 @@ from kvferry.tiers.changes import Change
 from kvferry.tiers.guarded_tier import MAX_RAISED
 from kvferry.tiers.protocol import BlockKey, Load, Slots
 
-from .offload_engine import BLOCK_SIZE, Engine, make_config, prompt_of
+from .offload_engine import BLOCK_SIZE, Engine, group_and_hash, make_config, prompt_of
 from .test_offload_names import CONFIG
 
 
@@ -89,7 +89,7 @@ class PublishingEngine(Engine):
         assert tiers is not None
         host = tiers.stack._host
         keys = [key for key, slot in host._slot_of.items() if host._presences[slot] == 1]
-        found = [tiers.names.group_and_hash(key) for key in keys]
+        found = [group_and_hash(tiers.names, key) for key in keys]
         visible = {(group, maybe_convert_block_hash(BlockHash(hash_))) for group, hash_ in found}
         known = {(group, hash_) for (group, hash_), places in self.router.places.items() if ("CPU", None) in places}
         assert len(known) == sum(self.ranks.tokens[str(group)] // BLOCK_SIZE for group, _ in visible)
@@ -318,7 +318,7 @@ def test_a_block_that_a_pool_took_just_before_it_was_emptied_is_not_announced(
     known = {hash_ for hash_, places in engine.router.places.items() if ("STORAGE", "remote_pool") in places}
     tiers = engine.role._start.tiers
     assert tiers is not None
-    found = [tiers.names.group_and_hash(key) for key in pool.blocks]
+    found = [group_and_hash(tiers.names, key) for key in pool.blocks]
     assert known == {(group, maybe_convert_block_hash(BlockHash(each))) for group, each in found}
 
 

@@ -51,7 +51,7 @@ def report_kernels(model: str | None, json_output: bool) -> int:
     return 0 if measured.is_healthy else 1
 
 
-def measure_in_child(model: str | None = None) -> Measured:
+def measure_in_child(model: str | None) -> Measured:
     """Run the kernels in a child process, on one core, so that a crash of a kernel does not end the report."""
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         path = Path(folder, "verdicts")

@@ -46,7 +46,7 @@ class Compares(NamedTuple):
 class SourceEngine:
     """A prefill engine in one epoch, as one decode rank knows it: its directory, and the route from its ranks."""
 
-    def __init__(self, directory: Directory, shard: Shard, route: Route, compares: Compares | None = None) -> None:
+    def __init__(self, directory: Directory, shard: Shard, route: Route, compares: Compares | None) -> None:
         self.route = route
         self._directory, self._shard = directory, shard
         self._compares = compares

@@ -94,11 +94,11 @@ class ChildProcess:
         if self.supervisor.stdin is not None:
             self.supervisor.stdin.close()
 
-    def stop(self, timeout_seconds: float = GRACE_SECONDS + KILL_SECONDS) -> None:
+    def stop(self) -> None:
         """End the command and all of its processes: by ``SIGTERM``, then by ``SIGKILL``. Twice is fine."""
         self.request_stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.supervisor.wait(timeout_seconds)
+            self.supervisor.wait(GRACE_SECONDS + KILL_SECONDS)
         self.kill()
 
     def kill(self) -> None:

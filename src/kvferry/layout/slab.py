@@ -26,7 +26,6 @@ def slab_shard(
     *,
     engine_blocks: int = 1,
     base_address: int = 0,
-    device: str = "cpu",
 ) -> Shard:
     """Return the shard of a slab for the caches of all ``ranks`` of one engine.
 
@@ -66,7 +65,7 @@ def slab_shard(
         count = sum(num_blocks[name] for name in names)
         groups |= {name: _group(held[name], count, engine_blocks, length) for name in names}
         length += count * block_bytes
-    return Shard(regions=(Region(base_address, length, device),), groups=tuple(groups[name] for name in held))
+    return Shard(regions=(Region(base_address, length),), groups=tuple(groups[name] for name in held))
 
 
 def _group(held: Sequence[CacheGroup], num_blocks: int, engine_blocks: int, begin: int) -> CacheGroup:

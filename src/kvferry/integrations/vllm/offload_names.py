@@ -124,16 +124,6 @@ class BlockNames:
         before, behind = self.namespace + group.to_bytes(GROUP_BYTES, "big"), bytes(HASH_BYTES - self.hash_bytes)
         return [before + block_hash + behind for block_hash in block_hashes]
 
-    def group_and_hash(self, key: bytes) -> tuple[int, bytes]:
-        """Return the cache group and vLLM's hash of a block from its key.
-
-        >>> names = BlockNames(bytes(14), {}, hash_bytes=4)
-        >>> names.group_and_hash(*names.keys(1, [b"hash"]))
-        (1, b'hash')
-        """
-        behind = NAMESPACE_BYTES + GROUP_BYTES
-        return int.from_bytes(key[NAMESPACE_BYTES:behind], "big"), key[behind : behind + self.hash_bytes]
-
     def renewed(self) -> "BlockNames":
         """Return names of which no other process knows, for an engine whose weights may have been changed in place."""
         private = self.private or SettingsError(
@@ -170,7 +160,7 @@ class EngineFacts:
             raise self.private.without_traceback()
 
 
-def engine_facts(vllm_config: "VllmConfig", tokens_per_hash: int, model_id: str = "") -> EngineFacts:
+def engine_facts(vllm_config: "VllmConfig", tokens_per_hash: int, model_id: str) -> EngineFacts:
     """Return the facts of an engine; reads samples of the weights' files.
 
     ``tokens_per_hash`` is vLLM's hash block size. A ``model_id`` stands for the weights, of the drafter too. The names
@@ -204,11 +194,6 @@ def engine_facts(vllm_config: "VllmConfig", tokens_per_hash: int, model_id: str 
         "hashes": hashes,
     }
     return EngineFacts(facts, private, hash_bytes)
-
-
-def block_names(vllm_config: "VllmConfig", slab: Shard, tokens_per_hash: int, model_id: str = "") -> BlockNames:
-    """Return the names for the blocks of this slab, whose shard comes from all ranks of the engine."""
-    return engine_facts(vllm_config, tokens_per_hash, model_id).names(slab)
 
 
 def namespace_of(facts: str) -> bytes:
