@@ -19,8 +19,8 @@ from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.worker import role as worker_role
 
 from .label_engine import PATIENCE_SECONDS, LabelEngine
+from .model_files import write_model
 from .scheduler_requests import let_sleep
-from .test_offload_names import write_model
 from .vllm_caches import CacheRank
 
 IDENTITY = Identity("m", "w", "a", "float32", 4, 4, 8, "none", "float32")

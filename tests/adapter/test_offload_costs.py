@@ -32,8 +32,8 @@ from kvferry.testing.dictionary_tier import DictionaryTier
 from kvferry.tiers.costs import Work
 from kvferry.tiers.rates import CopyTimes
 
+from .model_files import CONFIG
 from .offload_engine import Engine, make_config, prompt_of
-from .test_offload_names import CONFIG
 
 STEP, TOKEN, IDLE_STEP = 0.004, 0.001, 0.002
 PROMPT_TOKENS = 96

@@ -21,8 +21,8 @@ from kvferry.tiers.changes import Change
 from kvferry.tiers.guarded_tier import MAX_RAISED
 from kvferry.tiers.protocol import BlockKey, Load, Slots
 
+from .model_files import CONFIG
 from .offload_engine import BLOCK_SIZE, Engine, group_and_hash, make_config, prompt_of
-from .test_offload_names import CONFIG
 
 
 class Router:
@@ -118,6 +118,23 @@ def serve(engine: Engine, *parts: int) -> None:
         engine.step(is_forced=True)
 
 
+def engine_above_a_tier(
+    make_engine: Callable[..., PublishingEngine], name: str
+) -> tuple[PublishingEngine, DictionaryTier]:
+    """Return an engine that has written seven prompts down to a tier, and evicted the first from host memory."""
+    made: list[DictionaryTier] = []
+
+    def lower(region: Region) -> DictionaryTier:
+        made.append(DictionaryTier(region, 1 << 20, name=name))
+        return made[-1]
+
+    engine = make_engine(host_blocks=14, lower=lower)
+    serve(engine, *range(1, 8))
+    for _ in range(20):
+        engine.step(is_forced=True)
+    return engine, made[0]
+
+
 @pytest.mark.parametrize(("windows", "block_size"), [((0,), 0), ((0, 0), 32), ((0, 40), 0)])
 def test_a_router_knows_what_host_memory_has(
     windows: tuple[int, ...], block_size: int, make_engine: Callable[..., PublishingEngine]
@@ -162,13 +179,7 @@ def test_a_reset_removes_all(make_engine: Callable[..., PublishingEngine]) -> No
 
 @pytest.mark.parametrize("tier", ["local_disk", "remote_pool"])
 def test_lower_tiers_are_storage(tier: str, make_engine: Callable[..., PublishingEngine]) -> None:
-    def lower(region: Region) -> DictionaryTier:
-        return DictionaryTier(region, 1 << 20, name=tier)
-
-    engine = make_engine(host_blocks=14, lower=lower)
-    serve(engine, *range(1, 8))
-    for _ in range(20):
-        engine.step(is_forced=True)
+    engine, _ = engine_above_a_tier(make_engine, tier)
     assert engine.router.hit(prompt_of(1, -1), "STORAGE") == 96
     assert engine.router.hit(prompt_of(1, -1), "CPU") == 0
     serve(engine, 1)
@@ -180,17 +191,7 @@ def test_lower_tiers_are_storage(tier: str, make_engine: Callable[..., Publishin
 def test_a_damaged_block_of_a_lower_tier_is_removed(
     make_engine: Callable[..., PublishingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[DictionaryTier] = []
-
-    def lower(region: Region) -> DictionaryTier:
-        made.append(DictionaryTier(region, 1 << 20, name="local_disk"))
-        return made[-1]
-
-    engine = make_engine(host_blocks=14, lower=lower)
-    serve(engine, *range(1, 8))
-    for _ in range(20):
-        engine.step(is_forced=True)
-    tier = made[0]
+    engine, tier = engine_above_a_tier(make_engine, "local_disk")
     begins_load = tier.prepare_load
 
     def forgets(keys: Sequence[BlockKey], slots: Slots) -> Load:
@@ -210,26 +211,17 @@ def test_a_tier_that_is_closed_for_good_is_removed(
     make_engine: Callable[..., PublishingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else routers keep its blocks in their view, and send requests here that find nothing."""
-    made: list[DictionaryTier] = []
-
-    def lower(region: Region) -> DictionaryTier:
-        made.append(DictionaryTier(region, 1 << 20, name="local_disk"))
-        return made[-1]
-
-    engine = make_engine(host_blocks=14, lower=lower)
-    serve(engine, *range(1, 8))
-    for _ in range(20):
-        engine.step(is_forced=True)
+    engine, tier = engine_above_a_tier(make_engine, "local_disk")
     assert engine.router.hit(prompt_of(1, -1), "STORAGE") == 96
 
     def fails() -> Any:
         raise OSError("stale file handle")
 
-    monkeypatch.setattr(made[0], "poll", fails)
+    monkeypatch.setattr(tier, "poll", fails)
     for _ in range(2 * MAX_RAISED):
         engine.now += 200.0
         engine.step(is_forced=True)
-    assert made[0]._is_closed
+    assert tier._is_closed
     places = {place for places in engine.router.places.values() for place in places}
     assert places == {("CPU", None)}
     engine.check_router()

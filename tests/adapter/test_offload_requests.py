@@ -36,8 +36,8 @@ from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Region
 from kvferry.testing.dictionary_tier import DictionaryTier, TierFaults
 
+from .model_files import CONFIG
 from .offload_engine import BLOCK_SIZE, LATENT, Engine, make_config, prompt_of
-from .test_offload_names import CONFIG
 
 FULL = GroupShape(CacheKind.ATTENTION, 16)
 Configs = Callable[..., Any]

@@ -39,7 +39,8 @@ from kvferry.integrations.vllm.offloading_spec import HostManager, HostWorker, K
 from kvferry.tiers.eviction import Eviction
 
 from .label_engine import LabelEngine
-from .test_offload_names import LAYERS, attention, window, write_model
+from .model_files import write_model
+from .test_offload_names import LAYERS, attention, window
 from .vllm_caches import CacheRank
 
 UNIFORM = dict.fromkeys(LAYERS, attention())

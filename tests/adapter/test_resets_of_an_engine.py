@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from kvferry.integrations.vllm.worker import role as worker_role
 
 from .label_engine import LabelEngine
-from .test_offload_names import write_model
+from .model_files import write_model
 from .vllm_caches import CacheRank, full
 
 PROMPT = list(range(1, 60))

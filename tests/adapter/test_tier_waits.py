@@ -15,8 +15,8 @@ from kvferry.layout.shard import Region
 from kvferry.testing.dictionary_tier import DictionaryTier
 from kvferry.tiers.lower_copies import CopySettings
 
+from .model_files import CONFIG
 from .offload_engine import Engine, make_config, prompt_of
-from .test_offload_names import CONFIG
 
 
 class EngineWithTier(Engine):

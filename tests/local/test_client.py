@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -37,6 +37,13 @@ def resend_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def echo_epoch(question: Question) -> Answer:
     return Noted(question.epoch)  # type: ignore[union-attr]
+
+
+def check_works(client: Client) -> None:
+    """Ask a server that answers."""
+    with closing(Server(HOST, 0, echo_epoch)) as server:
+        client.send(HOST, server.port, Release(8, ()), timeout_seconds=20)
+        assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
 
 
 def free_port() -> int:
@@ -202,12 +209,7 @@ def test_garbage_answers_are_ignored_or_refusals(client: Client) -> None:
         (exchange,) = collect(client)
         assert isinstance(exchange.answer, Refusal)
         assert exchange.answer.reason == Reason.MALFORMED_MESSAGE
-    listener = Server(HOST, 0, echo_epoch)
-    try:
-        client.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
-        assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
-    finally:
-        listener.close()
+    check_works(client)
 
 
 def test_a_peer_cannot_answer_for_another(client: Client) -> None:
@@ -237,12 +239,7 @@ def test_what_cannot_be_sent_comes_back_and_stops_nothing(
     (exchange,) = collect(client)
     assert isinstance(exchange.answer, Refusal)
     assert exchange.answer.reason == Reason.PEER_UNREACHABLE
-    listener = Server(HOST, 0, echo_epoch)
-    try:
-        client.send(HOST, listener.port, Release(8, ()), timeout_seconds=20)
-        assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
-    finally:
-        listener.close()
+    check_works(client)
 
 
 def test_a_question_that_is_refused_comes_back_once(client: Client, resend_soon: None) -> None:
