@@ -5,24 +5,17 @@ Orders reach the workers with the next step. A reset must not wait for it: the s
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+if TYPE_CHECKING:
+    from kvferry.integrations.vllm.worker.role import WorkerRole
 
-class Resettable(Protocol):
-    """The role of one worker."""
-
-    def end_former_epoch(self, names: Sequence[str], weights_version: str) -> None:
-        """Clear every guard word, void the transfers of the holds of these ``names``, and compare all prefill engines
-        anew with weights of this version.
-        """
-
-
-ROLES: "WeakSet[Resettable]" = WeakSet()
+ROLES: "WeakSet[WorkerRole]" = WeakSet()
 """The roles of this process: vLLM passes the call to a worker, which does not know the roles of its connectors."""
 
 
 def end_former_epoch(worker: object, names: Sequence[str], weights_version: str) -> None:
-    """Do as :meth:`Resettable.end_former_epoch` in every role of the worker's process."""
+    """Do as :meth:`WorkerRole.end_former_epoch` in every role of the worker's process."""
     for role in list(ROLES):
         role.end_former_epoch(names, weights_version)

@@ -154,7 +154,9 @@ class WorkerRole:
         return None if self._entry is None else RankMetadata(msgspec.msgpack.encode(self._entry))
 
     def end_former_epoch(self, names: Sequence[str], weights_version: str) -> None:
-        """Do as :meth:`kvferry.integrations.vllm.resets.Resettable.end_former_epoch`; no step runs meanwhile."""
+        """Clear every guard word, void the transfers of the holds of these ``names``, and compare all prefill engines
+        anew with weights of this version. No step runs meanwhile.
+        """
         if self._source is not None:
             self._source.end_epoch(names)
         if self._rank is not None:
