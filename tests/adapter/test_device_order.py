@@ -4,7 +4,6 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -24,7 +23,6 @@ from kvferry.plan.staging.scatter import Merge
 
 from ..local.engines_in_process import (
     HELD,
-    IDENTITY,
     SLOT,
     WORD,
     DecodeRank,
@@ -316,29 +314,16 @@ class Worker:
     """A decode engine's worker on the fake device, and the prefill engine that it reads from."""
 
     def __init__(self, order: DeviceOrder, strategy: str, patch: pytest.MonkeyPatch) -> None:
-
         from kvferry.integrations.vllm.settings import Settings
         from kvferry.integrations.vllm.step import PromptLoad, StepMetadata
         from kvferry.integrations.vllm.worker import role as worker_role
-        from kvferry.layout.named_layouts import NamedLayout
+
+        from .worker_roles import make_worker_role
 
         self.prefill, self.rank = PrefillEngine("memcpy", filled_ranks(2)), Rank(0, 1)
-        for name, value in {
-            "get_tensor_model_parallel_rank": 0,
-            "get_pp_group": SimpleNamespace(rank_in_group=0),
-            "resolved_layout": NamedLayout.BHLNC,
-            "register_caches": self.rank.shard,
-            "identity_of": IDENTITY,
-            "device_order": order,
-        }.items():
-            patch.setattr(worker_role, name, lambda *_, value=value: value)
-        config: Any = SimpleNamespace(
-            parallel_config=SimpleNamespace(tensor_parallel_size=1), kv_transfer_config=SimpleNamespace(engine_id="d")
-        )
         patch.setattr(worker_role, "DEFAULT_STAGE_BYTES", 1 << 16)
         settings = Settings(transport="memcpy", strategy=strategy, integrity="off")  # type: ignore[arg-type]
-        self.role = worker_role.WorkerRole(config, None, settings)  # type: ignore[arg-type]
-        self.role.register_kv_caches({})
+        self.role = make_worker_role(patch, settings, self.rank.shard, device_order=order)
         self.orders = StepMetadata(loads=[PromptLoad("a", 30.0, self.prefill.hold(), HELD, 8, tuple(blocks()))])
 
     def begin_load(self) -> None:

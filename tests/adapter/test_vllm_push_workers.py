@@ -43,11 +43,11 @@ from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.worker.push import PushSource
 from kvferry.layout.group import CacheKind
-from kvferry.layout.named_layouts import NamedLayout
 from kvferry.transport.end_points import own_identity
 
 from ..local.engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, Rank, filled_ranks, whole_blocks
 from ..waits import wait_until
+from .worker_roles import make_worker_role
 
 SECONDS = 20.0
 SOURCE_IDS, TARGET_IDS = [5, 1, 4], [0, 3, 2]
@@ -75,23 +75,9 @@ class Workers:
         self.hold = RemoteHold("p", EPOCH, HOST, self.listener.port, Handle("x", 0))
 
     def _role(self, patch: pytest.MonkeyPatch, engine_id: str, rank: Rank, **more: Any) -> Any:
-        for name, value in {
-            "get_tensor_model_parallel_rank": rank.shard.tp_rank,
-            "get_pp_group": SimpleNamespace(rank_in_group=0),
-            "resolved_layout": NamedLayout.BHLNC,
-            "register_caches": rank.shard,
-            "identity_of": IDENTITY,
-        }.items():
-            patch.setattr(worker_role, name, lambda *_, value=value: value)
-        parallel = SimpleNamespace(tensor_parallel_size=rank.shard.tp_size, use_ubatching=False)
-        transfer = SimpleNamespace(engine_id=engine_id)
-        config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
         log = str(self.folder / engine_id)
         settings = Settings(mode="push", transport="cma", transfer_log=log, keys=self._keys, **more)
-        caches: Any = SimpleNamespace(kv_cache_groups=[])
-        role: Any = worker_role.WorkerRole(config, caches, settings)
-        role.register_kv_caches({})
-        return role
+        return make_worker_role(patch, settings, rank.shard, engine_id)
 
     def announce(self, request_id: str = "r", seconds: float = SECONDS) -> None:
         blocks = (whole_blocks("full", [0] * 3, TARGET_IDS),)

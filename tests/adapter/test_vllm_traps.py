@@ -26,14 +26,13 @@ from kvferry.handoff.holds import lease_lost
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate.shards import group_shapes
-from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
-from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.request import GroupBlocks
 
 from .scheduler_requests import FULL, PROMPT, STATE, allocated, next_step, request, run_prefill
 from .test_vllm_states import DESTINATION_BLOCK, KINDS, SOURCE_BLOCK, Rank, carry_out
 from .vllm_caches import CacheRank, full, move, window
+from .worker_roles import make_worker_role
 
 
 def test_trap_1_the_last_prompt_token_does_not_advance_a_mamba_state_twice(make_role: Any) -> None:
@@ -205,12 +204,7 @@ class CountedRank:
     """A worker's role with an executor, without an engine; its loads fail as the test says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(worker_role, "get_tensor_model_parallel_rank", lambda: 0)
-        monkeypatch.setattr(worker_role, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
-        monkeypatch.setattr(worker_role, "resolved_layout", lambda _: NamedLayout.BHLNC)
-        config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
-        none: Any = None
-        self.role: Any = worker_role.WorkerRole(config, none, Settings(transport="memcpy"))
+        self.role = make_worker_role(monkeypatch, Settings(transport="memcpy"))
         self.executor = Executor(Scratch(num_words=4))
         engines = SimpleNamespace(close=lambda: None)
         self.role._rank = SimpleNamespace(executor=self.executor, source_engines=engines, client=engines)

@@ -1,0 +1,40 @@
+"""Roles of workers, without an engine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.integrations.vllm.settings import Settings
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import Shard
+
+from ..local.engines_in_process import IDENTITY
+
+
+def make_worker_role(
+    patch: pytest.MonkeyPatch, settings: Settings, shard: Shard | None = None, engine_id: str = "e", **replaced: Any
+) -> Any:
+    """Return the role of a rank, whose cache is registered where the ``shard`` is given.
+
+    ``replaced`` are what other functions return to the role, by name.
+    """
+    from kvferry.integrations.vllm.worker import role  # vLLM is imported by those who need it
+
+    returned = {
+        "get_tensor_model_parallel_rank": 0 if shard is None else shard.tp_rank,
+        "get_pp_group": SimpleNamespace(rank_in_group=0),
+        "resolved_layout": NamedLayout.BHLNC,
+        "register_caches": shard,
+        "identity_of": IDENTITY,
+        **replaced,
+    }
+    for name, value in returned.items():
+        patch.setattr(role, name, lambda *_, value=value: value)
+    parallel = SimpleNamespace(tensor_parallel_size=1 if shard is None else shard.tp_size, use_ubatching=False)
+    config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=SimpleNamespace(engine_id=engine_id))
+    caches: Any = SimpleNamespace(kv_cache_groups=[])
+    made = role.WorkerRole(config, caches, settings)
+    if shard is not None:
+        made.register_kv_caches({})
+    return made
