@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.errors import KVFerryError, LayoutError, Reason
+from kvferry.errors import LayoutError, Reason
 from kvferry.layout.component import MAX_LAYERS, Atom, Component, HeadRange, heads_of_rank
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.named_layouts import Axis, NamedLayout
 from kvferry.layout.shard import Region, Shard, elements_overlap
 from kvferry.testing.dense_shards import Content, shard_for
+
+from .refusals import refused
 
 SHAPE = {"layers": ["0", "1"], "num_kv_heads": 4, "head_size": 8, "itemsize": 2, "block_size": 4, "num_blocks": 5}
 
@@ -38,13 +40,6 @@ def component(**changes: object) -> Component:
 def group(*components: Component, **changes: object) -> CacheGroup:
     values = {"name": "full", "kind": CacheKind.ATTENTION, "block_size": 4, "num_blocks": 3}
     return CacheGroup(**{**values, **changes}, components=components)  # type: ignore[arg-type]
-
-
-def refused(reason: Reason, build: object) -> str:
-    with pytest.raises(KVFerryError) as error:
-        build()  # type: ignore[operator]
-    assert error.value.reason is reason
-    return str(error.value)
 
 
 def test_unknown_layout_names_the_nearest() -> None:

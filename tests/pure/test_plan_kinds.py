@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.errors import KVFerryError, Reason
+from kvferry.errors import Reason
 from kvferry.layout.component import HeadRange
 from kvferry.layout.group import CacheGroup, CacheKind, TensorScale, TokenShare
 from kvferry.layout.named_layouts import NamedLayout
@@ -22,6 +22,8 @@ from kvferry.plan.planner import Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks, first_token_to_move, sample_requests
 from kvferry.testing.dense_shards import shard_for
+
+from .refusals import refused
 
 SHARES = st.builds(
     lambda size, rank, interleave: TokenShare(rank % size, size, interleave if size > 1 else 1),
@@ -46,13 +48,6 @@ def rank(index: int = 0, size: int = 1, base: int = 0, **changes: object) -> Sha
         "base_address": base + (index << 32),
     }
     return shard_for(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def refused(reason: Reason, build: object) -> str:
-    with pytest.raises(KVFerryError) as error:
-        build()  # type: ignore[operator]
-    assert error.value.reason is reason, error.value
-    return str(error.value)
 
 
 def shared(share: TokenShare, **changes: object) -> Shard:

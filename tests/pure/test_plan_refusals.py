@@ -1,13 +1,12 @@
 """Refusals with their reasons: of peers at the handshake, of requests before any byte moves."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvferry.errors import KVFerryError, Reason, VerificationError
+from kvferry.errors import Reason, VerificationError
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import MAX_SHARD_BYTES, Shard, decode_shard, encode_shard
@@ -16,6 +15,8 @@ from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
 from kvferry.testing.dense_shards import Content, shard_for
+
+from .refusals import refused
 
 
 def rank(**changes: object) -> Shard:
@@ -44,13 +45,6 @@ def ask(**changes: object) -> GroupBlocks:
         "destination_block_ids": [3, 4],
     }
     return GroupBlocks(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def refused(reason: Reason, work: Callable[[], object]) -> str:
-    with pytest.raises(KVFerryError) as error:
-        work()
-    assert error.value.reason is reason, error.value
-    return str(error.value)
 
 
 @pytest.mark.parametrize(

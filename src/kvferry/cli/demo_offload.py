@@ -5,7 +5,7 @@ tensor-parallel size and in the same folder, and the third pass loads from disk.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from kvferry.cli.console import Announce
 from kvferry.cli.demo_offload_report import OffloadReport, PassLine
 from kvferry.cli.demo_requests import Answer, send_prompts, vocabulary_size
 from kvferry.errors import KVFerryError
@@ -40,9 +41,6 @@ CACHE_TOKENS = 3072
 DISK_BYTES = 1 << 30
 DISK_SECONDS, FREE_SECONDS = 30.0, 2.0
 POLL_SECONDS = 0.1
-
-Announce = Callable[[str], None]
-"""Called with a text about the current step."""
 
 
 @dataclass(frozen=True, slots=True)
