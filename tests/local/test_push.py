@@ -416,9 +416,10 @@ def test_a_failed_check_of_a_peer_says_nothing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(peers, "PROBE_AGAIN_SECONDS", 1000.0)
     known = Peers()
     for _ in range(20):
-        assert not known.refuses(EndPoint(HOST, 2, 2))
+        assert not known.refuses(EndPoint(HOST, 3, 3))
         time.sleep(0.002)
-    assert looks.call_count == 1
+    # A look that an earlier test has begun may come late.
+    assert [call.args[1] for call in looks.call_args_list].count(3) == 1
 
 
 def test_too_many_blocks_for_an_announcement_are_refused_before_any_is_sent(
