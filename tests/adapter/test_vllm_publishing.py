@@ -80,7 +80,7 @@ def test_an_engine_says_once_how_it_moves_caches(
     assert len(lines) == 1
     address = f"{settings.get('advertised_host', '127.0.0.1')}:{role._server.port}"
     assert lines[0].startswith(f"kvferry: {line}")
-    assert lines[0].endswith(f"; engine engine-0 at {address}")
+    assert lines[0].endswith(f"; engine engine-0 at {address}, without keys")
 
 
 def test_a_worker_that_ends_clears_its_guard_words_before_it_waits_for_its_own_loads() -> None:
