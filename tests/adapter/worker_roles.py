@@ -32,7 +32,8 @@ def make_worker_role(
     for name, value in returned.items():
         patch.setattr(role, name, lambda *_, value=value: value)
     parallel = SimpleNamespace(tensor_parallel_size=1 if shard is None else shard.tp_size, use_ubatching=False)
-    config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=SimpleNamespace(engine_id=engine_id))
+    transfer = SimpleNamespace(engine_id=engine_id, is_kv_consumer=True)
+    config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
     caches: Any = SimpleNamespace(kv_cache_groups=[])
     made = role.WorkerRole(config, caches, settings)
     if shard is not None:

@@ -208,15 +208,15 @@ def test_a_transport_does_not_connect_to_itself(pair: Pair) -> None:
     assert caught.value.reason is Reason.UNSUPPORTED
 
 
-def listening_addresses() -> list[str]:
-    """Return the addresses on which this process listens for TCP connections, as the kernel writes them."""
+def listening_addresses() -> dict[str, str]:
+    """Return the address of each listening TCP socket of this process, as the kernel writes it, by the socket's number."""
     inodes = set()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the descriptor that lists the directory
             inodes.add(os.readlink(entry))
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     listening = "0A"
-    return [row[1].split(":")[0] for row in rows if row[3] == listening and f"socket:[{row[9]}]" in inodes]
+    return {row[9]: row[1].split(":")[0] for row in rows if row[3] == listening and f"socket:[{row[9]}]" in inodes}
 
 
 LOOPBACK_IN_HEXADECIMAL = "0100007F"
@@ -231,9 +231,7 @@ def opened(listens_at: str) -> list[str]:
         found = listening_addresses()
     finally:
         transports.close()
-    for each in before:
-        found.remove(each)
-    return found
+    return [address for number, address in found.items() if number not in before]
 
 
 def own_address() -> str:

@@ -414,7 +414,7 @@ def test_a_foreign_address_is_refused_before_anything_is_sent(
         refusal = refusal_of(trust, 5600, host)
         assert refusal.reason == Reason.PERMISSION_DENIED
         assert "allowed_hosts" in refusal.remedy
-        assert f"the request names {host!r}" in refusal.message
+        assert f"host: {host!r} is at" in refusal.message
         assert '"allowed_hosts", which has 10.0.0.0/8, prefill-1' in refusal.message
     assert connected == []
 
