@@ -62,6 +62,7 @@ def test_a_word_is_never_cleared_nor_being_written(generation: int, ids: list[li
     assert being_written(word) != word
     assert being_written(being_written(word)) == being_written(word)
     halves = np.frombuffer(word, dtype=np.uint64)
+    assert (halves % 2 == 1).all(), "no half is ever like that of a cleared word"
     assert np.frombuffer(being_written(word), dtype=np.uint64).tolist() == [halves[0], int(halves[1]) | 1 << 63]
 
 

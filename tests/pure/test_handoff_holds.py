@@ -1,6 +1,7 @@
 """The state machine of the prefill engine's holds against a model of it, over arbitrary sequences of events."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -18,7 +19,7 @@ from kvferry.handoff.holds import (
     handle_of_transfer,
     sampling_family,
 )
-from kvferry.handoff.messages import Handle
+from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Handle
 
 EPOCH, NUM_SLOTS, LEASE, RENEWED, MOST = 7, 4, 60.0, RENEWED_LEASE_SECONDS, 150.0
 TRANSFERS = ["x", "y", "z", "0_t", "1_t"]
@@ -377,6 +378,54 @@ def test_a_second_request_of_an_id_that_is_still_held_touches_nothing() -> None:
     side.drop("a")
     assert side.num_holds == 1
     assert side.renew(EPOCH, [former.handle], now=2.0) == []
+
+
+def test_a_second_request_of_a_transfer_that_is_still_held_touches_nothing() -> None:
+    side = Holds(EPOCH, 2, LEASE)
+    assert side.begin_transfer("x", "r") is not None
+    assert side.hold("r", now=0.0) is not None
+    assert side.begin_transfer("x", "r") is None
+    assert side.open_hold("r") is None
+    assert side.num_holds == 1
+
+
+def test_an_id_that_no_message_can_carry_begins_no_hold() -> None:
+    """No decode engine could name the hold, so nobody could release it."""
+    side = Holds(EPOCH, 1, LEASE)
+    assert side.begin("a" * (MAX_IDENTIFIER_LENGTH + 1)) is None
+    assert side.begin("a" * MAX_IDENTIFIER_LENGTH) is not None
+
+
+def test_a_draining_engine_begins_nothing_and_goes_on_with_what_has_begun() -> None:
+    side = Holds(EPOCH, 4, LEASE)
+    begun = side.begin("a"), side.begin_transfer("x", "b")
+    side.drain()
+    assert (side.begin("a"), side.begin_transfer("x", "b")) == begun
+    assert side.begin("c") is None
+    assert side.begin_transfer("y", "d") is None
+    assert [(ended.handle, ended.ending) for ended in side.take_ended()] == [(handle_of_transfer("y"), Ending.REFUSED)]
+    assert side.renew(EPOCH, [handle_of_transfer("y")], now=0.0) == [handle_of_transfer("y")], "its decode engine learns"
+    assert side.hold("a", now=0.0) is not None
+    assert side.num_holds == 2
+
+
+def test_a_reset_ends_every_hold_and_refuses_messages_of_before() -> None:
+    """Also prompts that are being computed: their first tokens were computed with the former weights."""
+    side = Holds(EPOCH, 4, LEASE)
+    former = held(side, "held")
+    side.begin("open")
+    side.begin_transfer("x", "r")
+    side.reset(EPOCH + 1)
+    assert [(end.handle.request_id, end.ending) for end in side.take_ended()] == [
+        (name, Ending.RESET) for name in ("held", "open", "x")
+    ]
+    for message in (side.release, partial(side.renew, now=1.0)):
+        with pytest.raises(HandoffError) as caught:
+            message(EPOCH, [former.handle])
+        assert caught.value.reason is Reason.PEER_CHANGED
+    assert side.hold("open", now=1.0) is None
+    assert side.renew(EPOCH + 1, [former.handle], now=1.0) == [former.handle]
+    assert len({each.slot for name in "abcd" if (each := side.begin(name)) is not None}) == 4, "their slots are free"
 
 
 def test_a_held_or_unknown_request_has_no_open_hold() -> None:

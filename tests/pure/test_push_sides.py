@@ -237,6 +237,29 @@ def test_a_committed_push_is_not_harmed_by_what_comes_later() -> None:
     assert (push.is_over, push.error) == (True, None)
 
 
+def test_a_source_that_is_done_cannot_fail_the_push_of_the_others() -> None:
+    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    for source in (0, 1):
+        push.announcing(source)
+    push.done(0, "a")
+    push.refused(0, GAVE_UP)
+    push.ended(0, GAVE_UP, may_land=False)
+    assert push.error is None
+    push.done(1, "b")
+    assert (push.is_over, push.error) == (True, None)
+
+
+def test_a_source_that_stops_before_it_is_done_fails_the_push_at_once() -> None:
+    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push.announcing(0)
+    push.quiet(0)
+    assert push.is_over
+    assert push.error is not None
+    assert push.error.reason is Reason.ABORTED
+    push.announcing(0)
+    assert push.is_over, "it stays quiet"
+
+
 def test_a_done_of_a_source_without_an_announcement_is_ignored() -> None:
     push = Receiving("r", {0: "a"}, deadline=30.0)
     push.done(0, "a")
