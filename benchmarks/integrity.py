@@ -1,15 +1,18 @@
-"""Measures what digests cost a pull: at the source, at the destination, and in the time of the whole read.
+"""Measures what digests cost a pull and a push: at the source, at the destination, and in the whole transfer's time.
 
     python benchmarks/integrity.py --repeat 15 --json integrity.json
 
-Source and destination are memory of this process, and ``cma`` reads from one to the other, on one thread. The caches
-are those of ``benchmarks/vllm_pull.py``. Reads with ``off``, ``sample`` and ``full`` take turns. ``source`` is the time
-of one source rank after the step that ends the prompt, ``compare`` that of the destination after the last byte;
-``read`` is the whole job, which also reads the digests.
+Source and destination are memory of this process, and ``cma`` moves bytes from one to the other, on one thread. The
+caches are those of ``benchmarks/vllm_pull.py``. Transfers with ``off``, ``sample`` and ``full`` take turns. ``source``
+is the time of one source rank: after the step that ends the prompt, with push between its writes. ``compare`` is the
+time of the destination after the last byte. ``moved`` is the whole transfer: a pull reads the digests too; of a push
+the time has the digests of every source, one after the other, and the comparison, but no message. A push writes spans
+of 8 layers.
 """
 
 import json
 import statistics
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +27,19 @@ from kvferry.cli.console import open_console, progress
 from kvferry.execution.digests import DigestTable, PairDigests
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.push_digests import PushDigests, PushedCells, WrittenDigests
 from kvferry.execution.read import RankRead, Read
 from kvferry.execution.route import Route
 from kvferry.execution.stage import Stage, collapse_to_huge_pages
+from kvferry.execution.write import Write
+from kvferry.handoff.messages import PushKey
+from kvferry.handoff.push.part import Part, announced_blocks
+from kvferry.handoff.push.sender import END, BlockList, Prompt, PushRequest, Sender
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.layer_spans import LayerSpans
+from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks
 from kvferry.testing.dense_shards import Content, shard_for
 from kvferry.transport.registry import TransportSet, open_transports
@@ -37,7 +47,7 @@ from kvferry.transport.registry import TransportSet, open_transports
 NUM_LAYERS, HEAD_SIZE, ITEMSIZE = 36, 128, 2
 DEADLINE_SECONDS = 60.0
 MOST_COST = 0.03
-"""The part of a read that ``sample`` may take."""
+"""The part of a transfer that ``sample`` may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +99,9 @@ class Rank:
 
 
 class Engines:
-    """Source ranks with digests, and one destination rank, of one case."""
+    """Source ranks with digests, and one destination rank, of one case, and its pulls."""
+
+    mode = "pull"
 
     def __init__(self, case: Case) -> None:
         self.sources = [Rank(case, rank, case.prefill_tp) for rank in range(case.prefill_tp)]
@@ -116,18 +128,10 @@ class Engines:
 
     def measure(self, integrity: Integrity) -> dict[str, float]:
         """Fill the digests of a prompt in random blocks, read it, and return the seconds of each part."""
-        case = self._case
-        ids = [self._generator.permutation(np.arange(1, 2 * case.num_blocks + 1))[: case.num_blocks] for _ in range(2)]
-        blocks = GroupBlocks(
-            group="full",
-            first_token=0,
-            last_token=case.tokens,
-            source_block_ids=ids[0],
-            destination_block_ids=ids[1],
-        )
+        case, blocks = self._case, self.blocks()
         started = time.perf_counter()
         for table in self.tables.get(integrity, ()):
-            table.fill(case.tokens, {"full": ids[0]})
+            table.fill(case.tokens, {"full": blocks.source_ids})
         filled = time.perf_counter()
         result = self._read(integrity, blocks)
         seconds = time.perf_counter() - filled
@@ -136,10 +140,22 @@ class Engines:
         return {
             "source": (filled - started) / case.prefill_tp,
             "compare": result.compare_seconds,
-            "read": seconds,
+            "moved": seconds,
             "bytes": result.num_bytes,
             "compared_bytes": result.num_compared_bytes,
         }
+
+    def blocks(self) -> GroupBlocks:
+        """Return the prompt in random blocks."""
+        case = self._case
+        ids = [self._generator.permutation(np.arange(1, 2 * case.num_blocks + 1))[: case.num_blocks] for _ in range(2)]
+        return GroupBlocks(
+            group="full",
+            first_token=0,
+            last_token=case.tokens,
+            source_block_ids=ids[0],
+            destination_block_ids=ids[1],
+        )
 
     def _read(self, integrity: Integrity, blocks: GroupBlocks) -> JobResult:
         job = Read("benchmark", lambda: self._reads(integrity, blocks), time.monotonic() + DEADLINE_SECONDS)
@@ -162,6 +178,73 @@ class Engines:
         self.transports.close()
 
 
+class Pushes(Engines):
+    """The pushes of one case."""
+
+    mode = "push"
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self._spans = LayerSpans({"full": [str(layer) for layer in range(NUM_LAYERS)]})
+        self._number = 0
+        self._cells = {
+            (plan, kept, at_source): PushedCells(plan, kept, at_source=at_source)
+            for plan in self.route.plans(0)
+            for kept in self.tables
+            for at_source in (True, False)
+        }
+        for plan in self.route.plans(0):
+            self._spans.plans(plan)
+
+    def measure(self, integrity: Integrity) -> dict[str, float]:
+        """Write a prompt into random blocks, compare, and return the seconds of each part."""
+        self._number += 1
+        key, blocks = PushKey("benchmark/0", 1, self._number), self.blocks()
+        results, compared, seconds = [], 0.0, 0.0
+        for plan in self.route.plans(0):
+            part = Part(plan, announced_blocks(plan, [blocks])).in_spans(self._spans.plans(plan))
+            written = None
+            if integrity is not Integrity.OFF:
+                written = WrittenDigests(PushDigests(self._cells[plan, integrity, True], part.announced, key))
+                landed = PushDigests(self._cells[plan, integrity, False], part.announced, key)
+            started = time.perf_counter()
+            results.append(self._write(plan, part, key, blocks, written))
+            ended = time.perf_counter()
+            if written is not None:
+                for _ in landed.compare(written.encoded()):
+                    pass
+            compared += time.perf_counter() - ended
+            seconds += time.perf_counter() - started
+        if error := next((result.error for result in results if result.error is not None), None):
+            raise error
+        return {
+            "source": sum(result.compare_seconds for result in results) / self._case.prefill_tp,
+            "compare": compared,
+            "moved": seconds,
+            "bytes": sum(result.num_bytes for result in results),
+            "compared_bytes": sum(result.num_compared_bytes for result in results),
+        }
+
+    def _write(
+        self, plan: PairPlan, part: Part, key: PushKey, blocks: GroupBlocks, digests: WrittenDigests | None
+    ) -> JobResult:
+        """Run one source's push: each span of layers as the engine declares it final."""
+        sender, results = Sender(), list[JobResult]()
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        sender.announce(PushRequest(key, "x", self._case.tokens, "digest", part.needs, deadline))
+        link = self.route.links[plan.assignment.source_index]
+        job = Write(sender, threading.Lock(), key, part, link.poll, results.append, digests=digests)
+        prompt = Prompt(self._case.tokens, "digest", {"full": BlockList(0, blocks.source_ids.tolist())}, END)
+        sender.begin_step({"x": prompt})
+        for span in self._spans.layers_of:
+            sender.reach(span)
+            while job.advance(self.scratch, time.monotonic()) and job.phase is not Phase.DONE:
+                pass
+        while job.phase is not Phase.DONE:
+            job.advance(self.scratch, time.monotonic())
+        return results[0]
+
+
 def main(
     repeat: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 15,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this file.")] = None,
@@ -170,42 +253,44 @@ def main(
     rows = []
     with progress("measuring") as announce:
         for case in CASES:
-            announce(case.name)
-            rows.append(measure_case(case, repeat))
+            for kind in (Engines, Pushes):
+                announce(f"{kind.mode} {case.name}")
+                rows.append(measure_case(kind, case, repeat))
     console = open_console()
-    columns = ("case", "MB", "integrity", "compared", "source ms", "compare ms", "read ms", "read / off")
+    columns = ("mode", "case", "MB", "integrity", "compared", "source ms", "compare ms", "moved ms", "moved / off")
     table = Table(*columns, title="Digests")
     for row in rows:
         off = row["off"]
         for name in ("off", "sample", "full"):
             found = row[name]
-            milliseconds = [f"{found[part] * 1e3:.2f}" for part in ("source", "compare", "read")]
+            milliseconds = [f"{found[part] * 1e3:.2f}" for part in ("source", "compare", "moved")]
             compared = f"{found['compared_bytes'] / found['bytes']:.2%}"
             ratio = f"{found['ratio']:.3f}"
-            table.add_row(row["case"], f"{off['bytes'] / 1e6:.0f}", name, compared, *milliseconds, ratio)
+            table.add_row(row["mode"], row["case"], f"{off['bytes'] / 1e6:.0f}", name, compared, *milliseconds, ratio)
     console.print(table)
     for row in rows:
         cost = row["sample"]["ratio"] - 1
         verdict = "met" if cost <= MOST_COST else "missed"
-        console.print(f"{row['case']}: sample costs {cost:.1%} of the read, at most {MOST_COST:.0%} wanted: {verdict}")
+        which = f"{row['mode']} {row['case']}"
+        console.print(f"{which}: sample costs {cost:.1%} of the transfer, at most {MOST_COST:.0%} wanted: {verdict}")
     if json_path is not None:
         json_path.write_text(json.dumps({"repeat": repeat, "rows": rows}, indent=1) + "\n")
 
 
-def measure_case(case: Case, repeat: int) -> dict[str, Any]:
+def measure_case(kind: type[Engines], case: Case, repeat: int) -> dict[str, Any]:
     """Return the medians of one case, by the value of ``integrity``; ratios are medians of those of single rounds."""
-    engines = Engines(case)
+    engines = kind(case)
     try:
         rounds: list[Mapping[Integrity, dict[str, float]]] = []
         for turn in range(repeat + 2):
             order = [*list(Integrity)[turn % 3 :], *list(Integrity)[: turn % 3]]
             rounds.append({integrity: engines.measure(integrity) for integrity in order})
         measured = rounds[2:]  # the first ones touch memory
-        found: dict[str, Any] = {"case": case.name}
+        found: dict[str, Any] = {"mode": kind.mode, "case": case.name}
         for integrity in Integrity:
             each = [one[integrity] for one in measured]
             medians = {name: statistics.median(one[name] for one in each) for name in each[0]}
-            ratios = [one[integrity]["read"] / one[Integrity.OFF]["read"] for one in measured]
+            ratios = [one[integrity]["moved"] / one[Integrity.OFF]["moved"] for one in measured]
             found[integrity.value] = {**medians, "ratio": statistics.median(ratios)}
         return found
     finally:

@@ -7,9 +7,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from kvferry.errors import Reason, SettingsError
+from kvferry.errors import Reason
 from kvferry.integrations.vllm.settings import parse_settings
-from kvferry.plan.digest_cells import Integrity
 
 from .handoff_engine import HandoffEngine, make_engine
 from .test_forged_parameters import MODELS
@@ -70,6 +69,23 @@ def test_a_bit_that_changed_fails_the_request_and_no_other(model: str, layout: s
         assert (answer.has_failed, answer.tokens) == (False, decode.tokens_without_cache(prompt, 3))
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("integrity", ["sample", "full"])
+def test_a_prompt_whose_engine_generated_on_and_shared_the_block_is_not_taken_for_damaged(
+    integrity: str, asynchronous: bool, make_engine: Any
+) -> None:
+    """The next turn of a conversation shares the block in which the prompt ended and the answer began."""
+    prefill = make_engine(MODELS["full attention"], integrity=integrity, asynchronous=asynchronous)
+    decode = make_engine(MODELS["full attention"], num_blocks=60, integrity=integrity)
+    prompt = prompt_of(20)
+    asked = prefill.ask("p", prompt, {"do_remote_decode": True}, max_tokens=30)
+    turn = [*prompt, *asked.tokens[:28], 3, 1, 4]
+    assert prefill.ask("next", turn, {"do_remote_decode": True}, max_tokens=1).params
+    answer = decode.ask("d", prompt, asked.params)
+    assert (answer.has_failed, take_outcome(decode)[0]) == (False, [])
+    assert answer.tokens == decode.tokens_without_cache(prompt, 3)
+
+
 def test_an_engine_that_keeps_fewer_digests_is_refused(make_engine: Any) -> None:
     prefill = make_engine(MODELS["full attention"], integrity="sample")
     decode = make_engine(MODELS["full attention"], integrity="full")
@@ -78,10 +94,9 @@ def test_an_engine_that_keeps_fewer_digests_is_refused(make_engine: Any) -> None
     assert (answer.has_failed, take_outcome(decode)[0]) == (True, [Reason.UNSUPPORTED.value])
 
 
-def test_the_default_is_a_sample_of_pulls_and_nothing_of_pushes() -> None:
-    assert parse_settings({}).wanted_integrity is Integrity.SAMPLE
-    assert parse_settings({"mode": "push"}).wanted_integrity is Integrity.OFF
-    assert parse_settings({"mode": "push", "integrity": "off"}).wanted_integrity is Integrity.OFF
-    with pytest.raises(SettingsError) as caught:
-        parse_settings({"mode": "push", "integrity": "sample"})
-    assert caught.value.reason is Reason.UNSUPPORTED
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_the_default_is_a_sample_which_a_push_does_not_require(mode: str) -> None:
+    given = {name: parse_settings({"mode": mode, "integrity": name}) for name in ("auto", "off", "sample", "full")}
+    assert given["auto"] == parse_settings({"mode": mode})
+    assert [each.wanted_integrity.value for each in given.values()] == ["sample", "off", "sample", "full"]
+    assert [each.requires_digests for each in given.values()] == [False, True, True, True]

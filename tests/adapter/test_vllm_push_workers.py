@@ -19,7 +19,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.execution import executor, peers
+from kvferry.execution import announce, executor, peers
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -58,9 +58,10 @@ class Workers:
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, keys: str = "", **settings: Any) -> None:
         self.folder, self._keys = folder, keys
+        decode_integrity = settings.pop("decode_integrity", settings.get("integrity", "auto"))
         self.sources, self.target = filled_ranks(2), Rank(0, 1)
         self.senders = [self._role(patch, "p", rank, **settings) for rank in self.sources]
-        self.receiver = self._role(patch, "d", self.target)
+        self.receiver = self._role(patch, "d", self.target, integrity=decode_integrity)
         entries = tuple(decode_rank_entry(role.get_handshake_metadata().entry) for role in self.senders)
         directory = Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries)
         self.released: list[Release] = []
@@ -172,6 +173,54 @@ def test_a_prompt_in_chunks_is_received_once_all_ranks_have_pushed(workers: Work
     assert arrived(workers)
     # The senders report to their receivers, not to their own engine.
     assert [role.take_finished() for role in workers.senders] == [(set(), set())] * 2
+
+
+@pytest.mark.parametrize("integrity", ["auto", "sample", "full"])
+def test_a_pushed_block_that_never_arrived_fails_the_request(
+    integrity: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The transport loses the last source's part of one block; the request after the next push is right."""
+    workers = Workers(monkeypatch, tmp_path, integrity=integrity)
+    note, lost = announce.AwaitedPush._note_pushed, [TARGET_IDS[1]]
+
+    def lose(push: Any, receiving: Any, event: Any) -> None:
+        if event.source_index == 1:
+            columns = workers.target.cache.shape[1] // 2
+            workers.target.cache[lost, columns:] = 0
+        note(push, receiving, event)
+
+    monkeypatch.setattr(announce.AwaitedPush, "_note_pushed", lose)
+    try:
+        workers.announce()
+        workers.compute(END)
+        assert workers.finished() == ({"r"}, {"r"})
+        assert "[integrity-mismatch]" in caplog.text
+        assert f"block {TARGET_IDS[1]}: the bytes that arrived are not those of rank tp 1/2" in caplog.text
+        lost.clear()
+        workers.announce("s")
+        assert workers.finished() == ({"s"}, set())
+        statistics = workers.receiver.take_statistics().data
+        assert statistics["failures"] == {"integrity-mismatch": 1}
+        [compared], [moved] = statistics["compared_bytes"], statistics["bytes"]
+        assert compared == moved if integrity == "full" else 0 < compared < moved
+    finally:
+        workers.close()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("off", "sample"), ("sample", "full"), ("off", "auto")])
+def test_pushes_of_an_engine_that_has_fewer_digests(
+    prefill: str, decode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Refused, but where nobody has asked for digests: engines of an earlier version have none."""
+    workers = Workers(monkeypatch, tmp_path, integrity=prefill, decode_integrity=decode)
+    try:
+        workers.announce()
+        workers.compute(END)
+        assert workers.finished() == ({"r"}, set() if decode == "auto" else {"r"})
+        assert ("is not compared: the engine has no digests" in caplog.text) == (decode == "auto")
+        assert (f'"integrity": "{decode}", the prefill engine "{prefill}"' in caplog.text) == (decode != "auto")
+    finally:
+        workers.close()
 
 
 def test_a_prompt_is_pushed_between_engines_with_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -444,7 +493,8 @@ def test_a_rank_may_push_and_be_pushed_to_at_once(monkeypatch: pytest.MonkeyPatc
         hold = RemoteHold("d", EPOCH, HOST, back.port, Handle("y", 0))
         for number in range(6):
             workers.announce(f"r{number}")
-            blocks = (whole_blocks("full", [0], [number]),)
+            # Not those that the same ranks push.
+            blocks = (whole_blocks("full", [0], [TARGET_IDS[number % 3]]),)
             order = PromptLoad(
                 f"s{number}", SECONDS, hold, 0, BLOCK_SIZE, blocks, pushed=PushedPrompt("y", 4, "prompt")
             )

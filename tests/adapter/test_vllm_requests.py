@@ -394,7 +394,7 @@ def test_a_port_that_leaves_none_for_the_rank_is_refused(make_role: Any) -> None
 
 def test_the_step_that_computes_the_prompts_end_sets_the_guard_word(make_role: Any) -> None:
     """Before, more blocks follow; behind it nothing changes what is held."""
-    role, ours = make_role(FULL), request(PROMPT, {"do_remote_decode": True}, max_tokens=9)
+    role, ours = make_role(FULL, integrity="off"), request(PROMPT, {"do_remote_decode": True}, max_tokens=9)
     let_sleep(role)
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated([1, 2, 3]), 0)
@@ -411,6 +411,25 @@ def test_the_step_that_computes_the_prompts_end_sets_the_guard_word(make_role: A
     assert (params["kvferry"]["slot"], params["kvferry"]["is_late"]) == (held.slot, False)
     assert not role.has_pending_work()
     assert next_step(role, "r").written == [], "a request of the same id that is not held"
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_digests_of_a_prompt_whose_engine_generates_on_are_of_its_packed_pages_at_the_end(
+    is_packed: bool, make_role: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine generates changes the page of the prompt's last tokens, whose digest covers the whole page."""
+    monkeypatch.setattr(scheduler_role, "on_cpu", lambda: is_packed)
+    for max_tokens, is_late in ((1, False), (9, is_packed)):
+        role, ours = make_role(FULL), request(PROMPT, {"do_remote_decode": True}, max_tokens=max_tokens)
+        let_sleep(role)
+        role.on_new_request(ours)
+        role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
+        orders = role.build_connector_meta(scheduled({"r": 80}, {"r": ([1, 2, 3, 4, 5],)}))
+        ours.num_computed_tokens = 80 + max_tokens - 1
+        _, params = role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)
+        late = [*next_step(role).late.values()]
+        assert (len(orders.written), len(late), params["kvferry"]["is_late"]) == (not is_late, is_late, is_late)
+        assert [each.prompt.num_tokens for each in (*orders.written, *late)] == [80]
 
 
 def test_blocks_that_differ_at_the_end_set_the_word_again_with_the_next_step(make_role: Any) -> None:
@@ -438,7 +457,7 @@ def test_blocks_that_differ_at_the_end_set_the_word_again_with_the_next_step(mak
 
 def test_a_preempted_request_has_no_guard_word_until_it_is_computed_again(make_role: Any) -> None:
     """Its blocks are other requests' from this step on."""
-    role, ours = make_role(FULL), request(PROMPT, {"do_remote_decode": True}, max_tokens=9)
+    role, ours = make_role(FULL, integrity="off"), request(PROMPT, {"do_remote_decode": True}, max_tokens=9)
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
     [first] = role.build_connector_meta(scheduled({"r": 80}, {"r": ([1, 2, 3, 4, 5],)})).written

@@ -175,9 +175,9 @@ def test_the_layout_follows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layout_choice.preferred_layout(engine(), Settings()) is NamedLayout.BHLNC
     assert layout_choice.preferred_layout(engine(is_hybrid=True), Settings()) is NamedLayout.BLHNC
     assert layout_choice.preferred_layout(engine(), Settings(layout="LBHNC")) is NamedLayout.LBHNC
-    monkeypatch.setattr(layout_choice, "_on_cpu", lambda: True)
+    monkeypatch.setattr(layout_choice, "on_cpu", lambda: True)
     assert layout_choice.preferred_layout(engine(use_mla=True), Settings()) is None
-    monkeypatch.setattr(layout_choice, "_on_cpu", lambda: False)
+    monkeypatch.setattr(layout_choice, "on_cpu", lambda: False)
     assert layout_choice.preferred_layout(engine(use_mla=True), Settings()) is NamedLayout.BLHNC
 
 
@@ -193,7 +193,7 @@ def test_an_unknown_layout_is_refused() -> None:
 def test_cross_layer_mla_is_refused_on_cpus(layout: NamedLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvferry.integrations.vllm import layout_choice
 
-    monkeypatch.setattr(layout_choice, "_on_cpu", lambda: True)
+    monkeypatch.setattr(layout_choice, "on_cpu", lambda: True)
     with pytest.raises(KVFerryError) as refusal:
         layout_choice.check_layout(engine(use_mla=True), layout, Settings())
     assert refusal.value.reason is Reason.KERNEL_CANNOT_READ_LAYOUT

@@ -13,7 +13,8 @@ from kvferry.execution.device import HOST as NO_DEVICE
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
-from kvferry.execution.source_engines import SourceEngines
+from kvferry.execution.pair_cells import pushed_digests
+from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.write import Writer
 from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Handle, RankEntry
 from kvferry.handoff.push.sender import BlockList, Prompt
@@ -22,6 +23,7 @@ from kvferry.handoff.wire.client import Client
 from kvferry.handoff.wire.server import Server
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import encode_shard
+from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans
 from kvferry.transport.end_points import ProcessIdentity
 from kvferry.transport.faults import FaultPlan, FaultyTransport
@@ -74,15 +76,25 @@ class SendingRank(Parts):
         batches: Batches,
         transport: str = "cma",
         process: ProcessIdentity | None = None,
+        integrity: Integrity = Integrity.OFF,
     ) -> None:
         super().__init__(rank, faults, transport)
         shard = encode_shard(rank.shard)
         parts = self.transports, self.executor, self.client, NO_DEVICE
         spans = LayerSpans({} if batches is Batches.CHUNKS else {"full": LAYERS}, layers_per_span=1)
         short_tokens = SHORT_TOKENS if batches is Batches.WHOLE else 0
-        self.answerer = self.writer = Writer(shard, self.epoch, IDENTITY, *parts, spans, True, short_tokens)
+        digests = pushed_digests(integrity)
+        self.answerer = self.writer = Writer(shard, self.epoch, IDENTITY, *parts, spans, True, short_tokens, digests)
         self.entry = RankEntry(
-            rank.shard.tp_rank, 0, shard, self.end_points, 0, 0, push_end_point=self.answers_at, process=process
+            rank.shard.tp_rank,
+            0,
+            shard,
+            self.end_points,
+            0,
+            0,
+            push_end_point=self.answers_at,
+            process=process,
+            digests=digests,
         )
 
 
@@ -95,9 +107,11 @@ class SendingEngine:
         layout: NamedLayout = NamedLayout.BHLNC,
         transport: str = "cma",
         process: ProcessIdentity | None = None,
+        integrity: Integrity = Integrity.OFF,
     ) -> None:
         """``process`` stands for the processes of the ranks, which are in this one."""
-        self.ranks = [SendingRank(rank, faults, batches, transport, process) for rank in filled_ranks(tp_size, layout)]
+        every = filled_ranks(tp_size, layout)
+        self.ranks = [SendingRank(rank, faults, batches, transport, process, integrity) for rank in every]
         entries = tuple(rank.entry for rank in self.ranks)
         self.listener = Server(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries))
 
@@ -128,10 +142,15 @@ class SendingEngine:
 
 class ReceivingRank(Parts):
     def __init__(
-        self, rank: Rank, engine_id: str = "d", transport: str = "cma", fence_seconds: float = announce.FENCE_SECONDS
+        self,
+        rank: Rank,
+        engine_id: str = "d",
+        transport: str = "cma",
+        fence_seconds: float = announce.FENCE_SECONDS,
+        compares: Compares | None = None,
     ) -> None:
         super().__init__(rank, transport=transport)
-        self.engines = SourceEngines(rank.shard, IDENTITY, self.transports, engine_id, SECONDS)
+        self.engines = SourceEngines(rank.shard, IDENTITY, self.transports, engine_id, SECONDS, compares=compares)
         name = f"{engine_id}/{rank.tp_rank}"
         shard = encode_shard(rank.shard)
         self.answerer = self.announcer = Announcer(
@@ -185,10 +204,15 @@ class Pairs:
         transport: str = "cma",
         process: ProcessIdentity | None = None,
         fence_seconds: float = announce.FENCE_SECONDS,
+        kept: Integrity = Integrity.OFF,
+        compares: Compares | None = None,
+        target_layout: NamedLayout | None = None,
     ) -> tuple[SendingEngine, list[ReceivingRank]]:
-        self.senders.append(SendingEngine(source_tp, faults, batches, layout, transport, process))
-        ranks = [Rank(tp_rank, target_tp, layout=layout) for tp_rank in range(target_tp)]
-        self.receivers = [ReceivingRank(rank, transport=transport, fence_seconds=fence_seconds) for rank in ranks]
+        """``kept`` are the digests that the senders have, ``compares`` what the receivers compare."""
+        self.senders.append(SendingEngine(source_tp, faults, batches, layout, transport, process, kept))
+        ranks = [Rank(tp_rank, target_tp, layout=target_layout or layout) for tp_rank in range(target_tp)]
+        more = {"transport": transport, "fence_seconds": fence_seconds, "compares": compares}
+        self.receivers = [ReceivingRank(rank, **more) for rank in ranks]  # type: ignore[arg-type]
         return self.senders[-1], self.receivers
 
     def close(self) -> None:

@@ -209,7 +209,7 @@ def test_a_transport_does_not_connect_to_itself(pair: Pair) -> None:
 
 
 def listening_addresses() -> dict[str, str]:
-    """Return the address of each listening TCP socket of this process, as the kernel writes it, by the socket's number."""
+    """Return where this process listens for TCP connections, as the kernel writes addresses, by the socket's number."""
     inodes = set()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the descriptor that lists the directory

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -231,6 +232,41 @@ def test_a_mismatch_says_where() -> None:
     assert "group 'full', component 'v', layer '1', heads 3:4, tokens 80 to 96" in message
     assert "rank tp 1/2" in message
     assert "(1 of" in message
+
+
+@pytest.mark.parametrize("source", ["LBHNC", "transposed keys"])
+@pytest.mark.parametrize(("kept", "wanted"), [("sample", "sample"), ("full", "sample"), ("full", "full")])
+def test_a_longer_prompt_that_shares_the_last_block_leaves_the_digests_of_its_end(
+    kept: str, wanted: str, source: str
+) -> None:
+    """The engine has generated tokens: the block is full, and another prompt writes its digests anew."""
+    pair = two(source_layout=source, destination_layout="LBNHC", source={"tp_size": 2})
+    tables = pair.tables(Integrity(kept))
+    pair.run()
+    compared = pair.compare(tables, Integrity(wanted))
+    for rank, table in zip(pair.sources, tables, strict=True):
+        for view in rank.views.values():
+            view[int(pair.request.source_ids[-1]), :, 100 % 32 :] ^= 77
+        table.fill_group("full", pair.request.source_ids, 0, (0, 128))
+    assert pair.compare(tables, Integrity(wanted)) == compared
+    for rank in pair.destinations:
+        for view in rank.views.values():
+            view[int(pair.request.destination_ids[-1]), :, 96 % 32 : 100 % 32] ^= 1
+    with pytest.raises(HandoffError) as caught:
+        pair.compare(tables, Integrity(wanted))
+    assert "tokens 96 to 100" in caught.value.message
+
+
+@pytest.mark.parametrize("kept", [Integrity.SAMPLE, Integrity.FULL])
+def test_a_table_of_an_earlier_version_has_the_digests_of_a_prompts_end_in_its_rows(kept: Integrity) -> None:
+    """And a destination of an earlier version reads them there."""
+    pair = two(source_layout="LBHNC", destination_layout="LBNHC")
+    [table] = pair.tables(kept)
+    pair.run()
+    [plan] = Planner(pair.move.sources, pair.destinations[0].shard).plans(0)
+    earlier = msgspec.structs.replace(table.entry, open_address=0)
+    pairs = [(plan, PairDigests(plan, earlier, kept))]
+    assert compare(pairs, [pair.request]) == pair.compare([table], kept)
 
 
 def test_bytes_behind_the_prompt_do_not_count() -> None:

@@ -21,7 +21,7 @@ from kvferry.handoff.push.sender import END, Cut, Need, Prompt, PushRequest, Sen
 from kvferry.plan.layer_spans import Span
 
 SPANS = {Span("full"): Need(1, 7, 2), Span("window"): Need(4, 7, 2), Span("state"): Need(0, 1, 9)}
-NUM_TOKENS, NUM_SOURCES, SECONDS, NUM_STEPS = 7, 2, 40.0, 600
+NUM_TOKENS, NUM_SOURCES, SECONDS, NUM_STEPS = 7, 2, 40.0, 660
 FENCE_SECONDS = 3.0
 OVERWRITTEN = ("overwritten", 0)
 
@@ -73,6 +73,7 @@ class Target(msgspec.Struct):
     registration: dict[int, int]
     unanswered: set[int]
     blocks: dict[int, dict[tuple[Span, int], tuple[str, int]]]
+    landed: set[int] = msgspec.field(default_factory=set)
     is_given_back: bool = False
 
 
@@ -108,6 +109,7 @@ class BothSides:
             self.drop: 6,
             self.pass_time: 6,
             self.land: 20,
+            self.compare: 40,
             self.notice_ends: 10,
             self.refuse: 0.15,
             self.restart_sender: 0.3,
@@ -120,6 +122,8 @@ class BothSides:
             self.notice_ends()
             self.step_receiver()
             self.report()
+            while any(target.landed for target in self.targets.values()):
+                self.compare()
             for _ in range(40):
                 self.start_write()
                 self.write_a_token()
@@ -328,6 +332,17 @@ class BothSides:
             wanted = _tokens(tuple(Cut(span, need.first_token, need.end_token) for span, need in SPANS.items()))
             assert target.blocks[rank] == dict.fromkeys(wanted, (target.transfer_id, rank))
 
+    def compare(self) -> None:
+        """The receiver has compared a part with the digests of its source; now and then a byte differs."""
+        for target in self.targets.values():
+            if target.landed:
+                rank = target.landed.pop()
+                if self.random.random() < 0.02:
+                    target.receiving.fail(HandoffError(Reason.INTEGRITY_MISMATCH, "damaged"))
+                else:
+                    target.receiving.done(rank, "digest")
+                return
+
     def abort(self) -> None:
         if self.targets:
             target = self.random.choice(list(self.targets.values()))
@@ -396,9 +411,9 @@ class BothSides:
         target = self.targets.get(key)
         if target is None:
             return
-        if error is None:
-            target.receiving.done(rank, "digest")
-        else:
+        if error is None and target.receiving.landed(rank, "digest"):
+            target.landed.add(rank)
+        elif error is not None:
             target.receiving.refused(rank, error)
 
 

@@ -405,3 +405,50 @@ def test_snapshots_of_a_rank_that_pushes_are_plain() -> None:
         },
         "ended": ["y"],
     }
+
+
+def test_a_part_that_has_landed_counts_once_it_has_been_compared() -> None:
+    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    push.announcing(0)
+    push.announcing(1)
+    assert (push.landed(0, "a"), push.landed(0, "a"), push.landed(1, "b")) == (True, False, True)
+    push.done(0, "a")
+    assert not push.is_over
+    push.done(1, "b")
+    assert (push.is_over, push.error) == (True, None)
+
+
+def test_a_part_that_landed_wrong_gives_the_blocks_back_once_the_others_are_quiet() -> None:
+    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    push.announcing(0)
+    push.announcing(1)
+    assert push.landed(0, "a")
+    push.fail(HandoffError(Reason.INTEGRITY_MISMATCH, "damaged"))
+    assert (push.is_over, push.writers, push.may_land) == (False, [1], [1])
+    push.quiet(1)
+    assert push.is_over
+
+
+def test_a_source_that_ends_while_its_part_is_compared_fails_nothing() -> None:
+    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push.announcing(0)
+    assert push.landed(0, "a")
+    for may_land in (True, False):
+        push.ended(0, HandoffError(Reason.PEER_DIED, "ended"), may_land=may_land)
+    push.quiet(0)
+    push.refused(0, GAVE_UP)
+    push.fenced(0, GAVE_UP)
+    push.done(0, "a")
+    assert (push.is_over, push.error) == (True, None)
+
+
+def test_a_push_that_is_not_compared_by_its_deadline_names_the_source() -> None:
+    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    push.announcing(0)
+    push.announcing(1)
+    push.done(0, "a")
+    assert push.landed(1, "b")
+    push.due(31.0)
+    assert push.error is not None
+    assert "by source ranks [1]" in push.error.message
+    assert push.is_over

@@ -7,7 +7,7 @@ out one push, an :class:`Announcer` all pushes to a rank.
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -17,6 +17,7 @@ from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase, clock
 from kvferry.execution.peers import Peers
+from kvferry.execution.push_digests import PER_ADVANCE, PushDigests, PushedCells
 from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
     MAX_QUESTION_BYTES,
@@ -41,6 +42,7 @@ from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.receiver import Receiving, Step
 from kvferry.handoff.wire.client import Client, Exchange
 from kvferry.peer_log import PeerLog
+from kvferry.plan.digest_cells import Integrity
 from kvferry.transport.end_points import ProcessIdentity
 from kvferry.transport.registry import TransportSet
 
@@ -54,6 +56,7 @@ class SourceRank:
     """A source rank of a plan: where it answers, the part that it writes, and all encoded shards of its engine.
 
     ``version`` is that of the handshake with its engine. ``process`` writes; where it is None, nothing is known of it.
+    ``cells`` are those whose digests are compared.
     """
 
     index: int
@@ -62,6 +65,7 @@ class SourceRank:
     engine: tuple[bytes, ...]
     version: int
     process: ProcessIdentity | None = None
+    cells: PushedCells | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,10 @@ class AwaitedPush:
         self._transports: dict[int, str] = {}
         self._announced_at: dict[int, float] = {}
         self._done_at: dict[int, float] = {}
+        self._digests: dict[int, PushDigests] = {}
+        self._comparing: dict[int, Iterator[int]] = {}
+        self._num_compared_bytes = 0
+        self._compare_seconds = 0.0
 
     def advance(self, scratch: Scratch, now: float) -> bool:
         """Take reports and answers of sources, then carry out the steps that are due."""
@@ -109,7 +117,7 @@ class AwaitedPush:
         receiving = self._receiving
         if receiving is None:
             return self._prepare(now)
-        moved = self._read_inbox(receiving)
+        moved = self._read_inbox(receiving) or self._compare(receiving)
         for step, index in receiving.due(now):
             source = self._sources[index]
             match step:
@@ -190,6 +198,8 @@ class AwaitedPush:
             transport=",".join(sorted({event.transport for event in committed})),
             wait_seconds=finished_at - self._created_at,
             transfer_seconds=max((event.transfer_seconds for event in committed), default=0.0),
+            num_compared_bytes=self._num_compared_bytes,
+            compare_seconds=self._compare_seconds,
             events=self._events(finished_at) if self._announcer.keeps_events else None,
         )
 
@@ -210,6 +220,9 @@ class AwaitedPush:
             if now >= self._request.deadline:
                 raise _no_handshake(self._request, now - self._created_at)
             sources = self._find_sources()
+            for source in sources or ():
+                if source.cells is not None:
+                    self._digests[source.index] = PushDigests(source.cells, source.part.announced, self._key)
         except KVFerryError as error:
             self.cancel(error)
             return True
@@ -247,6 +260,7 @@ class AwaitedPush:
             blocks=source.part.announced,
             digest=source.part.digest,
             seconds=max(0.001, self._request.deadline - time.monotonic()),
+            integrity=(Integrity.OFF if source.cells is None else source.cells.wanted).value,
         )
 
     def _read_inbox(self, receiving: Receiving) -> bool:
@@ -255,14 +269,43 @@ class AwaitedPush:
             moved = True
             event = self.inbox.get_nowait()
             if isinstance(event, Pushed):
-                receiving.done(event.source_index, event.digest)
-                self._pushed[event.source_index] = event
-                self._done_at[event.source_index] = time.monotonic()
+                self._note_pushed(receiving, event)
             elif isinstance(event, PushFailed):
                 receiving.refused(event.source_index, event.error())
             else:
                 self._note_answer(receiving, *event)
         return moved
+
+    def _note_pushed(self, receiving: Receiving, event: Pushed) -> None:
+        """The part has landed; where this rank compares digests, the part counts once they agree."""
+        index = event.source_index
+        if not receiving.landed(index, event.digest):
+            return
+        self._pushed[index] = event
+        self._done_at[index] = time.monotonic()
+        if index in self._digests:
+            self._comparing[index] = self._digests[index].compare(event.digests)
+        else:
+            receiving.done(index, event.digest)
+
+    def _compare(self, receiving: Receiving) -> bool:
+        """Compare some of what has landed, for as long as other jobs may wait; return whether there was any."""
+        if receiving.error is not None:
+            return False
+        for index, comparing in self._comparing.items():
+            started, num_bytes = time.monotonic(), 0
+            try:
+                while num_bytes < PER_ADVANCE:
+                    num_bytes += next(comparing)
+            except StopIteration:
+                receiving.done(index, self._pushed[index].digest)
+                del self._comparing[index]
+            except KVFerryError as error:
+                receiving.fail(error)
+            self._num_compared_bytes += num_bytes
+            self._compare_seconds += time.monotonic() - started
+            return True
+        return False
 
     def _note_answer(
         self, receiving: Receiving, index: int, question: Announce | Revoke, answer: Answer | None

@@ -4,23 +4,26 @@ The table has a row of words for each block of each cache group. A source fills 
 guard word says that the prompt is held; a destination reads the rows between the two reads of the guard word, like the
 data. Prompts that share a block write equal words into its row: a shared block is full and never changes, and the cells
 of the sample follow from the block's id.
+
+Where a prompt ends inside a stretch of tokens, the digest covers the prompt's tokens only. The engine may go on, fill
+the block, and share it with a longer prompt, which writes the stretch's words anew, over all tokens. So the words of
+such an *open* stretch have a row of their own. A block has one at most, of the one prompt that ended there.
 """
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from kvferry.arrays import Addresses, Descriptors, Flags, Integers
-from kvferry.errors import HandoffError, PlanError, Reason
+from kvferry.errors import HandoffError
 from kvferry.execution.cell_sums import MOST_BYTES, CellSums
+from kvferry.execution.pair_cells import GroupCells, check_kept, place_of
 from kvferry.handoff.messages import DigestTable as TableEntry
-from kvferry.layout.component import HeadRange
 from kvferry.layout.shard import Region, Shard
-from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, CellMemory, Cells, Integrity, Part
-from kvferry.plan.head_ranges import common, count, without
-from kvferry.plan.planner import GroupPlan, PairPlan
+from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, CellMemory, Cells, Integrity
+from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.strided_copy import merge_rows
 
@@ -40,14 +43,18 @@ class DigestTable:
             name: [CellSums(CellMemory(shard, part.component, grid, part)) for part in grid.parts]
             for name, grid in self._grids.items()
         }
-        begins = _first_words(self._grids.values(), kept)
-        self._memory = np.zeros(max(begins[""], 1), dtype=np.uint64)
-        self._rows = {
-            name: self._memory[begins[name] :][: grid.group.num_blocks * grid.num_words(kept)].reshape(
-                -1, grid.num_words(kept)
-            )
-            for name, grid in self._grids.items()
+        sizes = {name: (grid.num_words(kept), grid.num_words_each(kept)) for name, grid in self._grids.items()}
+        rows, open_rows = (_first_words(self._grids.values(), kept, is_open=is_open) for is_open in (False, True))
+        self._memory = np.zeros(max(rows[""] + open_rows[""], 1), dtype=np.uint64)
+        self._open_word = rows[""]
+        self._rows = {name: self._view(name, rows[name], each) for name, (each, _) in sizes.items()}
+        self._open_rows = {
+            name: self._view(name, self._open_word + open_rows[name], each) for name, (_, each) in sizes.items()
         }
+
+    def _view(self, name: str, first_word: int, num_words: int) -> Addresses:
+        num_blocks = self._grids[name].group.num_blocks
+        return self._memory[first_word : first_word + num_blocks * num_words].reshape(num_blocks, num_words)
 
     @property
     def region(self) -> Region:
@@ -58,7 +65,8 @@ class DigestTable:
     def entry(self) -> TableEntry:
         """The table as a destination must know it."""
         kept: Literal["sample", "full"] = "full" if self._kept is Integrity.FULL else "sample"
-        return TableEntry(kept, self.region.base_address, self._seed)
+        address = self.region.base_address
+        return TableEntry(kept, address, self._seed, address + self._open_word * DIGEST_BYTES)
 
     def fill(self, num_tokens: int, block_ids: Mapping[str, Integers]) -> None:
         """Fill the rows of a prompt's blocks.
@@ -73,14 +81,21 @@ class DigestTable:
 
     def fill_group(self, name: str, block_ids: Integers, begin: int, tokens: tuple[int, int]) -> None:
         """Fill the rows of ``tokens`` of one group, half-open, in blocks of which the first begins at ``begin``."""
-        grid, rows = self._grids[name], self._rows[name]
+        grid, rows, kept = self._grids[name], self._rows[name], self._kept
         stretches = grid.stretches(block_ids, begin, *tokens)
+        is_open = grid.is_open(stretches, tokens[1])
         for cells in grid.cells(stretches, self._kept, self._kept, self._seed, MOST_BYTES):
             summed, at = self._sums[name][cells.part], cells.stretch
             head = grid.parts[cells.part].head_cells[cells.head_cell, 1]
             slot = stretches.number[at] * grid.num_tokens
             places = summed.memory.places(cells.layer, head, stretches.block[at], slot)
-            rows[stretches.block[at], cells.word] = summed.sums(places, stretches.num_tokens[at])
+            sums = summed.sums(places, stretches.num_tokens[at])
+            # Also those of an open stretch, for destinations of an earlier version.
+            rows[stretches.block[at], cells.word] = sums
+            if is_open:
+                last = at == len(stretches.block) - 1
+                word = grid.word_of_stretch(kept, cells.word[last])
+                self._open_rows[name][stretches.block[-1], word] = sums[last]
 
 
 def first_held(block_ids: Integers) -> int:
@@ -93,12 +108,14 @@ def first_held(block_ids: Integers) -> int:
     return int(gone[-1]) + 1 if gone.size else 0
 
 
-def _first_words(grids: Iterable[CellGrid], kept: Integrity) -> dict[str, int]:
-    """Return the word with which each group's rows begin in a table; the empty name has the words of all."""
+def _first_words(grids: Iterable[CellGrid], kept: Integrity, *, is_open: bool) -> dict[str, int]:
+    """Return the word with which each group's rows begin, those of blocks or of open stretches; the empty name has the
+    words of all.
+    """
     begins, begin = {}, 0
     for grid in grids:
         begins[grid.group.name] = begin
-        begin += grid.group.num_blocks * grid.num_words(kept)
+        begin += grid.group.num_blocks * (grid.num_words_each(kept) if is_open else grid.num_words(kept))
     return {**begins, "": begin}
 
 
@@ -110,17 +127,12 @@ class PairDigests:
     """
 
     def __init__(self, plan: PairPlan, table: TableEntry | None, wanted: Integrity) -> None:
-        kept = Integrity.OFF if table is None else Integrity(table.kept)
-        if table is None or (wanted, kept) not in _COMPARABLE:
-            raise PlanError(
-                Reason.UNSUPPORTED,
-                f'this engine has "integrity": "{wanted}", the prefill engine "{kept}".',
-                "Set at least the decode engine's value on the prefill engine.",
-            )
+        kept = check_kept(table, wanted)
+        assert table is not None, "who wants digests asks a source that keeps some"
         grids = {group.name: CellGrid(group) for group in plan.source.groups}
-        begins = _first_words(grids.values(), kept)
+        rows, open_rows = (_first_words(grids.values(), kept, is_open=is_open) for is_open in (False, True))
         self._groups = [
-            GroupDigests(plan, group, grids[name], Kept(table, kept, begins[name]), wanted)
+            GroupDigests(GroupCells(plan, group, grids[name], wanted), Kept(table, kept, rows[name], open_rows[name]))
             for name, group in plan.groups.items()
         ]
 
@@ -128,60 +140,29 @@ class PairDigests:
         """Return the comparison of a request. Raises :class:`PlanError` (``unsupported``) where ``full`` is wanted and
         the tokens begin inside a cell.
         """
-        asked = [(group, blocks) for group in self._groups for blocks in requests if blocks.group == group.name]
+        asked = [(group, blocks) for group in self._groups for blocks in requests if blocks.group == group.cells.name]
         return Comparison([GroupComparison(group, blocks) for group, blocks in asked if blocks.num_tokens])
 
 
 class Kept(NamedTuple):
-    """A source's table: what it keeps, and the word with which the rows of a group begin."""
+    """A source's table: what it keeps, and the words with which the rows of a group begin."""
 
     table: TableEntry
     kept: Integrity
     first_word: int
+    first_open_word: int
 
 
-class GroupDigests:
-    """The comparison of one cache group between two ranks."""
+class GroupDigests(NamedTuple):
+    """The cells of one cache group that move between two ranks, and the source's digests of them."""
 
-    def __init__(self, plan: PairPlan, group: GroupPlan, grid: CellGrid, kept: Kept, wanted: Integrity) -> None:
-        self.name, self.rank_name = group.source_group.name, plan.source.rank_name
-        self.grid, self.kept, self.wanted = grid, kept, wanted
-        self.destination = group.destination_group
-        self.num_words = grid.num_words(kept.kept)
-        if not self.destination.token_share.is_whole:
-            self.refuse(f"holds {self.destination.token_share!r} of the tokens")
-        if wanted is Integrity.FULL and self.destination.block_size % grid.num_tokens:
-            self.refuse(f"has blocks of {self.destination.block_size} tokens, and digests cover {grid.num_tokens}")
-        self.sums: list[CellSums] = []
-        self.layers: list[Integers] = []
-        self.heads: list[Integers] = []
-        """Of each part, the local layer of each of the source's layers and the first local head of each of its head
-        cells; -1 for those that do not move between these two ranks."""
-        for part in grid.parts:
-            received = self.destination.component(part.component.name)
-            memory = CellMemory(plan.destination, received, grid, part)
-            self.sums.append(CellSums(memory))
-            self.layers.append(memory.layers(part.component.layers))
-            self.heads.append(self._moving(part, memory, group.heads.get(part.component.name, ())))
+    cells: GroupCells
+    kept: Kept
 
-    def _moving(self, part: Part, memory: CellMemory, carried: Sequence[HeadRange]) -> Integers:
-        """Return the first local head of each head cell; -1 for one that does not move as a whole."""
-        first_heads = memory.first_heads.copy()
-        cells = [part.heads(index) for index in range(len(first_heads))] if carried else []
-        whole = np.array([not without([cell], carried) for cell in cells] or [False] * len(first_heads))
-        first_heads[~whole] = -1
-        moving = common(common(carried, part.component.heads), memory.heads)
-        if self.wanted is Integrity.FULL and count(moving) != part.heads_each * int((first_heads >= 0).sum()):
-            self.refuse(f"holds a part of the {part.heads_each} heads of one digest of {part.component.name!r}")
-        return first_heads
-
-    def refuse(self, why: str) -> NoReturn:
-        """Raise: not all cells could be compared."""
-        raise PlanError(
-            Reason.UNSUPPORTED,
-            f"group {self.name!r}: integrity cannot be {self.wanted} here: this rank {why}.",
-            'Set "integrity" to "off" or "sample", or use block sizes that are multiples of 16 on both engines.',
-        )
+    @property
+    def num_words(self) -> int:
+        """The words of one block."""
+        return self.cells.grid.num_words(self.kept.kept)
 
 
 class GroupComparison:
@@ -189,7 +170,7 @@ class GroupComparison:
 
     def __init__(self, group: GroupDigests, blocks: GroupBlocks) -> None:
         self._group = group
-        grid, wanted = group.grid, group.destination
+        grid, wanted = group.cells.grid, group.cells.destination
         self._stretches = grid.stretches(
             blocks.source_ids, blocks.source_first_token, blocks.first_token, blocks.last_token
         )
@@ -198,57 +179,68 @@ class GroupComparison:
         self._block = blocks.destination_ids[np.minimum(position, len(blocks.destination_ids) - 1)]
         # A cell is gathered whole, also where the prompt ends inside.
         self._is_inside: Flags = self._slot + grid.num_tokens <= wanted.block_size
-        if group.wanted is Integrity.FULL and (not self._is_inside.all() or first[:1].tolist() != [blocks.first_token]):
-            group.refuse(f"loads from token {blocks.first_token} on")
+        is_full = group.cells.wanted is Integrity.FULL
+        if is_full and (not self._is_inside.all() or first[:1].tolist() != [blocks.first_token]):
+            group.cells.refuse(f"loads from token {blocks.first_token} on")
         held = self._stretches.position
         self._first_position = int(held[0]) if len(held) else 0
         self._ids = blocks.source_ids[self._first_position : int(held[-1]) + 1 if len(held) else 0]
+        has_row = group.kept.table.open_address and grid.is_open(self._stretches, blocks.last_token)
+        self._num_open_words = grid.num_words_each(group.kept.kept) if has_row else 0
 
     @property
     def num_words(self) -> int:
-        """The words that the comparison reads: rows of consecutive blocks of the request."""
-        return len(self._ids) * self._group.num_words
+        """The words that the comparison reads: rows of consecutive blocks of the request, and that of its end."""
+        return len(self._ids) * self._group.num_words + self._num_open_words
 
     def rows(self, destination: int) -> Integers:
         """Return rows of source address, destination address and length that read the words."""
-        group, each = self._group, self._group.num_words * DIGEST_BYTES
-        source = group.kept.table.address + group.kept.first_word * DIGEST_BYTES + self._ids * each
+        kept, each = self._group.kept, self._group.num_words * DIGEST_BYTES
+        source = kept.table.address + kept.first_word * DIGEST_BYTES + self._ids * each
         to = destination + np.arange(len(self._ids), dtype=np.int64) * each
-        return merge_rows(np.stack((source, to, np.full(len(to), each)), axis=1))
+        rows = merge_rows(np.stack((source, to, np.full(len(to), each)), axis=1))
+        if not self._num_open_words:
+            return rows
+        length = self._num_open_words * DIGEST_BYTES
+        begin = kept.table.open_address + kept.first_open_word * DIGEST_BYTES + int(self._ids[-1]) * length
+        return np.concatenate((rows, [[begin, destination + len(self._ids) * each, length]]))
 
     def compare(self, words: Addresses) -> Iterator[int]:
         """Compare some cells at a time, and yield their bytes. Raises :class:`HandoffError` (integrity-mismatch)."""
-        group, stretches = self._group, self._stretches
-        grid, kept = group.grid, group.kept
+        group, kept, stretches = self._group.cells, self._group.kept, self._stretches
+        grid = group.grid
         for cells in grid.cells(stretches, kept.kept, group.wanted, kept.table.seed, MOST_BYTES):
-            layer, head = group.layers[cells.part][cells.layer], group.heads[cells.part][cells.head_cell]
+            here = group.parts[cells.part]
+            layer, head = here.layers[cells.layer], here.heads[cells.head_cell]
             moved = np.flatnonzero((layer >= 0) & (head >= 0) & self._is_inside[cells.stretch])
             if not len(moved):
                 continue
-            at, summed = cells.stretch[moved], group.sums[cells.part]
-            places = summed.memory.places(layer[moved], head[moved], self._block[at], self._slot[at])
-            found = summed.sums(places, stretches.num_tokens[at])
-            row = stretches.position[at] - self._first_position
-            wrong = np.flatnonzero(found != words[row * group.num_words + cells.word[moved]])
+            at = cells.stretch[moved]
+            places = here.sums.memory.places(layer[moved], head[moved], self._block[at], self._slot[at])
+            found = here.sums.sums(places, stretches.num_tokens[at])
+            wrong = np.flatnonzero(found != words[self._index(at, cells.word[moved])])
             if wrong.size:
                 raise self._mismatch(cells, moved[wrong])
             yield len(moved) * grid.cell_bytes(grid.parts[cells.part])
 
+    def _index(self, stretch: Integers, word: Integers) -> Integers:
+        """Return where the words of blocks' rows are among those that were read."""
+        found = (self._stretches.position[stretch] - self._first_position) * self._group.num_words + word
+        if self._num_open_words:
+            last = stretch == len(self._stretches.block) - 1
+            of_stretch = self._group.cells.grid.word_of_stretch(self._group.kept.kept, word[last])
+            found[last] = len(self._ids) * self._group.num_words + of_stretch
+        return found
+
     def _mismatch(self, cells: Cells, wrong: Integers) -> HandoffError:
-        part, first = self._group.grid.parts[cells.part], int(wrong[0])
+        first = int(wrong[0])
         stretch = int(cells.stretch[first])
         token = int(self._stretches.first_token[stretch])
-        heads = part.heads(int(cells.head_cell[first]))
-        where = f"tokens {token} to {token + int(self._stretches.num_tokens[stretch])}"
-        if self._group.grid.is_state:
-            where = "the state"
-        return HandoffError(
-            Reason.INTEGRITY_MISMATCH,
-            f"group {self._group.name!r}, component {part.component.name!r}, layer "
-            f"{part.component.layers[int(cells.layer[first])]!r}, heads {heads!r}, {where}: the bytes that arrived are "
-            f"not those of {self._group.rank_name} ({len(wrong)} of {len(cells.layer)} digests differ).",
-            "Send the prompt again; if this repeats, check memory and network of both hosts.",
-        )
+        tokens = token, token + int(self._stretches.num_tokens[stretch])
+        where = place_of(self._group.cells.grid, tokens, (int(self._block[stretch]),) * 2)
+        counts = len(wrong), len(cells.layer)
+        layer, head_cell = int(cells.layer[first]), int(cells.head_cell[first])
+        return self._group.cells.mismatch(cells.part, layer, head_cell, where, counts)
 
 
 class Comparison:
@@ -279,7 +271,3 @@ class Comparison:
         for group in self._groups:
             yield from group.compare(words[begin : begin + group.num_words])
             begin += group.num_words
-
-
-_ORDER = list(Integrity)
-_COMPARABLE = frozenset((wanted, kept) for kept in _ORDER for wanted in _ORDER[1 : _ORDER.index(kept) + 1])

@@ -11,6 +11,8 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.announce import SourceRank
 from kvferry.execution.digests import PairDigests
 from kvferry.execution.guard_words import Held
+from kvferry.execution.pair_cells import check_kept
+from kvferry.execution.push_digests import PushedCells
 from kvferry.execution.read import Guard, RankRead
 from kvferry.execution.route import Route
 from kvferry.execution.stage import Stage
@@ -37,10 +39,15 @@ MAX_ENGINES = 1024
 
 
 class Compares(NamedTuple):
-    """How a rank compares what it reads: how much, and the registered memory into which it reads the digests."""
+    """How a rank compares what it loads: how much, and the registered memory into which it reads the digests.
+
+    A rank that is pushed to reads none. Where ``is_required`` is false, nothing is compared with an engine that pushes
+    without digests, such as one of an earlier version.
+    """
 
     wanted: Integrity
-    memory: Stage
+    memory: Stage | None = None
+    is_required: bool = True
 
 
 class SourceEngine:
@@ -51,8 +58,9 @@ class SourceEngine:
         self._directory, self._shard = directory, shard
         self._compares = compares
         self._pairs: dict[PairPlan, PairDigests] = {}
-        for plan in route.plans(0) if compares is not None else ():
-            self._digests_of(plan)
+        self._cells: dict[PairPlan, PushedCells | None] = {}
+        for plan in route.plans(0):
+            self._check_digests(plan)
 
     def reads(self, hold: RemoteHold, held: Held, blocks: Sequence[GroupBlocks]) -> list[RankRead] | None:
         """Return one guarded read per source rank that this rank needs for the request, None until the route is ready.
@@ -71,6 +79,28 @@ class SourceEngine:
             self._with_digests(self.route.read(plan, blocks, self._guard(plan, hold, held)), plan, blocks)
             for plan in plans
         ]
+
+    def _check_digests(self, plan: PairPlan) -> None:
+        """Raise :class:`PlanError` (unsupported) where this rank could not compare what the plan moves."""
+        if self._compares is not None and self._compares.memory is not None:
+            self._digests_of(plan)
+        elif self._compares is not None:
+            self._cells_of(plan)
+
+    def _cells_of(self, plan: PairPlan) -> PushedCells | None:
+        """Return the cells of a push that are compared; None where none are."""
+        if plan not in self._cells:
+            table, compares = self._directory.ranks[plan.assignment.source_index].digests, self._compares
+            if compares is None or (table is None and not compares.is_required):
+                self._cells[plan] = None
+                if compares is not None:
+                    engine_id = self._directory.engine_id
+                    told = "kvferry: what engine %s pushes is not compared: the engine has no digests."
+                    logger.warning(told, engine_id, peer=engine_id)
+            else:
+                check_kept(table, compares.wanted)
+                self._cells[plan] = PushedCells(plan, compares.wanted, at_source=False)
+        return self._cells[plan]
 
     def _with_digests(self, read: RankRead, plan: PairPlan, blocks: Sequence[GroupBlocks]) -> RankRead:
         """Return the read with the comparison of its bytes, where this rank compares."""
@@ -111,7 +141,8 @@ class SourceEngine:
                     'Set "mode": "push" on both engines.',
                 )
             part = Part(plan, announced_blocks(plan, blocks))
-            ranks.append(SourceRank(index, answers_at, part, shards, self._directory.version, entry.process))
+            version, cells = self._directory.version, self._cells_of(plan)
+            ranks.append(SourceRank(index, answers_at, part, shards, version, entry.process, cells))
         return ranks
 
     def _guard(self, plan: PairPlan, hold: RemoteHold, held: Held) -> Guard:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,9 @@ from kvferry.execution.device import DeferredActions, DeviceOrder
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase, clock
+from kvferry.execution.pair_cells import check_kept
 from kvferry.execution.peers import Peers
+from kvferry.execution.push_digests import PushDigests, PushedCells, WrittenDigests
 from kvferry.execution.route import Route
 from kvferry.handoff.handshake import compare_identities
 from kvferry.handoff.holds import check_epoch, handle_of_transfer
@@ -27,6 +29,7 @@ from kvferry.handoff.messages import (
     Announced,
     Answer,
     Bounded,
+    DigestTable,
     EndPoint,
     Identity,
     Introduce,
@@ -45,6 +48,7 @@ from kvferry.handoff.versions import Versions, agree
 from kvferry.handoff.wire.client import Client
 from kvferry.layout.shard import decode_shard
 from kvferry.peer_log import PeerLog
+from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
 from kvferry.plan.match import selector_of
 from kvferry.plan.planner import PairPlan
@@ -110,7 +114,7 @@ class Write:
     """One push at its source; ``report`` tells the destination its result once no batch is in flight.
 
     ``check_alive`` raises :class:`KVFerryError` where the destination has ended: a push that waits for its prompt would
-    not notice.
+    not notice. ``digests`` are added up while the transport writes, or between its writes.
 
     ``lock`` guards ``sender``, which the engine's and the server's threads change.
     """
@@ -128,6 +132,7 @@ class Write:
         report: Report,
         events: PushEvents | None = None,
         check_alive: Callable[[], None] = lambda: None,
+        digests: WrittenDigests | None = None,
     ) -> None:
         self.job_id = f"push {key.number} to {key.receiver} {key.receiver_epoch}"
         self.phase = Phase.PREPARING
@@ -136,11 +141,12 @@ class Write:
         self._sender, self._lock, self._key, self._part = sender, lock, key, part
         self._connect, self._report, self._check_alive = connect, report, check_alive
         self._check_alive_at = 0.0
-        self._events = events
+        self._events, self._digests = events, digests
         self._link: Link | None = None
         self._transfer: Transfer | None = None
         self._created_at = time.monotonic()
         self._submitted_at = 0.0
+        self._is_writing = False
         self._transfer_seconds = 0.0
         self._num_bytes = self._num_descriptors = 0
 
@@ -185,6 +191,8 @@ class Write:
             transport="" if self._link is None else self._link.name,
             wait_seconds=finished_at - self._created_at,
             transfer_seconds=self._transfer_seconds,
+            num_compared_bytes=0 if self._digests is None else self._digests.num_bytes,
+            compare_seconds=0.0 if self._digests is None else self._digests.seconds,
             events=None if self._events is None else self._events.as_dict(),
         )
 
@@ -200,6 +208,9 @@ class Write:
             return False
         self._submitted_at = time.monotonic()
         rows = self._part.lower(batch, prompt.blocks)
+        if self._digests is not None:
+            self._digests.begin(self._part.cuts(batch, prompt.blocks))
+        self._is_writing = True
         self._transfer = transfer = link.transport.submit(link.peer, Direction.WRITE, rows)
         self._num_descriptors += transfer.num_descriptors
         if self._events is not None:
@@ -209,26 +220,38 @@ class Write:
 
     def _poll_batch(self, link: Link, transfer: Transfer, is_stopping: bool) -> bool:
         bytes_before = transfer.bytes_done
-        status = link.transport.cancel(transfer) if is_stopping else link.transport.poll(transfer)
+        if transfer.status is Status.PENDING:
+            _ = link.transport.cancel(transfer) if is_stopping else link.transport.poll(transfer)
+        if transfer.status is not Status.PENDING and self._is_writing:
+            self._is_writing = False
+            self._transfer_seconds += time.monotonic() - self._submitted_at
         if is_stopping:
             self.phase = Phase.STOPPING
             self.given_up_at = self.given_up_at or time.monotonic()
-        if status is Status.PENDING:
+        elif self._digests is not None and not self._digests.advance():
+            return True
+        if transfer.status is Status.PENDING:
             return transfer.bytes_done != bytes_before
         self._transfer, self.phase = None, Phase.PREPARING
-        now = time.monotonic()
-        self._transfer_seconds += now - self._submitted_at
         if is_stopping:
             self._stopped(None)
-        elif status is Status.DONE:
+        elif transfer.status is Status.DONE:
             self._num_bytes += transfer.num_bytes
-            if self._events is not None:
-                self._events.landed(now)
-            with self._lock:
-                self._sender.landed(self._key)
+            self._landed()
         else:
-            self._stopped(transfer.error or _write_failed(status))
+            self._stopped(transfer.error or _write_failed(transfer.status))
         return True
+
+    def _landed(self) -> None:
+        if self._events is not None:
+            self._events.landed(time.monotonic())
+        is_unchanged = self._digests is None or self._digests.is_unchanged()
+        with self._lock:
+            if not is_unchanged:
+                self._sender.void(self._key)
+            counts = self._sender.landed(self._key)
+        if counts and self._digests is not None:
+            self._digests.landed()
 
     def _stopped(self, error: KVFerryError | None) -> None:
         with self._lock:
@@ -269,6 +292,13 @@ class DestinationRank:
     route: Route
     source_index: int
     registration: int
+    _cells: dict[tuple[PairPlan, Integrity], PushedCells] = field(default_factory=dict)
+
+    def cells(self, plan: PairPlan, wanted: Integrity) -> PushedCells:
+        """Return the cells of a plan whose digests the destination compares, made once. Raises :class:`PlanError`."""
+        if (plan, wanted) not in self._cells:
+            self._cells[plan, wanted] = PushedCells(plan, wanted, at_source=True)
+        return self._cells[plan, wanted]
 
     @property
     def link(self) -> Connecting | Link:
@@ -291,7 +321,7 @@ class Writer:
 
     A prompt of more than ``short_tokens`` is sent in ``spans``, each as soon as its layers have run. With
     ``keeps_events`` the result of each push has its events, and :meth:`take_steps` returns the steps. ``engine`` is
-    where this rank's own engine answers, once that is known.
+    where this rank's own engine answers, once that is known. ``digests`` says which digests a destination may ask for.
 
     The server's thread calls :meth:`answer`, the engine's thread the other methods, none of which waits for a transfer.
     """
@@ -308,7 +338,9 @@ class Writer:
         spans: LayerSpans,
         keeps_events: bool = False,
         short_tokens: int = SHORT_TOKENS,
+        digests: DigestTable | None = None,
     ) -> None:
+        self._kept = digests
         self._shard, self.epoch, self._identity = shard, epoch, identity
         self._transports, self._executor, self._client = transports, executor, client
         self._order = order
@@ -502,6 +534,7 @@ class Writer:
             )
         with self._lock:
             is_computed = self._sender.is_computed(question.transfer_id)
+        digests = self._digests(question, destination, plan, part)
         is_whole = goes_whole(question.num_tokens, is_computed=is_computed, short_tokens=self._short_tokens)
         part = part.as_whole() if is_whole else part.in_spans(self.spans.plans(plan))
         deadline = time.monotonic() + min(question.seconds, MAX_SECONDS)
@@ -520,8 +553,19 @@ class Writer:
             events = PushEvents(request, self.spans.layers_of) if self._keeps_events else None
         # This connection and no later one, which may be over another transport.
         link = destination.link
-        self._executor.submit(self._job(request, part, destination, link, events))
+        self._executor.submit(self._job(request, part, destination, link, events, digests))
         return link.name
+
+    def _digests(
+        self, question: Announce, destination: DestinationRank, plan: PairPlan, part: Part
+    ) -> WrittenDigests | None:
+        """Return the digests that the destination asks for. Raises :class:`PlanError` (unsupported)."""
+        wanted = Integrity(question.integrity)
+        if wanted is Integrity.OFF:
+            return None
+        check_kept(self._kept, wanted)
+        cells = destination.cells(plan, wanted)
+        return WrittenDigests(PushDigests(cells, part.announced, question.key))
 
     def _job(
         self,
@@ -530,6 +574,7 @@ class Writer:
         destination: DestinationRank,
         link: Connecting | Link,
         events: PushEvents | None,
+        digests: WrittenDigests | None,
     ) -> Write:
         return Write(
             self._sender,
@@ -537,9 +582,10 @@ class Writer:
             request.key,
             part,
             connect=link.poll,
-            report=lambda result: self._report(request, part, destination, result),
+            report=lambda result: self._report(request, part, destination, result, digests),
             events=events,
             check_alive=lambda: self._check_alive(destination.answers_at),
+            digests=digests,
         )
 
     # The transfer thread.
@@ -556,7 +602,14 @@ class Writer:
                 "Check the decode engine's log: it may have ended.",
             )
 
-    def _report(self, request: PushRequest, part: Part, destination: DestinationRank, result: JobResult) -> None:
+    def _report(
+        self,
+        request: PushRequest,
+        part: Part,
+        destination: DestinationRank,
+        result: JobResult,
+        digests: WrittenDigests | None,
+    ) -> None:
         key, error = request.key, result.error
         if isinstance(error, TransportError):
             self.connect_anew(destination)
@@ -568,7 +621,7 @@ class Writer:
         report: Pushed | PushFailed
         if error is None:
             done = result.num_bytes, result.num_descriptors, result.transport, result.transfer_seconds
-            report = Pushed(key, index, part.digest, *done)
+            report = Pushed(key, index, part.digest, *done, b"" if digests is None else digests.encoded())
         else:
             report = PushFailed.of(error, key=key, source_index=index)
         self._client.tell(where.host, where.port, report, REPORT_SECONDS, is_trusted=self._client.knows_peers)

@@ -28,6 +28,8 @@ MAX_IDENTIFIER_LENGTH = 512
 MAX_ANNOUNCED_BLOCKS = 1 << 18
 """Limit for all groups of an announcement together: keeps the question within ``MAX_QUESTION_BYTES``."""
 MAX_ANNOUNCED_GROUPS = 256
+MAX_DIGEST_BYTES = 1 << 20
+"""Limit of the digests of one push."""
 MAX_TEXT_LENGTH = 4096
 FIRST_WEIGHTS = "default"
 """The version of the weights that an engine has loaded at its start, by vLLM's name."""
@@ -77,12 +79,15 @@ class EndPoint(msgspec.Struct, frozen=True, order=True):
 class DigestTable(msgspec.Struct, frozen=True):
     """Where a rank keeps digests of its blocks, which ones (``sample``, ``full``), and the seed of the sample.
 
-    See :mod:`kvferry.execution.digests`.
+    See :mod:`kvferry.execution.digests`. A rank that pushes has no table: ``address`` and ``seed`` are 0, and ``kept``
+    says what the rank computes for a destination that asks.
     """
 
     kept: Literal["sample", "full"]
     address: Unsigned
     seed: Unsigned
+    open_address: Unsigned = 0
+    """Where the digests of stretches begin in which a prompt ends; 0 for a rank that keeps them in the rows only."""
 
 
 class RankEntry(msgspec.Struct, frozen=True):
@@ -247,6 +252,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     The router gave both engines the ``transfer_id`` of this request. ``num_tokens`` and ``prompt_digest`` name the
     prompt, ``digest`` names the part of the plan that this source writes. The blocks are those of one ``registration``
     of the destination's memory: an announcement that a fence overtook must not reach memory that is open again.
+    ``integrity`` says which digests the destination compares.
     """
 
     epoch: Unsigned
@@ -258,6 +264,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     blocks: Annotated[tuple[AnnouncedBlocks, ...], msgspec.Meta(min_length=1, max_length=MAX_ANNOUNCED_GROUPS)]
     digest: Identifier
     seconds: LeaseSeconds
+    integrity: Literal["off", "sample", "full"] = "off"
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced", tag_field="type"):
@@ -284,7 +291,9 @@ class Revoked(msgspec.Struct, frozen=True, tag="revoked", tag_field="type"):
 class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
     """A source reports that its whole part has landed; ``digest`` is that of the announcement.
 
-    The other fields are for the destination's log: bytes, descriptors, transport and seconds of transfer.
+    ``digests`` are those of the bytes that the announcement asks for, 8 bytes each (see
+    :mod:`kvferry.execution.push_digests`). The other fields are for the destination's log: bytes, descriptors,
+    transport and seconds of transfer.
     """
 
     key: PushKey
@@ -294,6 +303,7 @@ class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
     num_descriptors: Unsigned
     transport: Text
     transfer_seconds: Annotated[float, msgspec.Meta(ge=0)]
+    digests: Annotated[bytes, msgspec.Meta(max_length=MAX_DIGEST_BYTES)] = b""
 
 
 class Failure(msgspec.Struct, frozen=True):

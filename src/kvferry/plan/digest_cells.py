@@ -135,8 +135,20 @@ class CellGrid:
 
     def num_words(self, kept: Integrity) -> int:
         """Return the words of one block."""
-        each = {Integrity.OFF: 0, Integrity.SAMPLE: self.num_samples, Integrity.FULL: self.num_cells}[kept]
-        return self.num_stretches * each
+        return self.num_stretches * self.num_words_each(kept)
+
+    def num_words_each(self, kept: Integrity) -> int:
+        """Return the words of one stretch."""
+        return {Integrity.OFF: 0, Integrity.SAMPLE: self.num_samples, Integrity.FULL: self.num_cells}[kept]
+
+    def word_of_stretch(self, kept: Integrity, word: Integers) -> Integers:
+        """Return which word of its stretch each word of a block's row is."""
+        return word // self.num_stretches if kept is Integrity.FULL else word % self.num_samples
+
+    def is_open(self, stretches: "Stretches", end_token: int) -> bool:
+        """Return whether the prompt ends inside its last stretch: later tokens may fill the rest."""
+        last = stretches.first_token[-1:].tolist()
+        return not self.is_state and bool(last) and end_token - last[0] < self.num_tokens
 
     def stretches(self, block_ids: Integers, begin: int, first_token: int, end_token: int) -> Stretches:
         """Return the stretches of tokens ``first_token`` to ``end_token`` in blocks that begin at token ``begin``.

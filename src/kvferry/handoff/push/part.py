@@ -21,6 +21,16 @@ NEVER = 1 << 61
 """A ``multiple_of`` larger than any token: for a state, final only with its prompt, and for a part sent whole."""
 
 
+class HeldCut(msgspec.Struct, frozen=True):
+    """Tokens of some layers of a cache group, half-open, and the blocks of one rank that hold these tokens."""
+
+    group: str
+    layers: frozenset[str]
+    first_token: int
+    end_token: int
+    blocks: BlockList
+
+
 class Part:
     """The part of one request that a source rank of a plan writes.
 
@@ -83,6 +93,19 @@ class Part:
             rows += [part.view(np.uint64) for plan in self._plans(group, numbers) for part in plan.lower([blocks])]
         return np.concatenate(rows)
 
+    def cuts(self, batch: Batch, held: Mapping[str, BlockList]) -> list[HeldCut]:
+        """Return what a batch writes out of the blocks that the source holds. Raises as :meth:`lower`."""
+        return [
+            HeldCut(
+                group,
+                frozenset().union(*(plan.source_group.layers for plan in self._plans(group, numbers))),
+                first_token,
+                end_token,
+                self._held_blocks(Cut(Span(group), first_token, end_token), held[group]),
+            )
+            for (group, first_token, end_token), numbers in _spans_by_tokens(batch).items()
+        ]
+
     def _plans(self, group: str, numbers: Sequence[int]) -> list[GroupPlan]:
         """Return the plans of these spans; for all spans the plan of the whole group, whose runs are longer."""
         known = self._spans.get(group, {})
@@ -98,7 +121,7 @@ class Part:
 
     def _group_blocks(self, cut: Cut, announced: AnnouncedBlocks, held: BlockList) -> GroupBlocks:
         plan = self._plan.groups[cut.span.group]
-        source = _blocks_covering(held.first_token, held.block_ids, plan.source_group.tokens_per_position, cut)
+        source = self._held_blocks(cut, held)
         destination = _blocks_covering(
             announced.block_token, announced.block_ids, plan.destination_group.tokens_per_position, cut
         )
@@ -111,6 +134,10 @@ class Part:
             destination_block_ids=destination.block_ids,
             destination_first_token=destination.first_token,
         )
+
+    def _held_blocks(self, cut: Cut, held: BlockList) -> BlockList:
+        covers = self._plan.groups[cut.span.group].source_group.tokens_per_position
+        return _blocks_covering(held.first_token, held.block_ids, covers, cut)
 
 
 def _spans_by_tokens(batch: Batch) -> dict[tuple[str, int, int], list[int]]:

@@ -1,10 +1,11 @@
 """One push as its destination rank decides it: which sources have written, and which may still be writing.
 
 Pure: messages and the time are inputs, :meth:`Receiving.due` returns what to do now. A push commits when every source
-that the plan names has reported "done" with the digest of its announcement. Every other outcome is a failure. Then the
-destination asks each source that may have seen the announcement to stop. The push is over, and the engine may have the
-blocks back, when each of these sources has acknowledged that it stopped, has reported that it gave up, has provably
-ended together with all that it had sent, or is behind a *fence*: the destination's memory is closed for it.
+that the plan names has reported "done" with the digest of its announcement, and the bytes of every source, where the
+rank compares them, are right. Every other outcome is a failure. Then the destination asks each source that may have
+seen the announcement to stop. The push is over, and the engine may have the blocks back, when each of these sources has
+acknowledged that it stopped, has reported "done" or that it gave up, has provably ended together with all that it had
+sent, or is behind a *fence*: the destination's memory is closed for it.
 
 A connection that is refused, and another process that answers at a source's address, prove nothing: a firewall answers
 the same, and bytes of a process that has ended may still lie in the buffers of a connection.
@@ -44,6 +45,7 @@ class Source(Enum):
     UNANNOUNCED = "has no announcement"
     ANNOUNCED = "may be writing"
     ENDED = "writes no more, but what it has sent may still land"
+    LANDED = "has written all of its part, which is being compared"
     DONE = "has written all of its part"
     QUIET = "will write no more"
 
@@ -120,15 +122,25 @@ class Receiving:
         if self._sources[source] is Source.UNANNOUNCED:
             self._sources[source] = Source.ANNOUNCED
 
-    def done(self, source: int, digest: str) -> None:
-        """The source reports that its part has landed. A part other than the announced one fails the push."""
+    def landed(self, source: int, digest: str) -> bool:
+        """The source reports that its part has landed; return whether that is news.
+
+        The push counts the part with :meth:`done`; where the bytes are wrong, :meth:`fail` ends the push. A part other
+        than the announced one fails the push.
+        """
         if self._sources.get(source) not in (Source.ANNOUNCED, Source.ENDED):
-            return
+            return False
         if digest != self._expected[source]:
             self.fail(_wrong_part(self._request_id, source, self._expected[source], digest))
             self.quiet(source)
-            return
-        self._sources[source] = Source.DONE
+            return False
+        self._sources[source] = Source.LANDED
+        return True
+
+    def done(self, source: int, digest: str) -> None:
+        """The source's part has landed, as :meth:`landed`, and is right."""
+        if self._sources.get(source) is Source.LANDED or self.landed(source, digest):
+            self._sources[source] = Source.DONE
 
     def ended(self, source: int, error: KVFerryError, *, may_land: bool) -> None:
         """The process of the source has ended, which is proven; with ``may_land`` what it has sent may still land."""
@@ -147,7 +159,7 @@ class Receiving:
 
     def refused(self, source: int, error: KVFerryError) -> None:
         """The source writes no more because of ``error``: it refused or gave up, or nothing of it can land."""
-        if self._sources.get(source) is Source.DONE:
+        if self._sources.get(source) in (Source.LANDED, Source.DONE):
             return
         self.fail(error)
         self.quiet(source)
@@ -184,7 +196,8 @@ class Receiving:
 
     def _tick(self, now: float) -> None:
         if now >= self._deadline and not self.is_over:
-            self.fail(_late(self._request_id, self.writers))
+            missing = [index for index, source in self._sources.items() if source is not Source.DONE]
+            self.fail(_late(self._request_id, missing))
 
 
 def _wrong_part(request_id: str, source: int, expected: str, found: str) -> HandoffError:
@@ -203,9 +216,9 @@ def _stopped(request_id: str, source: int) -> HandoffError:
     )
 
 
-def _late(request_id: str, writers: list[int]) -> HandoffError:
+def _late(request_id: str, missing: list[int]) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
-        f"{request_id} was not pushed in time by source ranks {writers}.",
+        f"{request_id} was not pushed in time by source ranks {missing}.",
         "Check that the router sent the prompt to the prefill engine too; load_timeout_seconds sets the limit.",
     )

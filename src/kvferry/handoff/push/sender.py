@@ -61,10 +61,10 @@ class Sending:
     >>> span = Span("full")
     >>> push = Sending("r", {span: Need(0, 40, 16)}, deadline=30.0)
     >>> push.take({span: 39}), push.take({span: END}), push.landed(), push.take({span: END})
-    ((Cut(span=Span(group='full', number=0), first_token=0, end_token=32),), (), None, \
+    ((Cut(span=Span(group='full', number=0), first_token=0, end_token=32),), (), True, \
 (Cut(span=Span(group='full', number=0), first_token=32, end_token=40),))
     >>> push.landed(), push.state.value, push.error
-    (None, 'over', None)
+    (True, 'over', None)
     """
 
     def __init__(self, transfer_id: str, needs: Mapping[Span, Need], deadline: float) -> None:
@@ -87,12 +87,13 @@ class Sending:
         self._is_void = False
         return self._in_flight
 
-    def landed(self) -> None:
-        """The batch in flight has landed; it counts unless :meth:`void` was called since."""
+    def landed(self) -> bool:
+        """The batch in flight has landed; return whether it counts: not if :meth:`void` was called since."""
         batch, self._in_flight = self._in_flight, ()
         if not self._is_void:
             self._reached |= {cut.span: cut.end_token for cut in batch}
         self._settle()
+        return not self._is_void
 
     def stopped(self, error: KVFerryError | None) -> None:
         """The batch in flight has ended without landing whole; no byte of it is written any more."""
@@ -203,7 +204,7 @@ class Sender:
     >>> sender.take(key), sender.compute("x", Prompt(32, "p", {}, num_final=16))
     ((), None)
     >>> [cut.end_token for cut in sender.take(key)], sender.landed(key), sender.outcome(key)
-    ([16], None, None)
+    ([16], True, None)
     >>> sender.end("x", HandoffError(Reason.ABORTED, "x was aborted.")), sender.outcome(key).error.reason.value
     (None, 'aborted')
     """
@@ -336,11 +337,17 @@ class Sender:
         request = self._requests.get(key)
         return None if request is None else self._prompts.get(request.transfer_id)
 
-    def landed(self, key: PushKey) -> None:
-        """The batch in flight has landed."""
+    def landed(self, key: PushKey) -> bool:
+        """The batch in flight has landed; return whether it counts."""
+        push = self._pushes.get(key)
+        counts = push is not None and push.landed()
+        self._record_outcome(key)
+        return counts
+
+    def void(self, key: PushKey) -> None:
+        """The engine has changed the blocks of the batch in flight: the batch is sent again."""
         if push := self._pushes.get(key):
-            push.landed()
-            self._record_outcome(key)
+            push.void()
 
     def stopped(self, key: PushKey, error: KVFerryError | None) -> None:
         """The batch in flight has ended without landing whole; no byte of it is written any more."""

@@ -41,13 +41,13 @@ def preferred_layout(vllm_config: "VllmConfig", settings: "Settings | OffloadSet
         return NamedLayout.parse(settings.layout)
     model = vllm_config.model_config
     if model.use_mla:
-        return None if _on_cpu() else NamedLayout.BLHNC
+        return None if on_cpu() else NamedLayout.BLHNC
     return NamedLayout.BLHNC if model.is_hybrid else NamedLayout.BHLNC
 
 
 def check_layout(vllm_config: "VllmConfig", layout: NamedLayout, settings: "Settings | OffloadSettings") -> None:
     """Raise :class:`LayoutError` for a layout that the engine's kernels read wrongly; log one that is not preferred."""
-    if vllm_config.model_config.use_mla and _on_cpu() and layout.is_cross_layer:
+    if vllm_config.model_config.use_mla and on_cpu() and layout.is_cross_layer:
         raise LayoutError(
             Reason.KERNEL_CANNOT_READ_LAYOUT,
             f"layout {layout} was asked for, but the cache write of CPU_MLA takes dense per-layer pages only "
@@ -66,7 +66,8 @@ def check_layout(vllm_config: "VllmConfig", layout: NamedLayout, settings: "Sett
         )
 
 
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
+    """Return whether this engine computes on a CPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

@@ -189,9 +189,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     integrity: Annotated[
         Literal["auto", "off", "sample", "full"],
         about(
-            "How much of a pulled cache is compared with the prefill engine's digests before it is used: `sample` one "
+            "How much of a loaded cache is compared with the prefill engine's digests before it is used: `sample` one "
             "layer and KV head of every 16 tokens, `full` every byte; the prefill engine needs at least the decode "
-            "engine's value. `auto` is `sample` with `pull` and `off` with `push`; pushes allow no other.",
+            "engine's value. `auto` is `sample`, and compares nothing that an engine without digests pushes.",
             page="decisions/integrity.md",
         ),
     ] = "auto"
@@ -223,9 +223,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def wanted_integrity(self) -> Integrity:
         """How much of a transfer is compared."""
-        if self.integrity == "auto":
-            return Integrity.SAMPLE if self.mode == "pull" else Integrity.OFF
-        return Integrity(self.integrity)
+        return Integrity.SAMPLE if self.integrity == "auto" else Integrity(self.integrity)
+
+    @property
+    def requires_digests(self) -> bool:
+        """Whether a push from a prefill engine without digests is refused; a pull always is."""
+        return self.integrity != "auto"
 
     @property
     def load_seconds(self) -> float:
@@ -409,12 +412,6 @@ def _check_push(settings: Settings, given: Mapping[str, Any]) -> None:
             Reason.UNSUPPORTED,
             f"strategy {settings.strategy!r} is for reads; mode 'push' writes every cache directly.",
             'Set "strategy" to "direct", or leave it out.',
-        )
-    if settings.mode == "push" and settings.wanted_integrity is not Integrity.OFF:
-        raise SettingsError(
-            Reason.UNSUPPORTED,
-            f"integrity {settings.integrity!r} is for reads; mode 'push' compares no digests.",
-            'Set "integrity" to "off", or leave it out.',
         )
     if bool(settings.router_address) != bool(settings.http_address):
         raise SettingsError(

@@ -54,12 +54,16 @@ class PullSource(Source):
 
     The step that computes a prompt's end sets the guard word: then all blocks of the prompt are known. Until then, and
     after a preemption, the slot is cleared.
+
+    Where an engine ``may_pack_pages``, the tokens that a request generates change the page of the prompt's last tokens,
+    and so its digests: with digests, the word of such a request comes with the step after its end.
     """
 
-    def __init__(self, state: EngineState) -> None:
+    def __init__(self, state: EngineState, *, may_pack_pages: bool) -> None:
         self._state = state
         self._has_state = has_state(state.groups)
         self._keeps_digests = state.settings.wanted_integrity is not Integrity.OFF
+        self._waits_for_ends = self._keeps_digests and may_pack_pages
         self._prompts: dict[str, _Prompt] = {}
 
     def begin(self, request: "Request") -> None:
@@ -121,6 +125,8 @@ class PullSource(Source):
                 continue
             request = prompt.request
             if request.num_computed_tokens + num_scheduled < request.num_prompt_tokens:
+                continue
+            if self._waits_for_ends and request.max_tokens > 1:
                 continue
             hold, block_ids = self._open_hold(request_id), blocks.get_block_ids(request_id)
             if hold is not None and block_ids is not None:

@@ -37,6 +37,7 @@ from kvferry.handoff.messages import (
 from kvferry.handoff.versions import Versions, agree
 from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.handoff.wire.server import Server
+from kvferry.integrations.vllm.layout_choice import on_cpu
 from kvferry.integrations.vllm.resets import end_former_epoch
 from kvferry.integrations.vllm.scheduler.blocks import groups_filled_whole, num_recomputed
 from kvferry.integrations.vllm.scheduler.kept_blocks import Quarantine
@@ -100,7 +101,8 @@ class SchedulerRole:
             check_pushable(vllm_config)
             self._source, self._destination = PushSource(state, vllm_config), PushDestination(state)
         else:
-            self._source, self._destination = PullSource(state), PullDestination(state)
+            # Only kernels of CPU attention pack pages.
+            self._source, self._destination = PullSource(state, may_pack_pages=on_cpu()), PullDestination(state)
         self._engine = Engine()
         self._weights_version = self._engine.weights_version
         self._expired_at = time.monotonic()

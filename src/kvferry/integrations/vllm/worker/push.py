@@ -10,7 +10,7 @@ from kvferry.execution.announce import Announcer, PushedRequest, SourceRank
 from kvferry.execution.device import Mark
 from kvferry.execution.write import Writer
 from kvferry.handoff.holds import engine_drains
-from kvferry.handoff.messages import Answer, EndPoint, Pushed, PushFailed, Question, Release
+from kvferry.handoff.messages import Answer, DigestTable, EndPoint, Pushed, PushFailed, Question, Release
 from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.wire.keys import Keys
 from kvferry.handoff.wire.server import Server
@@ -41,7 +41,14 @@ class PushEndPoint:
 class PushSource(Source):
     """Writes this rank's computed blocks into the blocks that destination ranks announce."""
 
-    def __init__(self, rank: Rank, end_point: PushEndPoint, spans: LayerSpans, keeps_events: bool) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        end_point: PushEndPoint,
+        spans: LayerSpans,
+        keeps_events: bool,
+        digests: DigestTable | None = None,
+    ) -> None:
         self._end_point = end_point
         self._prompts: Sequence[tuple[str, Prompt]] = ()
         self.writer = end_point.writer = Writer(
@@ -54,6 +61,7 @@ class PushSource(Source):
             rank.order,
             spans,
             keeps_events,
+            digests=digests,
         )
 
     def void_transfers(self, orders: StepMetadata) -> None:

@@ -18,6 +18,7 @@ from kvferry.execution.digests import DigestTable
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
+from kvferry.execution.pair_cells import pushed_digests
 from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.stage import Stage
 from kvferry.handoff.holds import lease_lost, weights_changed
@@ -95,11 +96,16 @@ class WorkerRole:
         stage = Stage(DEFAULT_STAGE_BYTES, order) if settings.scatters else None
         scratch = Scratch(SCRATCH_WORDS)
         integrity = settings.wanted_integrity
-        compares = None if integrity is Integrity.OFF else Compares(integrity, Stage(DIGESTS_BYTES))
-        table = None if integrity is Integrity.OFF else DigestTable(shard, integrity)
+        reads_digests = integrity is not Integrity.OFF and settings.mode == "pull"
+        compared = Stage(DIGESTS_BYTES) if reads_digests else None
+        compares = None
+        if integrity is not Integrity.OFF:
+            compares = Compares(integrity, compared, settings.requires_digests)
+        table = DigestTable(shard, integrity) if reads_digests else None
+        digests = pushed_digests(integrity) if table is None else table.entry
         pull_source = PullSource(order, table) if settings.mode == "pull" else None
         regions = [*shard.regions, scratch.region, *([] if stage is None else [stage.region])]
-        regions += [] if compares is None else [compares.memory.region]
+        regions += [] if compared is None else [compared.region]
         end_points = self._transports.register(regions + ([] if pull_source is None else pull_source.regions))
         identity = identity_of(config, settings)
         name = f"{config.kv_transfer_config.engine_id}/{self._index}"  # type: ignore[union-attr]
@@ -134,7 +140,8 @@ class WorkerRole:
         else:
             keeps_events = bool(settings.transfer_log)
             push_end_point = PushEndPoint(settings.host, settings.reachable_host, self._trust.keys)
-            self._source = PushSource(rank, push_end_point, LayerSpans(self._layers_that_report()), keeps_events)
+            spans = LayerSpans(self._layers_that_report())
+            self._source = PushSource(rank, push_end_point, spans, keeps_events, digests)
             self._destination = PushDestination(rank, push_end_point, timeout, settings.fence_seconds, keeps_events)
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
@@ -145,7 +152,7 @@ class WorkerRole:
             num_words=0 if pull_source is None else pull_source.num_words,
             push_end_point=None if push_end_point is None else push_end_point.answers_at,
             process=own_identity(),
-            digests=None if table is None else table.entry,
+            digests=digests,
         )
         logger.debug("kvferry: rank %d moves\n%r", self._index, shard)
 
