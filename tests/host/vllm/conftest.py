@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from .chaos.load import IS_WHOLE
 from .engine_pool import STAGES, EnginePool, Reference, stage_of
 from .handoffs import ALL_PAIRS
 
@@ -18,6 +19,7 @@ LOG_LINES = 30
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "engines(*names): the shared engines that a test needs")
     config.addinivalue_line("markers", "matrix: only make test-matrix runs it")
+    config.addinivalue_line("markers", "chaos: only make test-chaos runs it")
     config.addinivalue_line("markers", "ends_engines: the test kills an engine, so it is the last of its stage")
 
 
@@ -28,7 +30,8 @@ def engine_names(item: pytest.Item) -> tuple[str, ...]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Bring the tests of a stage together, so that every engine starts once."""
-    left_out = [item for item in items if item.get_closest_marker("matrix") is not None and not ALL_PAIRS]
+    absent = [name for name, runs in (("matrix", ALL_PAIRS), ("chaos", IS_WHOLE)) if not runs]
+    left_out = [item for item in items if any(item.get_closest_marker(name) is not None for name in absent)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

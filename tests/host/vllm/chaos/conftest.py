@@ -46,8 +46,9 @@ def row(request: pytest.FixtureRequest) -> Row:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> object:
     """Show with a failure what the processes last said of importance."""
     report = yield
-    scene = getattr(item, "funcargs", {}).get("scene")
-    if report.failed and isinstance(scene, Scene):
+    arguments = getattr(item, "funcargs", {})
+    scene = arguments.get("scene") or arguments.get("deployment")
+    if report.failed and scene is not None:
         report.sections.append(("ends of the logs", "\n".join(scene.log_lines())))
     return report
 

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -272,13 +272,17 @@ class Scene:
             self.router.stop()
 
     def log_lines(self) -> Iterator[str]:
-        """Yield the last lines of importance of each process's log."""
-        logs = [(side.name, side.engine.server) for side in self.sides if side.engine is not None]
-        for name, server in [*logs, *([("router", self.router)] if self.router is not None else [])]:
-            lines = server.process.log_path.read_text(errors="replace").splitlines()
-            important = [line for line in lines if any(word in line for word in ("kvferry", "ERROR", "WARN", "Error"))]
-            yield f"--- {name} ({server.process.log_path.name})"
-            yield from important[-30:]
+        return log_lines(self.sides, self.router)
+
+
+def log_lines(sides: Iterable[Side], router: Server | None) -> Iterator[str]:
+    """Yield the last lines of importance of each process's log."""
+    logs = [(side.name, side.engine.server) for side in sides if side.engine is not None]
+    for name, server in [*logs, *([("router", router)] if router is not None else [])]:
+        lines = server.process.log_path.read_text(errors="replace").splitlines()
+        important = [line for line in lines if any(word in line for word in ("kvferry", "ERROR", "WARN", "Error"))]
+        yield f"--- {name} ({server.process.log_path.name})"
+        yield from important[-30:]
 
 
 def make_side(
