@@ -39,7 +39,7 @@ test-matrix: setup ## Every pair of engines and every refusal; writes docs/matri
 	@KVFERRY_MATRIX=build/matrix $(PYTEST) $(MATRIX) $(ARGS); status=$$?; \
 	$(PYTHON) -m tests.matrix_document build/matrix && exit $$status
 
-test-chaos: setup ## Engines killed, stopped and cut off under load, in every mode (about 30 minutes on 2 cores)
+test-chaos: setup ## Engines killed, stopped and cut off under load, in every mode, and a rolling restart (about 45 minutes on 2 cores)
 	@KVFERRY_CHAOS=1 $(PYTEST) tests/host/vllm/chaos tests/local/test_chaos_relay.py $(ARGS)
 
 test-fast: setup ## The tests that need neither vLLM nor Mooncake (2 minutes on 2 cores)

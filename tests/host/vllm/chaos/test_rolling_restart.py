@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.harness.launch import Server, free_port, start_router, wait_until_ready
+from kvferry.harness.launch import Server, start_router, wait_until_ready
 from kvferry.harness.supervisor import living_descendants
 
 from ..engine_pool import CONNECTOR_SETTINGS, LAST_CORE, EnginePool, post
@@ -27,8 +27,7 @@ from .scene import PROMPTS, Side, log_lines, make_side, tokens_alone, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.chaos]
 
-MODES = ("pull", "push", "push, registered")
-"""The last one: engines register with the router (``router_address``), and the router asks nobody."""
+MODES = ("pull", "push")
 NAMES = ("prefill-a", "prefill-b", "decode-a", "decode-b")
 MIDDLEWARE = "kvferry.integrations.vllm"
 MIDDLEWARES = (f"{MIDDLEWARE}.readiness.Readiness", f"{MIDDLEWARE}.failed_loads.FailedLoadAnswers")
@@ -51,7 +50,6 @@ class Deployment:
 
     mode: str
     sides: dict[str, Side]
-    discovery: str
     folder: Path
     router: Server | None = None
     expected: dict[Prompt, list[int]] = field(default_factory=dict)
@@ -70,17 +68,11 @@ class Deployment:
             self.wait_until_routed(name)
 
     def router_arguments(self) -> list[str]:
-        if self.is_registered:
-            return ["--kv-connector", "moriio", "--vllm-discovery-address", self.discovery]
         arguments = [*HEALTH, *(["--kv-connector", "mooncake"] if self.mode == "push" else [])]
         for name, side in self.sides.items():
             port = [str(side.settings.connector_settings["bootstrap_port"])] if self.mode == "push" else []
             arguments += ["--prefill", side.url, *port] if "prefill" in name else ["--decode", side.url]
         return arguments
-
-    @property
-    def is_registered(self) -> bool:
-        return self.mode == "push, registered"
 
     def replace(self, name: str) -> float:
         """Drain an engine, end it, start another at its address, and wait for the router; return the seconds."""
@@ -97,16 +89,13 @@ class Deployment:
 
     def wait_until_routed(self, name: str) -> None:
         """Wait until the router sends to the engine."""
-        before = self.num_served(name)
+        assert self.router is not None
+        url = f"{self.router.url}/workers"
 
         def is_routed() -> bool:
-            if not self.is_registered:
-                assert self.router is not None
-                with urllib.request.urlopen(f"{self.router.url}/workers", timeout=5) as answer:
-                    workers = {each["url"]: each["is_healthy"] for each in json.load(answer)["workers"]}
-                return bool(workers[self.sides[name].url])
-            self.clients.send(PROMPTS[0], 1, PATIENCE_SECONDS)
-            return self.num_served(name) > before
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                workers = {each["url"]: each["is_healthy"] for each in json.load(answer)["workers"]}
+            return bool(workers[self.sides[name].url])
 
         wait_for(is_routed, PATIENCE_SECONDS, f"the router sends to {name}")
 
@@ -117,7 +106,8 @@ class Deployment:
 
     def num_loaded(self) -> int:
         """Return how many prompts the decode engines have loaded, in all of their lives."""
-        logs = [Path(f"{side.settings.connector_settings['transfer_log']}.rank0") for side in self.sides.values()]
+        sides = [side for name, side in self.sides.items() if "decode" in name]
+        logs = [Path(f"{side.settings.connector_settings['transfer_log']}.rank0") for side in sides]
         lines = [json.loads(line) for log in logs if log.exists() for line in log.read_text().splitlines()]
         return sum("request_id" in line and line["error"] is None for line in lines)
 
@@ -136,14 +126,12 @@ class Deployment:
         return log_lines(self.sides.values(), self.router)
 
 
-@pytest.fixture(scope="module", params=MODES, ids=[mode.replace(", ", "-") for mode in MODES])
+@pytest.fixture(scope="module", params=MODES)
 def deployment(request: pytest.FixtureRequest, engine_pool: EnginePool) -> Iterator[Deployment]:
     mode = request.param
-    folder = engine_pool.folder / f"rolling-{mode.replace(', ', '-')}"
+    folder = engine_pool.folder / f"rolling-{mode}"
     folder.mkdir()
-    discovery = f"127.0.0.1:{free_port()}"
-    sides = {name: one_side(name, mode, discovery, engine_pool, folder) for name in NAMES}
-    deployment = Deployment(mode, sides, discovery, folder)
+    deployment = Deployment(mode, {name: one_side(name, mode, engine_pool, folder) for name in NAMES}, folder)
     try:
         deployment.start()
         yield deployment
@@ -151,21 +139,15 @@ def deployment(request: pytest.FixtureRequest, engine_pool: EnginePool) -> Itera
         deployment.stop()
 
 
-def one_side(name: str, mode: str, discovery: str, pool: EnginePool, folder: Path) -> Side:
-    moves = {"mode": mode.partition(",")[0], "transport": "cma"}
+def one_side(name: str, mode: str, pool: EnginePool, folder: Path) -> Side:
+    moves = {"mode": mode, "transport": "cma"}
     side = make_side(moves, pool, folder, name, "gqa-tp1", "127.0.0.1", CACHE_BYTES)
     seconds = {name: CONNECTOR_SETTINGS[name] for name in ("lease_seconds", "load_timeout_seconds")}
-    connector, role = {**side.settings.connector_settings, **seconds}, "kv_both"
-    if mode == "push, registered":
-        connector |= {"router_address": discovery, "http_address": f"127.0.0.1:{side.port}"}
-        role = "kv_producer" if "prefill" in name else "kv_consumer"
-    arguments = [part for each in MIDDLEWARES for part in ("--middleware", each)]
     settings = replace(
         side.settings,
-        role=role,
-        connector_settings=connector,
+        connector_settings={**side.settings.connector_settings, **seconds},
         cores=LAST_CORE if name.endswith("b") else None,
-        arguments=(*side.settings.arguments, *arguments),
+        arguments=(*side.settings.arguments, *(part for each in MIDDLEWARES for part in ("--middleware", each))),
     )
     return replace(side, settings=settings)
 
