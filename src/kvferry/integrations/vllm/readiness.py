@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.handoff.messages import Drain, Draining
-from kvferry.handoff.wire.addresses import is_ipv6, is_wildcard
 from kvferry.handoff.wire.client import ask
 from kvferry.integrations.vllm.settings import control_port, parse_settings, trust_of
 from kvferry.peer_log import PeerLog
@@ -90,13 +89,12 @@ def any_drains(vllm_config: "VllmConfig") -> bool:
             f"{PATH} asks the engine at its setting port, which is 0: the engine takes a free one.",
             'Set "port" to a port of this host.',
         )
-    host = settings.host
-    if is_wildcard(host):
-        host = "::1" if is_ipv6(host) else "127.0.0.1"
     trust, parallel = trust_of(settings), vllm_config.parallel_config
     first = parallel.data_parallel_index
     for rank in range(first, first + max(parallel.data_parallel_size_local, 1)):
-        found = ask(host, control_port(settings.port, rank), Drain(begin=False), ASK_SECONDS, trust, is_trusted=True)
+        port = control_port(settings.port, rank)
+        # Whoever connects to an address that means every interface reaches this host.
+        found = ask(settings.host, port, Drain(begin=False), ASK_SECONDS, trust, is_trusted=True)
         if not isinstance(found, Draining) or found.is_draining:
             return True
     return False
