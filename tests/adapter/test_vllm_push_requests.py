@@ -107,6 +107,19 @@ def test_a_finished_prompt_is_held_until_it_is_released_and_the_workers_know_fir
     assert role._answer(Renew(role._state.epoch, (handle_of_transfer("x"),))).lost == (handle_of_transfer("x"),)
 
 
+def test_a_prompt_that_is_begun_after_a_reset_ends_with_a_release_for_the_epoch_before_it(make_role: Any) -> None:
+    """The decode engine asked this engine before the reset; its load has failed, and it releases what it asked for."""
+    role = make_role(FULL, mode="push")
+    former = role._state.epoch
+    role.reset_cache()
+    ours = begin(role)
+    step(role, ours, 80, [5, 4, 3, 2, 1])
+    role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True)
+    role._answer(Release(former, (handle_of_transfer("x"),)))
+    assert next_step(role).ended_transfers == ["x"]
+    assert kept(role) == []
+
+
 def test_two_prompts_of_one_request_id_are_held_one_by_one(make_role: Any) -> None:
     """A client may name a request as it named a former one, whose blocks are still held."""
     role = make_role(FULL, mode="push")

@@ -128,9 +128,9 @@ class HoldsMachine(RuleBasedStateMachine):
         if transfer_id not in self.live:
             self.end_transfer(transfer_id, Ending.DROPPED)
 
-    @rule(transfer_id=transfer_ids)
-    def release_transfer(self, transfer_id: str) -> None:
-        self.side.release(EPOCH, [handle_of_transfer(transfer_id)])
+    @rule(transfer_id=transfer_ids, epoch=st.sampled_from((EPOCH, EPOCH + 1)))
+    def release_transfer(self, transfer_id: str, epoch: int) -> None:
+        self.side.release(epoch, [handle_of_transfer(transfer_id)])
         self.end_transfer(transfer_id, Ending.RELEASED)
 
     @rule(transfer_id=transfer_ids)
@@ -302,6 +302,24 @@ def test_ends_that_no_step_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert hold.handle in ended, "the release of a hold is never refused"
     side.release(EPOCH, [handle_of_transfer("z")])
     assert [end.handle.request_id for end in side.take_ended()] == ["z"]
+
+
+def test_a_transfer_is_released_although_the_epoch_has_changed_since_the_decode_engine_asked() -> None:
+    """Its prompt may have begun after the reset: nobody else would release it before its first lease is over."""
+    side = Holds(EPOCH, 1, LEASE)
+    side.reset(EPOCH + 1)
+    side.begin_transfer("x", "a")
+    side.hold("a", 0.0)
+    side.release(EPOCH, [handle_of_transfer("x"), handle_of_transfer("to come")])
+    assert [(end.handle.request_id, end.ending) for end in side.take_ended()] == [
+        ("x", Ending.RELEASED),
+        ("to come", Ending.RELEASED),
+    ]
+    assert side.begin_transfer("to come", "b") is None
+    pulled = held(side, "c")
+    with pytest.raises(HandoffError, match="epoch"):
+        side.release(EPOCH, [handle_of_transfer("y"), pulled.handle])
+    assert side.num_holds == 1
 
 
 def test_a_lease_ends_at_its_last_moment_and_not_before() -> None:

@@ -289,10 +289,13 @@ class Holds:
 
         Each parallel sample of one prompt has a hold, but the decode engine knows one of them: a release ends all held
         ones of the family. The generation alone names a pull's hold here. A transfer ends whether its hold is held,
-        open or has not begun; raises :class:`HandoffError` (deadline-exceeded) where :data:`MAX_REMEMBERED` ends wait
-        for the engine's next step.
+        open or has not begun, and in any epoch: its prompt may begin after the change of the epoch that the decode
+        engine knows. Raises :class:`HandoffError` (deadline-exceeded) where :data:`MAX_REMEMBERED` ends wait for the
+        engine's next step.
         """
-        check_epoch(epoch, self.epoch)
+        handles = tuple(handles)
+        if not handles or any(handle.generation != TRANSFER_GENERATION for handle in handles):
+            check_epoch(epoch, self.epoch)
         unbegun = []
         for handle in handles:
             hold = self._named(handle) or self._misnamed(handle)

@@ -39,6 +39,8 @@ MAX_TOKENS = 24
 START_SECONDS = 1200.0
 PATIENCE_SECONDS = 180.0
 """For an answer, and for each step but a start. Engines start beside those that serve, on the same cores."""
+FREE_SECONDS = 30.0
+"""Less than a first lease, and than the longest wait of a load."""
 CACHE_BYTES = 128 << 20
 NUM_RESETS = 3
 """Of each engine."""
@@ -113,8 +115,8 @@ class Deployment:
 
     def wait_until_unused(self) -> None:
         for side in self.sides.values():
-            wait_for(lambda side=side: side.alive.usage() == 0, PATIENCE_SECONDS, f"{side.name} has its blocks back")
-            wait_for(lambda side=side: not side.what_is_left(), PATIENCE_SECONDS, f"{side.name} keeps nothing")
+            wait_for(lambda side=side: side.alive.usage() == 0, FREE_SECONDS, f"{side.name} has its blocks back")
+            wait_for(lambda side=side: not side.what_is_left(), FREE_SECONDS, f"{side.name} keeps nothing")
 
     def stop(self) -> None:
         for side in self.sides.values():
