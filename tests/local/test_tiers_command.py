@@ -235,6 +235,7 @@ def test_a_directory_in_use_is_refused(directory: Path, command: list[str]) -> N
     with pytest.raises(TierError, match=f"process {os.getpid()}") as raised:
         run(command[0], directory, *command[1:])
     assert raised.value.reason is Reason.TIER_IN_USE
+    assert "End the engine first" in raised.value.remedy
     assert json.loads(run(*command, directory, "--json", code=2))["error"]["reason"] == "tier-in-use"
     assert blocks.load([1]).landed.all()
     blocks.disk.close()

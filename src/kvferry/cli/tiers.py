@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvferry.cli.console import AsJson, open_console, refused
-from kvferry.errors import Reason
+from kvferry.errors import Reason, TierError
 from kvferry.tiers.disk.inspection import SegmentReport, existing_directory, inspect, verify
 from kvferry.tiers.disk.segments import Directory, errors_of
 from kvferry.tiers.local_disk import open_directory
@@ -158,7 +158,13 @@ def print_unusable(console: Console, reports: list[SegmentReport]) -> None:
 def locked(path: Path) -> Iterator[Directory]:
     """Own the directory of a disk tier. Raises :class:`TierError` ``tier-in-use`` while an engine owns it."""
     existing_directory(path).close()
-    directory, lock = open_directory(path, of_anybody=True)
+    try:
+        directory, lock = open_directory(path, of_anybody=True)
+    except TierError as error:
+        if error.reason is not Reason.TIER_IN_USE:
+            raise
+        remedy = 'End the engine first. "kvferry tiers show" works beside an engine.'
+        raise TierError(error.reason, error.message, remedy) from None
     try:
         yield directory
     finally:

@@ -124,7 +124,8 @@ def open_tiers(
         # Last: nothing behind it can fail, so no tier stays open on memory that is gone.
         stack = Stack(host, lower_tiers(settings, memory.region, names, data_parallel_rank))
         opened.pop_all()
-    logger.info("kvferry: %s of host memory for stored blocks: %s.", format_bytes(length), num_blocks)
+    room = f"{min(num_blocks.values())} stored blocks of each cache group ({len(num_blocks)})"
+    logger.info("kvferry: %s of host memory, room for %s.", format_bytes(length), room)
     return Tiers(stack, names, memory, order)
 
 
@@ -172,7 +173,7 @@ class Start:
         self._num_ready += report.num_ready
         if self.state is StartState.MAPPING and self._num_ready == self._num_ranks:
             self.state = StartState.READY
-            logger.info("kvferry: all %d ranks can store and load blocks.", self._num_ranks)
+            logger.info("kvferry: every rank (of %d) can store and load blocks.", self._num_ranks)
         if self.state is not StartState.COLLECTING or len(self._shards) < self._num_ranks:
             return None
         try:
