@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.scheduler import offload
 
@@ -165,3 +166,21 @@ def test_vllm_46951_what_another_connector_did_not_load_is_not_stored(
     engine.run()
     assert engine.loaded["second"] == (96 if end == "recompute" else 0)
     engine.check_at_rest()
+
+
+@pytest.mark.parametrize("asks_again", [False, True])
+def test_vllm_46951_what_a_preempted_request_had_written_is_not_stored_from_its_next_blocks(
+    asks_again: bool, make_engine: MakeEngine
+) -> None:
+    """It asks for a hit again and gets blocks that another connector loads into; then its last token comes, its end."""
+    engine = make_engine(num_blocks=40, host_blocks=60)
+    engine.role._stores.max_kept = 0  # so that all is left for the end
+    request = engine.add("first", PROMPT, max_tokens=60)
+    for _ in range(4):
+        engine.step()
+    engine.role._stores.max_kept = 100
+    if asks_again:
+        assert engine.role.get_num_new_matched_tokens(request, 0) == (0, False)
+    request.status = RequestStatus.FINISHED_STOPPED
+    engine.role.request_finished(request, (list(range(20, 27)),))
+    assert engine.role.snapshot()["stores"] == (not asks_again)

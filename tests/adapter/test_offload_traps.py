@@ -73,8 +73,12 @@ def test_trap_04_rejected_drafts_are_not_stored(prompt_tokens: int, make_engine:
     engine = make_engine({"speculative_config": drafting}, num_blocks=40, host_blocks=400)
     request = engine.add("first", prompt_of(1, 2)[:prompt_tokens], max_tokens=80)
     while "first" not in engine.finished:
+        num_known = request.num_tokens
         engine.step(ends_copies=True)
         engine.check_slab()
+        if (entry := engine.role._requests.get("first")) is not None and entry.blocks is not None:
+            # A drafter's caches of the last accepted tokens are settled by its next pass.
+            assert entry.blocks.num_offered[0] * BLOCK_SIZE <= max(prompt_tokens, num_known - 1 - 3)
     engine.run()
     assert request.spec_token_ids or engine.computed["first"] > prompt_tokens + 79, "some drafts were rejected"
     crowd_out(engine)

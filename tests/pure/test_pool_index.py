@@ -178,6 +178,40 @@ def test_an_earlier_answer_does_not_end_a_later_one() -> None:
     assert index.look_up([A])[1] == [A]
 
 
+def test_the_end_of_an_earlier_answer_changes_nothing_of_an_own_block() -> None:
+    """Another engine had the block, lost it, and this engine has stored it since."""
+    index = index_with()
+    index.look_up([A])
+    index.answer([A], [True], now=0.0)
+    index.forget(A)
+    index.reserve(A, SIZE, NOTHING)
+    index.publish(A)
+    index.expire(HELD_SECONDS)
+    assert index.look_up([A])[1] == []
+    index.forget(A)
+    assert index.used_bytes == 0
+
+
+def test_the_end_of_an_earlier_answer_changes_nothing_of_a_block_on_its_way_out() -> None:
+    """The pool still has it for a moment, and would say so."""
+    index = index_with()
+    index.look_up([A])
+    index.answer([A], [False], now=0.0)
+    index.leave([A])
+    index.expire(ABSENT_SECONDS)
+    assert found(index, A) == [Presence.ABSENT]
+    index.left([A])
+    assert index.look_up([A])[1] == [A]
+
+
+def test_a_question_to_a_pool_that_was_emptied_meanwhile_has_no_answer() -> None:
+    index = index_with()
+    index.look_up([A])
+    index.clear()
+    index.answer([A], [True], now=0.0)
+    assert index.look_up([A])[1] == [A]
+
+
 def test_answers_that_are_still_believed_cost_no_poll_anything() -> None:
     """A busy scheduler asks a thousand times a second, and polls twice a step."""
     index = index_with()
