@@ -422,9 +422,7 @@ def test_a_draining_engine_begins_nothing_and_goes_on_with_what_has_begun() -> N
     assert side.begin("c") is None
     assert side.begin_transfer("y", "d") is None
     assert [(ended.handle, ended.ending) for ended in side.take_ended()] == [(handle_of_transfer("y"), Ending.REFUSED)]
-    assert side.renew(EPOCH, [handle_of_transfer("y")], now=0.0) == [handle_of_transfer("y")], (
-        "its decode engine learns"
-    )
+    assert side.renew(EPOCH, [handle_of_transfer("y")], now=0.0) == [handle_of_transfer("y")], "the engine is told"
     assert side.hold("a", now=0.0) is not None
     assert side.num_holds == 2
 
