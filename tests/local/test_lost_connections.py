@@ -6,7 +6,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -43,19 +43,37 @@ def handing_process(transport: str, mode: str) -> Iterator[tuple[int, "subproces
         child.wait()
 
 
-def cut_connections() -> int:
-    """End every TCP connection of this process, as a firewall does, and return their number. Both processes live on."""
-    count = 0
-    for number in os.listdir("/proc/self/fd"):
+def tcp_connections() -> dict[int, int]:
+    """Return a descriptor of each TCP connection of this process, by the number of its socket."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
+            status = os.fstat(int(name))
+            if not stat.S_ISSOCK(status.st_mode):
                 continue
-            with socket.socket(fileno=os.dup(int(number))) as held:
+            with socket.socket(fileno=os.dup(int(name))) as held:
                 if held.family in (socket.AF_INET, socket.AF_INET6) and held.type == socket.SOCK_STREAM:
                     held.getpeername()
-                    held.shutdown(socket.SHUT_RDWR)
-                    count += 1
-    return count
+                    found[status.st_ino] = int(name)
+    return found
+
+
+@pytest.fixture
+def cut_connections() -> Callable[[], int]:
+    """Return what ends every TCP connection made since, as a firewall does, and returns their number.
+
+    The processes live on. Connections from before, such as those of pytest's plugins, are left alone.
+    """
+    earlier = tcp_connections().keys()
+
+    def cut() -> int:
+        found = tcp_connections()
+        for inode in found.keys() - earlier:
+            with suppress(OSError), socket.socket(fileno=os.dup(found[inode])) as held:
+                held.shutdown(socket.SHUT_RDWR)
+        return len(found.keys() - earlier)
+
+    return cut
 
 
 @pytest.fixture
@@ -69,14 +87,14 @@ def expected() -> np.ndarray:
     return filled_ranks(1)[0].cache[SOURCE_IDS]
 
 
-def read(decode: DecodeRank, hold: RemoteHold, *, cuts: bool) -> JobResult:
-    """Load, with the connections cut under the transfer or before it, and do as a worker does with a failed load."""
+def read(decode: DecodeRank, hold: RemoteHold, cut: Callable[[], int] | None = None) -> JobResult:
+    """Load, with the connections ``cut`` under the transfer, and do as a worker does with a failed load."""
     load = decode.start(hold, [whole_blocks("full", SOURCE_IDS, TARGET_IDS)], seconds=20.0)
     while load.phase is not Phase.DONE:
         moved = load.advance(decode.scratch, time.monotonic())
-        if cuts and load.phase is Phase.MOVING:
-            cuts = False
-            cut_connections()
+        if cut is not None and load.phase is Phase.MOVING:
+            cut()
+            cut = None
         if not moved:
             time.sleep(0.001)
     result = load.result(time.monotonic())
@@ -87,7 +105,7 @@ def read(decode: DecodeRank, hold: RemoteHold, *, cuts: bool) -> JobResult:
 
 @pytest.mark.parametrize("moment", ["before", "during"])
 def test_vllm_backport_33_a_connection_that_dies_under_a_living_peer_is_made_again_for_reads(
-    moment: str, tcp_only: None
+    moment: str, cut_connections: Callable[[], int], tcp_only: None
 ) -> None:
     """UCX connections died after three days, and both engines had to be restarted."""
     decode = DecodeRank("nixl", Rank(0, 1))
@@ -95,16 +113,16 @@ def test_vllm_backport_33_a_connection_that_dies_under_a_living_peer_is_made_aga
     try:
         with handing_process("nixl", "pull") as (port, child):
             hold = RemoteHold("p", EPOCH, HOST, port, Handle("a", GENERATION))
-            assert read(decode, hold, cuts=False).error is None
+            assert read(decode, hold).error is None
             num_cut = 0
             for _ in range(NUM_CUTS):
                 cache[:] = 0
                 if moment == "before":
                     num_cut += cut_connections()
-                results = [read(decode, hold, cuts=moment == "during")]
+                results = [read(decode, hold, cut_connections if moment == "during" else None)]
                 while results[-1].error is not None and len(results) <= MAX_FAILED:
                     assert isinstance(results[-1].error, TransportError), results[-1].error
-                    results.append(read(decode, hold, cuts=False))
+                    results.append(read(decode, hold))
                 assert results[-1].error is None, "the connection is not made again"
                 np.testing.assert_array_equal(cache[TARGET_IDS], expected())
             assert moment == "during" or num_cut >= NUM_CUTS, "nothing was cut"
@@ -113,7 +131,9 @@ def test_vllm_backport_33_a_connection_that_dies_under_a_living_peer_is_made_aga
         decode.close()
 
 
-def test_vllm_backport_33_a_connection_that_dies_under_a_living_peer_is_made_again_for_pushes(tcp_only: None) -> None:
+def test_vllm_backport_33_a_connection_that_dies_under_a_living_peer_is_made_again_for_pushes(
+    cut_connections: Callable[[], int], tcp_only: None
+) -> None:
     """Both the connection for the bytes and those for messages are cut."""
     receiver = ReceivingRank(Rank(0, 1), transport="nixl")
     cache, number = receiver.rank.cache, 0
