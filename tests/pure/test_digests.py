@@ -257,6 +257,21 @@ def test_a_longer_prompt_that_shares_the_last_block_leaves_the_digests_of_its_en
     assert "tokens 96 to 100" in caught.value.message
 
 
+@pytest.mark.parametrize("source", ["LBHNC", "transposed keys"])
+@pytest.mark.parametrize(("kept", "wanted"), [("sample", "sample"), ("full", "sample"), ("full", "full")])
+def test_a_prompt_whose_digests_come_again_leaves_those_of_a_longer_one_that_shares_its_last_block(
+    kept: str, wanted: str, source: str
+) -> None:
+    """A request that generates on is preempted and computed again, or its word comes with its end."""
+    longer = two(source_layout=source, destination_layout="LBNHC", source={"tp_size": 2}, tokens=(0, 128))
+    tables = longer.tables(Integrity(kept))
+    longer.run()
+    compared = longer.compare(tables, Integrity(wanted))
+    for table in tables:
+        table.fill_group("full", longer.request.source_ids, 0, (0, 100))
+    assert longer.compare(tables, Integrity(wanted)) == compared
+
+
 @pytest.mark.parametrize("kept", [Integrity.SAMPLE, Integrity.FULL])
 def test_a_table_of_an_earlier_version_has_the_digests_of_a_prompts_end_in_its_rows(kept: Integrity) -> None:
     """And a destination of an earlier version reads them there."""

@@ -7,7 +7,9 @@ of the sample follow from the block's id.
 
 Where a prompt ends inside a stretch of tokens, the digest covers the prompt's tokens only. The engine may go on, fill
 the block, and share it with a longer prompt, which writes the stretch's words anew, over all tokens. So the words of
-such an *open* stretch have a row of their own. A block has one at most, of the one prompt that ended there.
+such an *open* stretch have a row of their own. A block has one at most, of the one prompt that ended there. Its words
+may come after those of the longer prompt, which stay: a prompt is computed again after a preemption, and a word may be
+late.
 """
 
 import secrets
@@ -90,12 +92,16 @@ class DigestTable:
             slot = stretches.number[at] * grid.num_tokens
             places = summed.memory.places(cells.layer, head, stretches.block[at], slot)
             sums = summed.sums(places, stretches.num_tokens[at])
-            # Also those of an open stretch, for destinations of an earlier version.
-            rows[stretches.block[at], cells.word] = sums
-            if is_open:
-                last = at == len(stretches.block) - 1
-                word = grid.word_of_stretch(kept, cells.word[last])
-                self._open_rows[name][stretches.block[-1], word] = sums[last]
+            block, word = stretches.block[at], cells.word
+            last = np.flatnonzero(at == len(stretches.block) - 1)
+            if is_open and last.size:
+                self._open_rows[name][stretches.block[-1], grid.word_of_stretch(kept, word[last])] = sums[last]
+                # Also into the rows, for destinations of an earlier version: but not over the words of a longer prompt
+                # that shares the block, where this one's come again or late.
+                whole = summed.sums(places[last], np.full(len(last), grid.num_tokens))
+                in_row = rows[block[last], word[last]]
+                sums[last] = np.where(in_row == whole, in_row, sums[last])
+            rows[block, word] = sums
 
 
 def first_held(block_ids: Integers) -> int:
