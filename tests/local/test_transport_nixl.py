@@ -263,6 +263,12 @@ def test_devices_that_the_environment_names_are_used(monkeypatch: pytest.MonkeyP
     assert set(opened("")) == {LOOPBACK_IN_HEXADECIMAL}
 
 
+def test_an_ipv6_address_in_brackets_names_its_interface(caplog: pytest.LogCaptureFixture) -> None:
+    """The setting ``host`` may have brackets: NIXL listened on every interface."""
+    assert ucx_devices("[::1]") == ucx_devices("::1") == "lo"
+    assert not caplog.records
+
+
 def test_an_address_that_no_interface_has_leaves_every_interface(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

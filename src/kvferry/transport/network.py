@@ -26,8 +26,13 @@ _ADDRESS_OF_INTERFACE = 0x8915
 
 
 def any_addresses(host: str, port: int) -> list[str]:
-    """Return all addresses of a host. Raises :class:`OSError`."""
-    return [str(place[4][0]) for place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    """Return all addresses of a host. Raises :class:`OSError`.
+
+    >>> any_addresses("[::1]", 5600), any_addresses("127.0.0.1", 5600)
+    (['::1'], ['127.0.0.1'])
+    """
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    return [str(place[4][0]) for place in socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)]
 
 
 @dataclass(frozen=True, slots=True)
