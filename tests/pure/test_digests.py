@@ -219,6 +219,22 @@ def test_any_bit_that_was_moved_is_found(source: str, destination: str, sizes: t
     assert pair.compare(tables, Integrity.FULL)
 
 
+@pytest.mark.parametrize(("kept", "wanted"), [("sample", "sample"), ("full", "sample"), ("full", "full")])
+def test_cells_come_a_few_at_a_time(kept: str, wanted: str) -> None:
+    """The samples of a long prompt are many cells: other jobs go on between."""
+    pair = two(source_layout="LBHNC", destination_layout="LBNHC")
+    grid, request = CellGrid(pair.sources[0].shard.groups[0]), pair.request
+    stretches, most = grid.stretches(request.source_ids, 0, 0, 100), 2 * 16 * 16 * 2
+    chosen = list(grid.cells(stretches, Integrity(kept), Integrity(wanted), 7, most))
+    assert max(len(each.layer) for each in chosen) == 2
+    at_once = list(grid.cells(stretches, Integrity(kept), Integrity(wanted), 7, 1 << 30))
+    few, together = (
+        [(each.part, *cell) for each in cells for cell in zip(*(part.tolist() for part in each[1:]), strict=True)]
+        for cells in (chosen, at_once)
+    )
+    assert few == together
+
+
 def test_a_mismatch_says_where() -> None:
     pair = two(source_layout="LBHNC", destination_layout="BHLNC", source={"tp_size": 2})
     tables = pair.tables(Integrity.FULL)

@@ -169,6 +169,18 @@ def test_any_flipped_bit_of_a_prompt_is_found(
         pair.destinations[index].restore(before)
 
 
+@pytest.mark.parametrize("wanted", [SAMPLE, FULL])
+def test_a_sum_has_few_bytes_however_long_the_prompt(wanted: Integrity, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples of a long prompt are many cells: other jobs go on between."""
+    pair = two(source_layout="LBHNC", destination_layout="LBNHC")
+    [pushed] = pushes(pair.move, pair.destinations[0].shard, wanted, pair.arena)
+    cell_bytes = 16 * 16 * 2
+    monkeypatch.setattr(push_digests, "MOST_BYTES", 2 * cell_bytes)
+    summed = list(pushed._landed.compare(pushed.written.encoded()))
+    assert max(summed) == 2 * cell_bytes
+    assert sum(summed) == (7 if wanted is SAMPLE else 7 * 2 * 2 * 4) * cell_bytes
+
+
 def test_a_mismatch_names_the_block_and_head() -> None:
     pair = two(source_layout="LBHNC", destination_layout="BHLNC", source={"tp_size": 2})
     (rank,) = pair.destinations

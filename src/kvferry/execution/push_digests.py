@@ -174,8 +174,10 @@ class GroupSums:
             if not len(at):
                 continue
             layer, head = np.divmod(drawn[at] - moving.first, len(moving.head_cells))
-            kept = np.flatnonzero(self.group.are_named(part, wanted)[layer])
-            if len(kept):
+            named = np.flatnonzero(self.group.are_named(part, wanted)[layer])
+            most = max(1, MOST_BYTES // self.group.grid.cell_bytes(self.group.grid.parts[part]))
+            for begin in range(0, len(named), most):
+                kept = named[begin : begin + most]
                 stretch, row = np.divmod(at[kept], num_rows)
                 layers, heads = moving.layers[layer[kept]], moving.head_cells[head[kept]]
                 yield self._summed(part, layers, heads, stretch, row, where)

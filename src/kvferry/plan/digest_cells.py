@@ -174,7 +174,7 @@ class CellGrid:
         if wanted is Integrity.FULL:
             yield from self._all(stretches, most_bytes)
         elif wanted is Integrity.SAMPLE:
-            yield from self._sample(stretches, kept, seed)
+            yield from self._sample(stretches, kept, seed, most_bytes)
 
     def _all(self, stretches: Stretches, most_bytes: int) -> Iterator[Cells]:
         for number, part in enumerate(self.parts):
@@ -186,20 +186,21 @@ class CellGrid:
                 word = self._full_word(part, layer, head_cell, stretches.number[stretch])
                 yield Cells(number, layer, head_cell, stretch, word)
 
-    def _sample(self, stretches: Stretches, kept: Integrity, seed: int) -> Iterator[Cells]:
+    def _sample(self, stretches: Stretches, kept: Integrity, seed: int, most_bytes: int) -> Iterator[Cells]:
         keys = (stretches.block * self.num_stretches + stretches.number)[:, None] * self.num_samples
         drawn_from = mixed((keys + np.arange(self.num_samples)).ravel().astype(np.uint64) ^ np.uint64(seed))
         chosen = (drawn_from % np.uint64(self.num_cells)).astype(np.int64)
         for number, part in enumerate(self.parts):
-            drawn = np.flatnonzero((chosen >= part.first) & (chosen < part.first + part.num_cells))
-            if not len(drawn):
-                continue
-            stretch, sample = np.divmod(drawn, self.num_samples)
-            layer, head_cell = np.divmod(chosen[drawn] - part.first, len(part.head_cells))
-            word = stretches.number[stretch] * self.num_samples + sample
-            if kept is Integrity.FULL:
-                word = self._full_word(part, layer, head_cell, stretches.number[stretch])
-            yield Cells(number, layer, head_cell, stretch, word)
+            of_part = np.flatnonzero((chosen >= part.first) & (chosen < part.first + part.num_cells))
+            most = max(1, most_bytes // self.cell_bytes(part))
+            for begin in range(0, len(of_part), most):
+                drawn = of_part[begin : begin + most]
+                stretch, sample = np.divmod(drawn, self.num_samples)
+                layer, head_cell = np.divmod(chosen[drawn] - part.first, len(part.head_cells))
+                word = stretches.number[stretch] * self.num_samples + sample
+                if kept is Integrity.FULL:
+                    word = self._full_word(part, layer, head_cell, stretches.number[stretch])
+                yield Cells(number, layer, head_cell, stretch, word)
 
     def _full_word(self, part: Part, layer: Integers, head_cell: Integers, number: Integers) -> Integers:
         return (part.first + layer * len(part.head_cells) + head_cell) * self.num_stretches + number
