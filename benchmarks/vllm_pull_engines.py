@@ -316,7 +316,7 @@ def running_pair(
         roles: tuple[tuple[Role, int], ...] = (("kv_producer", case.prefill_tp), ("kv_consumer", case.decode_tp))
         for role, tp_size in roles:
             settings = engine_settings(contestant, case, role, tp_size, model, thp, variables)
-            name = f"{contestant.name}-{case.name}-{'thp' if thp else 'plain'}-{role}"
+            name = f"{contestant.name.replace('/', '-')}-{case.name}-{'thp' if thp else 'plain'}-{role}"
             servers.append(start_engine(name, settings, folder))
         wait_until_ready(servers, on_progress=lambda name, age: announce(f"{name}: starting, {age:.0f} s"))
         generator = np.random.default_rng(time.time_ns())

@@ -241,7 +241,7 @@ def running_pair(
     servers: list[Server] = []
     pair: MeasuredPair | None = None
     model = make_tiny_model(MODEL, folder / "models")
-    file_name = f"{mode}-{which.contestant.name}-{engines}"
+    file_name = f"{mode}-{which.contestant.name.replace('/', '-')}-{engines}"
     log, port = folder / f"{file_name}.transfers", free_port()
     try:
         roles: tuple[Role, ...] = ("kv_producer", "kv_consumer")
