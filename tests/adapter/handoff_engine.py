@@ -40,7 +40,9 @@ class HandoffEngine(LabelEngine):
     def __init__(self, rank: CacheRank, model: Path, engine_id: str, *, layout: str, **given: Any) -> None:
         arguments = {name: given.pop(name) for name in ("asynchronous",) if name in given}
         extra = {"transport": "memcpy", "lease_seconds": 600.0, **given}
-        transfer = {"kv_connector": "KVFerryConnector", "engine_id": engine_id, "kv_connector_extra_config": extra}
+        policy = {"kv_load_failure_policy": extra.pop("failure_policy", "fail")}
+        connector = {"kv_connector": "KVFerryConnector", "kv_connector_extra_config": extra}
+        transfer = {**connector, **policy, "engine_id": engine_id}
         super().__init__(rank, model, transfer, layout=layout, **arguments)
         self.connector: Any = self.scheduler.connector
         let_sleep(self.connector._scheduler)
