@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from kvferry.integrations.vllm.worker import pull as worker_pull
 
+from ..waits import wait_until
 from .handoff_engine import HandoffEngine, make_engine
 from .test_offload_names import LAYERS, attention, window
 
@@ -268,3 +269,19 @@ def test_parameters_that_nobody_changed_load_the_prompt(model: str, asynchronous
         assert (answer.has_failed, failures_of(decode)) == (False, [])
         if length > 2:
             assert decode.num_computed - before <= 3, "computed, not loaded"
+
+
+@pytest.mark.parametrize("field", ["remote_request_id", "remote_engine_id"])
+def test_a_wrong_id_is_refused_and_its_hold_ends_at_once(field: str, make_engine: Any) -> None:
+    """Once it was accepted, and the hold stayed for its whole lease."""
+    prefill, decode = make_engine(UNIFORM), make_engine(UNIFORM, num_blocks=60)
+    prompt = [(7 * index + 3) % 500 for index in range(75)]
+    params = prefill.ask("p", prompt, {"do_remote_decode": True}, max_tokens=1).params
+    holds = prefill.connector._scheduler._state.holds
+    assert holds.num_holds == 1
+    answer = decode.ask("d", prompt, params | {field: "another"})
+    [reason] = failures_of(decode)
+    # A renewal may say first that nobody holds such a prompt.
+    assert answer.has_failed
+    assert reason == "wrong-parameters" or (field, reason) == ("remote_request_id", "lease-expired")
+    wait_until(lambda: holds.num_holds == 0, "the hold stays", seconds=10.0)
