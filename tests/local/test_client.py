@@ -173,6 +173,31 @@ def test_a_peer_that_appears_late_gets_the_message(client: Client) -> None:
         listener.close()
 
 
+def test_pauses_between_attempts_grow_to_a_bound_and_differ_from_peer_to_peer(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand clients of a restarted engine must not all come back at one moment."""
+    monkeypatch.setattr(client_module, "FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(client_module, "LAST_RETRY_SECONDS", 0.08)
+    pauses: dict[int, list[float]] = {}
+    set_timer = Client._set_timer
+
+    def noted(self: Client, at: float, link: Any, kind: int) -> None:
+        if kind == client_module.CONNECTION and link.is_waiting:
+            pauses.setdefault(link.port, []).append(at - time.monotonic())
+        set_timer(self, at, link, kind)
+
+    monkeypatch.setattr(Client, "_set_timer", noted)
+    for _ in range(8):
+        client.send(HOST, free_port(), Release(7, ()), timeout_seconds=5)
+    wait_until(lambda: len(pauses) == 8 and all(len(each) > 6 for each in pauses.values()))
+    for each in pauses.values():
+        for number, pause in enumerate(each[:7]):
+            longest = min(0.08, 0.01 * 2**number)
+            assert 0.2 * longest < pause <= longest
+    assert len({round(each[6], 4) for each in pauses.values()}) > 4
+
+
 @pytest.mark.usefixtures("resend_soon")
 def test_a_question_comes_back_unanswered_at_its_deadline(client: Client) -> None:
     with RawPeer(lambda number, data: []) as peer:
