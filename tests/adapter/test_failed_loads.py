@@ -106,7 +106,7 @@ def fail(request_id: str, reason: Reason) -> None:
         (Reason.WRONG_PARAMETERS, 400, False),
     ],
 )
-def test_the_client_learns_why_a_load_failed_and_whether_to_send_the_request_again(
+def test_hole_8_the_client_learns_why_a_load_failed_and_whether_to_send_the_request_again(
     reason: Reason, status: int, retry: bool, client: TestClient
 ) -> None:
     fail("cmpl-7c1e-0-9f3b12aa", reason)

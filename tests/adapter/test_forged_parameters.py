@@ -272,7 +272,7 @@ def test_parameters_that_nobody_changed_load_the_prompt(model: str, asynchronous
 
 
 @pytest.mark.parametrize("field", ["remote_request_id", "remote_engine_id"])
-def test_a_wrong_id_is_refused_and_its_hold_ends_at_once(field: str, make_engine: Any) -> None:
+def test_hole_10_a_wrong_id_is_refused_and_its_hold_ends_at_once(field: str, make_engine: Any) -> None:
     """Once it was accepted, and the hold stayed for its whole lease."""
     prefill, decode = make_engine(UNIFORM), make_engine(UNIFORM, num_blocks=60)
     prompt = [(7 * index + 3) % 500 for index in range(75)]

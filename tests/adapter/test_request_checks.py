@@ -206,7 +206,7 @@ def serve(
     return answer, events
 
 
-def test_a_list_of_prompts_is_a_400_that_lets_go_at_once(params: dict[str, Any]) -> None:
+def test_hole_10_a_list_of_prompts_is_a_400_that_lets_go_at_once(params: dict[str, Any]) -> None:
     """On both engines: the prefill engine's answer would name the first prompt only; the others' holds would stay."""
     for given, let_go in ((params, ["let r go"]), ({"do_remote_decode": True}, [])):
         for prompts in (["a", "b"], [[1, 2], [3]]):

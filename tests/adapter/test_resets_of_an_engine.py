@@ -55,7 +55,9 @@ def prefill(engine: LabelEngine) -> dict[str, Any]:
     raise AssertionError("no answer names a hold")
 
 
-def test_a_prefix_cache_is_reset_beside_a_held_prompt_and_a_connector_s_cache_with_it(engine: LabelEngine) -> None:
+def test_hole_7_a_prefix_cache_is_reset_beside_a_held_prompt_and_a_connector_s_cache_with_it(
+    engine: LabelEngine,
+) -> None:
     scheduler = engine.scheduler
     role, words = scheduler.connector._scheduler, engine.worker._worker._source._words
     params = prefill(engine)

@@ -372,7 +372,7 @@ def test_a_rank_names_its_process_and_fences_after_the_time_that_is_set(workers:
     assert workers.receiver._destination.announcer.fence_seconds == Settings(mode="push").fence_seconds == 60.0
 
 
-def test_no_transport_is_closed_beside_a_transfer_thread_that_does_not_stop(
+def test_hole_15_no_transport_is_closed_beside_a_transfer_thread_that_does_not_stop(
     workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A transport is for one thread at a time: the thread hangs in a call of it."""

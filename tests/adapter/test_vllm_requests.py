@@ -94,7 +94,7 @@ def test_the_prompt_is_cut_once_and_only_where_its_last_token_does_harm(other: G
         assert ours.num_prompt_tokens == len(prompt)
 
 
-def test_the_prompt_of_a_session_is_not_cut(make_role: Any) -> None:
+def test_hole_15_the_prompt_of_a_session_is_not_cut(make_role: Any) -> None:
     """Its client sends more tokens later, which follow the prompt's last one."""
     role = make_role(FULL, STATE)
     session = request(PROMPT, {"do_remote_decode": True}, max_tokens=9)
@@ -103,7 +103,7 @@ def test_the_prompt_of_a_session_is_not_cut(make_role: Any) -> None:
     assert (session.prompt_token_ids, session.num_prompt_tokens, session.max_tokens) == (PROMPT, len(PROMPT), 9)
 
 
-def test_each_parallel_sample_in_one_process_loads_the_prompt(make_role: Any) -> None:
+def test_hole_15_each_parallel_sample_in_one_process_loads_the_prompt(make_role: Any) -> None:
     """VLLM gives all samples of a request one object of parameters; what one has loaded, the others have not."""
     prefill, decode = make_role(FULL), make_role(FULL)
     params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
@@ -283,7 +283,7 @@ def test_a_load_may_take_longer_than_the_lease_that_is_renewed_meanwhile(make_ro
     assert (order.error, order.timeout_seconds) == (None, 30.0)
 
 
-def test_a_paused_decode_engine_renews_for_the_length_of_a_lease_and_no_longer(make_role: Any) -> None:
+def test_hole_6_a_paused_decode_engine_renews_for_the_length_of_a_lease_and_no_longer(make_role: Any) -> None:
     """Its server goes on while no step ends; else it would keep the prefill engine's blocks for ever."""
     prefill, decode = make_role(FULL, lease_seconds=2.0), make_role(FULL, lease_seconds=1.0)
     params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])

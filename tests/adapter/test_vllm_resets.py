@@ -62,7 +62,7 @@ def with_core(role: Any) -> Core:
     return core
 
 
-def test_a_reset_ends_all_holds_and_the_ranks_know_before_a_block_is_free(make_role: Any) -> None:
+def test_hole_7_a_reset_ends_all_holds_and_the_ranks_know_before_a_block_is_free(make_role: Any) -> None:
     role = make_role(FULL)
     core = with_core(role)
     role.publish([RANK])
@@ -101,7 +101,7 @@ def test_parameters_of_before_a_reset_are_refused_by_name(make_role: Any) -> Non
     assert refused.value.reason is Reason.PEER_CHANGED
 
 
-def test_new_weights_without_a_reset_are_noticed_by_their_version(make_role: Any) -> None:
+def test_hole_7_new_weights_without_a_reset_are_noticed_by_their_version(make_role: Any) -> None:
     """``set_weight_version`` names weights; vLLM tells no connector of it."""
     role = make_role(FULL)
     core = with_core(role)

@@ -58,7 +58,7 @@ def test_calls_that_wait_for_a_slot_begin_in_the_order_in_which_they_were_asked_
     assert hanging.begun == ["first", "second", "third"]
 
 
-def test_a_call_that_waits_too_long_for_a_slot_fails(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hole_3_a_call_that_waits_too_long_for_a_slot_fails(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "MAX_RUNNING", 1)
     monkeypatch.setattr(background, "WAIT_SECONDS", 0.05)
     assert hanging.hang("first")
@@ -97,7 +97,7 @@ def test_calls_that_wait_are_bounded(hanging: Hanging, monkeypatch: pytest.Monke
     assert len(hanging.calls) == 3
 
 
-def test_a_process_that_can_start_no_thread_fails_the_call_and_nothing_else(
+def test_hole_15_a_process_that_can_start_no_thread_fails_the_call_and_nothing_else(
     hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler's thread asks: an exception there would end the engine."""

@@ -127,7 +127,9 @@ class DrippingServer:
             connection.close()
 
 
-def test_64_slow_bootstrap_servers_do_not_keep_a_healthy_one_from_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hole_3_64_slow_bootstrap_servers_do_not_keep_a_healthy_one_from_being_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They hold every slot, and drip their answers: the whole query has a deadline, not each byte of its answer."""
     monkeypatch.setattr(bootstrap, "QUERY_SECONDS", 0.3)
     slow, served = DrippingServer(), BootstrapServer(HOST, 0, offer())
@@ -159,7 +161,7 @@ def test_a_query_that_drips_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         served.close()
 
 
-def test_a_restarted_engine_is_found_at_its_address_although_the_router_repeats_its_former_name(
+def test_hole_9_a_restarted_engine_is_found_at_its_address_although_the_router_repeats_its_former_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vllm-router asks once, at its start, and names the same epoch for ever."""

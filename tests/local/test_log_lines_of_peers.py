@@ -49,7 +49,7 @@ def most_in_a_second(records: list[logging.LogRecord]) -> int:
     return max((sum(begin <= each < begin + 0.99 for each in times) for begin in times), default=0)
 
 
-def test_renewals_for_a_wrong_epoch_do_not_flood_the_log(
+def test_hole_13_renewals_for_a_wrong_epoch_do_not_flood_the_log(
     server: Server, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client's questions are well-formed, and each one is refused: once there was a line for each."""
@@ -64,7 +64,9 @@ def test_renewals_for_a_wrong_epoch_do_not_flood_the_log(
     assert max(kinds.values()) <= 1 + caplog.records[-1].created - caplog.records[0].created, kinds
 
 
-def test_random_bytes_do_not_flood_the_log(server: Server, client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_hole_13_random_bytes_do_not_flood_the_log(
+    server: Server, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     noise = random.Random(0)
     for _ in range(500):
         with suppress(ConnectionError), socket.create_connection((HOST, server.port), timeout=20) as peer:
@@ -74,7 +76,7 @@ def test_random_bytes_do_not_flood_the_log(server: Server, client: Client, caplo
     assert most_in_a_second(caplog.records) <= LINES_PER_SECOND
 
 
-def test_a_host_that_a_request_names_forges_no_line(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_hole_13_a_host_that_a_request_names_forges_no_line(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     host = "prefill\nERROR 11-23 everything is lost\x1b[2J"
     client.tell(host, 5600, Release(EPOCH, ()), 0.5)
     end = time.monotonic() + 20

@@ -31,7 +31,7 @@ def ranks() -> Iterator[list[BaseProcess]]:
         rank.join()
 
 
-def test_one_rank_is_killed_and_the_others_follow(ranks: list[BaseProcess]) -> None:
+def test_hole_11_one_rank_is_killed_and_the_others_follow(ranks: list[BaseProcess]) -> None:
     monitor = RankMonitor(ranks)
     assert ranks[1].pid is not None
     os.kill(ranks[1].pid, signal.SIGKILL)

@@ -269,7 +269,7 @@ def test_a_receiver_introduces_itself_again_to_a_sender_that_forgot_the_receiver
     assert receiver.result().error is None
 
 
-def test_two_decode_replicas_with_one_engine_id_do_not_end_each_others_pushes(engines: Pairs) -> None:
+def test_hole_5_two_decode_replicas_with_one_engine_id_do_not_end_each_others_pushes(engines: Pairs) -> None:
     """They introduce themselves under one name: only the epoch tells their processes apart."""
     sender, [one] = engines.open()
     other = ReceivingRank(Rank(0, 1))
@@ -293,7 +293,7 @@ def extended(found: list[JobResult], receiver: ReceivingRank) -> list[JobResult]
     return found
 
 
-def test_a_transfer_that_began_before_the_sender_was_restarted_fails_with_a_reason_and_moves_no_byte(
+def test_hole_9_a_transfer_that_began_before_the_sender_was_restarted_fails_with_a_reason_and_moves_no_byte(
     engines: Pairs,
 ) -> None:
     """The router repeats the former engine's name, so the announcement reaches the new process. The new process has no

@@ -64,7 +64,7 @@ def is_introduced(sender: SendingEngine) -> bool:
     return all(rank.writer._sender.num_open for rank in sender.ranks)
 
 
-def test_a_refused_connection_does_not_prove_that_the_sender_has_ended(engines: Pairs) -> None:
+def test_hole_1_a_refused_connection_does_not_prove_that_the_sender_has_ended(engines: Pairs) -> None:
     """A firewall answers the same. The sender goes on writing, into blocks that the engine must still keep."""
     sender, [receiver] = engines.open(process=elsewhere())
     [source] = sender.ranks
@@ -193,7 +193,7 @@ def require(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_sender_whose_host_vanished_is_fenced_and_the_blocks_come_back(
+def test_hole_2_a_sender_whose_host_vanished_is_fenced_and_the_blocks_come_back(
     transport: str, engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its write hangs and is never confirmed. After the fence no byte lands by the former end point, and the next push
@@ -313,7 +313,7 @@ def test_a_fence_fails_the_other_pushes_of_the_rank_with_a_reason(
 
 
 @pytest.mark.parametrize("transport", [TRANSPORTS[0]])
-def test_bytes_of_a_sender_that_has_ended_may_lie_in_a_connection_so_a_fence_comes_before_the_blocks(
+def test_hole_1_bytes_of_a_sender_that_has_ended_may_lie_in_a_connection_so_a_fence_comes_before_the_blocks(
     transport: str, engines: Pairs
 ) -> None:
     require(transport)
@@ -445,7 +445,7 @@ def test_a_transport_that_cannot_be_opened_anew_is_left_out() -> None:
 # The other side.
 
 
-def test_a_decode_engine_that_is_killed_in_a_push_lets_the_prefill_blocks_go_before_the_lease_ends(
+def test_hole_12_a_decode_engine_that_is_killed_in_a_push_lets_the_prefill_blocks_go_before_the_lease_ends(
     engines: Pairs,
 ) -> None:
     """The push waits for its prompt: no write would fail. The rank asks its engine to end the hold."""

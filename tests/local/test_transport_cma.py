@@ -69,7 +69,7 @@ def test_a_pid_reused_during_the_transfer_fails_it(pair: Pair, monkeypatch: pyte
     assert transfer.error.reason is Reason.PEER_CHANGED
 
 
-def test_a_write_makes_no_call_after_its_peer_has_ended_whose_pid_another_process_may_have(pair: Pair) -> None:
+def test_hole_15_a_write_makes_no_call_after_its_peer_has_ended_whose_pid_another_process_may_have(pair: Pair) -> None:
     """The peer ends between two calls of one share; its pid is free from then on."""
     assert isinstance(pair.remote, PeerProcess)
     remote, write = pair.remote, pair.transport._calls[Direction.WRITE]

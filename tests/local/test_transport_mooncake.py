@@ -141,7 +141,7 @@ def test_a_stopped_peer_delays_the_end_of_a_cancelled_transfer_and_nobody_else(
     assert is_quiet(own_pair)
 
 
-def test_a_name_whose_look_up_hangs_delays_no_other_transfer_and_ends_in_time(
+def test_hole_15_a_name_whose_look_up_hangs_delays_no_other_transfer_and_ends_in_time(
     pair: Pair, transport: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The transfer thread, which connects, must not wait for the operating system's look-up."""

@@ -240,7 +240,7 @@ def own_address() -> str:
     return next((address for address in own if not address.startswith("127.")), THIS_HOST)
 
 
-def test_mooncake_3151_auto_opens_no_listener_beyond_loopback() -> None:
+def test_hole_14_mooncake_3151_auto_opens_no_listener_beyond_loopback() -> None:
     """Everybody who reaches a port of UCX can read and write the cache, also where only ``cma`` is used."""
     assert set(opened(THIS_HOST)) == {LOOPBACK_IN_HEXADECIMAL}
 

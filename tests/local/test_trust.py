@@ -334,7 +334,7 @@ def test_garbage_beside_valid_questions(keys: Keys, engine: Engine) -> None:
     assert len(engine.asked) == 100
 
 
-def test_a_thousand_peers_keep_their_connections(
+def test_hole_4_a_thousand_peers_keep_their_connections(
     keys: Keys, engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In turns, for which every connection is needed: none is closed for another, and nothing is logged."""

@@ -1,11 +1,14 @@
-"""``docs/failures-others-had.md`` names tests that exist, and a test for every failure that must have one."""
+"""The pages of failures name tests that exist, and a test for every failure and hole that must have one."""
 
 import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/failures-others-had.md").read_text()
+HOLES = (ROOT / "docs/holes-that-were-closed.md").read_text()
 ISSUES = (
     *(52234, 24527, 850, 55776, 17665, 1983, 12779, 2433, 16662, 2933, 12313, 14142, 2899, 5431, 7236, 6325, 7834),
     *(3059, 3060, 3989, 39400, 3151, 2368, 10027, 84, 33, 46283, 53095, 32267),
@@ -13,13 +16,17 @@ ISSUES = (
 """Numbers of issues, pull requests and advisories whose tests are named after them."""
 
 
-def named_tests() -> list[tuple[str, str]]:
-    return re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", PAGE)
+NUM_HOLES = 15
 
 
-def test_every_test_of_the_page_exists() -> None:
-    assert len(named_tests()) > 30
-    for path, name in named_tests():
+def named_tests(page: str = PAGE) -> list[tuple[str, str]]:
+    return re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page)
+
+
+@pytest.mark.parametrize("page", [PAGE, HOLES], ids=["failures", "holes"])
+def test_every_test_of_the_page_exists(page: str) -> None:
+    assert len(named_tests(page)) > 30
+    for path, name in named_tests(page):
         functions = {getattr(node, "name", "") for node in ast.parse((ROOT / path).read_text()).body}
         assert name in functions, f"{path} has no {name}"
 
@@ -27,3 +34,17 @@ def test_every_test_of_the_page_exists() -> None:
 def test_every_failure_has_a_test_that_is_named_after_it() -> None:
     numbers = {int(number) for _, name in named_tests() for number in re.findall(r"\d+", name)}
     assert not {*ISSUES} - numbers
+
+
+def test_every_hole_has_a_test_that_is_named_after_it_and_every_such_test_is_listed() -> None:
+    rows = re.findall(r"^\| (\d+) \| .* \| `\S+::test_hole_(\d+)_\w+` \|$", HOLES, re.MULTILINE)
+    assert len(rows) == len(named_tests(HOLES))
+    assert all(number == named for number, named in rows)
+    assert {int(number) for number, _ in rows} == {*range(1, NUM_HOLES + 1)}
+    sources = [(path, path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
+    written = {
+        (str(path.relative_to(ROOT)), name)
+        for path, text in sources
+        for name in re.findall(r"^def (test_hole_\w+)", text, re.MULTILINE)
+    }
+    assert written == {*named_tests(HOLES)}

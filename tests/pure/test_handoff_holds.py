@@ -337,7 +337,7 @@ def test_a_lease_ends_at_its_last_moment_and_not_before() -> None:
     assert [end.ending for end in side.take_ended()] == [Ending.ABANDONED]
 
 
-def test_a_killed_decode_engine_leaves_its_holds_for_the_length_of_a_renewal_and_not_of_a_first_lease() -> None:
+def test_hole_12_a_killed_decode_engine_leaves_its_holds_for_the_length_of_a_renewal_and_not_of_a_first_lease() -> None:
     side = Holds(EPOCH, 2, LEASE)
     pulled, unseen = held(side, "a"), held(side, "b")
     side.renew(EPOCH, [pulled.handle], now=1.0)
@@ -357,7 +357,7 @@ def test_a_decode_engine_that_was_killed_before_the_prompt_ended_has_no_first_le
     assert hold.lease == Lease(30.0 + RENEWED)
 
 
-def test_no_hold_outlives_the_greatest_age_whatever_is_renewed() -> None:
+def test_hole_6_no_hold_outlives_the_greatest_age_whatever_is_renewed() -> None:
     side = Holds(EPOCH, 1, LEASE, max_hold_seconds=100.0)
     hold = held(side, "a")
     for now in range(0, 100, 5):

@@ -56,7 +56,7 @@ def test_what_the_limit_keeps_does_not_grow_with_the_number_of_peers() -> None:
     assert limit.take_left_out().keys() == {"flood"}
 
 
-def test_lines_that_are_left_out_are_counted_in_the_log(
+def test_hole_4_lines_that_are_left_out_are_counted_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(peer_log, "REPORT_SECONDS", 0.05)

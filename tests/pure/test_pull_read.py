@@ -115,7 +115,7 @@ def test_a_word_of_another_hold_ends_the_load_before_any_data(word: str) -> None
         ((being_written(OTHER_HOLD), being_written(OTHER_HOLD)), Reason.WRONG_PARAMETERS),
     ],
 )
-def test_a_hold_that_has_ended_is_told_from_parameters_that_are_not_those_of_a_hold(
+def test_hole_13_a_hold_that_has_ended_is_told_from_parameters_that_are_not_those_of_a_hold(
     words: tuple[bytes, bytes], reason: Reason
 ) -> None:
     pull = PullRead("r", now=0.0, deadline=DEADLINE)
