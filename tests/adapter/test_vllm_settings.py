@@ -1,5 +1,6 @@
 """Settings of the vLLM connector and its choice of layout, without an engine."""
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.integrations.vllm.settings import Settings, parse_settings
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.staging.strategy import Strategy
+
+from ..local.engines_in_process import filled_ranks
 
 
 @pytest.mark.parametrize(
@@ -207,3 +210,32 @@ def test_a_layout_that_the_engine_does_not_use_is_explained(caplog: pytest.LogCa
     assert not caplog.records
     check_layout(engine(), NamedLayout.LBHNC, Settings())
     assert "asked for KV cache layout BHLNC and the engine uses LBHNC" in caplog.text
+
+
+def test_a_hold_ends_at_the_greatest_age_that_is_set(make_role: Any) -> None:
+    from .scheduler_requests import FULL, PROMPT, run_prefill  # vLLM is imported by those who need it
+
+    role = make_role(FULL, lease_seconds=5.0, load_timeout_seconds=5.0, max_hold_seconds=6.0)
+    run_prefill(role, PROMPT, [5, 4, 3, 2, 1])
+    holds = role._state.holds
+    [hold] = holds._holds.values()
+    assert holds.renew(role._state.epoch, [hold.handle], hold.held_at + 4.9) == []
+    holds.expire(hold.held_at + 5.9)
+    assert holds.num_holds == 1
+    holds.expire(hold.held_at + 6.0)
+    assert holds.num_holds == 0
+
+
+def test_the_transfer_thread_of_a_rank_runs_on_the_cores_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from .worker_roles import make_worker_role
+
+    core = max(os.sched_getaffinity(0))
+    monkeypatch.setattr("kvferry.integrations.vllm.worker.role.cores_that_do_not_compute", lambda: {-1})
+    role = make_worker_role(
+        monkeypatch, parse_settings({"transport": "memcpy", "transfer_cores": [core]}), filled_ranks(1)[0].shard
+    )
+    try:
+        assert os.sched_getaffinity(role._rank.executor._thread.native_id) == {core}
+    finally:
+        role.shutdown()
