@@ -13,7 +13,7 @@ IN_TWO_PROCESSES := -n 2 --dist worksteal
 SECOND_CHANCE := $(if $(CI),--reruns 1 -rR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix test-chaos test-fast test-full lint bench clean
+.PHONY: help setup demo test test-matrix test-chaos test-fast test-full check-vllm lint bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -55,6 +55,10 @@ lint: setup ## ruff, bandit and mypy --strict
 	@.venv/bin/ruff check
 	@.venv/bin/ruff format --check
 	@.venv/bin/mypy
+
+# Takes the release's wheel from the package index, reads it and installs nothing.
+check-vllm: setup ## What a vLLM release changes of the names that kvferry uses: VERSION=0.33.0 (or ARGS="--wheel FILE", "--folder FOLDER")
+	@$(PYTHON) scripts/check_vllm.py $(VERSION) $(ARGS)
 
 bench: setup ## The plan and transport benchmarks, against measured roofs
 	@$(PYTHON) benchmarks/plan.py

@@ -11,7 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.layout_choice import check_layout, preferred_layout, widen_cpu_attention
@@ -21,14 +20,14 @@ from kvferry.integrations.vllm.scheduler.role import SchedulerRole
 from kvferry.integrations.vllm.settings import parse_settings
 from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate.shards import check_supported, decode_rank_entry, resolved_layout
-from kvferry.integrations.vllm.versions import check_version
+from kvferry.integrations.vllm.versions import cache_hit_source, check_version, report_version
 from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
 from kvferry.integrations.vllm.worker.records import PrometheusMetrics, Statistics
 from kvferry.integrations.vllm.worker.role import WorkerRole
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -44,6 +43,7 @@ check_version()
 # the worker shares the engine's process: a worker process has named its layouts, LBHNC alone, before this import.
 widen_cpu_attention()
 log_as_vllm_does()
+report_version()
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -51,7 +51,7 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves KV caches between vLLM engines; all work is in the two roles."""
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = cache_hit_source("P2P")
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -111,6 +111,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> "KVConnectorPromMetrics | None":
         return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        # Peers may read the memory that sleep takes away. Before 0.33 vLLM does not ask.
+        return False
 
     # In the scheduler.
 

@@ -22,14 +22,14 @@ from kvferry.integrations.vllm.offload_step import OffloadStep
 from kvferry.integrations.vllm.plugin import log_as_vllm_does
 from kvferry.integrations.vllm.scheduler.offload import OffloadScheduler, check_offloadable
 from kvferry.integrations.vllm.translate.shards import check_supported, resolved_layout
-from kvferry.integrations.vllm.versions import check_version
+from kvferry.integrations.vllm.versions import check_version, report_version
 from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
 from kvferry.integrations.vllm.worker.offload import OffloadWorker
 from kvferry.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
@@ -48,6 +48,7 @@ check_version()
 # For a vLLM that finds this class by kv_connector_module_path and loads no plugin.
 widen_cpu_attention()
 log_as_vllm_does()
+report_version()
 
 
 class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
@@ -110,6 +111,11 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> "KVConnectorPromMetrics | None":
         return OffloadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        # Sleep takes away the memory that is registered. Before 0.33 vLLM does not ask.
+        return False
 
     # In the scheduler.
 

@@ -23,7 +23,7 @@ import msgspec
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.integrations.vllm.translate.identity import config_digest, dtype_name, kv_dtype_of, quantization_of
 from kvferry.integrations.vllm.translate.weights import Weights, files_of, weights_of
-from kvferry.integrations.vllm.versions import installed_version
+from kvferry.integrations.vllm.versions import installed_version, known_values
 from kvferry.layout.group import CacheGroup
 from kvferry.layout.shard import Shard
 from kvferry.tiers.protocol import KEY_BYTES
@@ -188,8 +188,8 @@ def engine_facts(vllm_config: "VllmConfig", tokens_per_hash: int, model_id: str)
         **models,
         "adapters": _all_but(_SIZES_OF_ADAPTERS, vllm_config.lora_config),
         "cache": _cache(vllm_config),
-        "attention": {name: getattr(vllm_config.attention_config, name) for name in _NUMBERS_OF_ATTENTION},
-        "variables": {name: getattr(envs, name) for name in VARIABLES},
+        "attention": known_values(vllm_config.attention_config, _NUMBERS_OF_ATTENTION),
+        "variables": known_values(envs, VARIABLES),
         "platform_options": vllm_config.additional_config,
         "hashes": hashes,
     }

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -38,12 +38,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.arrays import Addresses, Descriptors, Integers
 from kvferry.errors import Reason, SettingsError, TierError
 from kvferry.execution.executor import cores_that_do_not_compute
-from kvferry.integrations.vllm.versions import check_version
+from kvferry.integrations.vllm.versions import cache_hit_source, check_version, report_version
 from kvferry.layout.component import Component, HeadRange
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Region, Shard
@@ -54,7 +53,11 @@ from kvferry.tiers.slab_memory import SlabMemory
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import Direction, Status, Transfer, reach
 
+if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
 check_version()
+report_version()
 
 CHUNKS = "chunks"
 """The one group of the index: chunks of all of the engine's cache groups take slots of the same size."""
@@ -192,9 +195,10 @@ class HostManager(OffloadingManager):
         """Return whether a chunk is in host memory; pending while it is being stored."""
         return _RESULTS[self._host.presence(_block_key(key))]
 
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> "CacheHitSource":
         """Host memory is all there is."""
-        return CacheHitSource.HOST
+        source: CacheHitSource = cache_hit_source("HOST")
+        return source
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin the chunks. Raises :class:`TierError` ``block-missing`` where one is not in host memory any more."""
@@ -377,8 +381,13 @@ class HostWorker(OffloadingWorker):
         self._submit(job_id, Direction.WRITE, self._descriptors(copies))
         return True
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Copy chunks to blocks of the engine. Raises :class:`TierError` ``block-missing`` for a block never stored."""
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Copy chunks to blocks of the engine, also when ``expedited`` behind what was submitted before.
+
+        Raises :class:`TierError` ``block-missing`` for a block never stored.
+        """
         copies = self._copies(dst_spec, src_spec)
         for _, _, places in copies:
             if not self._is_stored.reshape(-1)[places].all():

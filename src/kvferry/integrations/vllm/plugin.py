@@ -4,7 +4,7 @@ import logging
 
 from kvferry.errors import KVFerryError
 from kvferry.integrations.vllm.request_checks import check_requests
-from kvferry.integrations.vllm.versions import check_version
+from kvferry.integrations.vllm.versions import check_version, report_version
 from kvferry.integrations.vllm.waiting_workers import make_waits_sleep
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ def register() -> None:
     make_waits_sleep()
     check_requests()
     log_as_vllm_does()
+    report_version()
 
 
 def log_as_vllm_does() -> None:

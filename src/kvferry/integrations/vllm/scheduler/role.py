@@ -39,7 +39,7 @@ from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.layout_choice import on_cpu
 from kvferry.integrations.vllm.resets import end_former_epoch
-from kvferry.integrations.vllm.scheduler.blocks import groups_filled_whole, num_recomputed
+from kvferry.integrations.vllm.scheduler.blocks import check_filled_whole, groups_filled_whole, num_recomputed
 from kvferry.integrations.vllm.scheduler.kept_blocks import Quarantine
 from kvferry.integrations.vllm.scheduler.params import leave_last_token
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
@@ -49,7 +49,7 @@ from kvferry.integrations.vllm.settings import Settings, control_port, trust_of
 from kvferry.integrations.vllm.step import EPOCH_BITS, MAX_HELD_REQUESTS, EngineEndPoint, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
-from kvferry.integrations.vllm.versions import Engine
+from kvferry.integrations.vllm.versions import Engine, can_name_loaded_groups
 from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class SchedulerRole:
         )
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._num_recomputed = num_recomputed(state.groups)
+        self._can_clear_in_part = can_name_loaded_groups()
         self._identity = identity_of(vllm_config, settings)
         self._source: Source
         self._destination: Destination
@@ -323,6 +324,8 @@ class SchedulerRole:
                     "The log names the requests. Restart this engine if their prefill engines are gone.",
                 )
             _check_reportable(request.request_id)
+            if not self._can_clear_in_part:
+                check_filled_whole(self._state.groups, self._destination.block_sizes(request.request_id))
             return self._destination.order(request, (end_token - num_external_tokens, end_token), block_ids)
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error, peer=request.request_id)

@@ -12,6 +12,7 @@ from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.translate.attention import attention_components, check_scales_in_slots
 from kvferry.integrations.vllm.translate.specs import refuse, spec_of
 from kvferry.integrations.vllm.translate.states import check_state, state_components
+from kvferry.integrations.vllm.versions import num_prefill_lookahead_tokens
 from kvferry.layout.group import CacheGroup, CacheKind, TensorScale
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
@@ -30,8 +31,7 @@ def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig")
         size = getattr(parallel, name)
         if size > 1:
             refuse(f"{name} is {size}", f"Run with --{name.replace('_', '-')} 1.")
-    if vllm_config.num_prefill_lookahead_tokens > 1:
-        lookahead = vllm_config.num_prefill_lookahead_tokens
+    if (lookahead := num_prefill_lookahead_tokens(vllm_config)) > 1:
         refuse(f"the drafter embeds {lookahead} tokens ahead of the prompt", "Run without multi-module drafting.")
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         _check_group(index, group)

@@ -21,7 +21,7 @@ def spec_of(group: "KVCacheGroupSpec", layer_name: str | None = None) -> Any:
     return next(iter(spec.kv_cache_specs.values())) if layer_name is None else spec.kv_cache_specs[layer_name]
 
 
-UNEXPECTED = "kvferry does not expect this of vLLM 0.32: please report it, with the engine's log."
+UNEXPECTED = "kvferry does not expect this of this vLLM: please report it, with the engine's log."
 """The remedy where no setting helps."""
 
 

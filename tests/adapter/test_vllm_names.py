@@ -1,0 +1,114 @@
+"""The list of vLLM's names has what kvferry's own source files use, and is true of the installed vLLM."""
+
+import ast
+from inspect import Parameter
+from pathlib import Path
+
+import pytest
+
+import kvferry
+from kvferry.integrations.vllm import versions
+from kvferry.integrations.vllm.offload_names import _FIELDS_OF_STATES, _NUMBERS_OF_ATTENTION, VARIABLES
+from kvferry.integrations.vllm.vllm_names import OVERRIDDEN, USED
+from kvferry.integrations.vllm.vllm_sources import Entry, Function, Sources, _signature
+
+from .vllm_uses import AttributesRead, SourceFile, subclasses
+
+FOLDER = versions._installed_folder()
+assert FOLDER is not None, "vLLM is not installed"
+VLLM = Sources(FOLDER)
+SOURCE = Path(kvferry.__file__).parent
+FILES = [SourceFile.read(path) for path in sorted(SOURCE.rglob("*.py"))]
+OF_VLLM = [file for file in FILES if file.imported]
+EVERY = [(module, Entry.parse(entry)) for module, entries in [*USED.items(), *OVERRIDDEN.items()] for entry in entries]
+LISTED = {(module, entry.name) for module, entry in EVERY}
+
+
+def name_of(file: SourceFile) -> str:
+    return file.path.relative_to(SOURCE).as_posix()
+
+
+def bases_of(name: str, module: str) -> set[str]:
+    """Return the name of a class of vLLM and those of its base classes."""
+    found = VLLM.find(module, name)
+    if found is None or found.module is None or not isinstance(found.node, ast.ClassDef):
+        return {name}
+    assert found.module is not None
+    return {found.node.name}.union(
+        *(bases_of(base.node.name, base.module.name) for base in found.module.bases(found.node)
+          if isinstance(base.node, ast.ClassDef) and base.module is not None)
+    )  # fmt: skip
+
+
+OWNERS = {
+    (base, name.partition(".")[2])
+    for module, name in LISTED
+    if "." in name
+    for base in bases_of(name.partition(".")[0], module)
+}
+"""Classes, base classes included, and the attributes that are listed of them."""
+
+
+def test_the_list_is_true_of_the_installed_vllm() -> None:
+    number = versions._number(versions.installed_version())
+    assert list(VLLM.differences(*versions.names_of_version(number))) == []
+
+
+@pytest.mark.parametrize("file", OF_VLLM, ids=name_of)
+def test_what_is_imported_of_vllm_is_listed(file: SourceFile) -> None:
+    for module, name in file.imported.values():
+        is_module = f"{module}.{name}" in {*USED, *OVERRIDDEN}
+        is_listed = any(where == module and listed.partition(".")[0] == name for where, listed in LISTED)
+        assert is_module or is_listed, f"{module}.{name} is not in vllm_names.py"
+
+
+@pytest.mark.parametrize("file", OF_VLLM, ids=name_of)
+def test_the_attributes_that_are_read_are_listed(file: SourceFile) -> None:
+    missing = {(owner, name) for owner, name in AttributesRead(file, VLLM).found if (owner, name) not in OWNERS}
+    assert missing == set(), "not in vllm_names.py"
+
+
+def test_attributes_are_found() -> None:
+    """Of some hundred attributes that kvferry reads, annotations tell the class."""
+    found = {each for file in OF_VLLM for each in AttributesRead(file, VLLM).found}
+    assert {("ParallelConfig", "tensor_parallel_size"), ("BlockPool", "touch"), ("Request", "block_hashes")} <= found
+    assert len(found) > 80
+
+
+def test_what_is_overridden_is_listed_as_it_is_written() -> None:
+    written = {Entry.parse(entry).name: Entry.parse(entry) for entries in OVERRIDDEN.values() for entry in entries}
+    trees = {file.path: file for file in FILES}
+    seen = set()
+    for (path, name), bases in subclasses(FILES).items():
+        [node] = [each for each in trees[path].classes if each.name == name]
+        for module, base in bases:
+            found = VLLM.find(module, base)
+            assert found is not None
+            assert found.module is not None
+            assert isinstance(found.node, ast.ClassDef)
+            of_vllm = found.module.members(found.node)
+            for method in (each for each in node.body if isinstance(each, Function) and each.name in of_vllm):
+                entry = written.get(f"{base}.{method.name}")
+                assert entry is not None, f"{name}.{method.name} overrides a method of vLLM's {base} and is not listed"
+                seen.add(entry.name)
+                if entry.function is not None:
+                    assert parameters(method)[1:] == parameters(entry.function), f"{name}.{method.name}"
+    assert len(seen) > 50
+
+
+def parameters(function: Function) -> list[tuple[object, ...]]:
+    """Return the name and kind of each parameter, and whether it may be left out."""
+    listed = _signature(function).parameters.values()
+    return [(each.name, each.kind, each.default is not Parameter.empty) for each in listed]
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("vllm.envs", VARIABLES),
+        ("vllm.config", [f"AttentionConfig.{name}" for name in _NUMBERS_OF_ATTENTION]),
+        ("vllm.config", [f"CacheConfig.{name}" for name in _FIELDS_OF_STATES]),
+    ],
+)
+def test_names_that_are_read_by_a_table_are_listed(module: str, names: list[str]) -> None:
+    assert {(module, name) for name in names} <= LISTED

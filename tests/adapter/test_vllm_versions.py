@@ -1,0 +1,205 @@
+"""Which vLLM versions kvferry accepts: tested ones, compared ones, and unknown ones whose sources fit."""
+
+import importlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.errors import KVFerryError, Reason
+from kvferry.integrations.vllm import plugin, versions
+from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_filled_whole
+from kvferry.integrations.vllm.versions import Support, check_version, report_version
+from kvferry.layout.group import CacheKind
+
+FOLDER = versions._installed_folder()
+assert FOLDER is not None, "vLLM is not installed"
+UNKNOWN = "0.99.0"
+NAMES = versions.names_of_version((0, 32))
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget what was compared and said."""
+    monkeypatch.setattr(versions, "_has_reported", False)
+    versions._problem_of.cache_clear()
+    yield
+    versions._problem_of.cache_clear()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, version: str, folder: Path | None = FOLDER) -> None:
+    """Let a version be the installed one, with its sources in a folder: those of 0.32, whatever the version."""
+    monkeypatch.setattr(versions, "names_of_version", lambda _: NAMES)
+    monkeypatch.setattr(versions, "installed_version", lambda: version)
+    monkeypatch.setattr(versions, "_installed_folder", lambda: folder)
+
+
+def changed_copy(folder: Path, module: str, old: str, new: str) -> Path:
+    """Return a folder with the installed vLLM, of which one module is changed; all else are links."""
+    assert FOLDER is not None
+    source, place = FOLDER, folder
+    for part in module.split("."):
+        place.mkdir(parents=True, exist_ok=True)
+        source = source / part
+        for sibling in source.parent.iterdir() if part != "vllm" else ():
+            if sibling.name not in (part, f"{part}.py", "__pycache__"):
+                (place / sibling.name).symlink_to(sibling)
+        place = place / part
+    text = source.with_suffix(".py").read_text()
+    assert old in text
+    place.with_suffix(".py").write_text(text.replace(old, new))
+    return folder
+
+
+def test_the_installed_version_is_tested() -> None:
+    assert check_version() is Support.TESTED
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.0", "0.33.0", "0.33.0+cu129"])
+def test_a_compared_release_is_accepted_without_a_look_at_it(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    install(monkeypatch, version, folder=None)
+    assert check_version() is Support.COMPARED
+
+
+@pytest.mark.parametrize("version", [UNKNOWN, "0.33.1", "0.31.1", "1.0.0rc1", "dev"])
+def test_an_unknown_release_is_accepted_where_all_names_fit(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    install(monkeypatch, version)
+    assert check_version() is Support.UNKNOWN
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.8.5"])
+def test_an_older_release_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    install(monkeypatch, version)
+    with pytest.raises(KVFerryError, match=r"0\.30 and later") as caught:
+        check_version()
+    assert caught.value.reason is Reason.UNSUPPORTED_VERSION
+
+
+RENAMED = {
+    "a method that kvferry calls": ("vllm.v1.core.block_pool", "def touch(", "def keep(", "BlockPool.touch"),
+    "a method that vLLM calls": (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "def update_state_after_alloc(",
+        "def update_state_after_allocation(",
+        "KVConnectorBase_V1.update_state_after_alloc",
+    ),
+    "a field": ("vllm.v1.outputs", "failed_recving", "failed_receiving", "KVConnectorOutput.failed_recving"),
+    "a parameter": ("vllm.v1.core.block_pool", "ordered_blocks", "blocks", "BlockPool.free_blocks"),
+}
+
+
+@pytest.mark.parametrize("case", RENAMED)
+def test_an_unknown_release_with_a_renamed_function_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
+) -> None:
+    module, old, new, name = RENAMED[case]
+    install(monkeypatch, UNKNOWN, changed_copy(tmp_path / "copy", module, old, new))
+    with pytest.raises(KVFerryError) as caught:
+        check_version()
+    assert caught.value.reason is Reason.UNSUPPORTED_VERSION
+    assert f"{module}.{name}" in caught.value.message
+
+
+def test_a_release_without_sources_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, UNKNOWN, None)
+    with pytest.raises(KVFerryError, match="in no folder"):
+        check_version()
+    install(monkeypatch, UNKNOWN, changed_copy(tmp_path, "vllm.v1.outputs", "class ", "class class "))
+    with pytest.raises(KVFerryError, match="cannot be read"):
+        check_version()
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "words"),
+    [
+        ("0.33.0", logging.INFO, "compared with its released sources"),
+        (UNKNOWN, logging.WARNING, "is not known to this"),
+    ],
+)
+def test_what_was_compared_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, level: int, words: str
+) -> None:
+    install(monkeypatch, version)
+    with caplog.at_level(logging.DEBUG, logger=versions.__name__):
+        report_version()
+        report_version()
+    [record] = [each for each in caplog.records if each.name == versions.__name__]
+    assert record.levelno == level
+    assert words in record.getMessage()
+    assert version in record.getMessage()
+
+
+def test_nothing_is_said_of_a_tested_version_nor_by_vllms_other_processes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger=versions.__name__):
+        report_version()
+        monkeypatch.setattr(versions, "_has_reported", False)
+        monkeypatch.setattr(versions, "is_child_process", lambda: True)
+        install(monkeypatch, UNKNOWN)
+        report_version()
+    assert not [each for each in caplog.records if each.name == versions.__name__]
+
+
+def test_the_plugin_registers_nothing_where_a_function_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    install(monkeypatch, UNKNOWN, changed_copy(tmp_path, "vllm.v1.core.block_pool", "def touch(", "def keep("))
+    with caplog.at_level(logging.ERROR, logger=plugin.__name__):
+        plugin.register()
+    assert KVConnectorFactory._registry == {}
+    assert "BlockPool.touch" in caplog.text
+    assert "[unsupported-version]" in caplog.text
+
+
+# What earlier versions have otherwise.
+
+
+def test_a_vllm_without_sources_of_hits_is_told_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions.cache_hit_source("P2P").name == "P2P"
+    hide(monkeypatch, "vllm.v1.metrics.cache_hit_source")
+    assert versions.cache_hit_source("P2P") == "P2P"
+
+
+def test_the_tokens_of_a_hash_are_known_without_a_field_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions.tokens_per_hash(None, SimpleNamespace(hash_block_size=32)) == 32  # type: ignore[arg-type]
+    utilities = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    monkeypatch.setattr(utilities, "resolve_kv_cache_block_sizes", lambda cache, engine: (16, 8))
+    assert versions.tokens_per_hash(None, SimpleNamespace()) == 8  # type: ignore[arg-type]
+
+
+def test_extra_keys_without_tags_are_told_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[Any] = [None, ("salt",)]
+    monkeypatch.delattr("vllm.v1.core.kv_cache_utils.to_event_extra_keys")
+    assert versions.event_extra_keys(keys) == keys
+    assert versions.event_extra_keys([]) is None
+
+
+def test_the_drafters_reach_follows_the_rule_of_the_scheduler() -> None:
+    def config(*, eagle: bool, modules: bool) -> Any:
+        drafting = SimpleNamespace(use_eagle=lambda: eagle, use_multi_module_mtp=lambda: modules)
+        return SimpleNamespace(speculative_config=drafting, num_speculative_tokens=3)
+
+    assert versions.num_prefill_lookahead_tokens(SimpleNamespace(speculative_config=None)) == 0  # type: ignore[arg-type]
+    found = [config(eagle=False, modules=False), config(eagle=True, modules=False), config(eagle=True, modules=True)]
+    assert list(map(versions.num_prefill_lookahead_tokens, found)) == [0, 1, 3]
+
+
+def test_a_model_with_states_needs_whole_blocks_where_vllm_clears_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions.can_name_loaded_groups()
+    groups = [GroupShape(CacheKind.ATTENTION, 544), GroupShape(CacheKind.STATE, 1)]
+    check_filled_whole(groups, [544, 1])
+    with pytest.raises(KVFerryError, match="blocks of 288 tokens") as caught:
+        check_filled_whole(groups, [288, 1])
+    assert caught.value.reason is Reason.BLOCK_SIZE_MISMATCH
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Let an import of this module fail."""
+    monkeypatch.setitem(importlib.import_module("sys").modules, module, None)
