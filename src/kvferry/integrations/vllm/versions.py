@@ -136,7 +136,9 @@ def is_child_process() -> bool:
 
 
 def _compared() -> tuple[str, int]:
-    return installed_version(), sum(map(len, (*USED.values(), *OVERRIDDEN.values())))
+    """Return the installed version, and how many names of it kvferry uses."""
+    found = installed_version()
+    return found, sum(len(entries) for listed in names_of_version(_number(found)) for entries in listed.values())
 
 
 def names_of_version(
