@@ -151,12 +151,13 @@ def test_cpu_mla_fails_on_cross_layer_layouts() -> None:
 
 def start_engine_parts(layout: NamedLayout) -> tuple[Any, Any, Any]:
     """Return what a worker has when its cache is registered: configuration, plan and views of the cache."""
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
     from kvferry.integrations.vllm.kernels import samples as samples
+
+    from .vllm_caches import get_kv_cache_config_from_groups
 
     recipe = {"num_key_value_heads": 2, "head_dim": 64}
     with samples._small_model("Qwen3ForCausalLM", "qwen3", recipe) as path:

@@ -15,7 +15,6 @@ pytest.importorskip("vllm")
 
 import json
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 from kvferry.arrays import Integers
@@ -26,6 +25,7 @@ from kvferry.integrations.vllm.scheduler import offload_costs
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.scheduler.offload_costs import NUM_PREFIXES, Hit, StepTimes
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, longest_hit, stored_groups
+from kvferry.integrations.vllm.versions import cache_hit_source
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Region
 from kvferry.testing.dictionary_tier import DictionaryTier
@@ -46,7 +46,7 @@ class TimedEngine(Engine):
         self.block_seconds = block_seconds
         self.loading_seconds = 0.0
         self.statistics = OffloadStatistics()
-        self.sources = Counter[CacheHitSource]()
+        self.sources = Counter[Any]()
         super().__init__(*args, loads="when-quicker", **named)
         self.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
         connector: Any = self.scheduler.connector
@@ -225,11 +225,9 @@ def test_the_decision_can_be_read(make_engine: Callable[..., TimedEngine], monke
 
 @pytest.mark.parametrize(
     ("tier", "source"),
-    [("local_disk", CacheHitSource.DISK), ("remote_pool", CacheHitSource.EXTERNAL_UNSPECIFIED)],
+    [("local_disk", cache_hit_source("DISK")), ("remote_pool", cache_hit_source("EXTERNAL_UNSPECIFIED"))],
 )
-def test_vllm_hears_which_tier_a_hit_came_from(
-    tier: str, source: CacheHitSource, make_engine: Callable[..., TimedEngine]
-) -> None:
+def test_vllm_hears_which_tier_a_hit_came_from(tier: str, source: Any, make_engine: Callable[..., TimedEngine]) -> None:
     def lower(region: Region) -> DictionaryTier:
         return DictionaryTier(region, 1 << 20, name=tier)
 
@@ -239,7 +237,7 @@ def test_vllm_hears_which_tier_a_hit_came_from(
     engine.serve_and_write(1)  # only below by now
     assert engine.sources == {source: PROMPT_TOKENS}
     engine.serve_and_write(5)  # in host memory still, but not in the engine's cache
-    assert engine.sources == {source: PROMPT_TOKENS, CacheHitSource.HOST: PROMPT_TOKENS}
+    assert engine.sources == {source: PROMPT_TOKENS, cache_hit_source("HOST"): PROMPT_TOKENS}
     data = engine.statistics.data
     assert data["hit_tokens"] == {tier: PROMPT_TOKENS, "host_memory": PROMPT_TOKENS}
     assert data["tier_bytes"][f"{tier},up"] == data["hit_bytes"][tier] == data["hit_bytes"]["host_memory"] > 0
@@ -258,10 +256,10 @@ def test_a_hit_of_two_tiers_is_split(make_engine: Callable[..., TimedEngine]) ->
     engine.serve_and_write(1, 2, 3, 4, 5, 6, 7)
     engine.add("half", prompt_of(1, -1)[:48])
     engine.run()
-    assert engine.sources == {CacheHitSource.DISK: 48}
+    assert engine.sources == {cache_hit_source("DISK"): 48}
     engine.serve_and_write(12, 13, 14)
     engine.serve_and_write(1)
-    assert engine.sources == {CacheHitSource.DISK: 48 + 48, CacheHitSource.HOST: 48}
+    assert engine.sources == {cache_hit_source("DISK"): 48 + 48, cache_hit_source("HOST"): 48}
 
 
 def test_failures_and_refusals_are_counted_by_reason(make_engine: Callable[..., TimedEngine]) -> None:

@@ -411,7 +411,7 @@ CHANGES: dict[str, tuple[set[str], Edit, Edit | None]] = {
     ),
     "version of vLLM": (
         {"vllm"},
-        lambda engine: engine.patch.setattr(offload_names, "installed_version", lambda: "0.33.1"),
+        lambda engine: engine.patch.setattr(offload_names, "installed_version", lambda: "0.99.1"),
         None,
     ),
     "tokens of a block": ({"slab.groups"}, store(specs=dict.fromkeys(LAYERS, attention(block_size=32))), None),

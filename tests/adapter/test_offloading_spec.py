@@ -31,11 +31,11 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.errors import KVFerryError, Reason, SettingsError, TierError, TransportError
 from kvferry.integrations.vllm import plugin
 from kvferry.integrations.vllm.offloading_spec import HostManager, HostWorker, KVFerryOffloadingSpec
+from kvferry.integrations.vllm.versions import cache_hit_source
 from kvferry.tiers.eviction import Eviction
 
 from .label_engine import LabelEngine
@@ -274,7 +274,7 @@ def test_a_chunk_is_found_when_it_is_stored() -> None:
     manager.complete_store(set(output.keys_to_store), REQUEST)
     assert manager.lookup(key(1), REQUEST) is LookupResult.HIT
     assert manager.lookup(key(1, group=1), REQUEST) is LookupResult.MISS
-    assert manager.get_load_source(key(1), REQUEST) is CacheHitSource.HOST
+    assert manager.get_load_source(key(1), REQUEST) == cache_hit_source("HOST")
     spec = manager.prepare_load([key(2), key(1)], REQUEST)
     assert isinstance(spec, CPULoadStoreSpec)
     assert spec.chunk_ids.tolist() == output.store_spec.chunk_ids.tolist()[::-1]

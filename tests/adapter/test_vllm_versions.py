@@ -18,7 +18,7 @@ from kvferry.layout.group import CacheKind
 FOLDER = versions._installed_folder()
 assert FOLDER is not None, "vLLM is not installed"
 UNKNOWN = "0.99.0"
-NAMES = versions.names_of_version((0, 32))
+NAMES = versions.names_of_version(versions._number(versions.installed_version()))
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str, folder: Path | None = FOLDER) -> None:
-    """Let a version be the installed one, with its sources in a folder: those of 0.32, whatever the version."""
+    """Let a version be the installed one, with its sources in a folder; the names are those of the installed vLLM."""
     monkeypatch.setattr(versions, "names_of_version", lambda _: NAMES)
     monkeypatch.setattr(versions, "installed_version", lambda: version)
     monkeypatch.setattr(versions, "_installed_folder", lambda: folder)
@@ -55,7 +55,9 @@ def changed_copy(folder: Path, module: str, old: str, new: str) -> Path:
 
 
 def test_the_installed_version_is_tested() -> None:
-    assert check_version() is Support.TESTED
+    """Where the adapter's tests run on the sources of another release, that one was compared."""
+    is_tested = versions.installed_version().startswith("0.32.")
+    assert check_version() is (Support.TESTED if is_tested else Support.COMPARED)
 
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.0", "0.33.0", "0.33.0+cu129"])
@@ -136,6 +138,7 @@ def test_nothing_is_said_of_a_tested_version_nor_by_vllms_other_processes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, logger=versions.__name__):
+        install(monkeypatch, "0.32.0")
         report_version()
         monkeypatch.setattr(versions, "_has_reported", False)
         monkeypatch.setattr(versions, "is_child_process", lambda: True)
@@ -162,7 +165,7 @@ def test_the_plugin_registers_nothing_where_a_function_is_gone(
 
 
 def test_a_vllm_without_sources_of_hits_is_told_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert versions.cache_hit_source("P2P").name == "P2P"
+    assert str(versions.cache_hit_source("P2P")).lower().endswith("p2p")
     hide(monkeypatch, "vllm.v1.metrics.cache_hit_source")
     assert versions.cache_hit_source("P2P") == "P2P"
 
@@ -176,7 +179,7 @@ def test_the_tokens_of_a_hash_are_known_without_a_field_for_them(monkeypatch: py
 
 def test_extra_keys_without_tags_are_told_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[Any] = [None, ("salt",)]
-    monkeypatch.delattr("vllm.v1.core.kv_cache_utils.to_event_extra_keys")
+    monkeypatch.delattr("vllm.v1.core.kv_cache_utils.to_event_extra_keys", raising=False)
     assert versions.event_extra_keys(keys) == keys
     assert versions.event_extra_keys([]) is None
 
@@ -191,8 +194,8 @@ def test_the_drafters_reach_follows_the_rule_of_the_scheduler() -> None:
     assert list(map(versions.num_prefill_lookahead_tokens, found)) == [0, 1, 3]
 
 
-def test_a_model_with_states_needs_whole_blocks_where_vllm_clears_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert versions.can_name_loaded_groups()
+def test_a_model_with_states_needs_whole_blocks_where_vllm_clears_no_part() -> None:
+    assert versions.can_name_loaded_groups() == (not versions.installed_version().startswith(("0.30.", "0.31.")))
     groups = [GroupShape(CacheKind.ATTENTION, 544), GroupShape(CacheKind.STATE, 1)]
     check_filled_whole(groups, [544, 1])
     with pytest.raises(KVFerryError, match="blocks of 288 tokens") as caught:

@@ -10,14 +10,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.core.kv_cache_utils import (
-    _project_kv_cache_groups_to_worker,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
+
+try:  # since 0.33
+    from vllm.v1.core.kv_cache_planning import (
+        _project_kv_cache_groups_to_worker,
+        get_kv_cache_config_from_groups,
+        get_kv_cache_groups,
+    )
+except ImportError:
+    from vllm.v1.core.kv_cache_utils import (
+        _project_kv_cache_groups_to_worker,
+        get_kv_cache_config_from_groups,
+        get_kv_cache_groups,
+    )
 
 from kvferry.integrations.vllm.translate import shards as translate
 from kvferry.plan.planner import Planner
