@@ -81,6 +81,10 @@ BY_HAND: dict[str, tuple[Callable[[Params, Params], Params], int, str]] = {
 }
 
 
+OR_ELSE = dict.fromkeys(("another generation", "another request's id"), ("lease-expired",))
+"""The reason where the first renewal is answered before the guard word is read: there is no such hold."""
+
+
 @pytest.fixture
 def handoffs(pair: Pair, engine_pool: EnginePool) -> Handoffs:
     return Handoffs.of(pair, engine_pool)
@@ -123,9 +127,10 @@ def test_a_forgery_is_refused_and_leaves_nothing_behind(
         assert f"[{reason}]" in text
         assert loads == []
     else:
-        assert [load["error"] for load in loads] == [reason]
+        [error] = [load["error"] for load in loads]
+        assert error in {reason, *OR_ELSE.get(name, ())}
         assert "kvferry: " in handoffs.decode.log()
-        assert f"[{reason}]" in handoffs.decode.log()
+        assert f"[{error}]" in handoffs.decode.log()
     [answer] = handoffs.decode.complete(prompt, 8, salt)["choices"]
     check_tokens([[answer["token_ids"]]], pair.model, [prompt], reference)
     let_go(handoffs.decode, prompt, ours)
