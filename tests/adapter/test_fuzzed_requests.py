@@ -16,6 +16,8 @@ from kvferry.handoff.messages import Drain, Handle, Question, Release
 from ..fuzzed_messages import ANYTHING, Fuzzer, run
 
 pytest.importorskip("vllm")
+from vllm.v1.outputs import KVConnectorOutput
+
 from .scheduler_requests import FULL, PROMPT, WINDOW, allocated, kept, next_step, request, run_prefill
 
 GROUPS = (FULL, WINDOW)
@@ -98,7 +100,7 @@ def test_a_scheduler_survives_any_transfer_params(mode: Literal["pull", "push"],
             orders = next_step(decode, ours.request_id)
             assert len(orders.loads) <= 1
         decode.request_finished(ours, BLOCKS, is_complete=fuzzer.random.random() < 0.5)
-        decode._loading.pop(ours.request_id, None)
+        decode.update_connector_output(KVConnectorOutput(finished_recving={ours.request_id}))
         next_step(decode)
 
     run(case, 0.1)
