@@ -1,8 +1,9 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 BANDIT := .venv/bin/bandit --quiet --configfile pyproject.toml --recursive src scripts
-# demo: MODE=pull, MODE=push or MODE=offload, and any flag of `kvferry demo`, such as ARGS="--prefill-tp 1 --json demo.json"
+# demo: MODE=pull, MODE=push or MODE=offload, HOSTS=2 for two virtual hosts (as root), and any flag of `kvferry demo`, such as ARGS="--prefill-tp 1 --json demo.json"
 MODE ?= pull
+HOSTS ?= 1
 ARGS ?=
 MATRIX := $(addprefix tests/host/vllm/,test_pairs.py test_engine_oracle.py test_data_parallel.py test_refusals.py test_push.py \
 	test_offload.py test_offload_faults.py test_shared_pool.py test_two_connectors.py) \
@@ -13,7 +14,7 @@ IN_TWO_PROCESSES := -n 2 --dist worksteal
 SECOND_CHANCE := $(if $(CI),--reruns 1 -rR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix test-chaos test-fast test-full check-vllm lint bench clean
+.PHONY: help setup demo test test-matrix test-chaos test-hosts test-versions test-fast test-full test-gpu check-vllm package check-package check-deploy lint bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -22,16 +23,16 @@ setup: ## Make .venv with everything pinned (once per change of pyproject.toml)
 	@scripts/setup
 
 demo: setup ## Prefill on one vLLM engine, decode on another, compare with one engine alone
-	@.venv/bin/kvferry demo --mode $(MODE) $(ARGS)
+	@.venv/bin/kvferry demo --mode $(MODE) --hosts $(HOSTS) $(ARGS)
 
 # Setup installs every package, so a test that is skipped hides a transport that is missing.
-test test-chaos: export KVFERRY_NO_SKIPS := 1
+test test-chaos test-hosts: export KVFERRY_NO_SKIPS := 1
 test: export KVFERRY_FUZZ_SECONDS := 60
 
 # These tests wait more than they compute, so two processes run them. Engines compute: one process runs those tests.
-test: setup ## Every test, real vLLM engines included (about 18 minutes on 2 cores)
+test: setup ## Every test, real vLLM engines included (about 32 minutes on 2 cores)
 	@$(BANDIT)
-	@$(PYTEST) $(IN_TWO_PROCESSES) $(SECOND_CHANCE) tests/pure tests/local tests/adapter src $(ARGS)
+	@$(PYTEST) $(IN_TWO_PROCESSES) $(SECOND_CHANCE) tests/pure tests/local tests/device_memory tests/adapter src $(ARGS)
 	@$(PYTEST) tests/host $(ARGS)
 
 test-matrix: setup ## Every pair of engines and every refusal; writes docs/matrix.md (about an hour on 2 busy cores)
@@ -39,11 +40,21 @@ test-matrix: setup ## Every pair of engines and every refusal; writes docs/matri
 	@KVFERRY_MATRIX=build/matrix $(PYTEST) $(MATRIX) $(ARGS); status=$$?; \
 	$(PYTHON) -m tests.matrix_document build/matrix && exit $$status
 
-test-chaos: setup ## Engines killed, stopped and cut off under load, in every mode, and a rolling restart (about 45 minutes on 2 cores)
+test-chaos: setup ## Engines killed, stopped and cut off under load, in every mode, and a rolling restart (about 55 minutes on 2 cores)
 	@KVFERRY_CHAOS=1 $(PYTEST) tests/host/vllm/chaos tests/local/test_chaos_relay.py $(ARGS)
+
+test-versions: setup ## vLLM 0.30, 0.31 and 0.32, each in an environment of its own, and pairs of two of them (about 40 minutes, 8 GB)
+	@$(PYTHON) scripts/test_versions.py $(ARGS)
+
+test-hosts: setup ## Transports between two virtual hosts, and faults of their network (as root; about 10 minutes on 2 cores)
+	@$(PYTEST) tests/two_hosts $(ARGS)
 
 test-fast: setup ## The tests that need neither vLLM nor Mooncake (2 minutes on 2 cores)
 	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local src -m "not mooncake" --ignore=src/kvferry/integrations $(ARGS)
+
+# Exit code 2 without a GPU: then it prints what would run. Nothing of it has run on a GPU yet.
+test-gpu: setup ## Everything that awaits a GPU, on this machine's; JSON=FILE for the results
+	@$(PYTHON) scripts/gpu_tests.py $(if $(JSON),--json $(JSON)) $(ARGS)
 
 # Many runs, each with a seed of its own: one process would remember every drawn case.
 test-full: setup ## 100,000 drawn cases through every strategy (35 minutes on 2 idle cores)
@@ -59,6 +70,16 @@ lint: setup ## ruff, bandit and mypy --strict
 # Takes the release's wheel from the package index, reads it and installs nothing.
 check-vllm: setup ## What a vLLM release changes of the names that kvferry uses: VERSION=0.33.0 (or ARGS="--wheel FILE", "--folder FOLDER")
 	@$(PYTHON) scripts/check_vllm.py $(VERSION) $(ARGS)
+
+package: setup ## The source distribution and the wheel in dist/, the same bytes each time
+	@$(PYTHON) scripts/package.py $(ARGS)
+
+check-package: setup ## The wheel in fresh environments: alone on Python 3.11 to 3.13; beside vLLM by the README's lines (4 GB, some minutes)
+	@$(PYTHON) scripts/check_package.py
+	@$(PYTHON) scripts/check_package.py --vllm
+
+check-deploy: setup ## docs/deploy: by the schemas of Compose and Kubernetes, and by systemd (about a minute at first)
+	@$(PYTHON) scripts/check_deploy.py
 
 bench: setup ## The plan and transport benchmarks, against measured roofs
 	@$(PYTHON) benchmarks/plan.py

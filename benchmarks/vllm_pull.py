@@ -3,6 +3,7 @@
     python benchmarks/vllm_pull.py --runs 3 --json pull.json
     python benchmarks/vllm_pull.py --cases a --thp off --against NixlConnector,../kvferry-before
     python benchmarks/vllm_pull.py --thp off --against integrity=off,integrity=full
+    python benchmarks/vllm_pull.py --thp off --hosts 2 --against NixlConnector
 
 Each case starts a pair of engines for each contestant: this kvferry and those of ``--against``, which are NixlConnector
 by default, and may be another checkout of kvferry or this one with another setting. The pairs differ in nothing but
@@ -42,6 +43,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from plain_tcp import plain_tcp_rate
 from rich.console import Console
 from stall_watch import StallWatch
 from vllm_pull_engines import (
@@ -57,6 +59,7 @@ from vllm_pull_engines import (
 )
 from vllm_pull_report import Result, print_results
 
+from kvferry.cli.demo_places import DemoPlaces, demo_places
 from kvferry.integrations.vllm.waiting_workers import VARIABLE as SLEEPING_WORKERS
 
 MAX_RETAKES = 4
@@ -75,6 +78,7 @@ def main(
     waits: Annotated[
         str, typer.Option(help="How vLLM's processes wait for messages: sleep, or yield as they do.")
     ] = "sleep",
+    hosts: Annotated[int, typer.Option(min=1, max=2, help="2: engines on two virtual hosts, over nixl.")] = 1,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured here.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep the engines' logs and the models in this folder.")] = None,
 ) -> None:
@@ -93,11 +97,16 @@ def main(
         folder.mkdir(parents=True, exist_ok=True)
         stack.callback(lambda: print_results(results, console) if results else None)
         watch = stack.enter_context(StallWatch())
+        places = stack.enter_context(demo_places(hosts, folder))
         for _ in range(runs):
             for case in chosen:
                 for huge in THP_CHOICES[thp]:
                     settings = Settings(case, huge, WAITS[waits], repeat)
-                    results.append(run_case(settings, contestants, folder, watch, console))
+                    before = plain_tcp_rate(places) if places.hosts else 0.0
+                    results.append(run_case(settings, contestants, folder, watch, places, console))
+                    if places.hosts:
+                        after = plain_tcp_rate(places)
+                        console.print(f"plain TCP between the hosts: {before:.2f} GB/s before, {after:.2f} after")
                     if json_path is not None:
                         json_path.write_text(json.dumps(report(results, waits), indent=1) + "\n")
 
@@ -120,7 +129,12 @@ def find_case(name: str) -> Case:
 
 
 def run_case(
-    settings: Settings, contestants: Sequence[Contestant], folder: Path, watch: StallWatch, console: Console
+    settings: Settings,
+    contestants: Sequence[Contestant],
+    folder: Path,
+    watch: StallWatch,
+    places: DemoPlaces,
+    console: Console,
 ) -> Result:
     """Start the pair of each contestant, warm them, and measure in turns."""
     case, thp = settings.case, settings.thp
@@ -132,7 +146,7 @@ def run_case(
 
         pairs: list[Pair] = []
         for contestant in contestants:
-            running = running_pair(contestant, case, thp, settings.variables, folder, watch, announce)
+            running = running_pair(contestant, case, thp, settings.variables, folder, watch, announce, places)
             pairs.append(stack.enter_context(running))
             console.print(f"{title}: {contestant.name} is warm")
             pairs[-1].pause()

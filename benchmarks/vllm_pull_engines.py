@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import typer
 from stall_watch import StallWatch
 
+from kvferry.cli.demo_places import DemoPlaces
 from kvferry.errors import KVFerryError, Reason
 from kvferry.harness.engine_metrics import cache_usage, prompt_tokens
 from kvferry.harness.launch import (
@@ -39,6 +40,8 @@ MAX_WARM_UP_FAILURES = 2
 MAX_STALLED_PART = 0.05
 EXTENSION = "vllm_stopwatch.StopwatchExtension"
 CONNECTOR_SETTINGS: dict[str, dict[str, Any]] = {"KVFerryConnector": {"transport": "cma"}, "NixlConnector": {}}
+
+BETWEEN_HOSTS = {"transport": "nixl"}
 
 
 class BenchmarkError(KVFerryError):
@@ -307,17 +310,25 @@ def running_pair(
     folder: Path,
     watch: StallWatch,
     announce: Callable[[str], None],
+    places: DemoPlaces,
 ) -> Iterator[Pair]:
     """Start both engines of one contestant and warm them; end them on leaving, however that happens."""
     servers: list[Server] = []
     pair: Pair | None = None
     model = make_tiny_model(case.model, folder / "models")
     try:
-        roles: tuple[tuple[Role, int], ...] = (("kv_producer", case.prefill_tp), ("kv_consumer", case.decode_tp))
-        for role, tp_size in roles:
+        roles: tuple[tuple[Role, str, int], ...] = (
+            ("kv_producer", "prefill", case.prefill_tp),
+            ("kv_consumer", "decode", case.decode_tp),
+        )
+        for role, place, tp_size in roles:
             settings = engine_settings(contestant, case, role, tp_size, model, thp, variables)
+            if contestant.connector == KVFERRY.connector:
+                own = {**BETWEEN_HOSTS, **contestant.settings} if places.hosts else {}
+                own |= places.connector_settings(place)
+                settings = replace(settings, connector_settings={**settings.connector_settings, **own})
             name = f"{contestant.name.replace('/', '-')}-{case.name}-{'thp' if thp else 'plain'}-{role}"
-            servers.append(start_engine(name, settings, folder))
+            servers.append(start_engine(name, settings, folder, host=places.hosts.get(place)))
         wait_until_ready(servers, on_progress=lambda name, age: announce(f"{name}: starting, {age:.0f} s"))
         generator = np.random.default_rng(time.time_ns())
         pair = Pair(contestant.name, case, servers[0], servers[1], generator, watch)

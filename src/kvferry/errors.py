@@ -14,6 +14,7 @@ class Reason(StrEnum):
     KERNEL_CANNOT_READ_LAYOUT = "kernel-cannot-read-layout"
     # two engines that do not fit together
     MODEL_MISMATCH = "model-mismatch"
+    ADAPTER_MISMATCH = "adapter-mismatch"
     DTYPE_MISMATCH = "dtype-mismatch"
     HEAD_SIZE_MISMATCH = "head-size-mismatch"
     GROUP_MISMATCH = "group-mismatch"
@@ -39,6 +40,7 @@ class Reason(StrEnum):
     PEER_CHANGED = "peer-changed"
     CLOSED = "closed"
     TRANSFER_FAILED = "transfer-failed"
+    TRIAL_FAILED = "trial-failed"
     # handoff
     MALFORMED_MESSAGE = "malformed-message"
     PROTOCOL_MISMATCH = "protocol-mismatch"

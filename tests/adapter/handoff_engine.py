@@ -46,16 +46,20 @@ class HandoffEngine(LabelEngine):
         super().__init__(rank, model, transfer, layout=layout, **arguments)
         self.connector: Any = self.scheduler.connector
         let_sleep(self.connector._scheduler)
+        self.connector._scheduler._engine._core.scheduler = self.scheduler
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
 
     def ask(
-        self, name: str, prompt: Sequence[int], params: dict[str, Any], max_tokens: int = 3, salt: str | None = None
+        self, name: str, prompt: Sequence[int], params: dict[str, Any], max_tokens: int = 3, **parts: Any
     ) -> Answer:
-        """Run a request with these ``kv_transfer_params``, and whatever the connector has to do behind it."""
+        """Run a request with these ``kv_transfer_params``, and whatever the connector has to do behind it.
+
+        ``parts`` are others of vLLM's request: a salt, an adapter.
+        """
         sampling = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params}
         )
-        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher, cache_salt=salt)
+        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher, **parts)
         self.scheduler.add_request(request)
         assert request.prompt_token_ids is not None
         # The connector may have left the last token to the decode engine.
@@ -85,9 +89,23 @@ class HandoffEngine(LabelEngine):
                     state.holds.release(state.epoch, [hold.handle])
 
 
+def configure_logs() -> None:
+    """Do before the test what vLLM does since 0.31 with its first configuration: close its logger to pytest.
+
+    Pytest listens at loggers that are closed when the test begins, and misses one that is closed during the test.
+    """
+    try:
+        from vllm.config import LoggingConfig
+        from vllm.logger import configure_logging_if_needed
+    except ImportError:
+        return
+    configure_logging_if_needed(LoggingConfig())
+
+
 @pytest.fixture
 def make_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return a function that makes an engine with caches for these layers."""
+    configure_logs()
     register()
     model = write_model(tmp_path / "model")
     made: list[HandoffEngine] = []

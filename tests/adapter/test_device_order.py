@@ -322,6 +322,8 @@ class Worker:
 
         self.prefill, self.rank = PrefillEngine("memcpy", filled_ranks(2)), Rank(0, 1)
         patch.setattr(worker_role, "DEFAULT_STAGE_BYTES", 1 << 16)
+        # Streams here do nothing until the test runs them.
+        patch.setattr(worker_role.WorkerRole, "_try", lambda *_: None)
         settings = Settings(transport="memcpy", strategy=strategy, integrity="off")  # type: ignore[arg-type]
         self.role = make_worker_role(patch, settings, self.rank.shard, device_order=order)
         self.orders = StepMetadata(loads=[PromptLoad("a", 30.0, self.prefill.hold(), HELD, 8, tuple(blocks()))])

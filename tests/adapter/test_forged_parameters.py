@@ -195,7 +195,7 @@ class Forgers:
         params = self.hold(self.prefill, prompt)
         forge(params, self.theirs[number % 2])
         held = f"p{self.count}"
-        answer = self.decode.ask(f"d{number}", prompt, params, salt=salt)
+        answer = self.decode.ask(f"d{number}", prompt, params, cache_salt=salt)
         self.prefill.release(held)
         if not answer.has_failed:
             assert answer.tokens == self.decode.tokens_without_cache(prompt, 3), "WRONG TOKENS"
@@ -232,7 +232,7 @@ def test_no_mutation_of_valid_parameters_gives_wrong_bytes(
             outcomes[names[0]][reasons[0] if reasons else "right tokens"] += 1
         if number % 5 == 0:  # other requests of the same salt find what this one left in the prefix cache
             prompt = forgers.prompt(number)
-            again = forgers.decode.ask(f"again{number}", prompt, {}, salt=f"salt {number}")
+            again = forgers.decode.ask(f"again{number}", prompt, {}, cache_salt=f"salt {number}")
             assert again.tokens == forgers.decode.tokens_without_cache(prompt, 3), (
                 f"{number}: {names}: a poisoned cache"
             )

@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("vllm")
 
-from kvferry.errors import Reason
+from kvferry.errors import PlanError, Reason
 from kvferry.integrations.vllm.settings import parse_settings
+from kvferry.plan import digest_cells
 
 from .handoff_engine import HandoffEngine, make_engine
 from .test_forged_parameters import MODELS
@@ -100,3 +101,28 @@ def test_the_default_is_a_sample_which_a_push_does_not_require(mode: str) -> Non
     assert given["auto"] == parse_settings({"mode": mode})
     assert [each.wanted_integrity.value for each in given.values()] == ["sample", "off", "sample", "full"]
     assert [each.requires_digests for each in given.values()] == [False, True, True, True]
+
+
+def test_a_pull_of_numbers_that_have_no_digests_compares_nothing_by_default(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No cache of vLLM has such numbers: here those of 4 bytes are as ones of 8 would be."""
+    monkeypatch.setattr(digest_cells, "_ITEM_SIZES", (1, 2))
+    prefill, decode = (make_engine(MODELS["full attention"], num_blocks=60) for _ in range(2))
+    assert "nothing is compared" in caplog.text
+    asked = prefill.ask("p", prompt_of(40), {"do_remote_decode": True}, max_tokens=1)
+    answer = decode.ask("d", prompt_of(40), asked.params)
+    assert (answer.has_failed, answer.tokens) == (False, decode.tokens_without_cache(prompt_of(40), 3))
+    assert take_outcome(decode) == ([], 0)
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("integrity", ["sample", "full"])
+def test_an_engine_that_must_compare_numbers_that_have_no_digests_does_not_start(
+    integrity: str, mode: str, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest_cells, "_ITEM_SIZES", (1, 2))
+    with pytest.raises(PlanError) as caught:
+        make_engine(MODELS["full attention"], integrity=integrity, mode=mode)
+    assert caught.value.reason is Reason.UNSUPPORTED
+    assert '"integrity" to "off"' in caught.value.remedy

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
-from kvferry.integrations.vllm import offload_adapters
+from kvferry.integrations.vllm import adapters
 
 from .offload_engine import Engine, prompt_of
 from .test_offload_hazards import raises
@@ -61,7 +61,7 @@ def test_trap_02_blocks_on_disk_are_of_an_adapters_weights_and_not_of_its_path(
         (adapter / "adapter_config.json").write_text('{"lora_alpha": 16}')
     if change == "unreadable":
         (adapter / "adapter_config.json").unlink()
-        monkeypatch.setattr(offload_adapters, "weights_of", raises(PermissionError("no access")))
+        monkeypatch.setattr(adapters, "digest_of_files", raises(PermissionError("no access")))
     later = make_engine(**arguments)
     later.now = 2000.0
     later.add("second", PROMPT, lora_request=request)
@@ -159,8 +159,8 @@ def test_trap_02_the_files_of_an_adapter_are_read_once_while_they_stay_as_they_a
     adapter: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine core's thread reads them, also for each request of an adapter that was loaded in place."""
-    read, weights_of = [], offload_adapters._weights_of
-    monkeypatch.setattr(offload_adapters, "_weights_of", lambda path: (read.append(path), weights_of(path))[1])
+    read, weights_of = [], adapters._weights_of
+    monkeypatch.setattr(adapters, "_weights_of", lambda path: (read.append(path), weights_of(path))[1])
     engine = make_engine(num_blocks=40, host_blocks=400)
     for number in range(4):
         request = LoRARequest("adapter", 1, str(adapter), load_inplace=number > 0)

@@ -26,8 +26,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from kvferry.errors import KVFerryError, LayoutError, Reason
-from kvferry.integrations.vllm import offload_names
-from kvferry.integrations.vllm.offload_adapters import Adapters
+from kvferry.integrations.vllm import offload_names, versions
+from kvferry.integrations.vllm.adapters import Adapters
 from kvferry.integrations.vllm.offload_names import BlockNames, engine_facts
 from kvferry.integrations.vllm.translate import shards as translate
 from kvferry.integrations.vllm.translate import weights
@@ -514,7 +514,12 @@ def test_a_name_for_the_weights_hides_nothing_else(make_engine: Callable[[], Eng
 def test_the_listed_variables_exist() -> None:
     from vllm import envs
 
-    assert set(offload_names.VARIABLES) <= envs.environment_variables.keys()
+    number = versions._number(versions.installed_version())
+    assert number is not None
+    later = {name for came, names in versions.CAME_WITH.items() if number < came for name in names}
+    assert {
+        name for name in offload_names.VARIABLES if f"vllm.envs.{name}" not in later
+    } <= envs.environment_variables.keys()
 
 
 def test_a_group_has_one_name_wherever_its_blocks_begin(make_engine: Callable[[], Engine]) -> None:

@@ -110,7 +110,8 @@ def test_this_version_loads_what_version_9_holds(has_keys: bool, make_engine: An
 
 def test_parameters_are_signed_over_the_bytes_of_version_9() -> None:
     ours = todays.parse_params(RECORDED["params"], "r")
-    newer = msgspec.structs.replace(ours, kvferry=msgspec.structs.replace(ours.kvferry, newest=10))
+    ferry = msgspec.structs.replace(ours.kvferry, newest=10, adapter="a" * 32)
+    newer = msgspec.structs.replace(ours, kvferry=ferry)
     assert {todays.signed_bytes(each).hex() for each in (ours, newer)} == {RECORDED["signed_params"]}
     theirs = msgspec.convert(msgspec.to_builtins(newer), nine.RemoteParams)
     assert nine.signed_params(theirs).hex() == RECORDED["signed_params"]

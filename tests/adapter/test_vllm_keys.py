@@ -2,12 +2,13 @@
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
+
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.errors import HandoffError, Reason, SettingsError
 from kvferry.handoff.messages import Noted, RankEntry, Release
@@ -115,7 +116,7 @@ def load(decode: Any, params: dict[str, Any]) -> None:
     decode.on_new_request(ours)
     decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
     next_step(decode)
-    decode.update_connector_output(SimpleNamespace(finished_recving={"d"}, failed_recving=set()))
+    decode.update_connector_output(KVConnectorOutput(finished_recving={"d"}, failed_recving=set()))
 
 
 def test_a_release_ends_a_hold_only_with_the_same_keys(make_role: Any, folder: str, others: str) -> None:

@@ -35,7 +35,7 @@ THREE = (["0"], ["1", "2"], ["3", "4"])
 
 def rank_without_engine() -> Any:
     role: Any = WorkerRole.__new__(WorkerRole)
-    role._failed, role._rank, role._source = set(), None, None
+    role._failed, role._refused_turns, role._rank, role._source = set(), set(), None, None
     role._statistics, role._log = Statistics(), TransferLog("", 0, NamedLayout.BHLNC)
     return role
 
@@ -149,13 +149,15 @@ def test_a_drafters_layers_move_too(drafter: Any, sizes: tuple[int, int], stages
     def side(cut: Sequence[Sequence[str]], tp_size: int, layout: str) -> list[CacheRank]:
         specs = {name: spec(tp_size) for name, spec in layers.items()}
         places = [(stage, rank) for stage in range(max(len(cut), 1)) for rank in range(tp_size)]
-        more = {"stages": cut, "has_drafter": True}
+        more = {"stages": cut, "drafter": DRAFT}
         return [CacheRank(specs, layout, (rank, tp_size), pp_rank=stage, **more) for stage, rank in places]
 
     sources, destinations = side(cuts[0], sizes[0], "BLHNC"), side(cuts[1], sizes[1], "LBHNC")
     whole = side([], 1, "BLHNC")[0]
-    assert whole.is_drafters == [set(group) <= set(DRAFT) for group in whole.groups()]
-    assert any(whole.is_drafters) is (drafter is window)
+    # Since 0.33 vLLM flags a group of both too.
+    flags = {frozenset(group): flag for group, flag in zip(whole.groups(), whole.is_drafters, strict=True)}
+    assert [flag for group, flag in flags.items() if group <= set(DRAFT)] == ([True] if drafter is window else [])
+    assert not any(flag for group, flag in flags.items() if group.isdisjoint(DRAFT))
     requests = requests_of(len(whole.is_drafters))
     for rank in sources:
         rank.label(requests)

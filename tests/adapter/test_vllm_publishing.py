@@ -86,7 +86,7 @@ def test_an_engine_says_once_how_it_moves_caches(
 def test_a_worker_that_ends_clears_its_guard_words_before_it_waits_for_its_own_loads() -> None:
     source, held = PullSource(HOST), []
     source.begin_step(StepMetadata(written=[Held(2, bytes(range(1, 17)))]))
-    guard = source._words.array
+    guard = source.words.array
     assert guard.any()
     role: Any = WorkerRole.__new__(WorkerRole)
     nothing = SimpleNamespace(close=lambda: None)

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
@@ -275,7 +276,7 @@ def test_after_a_failed_push_the_prefill_engines_id_is_queried_again(make_role: 
     decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
     next_step(decode)
     assert len(decode._destination._queries._answers) == 1
-    decode.update_connector_output(SimpleNamespace(finished_recving={"d"}, failed_recving={"d"}))
+    decode.update_connector_output(KVConnectorOutput(finished_recving={"d"}, failed_recving={"d"}))
     assert len(decode._destination._queries._answers) == 0
 
 

@@ -20,6 +20,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution import announce, executor, peers
+from kvferry.handoff.adapters import NO_ADAPTER, Adapter
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -43,6 +44,7 @@ from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.worker.push import PushSource
 from kvferry.layout.group import CacheKind
+from kvferry.plan import digest_cells
 from kvferry.transport.end_points import own_identity
 
 from ..local.engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, Rank, filled_ranks, whole_blocks
@@ -80,9 +82,9 @@ class Workers:
         settings = Settings(mode="push", transport="cma", transfer_log=log, keys=self._keys, **more)
         return make_worker_role(patch, settings, rank.shard, engine_id)
 
-    def announce(self, request_id: str = "r", seconds: float = SECONDS) -> None:
+    def announce(self, request_id: str = "r", seconds: float = SECONDS, adapter: str = "") -> None:
         blocks = (whole_blocks("full", [0] * 3, TARGET_IDS),)
-        prompt = PushedPrompt("x", 3 * BLOCK_SIZE, "prompt")
+        prompt = PushedPrompt("x", 3 * BLOCK_SIZE, "prompt", adapter)
         order = PromptLoad(request_id, seconds, self.hold, None, 3 * BLOCK_SIZE, blocks, pushed=prompt)
         self.step([self.receiver], StepMetadata(loads=[order]))
 
@@ -94,9 +96,9 @@ class Workers:
             role.start_loads(orders)
             role.finish_step()
 
-    def compute(self, num_final: int) -> None:
+    def compute(self, num_final: int, adapter: Adapter = NO_ADAPTER) -> None:
         num_tokens = 3 * BLOCK_SIZE
-        prompt = Prompt(num_tokens, "prompt", {"full": BlockList(0, SOURCE_IDS)}, num_final)
+        prompt = Prompt(num_tokens, "prompt", {"full": BlockList(0, SOURCE_IDS)}, num_final, adapter)
         self.step(self.senders, StepMetadata(prompts=[("x", prompt)]))
 
     def finished(self) -> tuple[set[str], set[str]]:
@@ -145,6 +147,24 @@ def test_a_rank_of_a_draining_engine_refuses_announcements_by_that_reason(
     assert workers.finished() == ({"r"}, {"r"})
     assert "[draining]" in caplog.text
     assert "to another prefill engine" in caplog.text
+
+
+@pytest.mark.parametrize("is_announced_first", [True, False])
+def test_a_prompt_of_another_adapter_is_not_pushed_and_both_logs_say_why(
+    is_announced_first: bool, workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of it is written, in whichever order the two engines come to know of each other."""
+    before = workers.target.cache.copy()
+    steps = [lambda: workers.announce(adapter="d" * 32), lambda: workers.compute(END, Adapter("sql", "f" * 32))]
+    for step in steps if is_announced_first else reversed(steps):
+        step()
+    assert workers.finished() == ({"r"}, {"r"})
+    told = f"the adapter 'sql' has other weights on each engine: prefill has '{'f' * 32}', decode has '{'d' * 32}'"
+    for line in ("failed to load r", "push 1 to d/0"):
+        assert any(line in each and told in each and "[adapter-mismatch]" in each for each in caplog.messages), line
+    assert np.array_equal(workers.target.cache, before)
+    workers.announce("again", adapter="f" * 32)
+    assert workers.finished() == ({"again"}, set())
 
 
 def test_a_load_that_ends_while_the_engine_is_paused_for_new_weights_fails(workers: Workers) -> None:
@@ -219,6 +239,22 @@ def test_pushes_of_an_engine_that_has_fewer_digests(
         assert workers.finished() == ({"r"}, set() if decode == "auto" else {"r"})
         assert ("is not compared: the engine has no digests" in caplog.text) == (decode == "auto")
         assert (f'"integrity": "{decode}", the prefill engine "{prefill}"' in caplog.text) == (decode != "auto")
+    finally:
+        workers.close()
+
+
+def test_a_push_of_numbers_that_have_no_digests_compares_nothing_by_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engines say so, and do not refuse each request."""
+    monkeypatch.setattr(digest_cells, "_ITEM_SIZES", (1, 2))
+    workers = Workers(monkeypatch, tmp_path)
+    try:
+        workers.announce()
+        workers.compute(END)
+        assert workers.finished() == ({"r"}, set())
+        assert "nothing is compared" in caplog.text
+        assert workers.receiver.take_statistics().data["compared_bytes"] == [0]
     finally:
         workers.close()
 

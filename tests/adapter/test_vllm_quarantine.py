@@ -155,6 +155,7 @@ class Reported:
 
     def __init__(self, request_ids: set[str]) -> None:
         self.finished_recving = self.failed_recving = request_ids
+        self.kv_connector_worker_meta = None
 
 
 def test_the_age_of_a_quarantine_can_be_seen(decode: Any) -> None:

@@ -78,7 +78,7 @@ def test_transports_listen_for_other_hosts_only_where_the_engine_does(
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), kv_transfer_config=None)
     role.WorkerRole(config, None, parse_settings(settings))  # type: ignore[arg-type]
     [(name, network)] = opened
-    assert (name, network.listens_at != "127.0.0.1") == ("auto", is_meant)
+    assert (name, network.listens_at != "127.0.0.1" or bool(network.reaches)) == ("auto", is_meant)
     with pytest.raises(HandoffError) if "allow_unauthenticated" not in settings else nullcontext():
         network.addresses_of("203.0.113.1", 5600)
 
@@ -91,7 +91,7 @@ def test_transports_listen_for_other_hosts_only_where_the_engine_does(
         ({"host": "prefill-0"}, False, "prefill-0"),
         ({"host": "0.0.0.0", "advertised_host": "192.0.2.2"}, False, ""),
         ({}, False, "127.0.0.1"),
-        ({}, True, ""),
+        ({}, True, "127.0.0.1"),
         ({"advertised_host": "192.0.2.2"}, False, ""),
     ],
     ids=str,
@@ -99,8 +99,23 @@ def test_transports_listen_for_other_hosts_only_where_the_engine_does(
 def test_with_keys_transports_listen_where_the_engine_does(
     settings: dict[str, Any], loads: bool, listens_at: str
 ) -> None:
-    """A decode engine on loopback may load from any host that a trusted engine names: no setting says from where."""
-    assert parse_settings({**settings, "keys": "folder"}).transports_listen_at(loads=loads) == listens_at
+    parsed = parse_settings({**settings, "keys": "folder"})
+    assert (parsed.transports_listen_at(loads=loads), parsed.transports_reach(loads=loads)) == (listens_at, ())
+
+
+@pytest.mark.parametrize("trust", [{"keys": "folder"}, {"allow_unauthenticated": True}], ids=str)
+def test_a_decode_engine_on_loopback_connects_through_the_interfaces_to_its_allowed_hosts(
+    trust: dict[str, Any],
+) -> None:
+    """UCX listened on every interface, and whoever reaches it can read and write the cache."""
+    hosts = ["prefill-0", "10.1.0.0/16"]
+    anywhere = parse_settings({"allow_unauthenticated": True})
+    assert (anywhere.transports_listen_at(loads=True), anywhere.transports_reach(loads=True)) == ("", ())
+    decode = parse_settings({**trust, "allowed_hosts": hosts})
+    assert (decode.transports_listen_at(loads=True), decode.transports_reach(loads=True)) == ("127.0.0.1", tuple(hosts))
+    assert decode.transports_reach(loads=False) == ()
+    elsewhere = parse_settings({**trust, "allowed_hosts": hosts, "host": "192.0.2.2"})
+    assert (elsewhere.transports_listen_at(loads=True), elsewhere.transports_reach(loads=True)) == ("192.0.2.2", ())
 
 
 def test_no_time_exceeds_the_greatest_age_of_a_hold() -> None:

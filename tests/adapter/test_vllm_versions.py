@@ -11,7 +11,9 @@ import pytest
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.integrations.vllm import plugin, versions
+from kvferry.integrations.vllm.offloading_spec import _check_supported
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_filled_whole
+from kvferry.integrations.vllm.scheduler.offload import check_offloadable
 from kvferry.integrations.vllm.versions import Support, check_version, report_version
 from kvferry.layout.group import CacheKind
 
@@ -56,10 +58,18 @@ def changed_copy(folder: Path, module: str, old: str, new: str) -> Path:
 
 def test_the_installed_version_is_tested() -> None:
     """Where the adapter's tests run on the sources of another release, that one was compared."""
-    if versions.installed_version().startswith("0.32."):
+    if versions.installed_version().startswith(tuple(f"{tested}." for tested in versions.TESTED)):
         assert check_version() is Support.TESTED
     else:
         assert check_version() in (Support.COMPARED, Support.UNKNOWN)
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.7+cpu"])
+def test_a_release_whose_engines_the_tests_run_is_accepted_without_a_look_at_it(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    install(monkeypatch, version, folder=None)
+    assert check_version() is Support.TESTED
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.33.0+cu129"])
@@ -68,7 +78,7 @@ def test_a_compared_release_is_accepted_without_a_look_at_it(monkeypatch: pytest
     assert check_version() is Support.COMPARED
 
 
-@pytest.mark.parametrize("version", [UNKNOWN, "0.30.0", "0.31.0", "0.33.1", "1.0.0rc1", "dev"])
+@pytest.mark.parametrize("version", [UNKNOWN, "0.30.0", "0.33.1", "1.0.0rc1", "dev"])
 def test_an_unknown_release_is_accepted_where_all_names_fit(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     install(monkeypatch, version)
     assert check_version() is Support.UNKNOWN
@@ -179,11 +189,15 @@ def test_the_tokens_of_a_hash_are_known_without_a_field_for_them(monkeypatch: py
     assert versions.tokens_per_hash(None, SimpleNamespace()) == 8  # type: ignore[arg-type]
 
 
-def test_extra_keys_without_tags_are_told_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys: list[Any] = [None, ("salt",)]
-    monkeypatch.delattr("vllm.v1.core.kv_cache_utils.to_event_extra_keys", raising=False)
-    assert versions.event_extra_keys(keys) == keys
-    assert versions.event_extra_keys([]) is None
+def test_block_hashes_that_are_the_same_for_other_requests_are_not_offloaded_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions.check_block_hashes()
+    monkeypatch.delattr("vllm.v1.core.kv_cache_utils.to_event_extra_keys")
+    for check in (lambda: check_offloadable(None, None), lambda: _check_supported(None)):  # type: ignore[arg-type]
+        with pytest.raises(KVFerryError, match="the same block hashes") as refused:
+            check()
+        assert refused.value.reason is Reason.UNSUPPORTED_VERSION
 
 
 def test_the_drafters_reach_follows_the_rule_of_the_scheduler() -> None:

@@ -5,6 +5,7 @@ No engine runs, and no layout code of kvferry's is used: labels are written and 
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 try:  # since 0.33
     from vllm.v1.core.kv_cache_planning import (
         _project_kv_cache_groups_to_worker,
+        get_global_kv_cache_groups,
         get_kv_cache_config_from_groups,
-        get_kv_cache_groups,
     )
 except ImportError:
     from vllm.v1.core.kv_cache_utils import (
@@ -26,6 +27,12 @@ except ImportError:
         get_kv_cache_config_from_groups,
         get_kv_cache_groups,
     )
+
+    def get_global_kv_cache_groups(  # type: ignore[no-redef]
+        vllm_config: Any, specs: Sequence[dict[str, KVCacheSpec]]
+    ) -> Any:
+        return get_kv_cache_groups(vllm_config, *specs)
+
 
 from kvferry.integrations.vllm.translate import shards as translate
 from kvferry.plan.planner import Planner
@@ -50,8 +57,8 @@ def _attention(tp_size: int, block_size: int) -> dict[str, Any]:
 class CacheRank:
     """One rank: vLLM's groups of these layers, one buffer, a view a layer. ``shared`` layers read another's cache.
 
-    ``stages`` are the layers of each stage of a pipeline, of which this rank belongs to number ``pp_rank``. A drafter's
-    layers are the last, as vLLM registers those of MTP.
+    ``stages`` are the layers of each stage of a pipeline, of which this rank belongs to number ``pp_rank``. The layers
+    of a ``drafter`` are the last, as vLLM registers those of MTP; since 0.33 it marks them besides.
     """
 
     def __init__(
@@ -63,18 +70,20 @@ class CacheRank:
         shared: Mapping[str, str] | None = None,
         stages: Sequence[Sequence[str]] = (),
         pp_rank: int = 0,
-        has_drafter: bool = False,
+        drafter: Sequence[str] = (),
         num_blocks: int = NUM_BLOCKS,
     ) -> None:
         self.tp_rank, self.specs = rank[0], dict(specs)
         attention = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
         modules = {**dict.fromkeys(specs, attention), **(modules or {})}
         vllm_config = _config(rank[1], max(len(stages), 1), KVCacheLayout[layout], modules, num_blocks)
-        if has_drafter:
-            drafter = {"use_eagle": lambda: True, "use_eagle_block_drop": lambda: True, "method": "mtp"}
-            vllm_config.speculative_config = SimpleNamespace(**drafter)
+        if drafter:
+            drafting = {"use_eagle": lambda: True, "use_eagle_block_drop": lambda: True, "method": "mtp"}
+            vllm_config.speculative_config = SimpleNamespace(**drafting)
             vllm_config.num_prefill_lookahead_tokens = 1
-        groups = get_kv_cache_groups(vllm_config, self.specs)
+        if hasattr(KVCacheSpec, "is_draft"):
+            self.specs |= {name: replace(self.specs[name], is_draft=True) for name in drafter}
+        groups = get_global_kv_cache_groups(vllm_config, [self.specs])
         if stages:
             groups = _project_kv_cache_groups_to_worker(groups, {name: specs[name] for name in stages[pp_rank]})
         self.is_drafters = [group.is_eagle_group for group in groups]
@@ -130,7 +139,9 @@ def _config(
     cache = {"get_resolved_kv_cache_layout": lambda: layout, "num_gpu_blocks_override": num_blocks}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, **parallel),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: TOTAL_HEADS, dtype=torch.float32),
+        model_config=SimpleNamespace(
+            get_total_num_kv_heads=lambda: TOTAL_HEADS, dtype=torch.float32, supports_kv_cache_grouping=False
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_cache_retention_interval=None, **cache),
         attention_config=SimpleNamespace(hisparse_config=None),
         speculative_config=None,

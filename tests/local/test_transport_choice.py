@@ -299,6 +299,6 @@ def test_the_suite_catches_a_broken_transport(broken: type, check: object) -> No
         pair.remote.fill(2)
         transport = broken()
         transport.register([Region(int(pair.local.ctypes.data), len(pair.local))])
-        harmed = Pair(transport, pair.local, pair.remote, reach(transport, pair.remote.end_point))
+        harmed = Pair(transport, pair.memory, pair.remote, reach(transport, pair.remote.end_point))
         with pytest.raises((AssertionError, pytest.fail.Exception)):
             check(harmed)  # type: ignore[operator]

@@ -133,7 +133,7 @@ def test_a_stopped_peer_delays_the_end_of_a_cancelled_transfer_and_nobody_else(
             assert own_pair.transport.cancel(transfer) is Status.PENDING
         connecting = refusal(lambda: reach(own_pair.transport, own_pair.remote.end_point))
         assert connecting.reason is Reason.PEER_UNREACHABLE
-        beside = Pair(own_pair.transport, own_pair.local, pair.remote, other)
+        beside = Pair(own_pair.transport, own_pair.memory, pair.remote, other)
         assert beside.finish(beside.submit(Direction.READ, PIECE)) is Status.DONE
     finally:
         own_pair.remote.resume()

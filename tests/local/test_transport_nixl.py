@@ -3,6 +3,8 @@
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,11 +15,12 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason, TransportError
+from kvferry.testing.transport_memory import HostMemory
 from kvferry.testing.transport_peer import PeerProcess, pattern, start_peer
 from kvferry.testing.transport_suite import Pair, many_offsets, open_pair
 from kvferry.transport import network, nixl
 from kvferry.transport.network import THIS_HOST, Network, ucx_devices
-from kvferry.transport.nixl import NixlEndPoint, NixlTransport
+from kvferry.transport.nixl import SILENCE_SECONDS, TCP_SEGMENT_BYTES, NixlEndPoint, NixlTransport
 from kvferry.transport.protocol import Direction, Region, Status, reach
 from kvferry.transport.registry import open_transports
 
@@ -35,8 +38,8 @@ def pair() -> Iterator[Pair]:
 @pytest.fixture
 def own_pair() -> Iterator[Pair]:
     """Agents of this process, which may be harmed."""
-    transport, local = NixlTransport(), np.zeros(4096, np.uint8)
-    transport.register([Region(int(local.ctypes.data), 4096)])
+    transport, local = NixlTransport(), HostMemory(4096)
+    transport.register([local.region])
     with start_peer(FACTORY, 4096, in_process=True) as remote:
         remote.fill(2)
         yield Pair(transport, local, remote, reach(transport, remote.end_point))
@@ -98,7 +101,7 @@ def test_vllm_backport_33_a_living_peer_is_reached_again_after_its_connection_wa
     transport, name = own_pair.transport, own_pair.peer.agent_name
     transport._agent.invalidateRemoteMD(name)
     assert own_pair.finish(own_pair.submit(Direction.READ, PIECE)) is Status.FAILED
-    again = Pair(transport, own_pair.local, own_pair.remote, reach(transport, own_pair.remote.end_point))
+    again = Pair(transport, own_pair.memory, own_pair.remote, reach(transport, own_pair.remote.end_point))
     assert again.finish(again.submit(Direction.READ, PIECE)) is Status.DONE
     assert np.array_equal(own_pair.local, pattern(2, 4096))
 
@@ -222,10 +225,10 @@ def listening_addresses() -> dict[str, str]:
 LOOPBACK_IN_HEXADECIMAL = "0100007F"
 
 
-def opened(listens_at: str) -> list[str]:
+def opened(listens_at: str, reaches: tuple[str, ...] = ()) -> list[str]:
     """Return the addresses on which ``auto`` opens listeners."""
     before = listening_addresses()
-    transports = open_transports("auto", network=Network(listens_at))
+    transports = open_transports("auto", network=Network(listens_at, reaches=reaches))
     try:
         assert {"cma", "nixl"} <= transports.transports.keys()
         found = listening_addresses()
@@ -258,6 +261,31 @@ def test_an_agent_listens_where_its_engine_does_and_nowhere_else(monkeypatch: py
     assert set(opened(address)) == {socket.inet_aton(address)[::-1].hex().upper()}
 
 
+def test_every_device_that_an_agent_is_given_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the first were dropped: RDMA devices too, beside the interface of an engine's address."""
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    expected = {socket.inet_aton(address)[::-1].hex().upper() for address in (own_address(), THIS_HOST)}
+    assert set(opened(THIS_HOST, (own_address(),))) == expected
+    assert "UCX_NET_DEVICES" not in os.environ, "other users of UCX in this process"
+
+
+def test_an_agent_on_loopback_says_why_it_does_not_reach_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    if (device := ucx_devices(own_address())) == "lo":
+        return  # this machine has no other interface
+    remote, transport, local = NixlTransport(device), NixlTransport(), np.zeros(4096, np.uint8)
+    try:
+        end_point = remote.register([Region(int(local.ctypes.data), 4096)])
+        with pytest.raises(TransportError) as refused:
+            reach(transport, end_point)
+    finally:
+        transport.close()
+        remote.close()
+    assert refused.value.reason is Reason.PEER_UNREACHABLE
+    assert "connects through lo alone" in refused.value.remedy
+    assert "allowed_hosts" in refused.value.remedy
+
+
 def test_devices_that_the_environment_names_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     assert set(opened("")) == {LOOPBACK_IN_HEXADECIMAL}
@@ -278,3 +306,33 @@ def test_an_address_that_no_interface_has_leaves_every_interface(
     monkeypatch.setattr(network, "_rdma_devices", lambda: ["mlx5_0:1"])
     device = ucx_devices(own_address())
     assert device == "lo" if own_address() == THIS_HOST else device.endswith(",mlx5_0:1")
+
+
+@pytest.mark.parametrize(("receives", "is_raised"), [(None, True), ("128k", False)])
+def test_a_read_over_tcp_comes_in_messages_of_64_kib(
+    monkeypatch: pytest.MonkeyPatch, receives: str | None, is_raised: bool
+) -> None:
+    """UCX's own table shows up to which size one message goes; a user who sets the other end's size sets both."""
+    monkeypatch.setenv("UCX_PROTO_INFO", "y")
+    monkeypatch.delenv("UCX_TCP_TX_SEG_SIZE", raising=False)
+    if receives is None:
+        monkeypatch.delenv("UCX_TCP_RX_SEG_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("UCX_TCP_RX_SEG_SIZE", receives)
+    opening = "from kvferry.transport.nixl import NixlTransport; NixlTransport().close()"
+    table = subprocess.run([sys.executable, "-c", opening], capture_output=True, text=True, check=True).stdout
+    assert (f"0..{TCP_SEGMENT_BYTES - 8} | short" in table) == is_raised, table
+    assert "tcp/lo" in table
+
+
+def test_a_host_that_has_vanished_is_given_up(pair: Pair) -> None:
+    """A transfer from a host that was cut off did not end, nor did the quarantine of its blocks."""
+    transfer = pair.submit(Direction.READ, np.array([[0, 0, 4096]], np.uint64))
+    assert pair.finish(transfer) is Status.DONE
+    limits = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as found:
+            if found.family == socket.AF_INET and found.getpeername():
+                limits.add(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    # UCX counts in ticks of its own clock.
+    assert any(abs(limit - 1000 * SILENCE_SECONDS) < 10 for limit in limits), limits

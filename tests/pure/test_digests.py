@@ -226,7 +226,7 @@ def test_cells_come_a_few_at_a_time(kept: str, wanted: str) -> None:
     grid, request = CellGrid(pair.sources[0].shard.groups[0]), pair.request
     stretches, most = grid.stretches(request.source_ids, 0, 0, 100), 2 * 16 * 16 * 2
     chosen = list(grid.cells(stretches, Integrity(kept), Integrity(wanted), 7, most))
-    assert max(len(each.layer) for each in chosen) == 2
+    assert max(len(each.cell) for each in chosen) == 2
     at_once = list(grid.cells(stretches, Integrity(kept), Integrity(wanted), 7, 1 << 30))
     few, together = (
         [(each.part, *cell) for each in cells for cell in zip(*(part.tolist() for part in each[1:]), strict=True)]
@@ -463,8 +463,8 @@ def test_torch_computes_the_sums_of_numpy(layout: str, itemsize: int) -> None:
     grid = CellGrid(group)
     for part in grid.parts:
         memory = CellMemory(rank.shard, part.component, grid, part)
-        layer, head, block, slot = (generator.integers(0, most, 50) for most in (2, 4, 12, 2))
-        places, num_tokens = memory.places(layer, head, block, slot * 16), generator.integers(1, 17, 50)
+        cell, block, slot = (generator.integers(0, most, 50) for most in (part.num_cells, 12, 2))
+        places, num_tokens = memory.cells[cell] + memory.behind(block, slot * 16), generator.integers(1, 17, 50)
         expected = CellSums(memory).sums(places, num_tokens)
         on_device = DeviceCells(memory, torch.from_numpy(rank.regions[0]))
         np.testing.assert_array_equal(on_device.sums(places, num_tokens), expected)

@@ -1,22 +1,31 @@
 """Digests of pushes: equal at both ranks after right writes, for any engines and batches; a flipped bit is found."""
 
+import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from kvferry.arrays import Descriptors
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution import push_digests
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.push_digests import PushDigests, PushedCells, WrittenDigests
+from kvferry.execution.write import MAX_PAGE_WRITES, Write
 from kvferry.handoff.messages import AnnouncedBlocks, PushKey
 from kvferry.handoff.push.part import Part, announced_blocks
-from kvferry.handoff.push.sender import END, BlockList, PushState, Sending
+from kvferry.handoff.push.sender import END, BlockList, Prompt, PushRequest, PushState, Sender, Sending
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Shard
 from kvferry.plan.digest_cells import Integrity
@@ -25,6 +34,8 @@ from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.request import GroupBlocks
 from kvferry.testing.dense_shards import Content
 from kvferry.testing.oracle import Arena
+from kvferry.transport.protocol import Direction, Peer, Transfer
+from kvferry.transport.registry import Link, open_transports
 
 from .strategies import Move, moves
 from .test_digests import Two, fill, flip, has_shares, two
@@ -78,7 +89,7 @@ class Pushed:
                 arena.move(part.lower(batch, held))
                 while not self.written.advance():
                     pass
-                assert self.written.is_unchanged()
+                assert not self.written.changed_pages()
                 if push.landed():
                     self.written.landed()
         assert push.state is PushState.OVER
@@ -173,9 +184,9 @@ def test_any_flipped_bit_of_a_prompt_is_found(
 def test_a_sum_has_few_bytes_however_long_the_prompt(wanted: Integrity, monkeypatch: pytest.MonkeyPatch) -> None:
     """The samples of a long prompt are many cells: other jobs go on between."""
     pair = two(source_layout="LBHNC", destination_layout="LBNHC")
-    [pushed] = pushes(pair.move, pair.destinations[0].shard, wanted, pair.arena)
     cell_bytes = 16 * 16 * 2
     monkeypatch.setattr(push_digests, "MOST_BYTES", 2 * cell_bytes)
+    [pushed] = pushes(pair.move, pair.destinations[0].shard, wanted, pair.arena)
     summed = list(pushed._landed.compare(pushed.written.encoded()))
     assert max(summed) == 2 * cell_bytes
     assert sum(summed) == (7 if wanted is SAMPLE else 7 * 2 * 2 * 4) * cell_bytes
@@ -251,6 +262,35 @@ def test_both_ranks_draw_the_cells_that_move_between_them() -> None:
         assert pushed.compare() == pushed.written.num_bytes == 7 * 16 * 16 * 2
 
 
+def test_a_batch_of_layers_that_lie_apart_has_the_digests_of_no_layer_between() -> None:
+    """The layer between is not final yet: it changes after the batch."""
+    sides = {"layers": ["0", "1", "2"]}
+    pair = two(source_layout="LBHNC", destination_layout="LBNHC", source=sides, destination=sides)
+    [plan] = plans_of(pair.move.sources, pair.destinations[0].shard, 0)
+    part = Part(plan, announced_blocks(plan, [pair.request]))
+    part = part.in_spans(LayerSpans({"full": sides["layers"]}, 1).plans(plan))
+    held = {"full": BlockList(0, pair.request.source_ids.tolist())}
+    first, between, last = part.needs
+    for number in range(20):
+        key = PushKey("d/0", 7, number)
+        written = WrittenDigests(PushDigests(cells_of(plan, SAMPLE, at_source=True), part.announced, key))
+        push = Sending("x", part.needs, deadline=1.0)
+        for spans in ((first, last), (between,)):
+            batch = push.take(dict.fromkeys(spans, END))
+            written.begin(part.cuts(batch, held))
+            pair.arena.move(part.lower(batch, held))
+            while not written.advance():
+                pass
+            assert push.landed()
+            written.landed()
+            if between in spans:
+                break
+            for name in ("k", "v"):
+                pair.sources[0].views["full", name, "1"] ^= 1
+        landed = PushDigests(cells_of(plan, SAMPLE, at_source=False), part.announced, key)
+        assert sum(landed.compare(written.encoded()))
+
+
 def packed_pair() -> Two:
     packed = {"packing": "kernel:packed", "content": Content.FUSED}
     return two(source_layout="LBHNC", destination_layout="BHLNC", source=packed, destination={**packed, "tp_size": 2})
@@ -279,7 +319,7 @@ def test_a_packed_page_that_changes_while_it_is_written_is_noticed() -> None:
             source = pair.sources[0].views["full", "kv", "0"]
             source[int(pair.request.source_ids[position])] ^= 1
             pair.sources[0].views["full", "kv", "1"][int(pair.request.source_ids[position])] ^= 1
-            assert written.is_unchanged() != changes
+            assert written.changed_pages() == ({"full": 96} if changes else {})
 
 
 def test_full_is_refused_where_some_bytes_would_not_be_compared() -> None:
@@ -309,3 +349,84 @@ def test_what_a_peer_announces_costs_no_memory_before_the_prompt_is_there() -> N
         assert digests.num_words <= push_digests.MAX_WORDS
     message = msgspec.msgpack.encode(WrittenDigests(digests).encoded())
     assert len(message) <= push_digests.MAX_WORDS * 8 + 5
+
+
+class PageChanges:
+    """A transport whose engine changes the last page of the prompt while a batch is written, so many times."""
+
+    def __init__(self, link: Link, page: npt.NDArray[np.uint8], num_changes: int) -> None:
+        self._link, self._page, self.num_changes = link, page, num_changes
+        self.written: list[int] = []
+
+    def link(self) -> Link:
+        return dataclasses.replace(self._link, transport=self)  # type: ignore[arg-type]
+
+    def submit(self, peer: Peer, direction: Direction, rows: Descriptors) -> Transfer:
+        transfer = self._link.transport.submit(peer, direction, rows)
+        self.written.append(transfer.num_bytes)
+        if self.num_changes:
+            self.num_changes -= 1
+            self._page ^= 1
+        return transfer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link.transport, name)
+
+
+@contextmanager
+def a_push_of_packed_pages(wanted: Integrity, num_changes: int) -> Iterator[tuple[Write, PageChanges, PushDigests]]:
+    """Yield a push of 4 pages, of which the prompt fills 3, its transport, and the digests of its destination."""
+    pair = packed_pair()
+    [plan, *_] = plans_of(pair.move.sources, pair.destinations[0].shard, 0)
+    part = Part(plan, announced_blocks(plan, [pair.request]))
+    written = WrittenDigests(PushDigests(cells_of(plan, wanted, at_source=True), part.announced, KEY))
+    landed = PushDigests(cells_of(plan, wanted, at_source=False), part.announced, KEY)
+    transports = open_transports("memcpy")
+    regions = [region for rank in (*pair.sources, *pair.destinations) for region in rank.shard.regions]
+    link = transports.connect(transports.register(regions)).poll()
+    assert link is not None
+    page = [view[int(pair.request.source_ids[-1])] for view in pair.sources[0].views.values()]
+    changes = PageChanges(link, page[0], num_changes)
+    sender = Sender()
+    sender.announce(PushRequest(KEY, "x", 100, "prompt", part.needs, deadline=time.monotonic() + 60))
+    blocks = {"full": BlockList(0, pair.request.source_ids.tolist())}
+    sender.compute("x", Prompt(100, "prompt", blocks, END))
+    yield Write(sender, threading.Lock(), KEY, part, changes.link, lambda _: None, digests=written), changes, landed
+    transports.close()
+
+
+def run(write: Write) -> JobResult:
+    for _ in range(300):
+        write.advance(Scratch(1), time.monotonic())
+        if write.phase is Phase.DONE:
+            return write.result(time.monotonic())
+    raise AssertionError("the push does not end")
+
+
+PAGE_BYTES = 2 * 2 * 32 * 32 * 2
+"""Of two layers, two heads and 32 tokens, of which each has K and V of 16 numbers of 2 bytes."""
+
+
+@pytest.mark.parametrize("wanted", [SAMPLE, FULL])
+@pytest.mark.parametrize("num_changes", [0, 1, 5])
+def test_of_a_batch_whose_last_page_has_changed_only_the_page_is_written_again(
+    num_changes: int, wanted: Integrity
+) -> None:
+    with a_push_of_packed_pages(wanted, num_changes) as (write, changes, landed):
+        result = run(write)
+        assert result.error is None
+        assert write._digests is not None
+        assert sum(landed.compare(write._digests.encoded())) == result.num_compared_bytes
+        # A page whose changed cell was not in the sample is not written again.
+        again = changes.written[1:]
+        assert changes.written[0] == 4 * PAGE_BYTES
+        assert again == [PAGE_BYTES] * (num_changes if wanted is FULL else len(again))
+
+
+def test_a_push_whose_last_page_never_rests_fails_and_says_what_to_do() -> None:
+    with a_push_of_packed_pages(FULL, 1 << 30) as (write, changes, _):
+        error = run(write).error
+        assert error is not None
+        assert error.reason is Reason.SOURCE_CHANGED
+        assert "max_tokens 1" in error.remedy
+        assert sum(changes.written) <= 4 * PAGE_BYTES + MAX_PAGE_WRITES * PAGE_BYTES

@@ -1,8 +1,10 @@
 """The state machines of a push's sender and receiver, one rule at a time."""
 
+import msgspec
 import pytest
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.adapters import Adapter
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.receiver import Receiving
 from kvferry.handoff.push.sender import END, Cut, Need, Prompt, PushRequest, PushState, Sender, Sending
@@ -127,6 +129,22 @@ def test_another_prompt_fails_the_push_in_either_order() -> None:
         assert over is not None
         assert over.error is not None
         assert over.error.reason is Reason.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "is_refused"),
+    [("a", "b", True), ("a", "a", False), ("a", "", False), ("", "b", False), ("", "", False)],
+)
+def test_another_adapter_fails_the_push_where_both_engines_know_its_weights(
+    prefill: str, decode: str, is_refused: bool
+) -> None:
+    side = Sender()
+    side.announce(msgspec.structs.replace(asked(), adapter=decode))
+    side.compute("x", msgspec.structs.replace(prompt(16), adapter=Adapter("sql", prefill)))
+    over = side.outcome(KEY)
+    assert (over is not None) == is_refused
+    assert bool(side.take(KEY)) != is_refused
+    assert over is None or (over.error is not None and over.error.reason is Reason.ADAPTER_MISMATCH)
 
 
 def test_replicas_of_a_receiver_with_one_name_are_told_apart_by_their_epochs() -> None:

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.status import Status
 
 from kvferry.cli.console import open_console
-from kvferry.cli.demo_offload import OffloadOptions, run_offload_demo
 from kvferry.cli.demo_offload_report import OffloadReport, find_offload_problems, print_offload_report
+from kvferry.cli.demo_places import DemoPlaces, demo_places
 from kvferry.cli.demo_report import (
     CacheShape,
     DemoReport,
@@ -40,7 +40,6 @@ from kvferry.errors import Reason, SettingsError
 from kvferry.harness.child_process import LaunchError
 from kvferry.harness.engine_metrics import cache_block_size, cache_usage, prompt_tokens
 from kvferry.harness.launch import (
-    HOST,
     EngineSettings,
     Role,
     Server,
@@ -89,15 +88,16 @@ class DemoSettings:
     mode: str = "pull"
     num_prompts: int = 16
     block_size: int | None = None
+    num_hosts: int = 1
 
     @property
     def is_push(self) -> bool:
         """Whether the prefill engine pushes."""
         return self.mode == "push"
 
-    def engine(self, role: Role, tp_size: int, model: Path, folder: Path, **more: str) -> EngineSettings:
+    def engine(self, role: Role, tp_size: int, model: Path, folder: Path, **more: Any) -> EngineSettings:
         """Return the settings of the engine with ``role``; ``more`` are settings of its connector."""
-        settings: dict[str, str | float] = {"mode": self.mode, "transport": self.transport, **LONG_LIMITS}
+        settings: dict[str, Any] = {"mode": self.mode, "transport": self.transport, **LONG_LIMITS}
         if self.layout is not None:
             settings["layout"] = self.layout
         if role == "kv_consumer":
@@ -148,6 +148,9 @@ def demo(
     prompts: Annotated[int, typer.Option(min=FEWEST_PROMPTS, help="Number of prompts.")] = 16,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a block; the engine chooses by default.")] = None,
     mode: Annotated[str, typer.Option(help="How caches move: pull, push or offload.")] = "pull",
+    hosts: Annotated[
+        int, typer.Option(min=1, max=2, help="2: each engine on a virtual host of its own. Needs root.")
+    ] = 1,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with the model and the logs.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")] = False,
 ) -> None:
@@ -155,6 +158,9 @@ def demo(
 
     With --mode offload one engine with a small cache gets the same prompts twice, is killed, and gets them again after
     a restart with --decode-tp ranks: they come from host memory, and then from disk.
+
+    With --hosts 2 prefill, decode and router run in network namespaces of their own, with other host names, boot ids
+    and addresses, and with keys that are made for the run.
 
     Exit code 1: a token differs, an engine computed tokens that it should have received, or blocks or processes are
     left.
@@ -165,17 +171,18 @@ def demo(
 
     kvferry demo --mode offload
 
+    kvferry demo --hosts 2
+
     kvferry demo --model path/to/model --prompts 4 --json
     """
-    _check(mode, layout, transport)
+    _check(mode, layout, transport, hosts)
     console = open_console(stderr=json_output)
     with _interrupted_by_signals(), _folder(keep, console) as folder:
         report: DemoReport | OffloadReport
         if mode == OFFLOAD:
-            options = OffloadOptions(prefill_tp, decode_tp, layout, prompts, block_size)
-            report = _run_offload(model, folder, options, console)
+            report = _run_offload(model, folder, (prefill_tp, decode_tp, layout, prompts, block_size), console)
         else:
-            settings = DemoSettings(prefill_tp, decode_tp, layout, transport, mode, prompts, block_size)
+            settings = DemoSettings(prefill_tp, decode_tp, layout, transport, mode, prompts, block_size, hosts)
             report = _run(model, settings, folder, console)
             report = replace(report, problems=tuple(find_problems(report)))
             print_report(report, console)
@@ -187,7 +194,7 @@ def demo(
             raise typer.Exit(1)
 
 
-def _check(mode: str, layout: str | None, transport: str) -> None:
+def _check(mode: str, layout: str | None, transport: str, num_hosts: int) -> None:
     """Raise :class:`SettingsError` for an option that cannot be followed."""
     if mode not in MODES:
         raise SettingsError(Reason.INVALID_SETTING, f"mode {mode!r} does not exist.", f"Use: {', '.join(MODES)}.")
@@ -198,10 +205,17 @@ def _check(mode: str, layout: str | None, transport: str) -> None:
         if mode == OFFLOAD:
             what = f"transport {transport!r}: an engine that offloads moves caches to memory of its own host."
             raise SettingsError(Reason.INVALID_SETTING, what, "Leave out --transport.")
+    if mode == OFFLOAD and num_hosts > 1:
+        what = "--hosts: an engine that offloads moves caches to memory of its own host."
+        raise SettingsError(Reason.INVALID_SETTING, what, "Leave out --hosts.")
 
 
-def _run_offload(model: str, folder: Path, options: OffloadOptions, console: Console) -> OffloadReport:
-    report = run_offload_demo(model, folder, options, console)
+def _run_offload(
+    model: str, folder: Path, options: tuple[int, int, str | None, int, int | None], console: Console
+) -> OffloadReport:
+    from kvferry.cli.demo_offload import OffloadOptions, run_offload_demo  # imports xxhash, which may be missing
+
+    report = run_offload_demo(model, folder, OffloadOptions(*options), console)
     report = replace(report, problems=tuple(find_offload_problems(report)))
     print_offload_report(report, console)
     return report
@@ -248,12 +262,20 @@ def _run(model: str, settings: DemoSettings, folder: Path, console: Console) -> 
             cache.heads(0, tp_size)  # raises before the engines start where so many ranks cannot split the heads
         prompts = make_prompts(settings.num_prompts, vocabulary_size(path))
         started_at = time.monotonic()
-        with running_engines(settings, path, folder, lambda name, what: status.update(f"{name}: {what}")) as engines:
+
+        def announce(name: str, what: str) -> None:
+            status.update(f"{name}: {what}")
+
+        with (
+            demo_places(settings.num_hosts, folder) as places,
+            running_engines(settings, places, path, folder, announce) as engines,
+        ):
             console.print(f"Engines ready after {time.monotonic() - started_at:.0f} s.")
             shape = CacheShape(len(caches), cache, cache_block_size(engines.decode.url), *tp_sizes)
             report = _measure(engines, prompts, shape, folder / TRANSFER_LOG, status)
         console.print(f"The whole run took {time.monotonic() - started_at:.0f} s.")
-        return replace(report, mode=settings.mode, processes_left=engines.remaining_processes())
+        left = engines.remaining_processes()
+        return replace(report, mode=settings.mode, num_hosts=settings.num_hosts, processes_left=left)
 
 
 def _measure(
@@ -307,7 +329,9 @@ def _line(prompt: Sequence[int], answer: Answer, alone: Answer, moved: dict[str,
 
 
 @contextmanager
-def running_engines(settings: DemoSettings, model: Path, folder: Path, announce: Announce) -> Iterator[DemoEngines]:
+def running_engines(
+    settings: DemoSettings, places: DemoPlaces, model: Path, folder: Path, announce: Announce
+) -> Iterator[DemoEngines]:
     """Start both engines at the same time, then the router; end all of them on every exit."""
     servers: list[Server] = []
 
@@ -315,7 +339,7 @@ def running_engines(settings: DemoSettings, model: Path, folder: Path, announce:
         announce(name, f"starting, {seconds:.0f} s")
 
     try:
-        discovery = f"{HOST}:{free_port()}"
+        discovery = f"{places.router_address}:{free_port()}"
         roles: tuple[tuple[str, Role, int], ...] = (
             ("prefill", "kv_producer", settings.prefill_tp),
             ("decode", "kv_consumer", settings.decode_tp),
@@ -323,8 +347,11 @@ def running_engines(settings: DemoSettings, model: Path, folder: Path, announce:
         for name, role, tp_size in roles:
             announce(name, "starting")
             port = free_port()
-            places = {"router_address": discovery, "http_address": f"{HOST}:{port}"} if settings.is_push else {}
-            servers.append(start_engine(name, settings.engine(role, tp_size, model, folder, **places), folder, port))
+            more = places.connector_settings(name)
+            if settings.is_push:
+                more |= {"router_address": discovery, "http_address": f"{places.address(name)}:{port}"}
+            engine = settings.engine(role, tp_size, model, folder, **more)
+            servers.append(start_engine(name, engine, folder, port, places.hosts.get(name)))
         wait_until_ready(servers, on_progress=announce_age)
         servers.append(_start_router(settings, servers, discovery, folder))
         wait_until_ready(servers[2:], timeout_seconds=60.0, on_progress=announce_age)

@@ -89,6 +89,7 @@ class DemoReport:
     cache_usages: Mapping[str, float]
     seconds_until_free: float
     mode: str = "pull"
+    num_hosts: int = 1
     processes_left: int = 0
     failures: tuple[str, ...] = ()
     problems: tuple[str, ...] = field(default=())
@@ -121,6 +122,7 @@ class DemoReport:
             "prompt_tokens": self.total("prompt_tokens"),
             "reference_computed_tokens": self.reference.computed,
             "mode": self.mode,
+            "hosts": self.num_hosts,
             "prefill_tp": self.shape.prefill_tp,
             "decode_tp": self.shape.decode_tp,
             "block_size": self.shape.block_size,
@@ -201,6 +203,9 @@ def find_problems(report: DemoReport) -> list[str]:
         problems.append("the decode engine did not compute all prompts of the reference")
     if any(report.cache_usages.values()):
         problems.append(f"cache blocks are still in use: {dict(report.cache_usages)}")
+    of_one_host = [index for index, line in enumerate(report.lines) if "cma" in line.transport]
+    if report.num_hosts > 1 and of_one_host:
+        problems.append(f"requests {of_one_host} moved by cma, which has no way between hosts")
     if report.processes_left:
         problems.append(f"{report.processes_left} processes are left")
     return problems
@@ -210,6 +215,7 @@ def print_report(report: DemoReport, console: Console) -> None:
     """Print a line per request, the totals, the descriptors of a per-layer layout, and the problems."""
     shape, columns = report.shape, _columns(report)
     title = f"KV cache {VERBS[report.mode]} from prefill (TP {shape.prefill_tp}) to decode (TP {shape.decode_tp})"
+    title += f", {report.num_hosts} hosts" if report.num_hosts > 1 else ""
     table = Table(title=f"{title}, layout {report.layout}, blocks of {shape.block_size} tokens", show_footer=True)
     for column, total, _ in columns:
         table.add_column(column, str(total), justify="right")

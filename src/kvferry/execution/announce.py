@@ -77,6 +77,7 @@ class PushedRequest:
     num_tokens: int
     prompt_digest: str
     deadline: float
+    adapter: str = ""
 
 
 # Returns the sources of a request, or None while their handshake runs.
@@ -260,6 +261,7 @@ class AwaitedPush:
             blocks=source.part.announced,
             digest=source.part.digest,
             seconds=max(0.001, self._request.deadline - time.monotonic()),
+            adapter=self._request.adapter,
             integrity=(Integrity.OFF if source.cells is None else source.cells.wanted).value,
         )
 

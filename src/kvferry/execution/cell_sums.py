@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvferry.arrays import Addresses, Integers, memory_at
-from kvferry.layout.shard import Region
+from kvferry.execution import device_memory
 from kvferry.plan.digest_cells import CellMemory
 
 if TYPE_CHECKING:
@@ -38,38 +38,31 @@ class CellSums:
 
     def sums(self, places: Integers, num_tokens: Integers) -> Addresses:
         """Return the digest of each cell that begins at ``places`` of its region, over its first ``num_tokens``."""
-        if self.memory.region.device != "cpu":
+        memory = self.memory
+        if memory.region.device != "cpu":
             return self._on_device.sums(places, num_tokens)
-        runs = self._view[places[:, None] + self.memory.offsets]
-        tokens = self.memory.tokens
-        if self.memory.are_pairs:
-            numbers, tokens = runs.view("<u8").reshape(len(places), -1), tokens[::2]
-        else:
-            numbers = runs.view(f"<u{self.memory.number_bytes}").reshape(len(places), -1).astype(np.uint64)
-        if (short := np.flatnonzero(num_tokens <= tokens.max())).size:
-            numbers[short] *= (tokens < num_tokens[short, None]).astype(np.uint64)
-        if not self.memory.are_pairs:
-            return np.asarray(np.einsum("cn,n->c", numbers, self.memory.weights))
-        first, second = self._pair_weights
-        sums = np.einsum("cn,n->c", numbers, first)
-        numbers >>= np.uint64(32)
-        return np.asarray(sums + np.einsum("cn,n->c", numbers, second))
+        numbers = self._view[places].view(f"<u{memory.number_bytes}").reshape(len(places), -1)
+        if (short := np.flatnonzero(num_tokens < self._num_tokens)).size:
+            numbers[short] *= memory.tokens < num_tokens[short, None]
+        return np.asarray(np.einsum("cn,n->c", numbers, memory.weights, dtype=np.uint64))
 
     @cached_property
-    def _pair_weights(self) -> tuple[Addresses, Addresses]:
-        """The weights of pairs, and what the second word of a pair counts beside its part of the pair."""
-        first, second = self.memory.weights[::2].copy(), self.memory.weights[1::2]
-        return first, second - (first << np.uint64(32))
+    def _num_tokens(self) -> int:
+        """The tokens of a cell."""
+        return int(self.memory.tokens.max()) + 1
 
     @cached_property
     def _view(self) -> Any:
-        """The region as runs that begin at every byte: an index is an offset."""
-        region, run_bytes = self.memory.region, self.memory.run_bytes
-        return memory_at(region.base_address, (region.length - run_bytes + 1,), (1,), run_bytes)
+        """The region as cells that begin at every byte: an index is a place."""
+        region, run_bytes, loops = self.memory.region, self.memory.run_bytes, self.memory.loops
+        cell_bytes = run_bytes + sum((count - 1) * stride for count, stride in loops)
+        counts, strides = [count for count, _ in loops], [stride for _, stride in loops]
+        num_places = max(0, region.length - cell_bytes + 1)
+        return memory_at(region.base_address, (num_places, *counts), (1, *strides), run_bytes)
 
     @cached_property
     def _on_device(self) -> "DeviceCells":
-        return DeviceCells(self.memory, device_bytes(self.memory.region))
+        return DeviceCells(self.memory, device_memory.as_bytes(self.memory.region))
 
 
 class DeviceCells:
@@ -106,21 +99,3 @@ class DeviceCells:
         step = memory.number_bytes // narrow
         shifts = (np.arange(step) * 8 * narrow).astype(np.uint64)
         return (memory.weights[:, None] << shifts).ravel(), np.repeat(memory.tokens, step)
-
-
-def device_bytes(region: Region) -> "torch.Tensor":
-    """Return a region of a GPU's memory as a tensor of bytes."""
-    import torch
-
-    return torch.as_tensor(_DeviceMemory(region), device=region.device)
-
-
-class _DeviceMemory:
-    def __init__(self, region: Region) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (region.base_address, False),
-            "shape": (region.length,),
-            "strides": None,
-            "typestr": "|u1",
-            "version": 3,
-        }

@@ -20,11 +20,11 @@ import numpy as np
 
 from kvferry.arrays import Addresses, Descriptors, Flags, Integers
 from kvferry.errors import HandoffError
-from kvferry.execution.cell_sums import MOST_BYTES, CellSums
-from kvferry.execution.pair_cells import GroupCells, check_kept, place_of
+from kvferry.execution.cell_sums import MOST_BYTES
+from kvferry.execution.pair_cells import GroupCells, cells_of, check_kept, place_of
 from kvferry.handoff.messages import DigestTable as TableEntry
 from kvferry.layout.shard import Region, Shard
-from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, CellMemory, Cells, Integrity
+from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, Cells, Integrity
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.strided_copy import merge_rows
@@ -41,10 +41,7 @@ class DigestTable:
     def __init__(self, shard: Shard, kept: Integrity) -> None:
         self._kept, self._seed = kept, secrets.randbits(SEED_BITS)
         self._grids = {group.name: CellGrid(group) for group in shard.groups}
-        self._sums = {
-            name: [CellSums(CellMemory(shard, part.component, grid, part)) for part in grid.parts]
-            for name, grid in self._grids.items()
-        }
+        self._cells = {name: [cells_of(shard, grid, part) for part in grid.parts] for name, grid in self._grids.items()}
         sizes = {name: (grid.num_words(kept), grid.num_words_each(kept)) for name, grid in self._grids.items()}
         rows, open_rows = (_first_words(self._grids.values(), kept, is_open=is_open) for is_open in (False, True))
         self._memory = np.zeros(max(rows[""] + open_rows[""], 1), dtype=np.uint64)
@@ -85,22 +82,20 @@ class DigestTable:
         """Fill the rows of ``tokens`` of one group, half-open, in blocks of which the first begins at ``begin``."""
         grid, rows, kept = self._grids[name], self._rows[name], self._kept
         stretches = grid.stretches(block_ids, begin, *tokens)
-        is_open = grid.is_open(stretches, tokens[1])
-        for cells in grid.cells(stretches, self._kept, self._kept, self._seed, MOST_BYTES):
-            summed, at = self._sums[name][cells.part], cells.stretch
-            head = grid.parts[cells.part].head_cells[cells.head_cell, 1]
-            slot = stretches.number[at] * grid.num_tokens
-            places = summed.memory.places(cells.layer, head, stretches.block[at], slot)
-            sums = summed.sums(places, stretches.num_tokens[at])
-            block, word = stretches.block[at], cells.word
-            last = np.flatnonzero(at == len(stretches.block) - 1)
-            if is_open and last.size:
-                self._open_rows[name][stretches.block[-1], grid.word_of_stretch(kept, word[last])] = sums[last]
+        is_open, last = grid.is_open(stretches, tokens[1]), len(stretches.block) - 1
+        parts = self._cells[name]
+        behind = [here.sums.memory.behind(stretches.block, stretches.number * grid.num_tokens) for here in parts]
+        for cells in grid.cells(stretches, kept, kept, self._seed, MOST_BYTES):
+            here, at, word = parts[cells.part], cells.stretch, cells.word
+            block, places = stretches.block[at], here.places[cells.cell] + behind[cells.part][at]
+            sums = here.sums.sums(places, stretches.num_tokens[at])
+            if is_open and (of_end := np.flatnonzero(at == last)).size:
+                self._open_rows[name][stretches.block[last], grid.word_of_stretch(kept, word[of_end])] = sums[of_end]
                 # Also into the rows, for destinations of an earlier version: but not over the words of a longer prompt
                 # that shares the block, where this one's come again or late.
-                whole = summed.sums(places[last], np.full(len(last), grid.num_tokens))
-                in_row = rows[block[last], word[last]]
-                sums[last] = np.where(in_row == whole, in_row, sums[last])
+                whole = here.sums.sums(places[of_end], np.full(len(of_end), grid.num_tokens))
+                in_row = rows[block[of_end], word[of_end]]
+                sums[of_end] = np.where(in_row == whole, in_row, sums[of_end])
             rows[block, word] = sums
 
 
@@ -171,8 +166,21 @@ class GroupDigests(NamedTuple):
         return self.cells.grid.num_words(self.kept.kept)
 
 
+class ComparedCells(NamedTuple):
+    """Some cells that are compared: where this rank has them, how many tokens count, and which words they must have."""
+
+    cells: Cells
+    places: Integers
+    num_tokens: Integers
+    words: Integers
+
+
 class GroupComparison:
-    """The comparison of one request in one group."""
+    """The comparison of one request in one group.
+
+    What is compared is prepared before the bytes move: afterwards the request waits for the comparison. Only the cells
+    of ``full`` are too many to be kept.
+    """
 
     def __init__(self, group: GroupDigests, blocks: GroupBlocks) -> None:
         self._group = group
@@ -193,6 +201,7 @@ class GroupComparison:
         self._ids = blocks.source_ids[self._first_position : int(held[-1]) + 1 if len(held) else 0]
         has_row = group.kept.table.open_address and grid.is_open(self._stretches, blocks.last_token)
         self._num_open_words = grid.num_words_each(group.kept.kept) if has_row else 0
+        self._kept = None if is_full else list(self._prepared())
 
     @property
     def num_words(self) -> int:
@@ -213,21 +222,24 @@ class GroupComparison:
 
     def compare(self, words: Addresses) -> Iterator[int]:
         """Compare some cells at a time, and yield their bytes. Raises :class:`HandoffError` (integrity-mismatch)."""
+        group = self._group.cells
+        for each in self._prepared() if self._kept is None else self._kept:
+            found = group.parts[each.cells.part].sums.sums(each.places, each.num_tokens)
+            if (wrong := np.flatnonzero(found != words[each.words])).size:
+                raise self._mismatch(each.cells, wrong)
+            yield len(found) * group.grid.cell_bytes(group.grid.parts[each.cells.part])
+
+    def _prepared(self) -> Iterator[ComparedCells]:
         group, kept, stretches = self._group.cells, self._group.kept, self._stretches
-        grid = group.grid
-        for cells in grid.cells(stretches, kept.kept, group.wanted, kept.table.seed, MOST_BYTES):
-            here = group.parts[cells.part]
-            layer, head = here.layers[cells.layer], here.heads[cells.head_cell]
-            moved = np.flatnonzero((layer >= 0) & (head >= 0) & self._is_inside[cells.stretch])
-            if not len(moved):
-                continue
-            at = cells.stretch[moved]
-            places = here.sums.memory.places(layer[moved], head[moved], self._block[at], self._slot[at])
-            found = here.sums.sums(places, stretches.num_tokens[at])
-            wrong = np.flatnonzero(found != words[self._index(at, cells.word[moved])])
-            if wrong.size:
-                raise self._mismatch(cells, moved[wrong])
-            yield len(moved) * grid.cell_bytes(grid.parts[cells.part])
+        behind = [here.sums.memory.behind(self._block, self._slot) for here in group.parts]
+        for cells in group.grid.cells(stretches, kept.kept, group.wanted, kept.table.seed, MOST_BYTES):
+            here = group.parts[cells.part].places
+            moves = (here[cells.cell] >= 0) & self._is_inside[cells.stretch]
+            moving = cells if moves.all() else Cells(cells.part, *(each[moves] for each in cells[1:]))
+            if len(moving.cell):
+                at = moving.stretch
+                places = here[moving.cell] + behind[cells.part][at]
+                yield ComparedCells(moving, places, stretches.num_tokens[at], self._index(at, moving.word))
 
     def _index(self, stretch: Integers, word: Integers) -> Integers:
         """Return where the words of blocks' rows are among those that were read."""
@@ -244,9 +256,7 @@ class GroupComparison:
         token = int(self._stretches.first_token[stretch])
         tokens = token, token + int(self._stretches.num_tokens[stretch])
         where = place_of(self._group.cells.grid, tokens, (int(self._block[stretch]),) * 2)
-        counts = len(wrong), len(cells.layer)
-        layer, head_cell = int(cells.layer[first]), int(cells.head_cell[first])
-        return self._group.cells.mismatch(cells.part, layer, head_cell, where, counts)
+        return self._group.cells.mismatch(cells.part, int(cells.cell[first]), where, (len(wrong), len(cells.cell)))
 
 
 class Comparison:

@@ -1,30 +1,34 @@
 """Cells that move between two ranks: which cells of the source's grid, and where each of the two ranks has them."""
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from kvferry.arrays import Integers
+from kvferry.arrays import Flags, Integers
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution.cell_sums import CellSums
 from kvferry.handoff.messages import DigestTable as TableEntry
 from kvferry.layout.component import HeadRange
+from kvferry.layout.shard import Shard
+from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import CellGrid, CellMemory, Integrity, Part
 from kvferry.plan.head_ranges import common, count, without
 from kvferry.plan.planner import GroupPlan, PairPlan
+
+logger = PeerLog(logging.getLogger(__name__))
 
 
 class PartCells(NamedTuple):
     """The cells of one part in one rank's memory.
 
-    ``layers`` has the local index of each of the source's layers, ``heads`` the first local head of each of the
-    source's head cells; -1 for those that the rank does not hold.
+    ``places`` has the place of each of the source's cells in block and slot 0, in bytes from the region's begin; -1 for
+    those that do not move.
     """
 
     sums: CellSums
-    layers: Integers
-    heads: Integers
+    places: Integers
 
 
 class GroupCells:
@@ -46,28 +50,24 @@ class GroupCells:
 
     def _received(self, plan: PairPlan, group: GroupPlan, part: Part) -> PartCells:
         memory = CellMemory(plan.destination, self.destination.component(part.component.name), self.grid, part)
-        carried = group.heads.get(part.component.name, ())
-        return PartCells(CellSums(memory), memory.layers(part.component.layers), self._heads(part, memory, carried))
+        moves = self._moves(part, memory, group.heads.get(part.component.name, ()))
+        places = memory.cells.reshape(-1, len(moves)).copy()
+        places[:, ~moves] = -1
+        return PartCells(CellSums(memory), places.ravel())
 
-    def _heads(self, part: Part, memory: CellMemory, carried: Sequence[HeadRange]) -> Integers:
-        """Return the first local head of each head cell; -1 for one that does not move as a whole."""
-        first_heads = memory.first_heads.copy()
-        cells = [part.heads(index) for index in range(len(first_heads))] if carried else []
-        whole = np.array([not without([cell], carried) for cell in cells] or [False] * len(first_heads))
-        first_heads[~whole] = -1
+    def _moves(self, part: Part, memory: CellMemory, carried: Sequence[HeadRange]) -> Flags:
+        """Return which head cells move as a whole."""
+        is_held = memory.first_heads >= 0
+        cells = [part.heads(index) for index in range(len(is_held))] if carried else []
+        moves = is_held & np.array([not without([cell], carried) for cell in cells] or [False] * len(is_held))
         moving = common(common(carried, part.component.heads), memory.heads)
-        if self.wanted is Integrity.FULL and count(moving) != part.heads_each * int((first_heads >= 0).sum()):
+        if self.wanted is Integrity.FULL and count(moving) != part.heads_each * int(moves.sum()):
             self.refuse(f"holds a part of the {part.heads_each} heads of one digest of {part.component.name!r}")
-        return first_heads
+        return np.asarray(moves)
 
     def at_source(self, plan: PairPlan) -> list[PartCells]:
         """Return where the source has the cells of each part: it holds all of its own grid."""
-        found = []
-        for part in self.grid.parts:
-            sums = CellSums(CellMemory(plan.source, part.component, self.grid, part))
-            layers = np.arange(len(part.component.layers), dtype=np.int64)
-            found.append(PartCells(sums, layers, part.head_cells[:, 1]))
-        return found
+        return [cells_of(plan.source, self.grid, part) for part in self.grid.parts]
 
     def refuse(self, why: str) -> NoReturn:
         """Raise: not all cells could be compared."""
@@ -77,22 +77,43 @@ class GroupCells:
             'Set "integrity" to "off" or "sample", or use block sizes that are multiples of 16 on both engines.',
         )
 
-    def mismatch(self, part: int, layer: int, head_cell: int, where: str, counts: tuple[int, int]) -> HandoffError:
+    def mismatch(self, part: int, cell: int, where: str, counts: tuple[int, int]) -> HandoffError:
         """Return the error of a cell whose bytes differ; ``counts`` are the digests that differ and all compared."""
-        cells = self.grid.parts[part]
+        name, (layer, heads) = self.grid.parts[part].component.name, self.grid.parts[part].layer_and_heads(cell)
         return HandoffError(
             Reason.INTEGRITY_MISMATCH,
-            f"group {self.name!r}, component {cells.component.name!r}, layer {cells.component.layers[layer]!r}, heads "
-            f"{cells.heads(head_cell)!r}, {where}: the bytes that arrived are not those of {self.rank_name} "
+            f"group {self.name!r}, component {name!r}, layer {layer!r}, heads {heads!r}, {where}: the bytes that "
+            f"arrived are not those of {self.rank_name} "
             f"({counts[0]} of {counts[1]} digests differ).",
             "Send the prompt again; if this repeats, check memory and network of both hosts.",
         )
+
+
+def cells_of(rank: Shard, grid: CellGrid, part: Part) -> PartCells:
+    """Return where a source rank has the cells of one part of its own grid."""
+    memory = CellMemory(rank, part.component, grid, part)
+    return PartCells(CellSums(memory), memory.cells)
 
 
 def place_of(grid: CellGrid, tokens: tuple[int, int], blocks: tuple[int, int]) -> str:
     """Say where a difference is: tokens, half-open, and the destination's first and last block of them."""
     held = f"block {blocks[0]}" if blocks[0] == blocks[1] else f"block {blocks[0]} and those that follow"
     return f"the state in {held}" if grid.is_state else f"tokens {tokens[0]} to {tokens[1]} in {held}"
+
+
+def comparable(rank: Shard, wanted: Integrity, *, is_required: bool) -> Integrity:
+    """Return how much of a rank's cache is compared: nothing where that is impossible and not required, and the log
+    says why. Raises :class:`PlanError` (``unsupported``) where it is required.
+    """
+    try:
+        for group in rank.groups if wanted is not Integrity.OFF else ():
+            CellGrid(group)
+    except PlanError as error:
+        if is_required:
+            raise
+        logger.warning("kvferry: nothing is compared of what is loaded from or into this cache: %s", error.message)
+        return Integrity.OFF
+    return wanted
 
 
 def pushed_digests(integrity: Integrity) -> TableEntry | None:

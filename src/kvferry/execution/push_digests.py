@@ -9,7 +9,8 @@ stretches of one layer and head, each multiplied by an odd number: a change of o
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -22,7 +23,7 @@ from kvferry.execution.pair_cells import GroupCells, PartCells, place_of
 from kvferry.handoff.messages import MAX_DIGEST_BYTES, AnnouncedBlocks, PushKey
 from kvferry.handoff.push.part import HeldCut
 from kvferry.handoff.push.sender import BlockList
-from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, Integrity, mixed
+from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, Integrity, draw, mixed, pieces
 from kvferry.plan.planner import PairPlan
 
 MAX_WORDS = MAX_DIGEST_BYTES // DIGEST_BYTES
@@ -39,18 +40,10 @@ class Sums(NamedTuple):
 
 
 class MovingCells(NamedTuple):
-    """The cells of one part that move: layers and head cells of the source's grid; ``first`` counts the cells of
-    earlier parts.
-    """
+    """The cells of one part that move: numbers in the part, ascending; ``first`` counts the cells of earlier parts."""
 
     first: int
-    layers: Integers
-    head_cells: Integers
-
-    @property
-    def num_cells(self) -> int:
-        """Cells of one stretch of tokens."""
-        return len(self.layers) * len(self.head_cells)
+    cells: Integers
 
 
 class PushedGroup:
@@ -62,16 +55,15 @@ class PushedGroup:
         self._are_named: dict[tuple[int, frozenset[str]], Flags] = {}
         self.num_cells = 0
         for received in cells.parts:
-            layer, head = (np.flatnonzero(each >= 0) for each in (received.layers, received.heads))
-            self.moving.append(MovingCells(self.num_cells, layer, head))
-            self.num_cells += self.moving[-1].num_cells
+            self.moving.append(MovingCells(self.num_cells, np.flatnonzero(received.places >= 0)))
+            self.num_cells += len(self.moving[-1].cells)
 
     def are_named(self, part: int, layers: frozenset[str]) -> Flags:
-        """Return which layers of a part's cells that move are among these, which are all or those of some spans."""
+        """Return which of a part's cells are of these layers, which are all or those of some spans."""
         if (part, layers) not in self._are_named:
-            names = self.grid.parts[part].component.layers
-            are_named = [names[index] in layers for index in self.moving[part].layers.tolist()]
-            self._are_named[part, layers] = np.array(are_named, dtype=np.bool_)
+            cells = self.grid.parts[part]
+            are_named = np.array([name in layers for name in cells.component.layers], dtype=np.bool_)
+            self._are_named[part, layers] = np.repeat(are_named, len(cells.head_cells))
         return self._are_named[part, layers]
 
     @property
@@ -88,13 +80,47 @@ class PushedCells:
     """
 
     def __init__(self, plan: PairPlan, wanted: Integrity, *, at_source: bool) -> None:
-        self.wanted = wanted
+        self.wanted, self.at_source = wanted, at_source
         self.groups: dict[str, PushedGroup] = {}
         for name, group in plan.groups.items():
             cells = GroupCells(plan, group, CellGrid(group.source_group), wanted)
             held = cells.at_source(plan) if at_source else cells.parts
             size = (group.source_group if at_source else group.destination_group).block_size
             self.groups[name] = PushedGroup(cells, held, size)
+
+
+class Tokens(NamedTuple):
+    """Stretches of tokens of a push: where each begins, how many tokens count, its word in the first row, and the odd
+    number by which its digests are multiplied.
+    """
+
+    first_token: Integers
+    num_tokens: Integers
+    word: Integers
+    odd: Addresses
+
+
+class ChosenCells(NamedTuple):
+    """Some cells of one part: numbers in the part, indices into the stretches, and what these add to which words."""
+
+    cell: Integers
+    stretch: Integers
+    num_tokens: Integers
+    word: Integers
+    odd: Addresses
+
+    def at(self, indices: Integers | slice) -> "ChosenCells":
+        """Return some of these cells."""
+        cell, stretch, num_tokens, word, odd = self
+        return ChosenCells(cell[indices], stretch[indices], num_tokens[indices], word[indices], odd[indices])
+
+
+class PlacedCells(NamedTuple):
+    """Some cells of one part, and their places in a rank's memory."""
+
+    part: int
+    chosen: ChosenCells
+    places: Integers
 
 
 class GroupSums:
@@ -106,6 +132,7 @@ class GroupSums:
         self._first_token = -(-announced.first_token // each) * each
         self.num_stretches = max(0, -(-(announced.end_token - self._first_token) // each))
         self.first_word = self.fold = 0
+        self._latest: tuple[tuple[int, int], Tokens, list[ChosenCells]] | None = None
         is_full = cells.wanted is Integrity.FULL and announced.end_token > announced.first_token
         offset = (self._first_token - announced.block_token) % each
         if is_full and (self._first_token != announced.first_token or offset):
@@ -114,22 +141,24 @@ class GroupSums:
     @property
     def num_words(self) -> int:
         """The words of this group."""
-        return self.group.num_rows * -(-self.num_stretches // self.fold)
+        return self.group.num_rows * self._words_each
 
-    def sums(self, cut: HeldCut) -> Iterator[Sums]:
-        """Add up cells of tokens and layers that this rank holds, some at a time."""
-        grid = self.group.grid
-        begin = -(-cut.first_token // grid.num_tokens) * grid.num_tokens
-        first = np.arange(begin, cut.end_token, grid.num_tokens, dtype=np.int64)
-        first = first[self._is_inside(first)]
-        if not len(first):
-            return
-        counted = np.full(len(first), grid.num_tokens) if grid.is_paged else self.announced.end_token - first
-        where = _Where(first, np.minimum(counted, grid.num_tokens), cut.blocks, self.group.block_size)
-        if self.group.cells.wanted is Integrity.FULL:
-            yield from self._all(cut.layers, where)
-        else:
-            yield from self._sample(cut.layers, where)
+    def cells(self, cut: HeldCut) -> Iterator[PlacedCells]:
+        """Return the cells of tokens and layers that this rank holds, some at a time."""
+        tokens, sampled = self._of_tokens(cut.first_token, cut.end_token)
+        position, slot = np.divmod(tokens.first_token - cut.blocks.first_token, self.group.block_size)
+        block = np.asarray(cut.blocks.block_ids, dtype=np.int64)[position]
+        is_full = self.group.cells.wanted is Integrity.FULL
+        for part, held in enumerate(self.group.held):
+            named, behind = self.group.are_named(part, cut.layers), held.sums.memory.behind(block, slot)
+            for each in self._all(part, named, tokens) if is_full else self._sample(part, named, sampled[part]):
+                yield PlacedCells(part, each, held.places[each.cell] + behind[each.stretch])
+
+    def summed(self, cells: PlacedCells) -> Sums:
+        """Add up some cells."""
+        part, chosen, places = cells
+        digests = self.group.held[part].sums.sums(places, chosen.num_tokens)
+        return Sums(chosen.word, digests * chosen.odd, len(digests) * self._cell_bytes(part))
 
     @property
     def landed(self) -> HeldCut:
@@ -139,92 +168,99 @@ class GroupSums:
         layers = self.group.cells.destination.layers
         return HeldCut(announced.group, layers, announced.first_token, announced.end_token, blocks)
 
-    def open_page(self, cut: HeldCut) -> HeldCut | None:
-        """Return the part of a cut that its engine may still change: a packed page that the prompt does not fill."""
+    def split(self, cut: HeldCut) -> tuple[list[HeldCut], list[HeldCut]]:
+        """Return what of a cut is final, and what its engine may still change: a packed page that the prompt does not
+        fill.
+        """
         grid, end = self.group.grid, self.announced.end_token
         if not grid.is_paged or cut.end_token < end or end % grid.num_tokens == 0:
-            return None
-        return msgspec.structs.replace(cut, first_token=max(cut.first_token, end // grid.num_tokens * grid.num_tokens))
+            return [cut], []
+        page = max(cut.first_token, end // grid.num_tokens * grid.num_tokens)
+        final = [msgspec.structs.replace(cut, end_token=page)] if page > cut.first_token else []
+        return final, [msgspec.structs.replace(cut, first_token=page)]
 
-    def _is_inside(self, first_tokens: Integers) -> Flags:
-        """Return which stretches lie in one block of the destination: a cell is gathered whole."""
-        size = self.group.cells.destination.block_size
-        inside = (first_tokens - self.announced.block_token) % size + self.group.grid.num_tokens <= size
-        return np.asarray(inside)
+    @property
+    def _words_each(self) -> int:
+        """The words of one row: those of all stretches."""
+        return -(-self.num_stretches // self.fold)
 
-    def _all(self, layers: frozenset[str], where: "_Where") -> Iterator[Sums]:
-        for part, moving in enumerate(self.group.moving):
-            chosen = np.flatnonzero(self.group.are_named(part, layers))
-            shape = len(chosen), len(where.first_token), len(moving.head_cells)
-            cell_bytes = self.group.grid.cell_bytes(self.group.grid.parts[part])
-            most, num_cells = max(1, MOST_BYTES // cell_bytes), int(np.prod(shape))
-            for begin in range(0, num_cells, most):
-                flat = np.arange(begin, min(begin + most, num_cells), dtype=np.int64)
-                layer, stretch, head = np.unravel_index(flat, shape)
-                row = moving.first + chosen[layer] * len(moving.head_cells) + head
-                yield self._summed(part, moving.layers[chosen[layer]], moving.head_cells[head], stretch, row, where)
+    def _cell_bytes(self, part: int) -> int:
+        return self.group.grid.cell_bytes(self.group.grid.parts[part])
 
-    def _sample(self, wanted: frozenset[str], where: "_Where") -> Iterator[Sums]:
-        num_rows = self.group.num_rows
-        if not num_rows:
-            return
-        drawn = self._draw(where.first_token // self.group.grid.num_tokens)
-        for part, moving in enumerate(self.group.moving):
-            at = np.flatnonzero((drawn >= moving.first) & (drawn < moving.first + moving.num_cells))
-            if not len(at):
-                continue
-            layer, head = np.divmod(drawn[at] - moving.first, len(moving.head_cells))
-            named = np.flatnonzero(self.group.are_named(part, wanted)[layer])
-            most = max(1, MOST_BYTES // self.group.grid.cell_bytes(self.group.grid.parts[part]))
-            for begin in range(0, len(named), most):
-                kept = named[begin : begin + most]
-                stretch, row = np.divmod(at[kept], num_rows)
-                layers, heads = moving.layers[layer[kept]], moving.head_cells[head[kept]]
-                yield self._summed(part, layers, heads, stretch, row, where)
+    def _of_tokens(self, first_token: int, end_token: int) -> tuple[Tokens, list[ChosenCells]]:
+        """Return the stretches of tokens, and the sampled cells; the spans of a step are of the same tokens."""
+        if self._latest is None or self._latest[0] != (first_token, end_token):
+            grid, size = self.group.grid, self.group.cells.destination.block_size
+            begin = -(-first_token // grid.num_tokens) * grid.num_tokens
+            first = np.arange(begin, end_token, grid.num_tokens, dtype=np.int64)
+            # A cell is gathered whole, so it must lie in one block of the destination.
+            first = first[(first - self.announced.block_token) % size + grid.num_tokens <= size]
+            counted = np.full(len(first), grid.num_tokens) if grid.is_paged else self.announced.end_token - first
+            number = (first - self._first_token) // grid.num_tokens
+            odd = mixed(number.astype(np.uint64)) | np.uint64(1)
+            word = self.first_word + number // self.fold
+            tokens = Tokens(first, np.minimum(counted, grid.num_tokens), word, odd)
+            sampled = [] if self.group.cells.wanted is Integrity.FULL else self._drawn(tokens)
+            self._latest = (first_token, end_token), tokens, sampled
+        return self._latest[1:]
+
+    def _drawn(self, tokens: Tokens) -> list[ChosenCells]:
+        """Return the sampled cells of each part in these stretches, in the order of their layers."""
+        if not self.group.num_rows:
+            return [self._chosen(tokens, *np.empty((3, 0), dtype=np.int64)) for _ in self.group.moving]
+        drawn = self._draw(tokens.first_token // self.group.grid.num_tokens)
+        order = np.argsort(drawn, kind="stable")
+        drawn, (stretch, row) = drawn[order], np.divmod(order, self.group.num_rows)
+        found = []
+        for moving in self.group.moving:
+            begin, end = np.searchsorted(drawn, (moving.first, moving.first + len(moving.cells)))
+            cell = moving.cells[drawn[begin:end] - moving.first]
+            found.append(self._chosen(tokens, cell, stretch[begin:end], row[begin:end]))
+        return found
+
+    def _sample(self, part: int, named: Flags, sampled: ChosenCells) -> Iterator[ChosenCells]:
+        indices = np.flatnonzero(named[sampled.cell])
+        for begin, end in pieces(len(indices), MOST_BYTES, self._cell_bytes(part)):
+            yield sampled.at(_without_gaps(indices[begin:end]))
+
+    def _all(self, part: int, named: Flags, tokens: Tokens) -> Iterator[ChosenCells]:
+        moving, num_stretches = self.group.moving[part], len(tokens.first_token)
+        indices = np.flatnonzero(named[moving.cells])
+        for begin, end in pieces(len(indices) * num_stretches, MOST_BYTES, self._cell_bytes(part)):
+            index, stretch = np.divmod(np.arange(begin, end, dtype=np.int64), num_stretches)
+            cell = indices[index]
+            yield self._chosen(tokens, moving.cells[cell], stretch, moving.first + cell)
+
+    def _chosen(self, tokens: Tokens, cell: Integers, stretch: Integers, row: Integers) -> ChosenCells:
+        word = tokens.word[stretch] + row * self._words_each
+        return ChosenCells(cell, stretch, tokens.num_tokens[stretch], word, tokens.odd[stretch])
 
     def _draw(self, numbers: Integers) -> Integers:
         """Return the sampled cells of each of the numbered stretches, one after the other."""
-        keys = numbers[:, None] * self.group.num_rows + np.arange(self.group.num_rows)
-        random = mixed(keys.ravel().astype(np.uint64) ^ np.uint64(self._seed))
-        return (random % np.uint64(self.group.num_cells)).astype(np.int64)
-
-    def _summed(
-        self, part: int, layer: Integers, head_cell: Integers, stretch: Integers, row: Integers, where: "_Where"
-    ) -> Sums:
-        held, grid = self.group.held[part], self.group.grid
-        block, slot = where.block[stretch], where.slot[stretch]
-        places = held.sums.memory.places(held.layers[layer], held.heads[head_cell], block, slot)
-        digests = held.sums.sums(places, where.num_tokens[stretch])
-        number = (where.first_token[stretch] - self._first_token) // grid.num_tokens
-        words = self.first_word + row * -(-self.num_stretches // self.fold) + number // self.fold
-        odd = mixed(number.astype(np.uint64)) | np.uint64(1)
-        return Sums(words, digests * odd, len(layer) * grid.cell_bytes(grid.parts[part]))
+        return draw(numbers, self.group.num_rows, self._seed, self.group.num_cells)
 
     def mismatch(self, word: int, counts: tuple[int, int]) -> HandoffError:
         """Return the error of a word of this group that differs."""
-        row, number = divmod(word - self.first_word, -(-self.num_stretches // self.fold))
+        row, number = divmod(word - self.first_word, self._words_each)
         grid, announced, size = self.group.grid, self.announced, self.group.cells.destination.block_size
         begin = self._first_token + number * self.fold * grid.num_tokens
         end = min(begin + self.fold * grid.num_tokens, announced.end_token)
-        if self.group.cells.wanted is Integrity.SAMPLE:
+        is_sample = self.group.cells.wanted is Integrity.SAMPLE
+        if is_sample:
             row = int(self._draw(np.array([begin // grid.num_tokens]))[row])
-        part = max(index for index, moving in enumerate(self.group.moving) if moving.num_cells and moving.first <= row)
+        part = max(index for index, each in enumerate(self.group.moving) if len(each.cells) and each.first <= row)
         moving = self.group.moving[part]
-        layer, head = divmod(row - moving.first, len(moving.head_cells))
         first, last = (announced.block_ids[(token - announced.block_token) // size] for token in (begin, end - 1))
         where = place_of(grid, (begin, end), (first, last))
-        if self.group.cells.wanted is Integrity.SAMPLE and self.fold > 1:
+        if is_sample and self.fold > 1:
             where += ", or another sampled one of these tokens"
-        return self.group.cells.mismatch(part, int(moving.layers[layer]), int(moving.head_cells[head]), where, counts)
+        return self.group.cells.mismatch(part, int(moving.cells[row - moving.first]), where, counts)
 
 
-class _Where:
-    """Where stretches of tokens lie in the blocks of one rank."""
-
-    def __init__(self, first_token: Integers, num_tokens: Integers, blocks: BlockList, block_size: int) -> None:
-        self.first_token, self.num_tokens = first_token, num_tokens
-        position, self.slot = np.divmod(first_token - blocks.first_token, block_size)
-        self.block = np.asarray(blocks.block_ids, dtype=np.int64)[position]
+def _without_gaps(indices: Integers) -> Integers | slice:
+    """Return ascending indices as a slice where they have no gaps: a view costs less than a copy."""
+    first, end = int(indices[0]), int(indices[-1]) + 1
+    return slice(first, end) if end - first == len(indices) else indices
 
 
 class PushDigests:
@@ -251,15 +287,30 @@ class PushDigests:
         for group in self._groups.values():
             group.first_word, group.fold = self.num_words, fold
             self.num_words += group.num_words
+        # A source must not let a peer's announcement cost memory.
+        self._landed = [] if cells.at_source else [group.landed for group in self._groups.values()]
+        self._prepared = self._cells(self._landed) if self.wanted is Integrity.SAMPLE else ()
 
     def sums(self, cuts: Sequence[HeldCut]) -> Iterator[Sums]:
         """Add up the cells of these tokens and layers, some at a time."""
-        for cut in cuts:
-            yield from self._groups[cut.group].sums(cut)
+        return (group.summed(cells) for group, cells in self._cells(cuts))
 
-    def open_pages(self, cuts: Sequence[HeldCut]) -> list[HeldCut]:
-        """Return what of these cuts their engine may still change, as it generates tokens behind the prompt."""
-        return [page for cut in cuts if (page := self._groups[cut.group].open_page(cut)) is not None]
+    def _cells(self, cuts: Sequence[HeldCut]) -> Iterable[tuple[GroupSums, PlacedCells]]:
+        """Return the cells of these tokens and layers.
+
+        Those of a sample are chosen at once, before bytes move: afterwards the request waits for the sums, and the
+        processor's caches have lost what choosing needs.
+        """
+        groups = ((self._groups[cut.group], cut) for cut in cuts)
+        cells = ((group, cells) for group, cut in groups for cells in group.cells(cut))
+        return list(cells) if self.wanted is Integrity.SAMPLE else cells
+
+    def split(self, cuts: Sequence[HeldCut]) -> tuple[list[HeldCut], list[HeldCut]]:
+        """Return what of these cuts is final, and what their engine may still change, as it generates tokens behind the
+        prompt.
+        """
+        final, pages = zip(*(self._groups[cut.group].split(cut) for cut in cuts), strict=True)
+        return list(chain(*final)), list(chain(*pages))
 
     def compare(self, sent: bytes) -> Iterator[int]:
         """Add up what has landed, some cells at a time, and yield how many bytes; at the end compare with the source.
@@ -273,7 +324,8 @@ class PushDigests:
                 "Run the same kvferry version on both sides.",
             )
         found = np.zeros(self.num_words, dtype=np.uint64)
-        for each in self.sums([group.landed for group in self._groups.values()]):
+        for group, cells in self._prepared or self._cells(self._landed):
+            each = group.summed(cells)
             np.add.at(found, each.words, each.values)
             yield each.num_bytes
         wrong = np.flatnonzero(found != np.frombuffer(sent, dtype="<u8"))
@@ -284,7 +336,9 @@ class PushDigests:
 
 
 class WrittenDigests:
-    """The digests of what a source writes, one batch at a time: :meth:`begin`, :meth:`advance`, :meth:`landed`."""
+    """The digests of what a source writes, one batch at a time: :meth:`begin`, :meth:`advance`, :meth:`changed_pages`,
+    :meth:`landed`.
+    """
 
     def __init__(self, digests: PushDigests) -> None:
         self._digests = digests
@@ -298,9 +352,11 @@ class WrittenDigests:
 
     def begin(self, cuts: Sequence[HeldCut]) -> None:
         """A batch is about to be written; its digests replace those of a batch that has not landed."""
-        self._batch, self._sums = [], self._digests.sums(cuts)
-        self._open_pages = self._digests.open_pages(cuts)
+        started = time.monotonic()
+        final, self._open_pages = self._digests.split(cuts)
+        self._batch, self._sums = [], self._digests.sums(final)
         self._before = list(self._digests.sums(self._open_pages))
+        self.seconds += time.monotonic() - started
 
     def advance(self) -> bool:
         """Add up some cells; return whether the batch has all of its digests."""
@@ -316,11 +372,17 @@ class WrittenDigests:
             self.seconds += time.monotonic() - started
         return False
 
-    def is_unchanged(self) -> bool:
-        """Return whether no page of the batch has changed since :meth:`begin`: what has landed is what was summed."""
+    def changed_pages(self) -> dict[str, int]:
+        """Return where the pages begin that the engine has changed since :meth:`begin`, by group: what has landed of
+        them need not be what was summed, and does not count.
+        """
         after = list(self._digests.sums(self._open_pages))
         pairs = zip(self._before, after, strict=True)
-        return all(np.array_equal(before.values, now.values) for before, now in pairs)
+        if not all(np.array_equal(before.values, now.values) for before, now in pairs):
+            return {page.group: page.first_token for page in self._open_pages}
+        self._batch += self._before
+        self.num_bytes += sum(each.num_bytes for each in self._before)
+        return {}
 
     def landed(self) -> None:
         """The batch counts."""

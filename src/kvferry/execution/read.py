@@ -254,24 +254,26 @@ class Read:
         self._pull.round_begun()
         self._data_started_at = time.monotonic()
         self._transfers = []
+        digests = {} if self._has_read_directly else self._digests_read()
         for number, read in enumerate(self._reads or ()):
             lists = [] if self._has_read_directly else [read.descriptors]
             lists += [rows for owner, rows in staged if owner == number]
+            self._num_descriptors += sum(map(len, lists))
+            if number in digests:
+                # With the data: a transfer of their own would cost another wait.
+                lists.append(digests[number])
             # Direct descriptors are not copied: they may be many thousands of rows.
-            rows = lists[0] if len(lists) == 1 else np.concatenate([NOTHING, *lists])
-            self._num_descriptors += len(rows)
-            self._submit(read.link, rows)
-        if not self._has_read_directly:
-            self._submit_digests()
+            self._submit(read.link, lists[0] if len(lists) == 1 else np.concatenate([NOTHING, *lists]))
         self._has_read_directly = True
         return True
 
     def _has_room_for_digests(self) -> bool:
         """Take memory for the digests of all reads; return whether there was enough."""
-        num_bytes = sum(comparison.num_bytes for _, _, comparison in self._comparisons)
+        compared = self._compared_reads
+        num_bytes = sum(comparison.num_bytes for _, _, comparison in compared)
         if not num_bytes:
             return True
-        memory = self._comparisons[0][1]
+        memory = compared[0][1]
         if num_bytes > memory.region.length:
             raise PlanError(
                 Reason.UNSUPPORTED,
@@ -284,23 +286,25 @@ class Read:
         return begin is not None
 
     @property
-    def _comparisons(self) -> list[tuple[Link, Stage, Comparison]]:
+    def _compared_reads(self) -> list[tuple[int, Stage, Comparison]]:
         return [
-            (read.link, read.digests, read.comparison)
-            for read in self._reads or ()
+            (number, read.digests, read.comparison)
+            for number, read in enumerate(self._reads or ())
             if read.comparison is not None and read.digests is not None
         ]
 
-    def _submit_digests(self) -> None:
-        begin = self._digests_begin
-        for link, memory, comparison in self._comparisons:
-            self._submit(link, comparison.rows(memory.region.base_address + begin))
+    def _digests_read(self) -> dict[int, np.ndarray]:
+        """Return the descriptors of the digests, by the index of their source."""
+        begin, found = self._digests_begin, {}
+        for number, memory, comparison in self._compared_reads:
+            found[number] = comparison.rows(memory.region.base_address + begin)
             begin += comparison.num_bytes
+        return found
 
     def _compared(self) -> Iterator[int]:
         """Compare the cache with the digests that were read, some cells at a time; yield how many bytes."""
         begin = self._digests_begin
-        for _, memory, comparison in self._comparisons:
+        for _, memory, comparison in self._compared_reads:
             words = np.asarray(memory.memory)[begin : begin + comparison.num_bytes].view(np.uint64)
             yield from comparison.compare(words)
             begin += comparison.num_bytes

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvferry.arrays import memory_at
 from kvferry.errors import PlanError, Reason
-from kvferry.execution import device_merge
+from kvferry.execution import device_memory, device_merge
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark
 from kvferry.layout.shard import Region
 from kvferry.plan.staging.scatter import ROUNDS_PER_STAGE, Merge, aligned
@@ -59,7 +59,7 @@ class Stage:
     def __init__(self, num_bytes: int, order: DeviceOrder = HOST) -> None:
         self._order = order
         self.memory, address = (
-            _host_memory(num_bytes) if order.is_immediate else _device_memory(num_bytes, order.device)
+            _host_memory(num_bytes) if order.is_immediate else device_memory.allocate(num_bytes, order.device)
         )
         self.region = Region(address, num_bytes, order.device)
         """The memory to register."""
@@ -136,13 +136,6 @@ def _host_memory(num_bytes: int) -> "tuple[Memory, int]":
     whole = np.frombuffer(mapping, dtype=np.uint8)
     memory = whole[-whole.ctypes.data % _HUGE_PAGE_BYTES :][:num_bytes]
     return memory, int(memory.ctypes.data)
-
-
-def _device_memory(num_bytes: int, device: str) -> "tuple[Memory, int]":
-    import torch
-
-    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    return memory, memory.data_ptr()
 
 
 def _put_all_in_place(merges: Sequence[Merge], stage_address: int) -> None:

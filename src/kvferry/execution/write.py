@@ -61,6 +61,8 @@ CHECK_ALIVE_SECONDS = 1.0
 """Seconds between two checks that the destination of a push is alive."""
 MAX_BATCHES = 1024
 """Batches kept of one push's events; later ones are only counted."""
+MAX_PAGE_WRITES = 16
+"""How often a push writes the page in which its prompt ends again, since the engine generates on and changes it."""
 Report = Callable[[JobResult], None]
 
 
@@ -148,7 +150,7 @@ class Write:
         self._submitted_at = 0.0
         self._is_writing = False
         self._transfer_seconds = 0.0
-        self._num_bytes = self._num_descriptors = 0
+        self._num_bytes = self._num_descriptors = self._num_page_writes = 0
 
     def advance(self, scratch: Scratch, now: float) -> bool:
         """Write the next batch, poll the one in flight, or end."""
@@ -245,11 +247,13 @@ class Write:
     def _landed(self) -> None:
         if self._events is not None:
             self._events.landed(time.monotonic())
-        is_unchanged = self._digests is None or self._digests.is_unchanged()
+        changed = {} if self._digests is None else self._digests.changed_pages()
+        self._num_page_writes += bool(changed)
+        if self._num_page_writes > MAX_PAGE_WRITES:
+            self._stopped(_never_rests(self._key))
+            return
         with self._lock:
-            if not is_unchanged:
-                self._sender.void(self._key)
-            counts = self._sender.landed(self._key)
+            counts = self._sender.landed(self._key, changed)
         if counts and self._digests is not None:
             self._digests.landed()
 
@@ -270,6 +274,15 @@ class Write:
 
 def _write_failed(status: Status) -> TransportError:
     return TransportError(Reason.TRANSFER_FAILED, f"a write ended {status}.", "Check that the decode engine runs.")
+
+
+def _never_rests(key: PushKey) -> HandoffError:
+    return HandoffError(
+        Reason.SOURCE_CHANGED,
+        f"push {key.number} to {key.receiver}: the engine has changed the page in which the prompt ends during each of "
+        f"{MAX_PAGE_WRITES + 1} writes.",
+        "Let the prefill engine generate one token only (max_tokens 1): it writes further ones between the prompt's.",
+    )
 
 
 MAX_DESTINATIONS = 4096
@@ -539,7 +552,13 @@ class Writer:
         part = part.as_whole() if is_whole else part.in_spans(self.spans.plans(plan))
         deadline = time.monotonic() + min(question.seconds, MAX_SECONDS)
         request = PushRequest(
-            key, question.transfer_id, question.num_tokens, question.prompt_digest, part.needs, deadline
+            key,
+            question.transfer_id,
+            question.num_tokens,
+            question.prompt_digest,
+            part.needs,
+            deadline,
+            question.adapter,
         )
         with self._lock:
             if self._sender.num_open >= MAX_OPEN:

@@ -95,7 +95,8 @@ class Lease(msgspec.Struct, frozen=True):
 
 class Ending(StrEnum):
     """Why a hold ended: a release; no decode engine came within the first lease; the decode engine's renewals stopped;
-    the hold reached the greatest age; the engine dropped the prompt, reset its cache, or drains and refused the prompt.
+    the hold reached the greatest age; the engine dropped the prompt, reset its cache, or drains and refused the prompt;
+    the engine needed the blocks or the slot of a hold that yields.
     """
 
     RELEASED = "released"
@@ -105,13 +106,15 @@ class Ending(StrEnum):
     DROPPED = "dropped"
     RESET = "reset"
     REFUSED = "refused"
+    YIELDED = "yielded"
 
 
 class Hold(msgspec.Struct, frozen=True):
     """The blocks of one request. ``slot`` is the place of a pull's guard word; a push has none.
 
     ``held_at`` is the time at which the request finished; ``is_renewed`` says whether a decode engine has renewed the
-    hold.
+    hold. A hold that ``yields`` ends when its engine needs the blocks or the slot, or drains: who loads it can compute
+    the tokens too.
     """
 
     handle: Handle
@@ -120,6 +123,7 @@ class Hold(msgspec.Struct, frozen=True):
     lease: Lease | None = None
     held_at: float | None = None
     is_renewed: bool = False
+    yields: bool = False
 
     @property
     def is_held(self) -> bool:
@@ -182,11 +186,17 @@ class Holds:
         self._free_slots = deque(range(num_slots))
         self._ended_transfers: Bounded[str, None] = Bounded(MAX_REMEMBERED)
         self._ended: list[Ended] = []
+        self._expires_at = float("inf")
 
     @property
     def num_holds(self) -> int:
         """Holds that have begun and not ended."""
         return len(self._holds)
+
+    @property
+    def num_lasting(self) -> int:
+        """Holds that do not yield."""
+        return sum(not hold.yields for hold in self._holds.values())
 
     @property
     def is_draining(self) -> bool:
@@ -203,12 +213,15 @@ class Holds:
     def begin(self, request_id: str) -> Hold | None:
         """Open a pull's hold and give it a slot; a preempted request that begins again keeps its hold.
 
-        None where the request cannot be held: all slots are taken, a finished request of the same id is still
-        held, the id is too long for a message, or the engine drains.
+        Where all slots are taken, the oldest hold that yields ends. None where the request cannot be held: all slots
+        are taken, a finished request of the same id is still held, the id is too long for a message, or the engine
+        drains.
         """
         hold = self._holds.get(request_id)
         if hold is not None:
             return None if hold.is_held or hold.is_transfer else hold
+        if not self._free_slots:
+            self._yield_slot()
         if self._is_draining or not self._free_slots or len(request_id) > MAX_IDENTIFIER_LENGTH:
             return None
         hold = Hold(Handle(request_id, _new_generation()), request_id, self._free_slots.popleft())
@@ -246,6 +259,20 @@ class Holds:
         del self._name_of[request_id]
         return self._extend(msgspec.structs.replace(hold, held_at=now), now)
 
+    def hold_yielding(self, request_id: str, now: float, seconds: float) -> Hold | None:
+        """Hold a finished request that has no open hold, under a first lease of ``seconds``; None as :meth:`begin`."""
+        if (hold := self.begin(request_id)) is None:
+            return None
+        del self._name_of[request_id]
+        return self._lease(msgspec.structs.replace(hold, held_at=now, yields=True), now + seconds)
+
+    def yield_blocks(self, request_ids: Iterable[str]) -> None:
+        """End those of these holds that yield: the engine gives their blocks to others."""
+        for request_id in request_ids:
+            hold = self._holds.get(request_id)
+            if hold is not None and hold.yields:
+                self._end(hold, Ending.YIELDED)
+
     def drop(self, request_id: str) -> None:
         """End the open hold of a request that was aborted or has nothing to send."""
         hold = self.open_hold(request_id)
@@ -258,8 +285,9 @@ class Holds:
             self._end_unbegun(handle_of_transfer(transfer_id), Ending.DROPPED)
 
     def drain(self) -> None:
-        """Begin no more holds; those that have begun go on."""
+        """Begin no more holds; those that have begun go on, unless they yield."""
         self._is_draining = True
+        self.yield_blocks(list(self._holds))
 
     def reset(self, epoch: int) -> None:
         """The blocks of all holds are worthless, since the weights may have changed: end every hold, open or held.
@@ -319,12 +347,16 @@ class Holds:
 
     def expire(self, now: float) -> None:
         """End the holds whose lease is over, and those of the greatest age."""
+        if now < self._expires_at:
+            return  # no lease ends before: there may be thousands
         for hold in [hold for hold in self._holds.values() if hold.lease is not None and hold.lease.is_over(now)]:
             assert hold.held_at is not None
             if now >= hold.held_at + self._max_hold_seconds:
                 self._end(hold, Ending.TOO_OLD)
             else:
                 self._end(hold, Ending.ABANDONED if hold.is_renewed else Ending.EXPIRED)
+        leases = (hold.lease.end for hold in self._holds.values() if hold.lease is not None)
+        self._expires_at = min(leases, default=float("inf"))
 
     def take_ended(self) -> list[Ended]:
         """Return the holds that ended since the last call, each once."""
@@ -366,6 +398,11 @@ class Holds:
         self._name_of[hold.request_id] = hold.handle.request_id
         return hold
 
+    def _yield_slot(self) -> None:
+        oldest = next((hold for hold in self._holds.values() if hold.yields and not hold.is_renewed), None)
+        if oldest is not None:
+            self._end(oldest, Ending.YIELDED)
+
     def _renew(self, hold: Hold, now: float) -> None:
         renewed = self._holds[hold.handle.request_id] = msgspec.structs.replace(hold, is_renewed=True)
         if renewed.is_held:
@@ -379,6 +416,7 @@ class Holds:
         """Let the lease of a held prompt end at ``end``, but not after the greatest age of a hold."""
         assert hold.held_at is not None
         lease = Lease(min(end, hold.held_at + self._max_hold_seconds))
+        self._expires_at = min(self._expires_at, lease.end)
         held = self._holds[hold.handle.request_id] = msgspec.structs.replace(hold, lease=lease)
         return held
 

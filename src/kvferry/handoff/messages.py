@@ -37,6 +37,7 @@ MAX_LEASE_SECONDS = 7 * 86400.0
 
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_IDENTIFIER_LENGTH)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
+AdapterDigest = Annotated[str, msgspec.Meta(max_length=64)]
 Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]
@@ -252,7 +253,8 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     The router gave both engines the ``transfer_id`` of this request. ``num_tokens`` and ``prompt_digest`` name the
     prompt, ``digest`` names the part of the plan that this source writes. The blocks are those of one ``registration``
     of the destination's memory: an announcement that a fence overtook must not reach memory that is open again.
-    ``integrity`` says which digests the destination compares.
+    ``integrity`` says which digests the destination compares, ``adapter`` is the digest of the weights of the prompt's
+    adapter, empty where there is none or the engine does not know them.
     """
 
     epoch: Unsigned
@@ -265,6 +267,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     digest: Identifier
     seconds: LeaseSeconds
     integrity: Literal["off", "sample", "full"] = "off"
+    adapter: AdapterDigest = ""
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced", tag_field="type"):

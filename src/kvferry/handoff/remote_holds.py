@@ -46,6 +46,7 @@ class _Use(msgspec.Struct):
     requests: set[str]
     linger_until: float = 0.0
     is_lost: bool = False
+    is_renewed: bool = False
 
 
 class RemoteHolds:
@@ -115,6 +116,11 @@ class RemoteHolds:
             return None
         return self._uses[hold].lease
 
+    def is_renewed(self, request_id: str) -> bool:
+        """Return whether the engine that holds the request's tokens has granted a renewal."""
+        hold = self._hold_of.get(request_id)
+        return hold is not None and self._uses[hold].is_renewed
+
     def running_lease(self, request_id: str, now: float) -> Lease:
         """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-lost)."""
         lease = self.lease_of(request_id)
@@ -147,7 +153,7 @@ class RemoteHolds:
         """The prefill engine granted ``lease_seconds`` to a renewal sent at ``sent_at``."""
         for hold in holds:
             if use := self._uses.get(hold):
-                use.lease = Lease.granted(sent_at, lease_seconds)
+                use.lease, use.is_renewed = Lease.granted(sent_at, lease_seconds), True
                 self._renew_at[hold] = sent_at + self._seconds_to_renewal(lease_seconds)
 
     def lost(self, holds: Iterable[RemoteHold]) -> list[str]:

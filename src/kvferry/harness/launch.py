@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 from kvferry.errors import Reason
 from kvferry.harness.child_process import ChildProcess, LaunchError, stop_all
 from kvferry.harness.engine_metrics import scrape_metrics
+from kvferry.harness.virtual_hosts import VirtualHost
 from kvferry.integrations.vllm.waiting_workers import VARIABLE as SLEEPING_WORKERS
 
 HOST = "127.0.0.1"
@@ -52,7 +53,8 @@ class EngineSettings:
     ``data_parallel_size`` engine cores serve behind one API server, or behind as many as ``program`` starts.
     ``connector_module`` is the module of the connector (``kv_connector_module_path``), for use without the plugin.
     ``layout`` is the layout that the user sets (``VLLM_KV_CACHE_LAYOUT``); with None the connector chooses. Further
-    command line ``arguments`` and environment ``variables`` are passed to the engine.
+    command line ``arguments`` and environment ``variables`` are passed to the engine. ``python`` is the interpreter of
+    the environment whose vLLM runs.
     """
 
     model: Path
@@ -74,15 +76,16 @@ class EngineSettings:
     cores: tuple[str, ...] | None = None
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    python: str = sys.executable
 
     @property
     def num_ranks(self) -> int:
         """The number of workers of the engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
-    def command(self, port: int) -> list[str]:
-        """Return the command line of an API server that listens on ``port``."""
-        command = [sys.executable, *self.program, "--host", HOST, "--port", str(port)]
+    def command(self, port: int, address: str = HOST) -> list[str]:
+        """Return the command line of an API server that listens on ``port`` of an address of its host."""
+        command = [self.python, *self.program, "--host", address, "--port", str(port)]
         command += ["--model", str(self.model), "--served-model-name", "model", "--dtype", self.dtype]
         command += ["--skip-tokenizer-init", "--max-model-len", str(self.max_model_len)]
         command += PIPELINE_WITHOUT_COMPILER if self.pipeline_parallel_size > 1 else ["--enforce-eager"]
@@ -110,7 +113,7 @@ class EngineSettings:
             config["kv_connector_module_path"] = self.connector_module
         return config
 
-    def environment(self, port: int) -> dict[str, str]:
+    def environment(self, port: int, address: str = HOST) -> dict[str, str]:
         """Return the environment variables of the API server."""
         variables = {
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(self.cores or spread_over_cores(self.num_ranks)),
@@ -123,6 +126,8 @@ class EngineSettings:
         }
         if self.connector.startswith("Nixl"):
             variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port(avoid=port))
+        if address != HOST:
+            variables |= dict.fromkeys(("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST", "MC_TCP_BIND_ADDRESS"), address)
         if self.layout is not None:
             variables["VLLM_KV_CACHE_LAYOUT"] = self.layout
         return variables | dict(self.variables)
@@ -182,14 +187,24 @@ class Server:
         self.process.stop()
 
 
-def start_engine(name: str, settings: EngineSettings, log_folder: Path, port: int | None = None) -> Server:
+def start_engine(
+    name: str, settings: EngineSettings, log_folder: Path, port: int | None = None, host: VirtualHost | None = None
+) -> Server:
     """Start an API server and return at once; :func:`wait_until_ready` waits for it.
 
-    Raises :class:`LaunchError` when ``port`` is in use. Without ``port`` the engine gets a free port.
+    With ``host`` the engine runs on this virtual host, and the caller must be on a host of the same network. Raises
+    :class:`LaunchError` when ``port`` is in use. Without ``port`` the engine gets a free port.
     """
     port = _usable_port(name, port)
-    process = ChildProcess.start(name, settings.command(port), log_folder / f"{name}.log", settings.environment(port))
-    return Server(process, f"http://{HOST}:{port}", time.monotonic())
+    address = HOST if host is None else host.ipv4
+    command = settings.command(port, address)
+    process = ChildProcess.start(
+        name,
+        command if host is None else host.command(command),
+        log_folder / f"{name}.log",
+        settings.environment(port, address),
+    )
+    return Server(process, f"http://{address}:{port}", time.monotonic())
 
 
 def start_router(

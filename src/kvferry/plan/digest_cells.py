@@ -17,7 +17,7 @@ k of the n cells of a stretch is found with odds of k in n for that stretch.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -32,7 +32,6 @@ from kvferry.layout.shard import Shard
 
 DIGEST_BYTES = 8
 WORD_BYTES = 4
-PAIR_BYTES = 2 * WORD_BYTES
 _SECOND = 0xD1B54A32D192ED03
 """The weight of a pair's second word, as a multiple of the first's: odd, and 3 modulo 8, so that equal or opposite
 changes of both words do not cancel."""
@@ -72,9 +71,14 @@ class Part(NamedTuple):
         return len(self.component.layers) * len(self.head_cells)
 
     def heads(self, head_cell: int) -> HeadRange:
-        """Return the global heads of a cell."""
+        """Return the global heads of a range of heads."""
         start = int(self.head_cells[head_cell, 0])
         return HeadRange(start, start + self.heads_each)
+
+    def layer_and_heads(self, cell: int) -> tuple[str, HeadRange]:
+        """Return the name of a cell's layer, and its global heads."""
+        layer, head_cell = divmod(cell, len(self.head_cells))
+        return self.component.layers[layer], self.heads(head_cell)
 
 
 class Stretches(NamedTuple):
@@ -92,11 +96,10 @@ class Stretches(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Some cells of one part: local layer, head cell, index into the stretches, and word of the block's row."""
+    """Some cells of one part: number in the part, index into the stretches, and word of the block's row."""
 
     part: int
-    layer: Integers
-    head_cell: Integers
+    cell: Integers
     stretch: Integers
     word: Integers
 
@@ -178,32 +181,24 @@ class CellGrid:
 
     def _all(self, stretches: Stretches, most_bytes: int) -> Iterator[Cells]:
         for number, part in enumerate(self.parts):
-            shape = len(part.component.layers), len(stretches.block), len(part.head_cells)
-            most = max(1, most_bytes // self.cell_bytes(part))
-            for begin in range(0, math.prod(shape), most):
-                flat = np.arange(begin, min(begin + most, math.prod(shape)), dtype=np.int64)
-                layer, stretch, head_cell = np.unravel_index(flat, shape)
-                word = self._full_word(part, layer, head_cell, stretches.number[stretch])
-                yield Cells(number, layer, head_cell, stretch, word)
+            for begin, end in pieces(part.num_cells * len(stretches.block), most_bytes, self.cell_bytes(part)):
+                cell, stretch = np.divmod(np.arange(begin, end, dtype=np.int64), len(stretches.block))
+                yield Cells(number, cell, stretch, self._full_word(part, cell, stretches.number[stretch]))
 
     def _sample(self, stretches: Stretches, kept: Integrity, seed: int, most_bytes: int) -> Iterator[Cells]:
-        keys = (stretches.block * self.num_stretches + stretches.number)[:, None] * self.num_samples
-        drawn_from = mixed((keys + np.arange(self.num_samples)).ravel().astype(np.uint64) ^ np.uint64(seed))
-        chosen = (drawn_from % np.uint64(self.num_cells)).astype(np.int64)
+        each = self.num_samples
+        drawn = draw(stretches.block * self.num_stretches + stretches.number, each, seed, self.num_cells)
         for number, part in enumerate(self.parts):
-            of_part = np.flatnonzero((chosen >= part.first) & (chosen < part.first + part.num_cells))
-            most = max(1, most_bytes // self.cell_bytes(part))
-            for begin in range(0, len(of_part), most):
-                drawn = of_part[begin : begin + most]
-                stretch, sample = np.divmod(drawn, self.num_samples)
-                layer, head_cell = np.divmod(chosen[drawn] - part.first, len(part.head_cells))
-                word = stretches.number[stretch] * self.num_samples + sample
-                if kept is Integrity.FULL:
-                    word = self._full_word(part, layer, head_cell, stretches.number[stretch])
-                yield Cells(number, layer, head_cell, stretch, word)
+            of_part = np.flatnonzero((drawn >= part.first) & (drawn < part.first + part.num_cells))
+            for begin, end in pieces(len(of_part), most_bytes, self.cell_bytes(part)):
+                stretch, sample = np.divmod(of_part[begin:end], each)
+                cell, in_block = drawn[of_part[begin:end]] - part.first, stretches.number[stretch]
+                is_full = kept is Integrity.FULL
+                word = self._full_word(part, cell, in_block) if is_full else in_block * each + sample
+                yield Cells(number, cell, stretch, word)
 
-    def _full_word(self, part: Part, layer: Integers, head_cell: Integers, number: Integers) -> Integers:
-        return (part.first + layer * len(part.head_cells) + head_cell) * self.num_stretches + number
+    def _full_word(self, part: Part, cell: Integers, number: Integers) -> Integers:
+        return (part.first + cell) * self.num_stretches + number
 
     def cell_bytes(self, part: Part) -> int:
         """Return the bytes of one cell."""
@@ -214,15 +209,15 @@ class CellGrid:
 class CellMemory:
     """Where the cells of one part lie in the memory of one rank, and the weights of their elements in memory order.
 
-    A cell is ``offsets`` from its first byte: runs of ``run_bytes``, of numbers of ``number_bytes`` each. ``weights``
-    has one weight for each number, ``tokens`` the token of the cell to which the number belongs. Numbers that
-    ``are_pairs`` can be read two at a time.
+    ``cells`` has the place of each cell of block and slot 0, in bytes from the region's begin; -1 for one that the rank
+    does not hold whole. A cell is runs of ``run_bytes``, repeated over ``loops`` of count and stride, outermost first.
+    A run is numbers of ``number_bytes`` each. ``weights`` has the weight of each number of a cell, ``tokens`` the token
+    of the cell to which the number belongs.
     """
 
     def __init__(self, shard: Shard, component: Component, grid: CellGrid, part: Part) -> None:
         self.region, self.heads = shard.regions[component.region], component.heads
         self._component, self._part = component, part
-        self._layer_offsets = np.array(component.layer_offsets, dtype=np.int64)
         item, (num_heads, num_tokens, num_channels) = component.itemsize, _shape(grid, part)
         strides = (
             (component.head_stride, item * num_channels, item)
@@ -236,23 +231,27 @@ class CellMemory:
         while axes and strides[axes[0]] == self.run_bytes:
             inner.append(axes.pop(0))
             self.run_bytes *= shape[inner[-1]]
+        self.loops = [(shape[axis], strides[axis]) for axis in reversed(axes)]
         order = [*reversed(axes), *(axis for axis in range(3) if shape[axis] == 1), *reversed(inner)]
-        self.offsets = np.zeros(1, dtype=np.int64)
-        for axis in axes:
-            steps = np.arange(shape[axis], dtype=np.int64) * strides[axis]
-            self.offsets = (steps[:, None] + self.offsets).ravel()
         numbers = np.broadcast_to(np.arange(num_tokens)[:, None], shape)
         by_place = [np.transpose(each, order).ravel() for each in (weights(shape, item), numbers)]
         # A word in one piece counts as one number: its elements have one weight, shifted.
-        self.are_pairs = bool(inner) and inner[0] == 2 and num_channels * item % PAIR_BYTES == 0
-        self.number_bytes = WORD_BYTES if self.are_pairs else item
+        is_whole = bool(inner) and inner[0] == 2 and num_channels * item % WORD_BYTES == 0
+        self.number_bytes = WORD_BYTES if is_whole else item
         step = self.number_bytes // item
         self.weights, self.tokens = by_place[0][::step].copy(), by_place[1][::step].copy()
+        held = dict(zip(component.layers, component.layer_offsets, strict=True))
+        layers = np.array([held.get(name, -1) for name in part.component.layers], dtype=np.int64)[:, None]
+        is_held = (layers >= 0) & (self.first_heads >= 0)
+        self.cells: Integers = np.where(is_held, layers + self.first_heads * component.head_stride, -1).ravel()
 
-    def layers(self, names: Sequence[str]) -> Integers:
-        """Return the index of each named layer among this rank's, -1 for one that it does not hold."""
-        held = {name: index for index, name in enumerate(self._component.layers)}
-        return np.array([held.get(name, -1) for name in names], dtype=np.int64)
+    @cached_property
+    def offsets(self) -> Integers:
+        """Where each run begins, from the cell's first byte."""
+        offsets = np.zeros(1, dtype=np.int64)
+        for count, stride in self.loops:
+            offsets = (offsets[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
+        return offsets
 
     @cached_property
     def first_heads(self) -> Integers:
@@ -266,12 +265,10 @@ class CellMemory:
             local += len(held)
         return found
 
-    def places(self, layer: Integers, first_head: Integers, block: Integers, slot: Integers) -> Integers:
-        """Return where each cell begins in the region, in bytes; ``layer`` and ``first_head`` are local indices."""
-        component = self._component
-        places = self._layer_offsets[layer] + block * component.block_stride + first_head * component.head_stride
+    def behind(self, block: Integers, slot: Integers) -> Integers:
+        """Return how far behind its place in block and slot 0 a cell of this block and slot is, in bytes."""
         # The slot of a state, and of a whole page, is 0.
-        return np.asarray(places + slot * component.token_stride)
+        return np.asarray(block * self._component.block_stride + slot * self._component.token_stride)
 
 
 def weights(shape: tuple[int, int, int], itemsize: int) -> Addresses:
@@ -283,7 +280,7 @@ def weights(shape: tuple[int, int, int], itemsize: int) -> Addresses:
     """
     num_heads, num_tokens, num_channels = shape
     byte = np.arange(num_channels) * itemsize
-    num_pairs = -(-num_channels * itemsize // PAIR_BYTES)
+    num_pairs = -(-num_channels * itemsize // (2 * WORD_BYTES))
     firsts = mixed(np.arange(num_heads * num_tokens * num_pairs, dtype=np.uint64)) | np.uint64(1)
     words = np.stack((firsts, firsts * np.uint64(_SECOND)), axis=1).reshape(num_heads, num_tokens, -1)
     shifts = (byte % WORD_BYTES * 8).astype(np.uint64)
@@ -296,11 +293,31 @@ def mixed(numbers: Addresses) -> Addresses:
     >>> hex(int(mixed(np.zeros(1, dtype=np.uint64))[0]))
     '0xe220a8397b1dcdaf'
     """
-    with np.errstate(over="ignore"):
-        mixing = numbers + np.uint64(0x9E3779B97F4A7C15)
-        mixing = (mixing ^ (mixing >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixing = (mixing ^ (mixing >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixing = numbers + np.uint64(0x9E3779B97F4A7C15)
+    mixing = (mixing ^ (mixing >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixing = (mixing ^ (mixing >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixing ^ (mixing >> np.uint64(31))
+
+
+def draw(stretches: Integers, each: int, seed: int, num_cells: int) -> Integers:
+    """Return ``each`` pseudo-random cells of every numbered stretch, one stretch after the other.
+
+    >>> draw(np.array([0, 1, 5]), 2, seed=7, num_cells=100).tolist() == draw(
+    ...     np.array([0, 1, 2, 3, 10, 11]), 1, seed=7, num_cells=100).tolist()
+    True
+    """
+    keys = stretches if each == 1 else (stretches[:, None] * each + np.arange(each)).ravel()
+    return (mixed(keys.astype(np.uint64) ^ np.uint64(seed)) % np.uint64(num_cells)).astype(np.int64)
+
+
+def pieces(count: int, most_bytes: int, each_bytes: int) -> Iterator[tuple[int, int]]:
+    """Return the bounds of pieces of ``count`` cells, none of more than ``most_bytes`` unless of one cell.
+
+    >>> list(pieces(5, 100, 40)), list(pieces(2, 100, 400))
+    ([(0, 2), (2, 4), (4, 5)], [(0, 1), (1, 2)])
+    """
+    most = max(1, most_bytes // each_bytes)
+    return ((begin, min(begin + most, count)) for begin in range(0, count, most))
 
 
 def _shape(grid: CellGrid, part: Part) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
 """The peer in a transport test: a process that registers a buffer and executes one-line commands.
 
-Run as ``python -m kvferry.testing.transport_peer <module:factory> <bytes> <reply file descriptor>``. The process ends
-at the end of its standard input.
+Run as ``python -m kvferry.testing.transport_peer <module:factory> <module:memory> <bytes> <reply file descriptor>``.
+The process ends at the end of its standard input.
 """
 
 import json
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 
 from kvferry.arrays import Bytes
-from kvferry.layout.shard import Region
+from kvferry.testing.transport_memory import HOST_MEMORY, make_memory
 from kvferry.transport.registry import make
 
 ANSWER_SECONDS = 30.0
+OnHost = Callable[[list[str]], list[str]]
+"""Returns the command line that runs a command on the peer's host."""
 
 
 @lru_cache(maxsize=4)
@@ -35,19 +37,19 @@ def pattern(seed: int, num_bytes: int) -> Bytes:
 class InProcessPeer:
     """A peer in this process, for transports inside one process; ``kill`` closes its transport."""
 
-    def __init__(self, factory: str, num_bytes: int) -> None:
+    def __init__(self, factory: str, num_bytes: int, memory: str = HOST_MEMORY) -> None:
         self._transport = make(factory)
-        self._buffer = np.zeros(num_bytes, np.uint8)
-        self.address, self.length = int(self._buffer.ctypes.data), num_bytes
-        self.end_point = self._transport.register([Region(self.address, num_bytes)])
+        self._memory = make_memory(memory, num_bytes)
+        self.address, self.length = self._memory.region.base_address, num_bytes
+        self.end_point = self._transport.register([self._memory.region])
 
     def fill(self, seed: int) -> None:
         """Fill the buffer with ``pattern(seed)``."""
-        self._buffer[:] = pattern(seed, self.length)
+        self._memory.put(pattern(seed, self.length))
 
     def checksum(self) -> int:
         """Return the CRC-32 of the buffer."""
-        return zlib.crc32(self._buffer.data)
+        return zlib.crc32(self._memory.get().data)
 
     def kill(self) -> None:
         """Close the peer's transport."""
@@ -59,10 +61,11 @@ class InProcessPeer:
 class PeerProcess:
     """A peer in another process. Every wait is bounded; ``close`` ends the process."""
 
-    def __init__(self, factory: str, num_bytes: int) -> None:
+    def __init__(self, factory: str, num_bytes: int, on_host: OnHost = list, memory: str = HOST_MEMORY) -> None:
         reading, writing = os.pipe()
-        arguments = [sys.executable, "-m", "kvferry.testing.transport_peer", factory, str(num_bytes), str(writing)]
-        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=[writing])
+        program = [sys.executable, "-m", "kvferry.testing.transport_peer"]
+        arguments = [*program, factory, memory, str(num_bytes), str(writing)]
+        self._process = subprocess.Popen(on_host(arguments), stdin=subprocess.PIPE, pass_fds=[writing])
         os.close(writing)
         self._replies: int | None = reading
         try:
@@ -130,17 +133,20 @@ class PeerProcess:
 
 
 @contextmanager
-def start_peer(factory: str, num_bytes: int, in_process: bool) -> Iterator[PeerProcess | InProcessPeer]:
+def start_peer(
+    factory: str, num_bytes: int, in_process: bool, on_host: OnHost = list, memory: str = HOST_MEMORY
+) -> Iterator[PeerProcess | InProcessPeer]:
     """Start a peer and end it afterwards."""
-    peer = InProcessPeer(factory, num_bytes) if in_process else PeerProcess(factory, num_bytes)
+    there = PeerProcess(factory, num_bytes, on_host, memory) if not in_process else None
+    peer = there or InProcessPeer(factory, num_bytes, memory)
     try:
         yield peer
     finally:
         peer.close()
 
 
-def _serve(factory: str, num_bytes: int, replies: int) -> None:
-    peer = InProcessPeer(factory, num_bytes)
+def _serve(factory: str, memory: str, num_bytes: int, replies: int) -> None:
+    peer = InProcessPeer(factory, num_bytes, memory)
     _reply(replies, {"address": peer.address, "end_point": peer.end_point.hex()})
     for line in sys.stdin:
         command = json.loads(line)
@@ -156,4 +162,4 @@ def _reply(replies: int, answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    _serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

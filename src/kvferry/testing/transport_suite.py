@@ -3,6 +3,8 @@
     class TestMyTransport(TransportSuite):
         factory = "my_package.my_transport:MyTransport"
 
+``memory`` names the class of the memory that moves (:mod:`kvferry.testing.transport_memory`): the host's by default.
+
 Needs pytest. Peers are other processes (``kvferry.testing.transport_peer``), unless the transport's capabilities have
 ``same_process_only``; every wait is bounded.
 """
@@ -20,8 +22,8 @@ import pytest
 
 from kvferry.arrays import Bytes, Descriptors
 from kvferry.errors import Reason, TransportError
-from kvferry.layout.shard import Region
-from kvferry.testing.transport_peer import InProcessPeer, PeerProcess, pattern, start_peer
+from kvferry.testing.transport_memory import HOST_MEMORY, Memory, make_memory
+from kvferry.testing.transport_peer import InProcessPeer, OnHost, PeerProcess, pattern, start_peer
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport, reach
 from kvferry.transport.registry import make
 
@@ -34,16 +36,21 @@ POLL_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Pair:
-    """A local transport and buffer, connected to a peer."""
+    """A local transport and memory, connected to a peer."""
 
     transport: Transport
-    local: Bytes
+    memory: Memory
     remote: PeerProcess | InProcessPeer
     peer: Peer
 
+    @property
+    def local(self) -> Bytes:
+        """The content of the local memory; of host memory the array itself."""
+        return self.memory.get()
+
     def submit(self, direction: Direction, offsets: Descriptors) -> Transfer:
         """Submit rows of remote offset, local offset and length."""
-        descriptors = offsets + np.array([self.remote.address, self.local.ctypes.data, 0], np.uint64)
+        descriptors = offsets + np.array([self.remote.address, self.memory.region.base_address, 0], np.uint64)
         if direction is Direction.WRITE:
             descriptors[:, [0, 1]] = descriptors[:, [1, 0]]
         return self.transport.submit(self.peer, direction, descriptors)
@@ -72,13 +79,15 @@ class Pair:
 
 
 @contextmanager
-def open_pair(factory: str, num_bytes: int = BUFFER_BYTES) -> Iterator[Pair]:
+def open_pair(
+    factory: str, num_bytes: int = BUFFER_BYTES, on_host: OnHost = list, memory: str = HOST_MEMORY
+) -> Iterator[Pair]:
     """Open a transport, start a peer, connect."""
     transport = make(factory)
-    local = np.zeros(num_bytes, np.uint8)
+    local = make_memory(memory, num_bytes)
     try:
-        transport.register([Region(int(local.ctypes.data), num_bytes)])
-        with start_peer(factory, num_bytes, _is_local(transport)) as remote:
+        transport.register([local.region])
+        with start_peer(factory, num_bytes, _is_local(transport), on_host, memory) as remote:
             yield Pair(transport, local, remote, reach(transport, remote.end_point))
     finally:
         transport.close()
@@ -129,25 +138,38 @@ class TransportSuite:
     """The tests; see the module's docstring."""
 
     factory: ClassVar[str]
+    memory: ClassVar[str] = HOST_MEMORY
+
+    @staticmethod
+    def on_host(command: list[str]) -> list[str]:
+        """Return the command line that runs a command on the host of the peers; override it for peers elsewhere."""
+        return command
+
+    def _held(self, num_bytes: int, seed: int | None = None) -> Memory:
+        """Return memory of the suite, filled with a pattern where there is a seed."""
+        memory = make_memory(self.memory, num_bytes)
+        if seed is not None:
+            memory.put(pattern(seed, num_bytes))
+        return memory
 
     @pytest.fixture(scope="class")
     @classmethod
     def shared_pair(cls) -> Iterator[Pair]:
         """One pair for all tests that do not harm the peer."""
-        with open_pair(cls.factory) as pair:
+        with open_pair(cls.factory, on_host=cls.on_host, memory=cls.memory) as pair:
             yield pair
 
     @pytest.fixture
     def pair(self, shared_pair: Pair) -> Pair:
         """The shared pair, with known content in both buffers."""
-        shared_pair.local[:] = pattern(1, BUFFER_BYTES)
+        shared_pair.memory.put(pattern(1, BUFFER_BYTES))
         shared_pair.remote.fill(2)
         return shared_pair
 
     @pytest.fixture
     def own_pair(self) -> Iterator[Pair]:
         """A pair whose peer a test may stop or kill."""
-        with open_pair(self.factory) as pair:
+        with open_pair(self.factory, on_host=self.on_host, memory=self.memory) as pair:
             pair.remote.fill(2)
             yield pair
 
@@ -229,9 +251,9 @@ class TransportSuite:
 
     def test_two_peers_and_two_transfers_at_once(self, pair: Pair) -> None:
         """Two transfers from two peers both finish."""
-        with start_peer(self.factory, BUFFER_BYTES, _is_local(pair.transport)) as other:
+        with start_peer(self.factory, BUFFER_BYTES, _is_local(pair.transport), self.on_host, self.memory) as other:
             other.fill(3)
-            second = Pair(pair.transport, pair.local, other, reach(pair.transport, other.end_point))
+            second = Pair(pair.transport, pair.memory, other, reach(pair.transport, other.end_point))
             half = BUFFER_BYTES // 2
             transfers = [
                 pair.submit(Direction.READ, np.array([[0, 0, half]], np.uint64)),
@@ -241,8 +263,9 @@ class TransportSuite:
             second.peer.close()
             second.peer.close()
         if pair.transport.capabilities.moves_bytes:
-            assert np.array_equal(pair.local[:half], pattern(2, BUFFER_BYTES)[:half])
-            assert np.array_equal(pair.local[half:], pattern(3, BUFFER_BYTES)[half:])
+            landed = pair.local
+            assert np.array_equal(landed[:half], pattern(2, BUFFER_BYTES)[:half])
+            assert np.array_equal(landed[half:], pattern(3, BUFFER_BYTES)[half:])
 
     @pytest.mark.parametrize("direction", list(Direction))
     def test_killed_peer_is_an_error(self, own_pair: Pair, direction: Direction) -> None:
@@ -317,30 +340,59 @@ class TransportSuite:
         own_pair.transport.cancel(transfer)
         assert own_pair.finish(transfer) is Status.CANCELLED
         landed = own_pair.remote.checksum()
-        own_pair.local[:] = pattern(9, BUFFER_BYTES)  # a late byte has other content
+        own_pair.memory.put(pattern(9, BUFFER_BYTES))  # a late byte has other content
         time.sleep(0.2)
         assert own_pair.remote.checksum() == landed
 
     def test_memory_of_a_second_registration_joins_that_of_the_first(self, own_pair: Pair) -> None:
         """The second end point reaches the memory of both calls, the first one only its own; local memory likewise."""
         transport, source = own_pair.transport, make(self.factory)
-        buffers = [pattern(seed, 4096).copy() for seed in (1, 2)]
-        later = np.zeros(4096, np.uint8)
-        moves = [(buffers[0], later), (buffers[1], later), (buffers[1], own_pair.local[:4096])]
-        rows = np.array([[start.ctypes.data, end.ctypes.data, 4096] for start, end in moves], np.uint64)
+        buffers = [self._held(4096, seed) for seed in (1, 2)]
+        later = self._held(4096)
+        moves = [(buffers[0], later), (buffers[1], later), (buffers[1], own_pair.memory)]
+        rows = np.array([_row(start, end) for start, end in moves], np.uint64)
         try:
-            first, second = (source.register([Region(int(each.ctypes.data), 4096)]) for each in buffers)
+            first, second = (source.register([each.region]) for each in buffers)
             early = reach(transport, first)
-            transport.register([Region(int(later.ctypes.data), 4096)])
+            transport.register([later.region])
             with pytest.raises(TransportError) as caught:
                 transport.submit(early, Direction.READ, rows)
             assert caught.value.reason is Reason.UNREGISTERED_RANGE
             peer = reach(transport, second)
             for (start, end), row in zip(moves, rows, strict=True):
                 assert own_pair.finish(transport.submit(peer, Direction.READ, row[None])) is Status.DONE
-                assert np.array_equal(start, end) or not transport.capabilities.moves_bytes
+                assert _are_equal(start, end) or not transport.capabilities.moves_bytes
         finally:
             source.close()
+
+    @pytest.mark.parametrize("direction", list(Direction))
+    def test_one_submission_moves_between_all_kinds_of_memory(self, own_pair: Pair, direction: Direction) -> None:
+        """Memory of the suite and host memory, on both sides, in mixed order and in two registrations."""
+        _needs_bytes(own_pair.transport)
+        other = make(self.factory)
+        num_moves, kinds = 300, (self.memory, HOST_MEMORY)
+        pairs = [(theirs, ours) for theirs in kinds for ours in kinds]
+        there = [make_memory(kind, 4096 * num_moves) for kind, _ in pairs]
+        here = [make_memory(kind, 4096 * num_moves) for _, kind in pairs]
+        content = pattern(4, 4096 * num_moves * 4).reshape(4, -1)
+        sources, destinations = (there, here) if direction is Direction.READ else (here, there)
+        for memory, each in zip(sources, content, strict=True):
+            memory.put(each)
+        order = np.random.default_rng(6).permutation(4 * num_moves)
+        rows = np.array(
+            [_row(sources[at % 4], destinations[at % 4], at // 4 * 4096) for at in order.tolist()], np.uint64
+        )
+        try:
+            other.register([memory.region for memory in there[:2]])
+            peer = reach(own_pair.transport, other.register([memory.region for memory in there[2:]]))
+            own_pair.transport.register([memory.region for memory in here])
+            transfer = own_pair.transport.submit(peer, direction, rows)
+            assert own_pair.finish(transfer) is Status.DONE
+            assert transfer.bytes_done == 4 * 4096 * num_moves
+            for memory, each in zip(destinations, content, strict=True):
+                assert np.array_equal(memory.get(), each)
+        finally:
+            other.close()
 
     def test_close_twice_and_nothing_afterwards(self, own_pair: Pair) -> None:
         """``close`` is idempotent, fails pending transfers, and refuses later calls."""
@@ -358,6 +410,15 @@ class TransportSuite:
             with pytest.raises(TransportError) as caught:
                 refused()
             assert caught.value.reason is Reason.CLOSED
+
+
+def _row(source: Memory, destination: Memory, offset: int = 0) -> list[int]:
+    """Return the descriptor of 4 KiB, at the same place in both."""
+    return [source.region.base_address + offset, destination.region.base_address + offset, 4096]
+
+
+def _are_equal(one: Memory, other: Memory) -> bool:
+    return np.array_equal(one.get()[:4096], other.get()[:4096])
 
 
 Result = TypeVar("Result")

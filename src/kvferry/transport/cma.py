@@ -29,10 +29,10 @@ from kvferry.transport.end_points import (
     parse_start_time,
     unpack_regions,
 )
-from kvferry.transport.host_memory import HostMemoryTransport, Sides
 from kvferry.transport.processes import Process
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
 from kvferry.transport.regions import RangeStream
+from kvferry.transport.registered_memory import RegisteredMemoryTransport, Sides
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class CmaTransfer(Transfer):
     remote: RangeStream = field(kw_only=True)
 
 
-class CmaTransport(HostMemoryTransport):
+class CmaTransport(RegisteredMemoryTransport):
     """Moves bytes in ``poll``: per copying thread at most 8192 ranges or 64 MiB, per system call 1024 ranges.
 
     Several threads copy a large transfer while ``poll`` waits: one core alone does not reach the memory's bandwidth,

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
+from kvferry.transport.protocol import CUDA_DEVICE, HOST
 from kvferry.transport.regions import RegionTable
 
 MAX_REGIONS = 65536
@@ -17,6 +18,8 @@ NONCE_BYTES = 16
 
 Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Length = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+DeviceName = Annotated[str, msgspec.Meta(pattern=f"^({HOST}|{CUDA_DEVICE.pattern})$")]
+DeviceList = Annotated[list[DeviceName], msgspec.Meta(max_length=MAX_REGIONS)]
 RegionList = Annotated[list[tuple[Address, Length]], msgspec.Meta(max_length=MAX_REGIONS)]
 NonceBytes = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
@@ -77,9 +80,21 @@ def pack_regions(table: RegionTable) -> RegionList:
     return [(region.base_address, region.length) for region in table.regions]
 
 
-def unpack_regions(pairs: Sequence[tuple[int, int]]) -> RegionTable:
-    """Return the regions of a received end point."""
-    return RegionTable([Region(start, length) for start, length in pairs])
+def check_devices(regions: Sequence[tuple[int, int]], devices: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless each region has a device, or none has one."""
+    if len(devices) not in (0, len(regions)):
+        raise ValueError(f"{len(devices)} devices of {len(regions)} regions")
+
+
+def pack_devices(table: RegionTable) -> list[str]:
+    """Return the device of each region of :func:`pack_regions`; nothing where all is host memory."""
+    return [] if table.devices in ((), (HOST,)) else [region.device for region in table.regions]
+
+
+def unpack_regions(pairs: Sequence[tuple[int, int]], devices: Sequence[str] = ()) -> RegionTable:
+    """Return the regions of a received end point; without ``devices``, all are host memory."""
+    names = devices or [HOST] * len(pairs)
+    return RegionTable([Region(*pair, device) for pair, device in zip(pairs, names, strict=True)])
 
 
 def own_identity() -> ProcessIdentity:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from kvferry.arrays import Addresses, Descriptors, Integers, memory_at
 from kvferry.errors import Reason, TransportError
 from kvferry.transport.end_points import Nonce, ProcessEndPoint, decode_end_point, own_identity, unpack_regions
-from kvferry.transport.host_memory import HostMemoryTransport
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
+from kvferry.transport.registered_memory import RegisteredMemoryTransport
 
 MAX_BYTES_PER_POLL = 16 << 20
 GATHER_BYTES = 256 << 10  # a gather goes through a buffer that stays in the second-level cache
@@ -40,7 +40,7 @@ class MemcpyTransfer(Transfer):
     copies: Iterator[int] = field(kw_only=True)
 
 
-class MemcpyTransport(HostMemoryTransport):
+class MemcpyTransport(RegisteredMemoryTransport):
     """Moves bytes between transports of one process."""
 
     capabilities = Capabilities(name="memcpy", same_process_only=True, ends_with_process=True)

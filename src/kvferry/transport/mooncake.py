@@ -1,4 +1,6 @@
-"""Mooncake Transfer Engine over TCP: host memory between processes that reach each other's ports.
+"""Mooncake Transfer Engine over TCP: memory between processes that reach each other's ports.
+
+Host memory, and with Mooncake's build for CUDA memory of devices too, which the engine copies through the host's.
 
 Mooncake's engine reports a batch as failed while other requests of the batch may still write; for a running batch it
 reports without blocking only whether the first request has ended. So a slice of a transfer is one batch and then a
@@ -18,7 +20,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -30,14 +32,17 @@ from kvferry.layout.shard import Region
 from kvferry.transport.end_points import (
     NONCE_BYTES,
     Address,
+    DeviceList,
     Nonce,
     NonceBytes,
     RegionList,
+    check_devices,
     decode_end_point,
+    pack_devices,
     pack_regions,
     unpack_regions,
 )
-from kvferry.transport.mooncake_engine import LOOPBACK, MAX_QUEUED_DESCRIPTORS, open_engine
+from kvferry.transport.mooncake_engine import LOOPBACK, MAX_QUEUED_DESCRIPTORS, is_built_with_cuda, open_engine
 from kvferry.transport.network import AddressesOf, any_addresses
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable
@@ -63,7 +68,7 @@ _COMPLETED = 1
 _RUNNING = (0, -2)  # -2: over Mooncake's own time limit for a request, and still running
 
 
-class MooncakeEndPoint(msgspec.Struct, frozen=True):
+class MooncakeEndPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """The address of a Mooncake engine, its registered memory, and a nonce in that memory."""
 
     transport: Literal["mooncake"]
@@ -73,6 +78,11 @@ class MooncakeEndPoint(msgspec.Struct, frozen=True):
     regions: RegionList
     nonce_address: Address
     nonce: NonceBytes
+    devices: DeviceList = []
+    """The device of each region; empty where all is host memory."""
+
+    def __post_init__(self) -> None:
+        check_devices(self.regions, self.devices)
 
 
 @dataclass(slots=True, eq=False)
@@ -224,6 +234,8 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         self._num_queued: Counter[str] = Counter()  # descriptors and fences, by peer
         self._nonce = Nonce()
         self._lookups: dict[str, Lookup] = {}
+        if is_built_with_cuda():
+            self.capabilities = replace(self.capabilities, moves_device_memory=True)
         self._engine: Any = open_engine(self._host)  # the only reference: ``close`` ends the engine by dropping it
         self._register_memory(Region(self._nonce.address, NONCE_BYTES))
 
@@ -240,6 +252,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
             regions=pack_regions(self._local),
             nonce_address=self._nonce.address,
             nonce=self._nonce.value,
+            devices=pack_devices(self._local),
         )
 
     def connect(self, end_point: bytes) -> Transfer:
@@ -252,7 +265,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         self._check_answered(name)
         peer = MooncakePeer(
             name=name,
-            regions=unpack_regions(remote.regions),
+            regions=unpack_regions(remote.regions, remote.devices),
             nonce_address=remote.nonce_address,
             nonce=remote.nonce,
         )

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_QUEUED_DESCRIPTORS = 65535  # Mooncake's limit of one peer's queue; beyond it descriptors fail
 _VERSION = "0.3.13"
-_DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+_WITH_CUDA = "mooncake-transfer-engine"
+_DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", _WITH_CUDA)
 _REMEDY = (
     'Install it: pip install "kvferry[mooncake]" (mooncake-transfer-engine-non-cuda==0.3.13.post1); '
     "on Debian also apt-get install libibverbs1 libnuma1."
@@ -68,6 +69,13 @@ def open_engine(host: str, num_connections: int = 1) -> Any:
         engine.get_rpc_port(),
     )
     return engine
+
+
+def is_built_with_cuda() -> bool:
+    """Return whether the installed engine copies memory of CUDA devices: its other build takes any address for the
+    host's, and would end the process.
+    """
+    return _installed_version(_WITH_CUDA) is not None and _installed_version(_DISTRIBUTIONS[0]) is None
 
 
 def is_loopback(host: str) -> bool:

@@ -7,22 +7,27 @@ transport listens where the engine itself does, and no further.
 import fcntl
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from pathlib import Path
-from struct import pack
+from struct import pack, unpack
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK_DEVICE = "lo"
 THIS_HOST = "127.0.0.1"
+ANY_HOST = "192.0.2.1"
+"""An address of no host (RFC 5737): the way to it is the default route."""
 AddressesOf = Callable[[str, int], Sequence[str]]
 """Returns the addresses of a host that a peer has named, to which this process may connect. May wait for a name server.
 Raises :class:`kvferry.errors.KVFerryError` or :class:`OSError`."""
-_ADDRESS_OF_INTERFACE = 0x8915
-"""The number of SIOCGIFADDR."""
+_LIST_ADDRESSES = 0x8912
+"""The number of SIOCGIFCONF, which lists every IPv4 address of every interface."""
+_ENTRY_BYTES, _NAME_BYTES = 40, 16
+"""Of ``struct ifreq``: a name, and a ``sockaddr_in`` with the address in its bytes 4 to 8."""
 
 
 def any_addresses(host: str, port: int) -> list[str]:
@@ -31,25 +36,27 @@ def any_addresses(host: str, port: int) -> list[str]:
     >>> any_addresses("[::1]", 5600), any_addresses("127.0.0.1", 5600)
     (['::1'], ['127.0.0.1'])
     """
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    return [str(place[4][0]) for place in socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)]
+    return [str(place[4][0]) for place in socket.getaddrinfo(_bare(host), port, type=socket.SOCK_STREAM)]
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
     """The network of one process's transports.
 
-    They listen at ``listens_at``, an address or a name of this host; an empty text means every interface. They connect
-    to the addresses of ``addresses_of``.
+    They listen at ``listens_at``, an address or a name of this host; an empty text means every interface. A transport
+    that listens wherever it connects from listens also on the interfaces through which this machine ``reaches`` these
+    names, addresses and networks. Transports connect to the addresses of ``addresses_of``.
     """
 
     listens_at: str = THIS_HOST
     addresses_of: AddressesOf = any_addresses
+    reaches: Sequence[str] = ()
 
 
-def ucx_devices(listens_at: str) -> str:
-    """Return the devices for UCX to listen at an address or name of this host: its interface, and all RDMA devices,
-    which open no port. Empty for every device, also where no interface has the address.
+def ucx_devices(listens_at: str, reaches: Sequence[str] = ()) -> str:
+    """Return the devices for UCX to listen at an address or name of this host and to connect to other hosts: their
+    interfaces, and all RDMA devices, which open no port. Empty for every device, also where no interface has the
+    address.
 
     >>> ucx_devices("127.0.0.1"), ucx_devices("")
     ('lo', '')
@@ -61,34 +68,107 @@ def ucx_devices(listens_at: str) -> str:
     except OSError as error:
         logger.warning("kvferry: %r cannot be looked up, so NIXL listens on every interface: %s", listens_at, error)
         return ""
-    if all(ip_address(address).is_loopback for address in addresses):
-        return LOOPBACK_DEVICE
     found = {device for address in addresses if (device := _interface_of(address)) is not None}
+    if all(ip_address(address).is_loopback for address in addresses):
+        found = {LOOPBACK_DEVICE}
     if not found:
         logger.warning("kvferry: no interface has the address of %r: NIXL listens on every interface.", listens_at)
         return ""
+    found = found.union(*map(_interfaces_to, reaches))
+    if found == {LOOPBACK_DEVICE}:
+        return LOOPBACK_DEVICE
     return ",".join([*sorted(found), *_rdma_devices()])
 
 
+def _interfaces_to(host: str) -> set[str]:
+    """Return the interfaces through which packets go to a host, or to any host of a network."""
+    try:
+        network = ip_network(_bare(host), strict=False)
+    except ValueError:
+        return _interfaces_to_name(host)
+    found = {name for name, reached in _routes() if reached.version == network.version and network.overlaps(reached)}
+    found |= _interfaces_to_address(str(network[1 if network.num_addresses > 1 else 0]))
+    if not found:
+        logger.warning("kvferry: this machine has no route to %s: NIXL does not connect there.", host)
+    return found
+
+
+def _interfaces_to_name(host: str) -> set[str]:
+    """Return the interfaces to the addresses of a name, or of the default route where nobody knows the name yet."""
+    try:
+        return set().union(*map(_interfaces_to_address, any_addresses(host, 0)))
+    except OSError as error:
+        found = _interfaces_to_address(ANY_HOST)
+        logger.warning(
+            "kvferry: %r cannot be looked up, so NIXL connects through the default route, %s: %s",
+            host,
+            ", ".join(found) or "and there is none",
+            error,
+        )
+        return found
+
+
+def _interfaces_to_address(address: str) -> set[str]:
+    """Return the interface through which packets go to an address; none where there is no route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
+        asking.connect((address, 9))  # sends nothing
+        name = _interface_of(str(asking.getsockname()[0]))
+        return set() if name is None else {name}
+    return set()
+
+
+def _routes() -> Iterator[tuple[str, IPv4Network | IPv6Network]]:
+    """Yield the routes of this machine, besides default routes: interface and network."""
+    with suppress(OSError):
+        for line in Path("/proc/net/route").read_text().splitlines()[1:]:
+            name, destination, _, _, _, _, _, mask, *_ = line.split()
+            address, bits = (int(text, 16).to_bytes(4, "little") for text in (destination, mask))
+            if any(bits):
+                yield name, IPv4Network((address, int.from_bytes(bits, "big").bit_count()))
+    with suppress(OSError):
+        for line in Path("/proc/net/ipv6_route").read_text().splitlines():
+            destination, length, *_, name = line.split()
+            reached = IPv6Network((bytes.fromhex(destination), int(length, 16)))
+            if reached.prefixlen and not (reached.is_link_local or reached.is_multicast):
+                yield name, reached
+
+
 def _interface_of(address: str) -> str | None:
-    """Return the interface that has this address as its first IPv4 address, or as an IPv6 address."""
-    for _, name in socket.if_nameindex():
-        if address in _addresses_of_interface(name):
-            return name
-    return None
+    """Return the interface that has this address, IPv4 or IPv6."""
+    wanted = _plain(address)
+    return next((name for name, found in _addresses() if found == wanted), None)
 
 
-def _addresses_of_interface(name: str) -> list[str]:
-    found = []
+def _addresses() -> Iterator[tuple[str, IPv4Address | IPv6Address]]:
+    """Yield every address of this machine with its interface; an interface may have many."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        answer = fcntl.ioctl(asking, _ADDRESS_OF_INTERFACE, pack("256s", name.encode()))
-        found.append(socket.inet_ntoa(answer[20:24]))
+        room = length = 16 * _ENTRY_BYTES
+        while length >= room:  # else the list may be cut off
+            room *= 4
+            entries = array("B", bytes(room))
+            answer = fcntl.ioctl(asking, _LIST_ADDRESSES, pack("iL", room, entries.buffer_info()[0]))
+            length, _ = unpack("iL", answer)
+        listed = entries.tobytes()[:length]
+        for begin in range(0, length, _ENTRY_BYTES):
+            entry = listed[begin : begin + _ENTRY_BYTES]
+            label = entry[:_NAME_BYTES].split(b"\0")[0].decode()
+            # An address may have a label of its own, such as eth0:1.
+            yield label.partition(":")[0], IPv4Address(entry[_NAME_BYTES + 4 : _NAME_BYTES + 8])
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            packed, *_, interface = line.split()
-            if interface == name:
-                found.append(str(ip_address(bytes.fromhex(packed))))
-    return found
+            packed, *_, name = line.split()
+            yield name, IPv6Address(bytes.fromhex(packed))
+
+
+def _plain(address: str) -> IPv4Address | IPv6Address:
+    """Return an address without its scope, and the IPv4 address that an IPv6 address may stand for."""
+    found = ip_address(address.partition("%")[0])
+    return (isinstance(found, IPv6Address) and found.ipv4_mapped) or found
+
+
+def _bare(host: str) -> str:
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def _rdma_devices() -> list[str]:

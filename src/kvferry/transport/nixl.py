@@ -1,8 +1,11 @@
-"""NIXL (UCX back end): host memory over shared memory, TCP or RDMA, between any two hosts.
+"""NIXL (UCX back end): memory of hosts and CUDA devices over shared memory, TCP, RDMA or NVLink, between any two hosts.
 
 NIXL cannot revoke a posted transfer, and posting on a warm shared-memory end point blocks for the copy. So a transfer
 is posted in slices that are small enough for every call to return soon, and a cancelled or failed transfer stays
 ``PENDING`` until every posted slice has ended.
+
+NIXL knows memory by its type, the number of its device, and its address. A region's number is that of its process: CUDA
+counts the devices that the process sees.
 """
 
 import ctypes
@@ -12,28 +15,33 @@ import sys
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
-from kvferry.arrays import Descriptors
+from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.end_points import (
     NONCE_BYTES,
     Address,
+    DeviceList,
     NonceBytes,
     RegionList,
+    check_devices,
     decode_end_point,
+    pack_devices,
     pack_regions,
     unpack_regions,
 )
 from kvferry.transport.network import LOOPBACK_DEVICE
-from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
+from kvferry.transport.protocol import HOST, Capabilities, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable
+from kvferry.transport.registered_memory import INSTALL_NIXL, Sides
 from kvferry.transport.sliced import (
     Connection,
     SlicedTransfer,
@@ -49,7 +57,15 @@ PROGRESS_DELAY_MICROSECONDS = 1000  # with 0, the Python wrapper's value, NIXL's
 MAX_DESCRIPTORS_PER_SLICE = 512
 MAX_BYTES_PER_SLICE = 8 << 20
 MAX_SLICES_IN_FLIGHT = 8
+TCP_SEGMENT_BYTES = 64 << 10
+"""Bytes of one message of a read over TCP. UCX's 8 KiB make reads a quarter as fast as writes. No peer receives more
+than 64 KiB, unless its variable UCX_TCP_RX_SEG_SIZE says so. See docs/decisions/reads-over-tcp.md."""
+SILENCE_SECONDS = 30
+"""How long a host may leave what it was sent over TCP unacknowledged before its transfers fail: without a bound they
+wait for a host that has vanished as long as the kernel repeats packets, a quarter of an hour. A transfer that only
+receives ends within 20 s more, when UCX asks whether the peer is alive."""
 CONNECT_SECONDS = 10.0
+DEVICES_VARIABLE = "UCX_NET_DEVICES"
 CLOSE_SECONDS = 2.0
 _NUM_LANDINGS = 1024
 """Places for peers' nonces: the limit of concurrent connections."""
@@ -60,7 +76,7 @@ again at once may not answer, as seen between engines."""
 _still_writing: list[object] = []  # agents that were closed with a transfer running: destroying one could crash
 
 
-class NixlEndPoint(msgspec.Struct, frozen=True):
+class NixlEndPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """A NIXL agent's metadata, its registered memory, and a nonce in it."""
 
     transport: Literal["nixl"]
@@ -70,6 +86,16 @@ class NixlEndPoint(msgspec.Struct, frozen=True):
     regions: RegionList
     nonce_address: Address
     nonce: NonceBytes
+    devices: DeviceList = []
+    """The device of each region, by the sender's numbers; empty where all is host memory."""
+
+    def __post_init__(self) -> None:
+        check_devices(self.regions, self.devices)
+
+    @property
+    def region_table(self) -> RegionTable:
+        """The sender's regions."""
+        return unpack_regions(self.regions, self.devices)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,11 +117,20 @@ class NixlPeer(Peer):
 
 
 class RemoteAgents:
-    """The remote agents of ``agent``. ``running`` maps the handles of posted transfers to their agents' names."""
+    """The remote agents of ``agent``, which connects through ``devices``, through all where these are empty.
 
-    def __init__(self, nixl: Any, agent: Any, running: Mapping[int, str]) -> None:
+    ``running`` maps the handles of posted transfers to their agents' names.
+    """
+
+    def __init__(self, nixl: Any, agent: Any, running: Mapping[int, str], devices: str) -> None:
         self._nixl = nixl
         self._agent = agent
+        self._remedy = "Check that the peer runs."
+        if devices:
+            self._remedy += (
+                f" This process connects through {devices} alone: if the peer is on another host, set this engine's "
+                "host, or allowed_hosts, so that they name the way to it."
+            )
         self._running = running
         self._metadata: dict[str, bytes] = {}
         self._num_peers: Counter[str] = Counter()
@@ -117,7 +152,7 @@ class RemoteAgents:
             self._replace(remote)
         self._num_peers[name] += 1
         self._unused.pop(name, None)
-        return NixlPeer(name, unpack_regions(remote.regions), name, self._left)
+        return NixlPeer(name, remote.region_table, name, self._left)
 
     def load_anew(self, remote: NixlEndPoint) -> None:
         """Forget and load an agent again: NIXL drops an agent whose connection it has lost."""
@@ -166,7 +201,7 @@ class RemoteAgents:
             loaded = self._agent.loadRemoteMD(metadata).decode()
         except self._nixl.nixlBackendError as error:
             message = f"NIXL cannot open a connection to {name}: {error!r}."
-            raise TransportError(Reason.PEER_UNREACHABLE, message, "Check that the peer runs.") from error
+            raise TransportError(Reason.PEER_UNREACHABLE, message, self._remedy) from error
         except Exception as error:
             raise _malformed(f"NIXL cannot load its metadata: {error!r}") from error
         if loaded != name:
@@ -206,7 +241,9 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
     set, it names the devices.
     """
 
-    capabilities = Capabilities(name="nixl", cancel_is_immediate=False, close_ends_writes=True)
+    capabilities = Capabilities(
+        name="nixl", cancel_is_immediate=False, close_ends_writes=True, moves_device_memory=True
+    )
     _transfer_type = NixlTransfer
     _connection_type = NixlConnection
     _slice_descriptors = MAX_DESCRIPTORS_PER_SLICE
@@ -215,12 +252,12 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
     def __init__(self, devices: str = LOOPBACK_DEVICE) -> None:
         super().__init__()
         self._nixl = _import_bindings()
-        self._devices = os.environ.get("UCX_NET_DEVICES", devices)
+        self._devices = os.environ.get(DEVICES_VARIABLE, devices)
         self._name = f"kvferry-{os.getpid()}-{uuid.uuid4().hex}"
         self._agent, self._backend = self._create_agent()
         self._operations = {Direction.READ: self._nixl.NIXL_READ, Direction.WRITE: self._nixl.NIXL_WRITE}
         self._running_handles: dict[int, str] = {}
-        self._remote_agents = RemoteAgents(self._nixl, self._agent, self._running_handles)
+        self._remote_agents = RemoteAgents(self._nixl, self._agent, self._running_handles, self._devices)
         self._registrations: list[Any] = []
         # The first nonce is this agent's; the others are places for peers' nonces.
         self._nonces = np.frombuffer(bytearray(os.urandom(NONCE_BYTES * (1 + _NUM_LANDINGS))), np.uint8)
@@ -229,7 +266,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         self._register_memory([Region(self._nonce_address, self._nonces.nbytes)])
 
     def _make_reachable(self, regions: Sequence[Region]) -> None:
-        self._register_memory(RegionTable(regions).regions)
+        self._register_memory(regions)
 
     def _end_point(self) -> NixlEndPoint:
         return NixlEndPoint(
@@ -240,6 +277,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
             regions=pack_regions(self._local),
             nonce_address=self._nonce_address,
             nonce=self._nonces[:NONCE_BYTES].tobytes(),
+            devices=pack_devices(self._local),
         )
 
     def connect(self, end_point: bytes) -> Transfer:
@@ -285,10 +323,10 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         config.useProgThread = True  # an agent must answer even while no thread polls it
         config.pthrDelay = PROGRESS_DELAY_MICROSECONDS
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
-        parameters = {"engine_config": f"NET_DEVICES={self._devices}"} if self._devices else {}
         try:
             agent = self._nixl.nixlAgent(self._name, config)
-            return agent, agent.createBackend("UCX", parameters)
+            with _ucx_devices(self._devices):
+                return agent, agent.createBackend("UCX", {"engine_config": _ucx_configuration()})
         except Exception as error:
             raise TransportError(
                 Reason.TRANSPORT_UNAVAILABLE,
@@ -297,19 +335,23 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
             ) from error
 
     def _register_memory(self, regions: Sequence[Region]) -> None:
-        if not regions:
-            return
-        rows = [(region.base_address, region.length, 0, "") for region in regions]
-        registration = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, rows)
-        try:
-            self._agent.registerMem(registration, [self._backend])
-        except Exception as error:
-            raise TransportError(
-                Reason.INVALID_REQUEST,
-                f"NIXL refuses to register {regions}: {error!r}.",
-                "Register memory that is mapped, and register it once.",
-            ) from error
-        self._registrations.append(registration)
+        """Register memory, each device by a call of its own: a list of NIXL's has one type of memory."""
+        table = RegionTable(regions)
+        for device in table.devices:
+            segment, number = self._segment(device)
+            rows = [(region.base_address, region.length, number, "") for region in table.of_device(device)]
+            registration = self._nixl.nixlRegDList(segment, rows)
+            try:
+                self._agent.registerMem(registration, [self._backend])
+            except Exception as error:
+                raise _not_registered(table.of_device(device), device, error) from error
+            self._registrations.append(registration)
+
+    def _segment(self, device: str) -> tuple[Any, int]:
+        """Return NIXL's type of a device's memory, and the device's number."""
+        if device == HOST:
+            return self._nixl.DRAM_SEG, 0
+        return self._nixl.VRAM_SEG, int(device.removeprefix("cuda:"))
 
     def _is_reached(self, connection: NixlConnection) -> bool:
         if connection.reading is None:
@@ -356,12 +398,12 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
 
     def _post(self, transfer: NixlTransfer, descriptors: Descriptors) -> None:
         assert isinstance(transfer.peer, NixlPeer)
-        local_column = 1 if transfer.direction is Direction.READ else 0
+        sides = Sides.of(descriptors, transfer.direction)
         try:
             handle = self._agent.createXferReq(
                 self._operations[transfer.direction],
-                self._descriptor_list(descriptors, local_column),
-                self._descriptor_list(descriptors, 1 - local_column),
+                self._descriptor_list(self._local, sides.local, sides.lengths),
+                self._descriptor_list(transfer.peer.regions, sides.remote, sides.lengths),
                 transfer.peer.agent_name,
                 "",
                 [self._backend],
@@ -373,10 +415,12 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         self._running_handles[handle] = transfer.peer.agent_name
         self._check(transfer, handle, self._agent.postXferReq)
 
-    def _descriptor_list(self, descriptors: Descriptors, column: int) -> Any:
-        rows = np.zeros((len(descriptors), 3), np.uint64)
-        rows[:, 0], rows[:, 1] = descriptors[:, column], descriptors[:, 2]
-        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, rows)
+    def _descriptor_list(self, table: RegionTable, addresses: Addresses, lengths: Addresses) -> Any:
+        """Return NIXL's list of these ranges, which all lie on one device."""
+        segment, number = self._segment(table.device_of(int(addresses[0])))
+        rows = np.full((len(addresses), 3), number, np.uint64)
+        rows[:, 0], rows[:, 1] = addresses, lengths
+        return self._nixl.nixlXferDList(segment, rows)
 
     def _reap(self, transfer: NixlTransfer) -> None:
         self._remote_agents.let_go()
@@ -433,9 +477,21 @@ def _import_bindings() -> Any:
         raise TransportError(
             Reason.MISSING_DEPENDENCY,
             f"the nixl transport needs the package nixl: {error}.",
-            "pip install nixl==1.5.1 nixl-cu12==1.5.1",
+            INSTALL_NIXL,
         ) from error
     return _bindings
+
+
+def _not_registered(regions: Sequence[Region], device: str, error: Exception) -> TransportError:
+    if device == HOST:
+        reason, remedy = Reason.INVALID_REQUEST, "Register memory that is mapped, and register it once."
+    else:
+        reason = Reason.TRANSPORT_UNAVAILABLE
+        remedy = (
+            "UCX must move memory of CUDA devices: leave UCX_TLS unset, or name cuda_copy and cuda_ipc in it; install "
+            "nixl-cu12 or nixl-cu13, as the driver's CUDA is."
+        )
+    return TransportError(reason, f"NIXL refuses to register {list(regions)}: {error!r}.", remedy)
 
 
 def _translate(error: Exception, transfer: NixlTransfer) -> TransportError:
@@ -454,6 +510,34 @@ def _translate(error: Exception, transfer: NixlTransfer) -> TransportError:
         f"NIXL failed on a transfer with {name}: {error!r}.",
         "Send the request again; the logs of both engines have UCX's messages.",
     )
+
+
+def _ucx_configuration() -> str:
+    """Return UCX's settings in NIXL's form. Each is one variable of UCX, which goes first where it is set."""
+    settings = [f"TCP_USER_TIMEOUT={SILENCE_SECONDS}s"]
+    # UCX does not start with send buffers that are larger than its receive buffers.
+    if "UCX_TCP_RX_SEG_SIZE" not in os.environ:
+        settings.append(f"TCP_TX_SEG_SIZE={TCP_SEGMENT_BYTES}")
+    return ",".join(settings)
+
+
+@contextmanager
+def _ucx_devices(devices: str) -> Iterator[None]:
+    """Let UCX use these devices alone in contexts that are made within the block; all where there are none.
+
+    NIXL has no parameter for them: a value of its "engine_config" ends at a comma, so that only the first device was
+    used, and its "device_list" takes RDMA devices alone.
+    """
+    before = os.environ.get(DEVICES_VARIABLE)
+    if devices:
+        os.environ[DEVICES_VARIABLE] = devices
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[DEVICES_VARIABLE] = before
+        elif devices:
+            del os.environ[DEVICES_VARIABLE]
 
 
 def _malformed(found: str) -> TransportError:

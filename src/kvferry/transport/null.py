@@ -8,8 +8,8 @@ import numpy as np
 
 from kvferry.arrays import Descriptors
 from kvferry.transport.end_points import RegionList, decode_end_point, pack_regions, unpack_regions
-from kvferry.transport.host_memory import HostMemoryTransport
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
+from kvferry.transport.registered_memory import RegisteredMemoryTransport
 
 
 class NullEndPoint(msgspec.Struct, frozen=True):
@@ -21,7 +21,7 @@ class NullEndPoint(msgspec.Struct, frozen=True):
     regions: RegionList
 
 
-class NullTransport(HostMemoryTransport):
+class NullTransport(RegisteredMemoryTransport):
     """Checks addresses against the regions but never accesses them; ``last_submitted`` is the latest submission.
 
     >>> from kvferry.layout.shard import Region
@@ -33,7 +33,7 @@ class NullTransport(HostMemoryTransport):
     ('done', 512, [[1048576, 2097152, 512]])
     """
 
-    capabilities = Capabilities(name="null", moves_bytes=False, ends_with_process=True)
+    capabilities = Capabilities(name="null", moves_bytes=False, ends_with_process=True, moves_device_memory=True)
 
     def __init__(self) -> None:
         super().__init__()

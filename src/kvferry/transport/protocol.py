@@ -6,6 +6,7 @@ makes a bounded amount of progress and returns. A connection is a transfer too: 
 used once the transfer is ``DONE``.
 """
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ __all__ = [
     "reach",
     "reached",
 ]
+
+HOST = "cpu"
+"""The device of host memory."""
+CUDA_DEVICE = re.compile(r"cuda:([0-9]{1,3})")
 
 
 class Direction(StrEnum):
@@ -55,6 +60,9 @@ class Capabilities:
     otherwise a cancelled transfer stays ``PENDING`` until no more bytes can land. ``moves_bytes`` is false only for the
     null transport.
 
+    ``moves_device_memory``: regions may lie on CUDA devices, by their names in torch, such as ``cuda:0``. Once a
+    transfer that landed in such memory is ``DONE``, work that is launched on the device afterwards sees the bytes.
+
     ``ends_with_process``: a ``WRITE`` is carried out by the process that submits it, to a process of its host and pid
     namespace: no byte of it lands once that process has ended. ``close_ends_writes``: no byte of a peer on another
     host, or of a process that has ended, lands once ``close`` has returned True.
@@ -66,6 +74,15 @@ class Capabilities:
     moves_bytes: bool = True
     ends_with_process: bool = False
     close_ends_writes: bool = False
+    moves_device_memory: bool = False
+
+    def moves(self, device: str) -> bool:
+        """Return whether the transport moves memory of this device.
+
+        >>> Capabilities("nixl", moves_device_memory=True).moves("cuda:1"), Capabilities("cma").moves("cuda:1")
+        (True, False)
+        """
+        return device == HOST or (self.moves_device_memory and CUDA_DEVICE.fullmatch(device) is not None)
 
 
 @dataclass(slots=True, eq=False)

@@ -5,40 +5,65 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.arrays import Addresses
+from kvferry.arrays import Addresses, Integers
 from kvferry.layout.shard import Region
 
 
-def _merge(regions: Iterable[Region]) -> list[tuple[int, int]]:
-    """Return ascending ``(start, end)``; overlapping and touching regions become one."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted((region.base_address, region.base_address + region.length) for region in regions):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+def _merge(regions: Iterable[Region]) -> list[Region]:
+    """Return ascending regions; of those of one device, overlapping and touching ones become one."""
+    merged: list[Region] = []
+    for region in sorted(regions, key=lambda region: (region.base_address, region.length)):
+        last = merged[-1] if merged else None
+        if last is not None and last.device == region.device and region.base_address <= _end(last):
+            length = max(_end(last), _end(region)) - last.base_address
+            merged[-1] = Region(last.base_address, length, last.device)
         else:
-            merged.append((start, end))
+            merged.append(region)
     return merged
+
+
+def _end(region: Region) -> int:
+    return region.base_address + region.length
 
 
 class RegionTable:
     """A set of regions that checks many ranges at once.
 
-    Regions that overlap or touch count as one, so a range may extend from one into the next.
+    Regions of one device that overlap or touch count as one, so a range may extend from one into the next. Host and
+    devices of one process have no address in common.
 
-    >>> table = RegionTable([Region(100, 50), Region(150, 50), Region(300, 10)])
+    >>> table = RegionTable([Region(100, 50), Region(150, 50), Region(200, 10, "cuda:0")])
     >>> table.regions
-    (cpu 0x64 + 100, cpu 0x12c + 10)
-    >>> table.outside(np.array([140, 305, 5], np.uint64), np.array([20, 6, 1], np.uint64)).tolist()
-    [1, 2]
+    (cpu 0x64 + 100, cuda:0 0xc8 + 10)
+    >>> table.outside(np.array([140, 205, 5, 198], np.uint64), np.array([20, 5, 1, 4], np.uint64)).tolist()
+    [2, 3]
+    >>> table.devices, table.device_indices(np.array([140, 205], np.uint64)).tolist()
+    (('cpu', 'cuda:0'), [0, 1])
     """
 
-    __slots__ = ("_ends", "_starts", "regions")
+    __slots__ = ("_device_of", "_ends", "_starts", "devices", "regions")
 
     def __init__(self, regions: Sequence[Region]) -> None:
-        spans = _merge(regions)
-        self.regions = tuple(Region(start, end - start) for start, end in spans)
-        self._starts: Addresses = np.array([start for start, _ in spans], np.uint64)
-        self._ends: Addresses = np.array([end for _, end in spans], np.uint64)
+        self.regions = tuple(_merge(regions))
+        self.devices = tuple(sorted({region.device for region in self.regions}))
+        self._starts: Addresses = np.array([region.base_address for region in self.regions], np.uint64)
+        self._ends: Addresses = np.array([_end(region) for region in self.regions], np.uint64)
+        self._device_of = np.array([self.devices.index(region.device) for region in self.regions], np.int64)
+
+    def of_device(self, device: str) -> list[Region]:
+        """Return the regions of one device."""
+        return [region for region in self.regions if region.device == device]
+
+    def device_indices(self, addresses: Addresses) -> Integers:
+        """Return for each address, which must lie inside a region, the index of its device in ``devices``."""
+        if len(self.devices) <= 1:
+            return np.zeros(len(addresses), np.int64)
+        return self._device_of[np.searchsorted(self._starts[1:], addresses, side="right")]
+
+    def device_of(self, address: int) -> str:
+        """Return the device of an address; outside of all regions, where nonces are, the host."""
+        index = int(np.searchsorted(self._starts, np.uint64(address), side="right")) - 1
+        return self.regions[index].device if index >= 0 and address < int(self._ends[index]) else "cpu"
 
     def outside(self, addresses: Addresses, lengths: Addresses) -> npt.NDArray[np.intp]:
         """Return the indices of the ranges that do not lie inside one region."""

@@ -4,7 +4,7 @@ import difflib
 import importlib
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -151,10 +151,24 @@ class TransportSet:
         self._end_points: dict[str, bytes] = {}
 
     def register(self, regions: Sequence[Region]) -> dict[str, bytes]:
-        """Register memory with every transport and return end points by transport name."""
+        """Register memory with every transport and return end points by transport name.
+
+        Of several transports, those that do not move memory of these devices are closed and left out: a peer would
+        connect by one that reaches a part of the cache only.
+        """
+        self._leave_out_unable({region.device for region in regions})
         self._registered.append(regions)
         self._end_points = {name: transport.register(regions) for name, transport in self.transports.items()}
         return dict(self._end_points)
+
+    def _leave_out_unable(self, devices: Set[str]) -> None:
+        able = [name for name, each in self.transports.items() if all(map(each.capabilities.moves, devices))]
+        if not able:
+            return  # each refuses the memory, with its reason
+        for name in self.transports.keys() - able:
+            logger.info("the %s transport is left out: it does not move memory of %s", name, ", ".join(sorted(devices)))
+            self.transports.pop(name).close()
+            self._end_points.pop(name, None)
 
     def connect(self, end_points: Mapping[str, bytes]) -> Connecting:
         """Begin to connect to a peer."""
@@ -216,7 +230,7 @@ def open_transport(name: str, *, network: Network = THIS_HOST_ONLY) -> Transport
     check_setting(name)
     options: dict[str, Any] = {}
     if name == "nixl":
-        options["devices"] = ucx_devices(network.listens_at)
+        options["devices"] = ucx_devices(network.listens_at, network.reaches)
     elif name == "mooncake":
         options["addresses_of"] = network.addresses_of
     return make(FACTORIES[name], **options)

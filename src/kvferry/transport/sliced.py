@@ -1,13 +1,14 @@
 """Transfers in slices, for libraries that cannot revoke a posted transfer: NIXL and Mooncake.
 
-A slice is small, so that each call returns soon. A cancelled or failed transfer posts no more slices and stays
+A slice is small, so that each call returns soon, and has one local and one remote device: NIXL takes descriptors of one
+type of memory on each side. A cancelled or failed transfer posts no more slices and stays
 ``PENDING`` until every posted slice has ended. A connection ends in time even if its peer never answers, since the
 nonce that a connection reads lands in memory of the transport.
 """
 
 import time
 from abc import abstractmethod
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -15,8 +16,8 @@ import numpy as np
 
 from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import Reason, TransportError
-from kvferry.transport.host_memory import HostMemoryTransport
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer
+from kvferry.transport.registered_memory import RegisteredMemoryTransport, Sides
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +73,7 @@ class Connection(Transfer):
 AnyConnection = TypeVar("AnyConnection", bound=Connection)
 
 
-class SlicedTransport(HostMemoryTransport, Generic[AnyTransfer, AnyConnection]):
+class SlicedTransport(RegisteredMemoryTransport, Generic[AnyTransfer, AnyConnection]):
     """Polls and cancels transfers in slices of up to ``_slice_descriptors`` and less than twice ``_slice_bytes``."""
 
     _transfer_type: type[AnyTransfer]
@@ -107,10 +108,22 @@ class SlicedTransport(HostMemoryTransport, Generic[AnyTransfer, AnyConnection]):
         return self.poll(transfer)
 
     def _queue(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> AnyTransfer:
-        split = split_long(descriptors, self._slice_bytes)
-        bounds = slice_bounds(split[:, 2], self._slice_descriptors, self._slice_bytes)
+        split, cuts = self._by_devices(peer, direction, split_long(descriptors, self._slice_bytes))
+        bounds = slice_bounds(split[:, 2], self._slice_descriptors, self._slice_bytes, cuts)
         num_bytes = int(descriptors[:, 2].sum())
         return self._transfer_type(peer, direction, len(descriptors), num_bytes, descriptors=split, bounds=bounds)
+
+    def _by_devices(
+        self, peer: Peer, direction: Direction, descriptors: Descriptors
+    ) -> tuple[Descriptors, Sequence[int]]:
+        """Return the descriptors in the order of their pairs of devices, and where another pair begins."""
+        if len(self._local.devices) <= 1 and len(peer.regions.devices) <= 1:
+            return descriptors, ()
+        sides = Sides.of(descriptors, direction)
+        remote = peer.regions.device_indices(sides.remote)
+        pairs = self._local.device_indices(sides.local) * len(peer.regions.devices) + remote
+        order = np.argsort(pairs, kind="stable")
+        return descriptors[order], (np.flatnonzero(np.diff(pairs[order])) + 1).tolist()
 
     def _follow(self, connection: AnyConnection) -> AnyConnection:
         """Keep a connection until its read of the nonce has ended."""
@@ -215,16 +228,16 @@ def split_long(descriptors: Descriptors, max_bytes: int) -> Descriptors:
     return split
 
 
-def slice_bounds(lengths: Addresses, max_descriptors: int, max_bytes: int) -> list[int]:
+def slice_bounds(lengths: Addresses, max_descriptors: int, max_bytes: int, cuts: Sequence[int] = ()) -> list[int]:
     """Return the bounds of slices of at most ``max_descriptors`` and of less than twice ``max_bytes``.
 
-    No length may exceed ``max_bytes``.
+    Slices also end at the ``cuts``. No length may exceed ``max_bytes``.
 
-    >>> slice_bounds(np.array([8, 1, 1, 8], np.uint64), 2, 8)
-    [0, 1, 2, 4]
+    >>> slice_bounds(np.array([8, 1, 1, 8], np.uint64), 2, 8), slice_bounds(np.array([1, 1, 1], np.uint64), 2, 8, [1])
+    ([0, 1, 2, 4], [0, 1, 2, 3])
     """
     starts = np.cumsum(lengths) - lengths
     by_bytes = np.flatnonzero(np.diff(starts // np.uint64(max_bytes))) + 1
     by_count = np.arange(0, len(lengths), max_descriptors)
-    bounds: list[int] = np.union1d(by_bytes, by_count).tolist()
+    bounds: list[int] = np.union1d(np.union1d(by_bytes, by_count), np.array(cuts, np.int64)).tolist()
     return [*bounds, len(lengths)] if bounds else [0]

@@ -1,5 +1,6 @@
 """Order of the engine tests, and the engines they share."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "engines(*names): the shared engines that a test needs")
     config.addinivalue_line("markers", "matrix: only make test-matrix runs it")
     config.addinivalue_line("markers", "chaos: only make test-chaos runs it")
+    config.addinivalue_line("markers", "versions: only make test-versions runs it")
     config.addinivalue_line("markers", "ends_engines: the test kills an engine, so it is the last of its stage")
 
 
@@ -30,7 +32,8 @@ def engine_names(item: pytest.Item) -> tuple[str, ...]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Bring the tests of a stage together, so that every engine starts once."""
-    absent = [name for name, runs in (("matrix", ALL_PAIRS), ("chaos", IS_WHOLE)) if not runs]
+    kinds = {"matrix": ALL_PAIRS, "chaos": IS_WHOLE, "versions": "KVFERRY_VLLM_ENVIRONMENTS" in os.environ}
+    absent = [name for name, runs in kinds.items() if not runs]
     left_out = [item for item in items if any(item.get_closest_marker(name) is not None for name in absent)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -54,8 +54,9 @@ ROUNDED_MODELS = ("qwennext",)
 """Models that compute in bfloat16: tokens depend on the number of ranks and on which tokens share a step."""
 ROUNDED_STEP = 256
 """Tokens of a prompt that an engine computes in one step with these models."""
-BASE_MODEL, ADAPTER, OTHER_ADAPTER = "model", "adapter", "other-adapter"
-"""Names that requests give: that of every engine's model, and those of the adapters of the model "lora"."""
+BASE_MODEL, ADAPTER, OTHER_ADAPTER, OWN_ADAPTER = "model", "adapter", "other-adapter", "own-adapter"
+"""Names that requests give: that of every engine's model, and those of the adapters of the model "lora". The last one
+has other weights on each engine."""
 EXTENSION = ("--worker-extension-cls", "kvferry.testing.engine_oracle.EngineOracle")
 # In vLLM 0.32 the CPU's rotary_embedding kernel turns a query that is a slice of a wider tensor, as MLA's is, by wrong
 # angles, other ones for a token alone than for the same token in a prompt; the plain PyTorch one is right.
@@ -115,7 +116,8 @@ MORE_MODELS = ("deepseek", "six", "mqa", "lora", "gemma3n", "gemma4", "gptoss")
 # takes cma unless it is told to use nixl.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-reference": ("gqa", {"role": None, "cores": BOTH_CORES}),
-    "gqa-tp1": ("gqa", {}),
+    # These hold their answers for the next turn, with every request of every test.
+    "gqa-tp1": ("gqa", {"turn_seconds": 120.0}),
     "gqa-tp1-other": (
         "gqa",
         {
@@ -208,7 +210,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "mla-push-tp1": ("mla", {"mode": "push"}),
     "mla-push-tp2": ("mla", {"mode": "push", "tensor_parallel_size": 2}),
     "gemma-reference": ("gemma", {"role": None, "cores": BOTH_CORES}),
-    "gemma-tp1": ("gemma", {}),
+    "gemma-tp1": ("gemma", {"turn_seconds": 120.0}),
     "gemma-tp1-other": ("gemma", {"cores": LAST_CORE}),
     # Its second stage has no layer of the second of three groups.
     "gemma-pp2": ("gemma", {"pipeline_parallel_size": 2}),
@@ -216,10 +218,15 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-reference": ("granite", {"role": None, "cores": BOTH_CORES, "prefix_caching": False}),
     "granite-tp1": ("granite", {"prefix_caching": False}),
     "granite-tp1-other": ("granite", {"prefix_caching": False, "cores": LAST_CORE}),
-    "granite-tp2": ("granite", {"tensor_parallel_size": 2, "prefix_caching": False}),
+    "granite-tp2": (
+        "granite",
+        {"tensor_parallel_size": 2, "prefix_caching": False, "load_failure_policy": "recompute", "turn_seconds": 120.0},
+    ),
     **{f"{model}-reference": (model, {"role": None, "cores": BOTH_CORES}) for model in MORE_MODELS},
     **{f"{model}-tp1": (model, {}) for model in MORE_MODELS},
     **{f"{model}-tp2": (model, {"tensor_parallel_size": 2}) for model in MORE_MODELS},
+    "lora-push-tp1": ("lora", {"mode": "push"}),
+    "lora-push-tp2": ("lora", {"mode": "push", "tensor_parallel_size": 2}),
     "six-tp3": ("six", {"tensor_parallel_size": 3}),
     "gemma4-push-tp1": ("gemma4", {"mode": "push"}),
     "gemma4-push-tp2": ("gemma4", {"mode": "push", "tensor_parallel_size": 2, "arguments": CHUNKED}),
@@ -232,10 +239,16 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
         {"role": None, "tensor_parallel_size": 2, "prefix_caching": False, "dtype": "bfloat16"},
     ),
     "qwennext-tp1": ("qwennext", {"prefix_caching": False, "dtype": "bfloat16"}),
-    "qwennext-tp1-other": ("qwennext", {"prefix_caching": False, "dtype": "bfloat16", "cores": LAST_CORE}),
+    "qwennext-tp1-other": (
+        "qwennext",
+        {"prefix_caching": False, "dtype": "bfloat16", "load_failure_policy": "recompute", "cores": LAST_CORE},
+    ),
     "qwennext-tp2": ("qwennext", {"tensor_parallel_size": 2, "prefix_caching": False, "dtype": "bfloat16"}),
 }
-PASSED_ON = {"transport", "strategy", "mode", "load_timeout_seconds", "lease_seconds"}
+VLLM_ENVIRONMENTS = Path(os.environ.get("KVFERRY_VLLM_ENVIRONMENTS", "build/vllm-environments"))
+"""A folder for each other release of vLLM that ``make test-versions`` runs."""
+OTHER_RELEASES = ("0.30", "0.31")
+PASSED_ON = {"transport", "strategy", "mode", "load_timeout_seconds", "lease_seconds", "turn_seconds"}
 """What differs in the connector's settings, not in the engine's."""
 # What runs together; memory for all at once is not asked for. Those of two stages that follow one another stay.
 STAGES: tuple[tuple[str, ...], ...] = (
@@ -250,6 +263,7 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2", "gemma-pp2"),
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
     *((f"{model}-reference", f"{model}-tp1", f"{model}-tp2") for model in ("deepseek", "mqa", "lora", "gemma3n")),
+    ("lora-push-tp1", "lora-push-tp2"),
     ("six-reference", "six-tp1", "six-tp2", "six-tp3"),
     ("qwennext-reference", "qwennext-tp2-reference", "qwennext-tp1", "qwennext-tp1-other", "qwennext-tp2"),
     ("gemma4-reference", "gemma4-tp1", "gemma4-tp2"),
@@ -268,7 +282,23 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("mqa-reference", "mqa-keeps-tp2"),
     ("lora-reference", "lora-keeps-tp2"),
     ("gqa-reference", "gqa-shares-tp1", "gqa-shares-tp1-other", "gqa-shares-tp2"),
+    *(
+        (
+            f"{kind.partition('-')[0]}-reference",
+            f"{kind}-tp2@{one}",
+            f"{kind}-tp1{other}",
+            f"{kind}-tp2{other}",
+            f"{kind}-tp1@{one}",
+        )
+        for kind in ("gqa", "gqa-push", "gemma")
+        for one, other in (*((release, "") for release in OTHER_RELEASES), ("0.30", "@0.31"))
+    ),
 )
+
+
+def described(name: str) -> tuple[str, dict[str, Any]]:
+    """Return the model and the differences of an engine, such as "gqa-tp2", or "gqa-tp2@0.31" of another vLLM."""
+    return ENGINES[name.partition("@")[0]]
 
 
 def stage_of(names: Iterable[str]) -> int:
@@ -437,16 +467,19 @@ class EnginePool:
     def model_path(self, model: str) -> Path:
         return make_tiny_model(MODELS[model], self.models)
 
-    def adapters(self) -> list[str]:
-        """Return the adapters of the model "lora" as its engines are told of them."""
-        model = self.model_path("lora")
-        return [
-            f"{name}={make_adapter(model, self.folder / name, seed)}"
-            for seed, name in enumerate((ADAPTER, OTHER_ADAPTER))
-        ]
+    def adapters(self, engine: str) -> list[str]:
+        """Return the adapters of the model "lora" as an engine is told of them.
+
+        Engines that hand prompts to one another have them in folders of their own. Stored blocks are found under the
+        same path only: vLLM's hash has the path.
+        """
+        model, is_offload = self.model_path("lora"), described(engine)[1].get("connector") == OFFLOAD
+        folder = self.folder if is_offload else self.folder / f"{engine}-adapters"
+        seeds = {ADAPTER: 0, OTHER_ADAPTER: 1, OWN_ADAPTER: 2 + list(ENGINES).index(engine)}
+        return [f"{name}={make_adapter(model, folder / name, seed)}" for name, seed in seeds.items()]
 
     def settings(self, name: str) -> EngineSettings:
-        model, differences = ENGINES[name]
+        model, differences = described(name)
         differences = {key: value for key, value in differences.items() if key != "layers_per_span"}
         tp, pp = (differences.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
         connector_settings = dict(CONNECTOR_SETTINGS)
@@ -455,7 +488,9 @@ class EnginePool:
         lower_tier = differences.pop("lower_tier", "disk")
         cache_bytes = differences.pop("kv_cache_bytes", 256 << 20) // (pp * (1 if model in MLA_MODELS else tp))
         arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": cache_bytes}
-        adapters = ("--lora-modules", *self.adapters()) if model == "lora" else ()
+        if release := name.partition("@")[2]:
+            arguments["python"] = str(VLLM_ENVIRONMENTS / release / "bin" / "python")
+        adapters = ("--lora-modules", *self.adapters(name)) if model == "lora" else ()
         given = (*MODEL_ARGUMENTS.get(model, ()), *adapters, *differences.pop("arguments", ()))
         arguments.update(differences, arguments=given)
         if arguments["role"] is not None:
@@ -517,7 +552,7 @@ class EnginePool:
             stop_servers(list(started.values()))
             raise
         for name, server in started.items():
-            model, differences = ENGINES[name]
+            model, differences = described(name)
             self.running[name] = engine = Engine(name, model, server, self.settings(name))
             if "layers_per_span" in differences:
                 engine.call("oracle_spans", differences["layers_per_span"])

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,18 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from .engine_pool import ENGINES, MLA_MODELS, ROUNDED_MODELS, ROUNDED_STEP, Engine, EnginePool, Reference, fresh_salt
+from .engine_pool import (
+    MLA_MODELS,
+    OWN_ADAPTER,
+    ROUNDED_MODELS,
+    ROUNDED_STEP,
+    Engine,
+    EnginePool,
+    Reference,
+    RequestFailed,
+    described,
+    fresh_salt,
+)
 
 RELEASE_SECONDS = 2.0
 NOT_RELEASED = (
@@ -59,7 +71,7 @@ class Pair:
     @property
     def is_compared(self) -> bool:
         """Whether one engine alone computes the same tokens: in bfloat16 only engines of equally many ranks do."""
-        sizes = [ENGINES[name][1].get("tensor_parallel_size", 1) for name in (self.prefill, self.decode)]
+        sizes = [described(name)[1].get("tensor_parallel_size", 1) for name in (self.prefill, self.decode)]
         return not self.is_rounded or sizes[0] == sizes[1]
 
     @property
@@ -317,6 +329,24 @@ def streaming(engine: Engine, body: dict[str, Any]) -> Iterator[http.client.HTTP
         yield connection
     finally:
         connection.close()
+
+
+def check_adapter_is_refused(engines: Sequence[Engine], logs_before: Sequence[int], error: RequestFailed) -> None:
+    """Both logs must name the adapter that has other weights on each engine, and both digests; nothing is left."""
+    assert error.status == 500
+    deadline = time.monotonic() + RELEASE_SECONDS
+    told = re.compile(
+        rf"adapter '{OWN_ADAPTER}' has other .*prefill has '(\w{{32}})', decode has '(\w{{32}})'.*Load the"
+    )
+    found: list[set[tuple[str, str]]] = [set()]
+    while not all(found):
+        assert time.monotonic() < deadline, found
+        logs = [engine.log()[start:] for engine, start in zip(engines, logs_before, strict=True)]
+        found = [set(told.findall(log)) for log in logs]
+    [(prefill, decode)] = set.union(*found)
+    assert prefill != decode
+    assert all("[adapter-mismatch]" in log for log in logs)
+    wait_until_unused(engines)
 
 
 def wait_for_usage(engine: Engine, timeout_seconds: float = 10.0) -> None:

@@ -1,15 +1,19 @@
-"""What goes wrong outside: garbage on the control port, a killed prefill engine."""
+"""What goes wrong: garbage on the control port, a load of states that fails, a killed prefill engine."""
 
 import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import pytest
 
-from .engine_pool import CONNECTOR_SETTINGS, EnginePool, Reference, RequestFailed
-from .handoffs import Handoffs, Pair, check_tokens, for_pairs, random_prompt, wait_until_unused
+from kvferry.handoff.messages import Handle, Noted, Release
+from kvferry.handoff.wire.client import ask
+
+from .engine_pool import CONNECTOR_SETTINGS, Engine, EnginePool, Reference, RequestFailed
+from .handoffs import ROUNDED_WAVE, Handoffs, Pair, check_tokens, for_pairs, random_prompt, wait_until_unused
 
 pytestmark = pytest.mark.vllm
 
@@ -33,6 +37,55 @@ def test_garbage_leaves_the_listener_alive(pair: Pair, engine_pool: EnginePool, 
     handoffs.decode.set_faults(None)  # forget the peer, so that the next request shakes hands again
     check_tokens([handoffs.decode.decode(prompt, params)], pair.model, [prompt], reference)
     check_tokens([handoffs.send(prompt)], pair.model, [prompt], reference)
+
+
+def damage(prefill: Engine, params: dict[str, Any]) -> None:
+    """Change every byte that is held: only the digests show it, when all of it has landed, states included."""
+    prefill.call("oracle_poison")
+
+
+def end_the_hold(prefill: Engine, params: dict[str, Any]) -> None:
+    handle = Handle(params["remote_request_id"], int(params["kvferry"]["generation"], 16))
+    release = Release(params["kvferry"]["epoch"], (handle,))
+    assert isinstance(ask(params["remote_host"], params["remote_port"], release, 10.0), Noted)
+    wait_until_unused([prefill])
+
+
+def both_policies(*names: str) -> list[Any]:
+    """Return pairs of these engines, of which the second one recomputes, in both directions."""
+    return [pytest.param(*pair, id=pair[1], marks=pytest.mark.engines(*names)) for pair in (names, names[::-1])]
+
+
+IN_MATRIX = [
+    pytest.param(*each.values, id=each.id, marks=[*each.marks, pytest.mark.matrix])
+    for each in both_policies("qwennext-tp1", "qwennext-tp1-other")
+]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [*both_policies("granite-tp1", "granite-tp2"), *IN_MATRIX])
+def test_a_failed_load_of_states_is_an_error_or_is_computed(
+    prefill: str, decode: str, engine_pool: EnginePool, reference: Reference
+) -> None:
+    """Of Mamba, and in the matrix of a gated delta net: what has landed is used by nobody, and no block stays."""
+    handoffs = Handoffs.of(Pair("states", prefill, decode), engine_pool)
+    recomputes = handoffs.decode.settings.load_failure_policy == "recompute"
+    prompts = ROUNDED_WAVE[1:3] if handoffs.pair.is_rounded else [random_prompt(401, 500), random_prompt(402, 77)]
+    for harm, reasons in ((damage, {"integrity-mismatch"}), (end_the_hold, {"lease-expired", "source-changed"})):
+        for prompt in prompts:
+            params = handoffs.prefill.prefill(prompt)
+            harm(handoffs.prefill, params)
+            before = handoffs.decode.prompt_tokens()
+            if recomputes:
+                check_tokens([handoffs.decode.decode(prompt, params)], handoffs.pair.model, [prompt], reference)
+                assert (handoffs.decode.prompt_tokens() - before).computed == len(prompt)
+            else:
+                with pytest.raises(RequestFailed) as failed:
+                    handoffs.decode.decode(prompt, params)
+                assert failed.value.status == 500
+            assert handoffs.decode.loads()[-1]["error"] in reasons
+            wait_until_unused([handoffs.prefill, handoffs.decode])
+            # In the blocks that had it.
+            check_tokens([handoffs.send(prompt)], handoffs.pair.model, [prompt], reference)
 
 
 @pytest.mark.ends_engines

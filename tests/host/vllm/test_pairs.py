@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.harness.engine_metrics import cache_block_size
 
-from .engine_pool import BASE_MODEL, ROUNDED_STEP, EnginePool, Reference, RequestFailed, tokens_of
+from .engine_pool import BASE_MODEL, OWN_ADAPTER, ROUNDED_STEP, EnginePool, Reference, RequestFailed, tokens_of
 from .handoffs import (
     COMPARED_PAIRS,
     FIRST_WAVE,
@@ -20,6 +20,7 @@ from .handoffs import (
     SECOND_WAVE,
     Handoffs,
     Pair,
+    check_adapter_is_refused,
     check_tokens,
     different_prompts,
     for_pairs,
@@ -172,3 +173,14 @@ def test_the_tokens_and_the_cache_are_those_of_the_adapter(
     with pytest.raises(RequestFailed):
         handoffs.decode.decode(prompts[0], params, salt="other salt", model=BASE_MODEL)
     wait_until_unused([handoffs.prefill, handoffs.decode])
+
+
+@for_pairs("lora-2-1")
+def test_an_adapter_of_other_weights_under_the_same_name_is_refused(pair: Pair, engine_pool: EnginePool) -> None:
+    """Engines that have the same adapters, in folders of their own, are compared above."""
+    handoffs, prompt = Handoffs.of(pair, engine_pool), random_prompt(91, 300)
+    logs_before = handoffs.log_ends()
+    params = handoffs.prefill.prefill(prompt, "salt", model=OWN_ADAPTER)
+    with pytest.raises(RequestFailed) as refused:
+        handoffs.decode.decode(prompt, params, salt="salt", model=OWN_ADAPTER)
+    check_adapter_is_refused((handoffs.prefill, handoffs.decode), logs_before, refused.value)

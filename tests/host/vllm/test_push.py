@@ -19,6 +19,7 @@ from kvferry.harness.launch import free_port, start_engine, start_router, stop_s
 
 from .engine_pool import (
     CHUNKED,
+    OWN_ADAPTER,
     Engine,
     EnginePool,
     Reference,
@@ -34,6 +35,7 @@ from .handoffs import (
     PUSHED_WAVE,
     Handoffs,
     Pair,
+    check_adapter_is_refused,
     check_prefix_hits,
     check_tokens,
     over_pairs,
@@ -117,6 +119,22 @@ def test_pushed_prompts_give_the_tokens_of_one_engine(
     )
     assert {load["transport"] for load in pushes.decode.loads()[-len(PUSHED_WAVE) :]} == {pair.transport}
     check_tokens(answers, pair.model, PUSHED_WAVE, reference)
+
+
+@pytest.mark.matrix
+@pytest.mark.engines("lora-push-tp2", "lora-push-tp1")
+def test_an_adapter_of_other_weights_under_the_same_name_is_not_pushed(engine_pool: EnginePool) -> None:
+    """The same adapter in another folder is pushed."""
+    pushes = Pushes.of(Pair("lora", "lora-push-tp2", "lora-push-tp1"), engine_pool)
+    prompt, before = random_prompt(92, 300), pushes.decode.prompt_tokens()
+    pushes.send(prompt)
+    assert (pushes.decode.prompt_tokens() - before).received == len(prompt)
+    logs_before, transfer_id = pushes.log_ends(), "xfer-of-another-adapter"
+    pushes.prefill.complete(prompt, 1, kv_transfer_params=to_prefill(transfer_id), model=OWN_ADAPTER)
+    params = pushes.to_decode(transfer_id)
+    with pytest.raises(RequestFailed) as refused:
+        pushes.decode.complete(prompt, kv_transfer_params=params, model=OWN_ADAPTER)
+    check_adapter_is_refused((pushes.prefill, pushes.decode), logs_before, refused.value)
 
 
 @for_push_pairs("push-1-1", "push-2-1", matrix=True)

@@ -13,11 +13,13 @@ thread-safe: the caller holds a lock.
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.handoff.adapters import NO_ADAPTER, Adapter, compare_adapters
 from kvferry.handoff.messages import Bounded, PushKey
 from kvferry.plan.layer_spans import Span
 
@@ -45,6 +47,7 @@ class Cut(NamedTuple):
 
 
 Batch = tuple[Cut, ...]
+NOTHING_CHANGED: Mapping[str, int] = MappingProxyType({})
 
 
 class PushState(Enum):
@@ -87,11 +90,16 @@ class Sending:
         self._is_void = False
         return self._in_flight
 
-    def landed(self) -> bool:
-        """The batch in flight has landed; return whether it counts: not if :meth:`void` was called since."""
+    def landed(self, changed: Mapping[str, int] = NOTHING_CHANGED) -> bool:
+        """The batch in flight has landed; return whether it counts: not if :meth:`void` was called since.
+
+        Of the groups that have ``changed`` meanwhile, the tokens from these on do not count: they are sent again.
+        """
         batch, self._in_flight = self._in_flight, ()
         if not self._is_void:
-            self._reached |= {cut.span: cut.end_token for cut in batch}
+            for cut in batch:
+                end = min(cut.end_token, changed.get(cut.span.group, cut.end_token))
+                self._reached[cut.span] = max(cut.first_token, end)
         self._settle()
         return not self._is_void
 
@@ -155,6 +163,18 @@ def _late(transfer_id: str) -> HandoffError:
     )
 
 
+def _compare_prompts(prompt: "Prompt", request: "PushRequest") -> None:
+    """Refuse an announcement for another prompt, or for another adapter. Raises :class:`HandoffError`."""
+    if (prompt.num_tokens, prompt.digest) != (request.num_tokens, request.prompt_digest):
+        raise HandoffError(
+            Reason.INVALID_REQUEST,
+            f"{request.key.receiver} announced blocks for {request.num_tokens} tokens of {request.transfer_id}, which "
+            f"is another prompt here, of {prompt.num_tokens} tokens.",
+            "Send the same prompt, template, images and adapter to both engines.",
+        )
+    compare_adapters(prompt.adapter.name, prompt.adapter.digest, request.adapter)
+
+
 MAX_REMEMBERED = 1 << 16
 """Ended transfers and pushes that are remembered, so that a late message cannot begin them again."""
 
@@ -176,6 +196,7 @@ class Prompt(msgspec.Struct, frozen=True):
     digest: str
     blocks: Mapping[str, BlockList]
     num_final: int
+    adapter: Adapter = NO_ADAPTER
 
 
 class PushRequest(msgspec.Struct, frozen=True):
@@ -187,6 +208,7 @@ class PushRequest(msgspec.Struct, frozen=True):
     prompt_digest: str
     needs: Mapping[Span, Need]
     deadline: float
+    adapter: str = ""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -337,17 +359,12 @@ class Sender:
         request = self._requests.get(key)
         return None if request is None else self._prompts.get(request.transfer_id)
 
-    def landed(self, key: PushKey) -> bool:
-        """The batch in flight has landed; return whether it counts."""
+    def landed(self, key: PushKey, changed: Mapping[str, int] = NOTHING_CHANGED) -> bool:
+        """The batch in flight has landed, as :meth:`Sending.landed`; return whether it counts."""
         push = self._pushes.get(key)
-        counts = push is not None and push.landed()
+        counts = push is not None and push.landed(changed)
         self._record_outcome(key)
         return counts
-
-    def void(self, key: PushKey) -> None:
-        """The engine has changed the blocks of the batch in flight: the batch is sent again."""
-        if push := self._pushes.get(key):
-            push.void()
 
     def stopped(self, key: PushKey, error: KVFerryError | None) -> None:
         """The batch in flight has ended without landing whole; no byte of it is written any more."""
@@ -393,17 +410,13 @@ class Sender:
     def _check_prompt(self, key: PushKey) -> None:
         request = self._requests[key]
         prompt = self._prompts.get(request.transfer_id)
-        if prompt is None or (prompt.num_tokens, prompt.digest) == (request.num_tokens, request.prompt_digest):
+        if prompt is None:
             return
-        self._pushes[key].fail(
-            HandoffError(
-                Reason.INVALID_REQUEST,
-                f"{key.receiver} announced blocks for {request.num_tokens} tokens of {request.transfer_id}, which is "
-                f"another prompt here, of {prompt.num_tokens} tokens.",
-                "Send the same prompt, template, images and adapter to both engines.",
-            )
-        )
-        self._record_outcome(key)
+        try:
+            _compare_prompts(prompt, request)
+        except HandoffError as error:
+            self._pushes[key].fail(error)
+            self._record_outcome(key)
 
     def _record_outcome(self, key: PushKey) -> None:
         push = self._pushes.get(key)

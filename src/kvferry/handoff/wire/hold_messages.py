@@ -5,12 +5,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from kvferry.errors import Reason
+from kvferry.errors import KVFerryError, Reason
 from kvferry.handoff.holds import RENEWED_LEASE_SECONDS, Lease
 from kvferry.handoff.messages import (
     MAX_REQUESTS_PER_MESSAGE,
+    PROTOCOL_VERSION,
     DirectoryRequest,
     Handle,
+    HandshakeRefused,
     Refusal,
     Release,
     Renew,
@@ -64,6 +66,16 @@ class LeaseKeeper:
         with self._lock:
             return self._holds.running_lease(request_id, time.monotonic())
 
+    def is_lost(self, request_id: str) -> bool:
+        """Return whether the hold of a request has ended, as far as this engine knows."""
+        with self._lock:
+            return self._holds.lease_of(request_id) is None
+
+    def is_renewed(self, request_id: str) -> bool:
+        """Return whether the engine that holds the request's tokens has granted a renewal."""
+        with self._lock:
+            return self._holds.is_renewed(request_id)
+
     def say_versions(self, host: str, port: int, sender: str) -> None:
         """Open a handshake with a prefill engine whose versions this engine does not speak.
 
@@ -72,6 +84,11 @@ class LeaseKeeper:
         """
         question = DirectoryRequest(OURS.oldest, sender, OURS.newest)
         self._client.tell(host, port, question, VERSIONS_SECONDS)
+
+    def say_refused(self, hold: RemoteHold, sender: str, error: KVFerryError) -> None:
+        """Tell a prefill engine why this engine does not load from it, for that engine's log."""
+        told = HandshakeRefused.of(error, version=PROTOCOL_VERSION, epoch=hold.epoch, sender=sender)
+        self._client.tell(hold.host, hold.port, told, VERSIONS_SECONDS, is_trusted=hold.is_trusted)
 
     @property
     def num_requests(self) -> int:

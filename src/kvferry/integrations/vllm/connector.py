@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.request import RequestStatus
@@ -202,6 +203,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if received:
             self._idle_steps.reset()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return None if self._worker_role is None else self._worker_role.take_failed_turns()
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
         return None if self._worker_role is None else self._worker_role.take_statistics()

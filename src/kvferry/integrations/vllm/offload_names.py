@@ -164,7 +164,7 @@ def engine_facts(vllm_config: "VllmConfig", tokens_per_hash: int, model_id: str)
     """Return the facts of an engine; reads samples of the weights' files.
 
     ``tokens_per_hash`` is vLLM's hash block size. A ``model_id`` stands for the weights, of the drafter too. The names
-    are for requests without an adapter; see :mod:`~kvferry.integrations.vllm.offload_adapters`.
+    are for requests without an adapter; see :mod:`~kvferry.integrations.vllm.adapters`.
     """
     from vllm import envs
 

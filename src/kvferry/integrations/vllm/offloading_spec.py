@@ -42,7 +42,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from kvferry.arrays import Addresses, Descriptors, Integers
 from kvferry.errors import Reason, SettingsError, TierError
 from kvferry.execution.executor import cores_that_do_not_compute
-from kvferry.integrations.vllm.versions import cache_hit_source, check_version, report_version
+from kvferry.integrations.vllm.versions import cache_hit_source, check_block_hashes, check_version, report_version
 from kvferry.layout.component import Component, HeadRange
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Region, Shard
@@ -142,6 +142,7 @@ def _parse_settings(given: Mapping[str, Any]) -> SpecSettings:
 
 
 def _check_supported(config: OffloadingConfig) -> None:
+    check_block_hashes()
     if len(config.groups) > 1 and config.cache.blocks_per_chunk > 1:
         raise SettingsError(
             Reason.UNSUPPORTED,

@@ -160,6 +160,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "`load_timeout_seconds`.",
         ),
     ] = 600.0
+    turn_seconds: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, le=86400, extra={"unit": "seconds"})],
+        about(
+            "How long, at most `max_hold_seconds`, a decode engine keeps what it has computed for the next "
+            "turn of the conversation, where the router gives its answer's parameters to a prefill engine; the engine "
+            "takes the blocks back when it needs them. 0 keeps nothing.",
+            page="conversations.md",
+        ),
+    ] = 0.0
     load_timeout_seconds: Annotated[
         Seconds | None,
         about(
@@ -191,7 +200,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         about(
             "How much of a loaded cache is compared with the prefill engine's digests before it is used: `sample` one "
             "layer and KV head of every 16 tokens, `full` every byte; the prefill engine needs at least the decode "
-            "engine's value. `auto` is `sample`, and compares nothing that an engine without digests pushes.",
+            "engine's value. `auto` is `sample`, and compares neither what an engine without digests pushes nor caches "
+            "of numbers of other than 1, 2 or 4 bytes.",
             page="decisions/integrity.md",
         ),
     ] = "auto"
@@ -227,7 +237,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def requires_digests(self) -> bool:
-        """Whether a push from a prefill engine without digests is refused; a pull always is."""
+        """Whether a push from a prefill engine without digests, and a cache that has none, is refused.
+
+        A pull by an engine with digests from one without is always refused.
+        """
         return self.integrity != "auto"
 
     @property
@@ -265,13 +278,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Where the ports of the transports of this engine's ranks are; empty for every interface.
 
         A decode engine that ``loads`` by pull connects to other hosts, and UCX listens where it connects from. Where
-        the engine itself listens on loopback, no setting names that interface.
+        the engine itself listens on loopback and may connect anywhere, no setting names that interface.
         """
         if not self.meets_other_hosts:
             return THIS_HOST
         if is_loopback(self.host) and is_loopback(self.reachable_host):
-            return "" if loads else THIS_HOST
+            return "" if loads and self.allow_unauthenticated and not self.allowed_hosts else THIS_HOST
         return "" if is_wildcard(self.host) or is_loopback(self.host) else self.host
+
+    def transports_reach(self, *, loads: bool) -> tuple[str, ...]:
+        """Hosts and networks to which an engine that itself listens on loopback connects for its loads."""
+        is_local = is_loopback(self.host) and is_loopback(self.reachable_host)
+        return self.allowed_hosts if loads and is_local and self.meets_other_hosts else ()
 
     @property
     def scatters(self) -> bool:
@@ -339,7 +357,12 @@ def _if_default(name: str, given: Mapping[str, Any]) -> str:
 
 def _check_times(settings: Settings, given: Mapping[str, Any]) -> None:
     most = settings.max_hold_seconds
-    for name, seconds in (("load_timeout_seconds", settings.load_seconds), ("lease_seconds", settings.lease_seconds)):
+    times = {
+        "load_timeout_seconds": settings.load_seconds,
+        "lease_seconds": settings.lease_seconds,
+        "turn_seconds": settings.turn_seconds,
+    }
+    for name, seconds in times.items():
         if seconds > most:
             raise SettingsError(
                 Reason.INVALID_SETTING,
@@ -406,6 +429,12 @@ def _check_push(settings: Settings, given: Mapping[str, Any]) -> None:
             Reason.INVALID_SETTING,
             f"{ignored[0]} is set, and mode 'pull' does not use it.",
             'Set "mode" to "push", or leave the setting out.',
+        )
+    if settings.mode == "push" and settings.turn_seconds:
+        raise SettingsError(
+            Reason.UNSUPPORTED,
+            "turn_seconds is set: the next turn is read from a decode engine, and mode 'push' reads nothing.",
+            'Set "mode" to "pull" on both engines, or leave "turn_seconds" out.',
         )
     if settings.mode == "push" and settings.strategy != "direct":
         raise SettingsError(

@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from kvferry.errors import KVFerryError
 from kvferry.execution.guard_words import Held
@@ -18,11 +22,14 @@ MAX_HELD_REQUESTS = 16384
 
 @dataclass(frozen=True, slots=True)
 class PushedPrompt:
-    """A prompt to be pushed: the router's transfer id, and the tokens and digest that both engines compare."""
+    """A prompt to be pushed: the router's transfer id, and what both engines compare: tokens, digest, and the digest of
+    its adapter's weights, empty where there is none or nobody knows it.
+    """
 
     transfer_id: str
     num_tokens: int
     digest: str
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class PromptLoad:
 
     A worker reports an order with an ``error`` as failed at once. An order with ``pushed`` is announced and has no
     source blocks; any other order is read, under the guard word ``held``. ``is_late`` says that the source sets the
-    word with its next step.
+    word with its next step. The engine computes what an ``is_optional`` load does not bring.
     """
 
     request_id: str
@@ -43,6 +50,7 @@ class PromptLoad:
     error: KVFerryError | None = None
     pushed: PushedPrompt | None = None
     is_late: bool = False
+    is_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,18 @@ class StepMetadata(KVConnectorMetadata):
     refused_transfers: list[str] = field(default_factory=list)
     quarantined: list[tuple[int, str]] = field(default_factory=list)
     engine: EngineEndPoint | None = None
+
+
+@dataclass
+class FailedTurns(KVConnectorWorkerMetadata):
+    """The optional loads that have failed in a rank since its last step; vLLM aggregates those of all ranks."""
+
+    request_ids: frozenset[str]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "FailedTurns":
+        """Return the failed loads of both."""
+        assert isinstance(other, FailedTurns)
+        return FailedTurns(self.request_ids | other.request_ids)
 
 
 @dataclass

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 logger = PeerLog(logging.getLogger(__name__))
 
-TESTED = ("0.32",)
-"""The versions whose engines the tests run, with every patch release."""
+TESTED = ("0.31", "0.32")
+"""The versions whose engines the tests run (``make test-versions``), with every patch release."""
 COMPARED = ("0.33.0",)
 """Releases whose sources have every name, signature and field that kvferry uses (``make check-vllm``), and on whose
 sources the adapter's tests ran."""
@@ -216,13 +216,21 @@ def tokens_per_hash(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig")
     return known or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
 
 
-def event_extra_keys(keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
-    """Return what events say of the extra keys of blocks; in 0.30 the keys themselves."""
-    try:
-        from vllm.v1.core.kv_cache_utils import to_event_extra_keys
-    except ImportError:
-        return keys or None
-    return to_event_extra_keys(keys)
+def check_block_hashes() -> None:
+    """Refuse a vLLM whose hash of a block is the same for some requests that differ, such as one with an adapter and
+    one with a cache salt of the adapter's name: what is stored under such a name may be another request's.
+
+    Raises :class:`KVFerryError` (unsupported-version) for 0.30, whose hashes do not say what each of their parts is.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    if not hasattr(kv_cache_utils, "to_event_extra_keys"):
+        raise KVFerryError(
+            Reason.UNSUPPORTED_VERSION,
+            f"vLLM {installed_version()} gives some requests that differ the same block hashes: offloaded blocks of "
+            "one could be loaded for the other.",
+            f"Install vLLM {TESTED[0]} or later to offload; transfers between engines work with this version.",
+        )
 
 
 def num_prefill_lookahead_tokens(vllm_config: "VllmConfig") -> int:
@@ -330,6 +338,11 @@ class Engine:
     def _scheduler(self) -> Any:
         """The core's scheduler; None without a core, and until the core's constructor has made it."""
         return getattr(self._core, "scheduler", None)
+
+    @property
+    def can_compute_anew(self) -> bool:
+        """Whether :meth:`compute_anew` has an effect."""
+        return self._scheduler is not None
 
     def compute_anew(self, request_ids: Iterable[str]) -> None:
         """Let the engine compute these requests, whose loads vLLM believes or is about to believe: as after a load that

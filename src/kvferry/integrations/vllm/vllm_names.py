@@ -288,10 +288,13 @@ USED: Mapping[str, tuple[str, ...]] = {
         "BlockPool.num_gpu_blocks",
         "BlockPool.reset_prefix_cache() -> bool",
         "BlockPool.touch(blocks) -> None",
+        "BlockPool.unpin_blocks(blocks, on_reuse) -> None",
     ),
     "vllm.v1.core.kv_cache_manager": ("KVCacheBlocks.get_block_ids() -> tuple[list[int], ...] | None",),
     "vllm.v1.core.kv_cache_utils": (
         "ExternalBlockHash",
+        "KVCacheBlock.block_hash",
+        "KVCacheBlock.block_id",
         "KVCacheBlock.ref_cnt",
         (
             "generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx) -> "

@@ -212,14 +212,16 @@ EVENTS = (
     ),
 )
 EVERYWHERE = tuple(event.name for event in EVENTS)
-# NIXL differs from cma where bytes are moving as a process ends or stops.
+BYTES_MOVE = (
+    "prefill engine killed in the middle",
+    "decode engine killed in the middle",
+    "prefill engine stopped, then continued",
+    "decode engine stopped, then continued",
+)
+"""Where other transports differ from cma: bytes are moving as a process ends or stops."""
 BY_MODE = {
     "pull": EVERYWHERE,
     "push": EVERYWHERE,
-    "pull-nixl": (
-        "prefill engine killed in the middle",
-        "decode engine killed in the middle",
-        "prefill engine stopped, then continued",
-        "decode engine stopped, then continued",
-    ),
+    "pull-nixl": BYTES_MOVE,
+    "push-nixl": BYTES_MOVE,
 }

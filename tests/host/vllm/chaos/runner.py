@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .events import Event
 from .load import CONNECTION_LOST, NO_ANSWER, RIGHT, WRONG, Load, Response, counted
-from .scene import AT_ONCE, BYTES_PER_SECOND, DEADLINE_SECONDS, PROMPTS, Scene
+from .scene import AT_ONCE, BYTES_PER_SECOND, DEADLINE_SECONDS, NOBODY_CAME, PROMPTS, RENEWED_SECONDS, Scene
 
 NUM_AFTERWARDS = 20
 
@@ -21,6 +21,8 @@ class Row:
     responses: list[Response] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     free_after: float | None = None
+    ended: Counter[str] = field(default_factory=Counter)
+    """Holds that the prefill engine has ended by itself, by reason; none of an engine that was killed."""
     served_after: float | None = None
     afterwards: list[Response] = field(default_factory=list)
     left: str = "?"
@@ -40,6 +42,7 @@ class Row:
             in_words(self.reasons),
             f"{longest:.1f} s",
             _seconds(self.free_after),
+            in_words(self.ended),
             self.left,
             _seconds(self.served_after),
             f"{counted(self.afterwards)[RIGHT]} of {len(self.afterwards)}",
@@ -49,7 +52,8 @@ class Row:
 
 COLUMNS = (
     "mode", "event", "requests", "right", "errors by status", "failed loads by reason", "longest wait",
-    "blocks free after", "blocks left", "served again after", "right afterwards", "took",
+    "blocks free after", "holds ended by the prefill engine", "blocks left", "served again after", "right afterwards",
+    "took",
 )  # fmt: skip
 
 
@@ -69,7 +73,7 @@ def run(event: Event, scene: Scene, row: Row) -> None:
 
 def _harm(event: Event, scene: Scene, row: Row) -> None:
     scene.restore()
-    failed_before = scene.failed_loads()
+    failed_before, ended_before = scene.failed_loads(), scene.ended_holds()
     if event.bytes_per_second is not None:
         scene.set_speed(scene.mover, event.bytes_per_second)
     load = Load(scene.clients, event.prompts, event.max_tokens, event.deadline_seconds, event.at_once, event.times)
@@ -79,6 +83,11 @@ def _harm(event: Event, scene: Scene, row: Row) -> None:
     row.reasons = scene.failed_loads() - failed_before
     check(row.responses, event)
     row.free_after = scene.wait_until_unused()
+    if scene.prefill.is_alive:
+        row.ended = scene.ended_holds() - ended_before
+        # Nobody tells a prefill engine that the router has given up a prompt for which no decode engine has come.
+        is_unclaimed = row.ended[NOBODY_CAME] > 0
+        assert is_unclaimed or row.free_after < RENEWED_SECONDS, f"held too long, ended: {row.ended}"
 
 
 def _recover(event: Event, scene: Scene, row: Row) -> None:

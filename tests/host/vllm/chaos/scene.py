@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvferry.handoff.holds import RENEWED_LEASE_SECONDS
 from kvferry.harness.launch import EngineSettings, Server, free_port, start_engine, start_router, wait_until_ready
 
 from ..engine_pool import IN_ENGINE, WATCH_FILE, Engine, EnginePool, tokens_of
@@ -28,6 +29,15 @@ DEADLINE_SECONDS = LOAD_SECONDS + 10.0 + 15.0
 """Within which a client has its answer: docs/failures.md promises 10 s after a load's time, then steps follow."""
 FREE_SECONDS = LEASE_SECONDS + 10.0
 """Within which a survivor has all of its blocks back."""
+RENEWED_SECONDS = RENEWED_LEASE_SECONDS + 5.0
+"""The same where a decode engine had come for every prompt that was held."""
+NOBODY_CAME = "no decode engine came"
+ENDED = {
+    NOBODY_CAME: f"no decode engine came within {LEASE_SECONDS:g} s",
+    "not renewed": "the decode engine has not renewed",
+    "too old": "the hold reached the greatest age",
+}
+"""Why a prefill engine ends a hold by itself, and what its log says then."""
 BACK_SECONDS = 60.0
 """Within which the router sends to an engine that is back."""
 AT_ONCE = 8
@@ -60,6 +70,7 @@ MODES = (
     Mode("pull", {"mode": "pull", "transport": "cma"}),
     Mode("push", {"mode": "push", "transport": "cma"}),
     Mode("pull-nixl", {"mode": "pull", "transport": "nixl"}),
+    Mode("push-nixl", {"mode": "push", "transport": "nixl"}),
 )
 
 
@@ -220,6 +231,11 @@ class Scene:
     def failed_loads(self) -> Counter[str]:
         """Return the loads that have failed, by reason."""
         return Counter(line["error"] for line in self.loads() if line["error"])
+
+    def ended_holds(self) -> Counter[str]:
+        """Return the holds that the prefill engine's present life has ended by itself, by the reason in its log."""
+        log = self.prefill.alive.server.process.log_path.read_text(errors="replace")
+        return Counter({name: log.count(text) for name, text in ENDED.items() if text in log})
 
     def set_speed(self, side: Side, bytes_per_second: int) -> None:
         """Let this side's transport move so many bytes of each submission; only while it moves none."""

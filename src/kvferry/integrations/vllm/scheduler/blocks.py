@@ -155,10 +155,31 @@ def _guarded(group: GroupShape, block_size: int, listed: Sequence[int], num_toke
     if group.kind is CacheKind.STATE:
         return np.asarray(listed[-1:], dtype=np.int64)
     ids = np.array(listed[: -(-num_tokens // block_size)], dtype=np.int64)
-    if group.kind is CacheKind.SLIDING_WINDOW:
-        # As vLLM counts: the token after the prompt attends to the window - 1 tokens before it.
-        ids[: max(num_tokens - group.window + 1, 0) // block_size] = NULL_BLOCK_ID
+    ids[: _num_before_window(group, block_size, num_tokens)] = NULL_BLOCK_ID
     return ids
+
+
+def _num_before_window(group: GroupShape, block_size: int, num_tokens: int) -> int:
+    """Return how many of the first blocks the token after these tokens does not attend to."""
+    if group.kind is not CacheKind.SLIDING_WINDOW:
+        return 0
+    # As vLLM counts: that token attends to the window - 1 tokens before it.
+    return max(num_tokens - group.window + 1, 0) // block_size
+
+
+def all_there(groups: Sequence[GroupShape], guarded: Sequence[Integers], num_tokens: int) -> bool:
+    """Return whether :func:`guarded_blocks` of this engine's own sizes lack none that a load of the tokens reads.
+
+    >>> window = GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)
+    >>> [all_there([window], [np.array(ids)], 64) for ids in ([0, 0, 7, 6], [0, 0, 7, 0], [0, 0, 7])]
+    [True, False, False]
+    """
+    for group, ids in zip(groups, guarded, strict=True):
+        num_blocks = 1 if group.kind is CacheKind.STATE else -(-num_tokens // group.block_size)
+        begin = _num_before_window(group, group.block_size, num_tokens)
+        if len(ids) < num_blocks or (ids[begin:] == NULL_BLOCK_ID).any():
+            return False
+    return True
 
 
 def held_blocks(groups: Sequence[GroupShape], ids: Sequence[Sequence[int]]) -> dict[str, BlockList]:

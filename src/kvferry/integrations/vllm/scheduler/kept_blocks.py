@@ -12,6 +12,7 @@ docs/decisions/quarantined-blocks.md.
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,25 +30,37 @@ BlockIds = Sequence[Sequence[int]]
 
 
 class KeptBlocks:
-    """One reference per name and block. Only the scheduler's thread uses it."""
+    """One reference per name and block. Only the scheduler's thread uses it.
+
+    Blocks may be *lent* to the pool: they are free, and stay as they are until the pool gives one of them to a request.
+    """
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
         self._blocks: dict[Hashable, list[KVCacheBlock]] = {}
+        self._lent: dict[str, list[KVCacheBlock]] = {}
+        self._lenders: defaultdict[int, set[str]] = defaultdict(set)
+        self._used: set[str] = set()
 
     def bind(self, pool: "BlockPool") -> None:
         """Take references in this pool from now on."""
         self._pool = pool
 
-    def allow_resets(self) -> None:
+    def allow_resets(self, after: Callable[[], None] = lambda: None) -> None:
         """Let the pool reset its prefix cache beside the kept blocks, which stay as they are.
 
         The pool refuses while a block is used, so its reset is replaced by one that counts the blocks of this object as
-        unused.
+        unused. ``after`` is called after each reset that has cleared the prefix cache.
         """
         assert self._pool is not None
         reset = self._pool.reset_prefix_cache
-        self._pool.reset_prefix_cache = lambda: self._without_references(reset)  # type: ignore[method-assign]
+        self._pool.reset_prefix_cache = lambda: self._reset(reset, after)  # type: ignore[method-assign]
+
+    def _reset(self, reset: Callable[[], bool], after: Callable[[], None]) -> bool:
+        is_cleared = self._without_references(reset)
+        if is_cleared:
+            after()
+        return is_cleared
 
     def _without_references(self, reset: Callable[[], bool]) -> bool:
         """Reset a prefix cache while no block has a reference of this object; nobody can be given a block meanwhile."""
@@ -70,6 +83,17 @@ class KeptBlocks:
         self._pool.touch(blocks)
         self._blocks[name] = blocks
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._blocks or name in self._lent
+
+    def are_given_up(self, name: str) -> bool:
+        """Return whether the request of these kept blocks has given them up, as far as nobody can share them.
+
+        A block without a hash is in no prefix cache, so that nobody else uses it. An engine gives the blocks of a
+        request up some steps after its end, where a step with the request is in flight.
+        """
+        return all(block.ref_cnt == 1 for block in self._blocks[name] if block.block_hash is None)
+
     @property
     def num_kept(self) -> int:
         """The number of references."""
@@ -83,7 +107,35 @@ class KeptBlocks:
     def free(self, name: Hashable) -> None:
         """Drop the references under this name, the tail first, as vLLM does: a prefix stays cached longest."""
         assert self._pool is not None
-        self._pool.free_blocks(reversed(self._blocks.pop(name)))
+        if isinstance(name, str) and name in self._lent:
+            self._forget_lent(name)
+        else:
+            self._pool.free_blocks(reversed(self._blocks.pop(name)))
+
+    def lend(self, name: str) -> None:
+        """Let the pool give these blocks to others, the tail first; :meth:`take_used` then returns the name."""
+        assert self._pool is not None
+        blocks = self._lent[name] = self._blocks.pop(name)
+        for block in blocks:
+            self._lenders[block.block_id].add(name)
+        self._pool.unpin_blocks(reversed(blocks), self._note_use)
+
+    def take_used(self) -> set[str]:
+        """Return the names of which the pool has given a lent block to a request, each once."""
+        used, self._used = self._used, set()
+        return used
+
+    def _note_use(self, block: "KVCacheBlock") -> None:
+        # A block may be lent under several names, but the pool remembers one call.
+        self._used |= self._lenders.get(block.block_id, set())
+
+    def _forget_lent(self, name: str) -> None:
+        self._used.discard(name)
+        for block in self._lent.pop(name):
+            names = self._lenders[block.block_id]
+            names.discard(name)
+            if not names:
+                del self._lenders[block.block_id]
 
 
 class Quarantine:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry.integrations.vllm.offload_adapters import Adapters, hear_of_loads
+from kvferry.integrations.vllm.adapters import Adapters, hear_of_loads
 from kvferry.integrations.vllm.offload_names import engine_facts
 from kvferry.integrations.vllm.offload_records import OffloadStatistics, difference
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
@@ -31,7 +31,7 @@ from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, che
 from kvferry.integrations.vllm.scheduler.tier_waits import TierWaits
 from kvferry.integrations.vllm.translate.shards import group_shapes
 from kvferry.integrations.vllm.translate.specs import refuse
-from kvferry.integrations.vllm.versions import tokens_per_hash
+from kvferry.integrations.vllm.versions import check_block_hashes, tokens_per_hash
 from kvferry.layout.group import CacheKind
 from kvferry.tiers.stack import Stack
 
@@ -396,7 +396,10 @@ class OffloadScheduler:
 
 
 def check_offloadable(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
-    """Refuse an engine whose caches this version cannot offload. Raises :class:`LayoutError` (unsupported)."""
+    """Refuse an engine whose caches this version cannot offload. Raises :class:`LayoutError` (unsupported), and as
+    :func:`check_block_hashes`.
+    """
+    check_block_hashes()
     if vllm_config.parallel_config.nnodes_within_dp > 1:
         refuse("the ranks of an engine are on several hosts", "Run all ranks of an engine on one host.")
     for index, shape in enumerate(group_shapes(kv_cache_config)):

@@ -13,11 +13,11 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvferry.integrations.vllm.scheduler.stored_blocks import StoredGroup
-from kvferry.integrations.vllm.versions import event_extra_keys
 from kvferry.layout.group import CacheKind
 from kvferry.tiers.changes import Change, Emptied
 from kvferry.tiers.protocol import BlockKey
@@ -141,7 +141,7 @@ class BlockEvents:
             block_size=size,
             lora_id=None if lora is None else lora.adapter_id,
             lora_name=None if lora is None else lora.name,
-            extra_keys=event_extra_keys(extra),
+            extra_keys=kv_cache_utils.to_event_extra_keys(extra),
             group=group.index,
         )
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.integrations.vllm.offload_adapters import Adapters
+from kvferry.integrations.vllm.adapters import Adapters
 from kvferry.integrations.vllm.offload_names import BlockNames
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks
 from kvferry.peer_log import PeerLog

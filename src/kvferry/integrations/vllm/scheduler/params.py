@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.handoff.adapters import NO_ADAPTER, Adapter
 from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.handoff.holds import Hold
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Handle, LeaseSeconds, Unsigned
@@ -37,6 +38,7 @@ BlockSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
 BlockIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
 Generation = Annotated[str, msgspec.Meta(pattern="^[0-3][0-9a-f]{15}$", max_length=16)]
 Signature = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2})*\Z", max_length=MAX_SIGNATURE_LENGTH)]
+AdapterDigest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z", max_length=32)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 # Names go into log lines and messages: no control characters, and no surrogates, which no message can carry.
 Name = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z", max_length=MAX_IDENTIFIER_LENGTH)]
@@ -65,13 +67,14 @@ class SignedFerry(msgspec.Struct, frozen=True):
 
 
 class Ferry(SignedFerry, frozen=True):
-    """kvferry's fields.
+    """kvferry's fields. ``adapter`` is the digest of the weights of the prompt's adapter, where the engine knows it.
 
     ``version`` is the oldest version that the prefill engine speaks, ``newest`` the newest one: the engine does not
     know who will read its answer. An engine of version 9 says no ``newest``.
     """
 
     newest: Unsigned = 0
+    adapter: AdapterDigest = ""
 
 
 class RemoteParams(msgspec.Struct, frozen=True):
@@ -119,7 +122,12 @@ def parse_push_params(params: Mapping[str, Any], request_id: str) -> PushParams:
 
 
 def answer_params(
-    hold: Hold, prompt: HeldPrompt, block_ids: Sequence[Sequence[int]], state: EngineState, is_late: bool
+    hold: Hold,
+    prompt: HeldPrompt,
+    block_ids: Sequence[Sequence[int]],
+    state: EngineState,
+    is_late: bool,
+    adapter: Adapter = NO_ADAPTER,
 ) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` that a prefill engine answers for a held prompt, signed where it has keys."""
     answer: dict[str, Any] = {
@@ -138,12 +146,14 @@ def answer_params(
             "generation": f"{hold.handle.generation:016x}",
             "slot": hold.slot,
             "is_late": is_late,
-            "lease_seconds": state.settings.lease_seconds,
+            "lease_seconds": state.settings.turn_seconds if hold.yields else state.settings.lease_seconds,
             "num_tokens": prompt.num_tokens,
             "prompt_digest": prompt.prompt_digest,
             "block_sizes": list(prompt.block_sizes),
         },
     }
+    if adapter.digest:
+        answer["kvferry"]["adapter"] = adapter.digest
     if (keys := state.trust.keys) is not None:
         with suppress(KVFerryError):  # a client may choose a name that no decode engine takes
             parsed = parse_params(answer, hold.handle.request_id)
@@ -239,8 +249,8 @@ def token_ids_of(request: "Request") -> list[int] | None:
 def prompt_digest(request: "Request", num_tokens: int) -> str:
     """Return a digest of all inputs of the cache of the prompt's first ``num_tokens``, besides the model.
 
-    They are the tokens, the identifiers and positions of images, sound and video, and the adapter's name. A cache salt
-    changes no byte of a cache.
+    They are the tokens, of which the last may be generated ones, the identifiers and positions of images, sound and
+    video, and the adapter's name. A cache salt changes no byte of a cache.
 
     Raises :class:`HandoffError` (unsupported) for prompts with embeddings.
     """
@@ -251,12 +261,15 @@ def prompt_digest(request: "Request", num_tokens: int) -> str:
             f"{request.request_id} has a prompt with embeddings, which the two engines cannot compare.",
             "Send tokens or text, or send the request to an engine that computes its prompt itself.",
         )
+    if num_tokens > len(token_ids):
+        token_ids = list(request.all_token_ids[:num_tokens])
     lora = request.lora_request
     parts = (
         np.asarray(token_ids[:num_tokens], dtype=np.int64).tobytes(),
         [
             (each.modality, each.identifier, int(each.mm_position.offset), int(each.mm_position.length))
             for each in request.mm_features or ()
+            if each.mm_position.offset < num_tokens
         ],
         # Not the adapter's number, nor its path: each engine numbers and mounts adapters by itself.
         None if lora is None else lora.lora_name,

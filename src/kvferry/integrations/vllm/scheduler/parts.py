@@ -10,15 +10,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvferry.errors import KVFerryError
-from kvferry.handoff.holds import Holds
+from kvferry.execution.guard_words import Held
+from kvferry.handoff.guard_word import HeldPrompt, guard_word
+from kvferry.handoff.holds import Hold, Holds
 from kvferry.handoff.messages import EndPoint
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.handoff.wire.trust import Trust
-from kvferry.integrations.vllm.scheduler.blocks import GroupShape
+from kvferry.integrations.vllm.scheduler.blocks import GroupShape, guarded_blocks
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
+from kvferry.integrations.vllm.scheduler.prompt_adapters import PromptAdapters
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import PromptLoad, StepMetadata
+from kvferry.plan.digest_cells import Integrity
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -45,10 +49,27 @@ class EngineState:
     holds: Holds
     trust: Trust
     leases: LeaseKeeper
+    adapters: PromptAdapters
     kept_blocks: KeptBlocks = field(default_factory=KeptBlocks)
     holds_lock: threading.Lock = field(default_factory=threading.Lock)
     step: StepMetadata = field(default_factory=StepMetadata)
     answers_at: EndPoint = field(default_factory=lambda: EndPoint("127.0.0.1", 1, 0))
+
+    @property
+    def keeps_digests(self) -> bool:
+        """Whether the ranks keep digests of held blocks."""
+        return self.settings.wanted_integrity is not Integrity.OFF
+
+    def held_prompt(self, digest: str, num_tokens: int, block_ids: Sequence[Sequence[int]]) -> HeldPrompt:
+        """Return what is held of a request's first ``num_tokens``, whose digest is given."""
+        sizes = [group.block_size for group in self.groups]
+        return HeldPrompt(digest, num_tokens, sizes, guarded_blocks(self.groups, sizes, block_ids, num_tokens))
+
+    def held(self, hold: Hold, prompt: HeldPrompt) -> Held:
+        """Return the guard word of a pull's hold, and what is held where the ranks keep digests of it."""
+        assert hold.slot is not None, "a pull's hold has a guard word"
+        word = guard_word(self.engine_id, self.epoch, hold.handle, prompt)
+        return Held(hold.slot, word, prompt if self.keeps_digests else None)
 
 
 class Source(Protocol):
@@ -94,6 +115,21 @@ class Destination(Protocol):
     def is_ready(self, request_id: str) -> bool:
         """Return whether the prefill engine of an expected request is known, or the error that fails its load."""
         return True
+
+    def expect_turn(self, request: "Request", params: Mapping[str, Any]) -> None:
+        """A new request for a decode engine may name that engine's hold of the conversation so far: load from there.
+
+        Where that cannot be, the engine computes the prompt.
+        """
+        return
+
+    def num_tokens_of_turn(self, request_id: str) -> int | None:
+        """Return how many tokens of the conversation are held for an expected turn; None for any other request."""
+        return None
+
+    def is_gone(self, request_id: str) -> bool:
+        """Return whether the hold of an expected turn has ended, or nobody answers for it."""
+        return False
 
     def block_sizes(self, request_id: str) -> Sequence[int]:
         """Return the prefill engine's block sizes by cache group; none where they are not known."""

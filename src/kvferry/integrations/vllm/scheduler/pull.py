@@ -3,12 +3,13 @@
 import logging
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from kvferry.errors import KVFerryError, Reason
+from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.guard_words import Held
+from kvferry.handoff.adapters import compare_adapters
 from kvferry.handoff.guard_word import HeldPrompt, guard_word
 from kvferry.handoff.holds import Hold
 from kvferry.handoff.remote_holds import RemoteHold
@@ -29,9 +30,9 @@ from kvferry.integrations.vllm.scheduler.params import (
     token_ids_of,
 )
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
+from kvferry.integrations.vllm.scheduler.prompt_adapters import PromptAdapter
 from kvferry.integrations.vllm.step import PromptLoad
 from kvferry.peer_log import PeerLog
-from kvferry.plan.digest_cells import Integrity
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -39,14 +40,27 @@ if TYPE_CHECKING:
 
 logger = PeerLog(logging.getLogger(__name__))
 
+TURN_ANSWER_SECONDS = 1.0
+"""How long a request waits to hear whether a decode engine still holds the conversation so far."""
+
 
 class _Prompt(msgspec.Struct):
-    """A request with an open hold: the digest of its prompt's ``num_tokens``, and the word that a step has set."""
+    """A request with an open hold: its adapter, the digest of its prompt's ``num_tokens``, and the word that a step has
+    set.
+    """
 
     request: "Request"
+    adapter: PromptAdapter
     num_tokens: int = 0
     digest: str = ""
     word: bytes = b""
+
+
+class _Turn(NamedTuple):
+    """A request that goes on from ``num_tokens`` which a decode engine holds, if that engine answers in time."""
+
+    num_tokens: int
+    answer_by: float
 
 
 class PullSource(Source):
@@ -62,12 +76,16 @@ class PullSource(Source):
     def __init__(self, state: EngineState, *, may_pack_pages: bool) -> None:
         self._state = state
         self._has_state = has_state(state.groups)
-        self._keeps_digests = state.settings.wanted_integrity is not Integrity.OFF
-        self._waits_for_ends = self._keeps_digests and may_pack_pages
+        self._waits_for_ends = state.keeps_digests and may_pack_pages
         self._prompts: dict[str, _Prompt] = {}
 
     def begin(self, request: "Request") -> None:
         """Open a hold; a preempted request that begins again keeps its hold, and has other blocks."""
+        try:
+            adapter = self._state.adapters.of_computed(request)
+        except KVFerryError as error:
+            self._refuse(request.request_id, error)
+            return
         with self._state.holds_lock:
             hold, drains = self._state.holds.begin(request.request_id), self._state.holds.is_draining
         if hold is None and drains:
@@ -82,7 +100,7 @@ class PullSource(Source):
                 peer=request.request_id,
             )
             return
-        self._prompts[request.request_id] = _Prompt(request)
+        self._prompts[request.request_id] = _Prompt(request, adapter)
 
     def finish(
         self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
@@ -91,6 +109,11 @@ class PullSource(Source):
         state = self._state
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
+            return None
+        try:
+            prompt.adapter.check()
+        except KVFerryError as error:
+            self._refuse(request.request_id, error)
             return None
         # A request that was preempted may end with an output of before, while its prompt is computed again.
         is_computed = request.num_computed_tokens >= request.num_prompt_tokens and any(block_ids)
@@ -108,11 +131,11 @@ class PullSource(Source):
             return None
         state.kept_blocks.keep(hold.handle.request_id, block_ids)
         held_prompt = self._held_prompt(prompt, block_ids)
-        held = self._held(hold, held_prompt)
+        held = state.held(hold, held_prompt)
         is_late = held.word != prompt.word
         if is_late:
             state.step.late[hold.handle] = held
-        return answer_params(hold, held_prompt, block_ids, state, is_late)
+        return answer_params(hold, held_prompt, block_ids, state, is_late, prompt.adapter.adapter)
 
     def note_schedule(self, output: "SchedulerOutput") -> None:
         """Add the guard words of the prompts that the step computes to their end; clear those of preempted requests."""
@@ -130,9 +153,16 @@ class PullSource(Source):
                 continue
             hold, block_ids = self._open_hold(request_id), blocks.get_block_ids(request_id)
             if hold is not None and block_ids is not None:
-                held = self._held(hold, self._held_prompt(prompt, block_ids))
+                held = self._state.held(hold, self._held_prompt(prompt, block_ids))
                 prompt.word = held.word
                 self._state.step.written.append(held)
+
+    def _refuse(self, request_id: str, error: KVFerryError) -> None:
+        """Hold nothing of a prompt."""
+        logger.warning("kvferry: %s is not held: %s", request_id, error, peer=request_id)
+        self._prompts.pop(request_id, None)
+        with self._state.holds_lock:
+            self._state.holds.drop(request_id)
 
     def _withdraw(self, request_id: str) -> None:
         prompt, hold = self._prompts.get(request_id), self._open_hold(request_id)
@@ -148,14 +178,7 @@ class PullSource(Source):
         num_tokens: int = prompt.request.num_prompt_tokens
         if prompt.num_tokens != num_tokens:
             prompt.num_tokens, prompt.digest = num_tokens, prompt_digest(prompt.request, num_tokens)
-        groups = self._state.groups
-        sizes = [group.block_size for group in groups]
-        return HeldPrompt(prompt.digest, num_tokens, sizes, guarded_blocks(groups, sizes, block_ids, num_tokens))
-
-    def _held(self, hold: Hold, prompt: HeldPrompt) -> Held:
-        assert hold.slot is not None, "a pull's hold has a guard word"
-        word = guard_word(self._state.engine_id, self._state.epoch, hold.handle, prompt)
-        return Held(hold.slot, word, prompt if self._keeps_digests else None)
+        return self._state.held_prompt(prompt.digest, num_tokens, block_ids)
 
 
 class PullDestination(Destination):
@@ -164,15 +187,13 @@ class PullDestination(Destination):
     def __init__(self, state: EngineState) -> None:
         self._state = state
         self._expected: dict[str, RemoteParams | KVFerryError] = {}
+        self._turns: dict[str, _Turn] = {}
 
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
         """Renew the lease of the request's remote hold from now on."""
         request_id = request.request_id
         try:
-            parsed = parse_params(params, request_id)
-            if (keys := self._state.trust.keys) is not None:
-                check_signature(parsed, keys, request_id)
-            self._expected[request_id] = parsed
+            self._expected[request_id] = parsed = self._parse(params, request_id)
         except KVFerryError as error:
             self._expected[request_id] = error.without_traceback()
             if error.reason is Reason.PROTOCOL_MISMATCH:
@@ -180,6 +201,39 @@ class PullDestination(Destination):
                 self._state.leases.say_versions(named.remote_host, named.remote_port, self._state.engine_id)
             return
         self._state.leases.arrive(request_id, self._hold(parsed), parsed.kvferry.lease_seconds)
+
+    def expect_turn(self, request: "Request", params: Mapping[str, Any]) -> None:
+        if not params.get("remote_block_ids"):
+            return
+        request_id, state = request.request_id, self._state
+        try:
+            parsed = self._parse(params, request_id)
+            num_tokens = parsed.kvferry.num_tokens
+            if num_tokens >= request.num_prompt_tokens:
+                raise _other_conversation(request_id, num_tokens, request.num_prompt_tokens)
+            check_prompt(parsed, request, num_tokens)
+            check_cached_windows(state.groups, parsed.kvferry.block_sizes, state.caches_prefixes)
+        except KVFerryError as error:
+            told = "kvferry: %s computes what a decode engine may have: %s"
+            logger.info(told, request_id, error, peer=request_id)
+            return
+        self._expected[request_id] = parsed
+        self._turns[request_id] = _Turn(num_tokens, time.monotonic() + TURN_ANSWER_SECONDS)
+        state.leases.arrive(request_id, self._hold(parsed), parsed.kvferry.lease_seconds)
+
+    def num_tokens_of_turn(self, request_id: str) -> int | None:
+        turn = self._turns.get(request_id)
+        return None if turn is None else turn.num_tokens
+
+    def is_gone(self, request_id: str) -> bool:
+        leases = self._state.leases
+        return request_id in self._turns and (leases.is_lost(request_id) or not leases.is_renewed(request_id))
+
+    def is_ready(self, request_id: str) -> bool:
+        turn, leases = self._turns.get(request_id), self._state.leases
+        if turn is None or leases.is_lost(request_id) or leases.is_renewed(request_id):
+            return True
+        return time.monotonic() >= turn.answer_by
 
     def is_expected(self, request_id: str) -> bool:
         return request_id in self._expected
@@ -198,6 +252,7 @@ class PullDestination(Destination):
         expected = self._expected[request_id]
         if isinstance(expected, KVFerryError):
             raise expected.without_traceback()
+        self._check_adapter(expected, request)
         first_token, end_token = tokens
         hold, ferry = self._hold(expected), expected.kvferry
         digest, sizes = check_prompt(expected, request, end_token), ferry.block_sizes
@@ -213,6 +268,7 @@ class PullDestination(Destination):
     def finish(self, request_id: str) -> None:
         """Release the remote hold once no other sample of the request uses it."""
         if self._expected.pop(request_id, None) is not None:
+            self._turns.pop(request_id, None)
             self._state.leases.finish(request_id)
 
     def refuse_expected(self, error_of: Callable[[str], KVFerryError], loading: Container[str]) -> None:
@@ -221,6 +277,30 @@ class PullDestination(Destination):
                 self._expected[request_id] = error_of(request_id)
                 self._state.leases.finish(request_id)
 
+    def _parse(self, params: Mapping[str, Any], request_id: str) -> RemoteParams:
+        """Return the hold that the parameters name, signed where there are keys. Raises :class:`HandoffError`."""
+        parsed = parse_params(params, request_id)
+        if (keys := self._state.trust.keys) is not None:
+            check_signature(parsed, keys, request_id)
+        return parsed
+
+    def _check_adapter(self, expected: RemoteParams, request: "Request") -> None:
+        """Refuse a prompt whose adapter has other weights there, in both logs. Raises :class:`KVFerryError`."""
+        state, ours = self._state, self._state.adapters.of(request).adapter
+        try:
+            compare_adapters(ours.name, expected.kvferry.adapter, ours.digest)
+        except KVFerryError as error:
+            state.leases.say_refused(self._hold(expected), state.engine_id, error)
+            raise
+
     def _hold(self, expected: RemoteParams) -> RemoteHold:
         # With keys only signed parameters are expected.
         return expected.hold(is_trusted=self._state.trust.keys is not None)
+
+
+def _other_conversation(request_id: str, num_tokens: int, num_prompt_tokens: int) -> HandoffError:
+    return HandoffError(
+        Reason.INVALID_REQUEST,
+        f"the {num_prompt_tokens} tokens of {request_id} do not go on from the {num_tokens} tokens of the last turn.",
+        "Send the whole conversation, with the answer as the decode engine gave it.",
+    )

@@ -18,6 +18,7 @@ from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Of
 from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cached_windows, held_blocks
 from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params, prompt_digest, token_ids_of
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
+from kvferry.integrations.vllm.scheduler.prompt_adapters import PromptAdapter
 from kvferry.integrations.vllm.scheduler.router_beacon import FORGOTTEN_SECONDS, RouterBeacon, encode_zmq_address
 from kvferry.integrations.vllm.step import PromptLoad, PushedPrompt
 from kvferry.layout.group import CacheKind
@@ -35,10 +36,11 @@ WHOLE = (CacheKind.ATTENTION, CacheKind.MLA)
 
 
 class _Running(msgspec.Struct, frozen=True):
-    """A running request whose blocks are pushed, and the digest of its prompt, which is computed once."""
+    """A running request whose blocks are pushed, the digest of its prompt, which is computed once, and its adapter."""
 
     request: "Request"
     digest: str
+    adapter: PromptAdapter
 
 
 class PushSource(Source):
@@ -77,11 +79,16 @@ class PushSource(Source):
                 peer=request.request_id,
             )
             return
+        try:
+            adapter = self._state.adapters.of_computed(request)
+        except KVFerryError as error:
+            self._refuse(request.request_id, transfer_id, error)
+            return
         with self._state.holds_lock:
             hold = self._state.holds.begin_transfer(transfer_id, request.request_id)
         if hold is not None and request.request_id not in self._running:
             digest = prompt_digest(request, request.num_prompt_tokens)
-            self._running[request.request_id] = _Running(request, digest)
+            self._running[request.request_id] = _Running(request, digest, adapter)
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool) -> None:
         """Hold the blocks of a complete prompt until the push has ended; the decode engine needs no answer."""
@@ -152,11 +159,24 @@ class PushSource(Source):
             hold = self._state.holds.open_hold(request_id)
         return None if hold is None else hold.handle.request_id
 
+    def _refuse(self, request_id: str, transfer_id: str, error: KVFerryError) -> None:
+        """Push nothing of a prompt; decode ranks that have announced blocks for it are told that it has ended."""
+        logger.warning("kvferry: %s is not pushed: %s", transfer_id, error, peer=transfer_id)
+        self._running.pop(request_id, None)
+        with self._state.holds_lock:
+            self._state.holds.drop(request_id)
+            self._state.holds.drop_transfer(transfer_id)
+
     def _note_progress(self, running: _Running, num_scheduled: int, output: "SchedulerOutput") -> None:
         request, blocks, groups = running.request, output.kv_connector_block_state, self._state.groups
         ids = None if blocks is None else blocks.get_block_ids(request.request_id)
         transfer_id = self._transfer_served_by(request.request_id)
         if ids is None or transfer_id is None:
+            return
+        try:
+            running.adapter.check()
+        except KVFerryError as error:
+            self._refuse(request.request_id, transfer_id, error)
             return
         num_tokens: int = request.num_prompt_tokens
         num_final = request.num_computed_tokens + num_scheduled
@@ -170,7 +190,8 @@ class PushSource(Source):
             return
         progress = END if num_final >= num_tokens else num_final
         held = held_blocks(groups, ids)
-        self._state.step.prompts.append((transfer_id, Prompt(num_tokens, running.digest, held, progress)))
+        prompt = Prompt(num_tokens, running.digest, held, progress, running.adapter.adapter)
+        self._state.step.prompts.append((transfer_id, prompt))
 
 
 class _Expected(msgspec.Struct, frozen=True):
@@ -244,7 +265,9 @@ class PushDestination(Destination):
         sizes = expected.offer.block_sizes
         check_cached_windows(state.groups, sizes, state.caches_prefixes)
         blocks = blocks_to_load(state.groups, sizes, tokens, None, block_ids)
-        prompt = PushedPrompt(expected.params.transfer_id, end_token, prompt_digest(request, end_token))
+        adapter = state.adapters.of(request).adapter
+        digest = prompt_digest(request, end_token)
+        prompt = PushedPrompt(expected.params.transfer_id, end_token, digest, adapter.digest)
         num_tokens = end_token - first_token
         timeout = state.settings.load_seconds
         return PromptLoad(request_id, timeout, expected.hold, None, num_tokens, blocks, pushed=prompt)

@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -37,16 +38,26 @@ from kvferry.handoff.messages import (
 from kvferry.handoff.versions import Versions, agree
 from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.handoff.wire.server import Server
+from kvferry.integrations.vllm.adapters import hear_of_loads
 from kvferry.integrations.vllm.layout_choice import on_cpu
 from kvferry.integrations.vllm.resets import end_former_epoch
 from kvferry.integrations.vllm.scheduler.blocks import check_filled_whole, groups_filled_whole, num_recomputed
 from kvferry.integrations.vllm.scheduler.kept_blocks import Quarantine
 from kvferry.integrations.vllm.scheduler.params import leave_last_token
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
+from kvferry.integrations.vllm.scheduler.prompt_adapters import PromptAdapters
 from kvferry.integrations.vllm.scheduler.pull import PullDestination, PullSource
 from kvferry.integrations.vllm.scheduler.push import PushDestination, PushSource, check_pushable
+from kvferry.integrations.vllm.scheduler.turns import HeldAnswers
 from kvferry.integrations.vllm.settings import Settings, control_port, trust_of
-from kvferry.integrations.vllm.step import EPOCH_BITS, MAX_HELD_REQUESTS, EngineEndPoint, PromptLoad, StepMetadata
+from kvferry.integrations.vllm.step import (
+    EPOCH_BITS,
+    MAX_HELD_REQUESTS,
+    EngineEndPoint,
+    FailedTurns,
+    PromptLoad,
+    StepMetadata,
+)
 from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
 from kvferry.integrations.vllm.versions import Engine, can_name_loaded_groups
@@ -81,16 +92,20 @@ class SchedulerRole:
         parallel = vllm_config.parallel_config
         epoch = secrets.randbits(EPOCH_BITS)
         trust = trust_of(settings)
+        caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
+        if vllm_config.lora_config is not None:
+            hear_of_loads()
         self._state = state = EngineState(
             settings=settings,
             engine_id=engine_id,
             epoch=epoch,
             tp_size=parallel.tensor_parallel_size,
             groups=group_shapes(kv_cache_config),
-            caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
+            caches_prefixes=caches_prefixes,
             holds=Holds(epoch, MAX_HELD_REQUESTS, settings.lease_seconds, settings.max_hold_seconds),
             trust=trust,
             leases=LeaseKeeper(settings.lease_seconds, trust),
+            adapters=PromptAdapters(caches_prefixes=caches_prefixes),
         )
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._num_recomputed = num_recomputed(state.groups)
@@ -104,6 +119,9 @@ class SchedulerRole:
         else:
             # Only kernels of CPU attention pack pages.
             self._source, self._destination = PullSource(state, may_pack_pages=on_cpu()), PullDestination(state)
+        drafts = vllm_config.speculative_config is not None
+        self._answers = HeldAnswers(state, drafts=drafts) if settings.turn_seconds else None
+        self._failed_turns: set[str] = set()
         self._engine = Engine()
         self._weights_version = self._engine.weights_version
         self._expired_at = time.monotonic()
@@ -136,8 +154,12 @@ class SchedulerRole:
             logger.warning("kvferry: the kv_transfer_params of %s are no object and are ignored.", request.request_id)
             request.kv_transfer_params = None
             return
-        if params.get("do_remote_decode") and self._num_recomputed:
-            leave_last_token(request)
+        if params.get("do_remote_decode"):
+            if self._num_recomputed:
+                leave_last_token(request)
+            self._state.adapters.avoid_stale_blocks(request)
+            if self._engine.can_compute_anew:
+                self._destination.expect_turn(request, params)
         if params.get("do_remote_prefill"):
             self._destination.expect(request, params)
 
@@ -153,6 +175,13 @@ class SchedulerRole:
         is_full = bool(self._loading) and self._num_loads >= MAX_LOADS
         if is_full or not self._destination.is_ready(request.request_id):
             return None, False
+        if self._destination.is_gone(request.request_id):
+            return 0, False
+        try:
+            self._state.adapters.of(request)
+        except KVFerryError as error:
+            logger.warning("kvferry: %s is computed here: %s", request.request_id, error, peer=request.request_id)
+            return 0, False
         num_missing = self._num_loadable(request) - num_computed_tokens
         return (num_missing, True) if num_missing > 1 else (0, False)
 
@@ -169,8 +198,9 @@ class SchedulerRole:
             self._source.begin(request)
         if not self._awaits_load(request):
             return
-        # A new object: parallel samples in one process share the parameters, and each loads for itself.
-        request.kv_transfer_params = {**params, "do_remote_prefill": False}
+        if params.get("do_remote_prefill"):
+            # A new object: parallel samples in one process share the parameters, and each loads for itself.
+            request.kv_transfer_params = {**params, "do_remote_prefill": False}
         if num_external_tokens == 0:
             self._destination.finish(request.request_id)
             return
@@ -192,12 +222,16 @@ class SchedulerRole:
             self._state.step.aborted.append(request.request_id)
         else:
             self._destination.finish(request.request_id)
-        return False, self._source.finish(request, block_ids, is_complete) if params.get("do_remote_decode") else None
+        if params.get("do_remote_decode"):
+            return False, self._source.finish(request, block_ids, is_complete)
+        if self._answers is None or not is_complete:
+            return False, None
+        return False, self._answers.hold(request, block_ids)
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Keep blocks by references in this pool."""
         self._state.kept_blocks.bind(pool)
-        self._state.kept_blocks.allow_resets()
+        self._state.kept_blocks.allow_resets(self._state.adapters.prefix_cache_is_empty)
 
     # Once per engine step.
 
@@ -208,10 +242,14 @@ class SchedulerRole:
             self.reset_cache()
         self._source.note_schedule(output)
         with state.holds_lock:
+            if self._answers is not None:
+                self._answers.yield_used()
             self._expire_holds()
             ended = state.holds.take_ended()
         for each in ended:
             self._end_hold(each)
+        if self._answers is not None:
+            self._answers.lend()
         self._destination.turn()
         state.leases.step()
         state.leases.keep()
@@ -253,10 +291,14 @@ class SchedulerRole:
         """All ranks have reported these loads: their remote holds may end."""
         for request_id in output.failed_recving or ():
             self._destination.fail(request_id)
+        if isinstance(output.kv_connector_worker_meta, FailedTurns):
+            self._failed_turns |= output.kv_connector_worker_meta.request_ids
         # A rank may have reported a load before it learned of a reset.
         finished = set(output.finished_recving or ())
-        self._engine.compute_anew(sorted((self._outdated & finished) - set(output.failed_recving or ())))
+        anew = ((self._outdated | self._failed_turns) & finished) - set(output.failed_recving or ())
+        self._engine.compute_anew(sorted(anew))
         self._outdated -= finished
+        self._failed_turns -= finished
         for request_id in finished:
             self._loading.pop(request_id, None)
             self._destination.finish(request_id)
@@ -271,7 +313,8 @@ class SchedulerRole:
         with self._state.holds_lock:
             has_news = self._quarantine.has_news or self._destination.has_pending_work or holds.has_ended
             has_news = has_news or bool(self._state.step.late)
-            must_stay = holds.num_holds > 0 and (not engine.can_wake or engine.finishes)
+            has_news = has_news or (self._answers is not None and self._answers.has_pending_work)
+            must_stay = (not engine.can_wake or engine.finishes) and holds.num_lasting > 0
         return has_news or must_stay or self._weights_version != engine.weights_version
 
     # Peers.
@@ -299,14 +342,17 @@ class SchedulerRole:
         self._state.leases.close()
 
     def _awaits_load(self, request: "Request") -> bool:
-        """Return whether the request's prompt has not been loaded yet."""
-        params = request.kv_transfer_params
-        return bool(params and params.get("do_remote_prefill")) and self._destination.is_expected(request.request_id)
+        """Return whether the request's prompt, or the conversation before this turn, has not been loaded yet."""
+        params, request_id = request.kv_transfer_params, request.request_id
+        if not params or request_id in self._loading:
+            return False
+        loads = params.get("do_remote_prefill") or params.get("do_remote_decode")
+        return bool(loads) and self._destination.is_expected(request_id)
 
     def _num_loadable(self, request: "Request") -> int:
         """Return how many of the prompt's tokens a load can bring; a prompt of one token is computed here."""
-        num_tokens: int = request.num_prompt_tokens
-        return max(num_tokens - self._num_recomputed, 1)
+        of_turn = self._destination.num_tokens_of_turn(request.request_id)
+        return max(request.num_prompt_tokens - self._num_recomputed, 1) if of_turn is None else of_turn
 
     @property
     def _num_loads(self) -> int:
@@ -316,6 +362,7 @@ class SchedulerRole:
         self, request: "Request", block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> PromptLoad:
         end_token = self._num_loadable(request)
+        is_turn = self._destination.num_tokens_of_turn(request.request_id) is not None
         try:
             if self._num_loads > MAX_LOADS:
                 raise HandoffError(
@@ -326,11 +373,12 @@ class SchedulerRole:
             _check_reportable(request.request_id)
             if not self._can_clear_in_part:
                 check_filled_whole(self._state.groups, self._destination.block_sizes(request.request_id))
-            return self._destination.order(request, (end_token - num_external_tokens, end_token), block_ids)
+            order = self._destination.order(request, (end_token - num_external_tokens, end_token), block_ids)
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error, peer=request.request_id)
             hold = self._destination.hold_of(request.request_id)
-            return PromptLoad(request.request_id, self._state.settings.load_seconds, hold, error=error)
+            order = PromptLoad(request.request_id, self._state.settings.load_seconds, hold, error=error)
+        return replace(order, is_optional=is_turn)
 
     def _end_hold(self, ended: Ended) -> None:
         """Order the workers to clear the guard word or stop the push, and free the blocks.
@@ -348,9 +396,11 @@ class SchedulerRole:
             state.step.late.pop(hold.handle, None)
         if hold is not None:
             self._source.forget(hold.request_id)
+        if hold is not None and hold.yields and self._answers is not None:
+            self._answers.forget(hold.request_id)
         if ended.was_held:
             state.kept_blocks.free(name)
-        if (why := self._why_ended(ended.ending)) is not None:
+        if (hold is None or not hold.yields) and (why := self._why_ended(ended.ending)) is not None:
             logger.warning("kvferry: %s: the blocks of %s are freed.", why, name, peer=name)
 
     def _why_ended(self, ending: Ending) -> str | None:
@@ -426,8 +476,10 @@ class SchedulerRole:
 
     def _note_refusal(self, question: HandshakeRefused) -> Noted:
         """Log why a decode rank does not load from this engine: nothing else here would say so."""
-        told = "kvferry: decode rank %s refuses this prefill engine: %s"
-        logger.warning(told, question.sender, question.error(), peer=question.sender)
+        # A decode engine compares adapters before its ranks have part in a load.
+        part = "engine" if question.reason == Reason.ADAPTER_MISMATCH else "rank"
+        told = "kvferry: decode %s %s refuses this prefill engine: %s"
+        logger.warning(told, part, question.sender, question.error(), peer=question.sender)
         return Noted(self._state.epoch)
 
     def _answer_drain(self, question: Drain) -> Draining:

@@ -44,8 +44,9 @@ def weights_of(
     place = Path(model)
     if place.exists():
         files = sorted(path for path in files_of(place) if path.suffix in SUFFIXES)
-        return Weights(_digest_of(files), are_known=bool(files))
-    commit = _commit_of(model, revision, cache, config)
+        return Weights(digest_of_files(files), are_known=bool(files))
+    snapshot = snapshot_of(model, revision, cache, config)
+    commit = None if snapshot is None else snapshot.name
     named = f"{model}@{commit or revision or 'default'}"
     return Weights(hashlib.blake2b(named.encode(), digest_size=16).hexdigest(), are_known=commit is not None)
 
@@ -57,18 +58,24 @@ def files_of(place: Path) -> list[Path]:
     return [place] if place.is_file() else []
 
 
-def _commit_of(model: str, revision: str | None, cache: str | None, config: str) -> str | None:
-    """Return the commit of a hub's model at this revision in this machine's cache; None where the cache has none."""
+def snapshot_of(
+    model: str, revision: str | None = None, cache: str | None = None, config: str = "config.json"
+) -> Path | None:
+    """Return the folder of a hub's model at this revision in this machine's cache; None where the cache has none.
+
+    The folder has the name of the commit.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     try:
         path = try_to_load_from_cache(model, config, cache_dir=cache, revision=revision)
     except ValueError:
         return None  # not a name of a model on the hub
-    return Path(path).parent.name if isinstance(path, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
-def _digest_of(files: Sequence[Path]) -> str:
+def digest_of_files(files: Sequence[Path]) -> str:
+    """Return a digest of these files of weights, in their order: names, sizes, headers and samples of each tensor."""
     digest = hashlib.blake2b(digest_size=16)
     spans = []
     for path in files:

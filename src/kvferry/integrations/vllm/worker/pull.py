@@ -23,19 +23,19 @@ class PullSource(Source):
     num_words = MAX_HELD_REQUESTS
 
     def __init__(self, order: DeviceOrder, table: DigestTable | None = None) -> None:
-        self._words = GuardWords(self.num_words)
+        self.words = GuardWords(self.num_words)
         self._table = table
-        self._step_words = StepWords(self._words, order, None if table is None else self._keep_digests)
+        self._step_words = StepWords(self.words, order, None if table is None else self._keep_digests)
 
     @property
     def words_address(self) -> int:
         """Address of the first guard word."""
-        return self._words.address
+        return self.words.address
 
     @property
     def regions(self) -> list[Region]:
         """The memory of guard words and digests, to register beside the cache."""
-        words = Region(self._words.address, self._words.array.nbytes)
+        words = Region(self.words.address, self.words.array.nbytes)
         return [words] if self._table is None else [words, self._table.region]
 
     def begin_step(self, orders: StepMetadata) -> None:

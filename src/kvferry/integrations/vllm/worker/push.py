@@ -132,7 +132,9 @@ class PushDestination(Destination):
         assert order.pushed is not None
         deadline = time.monotonic() + order.timeout_seconds
         pushed = order.pushed
-        request = PushedRequest(order.request_id, pushed.transfer_id, pushed.num_tokens, pushed.digest, deadline)
+        request = PushedRequest(
+            order.request_id, pushed.transfer_id, pushed.num_tokens, pushed.digest, deadline, pushed.adapter
+        )
         self.announcer.announce(request, partial(self._sources, order, launched_before))
 
     def fail(self, order: PromptLoad) -> None:

@@ -6,6 +6,7 @@ The role does the work that pull and push share; a source part and a destination
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,15 +19,16 @@ from kvferry.execution.digests import DigestTable
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
-from kvferry.execution.pair_cells import pushed_digests
+from kvferry.execution.pair_cells import comparable, pushed_digests
 from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.stage import Stage
+from kvferry.execution.trial import Side, Trial
 from kvferry.handoff.holds import lease_lost, weights_changed
 from kvferry.handoff.messages import RankEntry, StillWriting
 from kvferry.handoff.wire.client import Client
 from kvferry.integrations.vllm.resets import ROLES
 from kvferry.integrations.vllm.settings import Settings, trust_of
-from kvferry.integrations.vllm.step import EngineEndPoint, PromptLoad, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.step import EngineEndPoint, FailedTurns, PromptLoad, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
 from kvferry.integrations.vllm.worker.caches import register_caches
@@ -39,7 +41,7 @@ from kvferry.layout.shard import encode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import LayerSpans
-from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES
+from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES, Strategy
 from kvferry.transport.end_points import own_identity
 from kvferry.transport.network import Network
 from kvferry.transport.registry import open_transports
@@ -71,8 +73,10 @@ class WorkerRole:
         self._trust = trust_of(settings)
         transfer = vllm_config.kv_transfer_config
         loads = settings.mode == "pull" and (transfer is None or transfer.is_kv_consumer)
-        network = Network(settings.transports_listen_at(loads=loads), self._trust.addresses_named_by_peers)
-        self._transports = open_transports(settings.transport, network=network)
+        listens_at, reaches = settings.transports_listen_at(loads=loads), settings.transports_reach(loads=loads)
+        network = Network(listens_at, self._trust.addresses_named_by_peers, reaches)
+        self._open_transports = partial(open_transports, settings.transport, network=network)
+        self._transports = self._open_transports()
         self._statistics = Statistics()
         self._log = TransferLog(settings.transfer_log, self._index, resolved_layout(vllm_config))
         self._order: DeviceOrder = HOST
@@ -84,6 +88,8 @@ class WorkerRole:
         self._orders: dict[str, PromptLoad] = {}
         self._failed: set[str] = set()
         self._outdated: set[str] = set()
+        self._failed_turns: set[str] = set()
+        self._refused_turns: set[str] = set()
         self._engine: EngineEndPoint | None = None
         self._num_reports = 0
         ROLES.add(self)
@@ -95,7 +101,7 @@ class WorkerRole:
         self._order = order = device_order(region.device for region in shard.regions)
         stage = Stage(DEFAULT_STAGE_BYTES, order) if settings.scatters else None
         scratch = Scratch(SCRATCH_WORDS)
-        integrity = settings.wanted_integrity
+        integrity = comparable(shard, settings.wanted_integrity, is_required=settings.requires_digests)
         reads_digests = integrity is not Integrity.OFF and settings.mode == "pull"
         compared = Stage(DIGESTS_BYTES) if reads_digests else None
         compares = None
@@ -155,6 +161,26 @@ class WorkerRole:
             digests=digests,
         )
         logger.debug("kvferry: rank %d moves\n%r", self._index, shard)
+        if not order.is_immediate:
+            side = Side(shard, self._transports, end_points, scratch, None, stage, table, compared)
+            if pull_source is not None:
+                side = side._replace(words=pull_source.words)
+            self._try(side, kv_caches, cores)
+
+    def _try(self, side: Side, kv_caches: Mapping[str, torch.Tensor], cores: set[int]) -> None:
+        """Move labelled blocks out of the cache and back. Raises :class:`TransportError` (trial-failed)."""
+        settings = self._settings
+        wanted = settings.wanted_strategy
+        strategies = [wanted] if wanted is not None else [Strategy.DIRECT, Strategy.SCATTER]
+        if settings.mode == "push":
+            strategies = [Strategy.DIRECT]
+        layout = f"layout {resolved_layout(self._vllm_config)}, "
+        trial = Trial(
+            side, kv_caches, self._order, self._open_transports, strategies, settings.wanted_integrity, layout, cores
+        )
+        done = trial.run()
+        told = "kvferry: rank %d: %d bytes of labelled blocks went out of the cache and back over %s in %.2f s (%s)."
+        logger.info(told, self._index, done.num_bytes, done.transport, done.seconds, ", ".join(done.strategies))
 
     def get_handshake_metadata(self) -> RankMetadata | None:
         """Return this rank's entry of the engine's directory."""
@@ -227,8 +253,9 @@ class WorkerRole:
         Where there is no result yet, but a load runs, wait at most ``wait_seconds`` for one.
         """
         failed, self._failed = self._failed, set()
-        received = set(failed)
-        seconds = wait_seconds if wait_seconds and not failed and self._orders else 0.0
+        refused, self._refused_turns = self._refused_turns, set()
+        received = failed | refused
+        seconds = wait_seconds if wait_seconds and not received and self._orders else 0.0
         for result in self._rank.executor.collect(seconds) if self._rank is not None else ():
             if result.job_id not in self._orders:
                 # A write of this rank, which has reported it to the destination.
@@ -239,12 +266,20 @@ class WorkerRole:
             if result.job_id in self._outdated:
                 self._outdated.discard(result.job_id)
                 result = replace(result, error=result.error or weights_changed(result.job_id))
+            is_optional = self._orders[result.job_id].is_optional
             self._account(result)
             if result.error is not None:
-                failed.add(result.job_id)
+                (self._failed_turns if is_optional else failed).add(result.job_id)
         for step in self._source.take_steps() if self._source is not None else ():
             self._log.write_step(step)
         return received, failed
+
+    def take_failed_turns(self) -> FailedTurns | None:
+        """Return the optional loads that have failed since the last call, though they count as received; None where
+        there is none.
+        """
+        failed, self._failed_turns = self._failed_turns, set()
+        return FailedTurns(frozenset(failed)) if failed else None
 
     def take_statistics(self) -> Statistics | None:
         """Return the statistics since the last call; None where there is no new one."""
@@ -307,7 +342,11 @@ class WorkerRole:
     def _refuse(self, order: PromptLoad, error: KVFerryError) -> None:
         """Report a load as failed that the scheduler could not order; the scheduler has logged why."""
         result = JobResult(order.request_id, error)
-        self._failed.add(order.request_id)
+        if order.is_optional:
+            self._refused_turns.add(order.request_id)
+            self._failed_turns.add(order.request_id)
+        else:
+            self._failed.add(order.request_id)
         self._statistics.record(result)
         self._log.write(order, result)
 

@@ -1,4 +1,4 @@
-"""What all transports of host memory share: registered regions, checked submissions, and ``close``."""
+"""What all transports share: registered regions, checked submissions, and ``close``."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Tr
 from kvferry.transport.regions import RegionTable
 
 MAX_DESCRIPTORS = 1 << 22
+INSTALL_NIXL = "pip install nixl==1.5.1 nixl-cu12==1.5.1"
+"""For CUDA 12. With CUDA 13, NIXL's package of that name loads nixl-cu13."""
 
 
 class Sides(NamedTuple):
@@ -32,7 +34,7 @@ class Sides(NamedTuple):
         )
 
 
-class HostMemoryTransport(ABC):
+class RegisteredMemoryTransport(ABC):
     """``register``, ``submit``, ``poll``, ``cancel`` and ``close``; a subclass connects and moves the bytes.
 
     Where bytes move inside ``poll`` only, as here, ``cancel`` stops at once. After ``close`` a poll of a pending
@@ -47,18 +49,15 @@ class HostMemoryTransport(ABC):
         self._closed = False
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Add memory and return the end point. Raises ``TransportError`` (``UNSUPPORTED``) for other than host memory.
+        """Add memory and return the end point. Raises ``TransportError`` (``UNSUPPORTED``) for memory of a device that
+        the transport does not move.
 
         ``_make_reachable`` raises further errors.
         """
         self._check_open()
         for region in regions:
-            if region.device != "cpu":
-                raise TransportError(
-                    Reason.UNSUPPORTED,
-                    f"{self.capabilities.name} moves host memory only; region {region} is not host memory.",
-                    "Register memory of the device 'cpu'.",
-                )
+            if not self.capabilities.moves(region.device):
+                raise self._cannot_move(region)
         self._make_reachable(regions)
         self._regions.extend(regions)
         self._local = RegionTable(self._regions)
@@ -92,6 +91,21 @@ class HostMemoryTransport(ABC):
         """Refuse all later calls."""
         self._closed = True
         return True
+
+    def _cannot_move(self, region: Region) -> TransportError:
+        """Return the error of memory that this transport does not move."""
+        if self.capabilities.moves_device_memory:
+            found = (
+                f"{self.capabilities.name} moves memory of the host and of CUDA devices; region {region} is neither."
+            )
+            remedy = "Run the engine on a CUDA device or on the CPU."
+        else:
+            found = (
+                f"{self.capabilities.name} moves host memory only, since the processor makes its copies; region "
+                f"{region} is memory of a device."
+            )
+            remedy = f'Set "transport" to "auto" or "nixl" on both engines ({INSTALL_NIXL}).'
+        return TransportError(Reason.UNSUPPORTED, found, remedy)
 
     def _make_reachable(self, regions: Sequence[Region]) -> None:
         """Prepare new memory for peers; most transports need nothing. Raises ``TransportError``."""

@@ -1,4 +1,7 @@
-"""The names of blocks of requests with an adapter, whose weights may change while the engine runs.
+"""Which weights vLLM has read for an adapter: they may change while the engine runs.
+
+Stored blocks of an adapter are named by a digest of these weights (:meth:`Adapters.names`), and prompts of different
+adapters do not move between engines (:mod:`~kvferry.integrations.vllm.scheduler.prompt_adapters`).
 
 vLLM's hash of a block has the adapter's name and path, and the same path has other weights after the next training.
 vLLM reads the files of an adapter in ``add_lora``, else in the first step of a request that asks for the adapter's id,
@@ -6,7 +9,7 @@ and in each step of a request with ``load_inplace``. It may also read them again
 had dropped this one. So a digest belongs to an id. It is read around ``add_lora`` (:func:`hear_of_loads`), else when
 the first request comes, and is believed for as long as the files stay as they are: before a block is made, and again
 when the block has been stored, since vLLM may have read the files in between. Once they have changed, nobody knows here
-which weights the engine has: requests of that id have no names, until vLLM reads the files for certain.
+which weights the engine has: requests of that id load and store nothing, until vLLM reads the files for certain.
 """
 
 import hashlib
@@ -22,7 +25,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from kvferry.integrations.vllm.offload_names import NAMESPACE_BYTES, BlockNames, unknown_weights
-from kvferry.integrations.vllm.translate.weights import SUFFIXES, Weights, files_of, weights_of
+from kvferry.integrations.vllm.translate.weights import Weights, digest_of_files, files_of, snapshot_of
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -30,11 +33,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DIGEST_BYTES = 16
+CONFIG = "adapter_config.json"
+FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt", CONFIG)
+"""What vLLM reads of an adapter's folder."""
 _UNREAD = Weights("", are_known=False)
 
 
 @dataclass(slots=True, eq=False)
-class _Read:
+class AdapterRead:
     """What vLLM has read for an id, and the state of the files then. ``is_current``: nothing speaks against it."""
 
     adapter_id: int
@@ -45,8 +52,13 @@ class _Read:
 
     def is_certain(self) -> bool:
         """Return whether vLLM still has these weights, whenever it has read the files; look at the files."""
-        if self.is_current and self.state is not None and _state_of(self.path) not in (self.state, None):
-            self.doubt(f"{self.path} has changed since vLLM read it")
+        state = _state_of(self.path) if self.is_current and self.state is not None else None
+        if state not in (self.state, None):
+            # A copy of the same files, by rsync for example, has another state.
+            if _weights_if_readable(self.path) == self.weights:
+                self.state = state
+            else:
+                self.doubt(f"{self.path} has changed since vLLM read it")
         return self.is_current
 
     def doubt(self, why: str) -> None:
@@ -60,10 +72,12 @@ class Adapters:
     """The adapters of one engine."""
 
     def __init__(self) -> None:
-        self._read: dict[int, _Read] = {}
+        self._read: dict[int, AdapterRead] = {}
         """By id."""
         self._digests: defaultdict[str, set[str]] = defaultdict(set)
         """By path: of all weights that vLLM has read there."""
+        self._stale: set[str] = set()
+        """Paths whose earlier weights may have left blocks in vLLM's own prefix cache, under the same hash."""
         self._of_this_process = secrets.token_bytes(NAMESPACE_BYTES)
         _all_adapters.add(self)
 
@@ -89,6 +103,21 @@ class Adapters:
         facts = {**names.facts, "adapter": read.weights.digest}
         return replace(names, namespace=namespace, facts=facts, private=private, is_certain=read.is_certain)
 
+    def read_by(self, request: "LoRARequest") -> AdapterRead:
+        """Return what vLLM has read, or is about to read, for requests of this adapter.
+
+        Raises ``OSError`` for files that cannot be read.
+        """
+        return self._of(request.lora_path, request.lora_int_id, is_read_again=request.load_inplace)
+
+    def may_be_stale(self, path: str) -> bool:
+        """Return whether vLLM's prefix cache may have blocks of earlier weights of this path."""
+        return path in self._stale
+
+    def prefix_cache_is_empty(self) -> None:
+        """VLLM has cleared its prefix cache."""
+        self._stale.clear()
+
     @contextmanager
     def reading(self, path: str, adapter_id: int, *, is_read_again: bool) -> Iterator[None]:
         """Note what vLLM reads within the block: the files, unless it has read them for this id before.
@@ -108,12 +137,12 @@ class Adapters:
             try:
                 read = self._keep(path, adapter_id)
             except OSError as error:
-                read = self._read[adapter_id] = _Read(adapter_id, path, before, _UNREAD)
+                read = self._read[adapter_id] = AdapterRead(adapter_id, path, before, _UNREAD)
                 read.doubt(str(error))
             if not is_new and read.state != before:
                 read.doubt(f"{path} has changed while vLLM read it")
 
-    def _of(self, path: str, adapter_id: int, *, is_read_again: bool) -> _Read:
+    def _of(self, path: str, adapter_id: int, *, is_read_again: bool) -> AdapterRead:
         """Return what vLLM has read for this id; read it where vLLM does and the files are not those of the last time.
 
         Where nothing tells their state, they are read each time that vLLM reads them, and else taken for unchanged.
@@ -130,13 +159,15 @@ class Adapters:
             read.is_certain()
         return read
 
-    def _keep(self, path: str, adapter_id: int) -> _Read:
+    def _keep(self, path: str, adapter_id: int) -> AdapterRead:
         """Read the files for an id; what is being stored with its earlier weights has none that are certain."""
-        read = _Read(adapter_id, path, _state_of(path), _weights_of(path))
+        read = AdapterRead(adapter_id, path, _state_of(path), _weights_of(path))
         if (earlier := self._read.get(adapter_id)) is not None:
             earlier.is_current = False
         self._read[adapter_id] = read
         self._digests[path].add(read.weights.digest)
+        if len(self._digests[path]) > 1:
+            self._stale.add(path)
         return read
 
 
@@ -170,6 +201,13 @@ def _state_if_readable(path: str) -> Hashable:
         return None
 
 
+def _weights_if_readable(path: str) -> Weights | None:
+    try:
+        return _weights_of(path)
+    except OSError:
+        return None
+
+
 def _state_of(path: str) -> Hashable:
     """Return what changes with the files of an adapter, without reading them: of a hub's adapter the commit.
 
@@ -177,8 +215,8 @@ def _state_of(path: str) -> Hashable:
     """
     place = Path(path)
     if not place.exists():
-        weights = weights_of(path, config="adapter_config.json")
-        return weights.digest if weights.are_known else None
+        snapshot = snapshot_of(path, config=CONFIG)
+        return None if snapshot is None else snapshot.name
     found = [(file.name, file.stat()) for file in _files_of(place)]
     return tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in found)
 
@@ -186,17 +224,20 @@ def _state_of(path: str) -> Hashable:
 def _weights_of(path: str) -> Weights:
     """Return the digest of an adapter's weights and of its own configuration, which has their scale.
 
-    Unknown weights have a name that no other process knows.
+    The path is no part of the digest. Unknown weights have a name that no other process knows.
     """
-    weights = weights_of(path, config="adapter_config.json")
-    if not weights.are_known:
-        return Weights(secrets.token_hex(NAMESPACE_BYTES), are_known=False)
-    found = hashlib.blake2b(weights.digest.encode(), digest_size=NAMESPACE_BYTES)
-    for file in _files_of(Path(path)):
-        if file.suffix == ".json":
+    place = Path(path)
+    folder = place if place.exists() else snapshot_of(path, config=CONFIG)
+    files = [] if folder is None else _files_of(folder)
+    if not any(file.name != CONFIG for file in files):
+        return Weights(secrets.token_hex(DIGEST_BYTES), are_known=False)
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    found.update(digest_of_files([file for file in files if file.name != CONFIG]).encode())
+    for file in files:
+        if file.name == CONFIG:
             found.update(hashlib.sha256(file.read_bytes()).digest())
     return Weights(found.hexdigest(), are_known=True)
 
 
 def _files_of(place: Path) -> list[Path]:
-    return [file for file in files_of(place) if file.suffix in (*SUFFIXES, ".json")]
+    return [file for file in files_of(place) if file.name in FILES]

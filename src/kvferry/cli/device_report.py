@@ -1,0 +1,80 @@
+"""``kvferry doctor --device cuda:0``: the trial at start, in a small cache of each layout, without an engine."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from rich.markup import escape
+from rich.table import Table
+
+from kvferry.cli.console import open_console, progress
+from kvferry.errors import KVFerryError
+from kvferry.execution.cuda_driver import CudaDevice, find_device
+from kvferry.layout.named_layouts import NamedLayout
+
+NO_ORDER = (
+    "network cards' writes are not ordered before kernels on this device (GPU_DIRECT_RDMA_WRITES_ORDERING is none): "
+    "over RDMA use a device and a platform that order them"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TriedLayout:
+    """One layout and mode: how long the bytes took there and back, or why they did not come back right."""
+
+    layout: str
+    mode: str
+    works: bool
+    seconds: float = 0.0
+    transport: str = ""
+    reason: str = ""
+    found: str = ""
+    remedy: str = ""
+
+
+def report_device(device: str, transport: str, json_output: bool) -> int:
+    """Run the trials, print, and return the exit code. Raises :class:`KVFerryError` where the device cannot be used."""
+    # Before torch, whose import takes seconds.
+    found = find_device(device)
+    with progress(f"moving labelled blocks on {device}"):
+        rows = list(_try_layouts(device, transport))
+    works = all(row.works for row in rows)
+    if json_output:
+        described = {"device": device, **asdict(found), "works": works, "trials": [asdict(row) for row in rows]}
+        print(json.dumps(described, indent=2))
+    else:
+        _print(device, found, rows)
+    return 0 if works else 1
+
+
+def _try_layouts(device: str, transport: str) -> Iterator[TriedLayout]:
+    from kvferry.execution.device import device_order
+    from kvferry.execution.device_trial import try_device
+    from kvferry.plan.staging.strategy import Strategy
+    from kvferry.transport.registry import open_transports
+
+    order = device_order([device])
+    opens = partial(open_transports, transport)
+    for layout in NamedLayout:
+        for mode in ("pull", "push"):
+            strategies = [Strategy.DIRECT] if mode == "push" else list(Strategy)
+            try:
+                result = try_device(order, layout, opens, strategies, pushes=mode == "push")
+            except KVFerryError as error:
+                yield TriedLayout(
+                    layout, mode, works=False, reason=error.reason, found=error.message, remedy=error.remedy
+                )
+            else:
+                yield TriedLayout(layout, mode, works=True, seconds=result.seconds, transport=result.transport)
+
+
+def _print(device: str, found: CudaDevice, rows: list[TriedLayout]) -> None:
+    table = Table("layout", "mode", "result", "what to do", title=f"{device}: {found.name}")
+    for row in rows:
+        result = f"[green]{row.seconds:.2f} s over {row.transport}[/]" if row.works else f"[red]{escape(row.found)}[/]"
+        table.add_row(row.layout, row.mode, result, escape(row.remedy))
+    console = open_console()
+    console.print(table)
+    if not found.sees_rdma_writes:
+        console.print(f"[yellow]{NO_ORDER}[/]")

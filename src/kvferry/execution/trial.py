@@ -1,0 +1,390 @@
+"""The trial at start: labelled blocks of a rank's cache go to a second agent of the same process, and come back.
+
+They go the way of any load: engine's views, transport, guard words, digests, stage and merge, in the transfer thread's
+device order. So what no test without this machine's device can show is shown on it before the engine says that it is
+ready. A rank that pushes writes instead of reading, and so does the second agent.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
+from kvferry.execution import device_memory
+from kvferry.execution.device import DeviceOrder
+from kvferry.execution.digests import DigestTable, PairDigests
+from kvferry.execution.executor import Executor
+from kvferry.execution.guard_words import GuardWords, Scratch
+from kvferry.execution.read import Guard, RankRead, Read
+from kvferry.execution.route import Route
+from kvferry.execution.stage import Stage
+from kvferry.handoff.guard_word import WORD_BYTES, HeldPrompt, guard_word
+from kvferry.handoff.messages import Handle
+from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import Region, Shard
+from kvferry.layout.slab import slab_shard
+from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.planner import PairPlan
+from kvferry.plan.request import GroupBlocks
+from kvferry.plan.staging.strategy import Strategy
+from kvferry.transport.protocol import Direction, Status
+from kvferry.transport.registry import TransportSet
+
+if TYPE_CHECKING:
+    import torch
+
+TRIAL_SECONDS = 10.0
+"""Limit of one move of the trial; all moves together take less than a second where nothing is wrong."""
+BLOCKS_EACH = 2
+"""Blocks of each cache group that are labelled; of a state one."""
+SLOT = 0
+STAGE_BYTES, DIGESTS_BYTES = 16 << 20, 1 << 20
+"""Of a side that the trial makes."""
+
+
+class Side(NamedTuple):
+    """What one of the two brings: its memory, registered with ``transports``.
+
+    Without ``words`` bytes are written by whoever has them, else read by whoever wants them.
+    """
+
+    shard: Shard
+    transports: TransportSet
+    end_points: Mapping[str, bytes]
+    scratch: Scratch
+    words: GuardWords | None = None
+    stage: Stage | None = None
+    table: DigestTable | None = None
+    digests: Stage | None = None
+
+
+class Trip(NamedTuple):
+    """Blocks of one cache group: labelled ones of the engine, those of the second agent, and where they come back."""
+
+    group: str
+    num_tokens: int
+    labelled: Sequence[int]
+    away: Sequence[int]
+    returned: Sequence[int]
+
+    def out(self) -> GroupBlocks:
+        """Return the request of the second agent."""
+        return self._request(self.labelled, self.away)
+
+    def back(self) -> GroupBlocks:
+        """Return the request of the engine."""
+        return self._request(self.away, self.returned)
+
+    def _request(self, source: Sequence[int], destination: Sequence[int]) -> GroupBlocks:
+        return GroupBlocks(
+            group=self.group,
+            first_token=0,
+            last_token=self.num_tokens,
+            source_block_ids=source,
+            destination_block_ids=destination,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """What a trial has moved there and back, and how long it took."""
+
+    strategies: tuple[Strategy, ...]
+    transport: str
+    num_bytes: int
+    seconds: float
+
+
+class Trial:
+    """The trial of one rank. ``views`` are the engine's own views of the layers, with the block as their first axis.
+
+    ``where`` names the rank's layout in an error, ``opens`` opens the second agent's transports. ``strategies`` are
+    tried one after the other; ``scatter`` needs the engine's stage. With ``integrity`` the engine's digests are
+    compared too.
+    """
+
+    def __init__(
+        self,
+        engine: Side,
+        views: "Mapping[str, torch.Tensor]",
+        order: DeviceOrder,
+        opens: Callable[[], TransportSet],
+        strategies: Sequence[Strategy],
+        integrity: Integrity = Integrity.OFF,
+        where: str = "",
+        cores: Collection[int] = (),
+    ) -> None:
+        self._engine, self._views, self._order, self._opens = engine, views, order, opens
+        self._strategies, self._integrity, self._where, self._cores = strategies, integrity, where, cores
+        self._trips = choose_blocks(engine.shard)
+        self._transport = "none"
+
+    def run(self) -> TrialResult:
+        """Move labelled blocks there and back by each strategy; the blocks have their former bytes afterwards.
+
+        Raises :class:`TransportError` (``trial-failed``): what differs or failed, and which setting to try.
+        """
+        began_at, done = time.monotonic(), []
+        content = LabelledBlocks(self._views, self._engine.shard, self._trips)
+        second = None
+        try:
+            second = self._open_second()
+            for strategy in self._strategies:
+                content.label()
+                self._order.mark().wait()
+                self._move(self._engine, second, [trip.out() for trip in self._trips], strategy)
+                self._move(second, self._engine, [trip.back() for trip in self._trips], strategy)
+                content.compare()
+                done.append(strategy)
+        except KVFerryError as error:
+            raise self._failed(error, done) from error
+        finally:
+            content.restore()
+            if self._engine.words is not None:
+                self._engine.words.clear(SLOT)
+            if second is not None:
+                second.transports.close()
+        return TrialResult(tuple(done), self._transport, content.num_bytes, time.monotonic() - began_at)
+
+    def _open_second(self) -> Side:
+        """Return a small cache on the same device, in another layout, with transports of its own."""
+        shard, memory = second_cache(self._engine.shard, self._trips, self._order)
+        reads = self._engine.words is not None
+        words = GuardWords(num_slots=1)
+        scratch = Scratch(num_words=1)
+        stage = None if self._engine.stage is None else Stage(STAGE_BYTES, self._order)
+        compares = reads and self._engine.table is not None and self._integrity is not Integrity.OFF
+        table = DigestTable(shard, self._integrity) if compares else None
+        digests = Stage(DIGESTS_BYTES) if compares else None
+        regions = [*shard.regions, scratch.region, Region(words.address, words.array.nbytes)]
+        regions += [each.region for each in (stage, table, digests) if each is not None]
+        transports = self._opens()
+        end_points = transports.register(regions)
+        self._memory = memory  # as long as it is registered
+        return Side(shard, transports, end_points, scratch, words if reads else None, stage, table, digests)
+
+    def _move(self, source: Side, destination: Side, blocks: Sequence[GroupBlocks], strategy: Strategy) -> None:
+        if source.words is None or destination.words is None:
+            self._write(source, destination, blocks)
+        else:
+            self._read(source, destination, blocks, strategy, source.words)
+
+    def _write(self, source: Side, destination: Side, blocks: Sequence[GroupBlocks]) -> None:
+        deadline = time.monotonic() + TRIAL_SECONDS
+        route = Route([source.shard], destination.shard, {0: source.transports.connect(destination.end_points)})
+        while not route.is_ready():
+            _wait(deadline)
+        link = route.links[0].poll()
+        assert link is not None
+        self._transport = link.name
+        for plan in route.own_plans(0):
+            transfer = link.transport.submit(link.peer, Direction.WRITE, plan.lower(blocks))
+            while link.transport.poll(transfer) is Status.PENDING:
+                _wait(deadline)
+            if transfer.error is not None:
+                raise transfer.error
+        route.close()
+
+    def _read(
+        self,
+        source: Side,
+        destination: Side,
+        blocks: Sequence[GroupBlocks],
+        strategy: Strategy,
+        words: GuardWords,
+    ) -> None:
+        word = guard_word("trial", 1, Handle("trial", 1), HeldPrompt("trial", 1, [], []))
+        if source.table is not None and destination.digests is not None:
+            for each in blocks:
+                source.table.fill_group(each.group, each.source_ids, 0, (0, each.last_token))
+        words.set(SLOT, word)
+        stage = destination.stage if strategy is Strategy.SCATTER else None
+        links = {0: destination.transports.connect(source.end_points)}
+        route = Route([source.shard], destination.shard, links, stage, strategy)
+        guard = Guard(words.address + SLOT * WORD_BYTES, word)
+
+        def reads() -> Sequence[RankRead] | None:
+            if not route.is_ready():
+                return None
+            return [
+                self._compared(route.read(plan, blocks, guard), plan, source, destination, blocks)
+                for plan in route.own_plans(0)
+            ]
+
+        self._await(Read("trial", reads, time.monotonic() + TRIAL_SECONDS), destination.scratch)
+        self._transport = links[0].name
+        route.close()
+
+    def _compared(
+        self, read: RankRead, plan: PairPlan, source: Side, destination: Side, blocks: Sequence[GroupBlocks]
+    ) -> RankRead:
+        if source.table is None or destination.digests is None:
+            return read
+        comparison = PairDigests(plan, source.table.entry, self._integrity).comparison(blocks)
+        return replace(read, comparison=comparison, digests=destination.digests)
+
+    def _await(self, read: Read, scratch: Scratch) -> None:
+        """Run the read on a transfer thread, and let the engine's stream wait for what has landed."""
+        executor = Executor(scratch, self._cores, self._order)
+        try:
+            executor.submit(read)
+            results = executor.collect(TRIAL_SECONDS + 1.0)
+        finally:
+            executor.close()
+        if not results:
+            raise _late()
+        if results[0].error is not None:
+            raise results[0].error
+        self._order.wait_for(results[0].landing)
+
+    def _failed(self, error: KVFerryError, done: Sequence[Strategy]) -> TransportError:
+        strategy = self._strategies[len(done)]
+        device = self._engine.shard.regions[0].device
+        if done:
+            remedy = f'Set "strategy" to "{done[-1]}": that has passed.'
+        elif error.reason is Reason.INTEGRITY_MISMATCH:
+            remedy = 'Set "integrity" to "off" to see whether the bytes or their sums are wrong, and report it.'
+        else:
+            remedy = (
+                f'Try another "layout" or "transport" (`kvferry doctor --device {device}` tries every layout), and '
+                f"leave UCX_TLS unset. {error.remedy}"
+            )
+        found = f"the trial at start failed ({device}, {self._where}strategy {strategy}, transport {self._transport})"
+        return TransportError(Reason.TRIAL_FAILED, f"{found}: {error.message}", remedy)
+
+
+def choose_blocks(shard: Shard) -> tuple[Trip, ...]:
+    """Return the blocks of each group; none of a block's bytes belong to another group's blocks, or to the null block.
+
+    Raises :class:`TransportError` (``trial-failed``) for a cache that has too few blocks.
+    """
+    trips, at, away = [], 1, 0
+    for group in shard.groups:
+        is_state = group.kind is CacheKind.STATE
+        count = 1 if is_state else BLOCKS_EACH
+        tokens = 1 if is_state else count * group.block_size
+        labelled, returned = range(at, at + count), range(at + count, at + 2 * count)
+        trips.append(Trip(group.name, tokens, labelled, range(away, away + count), returned))
+        at, away = at + 2 * count, away + count
+    if at > (fewest := min(group.num_blocks for group in shard.groups)):
+        raise TransportError(
+            Reason.TRIAL_FAILED,
+            f"a cache of {fewest} blocks is too small for the trial at start, which needs {at}.",
+            "Give the engine more memory for its cache.",
+        )
+    return tuple(trips)
+
+
+def second_cache(shard: Shard, trips: Sequence[Trip], order: DeviceOrder) -> tuple[Shard, Any]:
+    """Return a cache for the second agent, with this rank's heads as a tier would lay them out; and its memory."""
+    num_blocks = sum(len(trip.away) for trip in trips)
+    slab = slab_shard([shard], {trip.group: num_blocks for trip in trips})
+    held = {(group.name, part.name): part.heads for group in shard.groups for part in group.components}
+    groups = tuple(
+        msgspec.structs.replace(
+            group,
+            components=tuple(
+                msgspec.structs.replace(part, heads=held[group.name, part.name]) for part in group.components
+            ),
+        )
+        for group in slab.groups
+    )
+    length = slab.regions[0].length
+    if order.is_immediate:
+        memory: Any = np.zeros(length, np.uint8)
+        region = Region(int(memory.ctypes.data), length)
+    else:
+        memory, address = device_memory.allocate(length, order.device)
+        region = Region(address, length, order.device)
+    ranks = {"tp_rank": shard.tp_rank, "tp_size": shard.tp_size, "pp_rank": shard.pp_rank, "pp_size": shard.pp_size}
+    return Shard(regions=(region,), groups=groups, **ranks), memory
+
+
+class LabelledBlocks:
+    """The blocks of the trial through the engine's own views."""
+
+    def __init__(self, views: "Mapping[str, torch.Tensor]", shard: Shard, trips: Sequence[Trip]) -> None:
+        self._views = views
+        self._trips = {trip.group: trip for trip in trips}
+        self._layers = [(group.name, layer) for group in shard.groups for layer in group.layers]
+        last = max(block for trip in trips for block in trip.returned)
+        self._others = [0, *([last + 1] if last + 1 < min(group.num_blocks for group in shard.groups) else [])]
+        self._before = {
+            (layer, block): views[layer][block].clone() for name, layer in self._layers for block in self._touched(name)
+        }
+        self._unchanged = {
+            (layer, block): _bits(views[layer][block]) for _, layer in self._layers for block in self._others
+        }
+        self._labels: dict[tuple[str, int], Any] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that go there and back."""
+        return sum(len(label) for label in self._labels.values())
+
+    def label(self) -> None:
+        """Write random bytes into the labelled blocks, others into those where they come back."""
+        generator = np.random.default_rng()
+        for name, layer in self._layers:
+            for block in self._touched(name):
+                self._labels[layer, block] = _fill(self._views[layer][block], generator)
+
+    def compare(self) -> None:
+        """Raise :class:`HandoffError` (``bytes-foreign``) unless each block has come back and no other has changed."""
+        for name, layer in self._layers:
+            trip = self._trips[name]
+            for labelled, returned in zip(trip.labelled, trip.returned, strict=True):
+                for block in (labelled, returned):
+                    self._check(layer, block, self._labels[layer, labelled])
+            for block in self._others:
+                self._check(layer, block, self._unchanged[layer, block])
+
+    def restore(self) -> None:
+        """Give all blocks the bytes that they had."""
+        for (layer, block), content in self._before.items():
+            self._views[layer][block].copy_(content)
+
+    def _touched(self, name: str) -> list[int]:
+        return [*self._trips[name].labelled, *self._trips[name].returned]
+
+    def _check(self, layer: str, block: int, expected: Any) -> None:
+        wrong = np.flatnonzero(_bits(self._views[layer][block]) != expected)
+        if wrong.size:
+            raise HandoffError(
+                Reason.BYTES_FOREIGN,
+                f"layer {layer!r}, block {block}: {wrong.size} of {len(expected)} bytes are wrong, the first is byte "
+                f"{wrong[0]} of the block in the engine's view.",
+            )
+
+
+def _fill(view: "torch.Tensor", generator: np.random.Generator) -> Any:
+    """Write random bytes; return them in the view's order."""
+    import torch
+
+    content = generator.integers(0, 256, view.numel() * view.element_size(), np.uint8)
+    view.copy_(torch.from_numpy(content.copy()).view(view.dtype).reshape(view.shape))
+    return content
+
+
+def _bits(view: "torch.Tensor") -> Any:
+    import torch
+
+    return view.cpu().contiguous().view(torch.uint8).numpy().reshape(-1).copy()
+
+
+def _wait(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise _late()
+    time.sleep(0.0002)
+
+
+def _late() -> HandoffError:
+    return HandoffError(
+        Reason.DEADLINE_EXCEEDED,
+        f"the blocks did not arrive within {TRIAL_SECONDS:.0f} s.",
+        "Check that the transport's library works on this machine.",
+    )

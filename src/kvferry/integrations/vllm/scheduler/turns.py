@@ -1,0 +1,96 @@
+"""The next turn of a conversation: a decode engine holds what it has computed, and a prefill engine loads that.
+
+A decode engine has the newest cache of a conversation: of the prompt and of its own answer. With ``turn_seconds`` it
+answers a request with ``kv_transfer_params`` of its own, which a router gives to the prefill engine with the next turn.
+The held blocks count as free: the engine gives them to other requests when it needs them, and then the hold ends. So a
+conversation that does not go on costs nothing, and a turn that finds no hold costs a computation.
+See docs/decisions/turn-by-turn.md.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry.handoff.holds import sampling_family
+from kvferry.integrations.vllm.scheduler.blocks import all_there, has_state
+from kvferry.integrations.vllm.scheduler.params import answer_params, prompt_digest, token_ids_of
+from kvferry.integrations.vllm.scheduler.parts import EngineState
+from kvferry.peer_log import PeerLog
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = PeerLog(logging.getLogger(__name__))
+
+
+class HeldAnswers:
+    """The finished requests of a decode engine, held for the next turns of their conversations."""
+
+    def __init__(self, state: EngineState, *, drafts: bool) -> None:
+        self._state = state
+        # A draft that was rejected may have gone into a state, which cannot be cut.
+        self._holds_states = not drafts
+        self._to_lend: set[str] = set()
+
+    def hold(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Hold the blocks of a finished request, and return the parameters for the next turn.
+
+        None where they cannot be held: for one of several samples, a prompt with embeddings or an adapter, a state that
+        has gone past the last token, an engine that drains, or where no slot is free.
+        """
+        state, name = self._state, request.request_id
+        num_tokens = min(request.num_computed_tokens, request.num_tokens)
+        if num_tokens == 0 or sampling_family(name) != name or token_ids_of(request) is None:
+            return None
+        if name in state.kept_blocks:  # of an earlier request of this id, whose hold has just ended
+            return None
+        if request.lora_request is not None:
+            return None
+        if has_state(state.groups) and not (self._holds_states and request.num_computed_tokens == num_tokens):
+            return None
+        prompt = state.held_prompt(prompt_digest(request, num_tokens), num_tokens, block_ids)
+        if not all_there(state.groups, prompt.block_ids, num_tokens):
+            return None
+        with state.holds_lock:
+            hold = state.holds.hold_yielding(name, time.monotonic(), state.settings.turn_seconds)
+        if hold is None:
+            return None
+        listed = [ids.tolist() for ids in prompt.block_ids]
+        state.kept_blocks.keep(name, listed)
+        self._to_lend.add(name)
+        # An asynchronous engine may compute one more step of this request: the word comes after it.
+        state.step.late[hold.handle] = state.held(hold, prompt)
+        answer = answer_params(hold, prompt, listed, state, is_late=True)
+        # The next request with these parameters is for a prefill engine.
+        return {**answer, "do_remote_prefill": False, "do_remote_decode": True, "remote_num_tokens": num_tokens}
+
+    def yield_used(self) -> None:
+        """End the holds of which the engine has just given a block to a request; the caller has the lock of the holds.
+
+        Call it in the step that was scheduled, before the ended holds are taken: ranks clear guard words before that
+        step writes.
+        """
+        self._state.holds.yield_blocks(self._state.kept_blocks.take_used())
+
+    def lend(self) -> None:
+        """Let the engine use the blocks of the held answers; call it when the ended holds are gone.
+
+        Not before the request has given them up: a block that was lent before would be the first one to be used. Not
+        kept while they are read either: a prefill engine may wait for blocks itself, and renew for long. The guard word
+        shows the reader that a block was used.
+        """
+        kept = self._state.kept_blocks
+        ready = {name for name in self._to_lend if kept.are_given_up(name)}
+        for name in ready:
+            kept.lend(name)
+        self._to_lend -= ready
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether blocks wait to be lent."""
+        return bool(self._to_lend)
+
+    def forget(self, request_id: str) -> None:
+        """The hold of a request has ended."""
+        self._to_lend.discard(request_id)

@@ -1,0 +1,217 @@
+"""The trial at start, on memory that no processor may touch: finds what is wrong, and leaves nothing behind."""
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.errors import Reason, TransportError
+from kvferry.execution import device_merge
+from kvferry.execution.digests import DigestTable
+from kvferry.execution.guard_words import GuardWords, Scratch
+from kvferry.execution.read import Read
+from kvferry.execution.stage import Stage
+from kvferry.execution.trial import Side, Trial
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import Region, Shard
+from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.staging.strategy import Strategy
+from kvferry.transport.registry import TransportSet, make
+
+from ..pure.arrangements import attention, hybrid
+from . import device, standin_nixl
+from .device import ImmediateOrder
+from .standin_transport import FACTORY
+from .untouchable import DeviceMemory
+
+BOTH = [Strategy.DIRECT, Strategy.SCATTER]
+
+
+class Engine:
+    """A rank on the device, with the engine's views of its layers, and all that the trial takes."""
+
+    def __init__(self, shard: Shard, *, pushes: bool = False, integrity: Integrity = Integrity.FULL) -> None:
+        self.memory = DeviceMemory(shard.regions[0].length)
+        self.memory.content[:] = np.random.default_rng(3).integers(0, 256, self.memory.nbytes, np.uint8)
+        self.shard = placed(shard, self.memory)
+        self.views = views_of(self.shard, self.memory)
+        self.words, self.order = GuardWords(4), ImmediateOrder()
+        scratch, stage, digests = Scratch(4), Stage(1 << 16, self.order), Stage(1 << 16)
+        table = None if pushes else DigestTable(self.shard, integrity)
+        self.transports = TransportSet({"nixl": make(FACTORY)})
+        regions = [*self.shard.regions, scratch.region, stage.region, digests.region]
+        regions += [Region(self.words.address, self.words.array.nbytes)]
+        ends = self.transports.register(regions + ([] if table is None else [table.region]))
+        words = None if pushes else self.words
+        self.side = Side(self.shard, self.transports, ends, scratch, words, stage, table, digests)
+        self.integrity = integrity
+
+    def trial(self, strategies: list[Strategy] = BOTH) -> Trial:
+        def opens() -> TransportSet:
+            return TransportSet({"nixl": make(FACTORY)})
+
+        return Trial(self.side, self.views, self.order, opens, strategies, self.integrity, "layout BLHNC, ")
+
+
+def placed(shard: Shard, memory: DeviceMemory) -> Shard:
+    return Shard(regions=(memory.region,), groups=shard.groups, tp_rank=shard.tp_rank, tp_size=shard.tp_size)
+
+
+def views_of(shard: Shard, memory: DeviceMemory) -> dict[str, torch.Tensor]:
+    """Return for each layer its rows by block, as an engine's tensor has them: here all bytes of a layer in a block."""
+    found = {}
+    content = torch.from_numpy(memory.content)
+    for group in shard.groups:
+        for at, layer in enumerate(group.layers):
+            parts = group.components
+            begin = min(part.layer_offsets[at] for part in parts)
+            heads = [sum(held.end - held.start for held in part.heads) for part in parts]
+            ends = [
+                part.layer_offsets[at]
+                + (count - 1) * part.head_stride
+                + (group.block_size - 1) * part.token_stride
+                + (part.num_channels - 1) * part.channel_stride
+                + part.itemsize
+                for part, count in zip(parts, heads, strict=True)
+            ]
+            found[layer] = torch.as_strided(
+                content, (group.num_blocks, max(ends) - begin), (parts[0].block_stride, 1), begin
+            )
+    return found
+
+
+SHARDS: Mapping[str, Callable[[], Shard]] = {
+    "attention": lambda: attention(0, 1, ["0", "1", "2"]),
+    "one rank of two": lambda: attention(1, 2, ["0", "1"]),
+    "tokens outermost": lambda: attention(0, 1, ["0", "1"], layout=NamedLayout.BLNHC),
+    "hybrid": lambda: hybrid(0, 1),
+    "hybrid, one rank of two": lambda: hybrid(1, 2),
+}
+
+
+@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize("name", SHARDS)
+def test_the_trial_passes_and_leaves_every_byte_as_it_was(name: str, pushes: bool) -> None:
+    shard = SHARDS[name]()
+    engine = Engine(shard, pushes=pushes, integrity=Integrity.SAMPLE)
+    before = engine.memory.content.copy()
+    standin_nixl.submissions.clear()
+    result = engine.trial([Strategy.DIRECT] if pushes else BOTH).run()
+    assert np.array_equal(engine.memory.content, before)
+    assert not engine.words.array.any()
+    assert result.num_bytes > 0
+    assert result.transport == "nixl"
+    assert result.seconds < 5.0
+    operation = "WRITE" if pushes else "READ"
+    assert (operation, "VRAM", "VRAM") in standin_nixl.submissions
+    assert bool(device.num_merged) is not pushes
+
+
+def failing(engine: Engine, strategies: list[Strategy] = BOTH) -> TransportError:
+    """Return the trial's error; every byte is as it was before."""
+    before = engine.memory.content.copy()
+    with pytest.raises(TransportError) as caught:
+        engine.trial(strategies).run()
+    assert caught.value.reason is Reason.TRIAL_FAILED
+    assert np.array_equal(engine.memory.content, before)
+    assert not engine.words.array.any()
+    return caught.value
+
+
+def test_a_shard_that_says_the_wrong_place_is_found_through_the_engines_views() -> None:
+    """The plan and its proof believe the shard; only the engine's own views show that a layer ends elsewhere."""
+    engine = Engine(attention(0, 1, ["0", "1", "2"]), integrity=Integrity.OFF)
+    last, address = engine.views["2"], engine.memory.content.ctypes.data
+    # The mapping is longer than the cache: it ends with a page.
+    longer = np.frombuffer((ctypes.c_uint8 * (engine.memory.nbytes + 2)).from_address(address), np.uint8)
+    moved = last.storage_offset() + 2
+    engine.views["2"] = torch.as_strided(torch.from_numpy(longer), last.shape, last.stride(), moved)
+    with pytest.raises(TransportError) as caught:
+        engine.trial().run()
+    error = caught.value
+    assert error.reason is Reason.TRIAL_FAILED
+    assert "layout BLHNC, strategy direct" in error.message
+    assert "bytes are wrong" in error.message
+    assert '"layout"' in error.remedy
+
+
+def test_a_transport_that_moves_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(attention(0, 1, ["0", "1"]), integrity=Integrity.OFF)
+    moves = standin_nixl.nixlAgent.getXferStatus
+
+    def moves_only_the_hosts(agent: Any, handle: int) -> int:
+        request = agent._requests[handle]
+        return moves(agent, handle) if request.num_bytes <= 16 else standin_nixl.NIXL_SUCCESS
+
+    monkeypatch.setattr(standin_nixl.nixlAgent, "getXferStatus", moves_only_the_hosts)
+    assert "bytes are wrong" in failing(engine).message
+
+
+def test_a_merge_that_is_wrong_leaves_direct_as_the_setting_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_merge, "merge", lambda *_: None)
+    error = failing(Engine(attention(0, 1, ["0", "1"]), integrity=Integrity.OFF))
+    assert "strategy scatter" in error.message
+    assert error.remedy.startswith('Set "strategy" to "direct"')
+
+
+def test_sums_of_the_device_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.execution.cell_sums import DeviceCells
+
+    sums = DeviceCells.sums
+    monkeypatch.setattr(DeviceCells, "sums", lambda self, *given: sums(self, *given) + np.uint64(id(self)))
+    error = failing(Engine(attention(0, 1, ["0", "1"])))
+    assert '"integrity"' in error.remedy
+
+
+def test_memory_that_cannot_be_registered_ends_the_trial_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(attention(0, 1, ["0", "1"]))
+
+    def refuse(*_: object) -> None:
+        raise standin_nixl.nixlBackendError("VRAM memory is detected as host")
+
+    monkeypatch.setattr(standin_nixl.nixlAgent, "registerMem", refuse)
+    with pytest.raises(TransportError) as caught:
+        engine.trial().run()
+    assert "UCX_TLS" in caught.value.remedy
+
+
+def test_a_cache_of_too_few_blocks_is_refused() -> None:
+    with pytest.raises(TransportError, match="too small") as caught:
+        Engine(attention(0, 1, ["0"], num_blocks=4)).trial()
+    assert caught.value.reason is Reason.TRIAL_FAILED
+
+
+def test_a_read_that_never_ends_ends_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.execution.trial.TRIAL_SECONDS", 0.3)
+    monkeypatch.setattr(Read, "advance", lambda *_: False)
+    monkeypatch.setattr(Read, "cancel", lambda *_: None)
+    engine = Engine(attention(0, 1, ["0", "1"]))
+    monkeypatch.setattr("kvferry.execution.executor.Executor.close", lambda self: True)
+    assert "did not arrive" in failing(engine).message
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_an_engine_on_a_device_runs_the_trial_before_it_is_ready(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.integrations.vllm.settings import Settings
+
+    from ..adapter.worker_roles import make_worker_role
+
+    memory = DeviceMemory(attention(0, 1, ["0", "1"]).regions[0].length)
+    shard = placed(attention(0, 1, ["0", "1"]), memory)
+    views = views_of(shard, memory)
+    settings = Settings(transport="nixl", mode=mode)  # type: ignore[arg-type]
+    role = make_worker_role(monkeypatch, settings, shard, views=views, device_order=ImmediateOrder())
+    assert role.get_handshake_metadata() is not None
+    assert not memory.content.any()
+    role.shutdown()
+    monkeypatch.setattr(standin_nixl.nixlAgent, "createXferReq", _refuses)
+    with pytest.raises(TransportError) as caught:
+        make_worker_role(monkeypatch, settings, shard, views=views, device_order=ImmediateOrder())
+    assert caught.value.reason is Reason.TRIAL_FAILED
+
+
+def _refuses(*_: object) -> int:
+    raise standin_nixl.nixlNotFoundError("no")

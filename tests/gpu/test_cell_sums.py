@@ -1,0 +1,33 @@
+"""Digests that a device computes are those of the processor, for every layout, alignment and short end."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.execution.cell_sums import CellSums
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.plan.digest_cells import CellGrid, CellMemory
+from kvferry.testing.dense_shards import shard_for
+
+DEVICE = "cuda:0"
+
+
+@pytest.mark.parametrize("layout", NamedLayout)
+@pytest.mark.parametrize(("head_size", "itemsize"), [(64, 2), (128, 1), (3, 2), (5, 1)])
+def test_sums_of_the_device_are_those_of_the_processor(layout: NamedLayout, head_size: int, itemsize: int) -> None:
+    sizes = {"num_kv_heads": 2, "head_size": head_size, "itemsize": itemsize, "block_size": 16, "num_blocks": 4}
+    length = shard_for(layers=["0", "1"], layout=layout, **sizes).regions[0].length  # type: ignore[arg-type]
+    content = np.random.default_rng(1).integers(0, 256, length, np.uint8)
+    on_device = torch.from_numpy(content.copy()).to(DEVICE)
+    torch.cuda.synchronize()
+    found = []
+    for address, device in ((int(content.ctypes.data), "cpu"), (on_device.data_ptr(), DEVICE)):
+        place = {"base_address": address, "device": device}
+        shard = shard_for(layers=["0", "1"], layout=layout, **place, **sizes)  # type: ignore[arg-type]
+        grid = CellGrid(shard.groups[0])
+        memory = CellMemory(shard, shard.groups[0].components[0], grid, grid.parts[0])
+        layers, heads, blocks = (each.ravel() for each in np.meshgrid([0, 1], [0, 1], [0, 1, 2, 3], indexing="ij"))
+        places = memory.places(layers, heads, blocks, np.zeros(len(blocks), np.int64))
+        num_tokens = np.arange(len(blocks)) % 16 + 1
+        found.append(CellSums(memory).sums(places, num_tokens))
+    assert np.array_equal(*found)

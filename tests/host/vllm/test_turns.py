@@ -1,0 +1,67 @@
+"""Conversations of several turns between two engines, as vLLM's proxy for several turns leads them."""
+
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from .engine_pool import Engine, EnginePool, Reference, fresh_salt, tokens_of
+from .handoffs import Handoffs, Pair, check_tokens, for_pairs, random_prompt
+
+pytestmark = pytest.mark.vllm
+
+SAID = (700, 150, 200)
+"""Tokens that the user adds in each turn."""
+ANSWERED = 40
+
+
+def turn(handoffs: Handoffs, prompt: list[int], last: dict[str, Any], salt: str) -> tuple[list[int], dict[str, Any]]:
+    """Return the answer to a conversation, and the decode engine's parameters for the next turn."""
+    asked = {**last, "do_remote_decode": True, "do_remote_prefill": False}
+    prompted = handoffs.prefill.complete(prompt, 1, salt, kv_transfer_params=asked)
+    answer = handoffs.decode.complete(prompt, ANSWERED, salt, kv_transfer_params=prompted["kv_transfer_params"])
+    return tokens_of(answer)[0], answer["kv_transfer_params"]
+
+
+def computed_by(engine: Engine, before: Any) -> int:
+    return int((engine.prompt_tokens() - before).computed)
+
+
+@for_pairs("gqa-2-1", "gemma-2-1", "granite-1-2")
+def test_the_prefill_engine_computes_only_what_is_new(
+    pair: Pair, engine_pool: EnginePool, reference: Reference
+) -> None:
+    handoffs, salt = Handoffs.of(pair, engine_pool), fresh_salt()
+    logs_before, left_out = handoffs.log_ends(), 1 if pair.is_hybrid else 0
+    conversation: list[int] = []
+    last: dict[str, Any] = {}
+    for number, count in enumerate(SAID):
+        conversation = conversation + random_prompt(7000 + number, count)
+        known, before = last.get("remote_num_tokens", 0), handoffs.prefill.prompt_tokens()
+        assert known in ((len(conversation) - count - 1, len(conversation) - count) if number else (0,))
+        answer, last = turn(handoffs, conversation, last, salt)
+        check_tokens([[answer]], pair.model, [conversation], reference)
+        assert computed_by(handoffs.prefill, before) == len(conversation) - left_out - known
+        conversation = conversation + answer
+    handoffs.check_released(logs_before)
+
+
+@for_pairs("gqa-2-1")
+def test_a_decode_engine_that_has_gone_costs_a_computation(
+    pair: Pair, engine_pool: EnginePool, reference: Reference
+) -> None:
+    handoffs, salt = Handoffs.of(pair, engine_pool), fresh_salt()
+    logs_before, first = handoffs.log_ends(), random_prompt(7100, 300)
+    answer, last = turn(handoffs, first, {}, salt)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        gone = {**last, "remote_port": closed.getsockname()[1]}
+        conversation, began_at = first + answer + random_prompt(7101, 100), time.monotonic()
+        before = handoffs.prefill.prompt_tokens()
+        answer, _ = turn(handoffs, conversation, gone, salt)
+    assert time.monotonic() - began_at < 30.0
+    check_tokens([[answer]], pair.model, [conversation], reference)
+    moved = handoffs.prefill.prompt_tokens() - before
+    assert (moved.received, moved.cached + moved.computed) == (0, len(conversation))
+    handoffs.check_released(logs_before)

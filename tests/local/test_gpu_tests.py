@@ -1,0 +1,105 @@
+"""``make test-gpu`` and ``kvferry doctor --device`` on a machine without a GPU: what would run, and why not."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
+from kvferry.execution import cuda_driver
+from kvferry.execution.cuda_driver import find_device
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-of-no-machine.so.1")
+
+
+def has_device() -> bool:
+    try:
+        find_device("cuda:0")
+    except KVFerryError:
+        return False
+    return True
+
+
+@pytest.mark.usefixtures("without_driver")
+def test_a_machine_without_a_driver_says_so() -> None:
+    with pytest.raises(TransportError, match=r"no CUDA driver.*--gpus all") as caught:
+        find_device("cuda:0")
+    assert caught.value.reason is Reason.MISSING_DEPENDENCY
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "gpu:0", "cuda:-1", "cuda:0 "])
+def test_another_name_is_no_device(name: str) -> None:
+    with pytest.raises(SettingsError, match="cuda:0") as caught:
+        find_device(name)
+    assert caught.value.reason is Reason.INVALID_SETTING
+
+
+class Driver:
+    """The functions of the driver that are asked, with two devices; ``failing`` returns an error."""
+
+    def __init__(self, failing: str = "", ordering: int = 100) -> None:
+        self._failing, self._ordering = failing, ordering
+
+    def __getattr__(self, name: str) -> object:
+        def call(*arguments: object) -> int:
+            if name == "cuDeviceGetCount":
+                arguments[0]._obj.value = 2  # type: ignore[attr-defined]
+            if name == "cuDeviceGetName":
+                arguments[0].value = b"A GPU"  # type: ignore[attr-defined]
+            if name == "cuDeviceGetAttribute":
+                arguments[0]._obj.value = self._ordering  # type: ignore[attr-defined]
+            return 100 if name == self._failing else 0
+
+        return call
+
+
+def test_devices_are_counted_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda _: Driver())
+    assert find_device("cuda:1") == cuda_driver.CudaDevice("A GPU", sees_rdma_writes=True)
+    with pytest.raises(TransportError, match="sees 2 CUDA devices") as caught:
+        find_device("cuda:2")
+    assert caught.value.reason is Reason.UNSUPPORTED
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda _: Driver(ordering=0))
+    assert not find_device("cuda:0").sees_rdma_writes
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda _: Driver("cuInit"))
+    with pytest.raises(TransportError, match="cuInit of the CUDA driver returned 100"):
+        find_device("cuda:0")
+
+
+@pytest.mark.skipif(has_device(), reason="runs the trial where there is a GPU")
+def test_doctor_refuses_a_device_that_is_not_there_without_importing_torch() -> None:
+    program = (
+        "import sys, kvferry.cli.main as main; sys.argv[1:] = ['doctor', '--device', 'cuda:0']\n"
+        "try: main.main()\nexcept SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    began_at = time.monotonic()
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert time.monotonic() - began_at < 2.0 * 5  # a busy machine; 0.3 s on a quiet one
+    assert found.stdout.split() == ["2", "False"]
+    assert "kvferry: cuda:0 cannot be used: this machine has no CUDA driver" in found.stderr
+
+
+@pytest.mark.skipif(has_device(), reason="runs the parts where there is a GPU")
+def test_gpu_tests_name_every_part_and_why_it_does_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "outcomes.json"
+    command = [sys.executable, "scripts/gpu_tests.py", "--json", str(path)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 2, found.stderr
+    outcomes = json.loads(path.read_text())
+    assert "no CUDA driver" in outcomes["obstacle"]
+    names = [part["name"] for part in outcomes["parts"]]
+    expected = {"trial", "conformance", "merge kernel", "cell sums", "graph capture", "offload copies", "engines, pull"}
+    assert expected <= {*names}
+    for part in outcomes["parts"]:
+        assert part["outcome"] == "cannot run"
+        assert part["found"]
+        assert part["name"] in found.stdout
+    assert "Nothing ran: cuda:0 cannot be used" in found.stdout

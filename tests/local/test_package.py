@@ -1,0 +1,60 @@
+"""The wheel and the source distribution: the same bytes from every build, and nothing that git does not track."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = ROOT / "scripts" / "package.py"
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / ".git").exists() or shutil.which("git") is None, reason="the package is built from what git tracks"
+)
+
+
+def build(destination: Path, umask: int, zone: str) -> dict[str, bytes]:
+    """Build both archives under this umask and time zone; return their bytes by name."""
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000", "TZ": zone}
+    command = [sys.executable, str(SCRIPT), "--to", str(destination)]
+    subprocess.run(command, env=environment, umask=umask, check=True, capture_output=True, text=True, timeout=120)
+    return {path.name: path.read_bytes() for path in sorted(destination.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    return build(tmp_path_factory.mktemp("first"), 0o022, "UTC")
+
+
+def test_two_builds_give_the_same_bytes(archives: dict[str, bytes], tmp_path: Path) -> None:
+    """Whenever they are built, by whom, in which folder, and with which modes of the files."""
+    assert len(archives) == 2
+    again = build(tmp_path, 0o077, "Asia/Tokyo")
+    assert {name: again[name] == content for name, content in archives.items()} == dict.fromkeys(archives, True)
+
+
+def test_the_wheel_has_every_module_of_the_project_and_nothing_else(archives: dict[str, bytes], tmp_path: Path) -> None:
+    [wheel] = [name for name in archives if name.endswith(".whl")]
+    (tmp_path / wheel).write_bytes(archives[wheel])
+    with zipfile.ZipFile(tmp_path / wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        times = {member.date_time for member in archive.infolist()}
+    tracked = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert found == {name.removeprefix("src/") for name in tracked.splitlines() if (ROOT / name).exists()}
+    assert times == {(2023, 11, 14, 22, 13, 20)}
+
+
+def test_the_source_distribution_has_its_own_back_end(archives: dict[str, bytes], tmp_path: Path) -> None:
+    """Else pip could not build it; a build from it gives the wheel above, since that one is built from it too."""
+    [source] = [name for name in archives if name.endswith(".tar.gz")]
+    (tmp_path / source).write_bytes(archives[source])
+    with tarfile.open(tmp_path / source) as archive:
+        members = archive.getmembers()
+    names = {member.name.partition("/")[2] for member in members}
+    assert {"pyproject.toml", "LICENSE", "README.md", "scripts/reproducible_build.py"} <= names
+    assert {(member.mtime, member.uid, member.gname) for member in members} == {(1700000000, 0, "")}
