@@ -139,11 +139,15 @@ def test_cpu_attention_reads_what_the_connector_asks_for(dtype: str) -> None:
 
 
 @pytest.mark.vllm
-def test_cpu_mla_fails_on_cross_layer_layouts() -> None:
-    """When this fails, vLLM has repaired its kernel, and the rule in ``check_layout`` may go."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mla_on_a_cpu_fails_on_cross_layer_layouts(dtype: str) -> None:
+    """When this fails, vLLM has repaired its kernel, and the rule in ``check_layout`` may go.
+
+    bfloat16 is computed by AMX_MLA where the processor has AMX.
+    """
     from kvferry.integrations.vllm.kernels.samples import check_mla
 
-    verdicts = {verdict.layout: verdict for verdict in check_mla("float32")}
+    verdicts = {verdict.layout: verdict for verdict in check_mla(dtype)}
     assert all(verdicts[layout].fails for layout in CROSS_LAYER)
     assert all(verdicts[layout].outcome is Outcome.PASSES for layout in NamedLayout if layout not in CROSS_LAYER)
     assert "cache write of a prompt" in verdicts[NamedLayout.BHLNC].found

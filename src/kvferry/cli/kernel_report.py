@@ -19,7 +19,7 @@ from kvferry.layout.named_layouts import NamedLayout
 MEASURING_SECONDS = 1800.0
 # The layouts that the connector requests by default; it requests none for MLA on a CPU.
 REQUESTED_BY_DEFAULT = (NamedLayout.BHLNC, NamedLayout.BLHNC)
-NEVER_REQUESTED = "CPU_MLA"
+MLA_ON_A_CPU = ("CPU_MLA", "AMX_MLA")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Measured:
 
 def is_requested(verdict: Verdict) -> bool:
     """Return whether the connector requests the verdict's layout by default."""
-    return verdict.layout in REQUESTED_BY_DEFAULT and verdict.case.backend != NEVER_REQUESTED
+    return verdict.layout in REQUESTED_BY_DEFAULT and verdict.case.backend not in MLA_ON_A_CPU
 
 
 def report_kernels(model: str | None, json_output: bool) -> int:

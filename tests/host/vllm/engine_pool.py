@@ -60,7 +60,11 @@ has other weights on each engine."""
 EXTENSION = ("--worker-extension-cls", "kvferry.testing.engine_oracle.EngineOracle")
 # In vLLM 0.32 the CPU's rotary_embedding kernel turns a query that is a slice of a wider tensor, as MLA's is, by wrong
 # angles, other ones for a token alone than for the same token in a prompt; the plain PyTorch one is right.
-MLA_ARGUMENTS = ("--compilation-config", json.dumps({"custom_ops": ["all", "-rotary_embedding"]}))
+# On a processor with AMX, vLLM takes AMX_MLA for every element type, and that one computes in bfloat16 only.
+MLA_ARGUMENTS = (
+    *("--compilation-config", json.dumps({"custom_ops": ["all", "-rotary_embedding"]})),
+    *("--attention-backend", "CPU_MLA"),
+)
 # Long prompts are computed in parts, so that blocks leave the window while they run.
 IN_PARTS = ("--max-num-batched-tokens", "512")
 MODEL_ARGUMENTS: dict[str, tuple[str, ...]] = {

@@ -1,13 +1,13 @@
 """Conversations of several turns between two engines, as vLLM's proxy for several turns leads them."""
 
-import socket
 import time
 from typing import Any
 
 import pytest
 
 from .engine_pool import Engine, EnginePool, Reference, fresh_salt, tokens_of
-from .handoffs import Handoffs, Pair, check_tokens, for_pairs, random_prompt
+from .handoffs import Handoffs, Pair, check_tokens, for_pairs, random_prompt, wait_until_unused
+from .offloads import kill
 
 pytestmark = pytest.mark.vllm
 
@@ -17,11 +17,11 @@ ANSWERED = 40
 
 
 def turn(handoffs: Handoffs, prompt: list[int], last: dict[str, Any], salt: str) -> tuple[list[int], dict[str, Any]]:
-    """Return the answer to a conversation, and the decode engine's parameters for the next turn."""
+    """Return the answer to a conversation, and the decode engine's parameters for the next turn, if it gives any."""
     asked = {**last, "do_remote_decode": True, "do_remote_prefill": False}
     prompted = handoffs.prefill.complete(prompt, 1, salt, kv_transfer_params=asked)
     answer = handoffs.decode.complete(prompt, ANSWERED, salt, kv_transfer_params=prompted["kv_transfer_params"])
-    return tokens_of(answer)[0], answer["kv_transfer_params"]
+    return tokens_of(answer)[0], answer.get("kv_transfer_params") or {}
 
 
 def computed_by(engine: Engine, before: Any) -> int:
@@ -47,21 +47,23 @@ def test_the_prefill_engine_computes_only_what_is_new(
     handoffs.check_released(logs_before)
 
 
-@for_pairs("gqa-2-1")
-def test_a_decode_engine_that_has_gone_costs_a_computation(
-    pair: Pair, engine_pool: EnginePool, reference: Reference
+@pytest.mark.ends_engines
+@pytest.mark.engines("gqa-tp2", "gqa-tp1", "gqa-tp1-other")
+def test_a_decode_engine_that_was_killed_between_turns_costs_a_computation(
+    engine_pool: EnginePool, reference: Reference
 ) -> None:
-    handoffs, salt = Handoffs.of(pair, engine_pool), fresh_salt()
-    logs_before, first = handoffs.log_ends(), random_prompt(7100, 300)
-    answer, last = turn(handoffs, first, {}, salt)
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        gone = {**last, "remote_port": closed.getsockname()[1]}
-        conversation, began_at = first + answer + random_prompt(7101, 100), time.monotonic()
-        before = handoffs.prefill.prompt_tokens()
-        answer, _ = turn(handoffs, conversation, gone, salt)
+    prefill, first_decode, decode = (engine_pool.running[name] for name in ("gqa-tp2", "gqa-tp1", "gqa-tp1-other"))
+    handoffs = Handoffs(Pair("killed", prefill.name, first_decode.name), prefill, first_decode)
+    salt, prompt = fresh_salt(), random_prompt(7100, 300)
+    answer, last = turn(handoffs, prompt, {}, salt)
+    assert last["remote_num_tokens"] >= len(prompt)
+    kill(first_decode, engine_pool)
+    conversation = prompt + answer + random_prompt(7101, 100)
+    began_at, before = time.monotonic(), prefill.prompt_tokens()
+    handoffs = Handoffs(Pair("alive", prefill.name, decode.name), prefill, decode)
+    answer, _ = turn(handoffs, conversation, last, salt)
     assert time.monotonic() - began_at < 30.0
-    check_tokens([[answer]], pair.model, [conversation], reference)
-    moved = handoffs.prefill.prompt_tokens() - before
+    check_tokens([[answer]], "gqa", [conversation], reference)
+    moved = prefill.prompt_tokens() - before
     assert (moved.received, moved.cached + moved.computed) == (0, len(conversation))
-    handoffs.check_released(logs_before)
+    wait_until_unused([prefill, decode])

@@ -50,7 +50,7 @@ def check_layout(vllm_config: "VllmConfig", layout: NamedLayout, settings: "Sett
     if vllm_config.model_config.use_mla and on_cpu() and layout.is_cross_layer:
         raise LayoutError(
             Reason.KERNEL_CANNOT_READ_LAYOUT,
-            f"layout {layout} was asked for, but the cache write of CPU_MLA takes dense per-layer pages only "
+            f"layout {layout} was asked for, but the cache write of MLA on a CPU takes dense per-layer pages only "
             "('kvferry doctor --kernels' shows how it fails).",
             "Unset VLLM_KV_CACHE_LAYOUT and the layout setting, or set LBNHC.",
         )

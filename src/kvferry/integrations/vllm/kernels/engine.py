@@ -114,6 +114,9 @@ def make_kernel(vllm_config: "VllmConfig", layer_names: Sequence[str], spec: Any
     """Return the kernel of layers with one back end, from the configuration's forward context."""
     from vllm.config import set_current_vllm_config
 
+    if device.type == "cpu":
+        # Linux grants AMX to a process that asks. Of vLLM only the matrix products ask, and its attention needs it too.
+        torch.cpu._init_amx()
     layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
     backend = layers[0].get_attn_backend()
     with set_current_vllm_config(vllm_config):

@@ -64,10 +64,14 @@ def check_attention(dtype: str, head_size: int, block_size: int) -> Iterator[Ver
 
 
 def check_mla(dtype: str) -> Iterator[Verdict]:
-    """Yield verdicts on multi-head latent attention, with the block size that the back end needs."""
+    """Yield verdicts on multi-head latent attention, with the block size that the back end needs.
+
+    On a processor with AMX, vLLM takes AMX_MLA, which ends engines in float32: there one must ask for CPU_MLA.
+    """
     recipe = {"num_key_value_heads": NUM_HEADS, **MLA_SIZES, **_EXPERTS}
+    backend = {"attention_backend": "CPU_MLA"} if dtype == "float32" else {}
     with _small_model("DeepseekV2ForCausalLM", "deepseek_v2", recipe) as path:
-        yield from _check(_engine_config(path, dtype=dtype))
+        yield from _check(_engine_config(path, dtype=dtype, **backend))
 
 
 def check_model(model: str) -> Iterator[Verdict]:
