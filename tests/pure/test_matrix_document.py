@@ -159,8 +159,8 @@ def test_names_are_unique() -> None:
 def test_the_usual_tests_run_a_few_pairs_of_every_kind() -> None:
     """The others run in ``make test-matrix``, which takes too long for every change."""
     usual = [pair for pair in PAIRS if not pair.in_matrix]
-    assert len(usual) == 13
-    assert {pair.model for pair in usual} == {"gqa", "mla", "gemma", "gemma4", "granite"}
+    assert len(usual) == 11
+    assert {pair.model for pair in usual} == {"gqa", "mla", "gemma", "granite"}
     assert {pair.transport for pair in usual} == {"cma", "nixl"}
     shapes = {shape_of(engine) for pair in usual for engine in (pair.prefill, pair.decode)}
-    assert shapes >= {"TP 1", "TP 2", "TP 4", "PP 2 x TP 1"}
+    assert shapes >= {"TP 1", "TP 2", "PP 2 x TP 1"}

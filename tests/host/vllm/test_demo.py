@@ -105,6 +105,7 @@ def test_interrupted_demo_leaves_nothing(folder: Path, moment: str) -> None:
     assert segments() <= before
 
 
+@pytest.mark.matrix
 def test_demo_of_offload(folder: Path) -> None:
     """The engine that loads after the restart has one rank; the one that stored had two."""
     before = segments()
@@ -123,6 +124,7 @@ def test_demo_of_offload(folder: Path) -> None:
     assert segments() <= before
 
 
+@pytest.mark.matrix
 def test_demo_of_pushes(folder: Path) -> None:
     with started_demo(folder, "--mode", "push", "--prompts", "6") as process:
         output, _ = process.communicate(timeout=560)

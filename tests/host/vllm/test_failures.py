@@ -14,6 +14,7 @@ from kvferry.handoff.wire.client import ask
 
 from .engine_pool import CONNECTOR_SETTINGS, Engine, EnginePool, Reference, RequestFailed
 from .handoffs import ROUNDED_WAVE, Handoffs, Pair, check_tokens, for_pairs, random_prompt, wait_until_unused
+from .offloads import kill
 
 pytestmark = pytest.mark.vllm
 
@@ -89,18 +90,17 @@ def test_a_failed_load_of_states_is_an_error_or_is_computed(
 
 
 @pytest.mark.ends_engines
-@pytest.mark.engines("gqa-tp4", "gqa-tp2", "gqa-tp2-other")
+@pytest.mark.engines("gqa-tp2", "gqa-tp1-nixl", "gqa-tp2-other")
 def test_the_prefill_engine_is_killed_before_the_load(engine_pool: EnginePool, reference: Reference) -> None:
     """One decode engine fails its requests, the other (``recompute``) computes them; both go on working."""
-    prefill = engine_pool.running["gqa-tp4"]
-    failing, recomputing = engine_pool.running["gqa-tp2"], engine_pool.running["gqa-tp2-other"]
+    prefill = engine_pool.running["gqa-tp2"]
+    failing, recomputing = engine_pool.running["gqa-tp1-nixl"], engine_pool.running["gqa-tp2-other"]
     prompts = [random_prompt(103 + index, 260) for index in range(2)]
     # One of them has met the prefill engine before, the other has not.
     recomputing.decode(prompts[0], prefill.prefill(prompts[0]))
     for_failing = [prefill.prefill(prompt) for prompt in prompts]
     for_recomputing = [prefill.prefill(prompt) for prompt in prompts]
-    prefill.server.process.kill()
-    del engine_pool.running["gqa-tp4"]
+    kill(prefill, engine_pool)
     killed_at = time.monotonic()
     for prompt, params in zip(prompts, for_failing, strict=True):
         with pytest.raises(RequestFailed):

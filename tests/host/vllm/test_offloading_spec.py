@@ -16,7 +16,9 @@ CACHE_BYTES = 24 << 20
 
 
 @pytest.mark.engines("gqa-reference")
-@pytest.mark.parametrize("layout", [None, "BLHNC"], ids=["per-layer", "one-piece"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(None, id="per-layer", marks=pytest.mark.matrix), pytest.param("BLHNC", id="one-piece")]
+)
 def test_the_second_pass_loads_what_the_first_has_stored(
     layout: str | None, engine_pool: EnginePool, reference: Reference
 ) -> None:

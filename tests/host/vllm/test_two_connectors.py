@@ -44,6 +44,7 @@ KEPT_SECONDS = WATCHED["lease_seconds"] + 10.0
 EXPIRED = NOT_RELEASED[0]
 
 
+@pytest.mark.matrix
 @both_connectors
 def test_two_connectors_in_one_engine(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
     handoffs = Handoffs.of(pair, engine_pool)
