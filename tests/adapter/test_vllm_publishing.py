@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -14,9 +15,10 @@ pytest.importorskip("vllm")
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-from kvferry.errors import HandoffError, Reason
+from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import HOST
 from kvferry.execution.guard_words import Held
+from kvferry.execution.job import JobResult
 from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
@@ -95,6 +97,26 @@ def test_a_worker_that_ends_clears_its_guard_words_before_it_waits_for_its_own_l
     role._transports = role._log = SimpleNamespace(close=lambda: None)
     role.shutdown()
     assert held == [False]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_suspect"),
+    [
+        (TransportError(Reason.PEER_DIED, "gone."), True),
+        (HandoffError(Reason.DEADLINE_EXCEEDED, "late."), True),
+        (HandoffError(Reason.SOURCE_CHANGED, "freed."), False),
+        (HandoffError(Reason.ABORTED, "given up."), False),
+    ],
+)
+def test_the_next_load_connects_anew_where_a_connection_may_be_lost(error: KVFerryError, is_suspect: bool) -> None:
+    """A read over a link that was cut passes its deadline before the transport knows that the connection is lost."""
+    suspects: list[str] = []
+    role: Any = WorkerRole.__new__(WorkerRole)
+    role._index, role._orders = 0, {"r": SimpleNamespace(hold="hold")}
+    role._rank = SimpleNamespace(source_engines=SimpleNamespace(suspect=suspects.append))
+    role._statistics = role._log = role._destination = MagicMock()
+    role._account(JobResult("r", error))
+    assert suspects == ["hold"] * is_suspect
 
 
 def engine(model: str, cache_dtype: str = "auto", **changes: Any) -> Any:

@@ -356,7 +356,9 @@ class WorkerRole:
         self._log.write(order, result)
         if result.error is None or self._rank is None or self._destination is None:
             return
-        if isinstance(result.error, TransportError) and order.hold is not None:
+        # A read that did not end in time may have lost its connection, which shows only when its transfers end.
+        is_suspect = isinstance(result.error, TransportError) or result.error.reason is Reason.DEADLINE_EXCEEDED
+        if is_suspect and order.hold is not None:
             self._rank.source_engines.suspect(order.hold)
         if result.error.reason is not Reason.ABORTED:
             logger.error(
