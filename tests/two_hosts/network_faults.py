@@ -1,4 +1,4 @@
-"""What goes wrong in a network: slow links, lost packets, cables that are pulled."""
+"""What goes wrong in a network: slow links, lost packets, cables that are pulled, addresses that are wrong."""
 
 import fcntl
 import heapq
@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from kvferry.harness.virtual_hosts import DEVICE, VirtualHost
+from kvferry.harness.virtual_hosts import DEVICE, SWITCH, VirtualHost
 
-TUNNEL = "wire0"
+CABLE = "cable"
+TUNNELS = ("wire0", "wire1")
 PACKET_BYTES = 65536
 SET_INTERFACE = 0x400454CA
-TUN_WITHOUT_HEADER = 0x0001 | 0x1000
+TAP_WITHOUT_HEADER = 0x0002 | 0x1000
 
 
 @contextmanager
@@ -53,27 +54,58 @@ def dropped(host: VirtualHost) -> Iterator[None]:
 
 
 @contextmanager
-def lossy(first: VirtualHost, second: VirtualHost, delay_seconds: float, loss: float) -> Iterator["LossyWire"]:
-    """Send all IPv4 packets between two hosts over a wire that delays each packet and loses some.
+def lossy(host: VirtualHost, delay_seconds: float, loss: float) -> Iterator["LossyWire"]:
+    """Delay each packet from and to a host, and lose some.
 
-    The wire is a thread and two tunnel devices, since not every kernel has ``netem``.
+    The host's cable ends at a bridge of its own, and two tunnel devices with a thread between them join this bridge
+    with the switch, since not every kernel has ``netem``. Nothing changes on the host.
     """
-    wire = LossyWire((_tunnel(first), _tunnel(second)), delay_seconds, loss)
+    switch = host.switch
+    assert switch is not None
+    wire = LossyWire((_tunnel(switch, TUNNELS[0]), _tunnel(switch, TUNNELS[1])), delay_seconds, loss)
     try:
-        for here, there in ((first, second), (second, first)):
-            here.run("ip", "link", "set", TUNNEL, "up")
-            here.run("ip", "route", "add", f"{there.ipv4}/32", "dev", TUNNEL, "src", here.ipv4)
+        switch.run("ip", "link", "add", CABLE, "type", "bridge")
+        switch.run("ip", "link", "set", CABLE, "up")
+        for port, bridge in (*zip(TUNNELS, (CABLE, SWITCH), strict=True), (host.switch_port, CABLE)):
+            switch.run("ip", "link", "set", port, "master", bridge, "up")
         yield wire
     finally:
+        switch.run("ip", "link", "set", host.switch_port, "master", SWITCH)
+        switch.run("ip", "link", "delete", CABLE)
         wire.close()
 
 
-def _tunnel(host: VirtualHost) -> int:
-    """Return the descriptor of a new tunnel device of a host, which ends with the descriptor."""
+def _tunnel(host: VirtualHost, name: str) -> int:
+    """Return the descriptor of a new tunnel device, which ends with the descriptor. It carries Ethernet frames."""
     with host.entered():
         descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        fcntl.ioctl(descriptor, SET_INTERFACE, struct.pack("16sH", TUNNEL.encode(), TUN_WITHOUT_HEADER))
+        fcntl.ioctl(descriptor, SET_INTERFACE, struct.pack("16sH", name.encode(), TAP_WITHOUT_HEADER))
     return descriptor
+
+
+@contextmanager
+def no_way(host: VirtualHost, address: str) -> Iterator[None]:
+    """Drop each packet that the host sends to an address, as where the address is of another network."""
+    host.run("ip", "route", "add", "blackhole", f"{address}/32")
+    try:
+        yield
+    finally:
+        host.run("ip", "route", "delete", "blackhole", f"{address}/32")
+
+
+@contextmanager
+def known_as(host: VirtualHost, name: str, address: str) -> Iterator[None]:
+    """Let the host take an address for that of a name."""
+    before = host.run("cat", "/etc/hosts")
+    _write_hosts_file(host, f"{before}{address} {name}\n")
+    try:
+        yield
+    finally:
+        _write_hosts_file(host, before)
+
+
+def _write_hosts_file(host: VirtualHost, text: str) -> None:
+    host.run("sh", "-c", 'printf %s "$1" > /etc/hosts', "sh", text)
 
 
 class LossyWire:

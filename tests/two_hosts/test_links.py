@@ -127,17 +127,15 @@ def test_a_link_that_stays_cut_ends_a_transfer_with_an_error(
 def test_a_wire_of_20_ms_that_loses_a_packet_of_a_hundred_slows_a_transfer(
     transport: str, direction: str, hosts: Hosts
 ) -> None:
-    """UCX connects only where its own interface is the way, so the wire changes in mid-transfer."""
     prefill, decode, _ = hosts
     with (
+        lossy(prefill, delay_seconds=0.02, loss=0.01) as wire,
         moving(prefill, "serve", transport) as serving,
         slow(prefill if direction == "READ" else decode, SLOW_MEGABITS),
         moving(decode, "move-once", transport, direction) as mover,
     ):
-        said = begin(serving, mover)
-        with lossy(prefill, decode, delay_seconds=0.02, loss=0.01) as wire:
-            found = next(said)
-            assert wire.num_lost > 5
-            assert wire.num_carried > 1000
+        found = next(begin(serving, mover))
+        assert wire.num_lost > 5
+        assert wire.num_carried > 1000
         assert found["status"] == "done"
         assert is_right(found, direction, serving)

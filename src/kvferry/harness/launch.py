@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvferry.errors import Reason
+from kvferry.handoff.wire.addresses import in_url
 from kvferry.harness.child_process import ChildProcess, LaunchError, stop_all
 from kvferry.harness.engine_metrics import scrape_metrics
 from kvferry.harness.virtual_hosts import VirtualHost
@@ -196,7 +197,7 @@ def start_engine(
     :class:`LaunchError` when ``port`` is in use. Without ``port`` the engine gets a free port.
     """
     port = _usable_port(name, port)
-    address = HOST if host is None else host.ipv4
+    address = HOST if host is None else host.address
     command = settings.command(port, address)
     process = ChildProcess.start(
         name,
@@ -204,7 +205,7 @@ def start_engine(
         log_folder / f"{name}.log",
         settings.environment(port, address),
     )
-    return Server(process, f"http://{address}:{port}", time.monotonic())
+    return Server(process, f"http://{in_url(address)}:{port}", time.monotonic())
 
 
 def start_router(

@@ -24,6 +24,8 @@ from kvferry.harness.child_process import ChildProcess, LaunchError
 
 DEVICE = "eth0"
 """The network interface of each host."""
+SWITCH = "switch"
+"""The namespaces in which all cables end, and the bridge there that joins them."""
 PROGRAMS = ("ip", "unshare", "nsenter", "mount", "hostname")
 SYSTEM_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 START_SECONDS = 10.0
@@ -49,12 +51,22 @@ exec sleep infinity
 
 @dataclass(frozen=True, slots=True)
 class VirtualHost:
-    """One host. ``holder_id`` is the process that holds its namespaces."""
+    """One host. ``holder_id`` is the process that holds its namespaces.
+
+    Its cable ends at ``switch_port`` of the ``switch``.
+    """
 
     name: str
     ipv4: str
     ipv6: str
     holder_id: int
+    switch: "VirtualHost | None" = None
+    switch_port: str = ""
+
+    @property
+    def address(self) -> str:
+        """The IPv4 address, or the IPv6 address of a host that has no other."""
+        return self.ipv4 or self.ipv6
 
     def command(self, command: Sequence[str]) -> list[str]:
         """Return the command line that runs a command on this host, in the same working directory."""
@@ -95,14 +107,14 @@ def virtual_hosts(names: Sequence[str], log_folder: Path) -> Iterator[tuple[Virt
         f"{address} {name}" for name, *addresses in _plan(["localhost", *names]) for address in addresses
     )
     with ExitStack() as stack:
-        switch = _hold(stack, "switch", hosts_file, log_folder)
-        switch.run("ip", "link", "add", "switch", "type", "bridge")
-        switch.run("ip", "link", "set", "switch", "up")
-        hosts = []
+        switch = _hold(stack, SWITCH, hosts_file, log_folder)
+        switch.run("ip", "link", "add", SWITCH, "type", "bridge")
+        switch.run("ip", "link", "set", SWITCH, "up")
+        hosts: list[VirtualHost] = []
         for name, ipv4, ipv6 in _plan(["localhost", *names])[1:]:
             holder = _hold(stack, name, hosts_file, log_folder)
-            hosts.append(VirtualHost(name, ipv4, ipv6, holder.holder_id))
-            _plug(hosts[-1], switch, f"port{len(hosts)}")
+            hosts.append(VirtualHost(name, ipv4, ipv6, holder.holder_id, switch, f"port{len(hosts)}"))
+            _plug(hosts[-1], switch)
         yield tuple(hosts)
 
 
@@ -140,11 +152,11 @@ def _hold(stack: ExitStack, name: str, hosts_file: str, log_folder: Path) -> Vir
     return VirtualHost(name, "", "", int(lines[0].removeprefix(READY)))
 
 
-def _plug(host: VirtualHost, switch: VirtualHost, port: str) -> None:
+def _plug(host: VirtualHost, switch: VirtualHost) -> None:
     """Connect a host to the switch and give it its addresses."""
     pair = ["type", "veth", "peer", "name", DEVICE, "netns", str(host.holder_id)]
-    switch.run("ip", "link", "add", port, *pair)
-    switch.run("ip", "link", "set", port, "master", "switch", "up")
+    switch.run("ip", "link", "add", host.switch_port, *pair)
+    switch.run("ip", "link", "set", host.switch_port, "master", SWITCH, "up")
     # An interface that goes down would lose its IPv6 address.
     host.run("sh", "-c", f"echo 1 > /proc/sys/net/ipv6/conf/{DEVICE}/keep_addr_on_down")
     host.run("ip", "address", "add", f"{host.ipv4}/24", "dev", DEVICE)

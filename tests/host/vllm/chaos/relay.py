@@ -1,8 +1,8 @@
 """A relay in front of an engine's control ports: it forwards connections, and delays, loses or cuts them on command.
 
-An engine listens on 127.0.0.1 and advertises the relay's loopback address (``advertised_host``), where the relay
-listens on the same ports. The relay knows nothing of the messages: a chunk is what one ``recv`` returns. TCP itself
-loses no byte, so a connection of which the relay loses a chunk ends with that chunk, as where a host vanishes. A
+An engine listens on 127.0.0.1, or on a virtual host, and advertises the relay's address (``advertised_host``), where
+the relay listens on the same ports. The relay knows nothing of the messages: a chunk is what one ``recv`` returns. TCP
+itself loses no byte, so a connection of which the relay loses a chunk ends with that chunk, as where a host vanishes. A
 question whose answer is lost is sent again: the engine gets the message twice.
 """
 
@@ -85,10 +85,14 @@ class _Link:
 
 
 class Relay:
-    """Listens on ``address``; :meth:`open` names the ports. Threads of this process carry the connections."""
+    """Listens on ``address``; :meth:`open` names the ports. Threads of this process carry the connections.
 
-    def __init__(self, address: str) -> None:
+    Peers see this address in place of the engine's, and the engine sees it in place of theirs, as behind a NAT.
+    """
+
+    def __init__(self, address: str, engine_host: str = ENGINE_HOST) -> None:
         self.address = address
+        self._engine_host = engine_host
         self.trouble = NO_TROUBLE
         self.num_links = self.num_lost = self.num_cut = 0
         """Connections, chunks lost, and connections cut, since the start."""
@@ -153,7 +157,7 @@ class Relay:
             while True:
                 client, _ = listener.accept()
                 try:
-                    engine = socket.create_connection((ENGINE_HOST, port), CONNECT_SECONDS)
+                    engine = socket.create_connection((self._engine_host, port), CONNECT_SECONDS)
                 except ConnectionRefusedError:
                     # Nothing listens there any more, and a peer must see that.
                     client.close()
@@ -177,24 +181,26 @@ class Relay:
             listener.close()
 
 
-def listening_ports(process_ids: Iterable[int]) -> set[int]:
-    """Return the ports on which these processes listen on 127.0.0.1.
+def listening_ports(process_ids: Iterable[int], engine_host: str = ENGINE_HOST) -> set[int]:
+    """Return the ports on which these processes listen on an address of their host.
 
     >>> with socket.create_server((ENGINE_HOST, 0)) as listener:
     ...     listener.getsockname()[1] in listening_ports([os.getpid()])
     True
     """
-    inodes = set()
+    inodes, tables = set(), set()
     for process_id in process_ids:
         for descriptor in Path(f"/proc/{process_id}/fd").glob("*"):
             with suppress(OSError):
                 found = _SOCKET.fullmatch(os.readlink(descriptor))
                 inodes |= {found[1]} if found else set()
+        with suppress(OSError):
+            tables.add(Path(f"/proc/{process_id}/net/tcp").read_text())
     ports = set()
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+    for line in (line for table in tables for line in table.splitlines()[1:]):
         fields = line.split()
         address, _, port = fields[1].partition(":")
-        if fields[3] == LISTENING and fields[9] in inodes and address == _in_table(ENGINE_HOST):
+        if fields[3] == LISTENING and fields[9] in inodes and address == _in_table(engine_host):
             ports.add(int(port, 16))
     return ports
 

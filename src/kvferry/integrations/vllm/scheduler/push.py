@@ -14,6 +14,7 @@ from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH
 from kvferry.handoff.push.sender import END, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.versions import OURS
+from kvferry.handoff.wire.addresses import in_url
 from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Offer, id_in_epoch, query, signed
 from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cached_windows, held_blocks
 from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params, prompt_digest, token_ids_of
@@ -127,7 +128,8 @@ class PushSource(Source):
             self.bootstrap.offer(offer)
         elif self._is_producer:
             self.bootstrap = BootstrapServer(settings.host, settings.bootstrap_port, offer)
-            logger.info("kvferry: bootstrap queries are answered on http://%s:%d", settings.host, self.bootstrap.port)
+            here = in_url(settings.host)
+            logger.info("kvferry: bootstrap queries are answered on http://%s:%d", here, self.bootstrap.port)
         if self._beacon is not None and not self._is_withdrawn and self._beacon_id != engine_id:
             self._beacon.close()
             self._beacon = None
