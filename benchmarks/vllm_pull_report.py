@@ -11,6 +11,10 @@ from rich.table import Table
 from vllm_pull_engines import KVFERRY, Case, Sample
 
 CONFIDENCE = 0.95
+TARGET_BETWEEN_HOSTS = 0.4
+"""The largest ratio of the stopwatch's medians between two hosts."""
+TARGET_OF_PLAIN_TCP = 0.7
+"""The least part of the rate of a plain TCP connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +30,35 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """The network between two hosts: its longest packet in bytes, and the rates of plain TCP over it, in GB/s.
+
+    The rates are those before the engines start and after their end.
+    """
+
+    mtu: int
+    plain_tcp: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """One case of one run with or without huge pages. ``samples[name][i]`` of all contestants ran one after the other.
 
-    ``retaken`` are requests that were measured again, since the machine stood still in their time.
+    ``retaken`` are requests that were measured again, since the machine stood still in their time. ``link`` is the
+    network between the engines where they stand on two hosts.
     """
 
     case: Case
     thp: bool
     samples: dict[str, list[Sample]]
     retaken: list[tuple[str, Sample]] = field(default_factory=list)
+    link: Link | None = None
 
     @property
     def title(self) -> str:
         """The case and the pages that it was measured with."""
-        return f"({self.case.name}) {self.case.title}, huge pages {'on' if self.thp else 'off'}"
+        place = "" if self.link is None else f", two hosts, MTU {self.link.mtu}"
+        return f"({self.case.name}) {self.case.title}, huge pages {'on' if self.thp else 'off'}{place}"
 
     @property
     def peers(self) -> list[str]:
@@ -51,6 +69,8 @@ class Result:
         """Return the largest ratio of the stopwatch's medians that meets the target, None where there is none."""
         if peer != "NixlConnector":
             return None
+        if self.link is not None:
+            return TARGET_BETWEEN_HOSTS
         return self.case.target_huge_pages if self.thp else self.case.target_small_pages
 
     def values(self, name: str, figure: str) -> list[float]:
@@ -65,11 +85,19 @@ class Result:
         """Return the quotient of the medians, to which the targets apply."""
         return float(np.median(self.values(KVFERRY.name, figure)) / np.median(self.values(peer, figure)))
 
+    def part_of_plain_tcp(self, name: str) -> float | None:
+        """Return a contestant's rate by the stopwatch, as a part of plain TCP's; None on one host."""
+        if self.link is None:
+            return None
+        return float(summary(self.samples[name])["stopwatch_gb_per_second"] / np.mean(self.link.plain_tcp))
+
     def as_json(self) -> dict[str, Any]:
         """Return the results with all samples."""
         return {
             "case": asdict(self.case),
             "thp_mem_alloc_enable": self.thp,
+            "link": None if self.link is None else asdict(self.link),
+            "parts_of_plain_tcp": {name: self.part_of_plain_tcp(name) for name in self.samples},
             "ratios": {
                 peer: {figure: asdict(self.ratio(peer, figure)) for figure in RATIO_FIGURES} for peer in self.peers
             },
@@ -157,9 +185,30 @@ def print_results(results: Sequence[Result], console: Console) -> None:
                     f"median and range of {len(runs)} runs{verdict}",
                     highlight=False,
                 )
+        print_parts_of_plain_tcp(runs, console)
         retaken = sum(len(run.retaken) for run in runs)
         console.print(
             f"{result.title}: {retaken} requests were measured again: the machine stood still", highlight=False
+        )
+
+
+def print_parts_of_plain_tcp(runs: Sequence[Result], console: Console) -> None:
+    """Print the contestants' rates beside those of plain TCP, where engines stand on two hosts."""
+    links = [run.link for run in runs if run.link is not None]
+    if not links:
+        return
+    rates = ", ".join(f"{rate:.2f}" for link in links for rate in link.plain_tcp)
+    console.print(f"{runs[0].title}: plain TCP {rates} GB/s", highlight=False)
+    for name in runs[0].samples:
+        parts = [part for run in runs if (part := run.part_of_plain_tcp(name)) is not None]
+        found = over_runs(parts)
+        verdict = ""
+        if name == KVFERRY.name:
+            is_met = "met" if found[0] >= TARGET_OF_PLAIN_TCP else "MISSED"
+            verdict = f", target at least {TARGET_OF_PLAIN_TCP:g}: {is_met}"
+        console.print(
+            f"{runs[0].title}: {name} moves at {found[0]:.2f} [{found[1]:.2f}, {found[2]:.2f}] of plain TCP{verdict}",
+            highlight=False,
         )
 
 
