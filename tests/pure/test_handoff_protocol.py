@@ -281,6 +281,24 @@ def test_a_field_beyond_its_bound_is_refused(data: bytes) -> None:
     assert decode_or_refuse(data) == []
 
 
+@pytest.mark.parametrize(
+    ("adapter", "is_one"),
+    [
+        ("", True),
+        ("0123456789abcdef" * 2, True),
+        ("0123456789abcdef", False),
+        ("0123456789abcdef" * 4, False),
+        ("0123456789ABCDEF" * 2, False),
+        ("0123456789abcdef" * 2 + "\n", False),
+    ],
+)
+def test_the_digest_of_an_adapter_is_one_or_empty(adapter: str, is_one: bool) -> None:
+    """It goes into log lines; ``kv_transfer_params`` have it with the same bounds."""
+    blocks = AnnouncedBlocks("full", 0, 0, 16, (1,))
+    asked = Announce(1, PushKey("d", 1, 1), 0, "x", 16, "digest", (blocks,), "plan", 1.0, adapter=adapter)
+    assert decode_or_refuse(encode(asked)) == ([asked] if is_one else [])
+
+
 def test_bounds_admit_their_last_value() -> None:
     """The refusals above are by the bound and nothing else."""
     full = tuple(Handle("a" * 512, (1 << 63) - 1) for _ in range(MAX_REQUESTS_PER_MESSAGE))

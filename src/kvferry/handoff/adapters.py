@@ -3,9 +3,14 @@
 The name is part of the prompt's digest. The weights are not: an engine of an older version compares names alone.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from kvferry.errors import HandoffError, Reason
+
+AdapterDigest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z", max_length=32)]
+"""As a peer or a router says it, who may say none. It goes into log lines."""
 
 
 class Adapter(msgspec.Struct, frozen=True):

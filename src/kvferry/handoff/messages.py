@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self, TypeVar
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.handoff.adapters import AdapterDigest
 from kvferry.transport.end_points import ProcessIdentity
 
 PROTOCOL_VERSION = 10
@@ -37,7 +38,6 @@ MAX_LEASE_SECONDS = 7 * 86400.0
 
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_IDENTIFIER_LENGTH)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
-AdapterDigest = Annotated[str, msgspec.Meta(max_length=64)]
 Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]

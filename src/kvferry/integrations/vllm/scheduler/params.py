@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.adapters import NO_ADAPTER, Adapter
+from kvferry.handoff.adapters import NO_ADAPTER, Adapter, AdapterDigest
 from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.handoff.holds import Hold
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Handle, LeaseSeconds, Unsigned
@@ -38,7 +38,6 @@ BlockSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
 BlockIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
 Generation = Annotated[str, msgspec.Meta(pattern="^[0-3][0-9a-f]{15}$", max_length=16)]
 Signature = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2})*\Z", max_length=MAX_SIGNATURE_LENGTH)]
-AdapterDigest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z", max_length=32)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 # Names go into log lines and messages: no control characters, and no surrogates, which no message can carry.
 Name = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z", max_length=MAX_IDENTIFIER_LENGTH)]
