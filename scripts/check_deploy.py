@@ -11,6 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from environments import make_environment
+
 ROOT = Path(__file__).absolute().parent.parent
 DEPLOY = ROOT / "docs" / "deploy"
 ENVIRONMENT = ROOT / "build" / "deploy-environment"
@@ -20,12 +22,11 @@ SYSTEMD = "systemd-analyze"
 
 def main() -> int:
     """Return 1 where a file is not valid, 2 where something to validate with is missing."""
-    programs = ENVIRONMENT / "bin"
-    pip = [str(programs / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    for command in ([sys.executable, "-m", "venv", str(ENVIRONMENT)], [*pip, *PACKAGES]):
-        if subprocess.run(command, check=False).returncode:
-            print(f"{' '.join(command)} has failed", file=sys.stderr)
-            return 2
+    try:
+        programs = make_environment(sys.executable, ENVIRONMENT, PACKAGES)
+    except subprocess.CalledProcessError as error:
+        print(f"{' '.join(error.cmd)} has failed", file=sys.stderr)
+        return 2
     manifests = sorted(map(str, (DEPLOY / "kubernetes").glob("*.yaml")))
     compose = str(DEPLOY / "compose.yaml")
     commands = [[str(programs / "kubernetes-validate"), "--strict", each] for each in manifests]

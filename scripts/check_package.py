@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from environments import make_environment
 from package import ROOT, build
 
 from kvferry.harness.engine_metrics import prompt_tokens, scrape_metrics
@@ -86,13 +87,11 @@ def find_python(version: str) -> str | None:
 
 def install(python: str, folder: Path, *requirements: str) -> Path:
     """Make an environment with these packages; return its folder of programs. Raises :class:`Failed`."""
-    programs = folder / "environment" / "bin"
-    pip = [str(programs / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    for command in ([python, "-m", "venv", str(programs.parent)], *([*pip, *each.split()] for each in requirements)):
-        ran = subprocess.run(command, env=ALONE_ENVIRONMENT, capture_output=True, text=True, check=False)
-        if ran.returncode:
-            raise Failed(f"{' '.join(command)}: {ran.stderr.strip()}")
-    return programs
+    lists = (each.split() for each in requirements)
+    try:
+        return make_environment(python, folder / "environment", *lists, variables=ALONE_ENVIRONMENT)
+    except subprocess.CalledProcessError as error:
+        raise Failed(" ".join(error.cmd)) from None
 
 
 def check_alone(version: str, python: str, wheel: Path, folder: Path) -> None:

