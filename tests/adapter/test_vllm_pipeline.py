@@ -35,7 +35,7 @@ THREE = (["0"], ["1", "2"], ["3", "4"])
 
 def rank_without_engine() -> Any:
     role: Any = WorkerRole.__new__(WorkerRole)
-    role._failed, role._refused_turns, role._rank, role._source = set(), set(), None, None
+    role._refused, role._rank, role._source = [], None, None
     role._statistics, role._log = Statistics(), TransferLog("", 0, NamedLayout.BHLNC)
     return role
 

@@ -86,10 +86,9 @@ class WorkerRole:
         self._source: Source | None = None
         self._destination: Destination | None = None
         self._orders: dict[str, PromptLoad] = {}
-        self._failed: set[str] = set()
+        self._refused: list[PromptLoad] = []
         self._outdated: set[str] = set()
         self._failed_turns: set[str] = set()
-        self._refused_turns: set[str] = set()
         self._engine: EngineEndPoint | None = None
         self._num_reports = 0
         ROLES.add(self)
@@ -252,9 +251,12 @@ class WorkerRole:
 
         Where there is no result yet, but a load runs, wait at most ``wait_seconds`` for one.
         """
-        failed, self._failed = self._failed, set()
-        refused, self._refused_turns = self._refused_turns, set()
-        received = failed | refused
+        received: set[str] = set()
+        failed: set[str] = set()
+        for order in self._refused:
+            received.add(order.request_id)
+            (self._failed_turns if order.is_optional else failed).add(order.request_id)
+        self._refused.clear()
         seconds = wait_seconds if wait_seconds and not received and self._orders else 0.0
         for result in self._rank.executor.collect(seconds) if self._rank is not None else ():
             if result.job_id not in self._orders:
@@ -342,11 +344,7 @@ class WorkerRole:
     def _refuse(self, order: PromptLoad, error: KVFerryError) -> None:
         """Report a load as failed that the scheduler could not order; the scheduler has logged why."""
         result = JobResult(order.request_id, error)
-        if order.is_optional:
-            self._refused_turns.add(order.request_id)
-            self._failed_turns.add(order.request_id)
-        else:
-            self._failed.add(order.request_id)
+        self._refused.append(order)
         self._statistics.record(result)
         self._log.write(order, result)
 
