@@ -7,6 +7,7 @@ import numpy as np
 
 from kvferry.arrays import Addresses, Integers, memory_at
 from kvferry.execution import device_memory
+from kvferry.layout.shard import HOST_DEVICE
 from kvferry.plan.digest_cells import CellMemory
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class CellSums:
     def sums(self, places: Integers, num_tokens: Integers) -> Addresses:
         """Return the digest of each cell that begins at ``places`` of its region, over its first ``num_tokens``."""
         memory = self.memory
-        if memory.region.device != "cpu":
+        if memory.region.device != HOST_DEVICE:
             return self._on_device.sums(places, num_tokens)
         numbers = self._view[places].view(f"<u{memory.number_bytes}").reshape(len(places), -1)
         if (short := np.flatnonzero(num_tokens < self._num_tokens)).size:

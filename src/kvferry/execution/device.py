@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from kvferry.errors import Reason, TransportError
+from kvferry.layout.shard import HOST_DEVICE
 from kvferry.peer_log import PeerLog
 
 logger = PeerLog(logging.getLogger(__name__))
@@ -65,7 +66,7 @@ OVER: Mark = _Over()
 class HostOrder:
     """The order of a CPU, on which every mark is over."""
 
-    device = "cpu"
+    device = HOST_DEVICE
     is_immediate = True
 
     def enter_thread(self) -> None:
@@ -132,7 +133,7 @@ def device_order(devices: Iterable[str]) -> DeviceOrder:
     True
     """
     names = set(devices)
-    if names == {"cpu"}:
+    if names == {HOST_DEVICE}:
         return HOST
     if len(names) != 1 or not next(iter(names)).startswith("cuda"):
         raise TransportError(

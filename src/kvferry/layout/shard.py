@@ -10,6 +10,8 @@ from kvferry.errors import KVFerryError, LayoutError, PlanError, Reason
 from kvferry.layout.component import MAX_INTEGER, Component, Name, affine_step, require
 from kvferry.layout.group import CacheGroup
 
+HOST_DEVICE = "cpu"
+"""The device of memory of the host, by its name in torch."""
 MAX_REGIONS = 4096
 MAX_GROUPS = 64
 MAX_CHECKED_INTERVALS = 1 << 20
@@ -28,7 +30,7 @@ class Region(msgspec.Struct, frozen=True):
 
     base_address: int
     length: int
-    device: Name = "cpu"
+    device: Name = HOST_DEVICE
 
     def __post_init__(self) -> None:
         fits = self.base_address >= 0 and self.length > 0 and self.base_address + self.length <= MAX_INTEGER

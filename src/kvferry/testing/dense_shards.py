@@ -6,7 +6,7 @@ from enum import StrEnum
 from kvferry.layout.component import Atom, Component, HeadRange, heads_of_rank, require
 from kvferry.layout.group import WHOLE, CacheGroup, CacheKind, TokenShare
 from kvferry.layout.named_layouts import Axis, NamedLayout
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import HOST_DEVICE, Region, Shard
 
 
 class Content(StrEnum):
@@ -42,7 +42,7 @@ def shard_for(
     value_head_size: int | None = None,
     packing: str = "",
     base_address: int = 0,
-    device: str = "cpu",
+    device: str = HOST_DEVICE,
     group_name: str = "full",
     window: int = 0,
     token_share: TokenShare = WHOLE,

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import Reason, TransportError
-from kvferry.layout.shard import Region
-from kvferry.transport.protocol import CUDA_DEVICE, HOST
+from kvferry.layout.shard import HOST_DEVICE, Region
+from kvferry.transport.protocol import CUDA_DEVICE
 from kvferry.transport.regions import RegionTable
 
 MAX_REGIONS = 65536
@@ -18,7 +18,7 @@ NONCE_BYTES = 16
 
 Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Length = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
-DeviceName = Annotated[str, msgspec.Meta(pattern=f"^({HOST}|{CUDA_DEVICE.pattern})$")]
+DeviceName = Annotated[str, msgspec.Meta(pattern=f"^({HOST_DEVICE}|{CUDA_DEVICE.pattern})$")]
 DeviceList = Annotated[list[DeviceName], msgspec.Meta(max_length=MAX_REGIONS)]
 RegionList = Annotated[list[tuple[Address, Length]], msgspec.Meta(max_length=MAX_REGIONS)]
 NonceBytes = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -88,12 +88,12 @@ def check_devices(regions: Sequence[tuple[int, int]], devices: Sequence[str]) ->
 
 def pack_devices(table: RegionTable) -> list[str]:
     """Return the device of each region of :func:`pack_regions`; nothing where all is host memory."""
-    return [] if table.devices in ((), (HOST,)) else [region.device for region in table.regions]
+    return [] if table.devices in ((), (HOST_DEVICE,)) else [region.device for region in table.regions]
 
 
 def unpack_regions(pairs: Sequence[tuple[int, int]], devices: Sequence[str] = ()) -> RegionTable:
     """Return the regions of a received end point; without ``devices``, all are host memory."""
-    names = devices or [HOST] * len(pairs)
+    names = devices or [HOST_DEVICE] * len(pairs)
     return RegionTable([Region(*pair, device) for pair, device in zip(pairs, names, strict=True)])
 
 

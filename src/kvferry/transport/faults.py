@@ -14,8 +14,8 @@ import numpy as np
 
 from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, SettingsError, TransportError
-from kvferry.layout.shard import Region
-from kvferry.transport.protocol import HOST, Capabilities, Direction, Peer, Status, Transfer, Transport
+from kvferry.layout.shard import HOST_DEVICE, Region
+from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, Transport
 from kvferry.transport.regions import RangeStream
 from kvferry.transport.sliced import slice_bounds, split_long
 
@@ -114,7 +114,7 @@ class FaultyTransport:
 
     def register(self, regions: Sequence[Region]) -> bytes:
         """Register with the inner transport. Raises ``SettingsError`` where the plan changes bytes of a device."""
-        if (self._plan.swap or self._plan.zero) and any(region.device != HOST for region in regions):
+        if (self._plan.swap or self._plan.zero) and any(region.device != HOST_DEVICE for region in regions):
             raise SettingsError(
                 Reason.INVALID_SETTING,
                 "swap and zero change bytes by the processor, and this memory is a device's.",

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import Reason, TransportError
-from kvferry.layout.shard import Region
+from kvferry.layout.shard import HOST_DEVICE, Region
 from kvferry.transport.end_points import (
     NONCE_BYTES,
     Address,
@@ -39,7 +39,7 @@ from kvferry.transport.end_points import (
     unpack_regions,
 )
 from kvferry.transport.network import LOOPBACK_DEVICE
-from kvferry.transport.protocol import HOST, Capabilities, Direction, Peer, Status, Transfer
+from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.registered_memory import INSTALL_NIXL, Sides
 from kvferry.transport.sliced import (
@@ -349,7 +349,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
 
     def _segment(self, device: str) -> tuple[Any, int]:
         """Return NIXL's type of a device's memory, and the device's number."""
-        if device == HOST:
+        if device == HOST_DEVICE:
             return self._nixl.DRAM_SEG, 0
         return self._nixl.VRAM_SEG, int(device.removeprefix("cuda:"))
 
@@ -483,7 +483,7 @@ def _import_bindings() -> Any:
 
 
 def _not_registered(regions: Sequence[Region], device: str, error: Exception) -> TransportError:
-    if device == HOST:
+    if device == HOST_DEVICE:
         reason, remedy = Reason.INVALID_REQUEST, "Register memory that is mapped, and register it once."
     else:
         reason = Reason.TRANSPORT_UNAVAILABLE

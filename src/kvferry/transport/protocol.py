@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvferry.arrays import Descriptors
 from kvferry.errors import TransportError
-from kvferry.layout.shard import Region
+from kvferry.layout.shard import HOST_DEVICE, Region
 from kvferry.transport.regions import RegionTable
 
 __all__ = [
@@ -31,8 +31,6 @@ __all__ = [
     "reached",
 ]
 
-HOST = "cpu"
-"""The device of host memory."""
 CUDA_DEVICE = re.compile(r"cuda:([0-9]{1,3})")
 
 
@@ -82,7 +80,7 @@ class Capabilities:
         >>> Capabilities("nixl", moves_device_memory=True).moves("cuda:1"), Capabilities("cma").moves("cuda:1")
         (True, False)
         """
-        return device == HOST or (self.moves_device_memory and CUDA_DEVICE.fullmatch(device) is not None)
+        return device == HOST_DEVICE or (self.moves_device_memory and CUDA_DEVICE.fullmatch(device) is not None)
 
 
 @dataclass(slots=True, eq=False)

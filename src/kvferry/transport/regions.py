@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.arrays import Addresses, Integers
-from kvferry.layout.shard import Region
+from kvferry.layout.shard import HOST_DEVICE, Region
 
 
 def _merge(regions: Iterable[Region]) -> list[Region]:
@@ -63,7 +63,7 @@ class RegionTable:
     def device_of(self, address: int) -> str:
         """Return the device of an address; outside of all regions, where nonces are, the host."""
         index = int(np.searchsorted(self._starts, np.uint64(address), side="right")) - 1
-        return self.regions[index].device if index >= 0 and address < int(self._ends[index]) else "cpu"
+        return self.regions[index].device if index >= 0 and address < int(self._ends[index]) else HOST_DEVICE
 
     def outside(self, addresses: Addresses, lengths: Addresses) -> npt.NDArray[np.intp]:
         """Return the indices of the ranges that do not lie inside one region."""

@@ -45,7 +45,7 @@ from kvferry.execution.executor import cores_that_do_not_compute
 from kvferry.integrations.vllm.versions import cache_hit_source, check_block_hashes, check_version, report_version
 from kvferry.layout.component import Component, HeadRange
 from kvferry.layout.group import CacheGroup, CacheKind
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import HOST_DEVICE, Region, Shard
 from kvferry.tiers.eviction import Eviction
 from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore
 from kvferry.tiers.protocol import KEY_BYTES, BlockKey, Presence
@@ -105,7 +105,7 @@ class KVFerryOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the copying half of one rank. Raises :class:`SettingsError` ``unsupported`` for caches on a device."""
         devices = {str(cache.tensor.device) for cache in kv_caches.tensors}
-        if devices != {"cpu"}:
+        if devices != {HOST_DEVICE}:
             raise SettingsError(
                 Reason.UNSUPPORTED,
                 f"KVFerryOffloadingSpec copies caches in host memory, and this rank's are on {sorted(devices)}.",

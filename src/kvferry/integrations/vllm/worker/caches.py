@@ -11,7 +11,7 @@ from kvferry.execution.stage import collapse_to_huge_pages
 from kvferry.integrations.vllm.kernels.engine import check_engine_kernels
 from kvferry.integrations.vllm.translate.attention import fill_scales_in_slots
 from kvferry.integrations.vllm.translate.shards import resolved_layout, shard_of
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import HOST_DEVICE, Shard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,7 +47,7 @@ def register_caches(
 
 def _use_huge_pages(shard: Shard) -> None:
     for region in shard.regions:
-        if region.device != "cpu":
+        if region.device != HOST_DEVICE:
             continue
         reason = collapse_to_huge_pages(region.base_address, region.length)
         if reason is not None:
