@@ -25,13 +25,13 @@ from rich.table import Table
 from kvferry.cli.console import open_console
 from kvferry.execution.device_merge import DeviceCopies, prepare
 from kvferry.execution.stage import put_in_place
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import Planner
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staging.scatter import Merge, ScatterPlan, stage_offsets
 from kvferry.plan.staging.strategy import TYPICAL_COSTS
-from kvferry.testing.dense_shards import shard_for
 from kvferry.units import format_bytes
 
 BLOCK_SIZE, KV_HEADS, HEAD_SIZE, ITEMSIZE = 16, 8, 128, 2

@@ -35,13 +35,13 @@ from kvferry.execution.write import Write
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.part import Part, announced_blocks
 from kvferry.handoff.push.sender import END, BlockList, Prompt, PushRequest, Sender
+from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.dense_shards import Content, shard_for
 from kvferry.transport.registry import TransportSet, open_transports
 
 NUM_LAYERS, HEAD_SIZE, ITEMSIZE = 36, 128, 2

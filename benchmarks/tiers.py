@@ -39,11 +39,11 @@ from transport_movers import allocate
 from kvferry.arrays import Bytes
 from kvferry.cli.console import open_console, progress
 from kvferry.execution.local_copy import LocalRoute, copy_blocks
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.dense_shards import shard_for
 from kvferry.testing.tier_suite import block_keys
 from kvferry.tiers.disk.inspection import NUM_READERS, existing_directory, inspect, verify
 from kvferry.tiers.disk.workers import RUN_BYTES

@@ -22,8 +22,8 @@ from kvferry.integrations.vllm.offload_step import OffloadStep
 from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.worker import caches as worker_caches
 from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, IdleSteps
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.testing.dense_shards import shard_for
 
 
 def connector_of(worker: Mock) -> Any:

@@ -14,12 +14,12 @@ from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder, StoreOrder
 from kvferry.integrations.vllm.worker import offload as worker_offload
 from kvferry.integrations.vllm.worker.offload import OffloadWorker
+from kvferry.layout.dense import shard_for
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import decode_shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.dense_shards import shard_for
 from kvferry.testing.oracle import Arena, RankMemory, strided_memory
 from kvferry.tiers.slab_memory import SlabHandle, SlabMemory
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from kvferry.execution.cell_sums import CellSums
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.digest_cells import CellGrid, CellMemory
-from kvferry.testing.dense_shards import shard_for
 
 DEVICE = "cuda:0"
 

@@ -30,12 +30,12 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.server import Server
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard, encode_shard
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staging.strategy import Strategy
-from kvferry.testing.dense_shards import shard_for
 from kvferry.transport.protocol import Region
 from kvferry.transport.registry import TransportSet, open_transports
 

@@ -21,9 +21,9 @@ from kvferry.handoff.push.sender import END, BlockList, Prompt
 from kvferry.handoff.wire import bootstrap
 from kvferry.handoff.wire.client import ask
 from kvferry.handoff.wire.server import Server
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, decode_shard, encode_shard
-from kvferry.testing.dense_shards import shard_for
 from kvferry.tiers.disk.records import RECORD_BYTES, RecordHeader, SegmentShape, read_table
 from kvferry.tiers.protocol import KEY_BYTES
 from kvferry.transport.cma import CmaTransport

@@ -17,6 +17,7 @@ from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.local_copy import LocalCopy, LocalRoute, copy_blocks
+from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
@@ -24,7 +25,6 @@ from kvferry.layout.slab import slab_shard
 from kvferry.plan.block_copies import BlockCopies
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.strided_copy import StridedCopy
-from kvferry.testing.dense_shards import Content, shard_for
 from kvferry.testing.oracle import Arena, OracleMismatch, check_moved, strided_memory
 
 LAYERS = ["0", "1", "2"]

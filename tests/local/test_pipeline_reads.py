@@ -9,11 +9,11 @@ import pytest
 
 from kvferry.errors import Reason
 from kvferry.layout.component import heads_of_rank
+from kvferry.layout.dense import shard_for
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.staging.strategy import Strategy
-from kvferry.testing.dense_shards import shard_for
 from kvferry.transport.protocol import Region
 
 from . import cache_memory

@@ -11,12 +11,12 @@ from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.read import Read
 from kvferry.execution.route import Route
+from kvferry.layout.dense import shard_for
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.dense_shards import shard_for
 from kvferry.testing.oracle import Arena, OracleMismatch, check_moved, strided_memory
 from kvferry.testing.tier_suite import block_keys
 from kvferry.tiers import remote_pool

@@ -13,13 +13,13 @@ from kvferry.execution.job import JobResult
 from kvferry.execution.read import Read
 from kvferry.execution.route import Route
 from kvferry.execution.stage import Stage
+from kvferry.layout.dense import shard_for
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staging.strategy import Strategy
-from kvferry.testing.dense_shards import shard_for
 from kvferry.testing.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.registry import Link

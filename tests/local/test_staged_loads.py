@@ -16,12 +16,12 @@ from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.read import Guard, Prepare, RankRead, Read
 from kvferry.execution.stage import Stage
 from kvferry.handoff.pull_read import State
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import Planner
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.staging.scatter import NOTHING, Merge, ScatterPlan
-from kvferry.testing.dense_shards import shard_for
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.protocol import Region, Status, Transfer, Transport, reach
 from kvferry.transport.registry import Link, open_transport

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvferry.layout.component import heads_of_rank
+from kvferry.layout.dense import shard_for
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
@@ -14,7 +15,6 @@ from kvferry.layout.states import ConvOrder, StatePages, conv_components, mamba2
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof.verify import verify_destination
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.dense_shards import shard_for
 from kvferry.testing.oracle import Arena, OracleMismatch, check_moved, strided_memory
 
 BLOCKS = 12

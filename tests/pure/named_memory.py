@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 
 from kvferry.arrays import Bytes
+from kvferry.layout.dense import Content
 from kvferry.layout.group import CacheGroup
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
-from kvferry.testing.dense_shards import Content
 from kvferry.testing.oracle import Arena, RankMemory
 
 

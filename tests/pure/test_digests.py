@@ -13,13 +13,13 @@ from kvferry.arrays import memory_at
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution.cell_sums import CellSums, DeviceCells
 from kvferry.execution.digests import DigestTable, PairDigests
+from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.group import TokenShare
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.digest_cells import CellGrid, CellMemory, Integrity, weights
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.dense_shards import Content, shard_for
 from kvferry.testing.oracle import Arena, RankMemory, strided_memory
 
 from .strategies import Move, moves

@@ -12,12 +12,12 @@ import pytest
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, blocks_to_load
+from kvferry.layout.dense import Content
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.states import ConvOrder
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
-from kvferry.testing.dense_shards import Content
 from kvferry.testing.oracle import Arena, RankMemory, check_moved, strided_memory
 
 from ..counted_work import containers_of, lines_of

@@ -9,12 +9,12 @@ import pytest
 from kvferry.arrays import Descriptors
 from kvferry.handoff.push.part import Part, announced_blocks
 from kvferry.handoff.push.sender import END, BlockList, PushState, Sending
+from kvferry.layout.dense import shard_for
 from kvferry.layout.group import TensorScale
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.layer_spans import LAYERS_PER_SPAN, LayerSpans, Span, goes_whole
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.dense_shards import shard_for
 
 LAYERS = [f"{index:02}" for index in range(20)]
 BLOCKS = GroupBlocks(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import Reason
 from kvferry.layout.component import HeadRange
+from kvferry.layout.dense import shard_for
 from kvferry.layout.group import CacheGroup, CacheKind, TensorScale, TokenShare
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard, decode_shard, encode_shard
@@ -21,7 +22,6 @@ from kvferry.plan.match import choose_sources
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks, first_token_to_move, sample_requests
-from kvferry.testing.dense_shards import shard_for
 
 from .refusals import refused
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, VerificationError
+from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.dense_shards import Content, shard_for
 from kvferry.testing.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
 
 from .strategies import Move, moves

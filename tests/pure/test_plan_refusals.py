@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason, VerificationError
+from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import MAX_SHARD_BYTES, Shard, decode_shard, encode_shard
@@ -14,7 +15,6 @@ from kvferry.plan.match import choose_sources
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.dense_shards import Content, shard_for
 
 from .refusals import refused
 

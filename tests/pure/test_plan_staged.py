@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.arrays import Descriptors
 from kvferry.errors import PlanError, Reason, VerificationError
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import PairPlan, Planner
@@ -27,7 +28,6 @@ from kvferry.plan.staging.scatter import (
     stage_offsets,
 )
 from kvferry.plan.staging.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose
-from kvferry.testing.dense_shards import shard_for
 
 from .strategies import Move, moves
 

@@ -26,13 +26,13 @@ from kvferry.execution.write import MAX_PAGE_WRITES, Write
 from kvferry.handoff.messages import AnnouncedBlocks, PushKey
 from kvferry.handoff.push.part import Part, announced_blocks
 from kvferry.handoff.push.sender import END, BlockList, Prompt, PushRequest, PushState, Sender, Sending
+from kvferry.layout.dense import Content
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Shard
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.dense_shards import Content
 from kvferry.testing.oracle import Arena
 from kvferry.transport.protocol import Direction, Peer, Transfer
 from kvferry.transport.registry import Link, open_transports

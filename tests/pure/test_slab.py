@@ -15,6 +15,7 @@ from kvferry.arrays import Descriptors
 from kvferry.cli.plan_report import EngineShape, engine_of
 from kvferry.errors import LayoutError, Reason
 from kvferry.layout.component import HeadRange
+from kvferry.layout.dense import Content
 from kvferry.layout.group import CacheGroup, CacheKind, TensorScale, TokenShare
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
@@ -27,7 +28,6 @@ from kvferry.models.shards import model_shard
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof.verify import verify_destination
 from kvferry.plan.request import GroupBlocks, of_rank
-from kvferry.testing.dense_shards import Content
 from kvferry.testing.oracle import Arena, Labels, RankMemory, check_moved, compare, strided_memory
 
 from .arrangements import ask, attention, hybrid

@@ -16,13 +16,13 @@ from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import OLDEST_PROTOCOL_VERSION, Answer, Handle, Question, decode_answer, decode_question
 from kvferry.handoff.wire import bootstrap
 from kvferry.layout import component, group, shard
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import decode_shard, encode_shard
 from kvferry.plan import match
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.match import selector_of
 from kvferry.plan.planner import Planner
-from kvferry.testing.dense_shards import shard_for
 from kvferry.transport import end_points
 
 from .. import version_9 as nine

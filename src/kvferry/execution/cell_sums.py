@@ -22,7 +22,7 @@ class CellSums:
 
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.plan.digest_cells import CellGrid
-    >>> from kvferry.testing.dense_shards import shard_for
+    >>> from kvferry.layout.dense import shard_for
     >>> memory = np.arange(4096, dtype=np.uint8)
     >>> shard = shard_for(layers=["0"], num_kv_heads=1, head_size=8, itemsize=2, block_size=16, num_blocks=8,
     ...     layout=NamedLayout.LBHNC, base_address=memory.ctypes.data)

@@ -1,8 +1,9 @@
 """The trial at start without an engine, for ``kvferry doctor --device``: a small cache of one layout on a device."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvferry.execution import device_memory
 from kvferry.execution.device import DeviceOrder
@@ -10,9 +11,8 @@ from kvferry.execution.digests import DigestTable
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.stage import Stage
 from kvferry.execution.trial import DIGESTS_BYTES, STAGE_BYTES, Side, Trial, TrialResult
-from kvferry.layout.component import Component, HeadRange
-from kvferry.layout.group import CacheGroup, CacheKind
-from kvferry.layout.named_layouts import Axis, NamedLayout
+from kvferry.layout.dense import shard_for
+from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.staging.strategy import Strategy
@@ -21,8 +21,8 @@ from kvferry.transport.registry import TransportSet
 if TYPE_CHECKING:
     import torch
 
-LAYERS, NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, NUM_CHANNELS, ITEMSIZE = ("0", "1", "2", "3"), 8, 8, 16, 256, 2
-"""K and V of 8 heads of 128 numbers of two bytes."""
+LAYERS, NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, HEAD_SIZE, ITEMSIZE = ("0", "1", "2", "3"), 8, 8, 16, 128, 2
+"""Numbers of two bytes."""
 
 
 def try_device(
@@ -58,33 +58,18 @@ def try_device(
 
 def small_cache(layout: NamedLayout, device: str) -> "tuple[Shard, object]":
     """Return a dense cache on a device, and what keeps its memory."""
-    sizes = {
-        Axis.L: len(LAYERS),
-        Axis.B: NUM_BLOCKS,
-        Axis.H: NUM_HEADS,
-        Axis.N: BLOCK_SIZE,
-        Axis.C: NUM_CHANNELS * ITEMSIZE,
-    }
-    strides = layout.strides(sizes)
-    num_bytes = math.prod(sizes.values())
-    memory, address = device_memory.allocate(num_bytes, device)
-    component = Component(
-        name="kv",
+    shard = shard_for(
         layers=LAYERS,
-        layer_offsets=tuple(index * strides[Axis.L] for index in range(len(LAYERS))),
-        heads=(HeadRange(0, NUM_HEADS),),
-        total_heads=NUM_HEADS,
-        num_channels=NUM_CHANNELS,
+        num_kv_heads=NUM_HEADS,
+        head_size=HEAD_SIZE,
         itemsize=ITEMSIZE,
-        block_stride=strides[Axis.B],
-        head_stride=strides[Axis.H],
-        token_stride=strides[Axis.N],
-        channel_stride=ITEMSIZE,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        layout=layout,
     )
-    group = CacheGroup(
-        name="full", kind=CacheKind.ATTENTION, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, components=(component,)
-    )
-    return Shard(regions=(Region(address, num_bytes, device),), groups=(group,)), memory
+    length = shard.regions[0].length
+    memory, address = device_memory.allocate(length, device)
+    return msgspec.structs.replace(shard, regions=(Region(address, length, device),)), memory
 
 
 def views_of(shard: Shard) -> "Mapping[str, torch.Tensor]":
@@ -94,7 +79,7 @@ def views_of(shard: Shard) -> "Mapping[str, torch.Tensor]":
     component = shard.groups[0].components[0]
     numbers = device_memory.as_bytes(shard.regions[0]).view(torch.int16)
     strides = (component.block_stride, component.head_stride, component.token_stride, component.channel_stride)
-    shape = NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, NUM_CHANNELS
+    shape = NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, component.num_channels
     in_numbers = tuple(stride // ITEMSIZE for stride in strides)
     return {
         layer: torch.as_strided(numbers, shape, in_numbers, offset // ITEMSIZE)

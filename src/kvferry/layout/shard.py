@@ -152,7 +152,7 @@ def encode_shard(shard: Shard) -> bytes:
     """Return the shard as MessagePack. Raises :class:`PlanError` (``unsupported``) above :data:`MAX_SHARD_BYTES`.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.testing.dense_shards import shard_for
+    >>> from kvferry.layout.dense import shard_for
     >>> shard = shard_for(layers=["0"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10,
     ...     layout=NamedLayout.BHLNC)
     >>> decode_shard(encode_shard(shard)) == shard

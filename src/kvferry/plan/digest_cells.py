@@ -110,7 +110,7 @@ class CellGrid:
     Raises :class:`PlanError` (``unsupported``) for a rank that holds a share of the tokens, or items of odd sizes.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.testing.dense_shards import shard_for
+    >>> from kvferry.layout.dense import shard_for
     >>> shard = shard_for(layers=["0", "1"], num_kv_heads=8, head_size=64, itemsize=2, block_size=32, num_blocks=10,
     ...     layout=NamedLayout.LBHNC)
     >>> grid = CellGrid(shard.groups[0])

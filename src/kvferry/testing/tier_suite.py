@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.errors import Reason, TierError
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.slab import slab_shard
-from kvferry.testing.dense_shards import shard_for
 from kvferry.tiers.eviction import Eviction
 from kvferry.tiers.host_memory import HostMemory, HostStore
 from kvferry.tiers.protocol import (

@@ -152,7 +152,7 @@ def compose(reads: Integers, merges: Sequence["Merge"], stage_bytes: int, source
 
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.plan.staging.scatter import Merge
-    >>> from kvferry.testing.dense_shards import shard_for
+    >>> from kvferry.layout.dense import shard_for
     >>> source = shard_for(layers=["0"], num_kv_heads=1, head_size=4, itemsize=1, block_size=2, num_blocks=4,
     ...     layout=NamedLayout.BHLNC)
     >>> merge = Merge(0, 8, 1000, 16, np.array([5, 4]), 4, ((2, 4, 8),))

@@ -148,7 +148,7 @@ def choose(
     cannot use.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.testing.dense_shards import shard_for
+    >>> from kvferry.layout.dense import shard_for
     >>> from kvferry.plan.planner import Planner
     >>> shape = dict(layers=["0", "1"], num_kv_heads=8, head_size=128, itemsize=2, block_size=16, num_blocks=10,
     ...     layout=NamedLayout.LBNHC)
