@@ -86,7 +86,7 @@ def _interfaces_to(host: str) -> set[str]:
         network = ip_network(_bare(host), strict=False)
     except ValueError:
         return _interfaces_to_name(host)
-    found = {name for name, reached in _routes() if reached.version == network.version and network.overlaps(reached)}
+    found = {name for name, reached in _routes() if network.overlaps(reached)}
     found |= _interfaces_to_address(str(network[1 if network.num_addresses > 1 else 0]))
     if not found:
         logger.warning("kvferry: this machine has no route to %s: NIXL does not connect there.", host)
