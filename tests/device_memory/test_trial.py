@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.errors import Reason, TransportError
+from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution import device_merge
+from kvferry.execution.device import Mark
+from kvferry.execution.device_trial import try_device
 from kvferry.execution.digests import DigestTable
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.read import Read
 from kvferry.execution.stage import Stage
-from kvferry.execution.trial import Side, Trial
+from kvferry.execution.trial import LabelledBlocks, Side, Trial, choose_blocks
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.plan.digest_cells import Integrity
@@ -50,10 +52,11 @@ class Engine:
         self.integrity = integrity
 
     def trial(self, strategies: list[Strategy] = BOTH) -> Trial:
-        def opens() -> TransportSet:
-            return TransportSet({"nixl": make(FACTORY)})
+        return Trial(self.side, self.views, self.order, opened, strategies, self.integrity, "layout BLHNC, ")
 
-        return Trial(self.side, self.views, self.order, opens, strategies, self.integrity, "layout BLHNC, ")
+
+def opened() -> TransportSet:
+    return TransportSet({"nixl": make(FACTORY)})
 
 
 def placed(shard: Shard, memory: DeviceMemory) -> Shard:
@@ -191,6 +194,130 @@ def test_a_read_that_never_ends_ends_the_trial(monkeypatch: pytest.MonkeyPatch) 
     engine = Engine(attention(0, 1, ["0", "1"]))
     monkeypatch.setattr("kvferry.execution.executor.Executor.close", lambda self: True)
     assert "did not arrive" in failing(engine).message
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_second_agent_is_closed_whatever_comes_of_the_trial(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep the device's memory registered as long as the engine runs."""
+    engine = Engine(attention(0, 1, ["0", "1"]), integrity=Integrity.OFF)
+    second = []
+
+    def opens() -> TransportSet:
+        second.append(opened())
+        return second[-1]
+
+    if fails:
+        monkeypatch.setattr(device_merge, "merge", lambda *_: None)
+    trial = Trial(engine.side, engine.views, engine.order, opens, BOTH)
+    if fails:
+        with pytest.raises(TransportError):
+            trial.run()
+    else:
+        trial.run()
+    [each] = second
+    with pytest.raises(TransportError) as closed:
+        each.register([Region(4096, 4096)])
+    assert closed.value.reason is Reason.CLOSED
+
+
+class RecordedOrder(ImmediateOrder):
+    """Notes how many submissions there had been when a mark was waited for, and when the engine's stream was."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+        self.streams: list[int] = []
+
+    def mark(self) -> Mark:
+        order = self
+
+        class Recorded:
+            def is_over(self) -> bool:
+                return True
+
+            def wait(self) -> None:
+                order.waited.append(len(standin_nixl.submissions))
+
+        return Recorded()
+
+    def wait_for(self, mark: Mark) -> None:
+        self.streams.append(len(standin_nixl.submissions))
+
+
+def test_the_trial_waits_for_the_devices_own_work_before_each_move_and_the_engine_for_the_bytes() -> None:
+    """Labels are launched on the engine's stream: another agent must not read blocks that they have not reached."""
+    engine = Engine(attention(0, 1, ["0", "1"]), integrity=Integrity.OFF)
+    engine.order = order = RecordedOrder()
+    standin_nixl.submissions.clear()
+    engine.trial([Strategy.DIRECT]).run()
+    data = [number for number, kinds in enumerate(standin_nixl.submissions) if "VRAM" in kinds]
+    assert order.waited
+    assert order.waited[0] <= data[0], "the first label"
+    assert len(order.streams) == 2, "out and back"
+    assert data[0] < order.streams[0] <= order.streams[1]
+    assert data[-1] < order.streams[1]
+
+
+def test_a_write_that_fails_ends_the_trial_with_the_transports_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(attention(0, 1, ["0", "1"]), pushes=True)
+
+    def fails(*_: object) -> int:
+        raise standin_nixl.nixlBackendError("the wire is cut")
+
+    asks = standin_nixl.nixlAgent.getXferStatus
+    monkeypatch.setattr(
+        standin_nixl.nixlAgent,
+        "getXferStatus",
+        lambda agent, handle: (asks if agent._requests[handle].num_bytes <= 16 else fails)(agent, handle),
+    )
+    assert "the wire is cut" in failing(engine, [Strategy.DIRECT]).message
+
+
+def test_a_write_that_never_ends_ends_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.execution.trial.TRIAL_SECONDS", 0.3)
+    monkeypatch.setattr("kvferry.transport.nixl.CLOSE_SECONDS", 0.1)
+    engine = Engine(attention(0, 1, ["0", "1"]), pushes=True)
+    asks = standin_nixl.nixlAgent.getXferStatus
+
+    def hangs(agent: Any, handle: int) -> int:
+        is_nonce = agent._requests[handle].num_bytes <= 16
+        return asks(agent, handle) if is_nonce else standin_nixl.NIXL_IN_PROG
+
+    monkeypatch.setattr(standin_nixl.nixlAgent, "getXferStatus", hangs)
+    assert "did not arrive" in failing(engine, [Strategy.DIRECT]).message
+
+
+@pytest.mark.parametrize("damaged", ["labelled", "returned", "null block", "behind"])
+def test_a_change_of_any_block_that_the_trial_looks_at_is_found(damaged: str) -> None:
+    """A move that writes into the blocks that it reads, into the null block, or behind its blocks."""
+    engine = Engine(attention(0, 1, ["0", "1"]))
+    trips = choose_blocks(engine.shard)
+    content = LabelledBlocks(engine.views, engine.shard, trips)
+    content.label()
+    [trip] = trips
+    for labelled, returned in zip(trip.labelled, trip.returned, strict=True):
+        for view in engine.views.values():
+            view[returned].copy_(view[labelled])
+    content.compare()
+    block = {
+        "labelled": trip.labelled[1],
+        "returned": trip.returned[0],
+        "null block": 0,
+        "behind": trip.returned[-1] + 1,
+    }[damaged]
+    engine.views["1"][block][3] ^= 4
+    with pytest.raises(HandoffError, match=rf"layer '1', block {block}: 1 of") as caught:
+        content.compare()
+    assert caught.value.reason is Reason.BYTES_FOREIGN
+
+
+@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize("layout", NamedLayout)
+def test_the_small_cache_of_doctor_passes_in_every_layout(layout: NamedLayout, pushes: bool) -> None:
+    strategies = [Strategy.DIRECT] if pushes else BOTH
+    result = try_device(ImmediateOrder(), layout, opened, strategies, pushes=pushes)
+    # Two blocks of four layers, 8 heads, 16 tokens and 128 numbers of two bytes, K and V, for each strategy.
+    assert result.strategies == tuple(strategies)
+    assert result.num_bytes == 2 * 4 * 8 * 16 * 2 * 128 * 2
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

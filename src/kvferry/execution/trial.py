@@ -327,10 +327,10 @@ class LabelledBlocks:
         return sum(len(label) for label in self._labels.values())
 
     def label(self) -> None:
-        """Write random bytes into the labelled blocks, others into those where they come back."""
+        """Write new random bytes into the labelled blocks."""
         generator = np.random.default_rng()
         for name, layer in self._layers:
-            for block in self._touched(name):
+            for block in self._trips[name].labelled:
                 self._labels[layer, block] = _fill(self._views[layer][block], generator)
 
     def compare(self) -> None:
