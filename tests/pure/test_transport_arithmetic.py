@@ -3,11 +3,14 @@
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.regions import RangeStream, RegionTable
+from kvferry.transport.registered_memory import MAX_DESCRIPTORS, _check_shape
 from kvferry.transport.sliced import slice_bounds, split_long
 
 ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 12)), min_size=1, max_size=20)
@@ -51,6 +54,38 @@ def test_a_range_is_inside_when_all_its_bytes_are_registered(
     inside = set(range(start, start + max(1, length))) <= registered
     outside = table.outside(np.array([start], np.uint64), np.array([max(1, length)], np.uint64))
     assert bool(len(outside)) != inside
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), max_size=4),
+    st.lists(st.tuples(st.integers(80, 140), st.integers(1, 12)), max_size=4),
+)
+def test_regions_of_a_table_are_what_was_registered_once(
+    host: list[tuple[int, int]], device: list[tuple[int, int]]
+) -> None:
+    """Regions of one device that overlap, touch, or lie inside another are one; other addresses are the host's."""
+    table = RegionTable([Region(*each) for each in host] + [Region(*each, "cuda:1") for each in device])
+    for kind, regions in (("cpu", host), ("cuda:1", device)):
+        of_kind = table.of_device(kind)
+        assert addresses_of([(each.base_address, each.length) for each in of_kind]) == sorted(
+            set(addresses_of(regions))
+        )
+        assert all(first.base_address + first.length < then.base_address for first, then in itertools.pairwise(of_kind))
+    on_device = set(addresses_of(device))
+    assert [table.device_of(address) for address in range(160)] == [
+        "cuda:1" if address in on_device else "cpu" for address in range(160)
+    ]
+
+
+def test_a_submission_has_at_most_so_many_descriptors() -> None:
+    for count in (MAX_DESCRIPTORS, MAX_DESCRIPTORS + 1):
+        rows = np.broadcast_to(np.ones((1, 3), np.uint64), (count, 3))
+        if count <= MAX_DESCRIPTORS:
+            _check_shape(rows)
+            continue
+        with pytest.raises(TransportError) as caught:
+            _check_shape(rows)
+        assert caught.value.reason is Reason.INVALID_REQUEST
 
 
 @given(ranges, st.integers(1, 8))

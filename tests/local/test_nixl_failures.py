@@ -1,0 +1,100 @@
+"""Failures that a real NIXL does not show on demand, by the stand-in of ``tests/device_memory``."""
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.errors import Reason
+from kvferry.transport import nixl
+from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.protocol import Direction, Peer, Region, Status, Transfer, reach
+
+from ..device_memory import standin_nixl
+from ..device_memory.standin_nixl import nixlAgent
+
+
+class Ends:
+    """A transport, one of a peer in this process, and memory of both."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = (np.arange(64, dtype=np.uint8) for _ in range(2))
+        self.transport, self.other = NixlTransport(), NixlTransport()
+        self.transport.register([Region(int(self.ours.ctypes.data), 64)])
+        self.end_point = self.other.register([Region(int(self.theirs.ctypes.data), 64)])
+
+    def submit(self, peer: Peer) -> Transfer:
+        row = [[int(self.theirs.ctypes.data), int(self.ours.ctypes.data), 64]]
+        return self.transport.submit(peer, Direction.READ, np.array(row, np.uint64))
+
+    def ended(self, transfer: Transfer) -> Transfer:
+        until = time.monotonic() + 5.0
+        while self.transport.poll(transfer) is Status.PENDING:
+            assert time.monotonic() < until, "it does not end"
+        return transfer
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    monkeypatch.setattr(nixl, "_import_bindings", lambda: standin_nixl)
+    ends = Ends()
+    yield ends
+    monkeypatch.undo()
+    ends.transport.close()
+    ends.other.close()
+
+
+def disconnect(*_: object) -> int:
+    raise standin_nixl.nixlRemoteDisconnectError("gone")
+
+
+def test_a_known_agent_that_does_not_answer_is_loaded_again_once(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL may have dropped it: a second failure is the peer's."""
+    loads: list[bytes] = []
+    load = nixlAgent.loadRemoteMD
+    monkeypatch.setattr(
+        nixlAgent, "loadRemoteMD", lambda agent, metadata: (loads.append(metadata), load(agent, metadata))[1]
+    )
+    peer = reach(ends.transport, ends.end_point)
+    assert len(loads) == 1
+    monkeypatch.setattr(nixlAgent, "getXferStatus", disconnect)
+    again = ends.ended(ends.transport.connect(ends.end_point))
+    assert again.error is not None
+    assert again.error.reason is Reason.PEER_DIED
+    assert len(loads) == 2
+    peer.close()
+
+
+def test_an_agent_with_a_running_transfer_is_not_loaded_again(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL would crash: the transfer's own failure comes first."""
+    peer = reach(ends.transport, ends.end_point)
+    monkeypatch.setattr(nixlAgent, "getXferStatus", lambda *_: standin_nixl.NIXL_IN_PROG)
+    running = ends.submit(peer)
+    ends.transport.poll(running)
+    assert len(ends.transport._running_handles) == 1
+
+    forgotten: list[str] = []
+    forget = nixlAgent.invalidateRemoteMD
+    monkeypatch.setattr(
+        nixlAgent, "invalidateRemoteMD", lambda agent, name: (forgotten.append(name), forget(agent, name))[1]
+    )
+    monkeypatch.setattr(nixlAgent, "getXferStatus", disconnect)
+    again = ends.ended(ends.transport.connect(ends.end_point))
+    assert again.error is not None
+    assert again.error.reason is Reason.PEER_DIED
+    assert forgotten == []
+    assert ends.ended(running).error is not None
+
+
+def test_an_agent_that_is_closed_while_a_peer_may_write_stays(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "CLOSE_SECONDS", 0.05)
+    peer = reach(ends.transport, ends.end_point)
+    monkeypatch.setattr(nixlAgent, "getXferStatus", lambda *_: standin_nixl.NIXL_IN_PROG)
+    running = ends.submit(peer)
+    ends.transport.poll(running)
+    agent, kept = ends.transport._agent, len(nixl._still_writing)
+    assert not ends.transport.close()
+    assert not ends.transport.close()
+    assert [each[0] for each in nixl._still_writing[kept:]] == [agent]  # type: ignore[index]
+    del nixl._still_writing[kept:]
