@@ -281,6 +281,7 @@ def test_a_request_of_an_id_whose_hold_has_just_ended(make_engine: Any, monkeypa
     decode.ask("a", SAID[1], {"do_remote_prefill": False})
     monkeypatch.undo()
     decode.ask("step 2", [1, 2, 3], {})
+    assert (num_free(decode), holds_of(decode)) == (free, {}), "the end of one hold is taken for that of the other"
     decode.release()
     decode.ask("step 3", [1, 2, 3], {})
     assert num_free(decode) == free
