@@ -3,6 +3,7 @@
 import logging
 
 from kvferry.errors import KVFerryError
+from kvferry.integrations.vllm.missing_embeddings import require_embeddings
 from kvferry.integrations.vllm.request_checks import check_requests
 from kvferry.integrations.vllm.versions import check_version, report_version
 from kvferry.integrations.vllm.waiting_workers import make_waits_sleep
@@ -37,6 +38,7 @@ def register() -> None:
     from kvferry.integrations.vllm.layout_choice import widen_cpu_attention
 
     widen_cpu_attention()
+    require_embeddings()
     make_waits_sleep()
     check_requests()
     log_as_vllm_does()
