@@ -232,6 +232,18 @@ def test_a_name_whose_loan_has_ended_is_no_longer_used() -> None:
     assert ours.kept.take_used() == set(), "the use was noted before the loan ended"
 
 
+def test_a_block_that_two_answers_share_ends_both_when_it_is_used() -> None:
+    """VLLM's pool remembers one call for each block."""
+    ours = Kept()
+    held = [block.block_id for block in ours.pool.get_new_blocks(2)]
+    ours.pool.touch([ours.pool.blocks[held[0]]])  # of the second request
+    ours.lend("a", *held)
+    ours.lend("b", held[0])
+    ours.pool.get_new_blocks(7)
+    assert ours.kept.take_used() == {"a", "b"}
+    assert ours.kept.take_used() == set()
+
+
 def test_blocks_of_a_prefix_that_others_share_do_not_keep_an_answer_from_being_lent() -> None:
     ours = Kept()
     shared, own = ours.pool.get_new_blocks(2)

@@ -2,7 +2,8 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from enum import Enum
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvferry.execution.job import JobResult
 from kvferry.execution.pair_cells import pushed_digests
 from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.write import Writer
-from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Handle, RankEntry
+from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Handle, Noted, Question, RankEntry
 from kvferry.handoff.push.sender import BlockList, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.client import Client
@@ -96,6 +97,20 @@ class SendingRank(Parts):
             process=process,
             digests=digests,
         )
+
+
+@contextmanager
+def questions_to_own_engine(rank: SendingRank) -> Iterator[list[Question]]:
+    """Give the rank an engine's scheduler to ask, and yield what it asks."""
+    asked: list[Question] = []
+
+    def answer(question: Question) -> Noted:
+        asked.append(question)
+        return Noted(EPOCH)
+
+    with closing(Server(HOST, 0, answer)) as engine:
+        rank.writer.engine = EndPoint(HOST, engine.port, EPOCH)
+        yield asked
 
 
 class SendingEngine:

@@ -34,7 +34,6 @@ from kvferry.handoff.messages import (
 from kvferry.handoff.push.sender import END, BlockList, Prompt
 from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.client import Exchange
-from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Trust
 from kvferry.transport.faults import FaultPlan
 
@@ -48,6 +47,7 @@ from .engines_that_push import (
     SendingEngine,
     SendingRank,
     check_arrived,
+    questions_to_own_engine,
 )
 
 
@@ -158,15 +158,8 @@ def test_pushes_that_are_asked_for_are_bounded(engines: Pairs, monkeypatch: pyte
 def test_the_sender_releases_the_hold_of_a_dead_receiver(fails: bool, engines: Pairs) -> None:
     """Another push of the same prompt may go on where only the prompt's end is the reason."""
     sender, [receiver] = engines.open(faults=FaultPlan(fail_after=1) if fails else None)
-    [source], asked = sender.ranks, list[Question]()
-
-    def answer(question: Question) -> Noted:
-        asked.append(question)
-        return Noted(7)
-
-    engine = Server(HOST, 0, answer)
-    try:
-        source.writer.engine = EndPoint(HOST, engine.port, 7)
+    [source] = sender.ranks
+    with questions_to_own_engine(source) as asked:
         receiver.receive(sender.hold(), [0, 3])
         assert receiver.is_waiting()
         if fails:
@@ -176,8 +169,6 @@ def test_the_sender_releases_the_hold_of_a_dead_receiver(fails: bool, engines: P
         assert receiver.result(5.0).error is not None
         if fails:
             wait_until(lambda: bool(asked))
-    finally:
-        engine.close()
     assert asked == ([Release(7, (handle_of_transfer("x"),))] if fails else [])
 
 

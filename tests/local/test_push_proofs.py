@@ -18,10 +18,9 @@ import pytest
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution.peers import Peers
 from kvferry.handoff.holds import handle_of_transfer
-from kvferry.handoff.messages import Announce, EndPoint, Handle, Noted, Question, Release
+from kvferry.handoff.messages import Announce, Handle, Noted, Question, Release
 from kvferry.handoff.push.sender import END
 from kvferry.handoff.remote_holds import RemoteHold
-from kvferry.handoff.wire.server import Server
 from kvferry.layout.shard import Region
 from kvferry.transport import registry
 from kvferry.transport.end_points import ProcessIdentity, own_identity, parse_start_time, read_stat
@@ -33,7 +32,7 @@ from kvferry.transport.registry import Link, TransportSet
 
 from ..waits import wait_until
 from .engines_in_process import EPOCH, HOST, Rank
-from .engines_that_push import Pairs, ReceivingRank, SendingEngine, check_arrived
+from .engines_that_push import Pairs, ReceivingRank, SendingEngine, check_arrived, questions_to_own_engine
 
 SECONDS = 20.0
 
@@ -450,21 +449,12 @@ def test_hole_12_a_decode_engine_that_is_killed_in_a_push_lets_the_prefill_block
 ) -> None:
     """The push waits for its prompt: no write would fail. The rank asks its engine to end the hold."""
     sender, [receiver] = engines.open()
-    [source], asked = sender.ranks, list[Question]()
-
-    def answer(question: Question) -> Noted:
-        asked.append(question)
-        return Noted(7)
-
-    engine = Server(HOST, 0, answer)
-    try:
-        source.writer.engine = EndPoint(HOST, engine.port, 7)
+    [source] = sender.ranks
+    with questions_to_own_engine(source) as asked:
         receiver.receive(sender.hold(), [0, 3])
         wait_until(lambda: is_introduced(sender))
         receiver.listener.close()
         wait_until(lambda: bool(asked))
-    finally:
-        engine.close()
     assert asked == [Release(7, (handle_of_transfer("x"),))]
     [result] = sender.pushed(1)
     assert result.error is not None

@@ -7,7 +7,7 @@ of a method that kvferry overrides also by what it returns.
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -104,31 +104,23 @@ class Sources:
         """Yield what this release has otherwise; see :mod:`kvferry.integrations.vllm.vllm_names` for both lists."""
         for module, entries in used.items():
             for entry in entries:
-                yield from self._of_used(module, Entry.parse(entry))
+                yield from self._of_entry(module, Entry.parse(entry), _problem_of_call)
         for module, entries in overridden.items():
             listed = list(map(Entry.parse, entries))
             for each in listed:
-                yield from self._of_overridden(module, each)
+                yield from self._of_entry(module, each, _problem_of_override)
             yield from self._of_abstract(module, listed)
 
-    def _of_used(self, module: str, entry: "Entry") -> Iterator[Difference]:
+    def _of_entry(
+        self, module: str, entry: "Entry", problem_of: Callable[["Entry", Definition], str]
+    ) -> Iterator[Difference]:
         found = self.find(module, entry.name)
         if found is None:
             yield Difference(f"{module}.{entry.name}", entry.text, _ABSENT)
         elif entry.function is None:
             if not found.is_field:
                 yield Difference(f"{module}.{entry.name}", "a value", "is a function")
-        elif found.node is not None and (problem := _problem_of_call(entry, found)):
-            yield Difference(f"{module}.{entry.name}", entry.text, problem)
-
-    def _of_overridden(self, module: str, entry: "Entry") -> Iterator[Difference]:
-        found = self.find(module, entry.name)
-        if found is None:
-            yield Difference(f"{module}.{entry.name}", entry.text, _ABSENT)
-        elif entry.function is None:
-            if not found.is_field:
-                yield Difference(f"{module}.{entry.name}", "a value", "is a function")
-        elif problem := _problem_of_override(entry, found):
+        elif found.node is not None and (problem := problem_of(entry, found)):
             yield Difference(f"{module}.{entry.name}", entry.text, problem)
 
     def _of_abstract(self, module: str, entries: Sequence["Entry"]) -> Iterator[Difference]:
