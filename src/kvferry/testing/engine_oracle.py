@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.handoff.guard_word import HeldPrompt
+from kvferry.integrations.vllm.translate.attention import PLAIN_INSTRUCTION_SETS
 from kvferry.integrations.vllm.worker.pull import PullSource
 from kvferry.integrations.vllm.worker.push import PushSource
 from kvferry.plan.layer_spans import LayerSpans
@@ -222,7 +223,9 @@ class EngineOracle:
             window = getattr(spec, "sliding_window", None) or 0
             heads = range(0) if is_state else self._oracle_heads(view)
             cache = _as_int32(view), heads, spec.block_size, window, is_state, view.element_size()
-            layers.append(Layer(name, group_of[name], *cache))
+            kernel = self.vllm_config.compilation_config.static_forward_context[name]
+            is_plain = getattr(kernel, "isa", "vec") in PLAIN_INSTRUCTION_SETS
+            layers.append(Layer(name, group_of[name], *cache, is_plain))
         return layers
 
     def _oracle_page(self, nonce: str, layer: "Layer", head: int, index: int) -> Labels:
@@ -279,7 +282,13 @@ class EngineOracle:
             for local_head, head in enumerate(layer.heads):
                 equal = layer.view[:, local_head] == self._oracle_page(order["nonce"], layer, head, index)
                 candidates = np.flatnonzero(equal.sum(axis=(1, 2)) > CHANCE)
-                whole = [int(block_id) for block_id in candidates if equal[block_id][must_equal].all()]
+                if layer.is_plain:
+                    whole = [int(block_id) for block_id in candidates if equal[block_id][must_equal].all()]
+                else:
+                    # Packed pages move whole. Elements of the decode engine's own token lie anywhere in one of them,
+                    # each in a label that another token shares.
+                    own = 2 * layer.view.shape[3] if index == last // layer.block_size else 0
+                    whole = [int(block_id) for block_id in candidates if (~equal[block_id]).sum() <= own]
                 if len(whole) != 1 or len(candidates) != 1:
                     where = f"{layer.name}, head {head}, prompt block {index}"
                     problems.append(f"{where}: whole in the blocks {whole}, in part in {candidates.tolist()}")
@@ -315,6 +324,8 @@ class Layer(NamedTuple):
     is_state: bool
     itemsize: int
     """Bytes of an element as the engine reads it."""
+    is_plain: bool
+    """Whether the inside of a page is as :func:`page_of` says; with AMX only the kernel knows it."""
 
 
 def _conv_channels(layer: Any, rank: int, size: int) -> list[tuple[str, int, int]]:
