@@ -427,6 +427,65 @@ def test_a_draining_engine_begins_nothing_and_goes_on_with_what_has_begun() -> N
     assert side.num_holds == 2
 
 
+def yielding(side: Holds, request_id: str, now: float = 0.0, seconds: float = 100.0) -> Hold:
+    hold = side.hold_yielding(request_id, now, seconds)
+    assert hold is not None
+    return hold
+
+
+def endings(side: Holds) -> list[tuple[str, Ending]]:
+    return [(ended.handle.request_id, ended.ending) for ended in side.take_ended()]
+
+
+def test_a_hold_that_yields_has_a_first_lease_of_its_own_and_renewals_as_any_other() -> None:
+    side = Holds(EPOCH, 4, LEASE, max_hold_seconds=1000.0)
+    first, second = yielding(side, "a"), yielding(side, "b")
+    assert side.open_hold("a") is None, "its request has ended"
+    assert side.renew(EPOCH, [second.handle], now=95.0) == []
+    side.expire(99.9)
+    assert endings(side) == []
+    side.expire(100.0)
+    assert endings(side) == [("a", Ending.EXPIRED)]
+    side.expire(95.0 + side.renewed_lease_seconds)
+    assert endings(side) == [("b", Ending.ABANDONED)]
+    assert first.slot in (yielding(side, name).slot for name in "cdef")
+
+
+def test_where_no_slot_is_free_the_oldest_answer_that_nobody_loads_yields() -> None:
+    """A prompt for a decode engine takes its slot, and so does a later answer; what is loaded stays."""
+    side = Holds(EPOCH, 4, LEASE)
+    held(side, "prompt")
+    loaded, oldest, _ = (yielding(side, name) for name in ("loaded", "oldest", "newest"))
+    side.renew(EPOCH, [loaded.handle], now=1.0)
+    begun = side.begin("next prompt")
+    assert begun is not None
+    assert begun.slot == oldest.slot
+    assert endings(side) == [("oldest", Ending.YIELDED)]
+    yielding(side, "next answer")
+    assert endings(side) == [("newest", Ending.YIELDED)]
+    assert side.hold("next prompt", now=1.0) is not None
+    assert side.begin("one more") is not None
+    assert endings(side) == [("next answer", Ending.YIELDED)]
+    assert side.begin("too many") is None
+    assert side.hold_yielding("too many", 1.0, 9.0) is None
+    assert endings(side) == []
+
+
+def test_only_holds_that_yield_end_with_their_blocks_or_when_an_engine_drains() -> None:
+    side = Holds(EPOCH, 8, LEASE)
+    held(side, "prompt")
+    side.begin("open")
+    side.begin_transfer("x", "pushed")
+    yielding(side, "answer")
+    side.yield_blocks(["prompt", "open", "x", "answer", "unknown"])
+    assert endings(side) == [("answer", Ending.YIELDED)]
+    yielding(side, "answer")
+    assert (side.num_holds, side.num_lasting) == (4, 3)
+    side.drain()
+    assert endings(side) == [("answer", Ending.YIELDED)]
+    assert (side.num_holds, side.num_lasting) == (3, 3)
+
+
 def test_a_reset_ends_every_hold_and_refuses_messages_of_before() -> None:
     """Also prompts that are being computed: their first tokens were computed with the former weights."""
     side = Holds(EPOCH, 4, LEASE)
