@@ -201,6 +201,25 @@ def test_a_prompt_whose_adapter_changes_before_its_end_is_not_held(
     assert (kept(role) != [], role._state.holds.num_holds) == ((True, 1) if when == "never" else (False, 0))
 
 
+def test_an_engine_that_caches_no_prefixes_has_no_blocks_of_earlier_weights(
+    make_role: Any, make_adapter: MakeAdapter
+) -> None:
+    """Weights that were replaced while a prompt waited do not keep it from being held: none of it was computed."""
+    role, adapter = make_role(FULL, prefix_caching=False), make_adapter()
+    role._state.adapters.of(SimpleNamespace(lora_request=adapter, request_id="before"))
+    ours = request(list(PROMPT), {"do_remote_decode": True})
+    ours.lora_request = adapter
+    role.on_new_request(ours)
+    trained = make_adapter("trained", Path(adapter.lora_path).name, load_inplace=True)
+    role._state.adapters.of(SimpleNamespace(lora_request=trained, request_id="after"))
+    role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
+    next_step(role, "r")
+    ours.num_computed_tokens = ours.num_prompt_tokens
+    _, params = role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)
+    assert params is not None
+    assert params["kvferry"]["adapter"] == adapters._weights_of(trained.lora_path).digest
+
+
 # Pushes.
 
 

@@ -19,7 +19,7 @@ def resolved(connector: str, role: str, *listed: str, enable: bool = False, enco
     register()
     register()
     extra = {"connectors": [{"kv_connector": each, "kv_role": role} for each in listed]} if listed else {}
-    images = MultiModalConfig(enable_mm_embeds=enable)
+    images = MultiModalConfig(enable_mm_embeds=enable, allow_missing_mm_embeddings=True)
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=images),
         kv_transfer_config=KVTransferConfig(

@@ -17,7 +17,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
-from kvferry.integrations.vllm.step import PromptLoad, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.step import FailedTurns, PromptLoad, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.integrations.vllm.worker.role import WorkerRole
 from kvferry.layout.named_layouts import NamedLayout
@@ -35,9 +35,20 @@ THREE = (["0"], ["1", "2"], ["3", "4"])
 
 def rank_without_engine() -> Any:
     role: Any = WorkerRole.__new__(WorkerRole)
-    role._refused, role._rank, role._source = [], None, None
+    role._refused, role._failed_turns, role._rank, role._source = [], set(), None, None
     role._statistics, role._log = Statistics(), TransferLog("", 0, NamedLayout.BHLNC)
     return role
+
+
+def test_a_turn_that_cannot_be_ordered_is_received_and_no_request_fails_for_it() -> None:
+    """Each rank reports it once; the scheduler then lets the engine compute the turn."""
+    role, error = rank_without_engine(), HandoffError(Reason.INVALID_REQUEST, "of no use.")
+    turn, load = PromptLoad("t", 1.0, error=error, is_optional=True), PromptLoad("r", 1.0, error=error)
+    role.start_loads(StepMetadata(loads=[turn, load]))
+    assert role.take_finished() == ({"t", "r"}, {"r"})
+    assert role.take_failed_turns() == FailedTurns(frozenset({"t"}))
+    assert role.take_finished() == (set(), set())
+    assert role.take_failed_turns() is None
 
 
 def test_a_load_is_over_when_every_rank_of_every_stage_has_said_so_once() -> None:
