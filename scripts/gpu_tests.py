@@ -28,7 +28,6 @@ DEVICE = "cuda:0"
 PART_SECONDS = 1800.0
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 FAILED, NO_DEVICE, SOME_CANNOT_RUN = 1, 2, 3
-NO_OFFLOAD = "the offload connector refuses caches on a device (unsupported): there is no copy to run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ def _tests(path: str, *more: str) -> tuple[str, ...]:
 PARTS = (
     Part(
         "trial",
-        "labelled blocks, each layout, pull and push, direct and by stage",
+        "labelled blocks, each layout: pull and push, direct and by stage, and offload",
         ("-m", "kvferry.cli.main", "doctor", "--device", DEVICE),
         _needs_nixl,
     ),
@@ -141,7 +140,18 @@ PARTS = (
         _tests("test_graph_capture.py"),
         _needs_vllm,
     ),
-    Part("offload copies", "copies between a device's cache and a tier's slab", (), lambda: NO_OFFLOAD),
+    Part(
+        "offload copies",
+        "stores and loads between caches of the device and a pinned slab, TP 1 to 2 and 2 to 1, behind running kernels",
+        _tests("test_offload_copies.py"),
+        _needs_torch,
+    ),
+    Part(
+        "offload rate",
+        "bytes per second from the device to a pinned slab and back, and of one large copy by torch",
+        ("benchmarks/device_offload.py",),
+        _needs_torch,
+    ),
     Part(
         "engines, pull",
         "two vLLM engines on the device, tokens as one engine's",
@@ -149,6 +159,12 @@ PARTS = (
         _needs_vllm,
     ),
     Part("engines, push", "the same, pushed", ("-m", "kvferry.cli.main", "demo", "--mode", "push"), _needs_vllm),
+    Part(
+        "engines, offload",
+        "an engine stores, is killed and started again, and loads: tokens as without offload",
+        ("-m", "kvferry.cli.main", "demo", "--mode", "offload", "--prefill-tp", "1", "--decode-tp", "1"),
+        _needs_vllm,
+    ),
 )
 
 

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from kvferry.execution.device import CudaOrder
+from kvferry.errors import TransportError
 from kvferry.execution.local_copy import LocalCopy
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder, StoreOrder
@@ -242,7 +243,9 @@ def test_a_copy_that_fails_is_reported_alone(engines: list[Engine], caplog: pyte
     assert "load 3" in caplog.text
 
 
-def test_a_cache_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_offload, "device_order", lambda _: CudaOrder("cuda:0", None))
-    with pytest.raises(Exception, match=r"cuda:0.*unsupported"):
-        Engine(memory(Arena(1 << 18), tp=1))
+def test_a_cache_on_a_device_without_cuda_is_refused() -> None:
+    [rank] = memory(Arena(1 << 18), tp=1)
+    regions = tuple(msgspec.structs.replace(region, device="xpu:0") for region in rank.shard.regions)
+    moved = RankMemory(msgspec.structs.replace(rank.shard, regions=regions), rank.regions, rank.views)
+    with pytest.raises(TransportError, match=r"xpu:0.*unsupported"):
+        Engine([moved])

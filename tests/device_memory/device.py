@@ -1,4 +1,4 @@
-"""A device for kvferry's own code where there is no GPU: its memory, its copies, and NIXL's agents that reach it."""
+"""A device for kvferry's own code where there is no GPU: its memory, its copies, its driver, and NIXL's agents."""
 
 import ctypes
 import math
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.execution import device_memory, device_merge
+from kvferry.execution import cuda_driver, device_memory, device_merge
 from kvferry.execution.device import OVER, Mark
 from kvferry.execution.stage import put_in_place
 from kvferry.layout.shard import Region
@@ -18,7 +18,7 @@ from kvferry.transport import nixl, registry
 
 from ..local import cache_memory
 from ..local.cache_memory import Cache
-from . import standin_nixl
+from . import standin_driver, standin_nixl
 from .standin_transport import FACTORY
 from .untouchable import DEVICE, DeviceMemory, reachable
 
@@ -35,6 +35,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device_memory, "allocate", allocate)
     patch.setattr(device_memory, "as_bytes", as_bytes)
     patch.setattr(device_merge, "merge", merge)
+    standin_driver.reset()
+    patch.setattr(cuda_driver, "_load", lambda _: standin_driver.LIBRARY)
     patch.setattr(cache_memory, "caches", DeviceCaches())
     torch.set_num_threads(1)  # this process is a fork, which has none of its parent's threads
 
@@ -56,6 +58,9 @@ class ImmediateOrder:
 
     def wait_for(self, mark: Mark) -> None:
         pass
+
+    def stream(self) -> int:
+        return standin_driver.IMMEDIATE
 
 
 class DeviceCaches:

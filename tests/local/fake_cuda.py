@@ -30,6 +30,7 @@ class FakeStream:
 
     def __init__(self, device: str) -> None:
         self.device = device
+        self.cuda_stream = id(self)
         self._work: deque[Callable[[], object] | FakeEvent] = deque()
 
     def launch(self, work: Callable[[], object]) -> None:

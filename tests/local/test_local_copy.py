@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,11 @@ import pytest
 
 from kvferry.errors import HandoffError, PlanError, Reason, VerificationError
 from kvferry.execution import local_copy
+from kvferry.execution.device import HOST, OVER, DeviceOrder
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
-from kvferry.execution.local_copy import LocalCopy, LocalRoute, copy_blocks
+from kvferry.execution.local_copy import Copying, HostCopying, LocalCopy, LocalRoute, copy_blocks
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
@@ -25,7 +26,7 @@ from kvferry.layout.slab import slab_shard
 from kvferry.plan.block_copies import BlockCopies
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.strided_copy import StridedCopy
-from kvferry.testing.oracle import Arena, OracleMismatch, check_moved, strided_memory
+from kvferry.testing.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
 
 LAYERS = ["0", "1", "2"]
 BLOCK_SIZE = 4
@@ -41,6 +42,7 @@ class Ranks:
     content: Content = Content.FUSED
     kind: CacheKind = CacheKind.ATTENTION
     heads: int = 4
+    window: int = 0
 
     def shards(self) -> list[Shard]:
         """Return the shards by pipeline stage and tensor-parallel rank."""
@@ -57,6 +59,7 @@ class Ranks:
                 layout=self.layout,
                 content=self.content,
                 kind=self.kind,
+                window=self.window,
                 tp_rank=rank,
                 tp_size=self.tp,
                 pp_rank=stage,
@@ -70,18 +73,25 @@ class Ranks:
 class Copies(Arena):
     """An engine that stores, a slab, and an engine that loads; each rank is a process of its own, with its own jobs."""
 
+    order: DeviceOrder = HOST
+    copying: Callable[[Sequence[BlockCopies]], Copying] = HostCopying
+
     def __init__(self, stores: Ranks, loads: Ranks, engine_blocks: int = 1, selector: int = 0) -> None:
         super().__init__(1 << 18)
-        self.sources = [strided_memory(self, shard) for shard in stores.shards()]
-        self.destinations = [strided_memory(self, shard) for shard in loads.shards()]
+        self.sources = [self.placed(shard) for shard in stores.shards()]
+        self.destinations = [self.placed(shard) for shard in loads.shards()]
         shards = [rank.shard for rank in self.sources]
         self.slab = strided_memory(self, slab_shard(shards, {"full": 7}, engine_blocks=engine_blocks))
         self.selector, self.engine_blocks = selector, engine_blocks
         self.store_routes = [LocalRoute(shards, self.slab.shard, own=[rank]) for rank in range(len(shards))]
         self.load_routes = [LocalRoute([self.slab.shard], rank.shard, own=[0]) for rank in self.destinations]
-        self.executor = Executor(Scratch(num_words=1))
+        self.executor = Executor(Scratch(num_words=1), order=self.order)
         self.stored: list[JobResult] = []
         self.loaded: list[JobResult] = []
+
+    def placed(self, shard: Shard) -> RankMemory:
+        """Return the memory of a rank of an engine."""
+        return strided_memory(self, shard)
 
     def blocks(self, source: Sequence[int], destination: Sequence[int]) -> GroupBlocks:
         """Return whole blocks; the engine's ids come in rows of ``engine_blocks``."""
@@ -105,7 +115,8 @@ class Copies(Arena):
 
     def run(self, routes: Sequence[LocalRoute], blocks: GroupBlocks, *, is_load: bool) -> list[JobResult]:
         for rank, route in enumerate(routes):
-            self.executor.submit(LocalCopy(f"{rank}", route, self.selector, [blocks], fills_blocks=is_load))
+            given = f"{rank}", route, self.selector, [blocks], OVER, self.copying
+            self.executor.submit(LocalCopy(*given, fills_blocks=is_load))
         results: list[JobResult] = []
         while len(results) < len(routes):
             found = self.executor.collect(10.0)

@@ -1,9 +1,13 @@
-"""``kvferry doctor --device cuda:0``: the trial at start, in a small cache of each layout, without an engine."""
+"""``kvferry doctor --device cuda:0``: the trials at start, in a small cache of each layout, without an engine.
+
+``pull`` and ``push`` are those of ``KVFerryConnector``, ``offload`` is that of ``KVFerryOffloadConnector``.
+"""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.table import Table
@@ -12,6 +16,9 @@ from kvferry.cli.console import open_console, progress
 from kvferry.errors import KVFerryError
 from kvferry.execution.cuda_driver import CudaDevice, find_device
 from kvferry.layout.named_layouts import NamedLayout
+
+if TYPE_CHECKING:
+    from kvferry.execution.trial import TrialResult
 
 NO_ORDER = (
     "network cards' writes are not ordered before kernels on this device (GPU_DIRECT_RDMA_WRITES_ORDERING is none): "
@@ -52,15 +59,20 @@ def _try_layouts(device: str, transport: str) -> Iterator[TriedLayout]:
     from kvferry.execution.device import device_order
     from kvferry.execution.device_trial import try_device
     from kvferry.plan.staging.strategy import Strategy
+    from kvferry.tiers.slab_trial import try_offload
     from kvferry.transport.registry import open_transports
 
     order = device_order([device])
     opens = partial(open_transports, transport)
+    trials: dict[str, Callable[[NamedLayout], TrialResult]] = {
+        "pull": lambda layout: try_device(order, layout, opens, list(Strategy)),
+        "push": lambda layout: try_device(order, layout, opens, [Strategy.DIRECT], pushes=True),
+        "offload": lambda layout: try_offload(order, layout),
+    }
     for layout in NamedLayout:
-        for mode in ("pull", "push"):
-            strategies = [Strategy.DIRECT] if mode == "push" else list(Strategy)
+        for mode, trial in trials.items():
             try:
-                result = try_device(order, layout, opens, strategies, pushes=mode == "push")
+                result = trial(layout)
             except KVFerryError as error:
                 yield TriedLayout(
                     layout, mode, works=False, reason=error.reason, found=error.message, remedy=error.remedy

@@ -61,7 +61,8 @@ def doctor(
     kernels: Annotated[bool, typer.Option("--kernels", help="Only check vLLM's kernels on every layout.")] = False,
     model: Annotated[str | None, typer.Option(help="With --kernels: also check the sizes of this model.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="Only move labelled blocks on this device and back, such as cuda:0.")
+        str | None,
+        typer.Option(help="Only move labelled blocks on this device, to the host and back: cuda:0."),
     ] = None,
     transport: Annotated[str, typer.Option(help="With --device: the transport to try.")] = "auto",
 ) -> None:

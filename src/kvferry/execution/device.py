@@ -50,6 +50,9 @@ class DeviceOrder(Protocol):
     def wait_for(self, mark: Mark) -> None:
         """Make later launches of the calling thread begin only once the mark is over; returns at once."""
 
+    def stream(self) -> int:
+        """Return the calling thread's stream as the CUDA driver names it; 0 on a CPU, which has none."""
+
 
 class _Over:
     def is_over(self) -> bool:
@@ -78,6 +81,10 @@ class HostOrder:
 
     def wait_for(self, mark: Mark) -> None:
         """Do nothing."""
+
+    def stream(self) -> int:
+        """Return 0."""
+        return 0
 
 
 HOST: DeviceOrder = HostOrder()
@@ -122,6 +129,10 @@ class CudaOrder:
         """Put a wait for the event into the thread's stream."""
         if isinstance(mark, CudaMark):
             self._cuda.current_stream(self.device).wait_event(mark.event)
+
+    def stream(self) -> int:
+        """Return the handle of the thread's stream."""
+        return int(self._cuda.current_stream(self.device).cuda_stream)
 
 
 def device_order(devices: Iterable[str]) -> DeviceOrder:

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +62,52 @@ class LocalRoute:
         return [copies for plan in own for copies in block_copies(plan, blocks)]
 
 
+class Copying(Protocol):
+    """How the bytes of one job move: by the processor, or by a device (:mod:`kvferry.execution.pinned_copy`)."""
+
+    transport: str
+    """Its name in results and statistics."""
+    seconds: float
+    """How long the copies have taken until now."""
+
+    def advance(self) -> bool:
+        """Copy or launch a bounded piece; return whether there was progress. Raises :class:`KVFerryError`."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all bytes have moved."""
+
+    def is_quiet(self) -> bool:
+        """Return whether no copy is under way, so that no byte moves outside ``advance``."""
+
+
+class HostCopying:
+    """Copies by the processor: bytes move inside ``advance`` only, some 16 MiB at a time."""
+
+    transport = "memcpy"
+
+    def __init__(self, copies: Sequence[BlockCopies]) -> None:
+        self._pieces = (num_bytes for each in copies for num_bytes in copy_blocks(each))
+        self.is_over = False
+        self.seconds = 0.0
+
+    def advance(self) -> bool:
+        """Copy about :data:`BYTES_PER_ADVANCE`."""
+        began_at, num_bytes = time.monotonic(), 0
+        while num_bytes < BYTES_PER_ADVANCE and not self.is_over:
+            piece = next(self._pieces, 0)
+            num_bytes += piece
+            self.is_over = not piece
+        self.seconds += time.monotonic() - began_at
+        return True
+
+    def is_quiet(self) -> bool:
+        """Return true."""
+        return True
+
+
 class LocalCopy:
-    """A copy in progress, as a job: begins once the device has reached ``after``.
+    """A copy in progress, as a job: begins once the device has reached ``after``; ``copying`` moves the bytes.
 
     A load ``fills_blocks`` for a request that waits; any other copy ``can_wait``.
     """
@@ -74,6 +119,7 @@ class LocalCopy:
         selector: int,
         blocks: Sequence[GroupBlocks],
         after: Mark = OVER,
+        copying: Callable[[Sequence[BlockCopies]], Copying] = HostCopying,
         *,
         fills_blocks: bool,
     ) -> None:
@@ -84,14 +130,14 @@ class LocalCopy:
         self.error: KVFerryError | None = None
         self.given_up_at: float | None = None
         self._prepare = partial(route.copies, selector, blocks)
+        self._begin = copying
         self._after = after
         self._created_at = time.monotonic()
         self._copies: list[BlockCopies] = []
-        self._pieces: Iterator[int] = iter(())
-        self._copy_seconds = 0.0
+        self._copying: Copying | None = None
 
     def advance(self, scratch: Scratch, now: float) -> bool:
-        """Lower the plan, or copy some 16 MiB."""
+        """Lower the plan, copy or launch a bounded piece, or wait for the copies of a job that was given up."""
         try:
             return self._step()
         except KVFerryError as error:
@@ -99,13 +145,15 @@ class LocalCopy:
             return True
 
     def is_ending(self, now: float) -> bool:
-        """Return false: a copy has no deadline, and none that was given up goes on."""
-        return False
+        """Return whether the job was given up: a copy has no deadline."""
+        return self.phase is Phase.STOPPING
 
     def cancel(self, error: KVFerryError) -> None:
-        """Give the copy up, at once: bytes move only inside ``advance``."""
-        if self.phase is not Phase.DONE:
-            self.error, self.given_up_at, self.phase = error, time.monotonic(), Phase.DONE
+        """Give the copy up: at once, or when the copies that a device makes have ended."""
+        if self.phase is Phase.DONE or self.error is not None:
+            return
+        self.error, self.given_up_at = error, time.monotonic()
+        self.phase = Phase.DONE if self._copying is None or self._copying.is_quiet() else Phase.STOPPING
 
     def result(self, finished_at: float) -> JobResult:
         """Return how the copy ended."""
@@ -116,27 +164,28 @@ class LocalCopy:
             num_bytes=sum(each.num_bytes for each in copies),
             num_descriptors=sum(each.copy.num_runs * len(each.source_blocks) for each in copies),
             num_sources=1,
-            transport="memcpy",
+            transport=HostCopying.transport if self._copying is None else self._copying.transport,
             wait_seconds=finished_at - self._created_at,
-            transfer_seconds=self._copy_seconds,
+            transfer_seconds=0.0 if self._copying is None else self._copying.seconds,
         )
 
     def _step(self) -> bool:
-        if self.phase is Phase.PREPARING:
+        if self._copying is None:
             if not self._after.is_over():
                 return False
             self._copies = self._prepare()
-            self._pieces = (num_bytes for copies in self._copies for num_bytes in copy_blocks(copies))
+            self._copying = self._begin(self._copies)
             self.phase = Phase.MOVING
             return True
-        began_at, num_bytes = time.monotonic(), 0
-        while num_bytes < BYTES_PER_ADVANCE and self.phase is Phase.MOVING:
-            piece = next(self._pieces, 0)
-            num_bytes += piece
-            if not piece:
-                self.phase = Phase.DONE
-        self._copy_seconds += time.monotonic() - began_at
-        return True
+        if self.phase is Phase.STOPPING:
+            if not self._copying.is_quiet():
+                return False
+            self.phase = Phase.DONE
+            return True
+        moved = self._copying.advance()
+        if self._copying.is_over:
+            self.phase = Phase.DONE
+        return moved
 
 
 def copy_blocks(copies: BlockCopies) -> Iterator[int]:

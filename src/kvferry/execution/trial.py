@@ -236,7 +236,7 @@ class Trial:
         finally:
             executor.close()
         if not results:
-            raise _late()
+            raise late()
         if results[0].error is not None:
             raise results[0].error
         self._order.wait_for(results[0].landing)
@@ -281,6 +281,19 @@ def choose_blocks(shard: Shard) -> tuple[Trip, ...]:
 
 def second_cache(shard: Shard, trips: Sequence[Trip], order: DeviceOrder) -> tuple[Shard, Any]:
     """Return a cache for the second agent, with this rank's heads as a tier would lay them out; and its memory."""
+    second = tier_shard(shard, trips)
+    length = second.regions[0].length
+    if order.is_immediate:
+        memory: Any = np.zeros(length, np.uint8)
+        region = Region(int(memory.ctypes.data), length)
+    else:
+        memory, address = device_memory.allocate(length, order.device)
+        region = Region(address, length, order.device)
+    return msgspec.structs.replace(second, regions=(region,)), memory
+
+
+def tier_shard(shard: Shard, trips: Sequence[Trip]) -> Shard:
+    """Return the blocks that leave the engine, with this rank's heads, as a tier would lay them out; at address 0."""
     num_blocks = sum(len(trip.away) for trip in trips)
     slab = slab_shard([shard], {trip.group: num_blocks for trip in trips})
     held = {(group.name, part.name): part.heads for group in shard.groups for part in group.components}
@@ -293,15 +306,8 @@ def second_cache(shard: Shard, trips: Sequence[Trip], order: DeviceOrder) -> tup
         )
         for group in slab.groups
     )
-    length = slab.regions[0].length
-    if order.is_immediate:
-        memory: Any = np.zeros(length, np.uint8)
-        region = Region(int(memory.ctypes.data), length)
-    else:
-        memory, address = device_memory.allocate(length, order.device)
-        region = Region(address, length, order.device)
     ranks = {"tp_rank": shard.tp_rank, "tp_size": shard.tp_size, "pp_rank": shard.pp_rank, "pp_size": shard.pp_size}
-    return Shard(regions=(region,), groups=groups, **ranks), memory
+    return Shard(regions=slab.regions, groups=groups, **ranks)
 
 
 class LabelledBlocks:
@@ -378,11 +384,12 @@ def _bits(view: "torch.Tensor") -> Any:
 
 def _wait(deadline: float) -> None:
     if time.monotonic() > deadline:
-        raise _late()
+        raise late()
     time.sleep(0.0002)
 
 
-def _late() -> HandoffError:
+def late() -> HandoffError:
+    """Return the error of a trial whose blocks do not arrive."""
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
         f"the blocks did not arrive within {TRIAL_SECONDS:.0f} s.",

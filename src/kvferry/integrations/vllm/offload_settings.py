@@ -24,7 +24,7 @@ class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         msgspec.Meta(gt=0),
         about(
             'Host memory for stored blocks of all ranks of an engine, for example `"8 GiB"`; it is taken when the '
-            "engine starts.",
+            "engine starts, and on a GPU every rank pins it.",
             unit="bytes",
         ),
     ]

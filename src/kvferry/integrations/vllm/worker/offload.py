@@ -2,6 +2,10 @@
 
 All ranks map one slab. Which rank copies what they all hold is chosen by the job's id, the same in every rank; a rank
 without a part in a job reports at once. A load that fails is reported as failed, a store that fails stores nothing.
+
+A rank on a device pins the slab and lets the device copy. A store begins once the device has done the step that writes
+its blocks, a load once all is done that was launched when the load got its blocks; both are reported when the bytes are
+there. Blocks of a store stay the request's until then, as on a CPU.
 """
 
 import logging
@@ -17,14 +21,18 @@ from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
-from kvferry.execution.local_copy import LocalCopy, LocalRoute
+from kvferry.execution.local_copy import Copying, HostCopying, LocalCopy, LocalRoute
+from kvferry.execution.pinned_copy import PinnedMemory
 from kvferry.integrations.vllm.offload_records import OffloadStatistics
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder, StoreOrder
+from kvferry.integrations.vllm.translate.shards import resolved_layout
 from kvferry.integrations.vllm.worker.caches import register_caches
 from kvferry.layout.shard import Shard, decode_shard, encode_shard
 from kvferry.layout.slab import slab_shard
+from kvferry.plan.block_copies import BlockCopies
 from kvferry.tiers.slab_memory import SlabMemory
+from kvferry.tiers.slab_trial import SlabTrial
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,19 +66,18 @@ class OffloadWorker:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Prepare the cache, start the transfer thread, and report this rank's shard with the next step.
 
-        Raises :class:`LayoutError` for a cache that cannot be stored.
+        On a device, labelled blocks go to pinned memory and back first. Raises :class:`LayoutError` for a cache that
+        cannot be stored, :class:`TransportError` (``trial-failed``) for a device whose copies are wrong.
         """
         parts = self._vllm_config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank
         self._shard = shard = register_caches(*parts)
         self._order = order = device_order(region.device for region in shard.regions)
-        if not order.is_immediate:
-            raise LayoutError(
-                Reason.UNSUPPORTED,
-                f"the offload connector copies caches in host memory; this one lies on {order.device}.",
-                "Run this version's offload connector on a CPU engine.",
-            )
         cores = set(self._settings.transfer_cores) or cores_that_do_not_compute()
-        self._executor = Executor(Scratch(num_words=1), cores, order)
+        self._executor = executor = Executor(Scratch(num_words=1), cores, order)
+        if not order.is_immediate:
+            done = SlabTrial(shard, kv_caches, order, executor, f"layout {resolved_layout(self._vllm_config)}, ").run()
+            told = "kvferry: rank %d: %d bytes of labelled blocks went to pinned host memory and back in %.2f s."
+            logger.info(told, self._index, done.num_bytes, done.seconds)
         self._report.shards[self._pp_rank, self._tp_rank] = encode_shard(shard)
 
     # Once per engine step, in this order.
@@ -168,7 +175,7 @@ class OffloadWorker:
         assert self._shard is not None, "vLLM registers the caches before the first step"
         began_at = time.perf_counter()
         try:
-            self._copies = SlabCopies(order, self._index, self._shard)
+            self._copies = SlabCopies(order, self._index, self._shard, self._order)
         except Exception as error:
             # The engine serves without: no error here is worth its end.
             is_known = isinstance(error, KVFerryError)
@@ -192,7 +199,8 @@ class OffloadWorker:
         job_id = f"{'load' if is_load else 'store'} {order.job_id}"
         route = self._copies.loads if is_load else self._copies.stores
         self._orders[job_id] = order
-        self._executor.submit(LocalCopy(job_id, route, order.job_id, order.blocks, after, fills_blocks=is_load))
+        given = job_id, route, order.job_id, order.blocks, after, self._copies.copying
+        self._executor.submit(LocalCopy(*given, fills_blocks=is_load))
 
     def _count_store(self, order: StoreOrder, result: JobResult) -> None:
         counter = self._report.stored if result.error is None else self._report.failed
@@ -202,12 +210,14 @@ class OffloadWorker:
 class SlabCopies:
     """The slab as this rank has mapped it, and the proved copies to it (of all ranks) and from it (to this rank).
 
-    Raises :class:`KVFerryError` for a slab that is gone, or plans that do not prove.
+    A rank on a device also pins it. Raises :class:`KVFerryError` for a slab that is gone or cannot be pinned, or plans
+    that do not prove.
     """
 
-    def __init__(self, order: SlabOrder, index: int, own: Shard) -> None:
+    def __init__(self, order: SlabOrder, index: int, own: Shard, device: DeviceOrder) -> None:
         ranks: Sequence[Shard] = [decode_shard(rank) for rank in order.ranks]
         self._memory = SlabMemory.attach(order.handle)
+        self._pinned: PinnedMemory | None = None
         try:
             base_address = self._memory.region.base_address
             slab = slab_shard(ranks, order.num_blocks, engine_blocks=order.engine_blocks, base_address=base_address)
@@ -218,10 +228,18 @@ class SlabCopies:
                 )
             self.stores = LocalRoute(ranks, slab, own=[index])
             self.loads = LocalRoute([slab], own, own=[0])
+            if not device.is_immediate:
+                self._pinned = PinnedMemory(self._memory.region, device)
         except BaseException:
             self._memory.close()
             raise
 
+    def copying(self, copies: Sequence[BlockCopies]) -> Copying:
+        """Return the copies of a job, not begun: by the processor, or by the device."""
+        return HostCopying(copies) if self._pinned is None else self._pinned.copying(copies)
+
     def close(self) -> None:
-        """Unmap the slab; no copy runs any more."""
+        """Unpin and unmap the slab; no copy runs any more."""
+        if self._pinned is not None:
+            self._pinned.close()
         self._memory.close()

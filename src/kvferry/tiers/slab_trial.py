@@ -1,0 +1,108 @@
+"""The trial at start of offload on a device: labelled blocks of a rank's cache go to pinned host memory and back.
+
+They go the way of any store and load: the engine's views, plans, pinned memory of a slab, the driver's batches, and the
+transfer thread's stream and marks. So what no test without this machine's device can show is shown on it before the
+engine says that it is ready.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvferry.errors import KVFerryError, Reason, TransportError
+from kvferry.execution.device import DeviceOrder
+from kvferry.execution.device_trial import small_cache, views_of
+from kvferry.execution.executor import Executor
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.local_copy import LocalCopy, LocalRoute
+from kvferry.execution.pinned_copy import PinnedMemory
+from kvferry.execution.trial import TRIAL_SECONDS, LabelledBlocks, TrialResult, choose_blocks, late, tier_shard
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import Shard
+from kvferry.plan.request import GroupBlocks
+from kvferry.tiers.slab_memory import SlabMemory
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SlabTrial:
+    """The trial of one rank. ``views`` are the engine's own views of the layers, with the block as their first axis.
+
+    ``executor`` is the rank's, on whose thread and stream all its copies run. ``where`` names the rank's layout in an
+    error.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        views: "Mapping[str, torch.Tensor]",
+        order: DeviceOrder,
+        executor: Executor,
+        where: str = "",
+    ) -> None:
+        self._shard, self._views, self._order, self._executor, self._where = shard, views, order, executor, where
+        self._trips = choose_blocks(shard)
+        self._is_quiet = True
+
+    def run(self) -> TrialResult:
+        """Move labelled blocks there and back; the blocks have their former bytes afterwards.
+
+        Raises :class:`TransportError` (``trial-failed``): what differs or failed, and which setting to try.
+        """
+        began_at = time.monotonic()
+        content = LabelledBlocks(self._views, self._shard, self._trips)
+        away = tier_shard(self._shard, self._trips)
+        memory = pinned = None
+        try:
+            memory = SlabMemory(away.regions[0].length)
+            pinned = PinnedMemory(memory.region, self._order)
+            slab = msgspec.structs.replace(away, regions=(memory.region,))
+            content.label()
+            labelled = self._order.mark()
+            stores, loads = LocalRoute([self._shard], slab, own=[0]), LocalRoute([slab], self._shard, own=[0])
+            out = [trip.out() for trip in self._trips]
+            self._await(LocalCopy("trial store", stores, 0, out, labelled, pinned.copying, fills_blocks=False))
+            self._await(self._load(loads, [trip.back() for trip in self._trips], pinned))
+            content.compare()
+        except KVFerryError as error:
+            raise self._failed(error) from error
+        finally:
+            content.restore()
+            # Copies that do not end keep their memory until the end of the process.
+            for each in (pinned, memory) if self._is_quiet else ():
+                if each is not None:
+                    each.close()
+        return TrialResult((), "cuda", content.num_bytes, time.monotonic() - began_at)
+
+    def _load(self, route: LocalRoute, blocks: Sequence[GroupBlocks], pinned: PinnedMemory) -> LocalCopy:
+        return LocalCopy("trial load", route, 0, blocks, self._order.mark(), pinned.copying, fills_blocks=True)
+
+    def _await(self, copy: LocalCopy) -> None:
+        self._executor.submit(copy)
+        results = self._executor.collect(TRIAL_SECONDS)
+        if not results:
+            self._is_quiet = self._executor.close()
+            raise late()
+        if results[0].error is not None:
+            raise results[0].error
+
+    def _failed(self, error: KVFerryError) -> TransportError:
+        device = self._shard.regions[0].device
+        found = f"the trial at start failed ({device}, {self._where}to pinned host memory and back): {error.message}"
+        remedy = f'{error.remedy} Another "layout" may work: `kvferry doctor --device {device}` tries every one.'
+        return TransportError(Reason.TRIAL_FAILED, found, remedy.strip())
+
+
+def try_offload(order: DeviceOrder, layout: NamedLayout) -> TrialResult:
+    """Run the trial in a small cache of this layout, without an engine. Raises :class:`TransportError`."""
+    order.enter_thread()
+    shard, memory = small_cache(layout, order.device)
+    executor = Executor(Scratch(num_words=1), order=order)
+    try:
+        return SlabTrial(shard, views_of(shard), order, executor, f"layout {layout}, ").run()
+    finally:
+        executor.close()
+        del memory

@@ -1,0 +1,167 @@
+"""Offload's copies on a real device: stores and loads through a pinned slab, behind kernels that still run."""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from kvferry.arrays import Bytes
+from kvferry.execution.device import OVER, Mark, device_order
+from kvferry.execution.executor import Executor
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import JobResult
+from kvferry.execution.local_copy import LocalCopy, LocalRoute
+from kvferry.execution.pinned_copy import BATCH_BYTES, PinnedMemory
+from kvferry.layout.dense import shard_for
+from kvferry.layout.group import CacheKind
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import Region, Shard
+from kvferry.layout.slab import slab_shard
+from kvferry.plan.request import GroupBlocks
+from kvferry.testing.oracle import RankMemory, strided_memory
+from kvferry.testing.transport_memory import CudaMemory
+from kvferry.tiers.slab_memory import SlabMemory
+
+from ..local.test_local_copy import CASES, Copies, Ranks
+
+DEVICE = CudaMemory.device
+CLOCK_CYCLES = 500_000_000
+"""A kernel that waits so long takes some tenths of a second."""
+
+
+class GpuCopies(Copies):
+    """Engines on the device, a slab in pinned host memory. The oracle labels copies of the engines' memory."""
+
+    def __init__(self, stores: Ranks, loads: Ranks, engine_blocks: int = 1, selector: int = 0) -> None:
+        self.order = device_order([DEVICE])
+        self.on_device: list[tuple[CudaMemory, Bytes]] = []
+        super().__init__(stores, loads, engine_blocks, selector)
+        begin = int(self.buffer.ctypes.data) // 4096 * 4096
+        self.pinned = PinnedMemory(Region(begin, self.buffer.nbytes + 4096), self.order)
+        self.copying = self.pinned.copying  # type: ignore[method-assign]
+
+    def placed(self, shard: Shard) -> RankMemory:
+        rank = strided_memory(self, shard)
+        [mirror] = rank.regions
+        memory = CudaMemory(mirror.nbytes)
+        self.on_device.append((memory, mirror))
+        return RankMemory(msgspec.structs.replace(rank.shard, regions=(memory.region,)), rank.regions, rank.views)
+
+    def move(self, rows: npt.NDArray[np.uint64]) -> None:
+        for memory, mirror in self.on_device:
+            memory.put(mirror)
+        super().move(rows)
+        for memory, mirror in self.on_device:
+            mirror[:] = memory.get()
+
+    def close(self) -> None:
+        assert self.executor.close()
+        self.pinned.close()
+
+
+@pytest.fixture
+def opened() -> Iterator[list[GpuCopies]]:
+    found: list[GpuCopies] = []
+    yield found
+    for copies in found:
+        copies.close()
+
+
+@pytest.mark.parametrize("selector", [0, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_stored_blocks_are_loaded_byte_by_byte(case: str, selector: int, opened: list[GpuCopies]) -> None:
+    opened.append(copies := GpuCopies(*CASES[case], selector=selector))
+    copies.check()
+    assert {result.transport for result in (*copies.stored, *copies.loaded)} == {"cuda"}
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 2), (2, 1)])
+def test_windows(source_tp: int, target_tp: int, opened: list[GpuCopies]) -> None:
+    kind = CacheKind.SLIDING_WINDOW
+    opened.append(copies := GpuCopies(*(Ranks(tp=tp, kind=kind, window=16) for tp in (source_tp, target_tp))))
+    copies.check()
+
+
+class Engine:
+    """A cache of 16 blocks of 32 MiB on the device, and a slab of as many in pinned host memory."""
+
+    def __init__(self, layout: NamedLayout = NamedLayout.BHLNC) -> None:
+        sizes = {"num_kv_heads": 8, "head_size": 128, "itemsize": 2, "block_size": 256, "num_blocks": 16}
+        shard = shard_for(layers=[str(layer) for layer in range(32)], layout=layout, **sizes)  # type: ignore[arg-type]
+        self.cache = CudaMemory(shard.regions[0].length)
+        self.shard = msgspec.structs.replace(shard, regions=(self.cache.region,))
+        slab = slab_shard([self.shard], {"full": 16})
+        self.slab = SlabMemory(slab.regions[0].length)
+        slab = msgspec.structs.replace(slab, regions=(self.slab.region,))
+        self.stores, self.loads = LocalRoute([self.shard], slab, own=[0]), LocalRoute([slab], self.shard, own=[0])
+        self.order = device_order([DEVICE])
+        self.pinned = PinnedMemory(self.slab.region, self.order)
+        self.executor = Executor(Scratch(num_words=1), order=self.order)
+        region = self.slab.region
+        self.stored: Bytes = np.frombuffer((ctypes.c_uint8 * region.length).from_address(region.base_address), np.uint8)
+
+    def copy(self, source: Sequence[int], destination: Sequence[int], after: Mark, *, is_load: bool) -> JobResult:
+        blocks = GroupBlocks(
+            group="full",
+            first_token=0,
+            last_token=256 * len(source),
+            source_block_ids=source,
+            destination_block_ids=destination,
+        )
+        route = self.loads if is_load else self.stores
+        self.executor.submit(LocalCopy("copy", route, 0, [blocks], after, self.pinned.copying, fills_blocks=is_load))
+        [result] = self.executor.collect(60.0)
+        assert result.error is None, result.error
+        return result
+
+    def close(self) -> None:
+        assert self.executor.close()
+        self.pinned.close()
+        del self.stored
+        self.slab.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    found = Engine()
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_store_has_what_the_kernels_before_it_write(engine: Engine, is_ordered: bool) -> None:
+    """Without the wait the store has what was there before: so the wait is what orders them."""
+    torch.cuda._sleep(CLOCK_CYCLES)  # type: ignore[no-untyped-call]
+    engine.cache.tensor.fill_(7)
+    engine.copy([3, 1], [2, 9], engine.order.mark() if is_ordered else OVER, is_load=False)
+    block = len(engine.stored) // 16
+    assert (engine.stored[2 * block : 3 * block] == (7 if is_ordered else 0)).all()
+    torch.cuda.synchronize(DEVICE)
+    assert int(np.count_nonzero(engine.stored)) == (2 * block if is_ordered else 0)
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_load_outlasts_what_was_launched_before_it(engine: Engine, is_ordered: bool) -> None:
+    """The engine clears blocks before it gives them to a load."""
+    engine.stored[:] = 9
+    torch.cuda._sleep(CLOCK_CYCLES)  # type: ignore[no-untyped-call]
+    engine.cache.tensor.zero_()
+    engine.copy([3, 1], [2, 9], engine.order.mark() if is_ordered else OVER, is_load=True)
+    # Launched after the load was reported, as the engine's next step is.
+    found = engine.cache.get()
+    assert int(np.count_nonzero(found == 9)) == (2 * len(found) // 16 if is_ordered else 0)
+
+
+def test_many_batches_move_every_byte(engine: Engine) -> None:
+    content = np.random.default_rng(0).integers(0, 256, engine.cache.tensor.numel(), np.uint8)
+    assert len(content) > 4 * BATCH_BYTES
+    engine.cache.put(content)
+    ids = np.random.default_rng(1).permutation(16).tolist()
+    engine.copy(ids, list(range(16)), engine.order.mark(), is_load=False)
+    engine.cache.put(np.zeros(len(content), np.uint8))
+    engine.copy(list(range(16)), ids, engine.order.mark(), is_load=True)
+    assert np.array_equal(engine.cache.get(), content)
