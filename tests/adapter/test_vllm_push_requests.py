@@ -364,7 +364,6 @@ def test_parameters_that_name_no_push_are_an_error(make_role: Any) -> None:
         ({"engine_id": "a_dp0"}, "data-parallel"),
         ({"engine_id": "a_dp1", "data_parallel_index": 1}, "data-parallel"),
         ({"engine_id": "a_dp1"}, ""),
-        ({"use_v2_model_runner": True}, "second model runner"),
         ({"pipeline_parallel_size": 2, "speculative_config": "of a drafter"}, "draft tokens"),
         ({"pipeline_parallel_size": 2}, ""),
         ({"speculative_config": "of a drafter"}, ""),
@@ -374,13 +373,15 @@ def test_parameters_that_name_no_push_are_an_error(make_role: Any) -> None:
 def test_engines_that_cannot_push_are_refused_at_start(changed: dict[str, Any], named: str) -> None:
     plain = {"data_parallel_size": 1, "data_parallel_index": 0, "engine_id": "a"}
     plain |= {"use_v2_model_runner": False, "use_ubatching": False, "pipeline_parallel_size": 1}
+    plain |= {"is_kv_producer": True}
     flat = SimpleNamespace(**(plain | {"speculative_config": None} | changed))
     config: Any = SimpleNamespace(**vars(flat), parallel_config=flat, kv_transfer_config=flat)
+    caches: Any = None
     if not named:
-        check_pushable(config)
+        check_pushable(config, caches)
         return
     with pytest.raises(KVFerryError) as refused:
-        check_pushable(config)
+        check_pushable(config, caches)
     assert refused.value.reason is Reason.UNSUPPORTED
     assert named in refused.value.message
     assert refused.value.remedy

@@ -112,6 +112,21 @@ def test_where_no_layer_reports_all_spans_are_final_together_when_a_step_ends() 
     assert taken(writer) == {1: 16, 2: 16}
 
 
+def test_the_first_step_whose_layers_are_silent_is_logged_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    writer = made(HOST)
+    writer._why_silent = Mock(return_value="a CUDA graph replays whole steps")
+    for layers in (LAYERS, LAYERS[:2], []):
+        writer.begin_step([("x", prompt(16))])
+        for layer in layers:
+            writer.reach(layer)
+        writer.compute([("x", prompt(16))])
+    [told] = caplog.messages
+    writer._why_silent.assert_called_once()
+    assert "the layers of 1 of 2 spans" in told
+    assert "at the end of each such step" in told
+    assert "a CUDA graph replays whole steps" in told
+
+
 def test_a_layer_outside_of_a_step_vouches_for_nothing() -> None:
     """As one of a dummy run between two steps."""
     writer = made(HOST)

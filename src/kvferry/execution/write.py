@@ -332,9 +332,11 @@ class DestinationRank:
 class Writer:
     """All pushes of one rank, whose encoded shard is ``shard``.
 
-    A prompt of more than ``short_tokens`` is sent in ``spans``, each as soon as its layers have run. With
-    ``keeps_events`` the result of each push has its events, and :meth:`take_steps` returns the steps. ``engine`` is
-    where this rank's own engine answers, once that is known. ``digests`` says which digests a destination may ask for.
+    A prompt of more than ``short_tokens`` is sent in ``spans``, each as soon as its layers have run; spans of which the
+    engine does not report every layer move at the end of the step, and the first such step is logged with the reason,
+    ``why_silent``. With ``keeps_events`` the result of each push has its events, and :meth:`take_steps` returns the
+    steps. ``engine`` is where this rank's own engine answers, once that is known. ``digests`` says which digests a
+    destination may ask for.
 
     The server's thread calls :meth:`answer`, the engine's thread the other methods, none of which waits for a transfer.
     """
@@ -352,8 +354,10 @@ class Writer:
         keeps_events: bool = False,
         short_tokens: int = SHORT_TOKENS,
         digests: DigestTable | None = None,
+        why_silent: Callable[[], str] = lambda: "the engine does not say why",
     ) -> None:
         self._kept = digests
+        self._why_silent, self._is_silence_told = why_silent, False
         self._shard, self.epoch, self._identity = shard, epoch, identity
         self._transports, self._executor, self._client = transports, executor, client
         self._order = order
@@ -393,6 +397,14 @@ class Writer:
 
     def compute(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
         """The step has launched all work of these prompts: their tokens are final once the device has done it."""
+        if self._to_run and prompts and not self._is_silence_told:
+            self._is_silence_told = True
+            num_spans = len(self.spans.layers_of)
+            told = (
+                "kvferry: a step reported the layers of %d of %d spans, so pushes send chunks at the end of each such "
+                "step and not layer by layer: %s."
+            )
+            logger.warning(told, num_spans - len(self._to_run), num_spans, self._why_silent())
         self._to_run = {}
         step, self._step = self._step, None
         if prompts:

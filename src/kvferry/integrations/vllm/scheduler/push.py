@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.handoff.holds import handle_of_transfer
@@ -28,6 +29,7 @@ from kvferry.peer_log import PeerLog
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 logger = PeerLog(logging.getLogger(__name__))
@@ -318,11 +320,12 @@ class PushDestination(Destination):
         return found
 
 
-def check_pushable(vllm_config: "VllmConfig") -> None:
+def check_pushable(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
     """Refuse engines in which a source cannot know its final blocks. Raises :class:`KVFerryError` (unsupported)."""
-    parallel = vllm_config.parallel_config
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    assert transfer is not None
     # vLLM tells a data-parallel rank of a dense model that it is alone; only the engine's id shows the rank.
-    engine_id = str(getattr(vllm_config.kv_transfer_config, "engine_id", None))
+    engine_id = str(getattr(transfer, "engine_id", None))
     suffix = f"_dp{parallel.data_parallel_index}"
     if parallel.data_parallel_size > 1 or engine_id.endswith(suffix):
         raise KVFerryError(
@@ -330,10 +333,13 @@ def check_pushable(vllm_config: "VllmConfig") -> None:
             f"mode 'push' with data-parallel ranks (the engine's id is {engine_id!r}).",
             f'Set "mode" to "pull", or run an engine for each rank, with an id that does not end in {suffix}.',
         )
-    if vllm_config.use_v2_model_runner:
+    is_source = transfer.is_kv_producer and vllm_config.use_v2_model_runner
+    if is_source and (writes := _written_untold(vllm_config, kv_cache_config)):
         raise KVFerryError(
             Reason.UNSUPPORTED,
-            "mode 'push' with vLLM's second model runner, which clears new blocks before it names preempted requests.",
+            f"mode 'push' on a prefill engine with vLLM's second model runner, which {writes} in update_requests, "
+            "before it calls handle_preemptions: a push of a prompt that the step preempts could send those bytes. "
+            "What is missing is a call of the connector before update_requests.",
             'Set VLLM_USE_V2_MODEL_RUNNER=0, or "mode" to "pull".',
         )
     if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
@@ -342,6 +348,21 @@ def check_pushable(vllm_config: "VllmConfig") -> None:
             "mode 'push' with pipeline stages and draft tokens: vLLM tells only the last stage when a step has ended.",
             'Run without speculative decoding or with one stage, or set "mode" to "pull".',
         )
+
+
+def _written_untold(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
+    """Return which blocks the second model runner writes in a step before it tells the connector; empty for none.
+
+    The blocks of a prompt that the step preempts may be among them. Every other write of a step comes with the model,
+    behind the connector's ``pre_forward``.
+    """
+    if kv_cache_config.needs_kv_cache_zeroing:
+        return "clears new blocks (of a model with states, or of caches of several precisions)"
+    whole, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    if vllm_config.cache_config.enable_prefix_caching and whole != hashed:
+        # A prefix may end within a block of a group with longer blocks.
+        return f"copies blocks of which a prompt has a part (prefixes of {hashed} tokens, blocks of up to {whole})"
+    return ""
 
 
 def _transfer_of(request: "Request") -> str | None:

@@ -114,7 +114,7 @@ class SchedulerRole:
         self._source: Source
         self._destination: Destination
         if settings.mode == "push":
-            check_pushable(vllm_config)
+            check_pushable(vllm_config, kv_cache_config)
             self._source, self._destination = PushSource(state, vllm_config), PushDestination(state)
         else:
             # Only kernels of CPU attention pack pages.

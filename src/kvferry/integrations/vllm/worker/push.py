@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,7 @@ class PushSource(Source):
         spans: LayerSpans,
         keeps_events: bool,
         digests: DigestTable | None = None,
+        why_silent: Callable[[], str] = lambda: "",
     ) -> None:
         self._end_point = end_point
         self._prompts: Sequence[tuple[str, Prompt]] = ()
@@ -62,6 +63,7 @@ class PushSource(Source):
             spans,
             keeps_events,
             digests=digests,
+            why_silent=why_silent,
         )
 
     def void_transfers(self, orders: StepMetadata) -> None:

@@ -47,7 +47,7 @@ from kvferry.transport.network import Network
 from kvferry.transport.registry import open_transports
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CompilationConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = PeerLog(logging.getLogger(__name__))
@@ -146,7 +146,15 @@ class WorkerRole:
             keeps_events = bool(settings.transfer_log)
             push_end_point = PushEndPoint(settings.host, settings.reachable_host, self._trust.keys)
             spans = LayerSpans(self._layers_that_report())
-            self._source = PushSource(rank, push_end_point, spans, keeps_events, digests)
+            # Asked in a step: vLLM settles its graphs after the caches.
+            self._source = PushSource(
+                rank,
+                push_end_point,
+                spans,
+                keeps_events,
+                digests,
+                why_silent=lambda: why_layers_are_silent(config.compilation_config),
+            )
             self._destination = PushDestination(rank, push_end_point, timeout, settings.fence_seconds, keeps_events)
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
@@ -332,6 +340,7 @@ class WorkerRole:
         show that a layer has run for the whole step.
         """
         if self._vllm_config.parallel_config.use_ubatching:
+            logger.warning("kvferry: with micro-batches pushes send chunks at the end of a step, not each layer.")
             return {}
         groups = self._kv_cache_config.kv_cache_groups
         kinds = group_shapes(self._kv_cache_config)
@@ -372,6 +381,15 @@ def computation_order(name: str) -> list[int]:
     'model.layers.9.mixer'
     """
     return [int(part) for part in name.split(".") if part.isdigit()]
+
+
+def why_layers_are_silent(compilation: "CompilationConfig") -> str:
+    """Return why vLLM calls no ``save_kv_layer`` after a layer of a step, from its settings as they are by then."""
+    if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():
+        return f"a CUDA graph replays whole steps (cudagraph_mode {compilation.cudagraph_mode.name})"
+    if compilation.cudagraph_mode and not compilation.splitting_ops_contain_attention():
+        return "attention is inside vLLM's CUDA graphs (splitting_ops does not name it, as with fuse_attn_quant)"
+    return "vLLM's attention did not call save_kv_layer"
 
 
 def aborted(request_id: str) -> HandoffError:
