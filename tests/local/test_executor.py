@@ -594,8 +594,8 @@ def test_close_gives_up_what_is_in_progress_once_it_is_quiet(transport: Scripted
     executor.submit(load_of(lambda: [source.read(transport)], job_id="moving"))
     wait_until(lambda: "data" in transport.submitted)
     executor.submit(load_of(lambda: None, job_id="queued"))
-    executor.close()
-    executor.close()
+    assert executor.close()
+    assert executor.close()
     assert not executor._thread.is_alive()
     assert transport.num_pending == 0
     assert {error_of(result).reason for result in collect(executor, 2).values()} == {Reason.CLOSED}
@@ -607,7 +607,9 @@ def test_close_returns_within_its_bound_although_a_transfer_stays(transport: Scr
     executor.submit(load_of(lambda: [source.read(transport)]))
     wait_until(lambda: "data" in transport.submitted)
     started_at = time.monotonic()
-    executor.close(timeout_seconds=0.2)
+    assert not executor.close(timeout_seconds=0.2)
+    executor._thread.join(10)
+    assert not executor.close(timeout_seconds=0.2), "the thread has ended, and the transfer has not"
     assert time.monotonic() - started_at < 5
     assert executor.collect() == [], "blocks that may still be written were reported"
     executor._thread.join(20)

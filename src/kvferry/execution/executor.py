@@ -89,14 +89,15 @@ class Executor:
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Give up the jobs in progress, wait until their transfers have ended, and stop. Twice is fine.
 
-        Returns after at most ``timeout_seconds`` whether the thread has ended, so that no byte moves any more; then
-        :meth:`collect` returns the results of these jobs.
+        Returns after at most ``timeout_seconds`` whether the thread and every transfer have ended, so that no byte
+        moves any more; then :meth:`collect` returns the results of these jobs.
         """
         self._give_up_at = time.monotonic() + timeout_seconds
         self._stop.set()
         self._orders.put(None)
         self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
+        # The thread ends at the limit, too, whatever is still under way.
+        return not self._thread.is_alive() and not self._active
 
     def _await_start(self) -> None:
         try:
