@@ -44,8 +44,9 @@ test-chaos: setup ## Engines killed, stopped and cut off under load, in every mo
 test-versions: setup ## vLLM 0.30, 0.31 and 0.32, each in an environment of its own, and pairs of two of them (about 40 minutes, 8 GB)
 	@$(PYTHON) scripts/test_versions.py $(ARGS)
 
-test-hosts: setup ## Transports between two virtual hosts, and faults of their network (as root; about 10 minutes on 2 cores)
-	@$(PYTEST) tests/two_hosts $(ARGS)
+# One process waits for links that fail, the other one for engines.
+test-hosts: setup ## Transports and engines between two virtual hosts, and faults of their network (as root; about 15 minutes on 2 cores)
+	@$(PYTEST) -n 2 --dist loadfile tests/two_hosts $(ARGS)
 
 test-fast: setup ## The tests that need neither vLLM nor Mooncake (2 minutes on 2 cores)
 	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local src -m "not mooncake" --ignore=src/kvferry/integrations $(ARGS)

@@ -1,15 +1,12 @@
 """Pushes between real engines, behind a tiny router that sends to both at once and behind vllm-router unmodified."""
 
-import json
 import os
-import re
 import signal
 import time
-import urllib.request
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,7 +30,6 @@ from .handoffs import (
     ALL_PAIRS,
     PUSH_PAIRS,
     PUSHED_WAVE,
-    Handoffs,
     Pair,
     check_adapter_is_refused,
     check_prefix_hits,
@@ -45,6 +41,7 @@ from .handoffs import (
     wait_for_usage,
     wait_until_unused,
 )
+from .pushes import Pushes, bootstrap_address, to_prefill
 
 pytestmark = pytest.mark.vllm
 
@@ -59,46 +56,6 @@ def for_push_pairs(*names: str, matrix: bool = False) -> Any:
     """
     named = [pair for pair in PUSH_PAIRS if not names or pair.name in names or (matrix and ALL_PAIRS)]
     return over_pairs(named, lambda pair: (pair.prefill, pair.decode))
-
-
-@dataclass(frozen=True)
-class Pushes(Handoffs):
-    """One pair of running engines behind a tiny router that sends to both at once."""
-
-    def send(self, prompt: Sequence[int], max_tokens: int = 8, salt: str | None = None, **more: Any) -> list[list[int]]:
-        salt, transfer_id = salt or fresh_salt(), f"xfer-{uuid.uuid4()}"
-        with ThreadPoolExecutor(1) as thread:
-            params = to_prefill(transfer_id)
-            prefilled = thread.submit(self.prefill.complete, prompt, 1, salt, kv_transfer_params=params)
-            answer = self.decode.complete(
-                prompt, max_tokens, salt, kv_transfer_params=self.to_decode(transfer_id), **more
-            )
-            prefilled.result()
-        return tokens_of(answer)
-
-    def to_decode(self, transfer_id: str) -> dict[str, Any]:
-        address = f"http://127.0.0.1:{bootstrap_port(self.prefill)}"
-        entry = get_json(f"{address}/query")["0"]
-        return {
-            "do_remote_decode": False,
-            "do_remote_prefill": True,
-            "transfer_id": transfer_id,
-            "remote_bootstrap_addr": address,
-            "remote_engine_id": entry["engine_id"],
-        }
-
-
-def to_prefill(transfer_id: str) -> dict[str, Any]:
-    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-
-
-def get_json(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=30) as response:
-        return json.load(response)
-
-
-def bootstrap_port(engine: Engine) -> int:
-    return int(re.findall(r"bootstrap queries are answered on http://[\d.]+:(\d+)", engine.log())[-1])
 
 
 @for_push_pairs()
@@ -142,7 +99,7 @@ def test_behind_vllm_router_as_it_is(pair: Pair, engine_pool: EnginePool, refere
     """In mooncake mode; it sends to the decode engine when the prefill engine has answered."""
     pushes, prompts = Pushes.of(pair, engine_pool), PUSHED_WAVE if ALL_PAIRS else FEW
     logs_before, before = pushes.log_ends(), pushes.decode.prompt_tokens()
-    port = str(bootstrap_port(pushes.prefill))
+    port = bootstrap_address(pushes.prefill).rpartition(":")[2]
     arguments = ("--prefill", pushes.prefill.server.url, port, "--kv-connector", "mooncake")
     router = start_router([], [pushes.decode.server.url], engine_pool.folder, arguments=arguments)
     try:

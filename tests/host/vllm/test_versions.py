@@ -14,7 +14,7 @@ from kvferry.integrations.vllm.versions import installed_version
 
 from .engine_pool import OTHER_RELEASES, Engine, EnginePool, Reference
 from .handoffs import FIRST_WAVE, PUSHED_WAVE, Handoffs, Pair, check_tokens, over_pairs
-from .test_push import Pushes
+from .pushes import Pushes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.versions]
 OWN = ".".join(installed_version().split(".")[:2])
