@@ -265,6 +265,22 @@ def test_nothing_is_pushed_of_an_adapter_whose_files_change_meanwhile(
     assert (kept(role), role._state.holds.num_holds) == ([], 0)
 
 
+def test_nothing_is_pushed_of_a_prompt_that_may_have_begun_with_earlier_weights(
+    make_role: Any, make_adapter: MakeAdapter
+) -> None:
+    """It waited while the weights were replaced in place: vLLM's prefix cache has the former blocks."""
+    role, adapter = make_role(FULL, mode="push"), make_adapter()
+    role._state.adapters.of(SimpleNamespace(lora_request=adapter, request_id="before"))
+    ours = request(list(PROMPT), TO_PREFILL)
+    ours.lora_request = adapter
+    role.on_new_request(ours)
+    trained = make_adapter("trained", Path(adapter.lora_path).name, load_inplace=True)
+    role._state.adapters.of(SimpleNamespace(lora_request=trained, request_id="after"))
+    role.update_state_after_alloc(ours, allocated([5, 4, 3, 2, 1]), 0)
+    orders = role.build_connector_meta(scheduled({"r": 80}, {"r": ([5, 4, 3, 2, 1],)}))
+    assert (orders.prompts, orders.ended_transfers) == ([], ["x"])
+
+
 def test_nobody_knows_the_weights_of_files_that_cannot_be_read(
     make_role: Any, make_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
