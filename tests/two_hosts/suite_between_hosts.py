@@ -8,7 +8,8 @@ import pytest
 from kvferry.harness.virtual_hosts import VirtualHost
 from kvferry.testing.transport_suite import TransportSuite
 
-HOLDER_ID, IPV4 = json.loads(os.environ["KVFERRY_PEERS_HOST"])
+# Whoever collects doctests imports this file too.
+HOLDER_ID, IPV4 = json.loads(os.environ.get("KVFERRY_PEERS_HOST", '[0, ""]'))
 
 
 class BetweenHosts(TransportSuite):
