@@ -468,3 +468,26 @@ def test_torch_computes_the_sums_of_numpy(layout: str, itemsize: int) -> None:
         expected = CellSums(memory).sums(places, num_tokens)
         on_device = DeviceCells(memory, torch.from_numpy(rank.regions[0]))
         np.testing.assert_array_equal(on_device.sums(places, num_tokens), expected)
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 17))
+def test_a_sum_counts_each_of_its_tokens_and_no_other(num_tokens: int) -> None:
+    """Also where one token of the cell is left out, and where none is."""
+    memory = np.random.default_rng(num_tokens).integers(0, 256, 16 * 8, np.uint8)
+    shard = shard_for(
+        layers=["0"],
+        num_kv_heads=1,
+        head_size=4,
+        itemsize=1,
+        block_size=16,
+        num_blocks=1,
+        layout=NamedLayout.LBHNC,
+        base_address=int(memory.ctypes.data),
+    )
+    grid = CellGrid(shard.groups[0])
+    sums = CellSums(CellMemory(shard, shard.groups[0].components[0], grid, grid.parts[0]))
+    before = sums.sums(np.array([0]), np.array([num_tokens]))[0]
+    for token in range(16):
+        memory[8 * token + 3] ^= 1
+        assert (sums.sums(np.array([0]), np.array([num_tokens]))[0] != before) == (token < num_tokens), token
+        memory[8 * token + 3] ^= 1
