@@ -1,11 +1,13 @@
-"""The rates at which transports read and write between two virtual hosts, beside one plain TCP connection.
+"""The rates at which transports read and write between two virtual hosts, and at which a held prompt is read and
+written on request, beside one plain TCP connection.
 
     sudo python benchmarks/between_hosts.py
     sudo python benchmarks/between_hosts.py --mtu 9000 --transports nixl
     sudo UCX_TCP_TX_SEG_SIZE=256k UCX_TCP_RX_SEG_SIZE=256k python benchmarks/between_hosts.py
 
-64 MiB move in equal pieces, in random order and with gaps, in memory in huge pages. Every figure is a median. Variables
-of UCX reach both sides.
+64 MiB move in equal pieces, in random order and with gaps, in memory in huge pages. Every figure is a median. A held
+prompt is read and written in turn; its time is that of the whole load, with all messages. Variables of UCX reach both
+sides.
 """
 
 import json
@@ -14,11 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
+from held_prompts import PIECES
 from plain_tcp import plain_tcp_rate
 from rich.console import Console
 from rich.table import Table
@@ -51,30 +55,54 @@ def main(
         for name in transports.split(","):
             for row in measure(name, source, destination, repeat):
                 table.add_row(name, f"{row['piece'] >> 10} KiB", f"{row['read']:.2f}", f"{row['write']:.2f}")
+        held = Table("transport", "piece", "read", "written", "auto", title="a held prompt, GB/s with all messages")
+        for name in transports.split(","):
+            for layout in PIECES:
+                held.add_row(*held_row(name, measure_held(name, layout, source, destination, repeat)))
         after = plain_tcp_rate(source, destination)
     Console().print(table)
+    Console().print(held)
     print(f"plain TCP: {before:.2f} GB/s before, {after:.2f} after")
     print({name: value for name, value in os.environ.items() if name.startswith("UCX_")})
 
 
 def measure(name: str, source: VirtualHost, destination: VirtualHost, repeat: int) -> list[dict[str, Any]]:
     """Return the rates of one transport, with one process on each host."""
-    serving = command(source, "serve", name)
+    moving = command(destination, "move", name, str(repeat))
+    return measured(command(source, "serve", name), moving)
+
+
+def measure_held(name: str, layout: str, source: VirtualHost, destination: VirtualHost, repeat: int) -> dict[str, Any]:
+    """Return the seconds of loads of a held prompt, read and written."""
+    program = str(Path(__file__).with_name("held_prompts.py"))
+    loading = command(destination, "load", name, layout, str(repeat), program=program)
+    [row] = measured(command(source, "hold", name, layout, program=program), loading)
+    return row
+
+
+def held_row(name: str, row: dict[str, Any]) -> list[str]:
+    """Return a row of the table."""
+    rates = {way: NUM_BYTES / float(np.median(taken)) / 1e9 for way, taken in row["seconds"].items()}
+    chosen = "written" if row["slow_reads"] else "read"
+    return [name, f"{row['piece'] >> 10} KiB", *(f"{rates[way]:.2f}" for way in ("read", "written")), chosen]
+
+
+def measured(serving: Sequence[str], moving: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows that the moving side prints, which gets what the serving side says of itself."""
     with subprocess.Popen(serving, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             there = next(line for line in process.stdout if line.startswith("{"))
-            moving = command(destination, "move", name, str(repeat))
             found = subprocess.check_output(moving, input=there, text=True)
         finally:
             process.kill()
     return [json.loads(line) for line in found.splitlines() if line.startswith("{")]
 
 
-def command(host: VirtualHost, *arguments: str) -> list[str]:
+def command(host: VirtualHost, *arguments: str, program: str = __file__) -> list[str]:
     """Return the command of one side, which listens at its host's address."""
     environment = ["env", f"MC_TCP_BIND_ADDRESS={host.ipv4}"]
-    return host.command([*environment, sys.executable, __file__, *arguments, host.ipv4])
+    return host.command([*environment, sys.executable, program, *arguments, host.ipv4])
 
 
 def serve(name: str, address: str) -> None:

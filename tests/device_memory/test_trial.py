@@ -21,6 +21,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.staging.strategy import Strategy
+from kvferry.transport import nixl
 from kvferry.transport.registry import TransportSet, make
 
 from ..pure.arrangements import attention, hybrid
@@ -320,8 +321,19 @@ def test_the_small_cache_of_doctor_passes_in_every_layout(layout: NamedLayout, p
     assert result.num_bytes == 2 * 4 * 8 * 16 * 2 * 128 * 2
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_an_engine_on_a_device_runs_the_trial_before_it_is_ready(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("given", "tried"),
+    [
+        ({"held_prompts": "auto"}, {"READ", "WRITE"}),
+        ({}, {"READ"}),
+        ({"mode": "push"}, {"WRITE"}),
+    ],
+    ids=["pull, written on request", "pull", "push"],
+)
+def test_an_engine_on_a_device_runs_the_trial_before_it_is_ready(
+    given: dict[str, str], tried: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each way in which it may load or be loaded from: without RDMA held prompts are written on request."""
     from kvferry.integrations.vllm.settings import Settings
 
     from ..adapter.worker_roles import make_worker_role
@@ -329,9 +341,12 @@ def test_an_engine_on_a_device_runs_the_trial_before_it_is_ready(mode: str, monk
     memory = DeviceMemory(attention(0, 1, ["0", "1"]).regions[0].length)
     shard = placed(attention(0, 1, ["0", "1"]), memory)
     views = views_of(shard, memory)
-    settings = Settings(transport="nixl", mode=mode)  # type: ignore[arg-type]
+    monkeypatch.setattr(nixl, "rdma_devices", list)
+    settings = Settings(transport="nixl", **given)  # type: ignore[arg-type]
+    standin_nixl.submissions.clear()
     role = make_worker_role(monkeypatch, settings, shard, views=views, device_order=ImmediateOrder())
     assert role.get_handshake_metadata() is not None
+    assert {each[0] for each in standin_nixl.submissions if "VRAM" in each} == tried
     assert not memory.content.any()
     role.shutdown()
     monkeypatch.setattr(standin_nixl.nixlAgent, "createXferReq", _refuses)

@@ -43,7 +43,8 @@ class DeviceMemory:
         mapped = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         file = os.memfd_create("device")
         os.ftruncate(file, mapped)
-        address = _map(file, mapped, _PROT_NONE)
+        # A page more, so that no two allocations lie side by side: kvferry would register them as one region.
+        address = _map(file, mapped + mmap.PAGESIZE, _PROT_NONE)
         reachable = _map(file, mapped, mmap.PROT_READ | mmap.PROT_WRITE)
         os.close(file)
         spans.append(Span(address, mapped, device, reachable))

@@ -26,6 +26,7 @@ from kvferry.handoff.messages import Draining
 from kvferry.handoff.wire.keys import make_keys
 from kvferry.handoff.wire.server import Server
 from kvferry.harness import launch, virtual_hosts
+from kvferry.transport import nixl
 
 CONFIGS, MODEL = Path(__file__).parents[1] / "pure" / "model_configs", Path("model")
 CLEAR_LINE = "\x1b[2K"
@@ -158,6 +159,29 @@ def test_doctor_says_why_there_is_no_pool(monkeypatch: pytest.MonkeyPatch) -> No
     (finding,) = doctor.check_pool()
     assert finding.health is Health.WARNING
     assert "not installed" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("found", "devices", "said"),
+    [
+        ([], "", "written on request over nixl: UCX finds no RDMA device"),
+        (["mlx5_0:1"], "", "read, also from other hosts"),
+        (["mlx5_0:1"], "eth0,mlx5_0:1", "read, also from other hosts"),
+        (["mlx5_0:1"], "eth0", "written on request over nixl: UCX may use eth0 alone"),
+    ],
+)
+def test_doctor_says_whether_held_prompts_are_read_or_written_and_why(
+    found: list[str], devices: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "rdma_devices", lambda: found)
+    monkeypatch.setenv("UCX_NET_DEVICES", devices)
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    (finding,) = doctor.check_held_prompts()
+    assert finding.health is Health.OK
+    assert said in finding.found
+    monkeypatch.setenv("UCX_TLS", "tcp,sm")
+    (finding,) = doctor.check_held_prompts()
+    assert "written on request" in finding.found
 
 
 def test_version() -> None:

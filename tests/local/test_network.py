@@ -48,7 +48,7 @@ def two_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         network, "_interfaces_to_address", lambda address: {ways[address]} if address in ways else set()
     )
-    monkeypatch.setattr(network, "_rdma_devices", list)
+    monkeypatch.setattr(network, "rdma_devices", list)
 
 
 def test_every_address_of_this_machine_has_an_interface() -> None:
@@ -130,7 +130,7 @@ def test_an_address_that_no_interface_has_listens_on_every_interface(
 def test_rdma_devices_open_no_port_and_belong_to_every_interface_but_loopback(
     two_interfaces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network, "_rdma_devices", lambda: ["mlx5_0:1"])
+    monkeypatch.setattr(network, "rdma_devices", lambda: ["mlx5_0:1"])
     assert ucx_devices("127.0.0.1") == "lo"
     assert ucx_devices("10.7.0.2") == "eth0,mlx5_0:1"
     assert ucx_devices("127.0.0.1", ["10.9.0.1"]) == "eth1,lo,mlx5_0:1"

@@ -303,7 +303,7 @@ def test_an_address_that_no_interface_has_leaves_every_interface(
     """Behind a translated address, for example; the log says so."""
     assert ucx_devices("203.0.113.77") == ""
     assert "every interface" in caplog.text
-    monkeypatch.setattr(network, "_rdma_devices", lambda: ["mlx5_0:1"])
+    monkeypatch.setattr(network, "rdma_devices", lambda: ["mlx5_0:1"])
     device = ucx_devices(own_address())
     assert device == "lo" if own_address() == THIS_HOST else device.endswith(",mlx5_0:1")
 

@@ -31,6 +31,7 @@ from kvferry.handoff.messages import (
     HandshakeRefused,
     Identity,
     Introduce,
+    Met,
     Noted,
     Pushed,
     PushFailed,
@@ -41,6 +42,7 @@ from kvferry.handoff.messages import (
     Release,
     Renew,
     Renewed,
+    Reopened,
     Revoke,
     Revoked,
     decode_answer,
@@ -78,6 +80,7 @@ ranks = st.builds(
     unsigned,
     st.none() | places,
     st.none() | processes,
+    held_end_point=st.none() | places,
 )
 push_keys = st.builds(PushKey, identifiers, unsigned, unsigned)
 announced = st.builds(AnnouncedBlocks, identifiers, *[unsigned] * 3, st.lists(unsigned, max_size=4).map(tuple))
@@ -110,7 +113,10 @@ questions = st.one_of(
         identifiers,
         lease_seconds,
         st.sampled_from(["off", "sample", "full"]),
+        late_seconds=st.floats(min_value=0, max_value=MAX_LEASE_SECONDS),
     ),
+    st.builds(Met, unsigned, identifiers, unsigned, unsigned),
+    st.builds(Reopened, st.binary(max_size=64), unsigned, unsigned, end_points),
     st.builds(Revoke, unsigned, push_keys),
     st.builds(
         Pushed,

@@ -34,6 +34,9 @@ SAME_HOST_TRANSPORT, NETWORK_TRANSPORT = "cma", "nixl"
 REAL_TRANSPORTS = frozenset({SAME_HOST_TRANSPORT, NETWORK_TRANSPORT})
 
 
+_HELD_PROMPTS = 'By default they are read; set "held_prompts" to "auto" on both engines where reads are slow.'
+
+
 class Health(StrEnum):
     """The result of a check. ``FAILED`` makes the exit code 1; ``WARNING`` means missing or slow."""
 
@@ -212,6 +215,20 @@ def check_transports() -> Iterator[Finding]:
         yield _judge(f"transport {result.name}", result.works, found, result.remedy, otherwise)
 
 
+def check_held_prompts() -> Iterator[Finding]:
+    """Say whether held prompts are read or written between hosts where ``held_prompts`` is ``auto``."""
+    if importlib.util.find_spec("nixl") is None:
+        return  # check_transports says so
+    from kvferry.transport.nixl import why_reads_are_slow
+
+    why = why_reads_are_slow(os.environ.get("UCX_NET_DEVICES", ""))
+    if not why:
+        found = "read, also from other hosts: UCX has an RDMA device"
+    else:
+        found = f"read on this host; from other hosts, and in a GPU's memory, written on request over nixl: {why}"
+    yield Finding("held prompts", Health.OK, f'with "held_prompts": "auto" {found}', _HELD_PROMPTS)
+
+
 def check_pool() -> Iterator[Finding]:
     """Check Mooncake Store, in which engines share stored blocks."""
     if importlib.util.find_spec("mooncake") is None:
@@ -290,6 +307,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_serve,
     check_router,
     check_transports,
+    check_held_prompts,
     check_pool,
     check_limits,
     check_ports,

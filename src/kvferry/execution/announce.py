@@ -28,6 +28,7 @@ from kvferry.handoff.messages import (
     EndPoint,
     Identity,
     Introduce,
+    Met,
     Noted,
     Pushed,
     PushFailed,
@@ -40,6 +41,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.receiver import Receiving, Step
+from kvferry.handoff.wire.addresses import is_loopback
 from kvferry.handoff.wire.client import Client, Exchange
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
@@ -78,6 +80,8 @@ class PushedRequest:
     prompt_digest: str
     deadline: float
     adapter: str = ""
+    late_seconds: float = 0.0
+    """How long the sources of a held prompt may not know it yet."""
 
 
 # Returns the sources of a request, or None while their handshake runs.
@@ -197,6 +201,7 @@ class AwaitedPush:
             num_descriptors=sum(event.num_descriptors for event in committed),
             num_sources=len(self._sources),
             transport=",".join(sorted({event.transport for event in committed})),
+            way="written" if committed else "",
             wait_seconds=finished_at - self._created_at,
             transfer_seconds=max((event.transfer_seconds for event in committed), default=0.0),
             num_compared_bytes=self._num_compared_bytes,
@@ -263,6 +268,7 @@ class AwaitedPush:
             seconds=max(0.001, self._request.deadline - time.monotonic()),
             adapter=self._request.adapter,
             integrity=(Integrity.OFF if source.cells is None else source.cells.wanted).value,
+            late_seconds=self._request.late_seconds,
         )
 
     def _read_inbox(self, receiving: Receiving) -> bool:
@@ -370,6 +376,15 @@ def _fenced(where: str) -> HandoffError:
     )
 
 
+def _out_of_reach() -> HandoffError:
+    return HandoffError(
+        Reason.PEER_UNREACHABLE,
+        f"it has not connected to this rank within {MEET_SECONDS:.0f} s.",
+        "Reads are slow between these hosts, and writes need a way from the prefill engine's host to this one: open "
+        'it, or set "held_prompts" to "read".',
+    )
+
+
 def _no_handshake(request: PushedRequest, seconds: float) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
@@ -378,6 +393,10 @@ def _no_handshake(request: PushedRequest, seconds: float) -> HandoffError:
     )
 
 
+MEET_SECONDS = 2.0
+"""How long a load waits until a source has connected to this rank."""
+AVOID_SECONDS = 600.0
+"""How long a source that cannot write here is read instead."""
 MAX_SOURCES = 4096
 """Source ranks to which this rank remembers its introduction."""
 
@@ -386,7 +405,8 @@ class Announcer:
     """All pushes to one rank. A source may take ``answer_seconds`` to answer.
 
     ``end_points`` are those of the rank's memory in ``transports``. A fence keeps a source out that does not confirm
-    within ``fence_seconds`` that it has stopped. With ``keeps_events`` the result of each push has events.
+    within ``fence_seconds`` that it has stopped; then ``on_fence`` gets the number of fences and the end points of the
+    memory that was registered anew. With ``keeps_events`` the result of each push has events.
 
     The server's thread calls :meth:`answer`, the engine's thread :meth:`announce`; the other methods are for pushes, on
     the transfer thread.
@@ -405,7 +425,9 @@ class Announcer:
         transports: TransportSet,
         keeps_events: bool = False,
         fence_seconds: float = FENCE_SECONDS,
+        on_fence: Callable[[int, dict[str, bytes]], None] = lambda *_: None,
     ) -> None:
+        self._on_fence = on_fence
         self._name, self._identity = name, identity
         self._shard, self._end_points, self._answers_at = shard, end_points, answers_at
         self._executor, self._client = executor, client
@@ -417,6 +439,9 @@ class Announcer:
         self._numbers = count(1)
         self._pushes: dict[int, AwaitedPush] = {}
         self._introductions: Bounded[EndPoint, Answer | None] = Bounded(MAX_SOURCES)
+        self._met: Bounded[int, int] = Bounded(MAX_SOURCES)
+        self._meets_by: Bounded[EndPoint, float] = Bounded(MAX_SOURCES)
+        self._avoided_until: Bounded[EndPoint, float] = Bounded(MAX_SOURCES)
         self._pending: dict[tuple[str, int, Announce | Revoke], tuple[int, int]] = {}
 
     @property
@@ -426,27 +451,34 @@ class Announcer:
 
     def announce(self, request: PushedRequest, find_sources: FindSources) -> None:
         """Submit a push to the executor, which returns its result."""
+        self._executor.submit(self.push(request, find_sources))
+
+    def push(self, request: PushedRequest, find_sources: FindSources) -> AwaitedPush:
+        """Return a push, which a job of the transfer thread must carry on until it is done."""
         key = PushKey(self._name, self.epoch, next(self._numbers))
         push = self._pushes[key.number] = AwaitedPush(request, key, find_sources, self)
-        self._executor.submit(push)
+        return push
 
     def answer(self, question: Question) -> Answer:
         """Take a source's report. Raises :class:`HandoffError` for another question, and for another rank or epoch."""
-        if not isinstance(question, Pushed | PushFailed):
+        if not isinstance(question, Pushed | PushFailed | Met):
             raise HandoffError(
                 Reason.UNSUPPORTED,
                 f"a {type(question).__name__} is not for a rank that is pushed to.",
                 "Ask the prefill engine's own port.",
             )
-        key = question.key
-        if (key.receiver, key.receiver_epoch) != (self._name, self.epoch):
+        named = question if isinstance(question, Met) else question.key
+        if (named.receiver, named.receiver_epoch) != (self._name, self.epoch):
             raise HandoffError(
                 Reason.PEER_CHANGED,
-                f"the message is for {key.receiver} in epoch {key.receiver_epoch}; this rank is {self._name} in epoch "
-                f"{self.epoch}.",
+                f"the message is for {named.receiver} in epoch {named.receiver_epoch}; this rank is {self._name} in "
+                f"epoch {self.epoch}.",
                 "The decode engine was restarted: send the prompt again.",
             )
-        if push := self._pushes.get(key.number):
+        if isinstance(question, Met):
+            self._met[question.epoch] = question.registration
+            self._executor.wake()
+        elif push := self._pushes.get(question.key.number):
             push.inbox.put(question)
             self._executor.wake()
         return Noted(self.epoch)
@@ -467,6 +499,34 @@ class Announcer:
             del self._introductions[where]
             raise answer.error()
         return isinstance(answer, Noted)
+
+    def meets(self, where: EndPoint, sources: tuple[bytes, ...], version: int, now: float) -> bool | None:
+        """Return whether a source rank that was introduced has connected to this one and said so; None where it may
+        still do, within :data:`MEET_SECONDS`. A source that has not is asked again after :data:`AVOID_SECONDS`.
+
+        ``sources`` and ``version`` are as for :meth:`is_introduced`.
+        """
+        if now < self._avoided_until.get(where, 0.0):
+            return False
+        if is_loopback(self._answers_at.host) and not is_loopback(where.host):
+            # Nobody on another host reaches this rank.
+            return False
+        try:
+            if self.is_introduced(where, sources, version) and self._met.get(where.epoch) == self.num_fences:
+                return True
+            if now < self._meets_by.setdefault(where, now + MEET_SECONDS):
+                return None
+            raise _out_of_reach()
+        except KVFerryError as error:
+            self.avoid(where, error, now)
+            return False
+
+    def avoid(self, where: EndPoint, error: KVFerryError, now: float) -> None:
+        """Let nothing be written from there for :data:`AVOID_SECONDS`."""
+        told = "kvferry: the rank at %s:%d is read for %.0f s, since it cannot write here: %s"
+        logger.warning(told, where.host, where.port, AVOID_SECONDS, error, peer=f"{where.host}:{where.port}")
+        self._avoided_until[where] = now + AVOID_SECONDS
+        self._meets_by.pop(where, None)
 
     def introduce_again(self, where: EndPoint) -> None:
         """The source has forgotten this rank: introduce this rank anew for the next push."""
@@ -497,6 +557,8 @@ class Announcer:
         self.num_fences += 1
         self._end_points = fence.end_points
         self._introductions.clear()
+        self._meets_by.clear()
+        self._on_fence(self.num_fences, fence.end_points)
         if fence.holes:
             logger.error(
                 "kvferry: the fence has holes, and the quarantined blocks stay until this engine is restarted: %s.",

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -63,18 +63,34 @@ class Held(NamedTuple):
     prompt: HeldPrompt | None = None
 
 
+class HeldPrompts(Protocol):
+    """Who writes held prompts on request; called while words change, so that each call returns at once."""
+
+    def hold(self, held: Held) -> None:
+        """The word of this hold counts from now on."""
+
+    def end(self, words: Sequence[bytes]) -> None:
+        """The holds of these words have ended."""
+
+
 class StepWords:
     """Changes the words at each step, in device order.
 
     Call ``begin`` before the step launches work that writes blocks, and ``finish`` after its last launch. Before a word
-    counts, ``keep_digests`` gets the prompt.
+    counts, ``keep_digests`` gets the prompt. Where prompts are written on request, ``prompts`` learns which words
+    count.
     """
 
     def __init__(
-        self, words: GuardWords, order: DeviceOrder, keep_digests: Callable[[HeldPrompt], None] | None = None
+        self,
+        words: GuardWords,
+        order: DeviceOrder,
+        keep_digests: Callable[[HeldPrompt], None] | None = None,
     ) -> None:
         self._words = words
         self._keep_digests = keep_digests
+        self.prompts: HeldPrompts | None = None
+        self._held: dict[int, bytes] = {}
         self._order = order
         self._deferred = DeferredActions(order)
         self._lock = threading.Lock()
@@ -90,9 +106,11 @@ class StepWords:
         """
         with self._lock:
             self._step += 1
+            ended = list(ended)
             for slot in ended:
                 self._words.clear(slot)
                 self._step_of.pop(slot, None)
+            self._end(ended)
             # On a CPU the step is done before anybody can learn of the hold, and so are the digests.
             self._being_written += self._set(written, counts=self._order.is_immediate)
             waiting = self._set(late, counts=False)
@@ -108,6 +126,7 @@ class StepWords:
         with self._lock:
             self._words.clear_all()
             self._step_of.clear()
+            self._end(list(self._held))
 
     def close(self) -> None:
         """Clear every word, since the blocks are about to be freed, and stop; twice is fine."""
@@ -120,6 +139,10 @@ class StepWords:
         for held in every:
             self._words.set(held.slot, held.word if counts else being_written(held.word))
             self._step_of[held.slot] = self._step
+            if counts:
+                self._hold(held)
+            else:
+                self._end([held.slot])
             waiting.append((self._step, held))
         return waiting
 
@@ -138,6 +161,22 @@ class StepWords:
                 with self._lock:
                     if self._step_of.get(held.slot) == step:
                         self._words.set(held.slot, held.word)
+                        self._hold(held)
+
+    def _hold(self, held: Held) -> None:
+        """Let the prompt be written on request; the caller has the lock."""
+        if self.prompts is None:
+            return
+        if self._held.get(held.slot) != held.word:
+            self._end([held.slot])
+        self._held[held.slot] = held.word
+        self.prompts.hold(held)
+
+    def _end(self, slots: Sequence[int]) -> None:
+        """Stop the writes of the holds of these slots; the caller has the lock."""
+        words = [word for slot in slots if (word := self._held.pop(slot, None)) is not None]
+        if words and self.prompts is not None:
+            self.prompts.end(words)
 
     def _is_current(self, step: int, held: Held) -> bool:
         with self._lock:
@@ -153,6 +192,7 @@ class StepWords:
             logger.exception("kvferry: no digests of a prompt could be kept: its hold is not readable")
             with self._lock:
                 self._words.clear(held.slot)
+                self._end([held.slot])
             return False
         return True
 

@@ -27,7 +27,8 @@ class JobResult:
 
     ``num_bytes`` are the committed bytes, ``num_staged_bytes`` those of them that went through the stage; a failed job
     has none, even where bytes have landed. ``num_compared_bytes`` are those whose digests were compared, in
-    ``compare_seconds``. ``num_descriptors`` counts what the transports got for the cache.
+    ``compare_seconds``. ``num_descriptors`` counts what the transports got for the cache. ``way`` says whether the
+    bytes were ``read`` or ``written``; it is empty where none moved.
     """
 
     job_id: str
@@ -38,6 +39,7 @@ class JobResult:
     num_descriptors: int = 0
     num_sources: int = 0
     transport: str = ""
+    way: str = ""
     wait_seconds: float = 0.0
     transfer_seconds: float = 0.0
     compare_seconds: float = 0.0

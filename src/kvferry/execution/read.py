@@ -157,6 +157,7 @@ class Read:
             num_descriptors=self._num_descriptors,
             num_sources=len(reads),
             transport=",".join(sorted({read.link.name for read in reads})),
+            way="read" if reads else "",
             wait_seconds=finished_at - self._created_at,
             transfer_seconds=self._transfer_seconds,
             compare_seconds=self._compare_seconds,

@@ -68,10 +68,11 @@ class Route:
         """Return the read of one of :meth:`own_plans` for a request; the route must be ready."""
         scatter = self._scatter_plan(plan)
         if scatter is None:
-            return RankRead(self._link(plan), plan.lower(blocks), guard=guard)
-        return RankRead(self._link(plan), NOTHING, scatter.staged_blocks(blocks), self._stage, guard)
+            return RankRead(self.link(plan), plan.lower(blocks), guard=guard)
+        return RankRead(self.link(plan), NOTHING, scatter.staged_blocks(blocks), self._stage, guard)
 
-    def _link(self, plan: PairPlan) -> Link:
+    def link(self, plan: PairPlan) -> Link:
+        """Return the connection of one of :meth:`own_plans`; the route must be ready."""
         link = self.links[plan.assignment.source_index].poll()
         assert link is not None, "a route that is ready is connected"
         return link
@@ -81,7 +82,7 @@ class Route:
         if self._stage is None or plan.assignment.source_index not in self.links:
             return None
         if plan not in self._scatter_plans:
-            choice = choose(plan, typical_costs(self._link(plan).name), self._strategy, self._stage.region.length)
+            choice = choose(plan, typical_costs(self.link(plan).name), self._strategy, self._stage.region.length)
             pair = f"{plan.source.rank_name} to {plan.destination.rank_name}"
             logger.info("kvferry: %s %s", pair, choice, peer=pair)
             is_scatter = choice.chosen.strategy is Strategy.SCATTER

@@ -2,7 +2,7 @@
 
 import logging
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,19 +18,20 @@ from kvferry.execution.route import Route
 from kvferry.execution.stage import Stage
 from kvferry.handoff.guard_word import WORD_BYTES
 from kvferry.handoff.handshake import decode_shards, fetch_directory, tell_refusal
-from kvferry.handoff.messages import FIRST_WEIGHTS, Directory, Identity
+from kvferry.handoff.messages import FIRST_WEIGHTS, Directory, EndPoint, Identity
 from kvferry.handoff.pull_read import wrong_parameters
 from kvferry.handoff.push.part import Part, announced_blocks
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unexpected_error
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import HOST_DEVICE, Shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.match import selector_of
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
 from kvferry.plan.staging.strategy import Strategy
+from kvferry.transport.end_points import ProcessIdentity
 from kvferry.transport.registry import TransportSet
 
 logger = PeerLog(logging.getLogger(__name__))
@@ -117,32 +118,65 @@ class SourceEngine:
             found = self._pairs[plan] = PairDigests(plan, entry.digests, self._compares.wanted)
         return found
 
-    def sources(self, transfer_id: str, blocks: Sequence[GroupBlocks]) -> list[SourceRank] | None:
+    def slow_reads(self, transfer_id: str, is_elsewhere: Callable[[ProcessIdentity | None], bool]) -> str | None:
+        """Return why reads of a held prompt are slower than writes, empty where they are not; None until the route is
+        ready. Raises as :meth:`Route.is_ready`.
+
+        ``is_elsewhere`` says whether a process may be on another host.
+        """
+        selector = selector_of(transfer_id)
+        if not self.route.is_ready(selector):
+            return None
+        for plan in self.route.plans(selector):
+            devices = {region.device for shard in (plan.source, plan.destination) for region in shard.regions}
+            process = self._directory.ranks[plan.assignment.source_index].process
+            if devices != {HOST_DEVICE} or process is None or is_elsewhere(process):
+                capabilities = self.route.link(plan).transport.capabilities
+                if capabilities.slow_reads:
+                    return capabilities.slow_reads
+        return ""
+
+    @property
+    def shards(self) -> tuple[bytes, ...]:
+        """The encoded shards of all ranks."""
+        return tuple(entry.shard for entry in self._directory.ranks)
+
+    @property
+    def version(self) -> int:
+        """The version of the handshake."""
+        return self._directory.version
+
+    def writers(self, transfer_id: str) -> list[EndPoint]:
+        """Return where the source ranks of a held prompt are asked to write it; empty where one of them does not."""
+        plans = self.route.plans(selector_of(transfer_id))
+        found = [self._directory.ranks[plan.assignment.source_index].held_end_point for plan in plans]
+        writers = [where for where in found if where is not None]
+        return writers if len(writers) == len(found) else []
+
+    def sources(
+        self, transfer_id: str, blocks: Sequence[GroupBlocks], *, is_held: bool = False
+    ) -> list[SourceRank] | None:
         """Return the source ranks that push a request to this rank, each with its part; None until the route is ready.
 
-        ``blocks`` are as for :meth:`reads`, without source blocks. Raises as
-        :meth:`Route.is_ready`, and :class:`HandoffError` (unsupported) where the engine does not push.
+        Where the prompt ``is_held``, they write it on request. ``blocks`` are as for :meth:`reads`; source blocks are
+        not used. Raises as :meth:`Route.is_ready`, and :class:`HandoffError` (unsupported) where the engine does not
+        push or write.
         """
         blocks = of_rank(blocks, self._shard)
         refuse_incomplete(blocks, self._shard)
         selector = selector_of(transfer_id)
         if not self.route.is_ready(selector):
             return None
-        shards = tuple(entry.shard for entry in self._directory.ranks)
         ranks = []
         for plan in self.route.plans(selector):
             index = plan.assignment.source_index
             entry = self._directory.ranks[index]
-            answers_at = entry.push_end_point
+            answers_at = entry.held_end_point if is_held else entry.push_end_point
             if answers_at is None:
-                raise HandoffError(
-                    Reason.UNSUPPORTED,
-                    f"engine {self._directory.engine_id} does not push.",
-                    'Set "mode": "push" on both engines.',
-                )
+                raise _no_writer(self._directory.engine_id, is_held=is_held)
             part = Part(plan, announced_blocks(plan, blocks))
-            version, cells = self._directory.version, self._cells_of(plan)
-            ranks.append(SourceRank(index, answers_at, part, shards, version, entry.process, cells))
+            cells = self._cells_of(plan)
+            ranks.append(SourceRank(index, answers_at, part, self.shards, self.version, entry.process, cells))
         return ranks
 
     def _guard(self, plan: PairPlan, hold: RemoteHold, held: Held) -> Guard:
@@ -150,6 +184,17 @@ class SourceEngine:
         if held.slot >= entry.num_words:
             raise wrong_parameters(hold.handle.request_id)
         return Guard(entry.words_address + held.slot * WORD_BYTES, held.word)
+
+
+def _no_writer(engine_id: str, *, is_held: bool) -> HandoffError:
+    if is_held:
+        return HandoffError(
+            Reason.UNSUPPORTED,
+            f"engine {engine_id} does not write the prompts that it holds.",
+            'Set "held_prompts" to "write" on that engine, or to "auto" on this one, which then reads; or update '
+            "kvferry there.",
+        )
+    return HandoffError(Reason.UNSUPPORTED, f"engine {engine_id} does not push.", 'Set "mode": "push" on both engines.')
 
 
 class SourceEngines:
@@ -223,6 +268,10 @@ class SourceEngines:
     def forget_all(self, weights_version: str) -> None:
         """Compare every engine anew, since the weights of this rank are of this version now. Any thread may call it."""
         self._weights_version = weights_version
+        self.connect_anew()
+
+    def connect_anew(self) -> None:
+        """The transports were closed and opened anew: the next requests handshake and connect anew."""
         for key in list(self._engines):
             self._suspects.put(key)
 

@@ -33,6 +33,7 @@ from kvferry.handoff.messages import (
     EndPoint,
     Identity,
     Introduce,
+    Met,
     Noted,
     Pushed,
     PushFailed,
@@ -43,7 +44,7 @@ from kvferry.handoff.messages import (
     Revoked,
 )
 from kvferry.handoff.push.part import Part
-from kvferry.handoff.push.sender import Batch, Prompt, PushRequest, Sender
+from kvferry.handoff.push.sender import Batch, Prompt, PushRequest, Sender, not_held
 from kvferry.handoff.versions import Versions, agree
 from kvferry.handoff.wire.client import Client
 from kvferry.layout.shard import decode_shard
@@ -191,6 +192,7 @@ class Write:
             num_descriptors=self._num_descriptors,
             num_sources=1,
             transport="" if self._link is None else self._link.name,
+            way="" if self._link is None else "written",
             wait_seconds=finished_at - self._created_at,
             transfer_seconds=self._transfer_seconds,
             num_compared_bytes=0 if self._digests is None else self._digests.num_bytes,
@@ -294,6 +296,51 @@ MAX_SECONDS = 3600.0
 """Longest time that a push waits for its prompt, whatever its destination asks for."""
 REPORT_SECONDS = 60.0
 """How long a report is sent again until it is acknowledged."""
+MEET_SECONDS = 10.0
+"""How long a destination is told that this rank reaches it: it waits no longer."""
+LATE_WORD_SECONDS = 10.0
+"""The longest time for which a prompt that is to be written on request may be unknown here."""
+
+
+class Meeting:
+    """Connects to a destination that was introduced, and then tells it so: before, nothing need be announced."""
+
+    fills_blocks = False
+    can_wait = True
+    given_up_at = None
+
+    def __init__(self, introduction: Introduce, link: Connecting, tell: Callable[[], None]) -> None:
+        where = introduction.answers_at
+        self.job_id = f"meeting {introduction.receiver} {where.epoch} {introduction.registration}"
+        self.phase = Phase.PREPARING
+        self.error: KVFerryError | None = None
+        self._link, self._tell = link, tell
+
+    def advance(self, scratch: Scratch, now: float) -> bool:
+        """Go on connecting."""
+        try:
+            if self._link.poll() is None:
+                return False
+        except KVFerryError as error:
+            logger.warning("kvferry: %s failed, so it reads: %s", self.job_id, error, peer=self.job_id)
+            self.cancel(error)
+        else:
+            self._tell()
+            self.phase = Phase.DONE
+        return True
+
+    def is_ending(self, now: float) -> bool:
+        """Return whether the meeting is being stopped."""
+        return False
+
+    def cancel(self, error: KVFerryError) -> None:
+        """Give up."""
+        if self.phase is not Phase.DONE:
+            self.error, self.phase = error.without_traceback(), Phase.DONE
+
+    def result(self, finished_at: float) -> JobResult:
+        """Return how the meeting ended."""
+        return JobResult(self.job_id, self.error, transport=self._link.name)
 
 
 @dataclass
@@ -336,7 +383,8 @@ class Writer:
     engine does not report every layer move at the end of the step, and the first such step is logged with the reason,
     ``why_silent``. With ``keeps_events`` the result of each push has its events, and :meth:`take_steps` returns the
     steps. ``engine`` is where this rank's own engine answers, once that is known. ``digests`` says which digests a
-    destination may ask for.
+    destination may ask for. With ``is_on_request`` the rank writes prompts that it holds (:meth:`hold`) and computes
+    none for pushes.
 
     The server's thread calls :meth:`answer`, the engine's thread the other methods, none of which waits for a transfer.
     """
@@ -355,8 +403,11 @@ class Writer:
         short_tokens: int = SHORT_TOKENS,
         digests: DigestTable | None = None,
         why_silent: Callable[[], str] = lambda: "the engine does not say why",
+        *,
+        is_on_request: bool = False,
     ) -> None:
         self._kept = digests
+        self._is_on_request = is_on_request
         self._why_silent, self._is_silence_told = why_silent, False
         self._shard, self.epoch, self._identity = shard, epoch, identity
         self._transports, self._executor, self._client = transports, executor, client
@@ -451,6 +502,14 @@ class Writer:
                 self._sender.compute(transfer_id, prompt)
         self._executor.wake()
 
+    def hold(self, transfer_id: str, prompt: Prompt) -> None:
+        """The prompt is held, all of it is final, and it may be written until :meth:`end`. Any thread may call it."""
+        with self._lock:
+            self._sender.compute(transfer_id, prompt)
+            may_be_awaited = self._sender.num_open > 0
+        if may_be_awaited:
+            self._executor.wake()
+
     def preempt(self, transfer_ids: Sequence[str]) -> None:
         """The engine may overwrite these prompts' blocks from now on, and will compute them again."""
         with self._lock:
@@ -462,11 +521,11 @@ class Writer:
         """The engine may overwrite these prompts' blocks from now on. Pushes that still need them fail, each with its
         error; by default it says that the prompt is no longer held.
         """
-        error_of = error_of or _no_longer_held
+        error_of = error_of or (_no_longer_held if not self._is_on_request else lambda _: not_held())
         with self._lock:
             for transfer_id in transfer_ids:
                 self._num_preemptions.pop(transfer_id, None)
-                self._sender.end(transfer_id, error_of(transfer_id))
+                self._sender.end(transfer_id, error_of(transfer_id), may_return=self._is_on_request)
         if transfer_ids:
             self._executor.wake()
 
@@ -530,6 +589,13 @@ class Writer:
         self._destinations[key] = DestinationRank(
             question.answers_at, question.end_points, route, index, question.registration
         )
+        if self._is_on_request:
+            self._executor.submit(Meeting(question, links[index], partial(self._tell_met, question)))
+
+    def _tell_met(self, question: Introduce) -> None:
+        where = question.answers_at
+        met = Met(self.epoch, question.receiver, where.epoch, question.registration)
+        self._client.tell(where.host, where.port, met, MEET_SECONDS, is_trusted=self._client.knows_peers)
 
     def _announce(self, question: Announce) -> str:
         """Begin a push; return the transport over which alone it writes, empty where that is still open."""
@@ -562,15 +628,16 @@ class Writer:
         digests = self._digests(question, destination, plan, part)
         is_whole = goes_whole(question.num_tokens, is_computed=is_computed, short_tokens=self._short_tokens)
         part = part.as_whole() if is_whole else part.in_spans(self.spans.plans(plan))
-        deadline = time.monotonic() + min(question.seconds, MAX_SECONDS)
+        now = time.monotonic()
         request = PushRequest(
             key,
             question.transfer_id,
             question.num_tokens,
             question.prompt_digest,
             part.needs,
-            deadline,
+            now + min(question.seconds, MAX_SECONDS),
             question.adapter,
+            self._known_by(question, now),
         )
         with self._lock:
             if self._sender.num_open >= MAX_OPEN:
@@ -586,6 +653,12 @@ class Writer:
         link = destination.link
         self._executor.submit(self._job(request, part, destination, link, events, digests))
         return link.name
+
+    def _known_by(self, question: Announce, now: float) -> float:
+        """Return until when the prompt may be unknown, as in :class:`PushRequest`."""
+        if not self._is_on_request:
+            return float("inf")
+        return now + min(question.late_seconds, LATE_WORD_SECONDS) if question.late_seconds else 0.0
 
     def _digests(
         self, question: Announce, destination: DestinationRank, plan: PairPlan, part: Part

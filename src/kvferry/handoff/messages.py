@@ -109,6 +109,8 @@ class RankEntry(msgspec.Struct, frozen=True):
     push_end_point: EndPoint | None = None
     process: ProcessIdentity | None = None
     digests: DigestTable | None = None
+    held_end_point: EndPoint | None = None
+    """Where a rank that holds prompts is asked to write them; None for one that does not write."""
 
 
 class DirectoryRequest(msgspec.Struct, frozen=True, tag="directory-request", tag_field="type"):
@@ -197,6 +199,18 @@ class StillWriting(msgspec.Struct, frozen=True, tag="still-writing", tag_field="
     request_ids: Annotated[tuple[Identifier, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
 
 
+class Reopened(msgspec.Struct, frozen=True, tag="reopened", tag_field="type"):
+    """A rank tells its own engine that a fence has closed its transports: its memory has these end points now.
+
+    The report with the largest ``number`` counts. ``secret`` never leaves the engine.
+    """
+
+    secret: Annotated[bytes, msgspec.Meta(max_length=64)]
+    rank: Unsigned
+    number: Unsigned
+    end_points: dict[Identifier, Payload]
+
+
 class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
     """Acknowledges every question that asks for nothing more: the process in this epoch has it, and acts on it."""
 
@@ -247,6 +261,18 @@ class Introduce(msgspec.Struct, frozen=True, tag="introduce", tag_field="type"):
     registration: Unsigned = 0
 
 
+class Met(msgspec.Struct, frozen=True, tag="met", tag_field="type"):
+    """A source rank, in this epoch, tells a destination rank that it was introduced and has connected to the rank.
+
+    Only ranks that name a ``held_end_point`` say so.
+    """
+
+    epoch: Unsigned
+    receiver: Identifier
+    receiver_epoch: Unsigned
+    registration: Unsigned
+
+
 class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     """A destination rank's blocks are ready to be written, from now on for ``seconds``.
 
@@ -254,7 +280,8 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     prompt, ``digest`` names the part of the plan that this source writes. The blocks are those of one ``registration``
     of the destination's memory: an announcement that a fence overtook must not reach memory that is open again.
     ``integrity`` says which digests the destination compares, ``adapter`` is the digest of the weights of the prompt's
-    adapter, empty where there is none or the engine does not know them.
+    adapter, empty where there is none or the engine does not know them. For a held prompt the ``transfer_id`` is the
+    guard word of its hold, in hexadecimal; a source to which the word may come late waits ``late_seconds`` for it.
     """
 
     epoch: Unsigned
@@ -268,6 +295,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     seconds: LeaseSeconds
     integrity: Literal["off", "sample", "full"] = "off"
     adapter: AdapterDigest = ""
+    late_seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_LEASE_SECONDS)] = 0.0
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced", tag_field="type"):
@@ -363,7 +391,9 @@ Question = (
     | Release
     | Drain
     | StillWriting
+    | Reopened
     | Introduce
+    | Met
     | Announce
     | Revoke
     | Pushed

@@ -77,7 +77,7 @@ def ucx_devices(listens_at: str, reaches: Sequence[str] = ()) -> str:
     found = found.union(*map(_interfaces_to, reaches))
     if found == {LOOPBACK_DEVICE}:
         return LOOPBACK_DEVICE
-    return ",".join([*sorted(found), *_rdma_devices()])
+    return ",".join([*sorted(found), *rdma_devices()])
 
 
 def _interfaces_to(host: str) -> set[str]:
@@ -171,6 +171,6 @@ def _bare(host: str) -> str:
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
-def _rdma_devices() -> list[str]:
+def rdma_devices() -> list[str]:
     """Return the RDMA devices of this host by UCX's names, device and port."""
     return sorted(f"{port.parts[-3]}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*"))

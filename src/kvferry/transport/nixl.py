@@ -17,7 +17,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -38,7 +38,7 @@ from kvferry.transport.end_points import (
     pack_regions,
     unpack_regions,
 )
-from kvferry.transport.network import LOOPBACK_DEVICE
+from kvferry.transport.network import LOOPBACK_DEVICE, rdma_devices
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.registered_memory import INSTALL_NIXL, Sides
@@ -65,6 +65,10 @@ SILENCE_SECONDS = 30
 wait for a host that has vanished as long as the kernel repeats packets, a quarter of an hour. A transfer that only
 receives ends within 20 s more, when UCX asks whether the peer is alive."""
 CONNECT_SECONDS = 10.0
+_RDMA_TRANSPORTS = frozenset(
+    ("all", "ib", "rc", "rc_x", "rc_v", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5", "ud", "ud_x", "ud_v", "srd")
+)
+"""Names in UCX_TLS with which UCX uses RDMA devices."""
 DEVICES_VARIABLE = "UCX_NET_DEVICES"
 CLOSE_SECONDS = 2.0
 _NUM_LANDINGS = 1024
@@ -254,6 +258,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         self._nixl = _import_bindings()
         self._devices = os.environ.get(DEVICES_VARIABLE, devices)
         self._name = f"kvferry-{os.getpid()}-{uuid.uuid4().hex}"
+        self.capabilities = replace(self.capabilities, slow_reads=why_reads_are_slow(self._devices))
         self._agent, self._backend = self._create_agent()
         self._operations = {Direction.READ: self._nixl.NIXL_READ, Direction.WRITE: self._nixl.NIXL_WRITE}
         self._running_handles: dict[int, str] = {}
@@ -510,6 +515,22 @@ def _translate(error: Exception, transfer: NixlTransfer) -> TransportError:
         f"NIXL failed on a transfer with {name}: {error!r}.",
         "Send the request again; the logs of both engines have UCX's messages.",
     )
+
+
+def why_reads_are_slow(devices: str = "") -> str:
+    """Return why UCX with these devices, all where there are none, reads more slowly than it writes; empty where an
+    RDMA device reads. See docs/decisions/written-on-request.md.
+    """
+    found = rdma_devices()
+    if not found:
+        return "UCX finds no RDMA device, and without one it has no operation that reads"
+    named = [name.partition(":")[0] for name in devices.split(",") if name and name != "all"]
+    if named and not any(name.partition(":")[0] in named for name in found):
+        return f"UCX may use {devices} alone, which is no RDMA device, and without one it has no operation that reads"
+    wanted = os.environ.get("UCX_TLS", "")
+    if wanted and not wanted.startswith("^") and not _RDMA_TRANSPORTS.intersection(wanted.split(",")):
+        return f"UCX_TLS={wanted} names no RDMA transport, and without one UCX has no operation that reads"
+    return ""
 
 
 def _ucx_configuration() -> str:

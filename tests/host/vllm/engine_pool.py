@@ -137,6 +137,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-tp1-scatter": ("gqa", {"strategy": "scatter", "cores": LAST_CORE}),
     "gqa-tp1-mooncake": ("gqa", {"transport": "mooncake", "cores": LAST_CORE}),
     "gqa-tp2-mooncake": ("gqa", {"tensor_parallel_size": 2, "transport": "mooncake"}),
+    "gqa-tp1-written": ("gqa", {"transport": "nixl", "held_prompts": "write", "cores": LAST_CORE}),
+    "gqa-tp2-written": ("gqa", {"tensor_parallel_size": 2, "transport": "nixl", "held_prompts": "write"}),
     "gqa-tp2": ("gqa", {"tensor_parallel_size": 2, "transport": "auto"}),
     "gqa-tp2-other": ("gqa", {"tensor_parallel_size": 2, "load_failure_policy": "recompute"}),
     "gqa-tp4": ("gqa", {"tensor_parallel_size": 4}),
@@ -252,7 +254,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 VLLM_ENVIRONMENTS = Path(os.environ.get("KVFERRY_VLLM_ENVIRONMENTS", "build/vllm-environments"))
 """A folder for each other release of vLLM that ``make test-versions`` runs."""
 OTHER_RELEASES = ("0.30", "0.31")
-PASSED_ON = {"transport", "strategy", "mode", "load_timeout_seconds", "lease_seconds", "turn_seconds"}
+PASSED_ON = {"transport", "strategy", "mode", "load_timeout_seconds", "lease_seconds", "turn_seconds", "held_prompts"}
 """What differs in the connector's settings, not in the engine's."""
 # What runs together; memory for all at once is not asked for. Those of two stages that follow one another stay.
 STAGES: tuple[tuple[str, ...], ...] = (
@@ -263,6 +265,7 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("gqa-tp1-nixl", "gqa-bfloat16", "mla-reference", "mla-tp1", "mla-tp1-other", "mla-tp2"),
     ("gqa-reference", "gqa-tp2", "gqa-pp2x2", "gqa-tp1-scatter"),
     ("gqa-reference", "gqa-tp1-mooncake", "gqa-tp2-mooncake"),
+    ("gqa-reference", "gqa-tp1-written", "gqa-tp2-written"),
     ("fp8-reference", "fp8-tp1", "fp8-tp2"),
     ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2", "gemma-pp2"),
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),

@@ -92,6 +92,7 @@ PAIRS = (
     Pair("gqa-4-1", "gqa-tp4", "gqa-tp1", in_matrix=True),
     Pair("gqa-2-1-scatter", "gqa-tp2", "gqa-tp1-scatter", in_matrix=True),
     Pair("gqa-2-1-mooncake", "gqa-tp2-mooncake", "gqa-tp1-mooncake", "mooncake", in_matrix=True),
+    Pair("gqa-2-1-written", "gqa-tp2-written", "gqa-tp1-written", "nixl", in_matrix=True),
     Pair("gqa-dp2-1", "gqa-dp2", "gqa-tp1", in_matrix=True),
     Pair("gqa-1-dp2", "gqa-tp1", "gqa-dp2", in_matrix=True),
     Pair("gqa-pp2-1", "gqa-pp2", "gqa-tp1"),
@@ -144,6 +145,8 @@ PUSH_PAIRS = (
     Pair("push-gptoss-2-1", "gptoss-push-tp2", "gptoss-push-tp1", in_matrix=True),
 )
 COMPARED_PAIRS = tuple(pair.name for pair in PAIRS if pair.is_compared)
+READ_PAIRS = tuple(name for name in COMPARED_PAIRS if not name.endswith("written"))
+"""Whose decode engine reads: the faults of its transport reach all that it loads."""
 ALL_PAIRS = bool(os.environ.get("KVFERRY_MATRIX"))
 
 

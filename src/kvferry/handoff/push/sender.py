@@ -155,6 +155,16 @@ class Sending:
             self.state = PushState.OVER
 
 
+def not_held() -> HandoffError:
+    """Return the error of a prompt that is to be written on request and is not held, or no longer."""
+    return HandoffError(
+        Reason.SOURCE_CHANGED,
+        "the prefill engine does not hold the announced prompt, or no longer: its hold was released or has expired, or "
+        "the kv_transfer_params name another one.",
+        "Send the prompt again; if this repeats, raise lease_seconds on the prefill side.",
+    )
+
+
 def _late(transfer_id: str) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
@@ -209,6 +219,8 @@ class PushRequest(msgspec.Struct, frozen=True):
     needs: Mapping[Span, Need]
     deadline: float
     adapter: str = ""
+    known_by: float = float("inf")
+    """Until when the prompt may be unknown here, on this rank's clock; 0 for a prompt that must be known already."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -287,11 +299,15 @@ class Sender:
         for key in self._keys_of(transfer_id):
             self._pushes[key].void()
 
-    def end(self, transfer_id: str, error: KVFerryError) -> None:
-        """The engine frees the prompt's blocks: pushes that still need them fail with ``error``."""
+    def end(self, transfer_id: str, error: KVFerryError, *, may_return: bool = False) -> None:
+        """The engine frees the prompt's blocks: pushes that still need them fail with ``error``.
+
+        Later announcements fail with it too, unless the transfer ``may_return``.
+        """
         self._prompts.pop(transfer_id, None)
         self._running.pop(transfer_id, None)
-        self._ended.setdefault(transfer_id, error.without_traceback())
+        if not may_return:
+            self._ended.setdefault(transfer_id, error.without_traceback())
         for key in self._keys_of(transfer_id):
             self._pushes[key].void()
             self._pushes[key].fail(error)
@@ -313,6 +329,8 @@ class Sender:
             return False
         if (ended := self._ended.get(request.transfer_id)) is not None:
             raise ended.without_traceback()
+        if not request.known_by and request.transfer_id not in self._prompts:
+            raise not_held()
         self._requests[key] = request
         self._requests_of.setdefault(request.transfer_id, set()).add(key)
         self._wanted_spans |= request.needs.keys()
@@ -379,8 +397,11 @@ class Sender:
             self._record_outcome(key)
 
     def tick(self, key: PushKey, now: float) -> None:
-        """Give the push up once its deadline has passed."""
+        """Give the push up once its deadline has passed, or the time in which its prompt must have become known."""
         if push := self._pushes.get(key):
+            request = self._requests[key]
+            if now >= request.known_by > 0 and request.transfer_id not in self._prompts:
+                push.fail(not_held())
             push.tick(now)
             self._record_outcome(key)
 

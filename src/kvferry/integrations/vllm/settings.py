@@ -23,7 +23,7 @@ LAST_PORT = 65535
 _LISTED = "'kvferry settings' lists the settings of each connector and what they may be."
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400, extra={"unit": "seconds"})]
 Port = Annotated[int, msgspec.Meta(ge=0, le=LAST_PORT)]
-_FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address", "fence_seconds"))
+_FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address"))
 _NAME = re.compile(r"[0-9A-Za-z_]([0-9A-Za-z_.-]*[0-9A-Za-z_])?")
 AnySettings = TypeVar("AnySettings", bound=msgspec.Struct)
 LOAD_SECONDS, PUSH_SECONDS = 30.0, 120.0
@@ -179,11 +179,22 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             page="decisions/quarantined-blocks.md",
         ),
     ] = None
+    held_prompts: Annotated[
+        Literal["auto", "read", "write"],
+        about(
+            "With `pull`, whether a decode engine reads a held prompt or the prefill engine writes it on request: "
+            "`auto`, on both engines, writes where the transport reads slowly (NIXL without RDMA, to another host or "
+            "in a GPU's memory) and the prefill engine reaches the decode engine's ranks; a prefill engine with `read` "
+            "writes none.",
+            page="decisions/written-on-request.md",
+        ),
+    ] = "read"
     fence_seconds: Annotated[
         Seconds,
         about(
-            "With `push`, how long a failed load's blocks wait for a prefill engine on another host to confirm that it "
-            "writes no more; then the rank closes its memory and registers it anew, and its other loads fail.",
+            "How long a failed load's blocks wait for a prefill engine on another host that was writing them to "
+            "confirm that it writes no more; then the rank closes its memory and registers it anew, and its other "
+            "loads fail.",
             page="decisions/fences.md",
         ),
     ] = 60.0
@@ -424,17 +435,30 @@ def trust_of(settings: Settings) -> Trust:
 
 
 def _check_push(settings: Settings, given: Mapping[str, Any]) -> None:
-    if settings.mode != "push" and (ignored := sorted(_FOR_PUSHES & given.keys())):
+    for_writes = _FOR_PUSHES if settings.held_prompts != "read" else _FOR_PUSHES | {"fence_seconds"}
+    if settings.mode != "push" and (ignored := sorted(for_writes & given.keys())):
         raise SettingsError(
             Reason.INVALID_SETTING,
             f"{ignored[0]} is set, and mode 'pull' does not use it.",
-            'Set "mode" to "push", or leave the setting out.',
+            'Set "mode" to "push", or leave the setting out; fence_seconds also goes with "held_prompts": "auto".',
         )
     if settings.mode == "push" and settings.turn_seconds:
         raise SettingsError(
             Reason.UNSUPPORTED,
             "turn_seconds is set: the next turn is read from a decode engine, and mode 'push' reads nothing.",
             'Set "mode" to "pull" on both engines, or leave "turn_seconds" out.',
+        )
+    if settings.mode == "push" and settings.held_prompts != "read":
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"held_prompts is {settings.held_prompts!r}, and mode 'push' holds no prompt to be loaded later.",
+            'Set "mode" to "pull", or leave "held_prompts" out.',
+        )
+    if settings.held_prompts == "write" and settings.strategy == "scatter":
+        raise SettingsError(
+            Reason.UNSUPPORTED,
+            "strategy 'scatter' is for reads; with held_prompts 'write' every cache is written directly.",
+            'Set "strategy" to "auto" or "direct", or "held_prompts" to "read".',
         )
     if settings.mode == "push" and settings.strategy != "direct":
         raise SettingsError(

@@ -22,8 +22,8 @@ MAX_HELD_REQUESTS = 16384
 
 @dataclass(frozen=True, slots=True)
 class PushedPrompt:
-    """A prompt to be pushed: the router's transfer id, and what both engines compare: tokens, digest, and the digest of
-    its adapter's weights, empty where there is none or nobody knows it.
+    """A prompt to be pushed: its transfer id, the router's or a guard word, and what both engines compare: tokens,
+    digest, and the digest of its adapter's weights, empty where there is none or nobody knows it.
     """
 
     transfer_id: str
@@ -36,9 +36,10 @@ class PushedPrompt:
 class PromptLoad:
     """One request's ``num_tokens`` prompt tokens to load, as blocks of every cache group.
 
-    A worker reports an order with an ``error`` as failed at once. An order with ``pushed`` is announced and has no
-    source blocks; any other order is read, under the guard word ``held``. ``is_late`` says that the source sets the
-    word with its next step. The engine computes what an ``is_optional`` load does not bring.
+    A worker reports an order with an ``error`` as failed at once. An order without a guard word ``held`` is announced
+    and has no source blocks; any other order is read under that word, or announced as ``pushed`` where the source
+    writes what it holds. ``is_late`` says that the source sets the word with its next step. The engine computes what
+    an ``is_optional`` load does not bring.
     """
 
     request_id: str

@@ -66,10 +66,11 @@ class EngineState:
         return HeldPrompt(digest, num_tokens, sizes, guarded_blocks(self.groups, sizes, block_ids, num_tokens))
 
     def held(self, hold: Hold, prompt: HeldPrompt) -> Held:
-        """Return the guard word of a pull's hold, and what is held where the ranks keep digests of it."""
+        """Return the guard word of a pull's hold, and what is held if the ranks keep digests of it or may write it."""
         assert hold.slot is not None, "a pull's hold has a guard word"
         word = guard_word(self.engine_id, self.epoch, hold.handle, prompt)
-        return Held(hold.slot, word, prompt if self.keeps_digests else None)
+        is_used = self.keeps_digests or self.settings.held_prompts != "read"
+        return Held(hold.slot, word, prompt if is_used else None)
 
 
 class Source(Protocol):

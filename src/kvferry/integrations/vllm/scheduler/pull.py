@@ -9,6 +9,7 @@ import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.guard_words import Held
+from kvferry.execution.on_request import transfer_id_of
 from kvferry.handoff.adapters import compare_adapters
 from kvferry.handoff.guard_word import HeldPrompt, guard_word
 from kvferry.handoff.holds import Hold
@@ -31,7 +32,7 @@ from kvferry.integrations.vllm.scheduler.params import (
 )
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
 from kvferry.integrations.vllm.scheduler.prompt_adapters import PromptAdapter
-from kvferry.integrations.vllm.step import PromptLoad
+from kvferry.integrations.vllm.step import PromptLoad, PushedPrompt
 from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
@@ -263,7 +264,9 @@ class PullDestination(Destination):
         held = Held(ferry.slot, guard_word(hold.engine_id, hold.epoch, hold.handle, prompt))
         state.leases.running_lease(request_id)
         num_tokens, seconds = end_token - first_token, state.settings.load_seconds
-        return PromptLoad(request_id, seconds, hold, held, num_tokens, blocks, is_late=ferry.is_late)
+        # Adapters are compared above: the source knows that of the word's prompt.
+        pushed = PushedPrompt(transfer_id_of(held.word), end_token, digest)
+        return PromptLoad(request_id, seconds, hold, held, num_tokens, blocks, pushed=pushed, is_late=ferry.is_late)
 
     def finish(self, request_id: str) -> None:
         """Release the remote hold once no other sample of the request uses it."""

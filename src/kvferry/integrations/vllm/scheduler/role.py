@@ -33,6 +33,7 @@ from kvferry.handoff.messages import (
     Release,
     Renew,
     Renewed,
+    Reopened,
     StillWriting,
 )
 from kvferry.handoff.versions import Versions, agree
@@ -129,6 +130,7 @@ class SchedulerRole:
         self._outdated: set[str] = set()
         self._quarantine = Quarantine(state.kept_blocks, self._num_ranks)
         self._directory: Directory | None = None
+        self._reopened: dict[int, Reopened] = {}
         self._drains_at: float | None = None
         self._secret = secrets.token_bytes(SECRET_BYTES)
         port = control_port(settings.port, parallel.data_parallel_index)
@@ -450,6 +452,8 @@ class SchedulerRole:
                 return self._note_refusal(question)
             case StillWriting():
                 return self._answer_still_writing(question)
+            case Reopened():
+                return self._answer_reopened(question)
             case Renew():
                 with self._state.holds_lock:
                     lost = self._state.holds.renew(question.epoch, question.handles, time.monotonic())
@@ -472,7 +476,10 @@ class SchedulerRole:
         version = agree(decode=Versions.said(question.version, question.newest))
         if self._directory is None:
             raise HandoffError(Reason.PEER_UNREACHABLE, "this engine has not finished starting.", "Try again later.")
-        return msgspec.structs.replace(self._directory, version=version)
+        ranks = list(self._directory.ranks)
+        for index, reopened in self._reopened.items():
+            ranks[index] = msgspec.structs.replace(ranks[index], end_points=reopened.end_points)
+        return msgspec.structs.replace(self._directory, version=version, ranks=tuple(ranks))
 
     def _note_refusal(self, question: HandshakeRefused) -> Noted:
         """Log why a decode rank does not load from this engine: nothing else here would say so."""
@@ -503,14 +510,26 @@ class SchedulerRole:
             holds.drain()
             logger.info("kvferry: draining: no more prompts are held; %d are left.", holds.num_holds)
 
-    def _answer_still_writing(self, question: StillWriting) -> Noted:
+    def _answer_reopened(self, question: Reopened) -> Noted:
+        """Name a rank's new end points in the directory from now on."""
+        self._check_secret(question.secret)
+        known = self._reopened.get(question.rank)
+        if known is None or question.number > known.number:
+            self._reopened[question.rank] = question
+        return Noted(self._state.epoch)
+
+    def _check_secret(self, secret: bytes) -> None:
+        """Raise :class:`HandoffError` (permission-denied) for a report that is not of this engine's rank."""
         # The secret names this process; the epoch of a report may be that of before a reset of the cache.
-        if not hmac.compare_digest(question.secret, self._secret):
+        if not hmac.compare_digest(secret, self._secret):
             raise HandoffError(
                 Reason.PERMISSION_DENIED,
                 "the report does not carry this engine's secret.",
                 "Only this engine's own ranks may report.",
             )
+
+    def _answer_still_writing(self, question: StillWriting) -> Noted:
+        self._check_secret(question.secret)
         self._quarantine.note(question.rank, question.number, question.request_ids)
         self._engine.wake()
         return Noted(self._state.epoch)

@@ -1,20 +1,27 @@
-"""A worker's parts for pulls: guard words over this rank's cache, and guarded reads of other ranks' caches."""
+"""A worker's parts for pulls: guard words over this rank's cache, and guarded reads of other ranks' caches.
+
+Where reads are slow, the source writes what it holds instead: see docs/decisions/written-on-request.md.
+"""
 
 import time
 from collections.abc import Sequence
 from functools import partial
 
+from kvferry.execution.announce import Announcer, PushedRequest, SourceRank
 from kvferry.execution.device import DeviceOrder, Mark
 from kvferry.execution.digests import DigestTable
 from kvferry.execution.guard_words import GuardWords, StepWords
+from kvferry.execution.on_request import HeldRequest, HeldWrites, OnRequest, transfer_id_of
 from kvferry.execution.read import RankRead, Read
+from kvferry.execution.source_engines import SourceEngine
+from kvferry.execution.write import LATE_WORD_SECONDS, Writer
 from kvferry.handoff.guard_word import HeldPrompt
+from kvferry.handoff.messages import DigestTable as TableEntry
 from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
+from kvferry.integrations.vllm.worker.push import PushEndPoint
 from kvferry.layout.shard import Region
-
-LATE_WORD_SECONDS = 10.0
-"""How long a read waits for a word that comes with the prefill engine's next step: longer than a step takes."""
+from kvferry.plan.layer_spans import LayerSpans
 
 
 class PullSource(Source):
@@ -26,6 +33,27 @@ class PullSource(Source):
         self.words = GuardWords(self.num_words)
         self._table = table
         self._step_words = StepWords(self.words, order, None if table is None else self._keep_digests)
+        self._end_point: PushEndPoint | None = None
+
+    def write_on_request(self, rank: Rank, end_point: PushEndPoint, digests: TableEntry | None) -> None:
+        """Write held prompts from now on, whenever a destination announces its blocks at the end point.
+
+        The rank tells nobody of a hold before its first step.
+        """
+        self._end_point = end_point
+        end_point.writer = Writer(
+            rank.shard,
+            end_point.answers_at.epoch,
+            rank.identity,
+            rank.transports,
+            rank.executor,
+            rank.client,
+            rank.order,
+            LayerSpans({}),
+            digests=digests,
+            is_on_request=True,
+        )
+        self._step_words.prompts = HeldWrites(end_point.writer)
 
     @property
     def words_address(self) -> int:
@@ -57,28 +85,71 @@ class PullSource(Source):
         """Clear every word, so that reads in progress fail."""
         self._step_words.close()
 
+    def close(self) -> None:
+        """Stop answering; where a write has not ended yet, the end point answers until the end of the process."""
+        if self._end_point is not None and self._end_point.writer is not None:
+            if self._end_point.writer.is_quiet:
+                self._end_point.close()
+            self._end_point.writer.close()
+
     def _keep_digests(self, prompt: HeldPrompt) -> None:
         assert self._table is not None, "a rank without a table keeps no digests"
         self._table.fill(prompt.num_tokens, {str(index): ids for index, ids in enumerate(prompt.block_ids)})
 
 
 class PullDestination(Destination):
-    """Reads the caches of the source ranks of a load's route."""
+    """Loads from the caches of the source ranks of a load's route: reads them, or with an ``announcer`` lets the
+    sources write where reads are slow, and always where that ``is_forced``.
+    """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, announcer: Announcer | None = None, *, is_forced: bool = False) -> None:
         self._rank = rank
+        self._on_request = None if announcer is None else OnRequest(announcer, is_forced=is_forced)
+        self._announcer = announcer
+        self._num_fences = 0
+
+    def take_num_fences(self) -> int:
+        """Return how many fences there were since the last call."""
+        before, self._num_fences = self._num_fences, 0 if self._announcer is None else self._announcer.num_fences
+        return self._num_fences - before
 
     def start(self, order: PromptLoad, launched_before: Mark) -> None:
-        """Read on the transfer thread."""
+        """Load on the transfer thread."""
         now = time.monotonic()
+        deadline, late_seconds = now + order.timeout_seconds, LATE_WORD_SECONDS if order.is_late else 0.0
         reads = partial(self._reads, order, launched_before)
-        word_by = now + LATE_WORD_SECONDS if order.is_late else now
-        self._rank.executor.submit(Read(order.request_id, reads, now + order.timeout_seconds, word_by))
+        read = Read(order.request_id, reads, deadline, now + late_seconds)
+        # The hold of a turn yields to the steps of its engine.
+        if self._on_request is None or order.pushed is None or order.is_optional:
+            self._rank.executor.submit(read)
+            return
+        pushed = order.pushed
+        request = PushedRequest(
+            order.request_id,
+            pushed.transfer_id,
+            pushed.num_tokens,
+            pushed.digest,
+            deadline,
+            pushed.adapter,
+            late_seconds,
+        )
+        sources = partial(self._sources, order, launched_before)
+        held = HeldRequest(request, partial(self._engine, order, launched_before), sources)
+        self._rank.executor.submit(self._on_request.load(read, held))
+
+    def _engine(self, order: PromptLoad, launched_before: Mark) -> SourceEngine | None:
+        assert order.hold is not None
+        return self._rank.source_engines.get(order.hold) if launched_before.is_over() else None
 
     def _reads(self, order: PromptLoad, launched_before: Mark) -> Sequence[RankRead] | None:
         assert order.hold is not None
         assert order.held is not None
-        if not launched_before.is_over():
+        engine = self._engine(order, launched_before)
+        return None if engine is None else engine.reads(order.hold, order.held, order.blocks)
+
+    def _sources(self, order: PromptLoad, launched_before: Mark) -> Sequence[SourceRank] | None:
+        assert order.held is not None
+        engine = self._engine(order, launched_before)
+        if engine is None:
             return None
-        route = self._rank.source_engines.get(order.hold)
-        return None if route is None else route.reads(order.hold, order.held, order.blocks)
+        return engine.sources(transfer_id_of(order.held.word), order.blocks, is_held=True)

@@ -10,7 +10,7 @@ from kvferry.execution.announce import Announcer, PushedRequest, SourceRank
 from kvferry.execution.device import Mark
 from kvferry.execution.write import Writer
 from kvferry.handoff.holds import engine_drains
-from kvferry.handoff.messages import Answer, DigestTable, EndPoint, Pushed, PushFailed, Question, Release
+from kvferry.handoff.messages import Answer, DigestTable, EndPoint, Met, Pushed, PushFailed, Question, Release
 from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.wire.keys import Keys
 from kvferry.handoff.wire.server import Server
@@ -33,9 +33,35 @@ class PushEndPoint:
         self._server.close()
 
     def _answer(self, question: Question) -> Answer:
-        part = self.announcer if isinstance(question, Pushed | PushFailed) else self.writer
+        part = self.announcer if isinstance(question, Pushed | PushFailed | Met) else self.writer
         assert part is not None, "no peer knows this end point before both parts are there"
         return part.answer(question)
+
+
+def make_announcer(
+    rank: Rank,
+    end_point: PushEndPoint,
+    answer_seconds: float,
+    fence_seconds: float,
+    keeps_events: bool,
+    on_fence: Callable[[int, dict[str, bytes]], None] = lambda *_: None,
+) -> Announcer:
+    """Return the announcer of a rank, which answers at the end point."""
+    end_point.announcer = Announcer(
+        rank.name,
+        rank.identity,
+        rank.shard,
+        rank.end_points,
+        end_point.answers_at,
+        rank.executor,
+        rank.client,
+        answer_seconds,
+        rank.transports,
+        keeps_events,
+        fence_seconds,
+        on_fence,
+    )
+    return end_point.announcer
 
 
 class PushSource(Source):
@@ -110,19 +136,7 @@ class PushDestination(Destination):
         self._rank = rank
         self._answer_seconds = answer_seconds
         self._num_fences = 0
-        self.announcer = end_point.announcer = Announcer(
-            rank.name,
-            rank.identity,
-            rank.shard,
-            rank.end_points,
-            end_point.answers_at,
-            rank.executor,
-            rank.client,
-            answer_seconds,
-            rank.transports,
-            keeps_events,
-            fence_seconds,
-        )
+        self.announcer = make_announcer(rank, end_point, answer_seconds, fence_seconds, keeps_events)
 
     def take_num_fences(self) -> int:
         """Return how many fences there were since the last call."""

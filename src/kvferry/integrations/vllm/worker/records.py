@@ -35,6 +35,7 @@ class Statistics(Observations):
         "failures": Metric(
             "kvferry:failed_loads", "Loads that ended without a commit on a rank, by reason.", ("reason",)
         ),
+        "ways": Metric("kvferry:loads", "Loads that were committed on a rank, by way: read or written.", ("way",)),
         "fences": Metric(
             "kvferry:fences", "Times that a rank closed its memory to a lost peer and registered the memory anew."
         ),
@@ -56,6 +57,7 @@ class Statistics(Observations):
         )
         for name, value in zip(self.HISTOGRAMS, values, strict=True):
             self.observe(name, value)
+        self.count("ways", 1, result.way)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another rank's or interval's observations; of a request that failed on several ranks keep one reason."""
@@ -126,6 +128,7 @@ class TransferLog:
             "compared_bytes": result.num_compared_bytes,
             "compare_seconds": result.compare_seconds,
             "sources": result.num_sources,
+            "way": result.way,
             "wait_seconds": result.wait_seconds,
         }
         self._append(line | self._outcome(result))

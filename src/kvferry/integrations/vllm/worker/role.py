@@ -24,7 +24,7 @@ from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.stage import Stage
 from kvferry.execution.trial import Side, Trial
 from kvferry.handoff.holds import lease_lost, weights_changed
-from kvferry.handoff.messages import RankEntry, StillWriting
+from kvferry.handoff.messages import RankEntry, Reopened, StillWriting
 from kvferry.handoff.wire.client import Client
 from kvferry.integrations.vllm.resets import ROLES
 from kvferry.integrations.vllm.settings import Settings, trust_of
@@ -34,7 +34,7 @@ from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_la
 from kvferry.integrations.vllm.worker.caches import register_caches
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
-from kvferry.integrations.vllm.worker.push import PushDestination, PushEndPoint, PushSource
+from kvferry.integrations.vllm.worker.push import PushDestination, PushEndPoint, PushSource, make_announcer
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import encode_shard
@@ -139,23 +139,31 @@ class WorkerRole:
             ),
             client=Client(self._trust),
         )
-        push_end_point: PushEndPoint | None = None
-        if pull_source is not None:
-            self._source, self._destination = pull_source, PullDestination(rank)
-        else:
-            keeps_events = bool(settings.transfer_log)
-            push_end_point = PushEndPoint(settings.host, settings.reachable_host, self._trust.keys)
+        keeps_events = bool(settings.transfer_log)
+        end_point: PushEndPoint | None = None
+        if settings.mode == "push" or self._may_write_held:
+            end_point = PushEndPoint(settings.host, settings.reachable_host, self._trust.keys)
+        if pull_source is None:
+            assert end_point is not None
             spans = LayerSpans(self._layers_that_report())
             # Asked in a step: vLLM settles its graphs after the caches.
             self._source = PushSource(
                 rank,
-                push_end_point,
+                end_point,
                 spans,
                 keeps_events,
                 digests,
                 why_silent=lambda: why_layers_are_silent(config.compilation_config),
             )
-            self._destination = PushDestination(rank, push_end_point, timeout, settings.fence_seconds, keeps_events)
+            self._destination = PushDestination(rank, end_point, timeout, settings.fence_seconds, keeps_events)
+        else:
+            self._source, self._destination = pull_source, PullDestination(rank)
+            if end_point is not None:
+                pull_source.write_on_request(rank, end_point, pushed_digests(integrity))
+                announcer = make_announcer(
+                    rank, end_point, timeout, settings.fence_seconds, keeps_events, self._note_fence
+                )
+                self._destination = PullDestination(rank, announcer, is_forced=settings.held_prompts == "write")
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
             pp_rank=self._pp_rank,
@@ -163,23 +171,46 @@ class WorkerRole:
             end_points=end_points,
             words_address=0 if pull_source is None else pull_source.words_address,
             num_words=0 if pull_source is None else pull_source.num_words,
-            push_end_point=None if push_end_point is None else push_end_point.answers_at,
+            push_end_point=end_point.answers_at if end_point is not None and pull_source is None else None,
             process=own_identity(),
             digests=digests,
+            held_end_point=end_point.answers_at if end_point is not None and pull_source is not None else None,
         )
         logger.debug("kvferry: rank %d moves\n%r", self._index, shard)
         if not order.is_immediate:
             side = Side(shard, self._transports, end_points, scratch, None, stage, table, compared)
             if pull_source is not None:
-                side = side._replace(words=pull_source.words)
-            self._try(side, kv_caches, cores)
+                self._try(side._replace(words=pull_source.words), kv_caches, cores)
+            if end_point is not None:
+                self._try(side, kv_caches, cores)
+
+    @property
+    def _may_write_held(self) -> bool:
+        """Whether this rank may write what it holds, and be written to."""
+        settings = self._settings
+        if settings.mode == "push" or settings.held_prompts == "read":
+            return False
+        are_slow = any(each.capabilities.slow_reads for each in self._transports.transports.values())
+        return settings.held_prompts == "write" or (are_slow and settings.strategy != "scatter")
+
+    def _note_fence(self, number: int, end_points: dict[str, bytes]) -> None:
+        """After a fence, on the transfer thread: peers that read from this rank must learn its new end points."""
+        if (engine := self._engine) is None or self._rank is None:
+            return
+        self._rank.source_engines.connect_anew()
+        where = engine.where
+        question = Reopened(engine.secret, self._index, number, end_points)
+        self._rank.client.tell(where.host, where.port, question, REPORT_SECONDS, is_trusted=True)
 
     def _try(self, side: Side, kv_caches: Mapping[str, torch.Tensor], cores: set[int]) -> None:
-        """Move labelled blocks out of the cache and back. Raises :class:`TransportError` (trial-failed)."""
+        """Move labelled blocks out of the cache and back: read them, or without guard words write them.
+
+        Raises :class:`TransportError` (trial-failed).
+        """
         settings = self._settings
         wanted = settings.wanted_strategy
         strategies = [wanted] if wanted is not None else [Strategy.DIRECT, Strategy.SCATTER]
-        if settings.mode == "push":
+        if side.words is None:
             strategies = [Strategy.DIRECT]
         layout = f"layout {resolved_layout(self._vllm_config)}, "
         trial = Trial(
