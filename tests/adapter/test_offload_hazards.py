@@ -324,10 +324,10 @@ def test_ranks_unmap_a_slab_that_another_rank_has_refused(monkeypatch: pytest.Mo
     engine = rank_tests.Engine(rank_tests.memory(Arena(1 << 18), tp=2))
     slab_copies, before = worker_offload.SlabCopies, (mapped_slabs(), open_files())
 
-    def refuse_one(order: Any, index: int, own: Any) -> Any:
+    def refuse_one(order: Any, index: int, *more: Any) -> Any:
         if index:
             raise OSError("no address space")
-        return slab_copies(order, index, own)
+        return slab_copies(order, index, *more)
 
     monkeypatch.setattr(worker_offload, "SlabCopies", refuse_one)
     report = engine.open()
