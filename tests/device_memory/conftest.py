@@ -91,23 +91,36 @@ _running: list[Child] = []
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """Run a test in a child; with ``--reruns`` a test that fails once more, since no other plugin sees it run.
+
+    pytest calls this for the tests of other folders, too, where a run has tests of this one.
+    """
     session = item.session
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = _reports(session, item, nextitem)
+    if item.config.getoption("reruns", None) and any(report.failed for report in reports):
+        for report in reports:
+            report.outcome = "rerun" if report.failed else report.outcome  # type: ignore[assignment]
+            item.ihook.pytest_runtest_logreport(report=report)
+        reports = _reports(session, item, nextitem)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    if _running and (nextitem is None or _scope(nextitem) != _running[0].scope):
+        _running.pop().close()
+    session._setupstate.teardown_exact(nextitem)
+    return True
+
+
+def _reports(session: pytest.Session, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
     if _running and _running[0].scope != _scope(item):
         _running.pop().close()
     if not _running:
         _running.append(Child(session, _scope(item)))
-    [child] = _running
-    for report in child.run(session, item, nextitem):
-        item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    if not child.scope:
+    reports = _running[0].run(session, item, nextitem)
+    if not _running[0].scope:
         _running.clear()
-    elif nextitem is None or _scope(nextitem) != child.scope:
-        _running.clear()
-        child.close()
-    session._setupstate.teardown_exact(nextitem)
-    return True
+    return reports
 
 
 @pytest.fixture(autouse=True)
