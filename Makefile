@@ -28,7 +28,7 @@ test test-chaos test-hosts: export KVFERRY_NO_SKIPS := 1
 test: export KVFERRY_FUZZ_SECONDS := 60
 
 # These tests wait more than they compute, so two processes run them. Engines compute: one process runs those tests.
-test: setup ## Every test, real vLLM engines included (about 32 minutes on 2 cores)
+test: setup ## Every test, real vLLM engines included (about 25 minutes on 2 cores)
 	@$(BANDIT)
 	@$(PYTEST) $(IN_TWO_PROCESSES) $(SECOND_CHANCE) tests/pure tests/local tests/device_memory tests/adapter src $(ARGS)
 	@$(PYTEST) tests/host $(ARGS)
