@@ -44,10 +44,7 @@ SOURCE_IDS, DESTINATION_IDS = [3, 1], [2, 5]
 @pytest.fixture
 def cuda() -> FakeCuda:
     """The test's thread is the engine's."""
-    cuda = FakeCuda()
-    cuda.set_device(DEVICE)
-    cuda.set_stream(cuda.Stream(DEVICE))
-    return cuda
+    return FakeCuda.of_this_thread(DEVICE)
 
 
 @pytest.fixture

@@ -8,12 +8,14 @@ import os
 import select
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from _pytest.runner import runtestprotocol
 
 from . import device
 
+FOLDER = Path(__file__).parent
 TEST_SECONDS = 120.0
 
 
@@ -90,11 +92,10 @@ _running: list[Child] = []
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    """Run a test in a child; with ``--reruns`` a test that fails once more, since no other plugin sees it run.
-
-    pytest calls this for the tests of other folders, too, where a run has tests of this one.
-    """
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a test of this folder in a child; with ``--reruns`` a failed test once more, since no plugin sees it run."""
+    if FOLDER not in item.path.parents:
+        return None  # pytest calls this for the tests of other folders, too
     session = item.session
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = _reports(session, item, nextitem)

@@ -152,10 +152,7 @@ def test_batches_are_bounded_and_cover_every_row() -> None:
 
 @pytest.fixture
 def cuda() -> FakeCuda:
-    cuda = FakeCuda()
-    cuda.set_device(DEVICE)
-    cuda.set_stream(cuda.Stream(DEVICE))
-    return cuda
+    return FakeCuda.of_this_thread(DEVICE)
 
 
 class Rank:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from enum import Enum
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from kvferry.execution.job import JobResult
 from kvferry.execution.pair_cells import pushed_digests
 from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.write import Writer
-from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Handle, Noted, Question, RankEntry
+from kvferry.handoff.messages import PROTOCOL_VERSION, Answer, Directory, EndPoint, Handle, Noted, Question, RankEntry
 from kvferry.handoff.push.sender import BlockList, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.client import Client
@@ -67,6 +68,19 @@ class Parts:
         self.listener.close()
         self.client.close()
         self.transports.close()
+
+
+def recorded_questions(rank: Parts) -> list[Question]:
+    """Return the questions that the rank is asked from now on, as they come."""
+    asked: list[Question] = []
+    answerer = rank.answerer
+
+    def answer(question: Question) -> Answer:
+        asked.append(question)
+        return answerer.answer(question)
+
+    rank.answerer = SimpleNamespace(answer=answer)
+    return asked
 
 
 class SendingRank(Parts):

@@ -57,6 +57,14 @@ class FakeCuda:
         self._local = threading.local()
         self.streams: list[FakeStream] = []
 
+    @classmethod
+    def of_this_thread(cls, device: str) -> "FakeCuda":
+        """Return one in which the calling thread is an engine's: it has set the device and a stream."""
+        cuda = cls()
+        cuda.set_device(device)
+        cuda.set_stream(cuda.Stream(device))
+        return cuda
+
     def Event(self, blocking: bool = False) -> FakeEvent:
         return FakeEvent(self._check_thread, blocking)
 

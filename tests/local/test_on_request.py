@@ -23,6 +23,7 @@ from kvferry.transport.faults import FaultPlan
 from ..waits import wait_until
 from .engines_in_process import BLOCK_SIZE, SLOT, Rank, filled_ranks, whole_blocks
 from .engines_on_request import Engines, HoldingEngine, HoldingRank, LoadingRank, prompt_in
+from .engines_that_push import recorded_questions
 from .test_pipeline_reads import HALVES, THIRDS, WHOLE, Stages, filled, ranks_of
 from .test_push_proofs import elsewhere, running_process
 
@@ -294,23 +295,11 @@ def silent() -> SimpleNamespace:
 # Messages.
 
 
-def recorded(rank: HoldingRank | LoadingRank) -> list[Question]:
-    asked: list[Question] = []
-    answerer = rank.answerer
-
-    def answer(question: Question) -> Answer:
-        asked.append(question)
-        return answerer.answer(question)
-
-    rank.answerer = SimpleNamespace(answer=answer)
-    return asked
-
-
 @pytest.fixture
 def announced(engines: Engines) -> tuple[HoldingEngine, LoadingRank, Announce]:
     """Return two engines between which a prompt was written, and its announcement."""
     engine, [rank] = engines.open(filled_ranks(1), [Rank(0, 1)])
-    asked = recorded(engine.ranks[0])
+    asked = recorded_questions(engine.ranks[0])
     load(rank, engine, held_by(engine))
     assert rank.result().error is None
     assert {type(question) for question in asked} == {Introduce, Announce}
@@ -496,7 +485,7 @@ def test_a_rank_at_loopback_is_not_written_from_elsewhere(engines: Engines, monk
     monkeypatch.setattr(announce, "is_loopback", lambda host: host == "here")
     engine, rank = choosing(engines)
     rank.announcer._answers_at = msgspec.structs.replace(rank.announcer._answers_at, host="here")
-    asked = recorded(engine.ranks[0])
+    asked = recorded_questions(engine.ranks[0])
     load(rank, engine, held_by(engine))
     assert rank.result().way == "read"
     assert not asked

@@ -22,7 +22,6 @@ from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Announce,
-    Answer,
     EndPoint,
     Introduce,
     Noted,
@@ -48,6 +47,7 @@ from .engines_that_push import (
     SendingRank,
     check_arrived,
     questions_to_own_engine,
+    recorded_questions,
 )
 
 
@@ -341,18 +341,6 @@ def test_an_announcement_of_another_part_is_refused(engines: Pairs) -> None:
     [announced] = [question for question in asked if isinstance(question, Announce)]
     other = msgspec.structs.replace(announced, digest="of another part")
     assert refusal(source.writer, other) is Reason.PROTOCOL_MISMATCH
-
-
-def recorded_questions(rank: SendingRank | ReceivingRank) -> list[Question]:
-    asked: list[Question] = []
-    answerer = rank.answerer
-
-    def answer(question: Question) -> Answer:
-        asked.append(question)
-        return answerer.answer(question)
-
-    rank.answerer = SimpleNamespace(answer=answer)
-    return asked
 
 
 def refusal(answerer: Writer | Announcer, question: Question) -> Reason:

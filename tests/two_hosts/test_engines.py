@@ -5,7 +5,7 @@ or an error in time; then every block is free and the next prompts are right.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,20 +78,15 @@ def pool(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Poo
     """Engines on the hosts; meanwhile the tests run on the host of the router, as the clients do."""
     models = tmp_path_factory.getbasetemp().parent / "kvferry-models"
     prefill_engines = frozenset(pair.prefill for pair in (*PAIRS, *ELSEWHERE))
-    with hosts[2].entered():
-        pool = PoolOnHosts(
-            tmp_path_factory.mktemp("engines"),
-            models,
-            hosts=hosts,
-            prefill_engines=prefill_engines,
-            advertised=OTHER_NAMES,
-        )
-        try:
-            yield pool
-        finally:
-            pool.close()
-            for names, seconds in pool.seconds.items():
-                print(f"\nstarting {names}: {seconds:.1f} s", end="")
+    pool = PoolOnHosts(
+        tmp_path_factory.mktemp("engines"),
+        models,
+        hosts=hosts,
+        prefill_engines=prefill_engines,
+        advertised=OTHER_NAMES,
+    )
+    with hosts[2].entered(), closing(pool):
+        yield pool
 
 
 @pytest.fixture(scope="module")

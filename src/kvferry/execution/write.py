@@ -296,8 +296,8 @@ MAX_SECONDS = 3600.0
 """Longest time that a push waits for its prompt, whatever its destination asks for."""
 REPORT_SECONDS = 60.0
 """How long a report is sent again until it is acknowledged."""
-MEET_SECONDS = 10.0
-"""How long a destination is told that this rank reaches it: it waits no longer."""
+TELL_SECONDS = 10.0
+"""How long a destination is told again that this rank reaches it."""
 LATE_WORD_SECONDS = 10.0
 """The longest time for which a prompt that is to be written on request may be unknown here."""
 
@@ -595,7 +595,7 @@ class Writer:
     def _tell_met(self, question: Introduce) -> None:
         where = question.answers_at
         met = Met(self.epoch, question.receiver, where.epoch, question.registration)
-        self._client.tell(where.host, where.port, met, MEET_SECONDS, is_trusted=self._client.knows_peers)
+        self._client.tell(where.host, where.port, met, TELL_SECONDS, is_trusted=self._client.knows_peers)
 
     def _announce(self, question: Announce) -> str:
         """Begin a push; return the transport over which alone it writes, empty where that is still open."""

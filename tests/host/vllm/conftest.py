@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def engine_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
-    pool = EnginePool(tmp_path_factory.mktemp("engines"), tmp_path_factory.getbasetemp().parent / "kvferry-models")
-    try:
+    folder, models = tmp_path_factory.mktemp("engines"), tmp_path_factory.getbasetemp().parent / "kvferry-models"
+    with closing(EnginePool(folder, models)) as pool:
         yield pool
-    finally:
-        pool.close()
-        for names, seconds in pool.seconds.items():
-            print(f"\nstarting {names}: {seconds:.1f} s", end="")
 
 
 @pytest.fixture(scope="session")

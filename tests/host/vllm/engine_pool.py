@@ -140,7 +140,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-tp1-written": ("gqa", {"transport": "nixl", "held_prompts": "write", "cores": LAST_CORE}),
     "gqa-tp2-written": ("gqa", {"tensor_parallel_size": 2, "transport": "nixl", "held_prompts": "write"}),
     "gqa-tp2": ("gqa", {"tensor_parallel_size": 2, "transport": "auto"}),
-    "gqa-tp2-other": ("gqa", {"tensor_parallel_size": 2, "load_failure_policy": "recompute"}),
+    "gqa-tp2-other": ("gqa", {"tensor_parallel_size": 2, "transport": "auto", "load_failure_policy": "recompute"}),
     "gqa-tp4": ("gqa", {"tensor_parallel_size": 4}),
     # Engines of one model with tiers have the disk tier in one folder, so only one of them runs at a time.
     "gqa-keeps-tp1": ("gqa", {"connector": OFFLOAD, **SMALL}),
@@ -577,10 +577,12 @@ class EnginePool:
         stop_servers([engine.server for engine in stopped])
 
     def close(self) -> None:
-        """Stop everything."""
+        """Stop everything, and print how long the engines took to start."""
         self.stop_all_but(())
         if self.pool_master is not None:
             self.pool_master.kill()
+        for names, seconds in self.seconds.items():
+            print(f"\nstarting {names}: {seconds:.1f} s", end="")
 
 
 @dataclass

@@ -14,12 +14,12 @@ from kvferry.execution.guard_words import GuardWords, StepWords
 from kvferry.execution.on_request import HeldRequest, HeldWrites, OnRequest, transfer_id_of
 from kvferry.execution.read import RankRead, Read
 from kvferry.execution.source_engines import SourceEngine
-from kvferry.execution.write import LATE_WORD_SECONDS, Writer
+from kvferry.execution.write import LATE_WORD_SECONDS
 from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.handoff.messages import DigestTable as TableEntry
 from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
-from kvferry.integrations.vllm.worker.push import PushEndPoint
+from kvferry.integrations.vllm.worker.push import PushEndPoint, make_writer
 from kvferry.layout.shard import Region
 from kvferry.plan.layer_spans import LayerSpans
 
@@ -41,19 +41,8 @@ class PullSource(Source):
         The rank tells nobody of a hold before its first step.
         """
         self._end_point = end_point
-        end_point.writer = Writer(
-            rank.shard,
-            end_point.answers_at.epoch,
-            rank.identity,
-            rank.transports,
-            rank.executor,
-            rank.client,
-            rank.order,
-            LayerSpans({}),
-            digests=digests,
-            is_on_request=True,
-        )
-        self._step_words.prompts = HeldWrites(end_point.writer)
+        writer = make_writer(rank, end_point, LayerSpans({}), digests=digests, is_on_request=True)
+        self._step_words.prompts = HeldWrites(writer)
 
     @property
     def words_address(self) -> int:

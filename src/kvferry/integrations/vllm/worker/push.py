@@ -64,6 +64,22 @@ def make_announcer(
     return end_point.announcer
 
 
+def make_writer(rank: Rank, end_point: PushEndPoint, spans: LayerSpans, **more: Any) -> Writer:
+    """Return the writer of a rank, which answers at the end point; ``more`` are the further arguments of a writer."""
+    end_point.writer = Writer(
+        rank.shard,
+        end_point.answers_at.epoch,
+        rank.identity,
+        rank.transports,
+        rank.executor,
+        rank.client,
+        rank.order,
+        spans,
+        **more,
+    )
+    return end_point.writer
+
+
 class PushSource(Source):
     """Writes this rank's computed blocks into the blocks that destination ranks announce."""
 
@@ -78,18 +94,8 @@ class PushSource(Source):
     ) -> None:
         self._end_point = end_point
         self._prompts: Sequence[tuple[str, Prompt]] = ()
-        self.writer = end_point.writer = Writer(
-            rank.shard,
-            end_point.answers_at.epoch,
-            rank.identity,
-            rank.transports,
-            rank.executor,
-            rank.client,
-            rank.order,
-            spans,
-            keeps_events,
-            digests=digests,
-            why_silent=why_silent,
+        self.writer = make_writer(
+            rank, end_point, spans, keeps_events=keeps_events, digests=digests, why_silent=why_silent
         )
 
     def void_transfers(self, orders: StepMetadata) -> None:
