@@ -251,6 +251,13 @@ def test_a_plan_that_is_refused_says_what_to_type(
     assert remedy in json.loads(capsys.readouterr().out)["error"]["remedy"]
 
 
+def test_a_device_that_is_refused_is_a_json_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "doctor", "--device", "gpu0", "--json") == 2
+    assert json.loads(capsys.readouterr().out)["error"]["reason"] == "invalid-setting"
+
+
 def test_an_error_ends_the_process_without_a_traceback() -> None:
     result = run("demo", "--mode", "teleport")
     assert result.returncode == 2
@@ -259,7 +266,13 @@ def test_an_error_ends_the_process_without_a_traceback() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "hint"),
-    [(["drian"], "'drain'"), (["waltz"], "'waltz'."), (["doctor", "--loud"], "--loud")],
+    [
+        (["drian"], "'drain'"),
+        (["waltz"], "'waltz'."),
+        (["doctor", "--loud"], "--loud"),
+        (["doctor", "--transport", "nixl"], "--transport needs --device"),
+        (["doctor", "--kernels", "--device", "cuda:0"], "exclude each other"),
+    ],
     ids=str,
 )
 def test_an_unknown_command_or_option_is_refused(

@@ -138,13 +138,13 @@ class DemoEngines:
 def demo(
     model: Annotated[str, typer.Option(help="A tiny model's name, or the folder of a model.")] = "qwen3-tiny",
     prefill_tp: Annotated[
-        int, typer.Option(min=1, help="Tensor parallel size of the prefill engine, or that stores.")
+        int, typer.Option(min=1, help="Tensor parallel size of the prefill engine; of the first one with offload.")
     ] = 2,
     decode_tp: Annotated[
-        int, typer.Option(min=1, help="Tensor parallel size of the decode engine, or that loads.")
+        int, typer.Option(min=1, help="Tensor parallel size of the decode engine; after the restart with offload.")
     ] = 1,
     layout: Annotated[str | None, typer.Option(help="KV cache layout; the connector chooses by default.")] = None,
-    transport: Annotated[str, typer.Option(help="auto, cma or nixl.")] = "auto",
+    transport: Annotated[str, typer.Option(help="auto, cma, nixl or mooncake.")] = "auto",
     prompts: Annotated[int, typer.Option(min=FEWEST_PROMPTS, help="Number of prompts.")] = 16,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a block; the engine chooses by default.")] = None,
     mode: Annotated[str, typer.Option(help="How caches move: pull, push or offload.")] = "pull",

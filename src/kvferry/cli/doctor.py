@@ -19,7 +19,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.cli.console import open_console, progress
+from kvferry.cli.console import open_console, progress, refused
 from kvferry.errors import KVFerryError
 from kvferry.harness.child_process import error_of
 from kvferry.units import format_bytes
@@ -65,9 +65,9 @@ def doctor(
     model: Annotated[str | None, typer.Option(help="With --kernels: also check the sizes of this model.")] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Only move labelled blocks on this device, to the host and back: cuda:0."),
+        typer.Option(help="Only move labelled blocks on this device, and to the host and back: cuda:0."),
     ] = None,
-    transport: Annotated[str, typer.Option(help="With --device: the transport to try.")] = "auto",
+    transport: Annotated[str | None, typer.Option(help="With --device: the transport to try, else auto.")] = None,
 ) -> None:
     """Check this machine and print advice for each check that fails. Exit code 1: an essential check fails.
 
@@ -81,6 +81,10 @@ def doctor(
     """
     if model is not None and not kernels:
         raise typer.BadParameter("--model needs --kernels.")
+    if transport is not None and device is None:
+        raise typer.BadParameter("--transport needs --device.")
+    if kernels and device is not None:
+        raise typer.BadParameter("--kernels and --device exclude each other.")
     if kernels:
         from kvferry.cli.kernel_report import report_kernels  # imports torch, which may be missing
 
@@ -88,7 +92,8 @@ def doctor(
     if device is not None:
         from kvferry.cli.device_report import report_device
 
-        raise typer.Exit(report_device(device, transport, json_output))
+        with refused(json_output):
+            raise typer.Exit(report_device(device, transport or "auto", json_output))
     findings: list[Finding] = []
     with progress("checking") as announce:
         for check in CHECKS:
@@ -236,7 +241,8 @@ def check_pool() -> Iterator[Finding]:
         yield Finding("pool", Health.WARNING, "Mooncake Store is not installed", advice)
         return
     error = error_of(*PYTHON, "import mooncake.store")
-    advice = "Only a pool of stored blocks needs it. On Debian: apt-get install libibverbs1 libnuma1."
+    advice = "Only a pool of stored blocks needs it. On Debian: apt-get install libibverbs1 libnuma1. Beside NIXL also "
+    advice += "set UCX_MODULES=^ib, which leaves RDMA out: NIXL 1.5.1 crashes at its end where it finds libibverbs1."
     yield _judge("pool", not error, error or "Mooncake Store can be loaded", advice)
 
 

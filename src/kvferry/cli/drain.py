@@ -35,7 +35,9 @@ def drain(
     keys: KeysFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell an engine that it will be ended, and wait until it has nothing left to do. Exit code 1: something is left.
+    """Tell an engine that it will be ended, and wait until it has nothing left to do.
+
+    Exit code 1: something is left. 2: no answer.
 
     The engine stops being ready at once, and works on until routers have noticed (15 s; 6 s where it registers with a
     router). Then it holds no more prompts, and the command waits for what it holds and for its requests.

@@ -27,7 +27,10 @@ from kvferry.units import format_bytes
 MAX_TOKENS = 1 << 26
 COSTS = [TYPICAL_COSTS[name] for name in ("cma", "nixl")]
 """Costs of the transports whose choices the explanation shows."""
-ENGINE_HELP = "The {} engine, with any of: tp=2,pp=2,layout=BHLNC,block_size=32,layers=20+16."
+ENGINE_HELP = (
+    "The {} engine, with any of: tp=2,pp=2,layout=LBHNC,block_size=32,layers=20+16 (of each pipeline stage). The "
+    "layout is BHLNC unless given."
+)
 MAX_COPIES = 6
 """Patterns of one template in the explanation."""
 MAX_RUN_LENGTHS = 4
@@ -38,7 +41,9 @@ def plan(
     layers: Annotated[int | None, typer.Option(help="Layers of the model.", min=1, max=4096)] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of the model, over all ranks.", min=1)] = None,
     head_size: Annotated[int | None, typer.Option(help="Channels of K, and of V, per head.", min=1)] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(ITEM_SIZES)}.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Of the cache: {', '.join(ITEM_SIZES)}; else the model's, or bfloat16.")
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens of a block, unless an engine sets its own.", min=1)] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens of the request.", min=1, max=MAX_TOKENS)] = 1024,
     prefill: Annotated[str, typer.Option(help=ENGINE_HELP.format("prefill"))] = "tp=1",

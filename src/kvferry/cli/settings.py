@@ -66,7 +66,7 @@ def settings(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the settings of the connector, which go into kv_connector_extra_config.
+    """List the settings of KVFerryConnector and KVFerryOffloadConnector, which go into kv_connector_extra_config.
 
     Try:
 
@@ -131,6 +131,8 @@ def _allowed(kind: msgspec.inspect.Type, values: tuple[str, ...]) -> str:
             return _allowed(given, values)
         case msgspec.inspect.FloatType(gt=float() | int() as least, le=float() | int() as most):
             return f"above {least:g}, at most {most:g}"
+        case msgspec.inspect.FloatType(ge=float() | int() as least, le=float() | int() as most):
+            return f"{least:g} to {most:g}"
         case _:
             return ", ".join(f"`{value}`" for value in values)
 

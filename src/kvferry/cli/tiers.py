@@ -65,7 +65,7 @@ def show(directory: DirectoryArgument, as_json: AsJson = False) -> None:
 
 @tiers.command("verify")
 def verify_command(directory: DirectoryArgument, as_json: AsJson = False) -> None:
-    """Read every block and compare it with its checksum; exit with 1 if any is damaged. No engine may be using it.
+    """Compare every block with its checksum. Exit code 1: one is damaged or unusable. No engine may be using it.
 
     Try:
 

@@ -175,7 +175,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "How long a decode engine waits for a prompt, with `push` also until it is computed; some 10 s later the "
             "request fails even if the prefill engine is stopped.",
             unit="seconds",
-            unset=f"`{LOAD_SECONDS:g}, with push {PUSH_SECONDS:g}`",
+            unset=f"`{LOAD_SECONDS:g}`, with `push` `{PUSH_SECONDS:g}`",
             page="decisions/quarantined-blocks.md",
         ),
     ] = None
@@ -192,9 +192,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fence_seconds: Annotated[
         Seconds,
         about(
-            "How long a failed load's blocks wait for a prefill engine on another host that was writing them to "
-            "confirm that it writes no more; then the rank closes its memory and registers it anew, and its other "
-            "loads fail.",
+            "With `push`, and where held prompts are written: how long a failed load's blocks wait for a prefill "
+            "engine on another host that was writing them to confirm that it writes no more; then the rank closes its "
+            "memory and registers it anew, and its other loads fail.",
             page="decisions/fences.md",
         ),
     ] = 60.0
@@ -220,11 +220,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_log: Annotated[
         str,
         about(
-            "A file that gets one JSON line per load and rank (`.rank<rank>` is appended), and with `push` also one "
-            "per push and per step of a rank.",
+            "A file that gets one JSON line per load and rank (`.rank<rank>` is appended), and with `push`, or where "
+            "held prompts are written, also events of each rank.",
             unit="path",
             unset="none",
-            page="decisions/push.md#events",
+            page="metrics.md#one-line-for-each-load",
         ),
     ] = ""
     model_id: Annotated[
