@@ -120,8 +120,7 @@ class SchedulerRole:
         else:
             # Only kernels of CPU attention pack pages.
             self._source, self._destination = PullSource(state, may_pack_pages=on_cpu()), PullDestination(state)
-        drafts = vllm_config.speculative_config is not None
-        self._answers = HeldAnswers(state, drafts=drafts) if settings.turn_seconds else None
+        self._answers = HeldAnswers(state, drafts=vllm_config.speculative_config is not None)
         self._failed_turns: set[str] = set()
         self._engine = Engine()
         self._weights_version = self._engine.weights_version
@@ -226,9 +225,7 @@ class SchedulerRole:
             self._destination.finish(request.request_id)
         if params.get("do_remote_decode"):
             return False, self._source.finish(request, block_ids, is_complete)
-        if self._answers is None or not is_complete:
-            return False, None
-        return False, self._answers.hold(request, block_ids)
+        return False, self._answers.hold(request, block_ids) if is_complete else None
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Keep blocks by references in this pool."""
@@ -244,14 +241,12 @@ class SchedulerRole:
             self.reset_cache()
         self._source.note_schedule(output)
         with state.holds_lock:
-            if self._answers is not None:
-                self._answers.yield_used()
+            self._answers.yield_used()
             self._expire_holds()
             ended = state.holds.take_ended()
         for each in ended:
             self._end_hold(each)
-        if self._answers is not None:
-            self._answers.lend()
+        self._answers.lend()
         self._destination.turn()
         state.leases.step()
         state.leases.keep()
@@ -314,8 +309,7 @@ class SchedulerRole:
         holds, engine = self._state.holds, self._engine
         with self._state.holds_lock:
             has_news = self._quarantine.has_news or self._destination.has_pending_work or holds.has_ended
-            has_news = has_news or bool(self._state.step.late)
-            has_news = has_news or (self._answers is not None and self._answers.has_pending_work)
+            has_news = has_news or bool(self._state.step.late) or self._answers.has_pending_work
             must_stay = (not engine.can_wake or engine.finishes) and holds.num_lasting > 0
         return has_news or must_stay or self._weights_version != engine.weights_version
 
@@ -398,8 +392,8 @@ class SchedulerRole:
             state.step.late.pop(hold.handle, None)
         if hold is not None:
             self._source.forget(hold.request_id)
-        if hold is not None and hold.yields and self._answers is not None:
-            self._answers.forget(hold.request_id)
+            if hold.yields:
+                self._answers.forget(hold.request_id)
         if ended.was_held:
             state.kept_blocks.free(name)
         if (hold is None or not hold.yields) and (why := self._why_ended(ended.ending)) is not None:

@@ -25,7 +25,9 @@ logger = PeerLog(logging.getLogger(__name__))
 
 
 class HeldAnswers:
-    """The finished requests of a decode engine, held for the next turns of their conversations."""
+    """The finished requests of a decode engine, held for the next turns of their conversations; none of them where
+    ``turn_seconds`` is 0.
+    """
 
     def __init__(self, state: EngineState, *, drafts: bool) -> None:
         self._state = state
@@ -40,6 +42,8 @@ class HeldAnswers:
         has gone past the last token, an engine that drains, or where no slot is free.
         """
         state, name = self._state, request.request_id
+        if not state.settings.turn_seconds:
+            return None
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         if num_tokens == 0 or sampling_family(name) != name or token_ids_of(request) is None:
             return None
