@@ -88,7 +88,7 @@ def prompt() -> HeldPrompt:
 def hold(name: str, layout: str, address: str) -> None:
     """Hold a prompt, print where, and wait for the end of the input."""
     words = GuardWords(num_slots=1)
-    rank = Rank(name, address, NamedLayout(layout), [Region(words.address, words.array.nbytes)])
+    rank = Rank(name, address, NamedLayout(layout), [words.region])
     server = Server(address, 0, lambda question: writer.answer(question))
     epoch = secrets.randbits(40)
     encoded = encode_shard(rank.shard)

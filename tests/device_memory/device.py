@@ -71,10 +71,10 @@ class DeviceCaches:
         return Cache(memory.content.reshape(shape), memory.region.base_address, DEVICE)
 
 
-def allocate(num_bytes: int, device: str) -> tuple[DeviceMemory, int]:
+def allocate(num_bytes: int, device: str) -> tuple[DeviceMemory, Region]:
     """In the place of :func:`kvferry.execution.device_memory.allocate`."""
     memory = DeviceMemory(num_bytes, device)
-    return memory, memory.region.base_address
+    return memory, memory.region
 
 
 def as_bytes(region: Region) -> torch.Tensor:

@@ -438,7 +438,7 @@ def trial_of(shard: Shard) -> tuple[SlabTrial, DeviceMemory, Executor]:
     memory.content[:] = np.random.default_rng(3).integers(0, 256, memory.nbytes, np.uint8)
     shard = placed(shard, memory)
     executor = Executor(test_local_copy.Scratch(num_words=1), order=ImmediateOrder())
-    return SlabTrial(shard, views_of(shard, memory), ImmediateOrder(), executor, "layout BLHNC, "), memory, executor
+    return SlabTrial(shard, views_of(shard, memory), ImmediateOrder(), executor, NamedLayout.BLHNC), memory, executor
 
 
 @pytest.mark.parametrize("name", SHARDS)
@@ -498,7 +498,7 @@ def test_copies_that_never_end_end_the_trial_and_keep_their_memory(
     copies = cuda.streams[-1]
     standin_driver.streams[copies.cuda_stream] = copies
     order: Any = CudaOrder(DEVICE, cuda)
-    trial = SlabTrial(trial._shard, trial._views, order, stuck, "layout BLHNC, ")
+    trial = SlabTrial(trial._shard, trial._views, order, stuck, NamedLayout.BLHNC)
 
     def collect(_: float) -> list[Any]:
         wait_until(lambda: bool(standin_driver.batches))

@@ -45,15 +45,14 @@ class Engine:
         scratch, stage, digests = Scratch(4), Stage(1 << 16, self.order), Stage(1 << 16)
         table = None if pushes else DigestTable(self.shard, integrity)
         self.transports = TransportSet({"nixl": make(FACTORY)})
-        regions = [*self.shard.regions, scratch.region, stage.region, digests.region]
-        regions += [Region(self.words.address, self.words.array.nbytes)]
+        regions = [*self.shard.regions, scratch.region, stage.region, digests.region, self.words.region]
         ends = self.transports.register(regions + ([] if table is None else [table.region]))
         words = None if pushes else self.words
         self.side = Side(self.shard, self.transports, ends, scratch, words, stage, table, digests)
         self.integrity = integrity
 
     def trial(self, strategies: list[Strategy] = BOTH) -> Trial:
-        return Trial(self.side, self.views, self.order, opened, strategies, self.integrity, "layout BLHNC, ")
+        return Trial(self.side, self.views, self.order, opened, strategies, NamedLayout.BLHNC, self.integrity)
 
 
 def opened() -> TransportSet:
@@ -209,7 +208,7 @@ def test_the_second_agent_is_closed_whatever_comes_of_the_trial(fails: bool, mon
 
     if fails:
         monkeypatch.setattr(device_merge, "merge", lambda *_: None)
-    trial = Trial(engine.side, engine.views, engine.order, opens, BOTH)
+    trial = Trial(engine.side, engine.views, engine.order, opens, BOTH, NamedLayout.BLHNC)
     if fails:
         with pytest.raises(TransportError):
             trial.run()
@@ -314,10 +313,9 @@ def test_a_change_of_any_block_that_the_trial_looks_at_is_found(damaged: str) ->
 @pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
 @pytest.mark.parametrize("layout", NamedLayout)
 def test_the_small_cache_of_doctor_passes_in_every_layout(layout: NamedLayout, pushes: bool) -> None:
-    strategies = [Strategy.DIRECT] if pushes else BOTH
-    result = try_device(ImmediateOrder(), layout, opened, strategies, pushes=pushes)
+    result = try_device(ImmediateOrder(), layout, opened, pushes=pushes)
     # Two blocks of four layers, 8 heads, 16 tokens and 128 numbers of two bytes, K and V, for each strategy.
-    assert result.strategies == tuple(strategies)
+    assert result.strategies == ((Strategy.DIRECT,) if pushes else tuple(BOTH))
     assert result.num_bytes == 2 * 4 * 8 * 16 * 2 * 128 * 2
 
 

@@ -124,7 +124,7 @@ class PrefillEngine:
         self.words = [GuardWords(num_slots=4) for _ in ranks]
         self.begin_hold()
         regions = [region for rank in ranks for region in rank.regions]
-        regions += [Region(words.address, words.array.nbytes) for words in self.words]
+        regions += [words.region for words in self.words]
         self.tables = [] if integrity is Integrity.OFF else [DigestTable(rank.shard, integrity) for rank in ranks]
         regions += [table.region for table in self.tables]
         self.end_points = self.transports.register(regions)

@@ -27,7 +27,6 @@ from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.request import GroupBlocks
 from kvferry.transport.end_points import ProcessIdentity
 from kvferry.transport.faults import FaultPlan
-from kvferry.transport.protocol import Region
 
 from ..waits import wait_until
 from . import cache_memory
@@ -56,7 +55,7 @@ class HoldingRank(Parts):
         self.table = None if integrity is Integrity.OFF else DigestTable(rank.shard, integrity)
         fill = None if self.table is None else self._fill
         self.step_words = StepWords(self.words, cache_memory.caches.order, fill)
-        regions = [Region(self.words.address, self.words.array.nbytes)]
+        regions = [self.words.region]
         regions += [] if self.table is None else [self.table.region]
         self.end_points = self.transports.register(regions)
         shard = encode_shard(rank.shard)

@@ -12,7 +12,7 @@ from kvferry.handoff.messages import RankEntry
 from kvferry.handoff.pull_read import State
 from kvferry.testing.transport_peer import pattern
 from kvferry.testing.transport_suite import apply, open_pair, random_offsets
-from kvferry.transport.protocol import Direction, Region, Status, Transfer
+from kvferry.transport.protocol import Direction, Status, Transfer
 from kvferry.transport.registry import TransportSet, open_transports
 
 from ..counted_work import containers_of, lines_of
@@ -58,7 +58,7 @@ class RanksApart(PrefillEngine):
         super().__init__("memcpy", ranks)
         self.each: list[TransportSet] = [open_transports("memcpy") for _ in ranks]
         own = [
-            each.register([*rank.regions, Region(words.address, words.array.nbytes)])
+            each.register([*rank.regions, words.region])
             for each, rank, words in zip(self.each, ranks, self.words, strict=True)
         ]
         entries: tuple[RankEntry, ...] = tuple(

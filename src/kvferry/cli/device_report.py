@@ -58,16 +58,15 @@ def report_device(device: str, transport: str, json_output: bool) -> int:
 def _try_layouts(device: str, transport: str) -> Iterator[TriedLayout]:
     from kvferry.execution.device import device_order
     from kvferry.execution.device_trial import try_device
-    from kvferry.plan.staging.strategy import Strategy
     from kvferry.tiers.slab_trial import try_offload
     from kvferry.transport.registry import open_transports
 
     order = device_order([device])
     opens = partial(open_transports, transport)
     trials: dict[str, Callable[[NamedLayout], TrialResult]] = {
-        "pull": lambda layout: try_device(order, layout, opens, list(Strategy)),
-        "push": lambda layout: try_device(order, layout, opens, [Strategy.DIRECT], pushes=True),
-        "offload": lambda layout: try_offload(order, layout),
+        "pull": partial(try_device, order, opens=opens, pushes=False),
+        "push": partial(try_device, order, opens=opens, pushes=True),
+        "offload": partial(try_offload, order),
     }
     for layout in NamedLayout:
         for mode, trial in trials.items():

@@ -5,18 +5,26 @@ Only the device's own kernels and transports may access its memory: an address o
 
 from typing import TYPE_CHECKING
 
-from kvferry.layout.shard import Region
+import msgspec
+
+from kvferry.layout.shard import Region, Shard
 
 if TYPE_CHECKING:
     import torch
 
 
-def allocate(num_bytes: int, device: str) -> "tuple[torch.Tensor, int]":
-    """Return memory of a device, which lives as long as the tensor, and its address."""
+def allocate(num_bytes: int, device: str) -> "tuple[torch.Tensor, Region]":
+    """Return memory of a device, which lives as long as the tensor, and its region."""
     import torch
 
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    return memory, memory.data_ptr()
+    return memory, Region(memory.data_ptr(), num_bytes, device)
+
+
+def placed(shard: Shard, device: str) -> "tuple[Shard, torch.Tensor]":
+    """Return a shard of one region in memory of a device, and this memory, which lives as long as the tensor."""
+    memory, region = allocate(shard.regions[0].length, device)
+    return msgspec.structs.replace(shard, regions=(region,)), memory
 
 
 def as_bytes(region: Region) -> "torch.Tensor":

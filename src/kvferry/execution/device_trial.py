@@ -1,19 +1,14 @@
 """The trial at start without an engine, for ``kvferry doctor --device``: a small cache of one layout on a device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from kvferry.execution import device_memory
 from kvferry.execution.device import DeviceOrder
-from kvferry.execution.digests import DigestTable
-from kvferry.execution.guard_words import GuardWords, Scratch
-from kvferry.execution.stage import Stage
-from kvferry.execution.trial import DIGESTS_BYTES, STAGE_BYTES, Side, Trial, TrialResult
+from kvferry.execution.trial import Trial, TrialResult, open_side
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import Shard
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.registry import TransportSet
@@ -26,38 +21,25 @@ LAYERS, NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, HEAD_SIZE, ITEMSIZE = ("0", "1", "2",
 
 
 def try_device(
-    order: DeviceOrder,
-    layout: NamedLayout,
-    opens: Callable[[], TransportSet],
-    strategies: Sequence[Strategy],
-    integrity: Integrity = Integrity.FULL,
-    *,
-    pushes: bool = False,
+    order: DeviceOrder, layout: NamedLayout, opens: Callable[[], TransportSet], *, pushes: bool
 ) -> TrialResult:
-    """Run the trial in a small cache of this layout. Raises :class:`TransportError` (``trial-failed``), and the errors
-    of ``opens`` and of registration.
+    """Run the trial of a rank that ``pushes``, or of one that reads by every strategy, in a small cache of this layout.
+
+    Raises :class:`TransportError` (``trial-failed``), and the errors of ``opens`` and of registration.
     """
     order.enter_thread()
     shard, memory = small_cache(layout, order.device)
-    views = views_of(shard)
-    words, scratch, stage = GuardWords(num_slots=1), Scratch(num_words=1), Stage(STAGE_BYTES, order)
-    digests = Stage(DIGESTS_BYTES)
-    table = None if pushes else DigestTable(shard, integrity)
-    regions = [*shard.regions, scratch.region, stage.region, digests.region]
-    regions += [Region(words.address, words.array.nbytes), *([] if table is None else [table.region])]
-    transports = opens()
+    side = open_side(shard, order, opens, Integrity.FULL, reads=not pushes, scatters=not pushes)
+    strategies = [Strategy.DIRECT] if pushes else list(Strategy)
     try:
-        end_points = transports.register(regions)
-        side = Side(shard, transports, end_points, scratch, None if pushes else words, stage, table, digests)
-        return Trial(side, views, order, opens, strategies, integrity, f"layout {layout}, ").run()
+        return Trial(side, views_of(shard), order, opens, strategies, layout, Integrity.FULL).run()
     finally:
-        transports.close()
-        stage.close()
+        side.close()
         del memory
 
 
-def small_cache(layout: NamedLayout, device: str) -> "tuple[Shard, object]":
-    """Return a dense cache on a device, and what keeps its memory."""
+def small_cache(layout: NamedLayout, device: str) -> "tuple[Shard, torch.Tensor]":
+    """Return a dense cache on a device, and its memory, which lives as long as the tensor."""
     shard = shard_for(
         layers=LAYERS,
         num_kv_heads=NUM_HEADS,
@@ -67,9 +49,7 @@ def small_cache(layout: NamedLayout, device: str) -> "tuple[Shard, object]":
         num_blocks=NUM_BLOCKS,
         layout=layout,
     )
-    length = shard.regions[0].length
-    memory, address = device_memory.allocate(length, device)
-    return msgspec.structs.replace(shard, regions=(Region(address, length, device),)), memory
+    return device_memory.placed(shard, device)
 
 
 def views_of(shard: Shard) -> "Mapping[str, torch.Tensor]":

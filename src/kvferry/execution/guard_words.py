@@ -42,6 +42,11 @@ class GuardWords:
         """Address of slot 0."""
         return int(self.array.ctypes.data)
 
+    @property
+    def region(self) -> Region:
+        """The memory to register."""
+        return Region(self.address, self.array.nbytes)
+
     def set(self, slot: int, word: bytes) -> None:
         """Write the word of a hold into its slot."""
         self.array[slot] = np.frombuffer(word, dtype=np.uint64)

@@ -58,11 +58,12 @@ class Stage:
 
     def __init__(self, num_bytes: int, order: DeviceOrder = HOST) -> None:
         self._order = order
-        self.memory, address = (
+        self.memory: Memory
+        self.region: Region
+        """The memory to register."""
+        self.memory, self.region = (
             _host_memory(num_bytes) if order.is_immediate else device_memory.allocate(num_bytes, order.device)
         )
-        self.region = Region(address, num_bytes, order.device)
-        """The memory to register."""
         self._held: dict[Hashable, tuple[int, int]] = {}
         self._waiting: dict[Hashable, None] = {}
         self._given_back: list[tuple[tuple[int, int], Mark]] = []
@@ -130,12 +131,12 @@ class Stage:
         return begin if self.memory.nbytes - begin >= num_bytes else None
 
 
-def _host_memory(num_bytes: int) -> "tuple[Memory, int]":
+def _host_memory(num_bytes: int) -> tuple[npt.NDArray[np.uint8], Region]:
     mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, dtype=np.uint8)
     memory = whole[-whole.ctypes.data % _HUGE_PAGE_BYTES :][:num_bytes]
-    return memory, int(memory.ctypes.data)
+    return memory, Region(int(memory.ctypes.data), num_bytes)
 
 
 def _put_all_in_place(merges: Sequence[Merge], stage_address: int) -> None:

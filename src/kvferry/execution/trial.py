@@ -25,7 +25,8 @@ from kvferry.execution.stage import Stage
 from kvferry.handoff.guard_word import WORD_BYTES, HeldPrompt, guard_word
 from kvferry.handoff.messages import Handle
 from kvferry.layout.group import CacheKind
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.planner import PairPlan
@@ -47,9 +48,9 @@ STAGE_BYTES, DIGESTS_BYTES = 16 << 20, 1 << 20
 
 
 class Side(NamedTuple):
-    """What one of the two brings: its memory, registered with ``transports``.
+    """One of the two sides of the trial: its memory, registered with ``transports``.
 
-    Without ``words`` bytes are written by whoever has them, else read by whoever wants them.
+    With ``words`` on both sides the destination reads the bytes, else the source writes them.
     """
 
     shard: Shard
@@ -60,6 +61,42 @@ class Side(NamedTuple):
     stage: Stage | None = None
     table: DigestTable | None = None
     digests: Stage | None = None
+
+    def close(self) -> None:
+        """Close the transports and the stage."""
+        self.transports.close()
+        if self.stage is not None:
+            self.stage.close()
+
+
+def open_side(
+    shard: Shard,
+    order: DeviceOrder,
+    opens: Callable[[], TransportSet],
+    integrity: Integrity,
+    *,
+    reads: bool,
+    scatters: bool,
+) -> Side:
+    """Return a side with this cache: it ``reads`` and is read from, or writes and is written to.
+
+    Raises the errors of ``opens`` and of registration.
+    """
+    scratch = Scratch(num_words=1)
+    words = GuardWords(num_slots=1) if reads else None
+    stage = Stage(STAGE_BYTES, order) if scatters else None
+    compares = reads and integrity is not Integrity.OFF
+    table = DigestTable(shard, integrity) if compares else None
+    digests = Stage(DIGESTS_BYTES) if compares else None
+    regions = [*shard.regions, scratch.region]
+    regions += [each.region for each in (words, stage, table, digests) if each is not None]
+    transports = opens()
+    try:
+        end_points = transports.register(regions)
+    except BaseException:
+        transports.close()
+        raise
+    return Side(shard, transports, end_points, scratch, words, stage, table, digests)
 
 
 class Trip(NamedTuple):
@@ -102,9 +139,8 @@ class TrialResult:
 class Trial:
     """The trial of one rank. ``views`` are the engine's own views of the layers, with the block as their first axis.
 
-    ``where`` names the rank's layout in an error, ``opens`` opens the second agent's transports. ``strategies`` are
-    tried one after the other; ``scatter`` needs the engine's stage. With ``integrity`` the engine's digests are
-    compared too.
+    ``opens`` opens the second agent's transports. ``strategies`` are tried one after the other; ``scatter`` needs the
+    engine's stage. An error names the ``layout``. With ``integrity`` the engine's digests are compared too.
     """
 
     def __init__(
@@ -114,12 +150,12 @@ class Trial:
         order: DeviceOrder,
         opens: Callable[[], TransportSet],
         strategies: Sequence[Strategy],
+        layout: NamedLayout,
         integrity: Integrity = Integrity.OFF,
-        where: str = "",
         cores: Collection[int] = (),
     ) -> None:
         self._engine, self._views, self._order, self._opens = engine, views, order, opens
-        self._strategies, self._integrity, self._where, self._cores = strategies, integrity, where, cores
+        self._strategies, self._layout, self._integrity, self._cores = strategies, layout, integrity, cores
         self._trips = choose_blocks(engine.shard)
         self._transport = "none"
 
@@ -147,25 +183,17 @@ class Trial:
             if self._engine.words is not None:
                 self._engine.words.clear(SLOT)
             if second is not None:
-                second.transports.close()
+                second.close()
         return TrialResult(tuple(done), self._transport, content.num_bytes, time.monotonic() - began_at)
 
     def _open_second(self) -> Side:
         """Return a small cache on the same device, in another layout, with transports of its own."""
-        shard, memory = second_cache(self._engine.shard, self._trips, self._order)
-        reads = self._engine.words is not None
-        words = GuardWords(num_slots=1)
-        scratch = Scratch(num_words=1)
-        stage = None if self._engine.stage is None else Stage(STAGE_BYTES, self._order)
-        compares = reads and self._engine.table is not None and self._integrity is not Integrity.OFF
-        table = DigestTable(shard, self._integrity) if compares else None
-        digests = Stage(DIGESTS_BYTES) if compares else None
-        regions = [*shard.regions, scratch.region, Region(words.address, words.array.nbytes)]
-        regions += [each.region for each in (stage, table, digests) if each is not None]
-        transports = self._opens()
-        end_points = transports.register(regions)
-        self._memory = memory  # as long as it is registered
-        return Side(shard, transports, end_points, scratch, words if reads else None, stage, table, digests)
+        engine = self._engine
+        # The memory must live as long as it is registered.
+        shard, self._memory = device_memory.placed(tier_shard(engine.shard, self._trips), self._order.device)
+        integrity = Integrity.OFF if engine.table is None else self._integrity
+        reads, scatters = engine.words is not None, engine.stage is not None
+        return open_side(shard, self._order, self._opens, integrity, reads=reads, scatters=scatters)
 
     def _move(self, source: Side, destination: Side, blocks: Sequence[GroupBlocks], strategy: Strategy) -> None:
         if source.words is None or destination.words is None:
@@ -253,8 +281,8 @@ class Trial:
                 f'Try another "layout" or "transport" (`kvferry doctor --device {device}` tries every layout), and '
                 f"leave UCX_TLS unset. {error.remedy}"
             )
-        found = f"the trial at start failed ({device}, {self._where}strategy {strategy}, transport {self._transport})"
-        return TransportError(Reason.TRIAL_FAILED, f"{found}: {error.message}", remedy)
+        where = f"{device}, layout {self._layout}, strategy {strategy}, transport {self._transport}"
+        return TransportError(Reason.TRIAL_FAILED, f"the trial at start failed ({where}): {error.message}", remedy)
 
 
 def choose_blocks(shard: Shard) -> tuple[Trip, ...]:
@@ -277,19 +305,6 @@ def choose_blocks(shard: Shard) -> tuple[Trip, ...]:
             "Give the engine more memory for its cache.",
         )
     return tuple(trips)
-
-
-def second_cache(shard: Shard, trips: Sequence[Trip], order: DeviceOrder) -> tuple[Shard, Any]:
-    """Return a cache for the second agent, with this rank's heads as a tier would lay them out; and its memory."""
-    second = tier_shard(shard, trips)
-    length = second.regions[0].length
-    if order.is_immediate:
-        memory: Any = np.zeros(length, np.uint8)
-        region = Region(int(memory.ctypes.data), length)
-    else:
-        memory, address = device_memory.allocate(length, order.device)
-        region = Region(address, length, order.device)
-    return msgspec.structs.replace(second, regions=(region,)), memory
 
 
 def tier_shard(shard: Shard, trips: Sequence[Trip]) -> Shard:

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 class SlabTrial:
     """The trial of one rank. ``views`` are the engine's own views of the layers, with the block as their first axis.
 
-    ``executor`` is the rank's, on whose thread and stream all its copies run. ``where`` names the rank's layout in an
-    error.
+    ``executor`` is the rank's, on whose thread and stream all its copies run. An error names the ``layout``.
     """
 
     def __init__(
@@ -41,9 +40,9 @@ class SlabTrial:
         views: "Mapping[str, torch.Tensor]",
         order: DeviceOrder,
         executor: Executor,
-        where: str = "",
+        layout: NamedLayout,
     ) -> None:
-        self._shard, self._views, self._order, self._executor, self._where = shard, views, order, executor, where
+        self._shard, self._views, self._order, self._executor, self._layout = shard, views, order, executor, layout
         self._trips = choose_blocks(shard)
         self._is_quiet = True
 
@@ -91,9 +90,11 @@ class SlabTrial:
 
     def _failed(self, error: KVFerryError) -> TransportError:
         device = self._shard.regions[0].device
-        found = f"the trial at start failed ({device}, {self._where}to pinned host memory and back): {error.message}"
+        where = f"{device}, layout {self._layout}, to pinned host memory and back"
         remedy = f'{error.remedy} Another "layout" may work: `kvferry doctor --device {device}` tries every one.'
-        return TransportError(Reason.TRIAL_FAILED, found, remedy.strip())
+        return TransportError(
+            Reason.TRIAL_FAILED, f"the trial at start failed ({where}): {error.message}", remedy.strip()
+        )
 
 
 def try_offload(order: DeviceOrder, layout: NamedLayout) -> TrialResult:
@@ -102,7 +103,7 @@ def try_offload(order: DeviceOrder, layout: NamedLayout) -> TrialResult:
     shard, memory = small_cache(layout, order.device)
     executor = Executor(Scratch(num_words=1), order=order)
     try:
-        return SlabTrial(shard, views_of(shard), order, executor, f"layout {layout}, ").run()
+        return SlabTrial(shard, views_of(shard), order, executor, layout).run()
     finally:
         executor.close()
         del memory

@@ -75,7 +75,7 @@ class OffloadWorker:
         cores = set(self._settings.transfer_cores) or cores_that_do_not_compute()
         self._executor = executor = Executor(Scratch(num_words=1), cores, order)
         if not order.is_immediate:
-            done = SlabTrial(shard, kv_caches, order, executor, f"layout {resolved_layout(self._vllm_config)}, ").run()
+            done = SlabTrial(shard, kv_caches, order, executor, resolved_layout(self._vllm_config)).run()
             told = "kvferry: rank %d: %d bytes of labelled blocks went to pinned host memory and back in %.2f s."
             logger.info(told, self._index, done.num_bytes, done.seconds)
         self._report.shards[self._pp_rank, self._tp_rank] = encode_shard(shard)

@@ -212,9 +212,9 @@ class WorkerRole:
         strategies = [wanted] if wanted is not None else [Strategy.DIRECT, Strategy.SCATTER]
         if side.words is None:
             strategies = [Strategy.DIRECT]
-        layout = f"layout {resolved_layout(self._vllm_config)}, "
+        layout = resolved_layout(self._vllm_config)
         trial = Trial(
-            side, kv_caches, self._order, self._open_transports, strategies, settings.wanted_integrity, layout, cores
+            side, kv_caches, self._order, self._open_transports, strategies, layout, settings.wanted_integrity, cores
         )
         done = trial.run()
         told = "kvferry: rank %d: %d bytes of labelled blocks went out of the cache and back over %s in %.2f s (%s)."
