@@ -44,8 +44,12 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             data_parallel_size=1,
             use_ubatching=False,
         )
+        engine_id, given = f"engine-{len(roles)}", Settings(mode=mode, **settings)
         transfer = SimpleNamespace(
-            kv_role=kv_role, is_kv_producer=kv_role != "kv_consumer", is_kv_consumer=kv_role != "kv_producer"
+            engine_id=engine_id,
+            kv_role=kv_role,
+            is_kv_producer=kv_role != "kv_consumer",
+            is_kv_consumer=kv_role != "kv_producer",
         )
         config: Any = SimpleNamespace(
             parallel_config=parallel,
@@ -59,7 +63,6 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         )
         monkeypatch.setattr(scheduler_role, "identity_of", lambda *_: identity)
         monkeypatch.setattr(scheduler_role, "group_shapes", lambda *_: groups)
-        engine_id, given = f"engine-{len(roles)}", Settings(mode=mode, **settings)
         role: Any = scheduler_role.SchedulerRole(config, None, engine_id, given)  # type: ignore[arg-type]
         role.bind_block_pool(BlockPool())
         roles.append(role)

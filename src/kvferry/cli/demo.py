@@ -180,7 +180,12 @@ def demo(
     with _interrupted_by_signals(), _folder(keep, console) as folder:
         report: DemoReport | OffloadReport
         if mode == OFFLOAD:
-            report = _run_offload(model, folder, (prefill_tp, decode_tp, layout, prompts, block_size), console)
+            from kvferry.cli.demo_offload import OffloadOptions, run_offload_demo  # imports xxhash, maybe missing
+
+            options = OffloadOptions(prefill_tp, decode_tp, layout, prompts, block_size)
+            report = run_offload_demo(model, folder, options, console)
+            report = replace(report, problems=tuple(find_offload_problems(report)))
+            print_offload_report(report, console)
         else:
             settings = DemoSettings(prefill_tp, decode_tp, layout, transport, mode, prompts, block_size, hosts)
             report = _run(model, settings, folder, console)
@@ -208,17 +213,6 @@ def _check(mode: str, layout: str | None, transport: str, num_hosts: int) -> Non
     if mode == OFFLOAD and num_hosts > 1:
         what = "--hosts: an engine that offloads moves caches to memory of its own host."
         raise SettingsError(Reason.INVALID_SETTING, what, "Leave out --hosts.")
-
-
-def _run_offload(
-    model: str, folder: Path, options: tuple[int, int, str | None, int, int | None], console: Console
-) -> OffloadReport:
-    from kvferry.cli.demo_offload import OffloadOptions, run_offload_demo  # imports xxhash, which may be missing
-
-    report = run_offload_demo(model, folder, OffloadOptions(*options), console)
-    report = replace(report, problems=tuple(find_offload_problems(report)))
-    print_offload_report(report, console)
-    return report
 
 
 @contextmanager

@@ -34,9 +34,6 @@ SAME_HOST_TRANSPORT, NETWORK_TRANSPORT = "cma", "nixl"
 REAL_TRANSPORTS = frozenset({SAME_HOST_TRANSPORT, NETWORK_TRANSPORT})
 
 
-_HELD_PROMPTS = 'By default they are read; set "held_prompts" to "auto" on both engines where reads are slow.'
-
-
 class Health(StrEnum):
     """The result of a check. ``FAILED`` makes the exit code 1; ``WARNING`` means missing or slow."""
 
@@ -224,14 +221,15 @@ def check_held_prompts() -> Iterator[Finding]:
     """Say whether held prompts are read or written between hosts where ``held_prompts`` is ``auto``."""
     if importlib.util.find_spec("nixl") is None:
         return  # check_transports says so
-    from kvferry.transport.nixl import why_reads_are_slow
+    from kvferry.transport.nixl import DEVICES_VARIABLE, why_reads_are_slow
 
-    why = why_reads_are_slow(os.environ.get("UCX_NET_DEVICES", ""))
+    why = why_reads_are_slow(os.environ.get(DEVICES_VARIABLE, ""))
     if not why:
         found = "read, also from other hosts: UCX has an RDMA device"
     else:
         found = f"read on this host; from other hosts, and in a GPU's memory, written on request over nixl: {why}"
-    yield Finding("held prompts", Health.OK, f'with "held_prompts": "auto" {found}', _HELD_PROMPTS)
+    advice = 'By default they are read; set "held_prompts" to "auto" on both engines where reads are slow.'
+    yield Finding("held prompts", Health.OK, f'with "held_prompts": "auto" {found}', advice)
 
 
 def check_pool() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The CUDA driver, called by ctypes: whether there is a device takes milliseconds to learn, and no torch.
+"""The CUDA driver, called by ctypes: it finds a device within milliseconds, without torch.
 
 :class:`HostCopies` pins host memory and launches batches of copies: what torch has no call for.
 """
@@ -86,7 +86,7 @@ BatchCopy = ctypes.CFUNCTYPE(
     ctypes.POINTER(ctypes.c_size_t),  # the copy that failed
     ctypes.c_void_p,  # stream
 )
-"""cuMemcpyBatchAsync as CUDA 12.8 declared it. A later driver gives this one to who asks for it by that version."""
+"""cuMemcpyBatchAsync as CUDA 12.8 declared it. A later driver returns this version where the caller names it."""
 BATCH_COPY_SINCE = 12080
 _IN_STREAM_ORDER = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read behind what the stream waits for, not when it is launched."""

@@ -69,7 +69,7 @@ class Held(NamedTuple):
 
 
 class HeldPrompts(Protocol):
-    """Who writes held prompts on request; called while words change, so that each call returns at once."""
+    """Writes held prompts on request. It is called while words change, so each call returns at once."""
 
     def hold(self, held: Held) -> None:
         """The word of this hold counts from now on."""
@@ -87,10 +87,7 @@ class StepWords:
     """
 
     def __init__(
-        self,
-        words: GuardWords,
-        order: DeviceOrder,
-        keep_digests: Callable[[HeldPrompt], None] | None = None,
+        self, words: GuardWords, order: DeviceOrder, keep_digests: Callable[[HeldPrompt], None] | None = None
     ) -> None:
         self._words = words
         self._keep_digests = keep_digests

@@ -83,8 +83,7 @@ class GroupCells:
         return HandoffError(
             Reason.INTEGRITY_MISMATCH,
             f"group {self.name!r}, component {name!r}, layer {layer!r}, heads {heads!r}, {where}: the bytes that "
-            f"arrived are not those of {self.rank_name} "
-            f"({counts[0]} of {counts[1]} digests differ).",
+            f"arrived are not those of {self.rank_name} ({counts[0]} of {counts[1]} digests differ).",
             "Send the prompt again; if this repeats, check memory and network of both hosts.",
         )
 

@@ -10,7 +10,7 @@ import msgspec
 from kvferry.errors import HandoffError, Reason
 
 AdapterDigest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z", max_length=32)]
-"""As a peer or a router says it, who may say none. It goes into log lines."""
+"""A digest in a peer's message or in a request's parameters, empty for none. It goes into log lines."""
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -27,9 +27,10 @@ NO_ADAPTER = Adapter()
 
 
 def compare_adapters(name: str, prefill: str, decode: str) -> None:
-    """Refuse a prompt whose adapter has other weights on the other engine; both arguments are digests.
+    """Refuse a prompt whose adapter has other weights on the other engine.
 
-    Raises :class:`HandoffError` (adapter-mismatch).
+    ``prefill`` and ``decode`` are the digests of the weights there, empty where they are unknown. Raises
+    :class:`HandoffError` (adapter-mismatch).
 
     >>> compare_adapters("sql", "0a", "0a"), compare_adapters("sql", "", "0a")
     (None, None)

@@ -113,8 +113,8 @@ class Hold(msgspec.Struct, frozen=True):
     """The blocks of one request. ``slot`` is the place of a pull's guard word; a push has none.
 
     ``held_at`` is the time at which the request finished; ``is_renewed`` says whether a decode engine has renewed the
-    hold. A hold that ``yields`` ends when its engine needs the blocks or the slot, or drains: who loads it can compute
-    the tokens too.
+    hold. A hold that ``yields`` ends when its engine needs the blocks or the slot, or drains: the engine
+    that loads it can compute the tokens too.
     """
 
     handle: Handle

@@ -33,6 +33,8 @@ READY = "ready "
 CLONE_NEWNET = 0x40000000
 IPV4, IPV6 = "198.18.0", "fd6b:7666::"
 """Networks of the hosts: for tests of network devices (RFC 2544), and local addresses (RFC 4193)."""
+LOCALHOST = ("localhost", "127.0.0.1", "::1")
+NEEDED = "Run as root, in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN."
 
 # sysfs shows the interfaces of the network namespace in which it was mounted, and UCX looks for interfaces there.
 HOLD = f"""
@@ -103,38 +105,22 @@ def virtual_hosts(names: Sequence[str], log_folder: Path) -> Iterator[tuple[Virt
     """
     for program in PROGRAMS:
         _program(program)
-    hosts_file = "\n".join(
-        f"{address} {name}" for name, *addresses in _plan(["localhost", *names]) for address in addresses
-    )
+    places = [(name, f"{IPV4}.{number}", f"{IPV6}{number:x}") for number, name in enumerate(names, start=1)]
+    hosts_file = "\n".join(f"{address} {name}" for name, *addresses in [LOCALHOST, *places] for address in addresses)
     with ExitStack() as stack:
-        switch = _hold(stack, SWITCH, hosts_file, log_folder)
+        switch = VirtualHost(SWITCH, "", "", _hold(stack, SWITCH, hosts_file, log_folder))
         switch.run("ip", "link", "add", SWITCH, "type", "bridge")
         switch.run("ip", "link", "set", SWITCH, "up")
         hosts: list[VirtualHost] = []
-        for name, ipv4, ipv6 in _plan(["localhost", *names])[1:]:
-            holder = _hold(stack, name, hosts_file, log_folder)
-            hosts.append(VirtualHost(name, ipv4, ipv6, holder.holder_id, switch, f"port{len(hosts)}"))
+        for name, ipv4, ipv6 in places:
+            holder_id = _hold(stack, name, hosts_file, log_folder)
+            hosts.append(VirtualHost(name, ipv4, ipv6, holder_id, switch, f"port{len(hosts)}"))
             _plug(hosts[-1], switch)
         yield tuple(hosts)
 
 
-def why_not(log_folder: Path) -> str:
-    """Return why this machine has no virtual hosts, or an empty text where it has."""
-    try:
-        with virtual_hosts(["trial"], log_folder):
-            return ""
-    except LaunchError as error:
-        return error.message
-
-
-def _plan(names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return each host's name and addresses; the first is this host itself, to itself."""
-    others = [(name, f"{IPV4}.{number}", f"{IPV6}{number:x}") for number, name in enumerate(names[1:], start=1)]
-    return [(names[0], "127.0.0.1", "::1"), *others]
-
-
-def _hold(stack: ExitStack, name: str, hosts_file: str, log_folder: Path) -> VirtualHost:
-    """Start the holder of a host's namespaces, without network so far; the stack ends the holder."""
+def _hold(stack: ExitStack, name: str, hosts_file: str, log_folder: Path) -> int:
+    """Start the holder of a host's namespaces, without network so far, and return its id; the stack ends it."""
     command = [_program("unshare"), "--net", "--uts", "--mount", "sh", "-c", HOLD]
     command += ["sh", name, str(uuid.uuid4()), hosts_file]
     log = log_folder / f"host-{name}.log"
@@ -146,10 +132,10 @@ def _hold(stack: ExitStack, name: str, hosts_file: str, log_folder: Path) -> Vir
             raise LaunchError(
                 Reason.PERMISSION_DENIED,
                 f"Linux does not let this process make the virtual host {name}: {holder.log_tail() or 'no answer'}.",
-                "Run as root, in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN.",
+                NEEDED,
             )
         time.sleep(0.01)
-    return VirtualHost(name, "", "", int(lines[0].removeprefix(READY)))
+    return int(lines[0].removeprefix(READY))
 
 
 def _plug(host: VirtualHost, switch: VirtualHost) -> None:
@@ -168,7 +154,7 @@ def _enter_network(descriptor: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(descriptor, CLONE_NEWNET):
         number = ctypes.get_errno()
-        raise LaunchError(Reason.PERMISSION_DENIED, f"cannot enter a host's network: {os.strerror(number)}.")
+        raise LaunchError(Reason.PERMISSION_DENIED, f"cannot enter a host's network: {os.strerror(number)}.", NEEDED)
 
 
 def _program(name: str) -> str:

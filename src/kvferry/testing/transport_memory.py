@@ -4,15 +4,12 @@ The test puts and gets bytes through the class alone, so that memory may be a de
 """
 
 import importlib
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from kvferry.arrays import Bytes
 from kvferry.layout.shard import Region
-
-if TYPE_CHECKING:
-    pass
 
 
 class Memory(Protocol):

@@ -37,7 +37,7 @@ def pattern(seed: int, num_bytes: int) -> Bytes:
 class InProcessPeer:
     """A peer in this process, for transports inside one process; ``kill`` closes its transport."""
 
-    def __init__(self, factory: str, num_bytes: int, memory: str = HOST_MEMORY) -> None:
+    def __init__(self, factory: str, num_bytes: int, memory: str) -> None:
         self._transport = make(factory)
         self._memory = make_memory(memory, num_bytes)
         self.address, self.length = self._memory.region.base_address, num_bytes
@@ -61,7 +61,7 @@ class InProcessPeer:
 class PeerProcess:
     """A peer in another process. Every wait is bounded; ``close`` ends the process."""
 
-    def __init__(self, factory: str, num_bytes: int, on_host: OnHost = list, memory: str = HOST_MEMORY) -> None:
+    def __init__(self, factory: str, num_bytes: int, on_host: OnHost, memory: str) -> None:
         reading, writing = os.pipe()
         program = [sys.executable, "-m", "kvferry.testing.transport_peer"]
         arguments = [*program, factory, memory, str(num_bytes), str(writing)]
@@ -137,8 +137,8 @@ def start_peer(
     factory: str, num_bytes: int, in_process: bool, on_host: OnHost = list, memory: str = HOST_MEMORY
 ) -> Iterator[PeerProcess | InProcessPeer]:
     """Start a peer and end it afterwards."""
-    there = PeerProcess(factory, num_bytes, on_host, memory) if not in_process else None
-    peer = there or InProcessPeer(factory, num_bytes, memory)
+    peer: PeerProcess | InProcessPeer
+    peer = InProcessPeer(factory, num_bytes, memory) if in_process else PeerProcess(factory, num_bytes, on_host, memory)
     try:
         yield peer
     finally:

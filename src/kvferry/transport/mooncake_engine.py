@@ -19,8 +19,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_QUEUED_DESCRIPTORS = 65535  # Mooncake's limit of one peer's queue; beyond it descriptors fail
 _VERSION = "0.3.13"
-_WITH_CUDA = "mooncake-transfer-engine"
-_DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", _WITH_CUDA)
+_WITHOUT_CUDA, _WITH_CUDA = _DISTRIBUTIONS = "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"
 _REMEDY = (
     'Install it: pip install "kvferry[mooncake]" (mooncake-transfer-engine-non-cuda==0.3.13.post1); '
     "on Debian also apt-get install libibverbs1 libnuma1."
@@ -75,7 +74,7 @@ def is_built_with_cuda() -> bool:
     """Return whether the installed engine copies memory of CUDA devices: its other build takes any address for the
     host's, and would end the process.
     """
-    return _installed_version(_WITH_CUDA) is not None and _installed_version(_DISTRIBUTIONS[0]) is None
+    return _installed_version(_WITH_CUDA) is not None and _installed_version(_WITHOUT_CUDA) is None
 
 
 def is_loopback(host: str) -> bool:

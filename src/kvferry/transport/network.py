@@ -94,7 +94,7 @@ def _interfaces_to(host: str) -> set[str]:
 
 
 def _interfaces_to_name(host: str) -> set[str]:
-    """Return the interfaces to the addresses of a name, or of the default route where nobody knows the name yet."""
+    """Return the interfaces to the addresses of a name, or of the default route where the name cannot be looked up."""
     try:
         return set().union(*map(_interfaces_to_address, any_addresses(host, 0)))
     except OSError as error:

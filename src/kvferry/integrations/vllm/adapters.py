@@ -8,8 +8,8 @@ vLLM reads the files of an adapter in ``add_lora``, else in the first step of a 
 and in each step of a request with ``load_inplace``. It may also read them again unheard, where its cache of adapters
 had dropped this one. So a digest belongs to an id. It is read around ``add_lora`` (:func:`hear_of_loads`), else when
 the first request comes, and is believed for as long as the files stay as they are: before a block is made, and again
-when the block has been stored, since vLLM may have read the files in between. Once they have changed, nobody knows here
-which weights the engine has: requests of that id load and store nothing, until vLLM reads the files for certain.
+when the block has been stored, since vLLM may have read the files in between. Once they have changed, the
+engine's weights are unknown: requests of that id load and store nothing, until vLLM reads the files for certain.
 """
 
 import hashlib

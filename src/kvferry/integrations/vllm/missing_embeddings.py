@@ -5,18 +5,18 @@ A client may send an embedding in the place of an image. vLLM lets an engine tha
 docs/decisions/missing-embeddings.md.
 """
 
+from collections.abc import Collection
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
-OURS = frozenset({"KVFerryConnector", "KVFerryOffloadConnector"})
 _MARK = "_kvferry_requires_embeddings"
 
 
-def require_embeddings() -> None:
-    """Let each configuration of an engine with these connectors alone require embeddings. Safe to call again."""
+def require_embeddings(connectors: Collection[str]) -> None:
+    """Let each configuration of an engine that has only these connectors require embeddings. Safe to call again."""
     from vllm.config import VllmConfig
 
     resolve = VllmConfig._resolve_mm_embedding_inputs
@@ -28,7 +28,7 @@ def require_embeddings() -> None:
         """Leave ``enable_mm_embeds`` as the operator has set it, and let no embedding be missing."""
         transfer, encoder = config.kv_transfer_config, config.ec_transfer_config
         is_sent_embeddings = encoder is not None and encoder.is_ec_consumer
-        if transfer is None or is_sent_embeddings or not _are_ours(transfer):
+        if transfer is None or is_sent_embeddings or not _has_only(connectors, transfer):
             resolve(config)
             return
         if config.model_config is not None and (images := config.model_config.multimodal_config) is not None:
@@ -38,9 +38,9 @@ def require_embeddings() -> None:
     VllmConfig._resolve_mm_embedding_inputs = resolve_unless_ours  # type: ignore[method-assign,assignment]
 
 
-def _are_ours(transfer: "KVTransferConfig") -> bool:
+def _has_only(connectors: Collection[str], transfer: "KVTransferConfig") -> bool:
     """Return whether an engine has no other connectors than these."""
     listed: Any = transfer.kv_connector_extra_config.get("connectors", ())
     if transfer.kv_connector == "MultiConnector" and listed:
-        return all(each.get("kv_connector") in OURS for each in listed)
-    return transfer.kv_connector in OURS
+        return all(each.get("kv_connector") in connectors for each in listed)
+    return transfer.kv_connector in connectors

@@ -38,7 +38,7 @@ def register() -> None:
     from kvferry.integrations.vllm.layout_choice import widen_cpu_attention
 
     widen_cpu_attention()
-    require_embeddings()
+    require_embeddings(CONNECTORS)
     make_waits_sleep()
     check_requests()
     log_as_vllm_does()

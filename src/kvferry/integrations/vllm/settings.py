@@ -293,14 +293,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         if not self.meets_other_hosts:
             return THIS_HOST
-        if is_loopback(self.host) and is_loopback(self.reachable_host):
+        if self._is_on_loopback:
             return "" if loads and self.allow_unauthenticated and not self.allowed_hosts else THIS_HOST
         return "" if is_wildcard(self.host) or is_loopback(self.host) else self.host
 
     def transports_reach(self, *, loads: bool) -> tuple[str, ...]:
         """Hosts and networks to which an engine that itself listens on loopback connects for its loads."""
-        is_local = is_loopback(self.host) and is_loopback(self.reachable_host)
-        return self.allowed_hosts if loads and is_local and self.meets_other_hosts else ()
+        return self.allowed_hosts if loads and self._is_on_loopback and self.meets_other_hosts else ()
+
+    @property
+    def _is_on_loopback(self) -> bool:
+        """Whether no other host reaches this engine where it listens."""
+        return is_loopback(self.host) and is_loopback(self.reachable_host)
 
     @property
     def scatters(self) -> bool:

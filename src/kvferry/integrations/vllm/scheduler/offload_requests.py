@@ -69,7 +69,7 @@ def wanted_blocks(blocks: RequestBlocks, first_token: int, boundary: int) -> dic
 
 
 def names_of(request: "Request", names: BlockNames, adapters: Adapters) -> BlockNames | None:
-    """Return the names for a request now; None where nobody knows which weights its adapter has."""
+    """Return the names for a request now; None where the weights of its adapter are unknown."""
     adapter = request.lora_request
     if adapter is None:
         return names

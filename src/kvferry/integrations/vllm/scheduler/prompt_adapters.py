@@ -38,8 +38,8 @@ class PromptAdapters:
         self._caches_prefixes = caches_prefixes
 
     def of(self, request: "Request") -> PromptAdapter:
-        """Return the adapter of a request. Raises :class:`HandoffError` (unknown-weights) where nobody knows which
-        weights vLLM has.
+        """Return the adapter of a request. Raises :class:`HandoffError` (unknown-weights) where the
+        weights that vLLM has are unknown.
 
         Weights that have no digest, such as those of a hub's adapter without a commit, are compared by name alone.
         """
@@ -69,8 +69,8 @@ class PromptAdapters:
         earlier weights: vLLM's hash of a block has the adapter's name and path, and not its weights.
         """
         if request.lora_request is not None:
-            with suppress(OSError):  # :meth:`of_computed` tells
-                self._adapters.read_by(request.lora_request)  # may be of other weights than before
+            with suppress(OSError):  # :meth:`of_computed` raises it
+                self._adapters.read_by(request.lora_request)  # the weights may be others than before
         if self._may_be_stale(request):
             request.skip_reading_prefix_cache = True
 
@@ -86,6 +86,6 @@ class PromptAdapters:
 def _unknown_weights(request_id: str, name: str, why: str) -> HandoffError:
     return HandoffError(
         Reason.UNKNOWN_WEIGHTS,
-        f"nobody knows which weights vLLM has for the adapter {name!r} of {request_id}: {why}.",
+        f"the weights that vLLM has for the adapter {name!r} of {request_id} are unknown: {why}.",
         "Load the adapter again, with load_inplace or from another path.",
     )

@@ -325,7 +325,7 @@ def check_pushable(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     assert transfer is not None
     # vLLM tells a data-parallel rank of a dense model that it is alone; only the engine's id shows the rank.
-    engine_id = str(getattr(transfer, "engine_id", None))
+    engine_id = str(transfer.engine_id)
     suffix = f"_dp{parallel.data_parallel_index}"
     if parallel.data_parallel_size > 1 or engine_id.endswith(suffix):
         raise KVFerryError(

@@ -164,6 +164,7 @@ class WorkerRole:
                     rank, end_point, timeout, settings.fence_seconds, keeps_events, self._note_fence
                 )
                 self._destination = PullDestination(rank, announcer, is_forced=settings.held_prompts == "write")
+        answers_at = None if end_point is None else end_point.answers_at
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
             pp_rank=self._pp_rank,
@@ -171,10 +172,10 @@ class WorkerRole:
             end_points=end_points,
             words_address=0 if pull_source is None else pull_source.words_address,
             num_words=0 if pull_source is None else pull_source.num_words,
-            push_end_point=end_point.answers_at if end_point is not None and pull_source is None else None,
+            push_end_point=answers_at if pull_source is None else None,
             process=own_identity(),
             digests=digests,
-            held_end_point=end_point.answers_at if end_point is not None and pull_source is not None else None,
+            held_end_point=None if pull_source is None else answers_at,
         )
         logger.debug("kvferry: rank %d moves\n%r", self._index, shard)
         if not order.is_immediate:
@@ -208,10 +209,8 @@ class WorkerRole:
         Raises :class:`TransportError` (trial-failed).
         """
         settings = self._settings
-        wanted = settings.wanted_strategy
-        strategies = [wanted] if wanted is not None else [Strategy.DIRECT, Strategy.SCATTER]
-        if side.words is None:
-            strategies = [Strategy.DIRECT]
+        wanted = Strategy.DIRECT if side.words is None else settings.wanted_strategy
+        strategies = list(Strategy) if wanted is None else [wanted]
         layout = resolved_layout(self._vllm_config)
         trial = Trial(
             side, kv_caches, self._order, self._open_transports, strategies, layout, settings.wanted_integrity, cores
