@@ -1,7 +1,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 BANDIT := .venv/bin/bandit --quiet --configfile pyproject.toml --recursive src scripts
-# demo: MODE=pull, MODE=push or MODE=offload, HOSTS=2 for two virtual hosts (as root), and any flag of `kvferry demo`, such as ARGS="--prefill-tp 1 --json demo.json"
+# demo: MODE=pull, MODE=push or MODE=offload, HOSTS=2 for two virtual hosts (as root), and any flag of `kvferry demo`, such as ARGS="--prefill-tp 1 --json"
 MODE ?= pull
 HOSTS ?= 1
 ARGS ?=
@@ -28,7 +28,7 @@ test test-chaos test-hosts: export KVFERRY_NO_SKIPS := 1
 test: export KVFERRY_FUZZ_SECONDS := 60
 
 # These tests wait more than they compute, so two processes run them. Engines compute: one process runs those tests.
-test: setup ## Every test, real vLLM engines included (about 25 minutes on 2 cores)
+test: setup ## The tests, real vLLM engines included (about 25 minutes on 2 cores)
 	@$(BANDIT)
 	@$(PYTEST) $(IN_TWO_PROCESSES) $(SECOND_CHANCE) tests/pure tests/local tests/device_memory tests/adapter src $(ARGS)
 	@$(PYTEST) tests/host $(ARGS)
