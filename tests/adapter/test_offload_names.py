@@ -296,7 +296,6 @@ def fnuz(engine: Engine) -> None:
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
-FLOAT32 = set_argument("dtype", "float32")
 FP8, LORA = set_argument("kv_cache_dtype", "fp8"), set_argument("enable_lora", True)
 TWO_KINDS = {name: window() if index % 2 else attention() for index, name in enumerate(LAYERS)}
 # Name: the facts that differ; the change; how the other engine differs from a plain one.

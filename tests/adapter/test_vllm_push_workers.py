@@ -126,14 +126,6 @@ def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Workers
     made.close()
 
 
-def pushes_logged(workers: Workers) -> list[dict[str, Any]]:
-    """Return what the prefill ranks have logged, each line in a step after the push has ended."""
-    for role in workers.senders:
-        role.take_finished()
-    lines = [path.read_text().splitlines() for path in sorted(workers.folder.glob("p.rank*"))]
-    return [push for of_rank in lines for line in of_rank if "push" in (push := json.loads(line))]
-
-
 def arrived(workers: Workers) -> bool:
     sent = np.concatenate([rank.cache[SOURCE_IDS] for rank in workers.sources], axis=1)
     return np.array_equal(workers.target.cache[TARGET_IDS], sent)

@@ -258,9 +258,6 @@ def test_a_slow_submission_moves_in_order_and_stops_in_the_middle(
     assert not landed[num_landed:].any()
 
 
-OUTSIDE = [1 << 40, 0, 9]
-
-
 class Dropping(FaultyTransport):
     """Loses the second descriptor."""
 

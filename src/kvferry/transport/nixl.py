@@ -517,7 +517,7 @@ def _translate(error: Exception, transfer: NixlTransfer) -> TransportError:
     )
 
 
-def why_reads_are_slow(devices: str = "") -> str:
+def why_reads_are_slow(devices: str) -> str:
     """Return why UCX with these devices, all where there are none, reads more slowly than it writes; empty where an
     RDMA device reads. See docs/decisions/written-on-request.md.
     """

@@ -215,7 +215,7 @@ def _state_of(path: str) -> Hashable:
     """
     place = Path(path)
     if not place.exists():
-        snapshot = snapshot_of(path, config=CONFIG)
+        snapshot = snapshot_of(path, CONFIG)
         return None if snapshot is None else snapshot.name
     found = [(file.name, file.stat()) for file in _files_of(place)]
     return tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in found)
@@ -227,7 +227,7 @@ def _weights_of(path: str) -> Weights:
     The path is no part of the digest. Unknown weights have a name that no other process knows.
     """
     place = Path(path)
-    folder = place if place.exists() else snapshot_of(path, config=CONFIG)
+    folder = place if place.exists() else snapshot_of(path, CONFIG)
     files = [] if folder is None else _files_of(folder)
     if not any(file.name != CONFIG for file in files):
         return Weights(secrets.token_hex(DIGEST_BYTES), are_known=False)

@@ -33,19 +33,17 @@ class Weights:
     are_known: bool
 
 
-def weights_of(
-    model: str, revision: str | None = None, cache: str | None = None, config: str = "config.json"
-) -> Weights:
+def weights_of(model: str, revision: str | None = None, cache: str | None = None) -> Weights:
     """Return the digest of a local folder or file, or of a hub's model at this revision.
 
     A hub's model is named by its commit, which stands for its files. ``cache`` is the folder of the hub's models on
-    this machine where it is not the default, and ``config`` a file that each of them has.
+    this machine where it is not the default.
     """
     place = Path(model)
     if place.exists():
         files = sorted(path for path in files_of(place) if path.suffix in SUFFIXES)
         return Weights(digest_of_files(files), are_known=bool(files))
-    snapshot = snapshot_of(model, revision, cache, config)
+    snapshot = snapshot_of(model, "config.json", revision, cache)
     commit = None if snapshot is None else snapshot.name
     named = f"{model}@{commit or revision or 'default'}"
     return Weights(hashlib.blake2b(named.encode(), digest_size=16).hexdigest(), are_known=commit is not None)
@@ -58,12 +56,10 @@ def files_of(place: Path) -> list[Path]:
     return [place] if place.is_file() else []
 
 
-def snapshot_of(
-    model: str, revision: str | None = None, cache: str | None = None, config: str = "config.json"
-) -> Path | None:
+def snapshot_of(model: str, config: str, revision: str | None = None, cache: str | None = None) -> Path | None:
     """Return the folder of a hub's model at this revision in this machine's cache; None where the cache has none.
 
-    The folder has the name of the commit.
+    ``config`` is a file that each such model has. The folder has the name of the commit.
     """
     from huggingface_hub import try_to_load_from_cache
 
