@@ -45,13 +45,12 @@ def test_pipeline_stages_with_windows(
 
 
 def test_a_word_counts_once_the_device_has_done_the_step(engines: Engines) -> None:
-    """Before, an announcement finds nobody who holds the prompt."""
+    """Before, an announcement waits."""
     engine, [rank] = engines.open(filled_ranks(1), [Rank(0, 1)])
     held = engine.held(test_on_request.prompt_in(test_on_request.SOURCE))
     for each in engine.ranks:
         each.step_words.begin([], [held])
-    assert not any(each.writer._sender._prompts for each in engine.ranks)
-    test_on_request.load(rank, engine, held, late_seconds=10.0)
+    test_on_request.load(rank, engine, held)
     assert rank.is_waiting(0.2)
     for each in engine.ranks:
         each.step_words.finish()

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import numpy as np
 import pytest
@@ -686,6 +686,29 @@ def test_a_load_that_is_given_up_ends_with_the_reason_for_that(executor: Executo
     executor.cancel("cmpl-7", lease_lost("cmpl-7"))
     error = error_of(collect(executor, 1)["cmpl-7"])
     assert (error.reason, "cmpl-7" in error.message) == (Reason.LEASE_EXPIRED, True)
+
+
+def test_results_that_nobody_collects_are_kept_up_to_a_bound_but_every_load_is_reported(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peers cause writes and meetings, also of an engine that does nothing."""
+    monkeypatch.setattr(executor_module, "MAX_REPORTS", 3)
+
+    def failed() -> NoReturn:
+        raise ABORTED
+
+    for number in range(10):
+        write = Read(f"write {number}", failed, FAR)
+        write.fills_blocks = False
+        executor.submit(write)
+    for number in range(10):
+        executor.submit(Read(f"load {number}", failed, FAR))
+    wait_until(lambda: executor._results.qsize() == 13)
+    results = executor.collect()
+    assert [each.job_id for each in results] == [
+        *(f"write {number}" for number in range(3)),
+        *(f"load {number}" for number in range(10)),
+    ]
 
 
 def test_the_default_cores_are_those_that_the_process_may_use() -> None:

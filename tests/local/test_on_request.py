@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -10,10 +11,11 @@ import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution import announce, on_request, write
-from kvferry.execution.guard_words import Held
+from kvferry.execution.device import CudaOrder
+from kvferry.execution.guard_words import Held, StepWords
 from kvferry.execution.job import JobResult
 from kvferry.handoff.guard_word import HeldPrompt
-from kvferry.handoff.messages import Announce, Answer, Introduce, Met, Question, Revoke
+from kvferry.handoff.messages import PROTOCOL_VERSION, Announce, Answer, Introduce, Met, Question, Revoke
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.request import GroupBlocks
@@ -24,6 +26,7 @@ from ..waits import wait_until
 from .engines_in_process import BLOCK_SIZE, SLOT, Rank, filled_ranks, whole_blocks
 from .engines_on_request import Engines, HoldingEngine, HoldingRank, LoadingRank, prompt_in
 from .engines_that_push import recorded_questions
+from .fake_cuda import FakeCuda
 from .test_pipeline_reads import HALVES, THIRDS, WHOLE, Stages, filled, ranks_of
 from .test_push_proofs import elsewhere, running_process
 
@@ -211,6 +214,37 @@ def test_a_word_that_never_comes_is_awaited_for_a_bounded_time(
     load(rank, engine, held, late_seconds=1e5)
     assert rank.is_waiting(0.2)
     assert reason_of(rank.result()) is Reason.SOURCE_CHANGED
+
+
+def test_a_word_that_the_device_has_not_done_is_awaited(engines: Engines) -> None:
+    """As a read would: the decode engine may know the hold before the digests are kept."""
+    engine, [rank] = engines.open(filled_ranks(1), [Rank(0, 1)])
+    cuda = FakeCuda.of_this_thread("cpu")
+    order, [source] = CudaOrder("cpu", cuda), engine.ranks
+    later = StepWords(source.words, order)
+    later.prompts, source.step_words = source.step_words.prompts, later
+    held = held_by(engine)
+    load(rank, engine, held)
+    assert rank.is_waiting(0.3)
+    assert not rank.rank.cache.any()
+    cuda.current_stream("cpu").run()
+    assert rank.result().error is None
+    check_arrived(engine, [rank])
+
+
+def test_a_hold_that_ends_before_the_device_has_done_it_ends_its_write(engines: Engines) -> None:
+    engine, [rank] = engines.open(filled_ranks(1), [Rank(0, 1)])
+    cuda = FakeCuda.of_this_thread("cpu")
+    [source] = engine.ranks
+    later = StepWords(source.words, CudaOrder("cpu", cuda))
+    later.prompts, source.step_words = source.step_words.prompts, later
+    load(rank, engine, held_by(engine))
+    assert rank.is_waiting(0.2)
+    engine.step(ended=[SLOT])
+    assert reason_of(rank.result()) is Reason.SOURCE_CHANGED
+    cuda.current_stream("cpu").run()
+    assert not source.writer._sender._prompts
+    assert not rank.rank.cache.any()
 
 
 # Faults.
@@ -480,6 +514,40 @@ def test_a_source_that_has_lost_the_way_is_read_unless_writing_is_forced(
     assert "could not be written" not in caplog.text
 
 
+@pytest.mark.parametrize("is_reported", [True, False], ids=["given up", "refused"])
+@pytest.mark.parametrize("reason", [Reason.PEER_DIED, Reason.TRANSFER_FAILED, Reason.PROTOCOL_MISMATCH, Reason.CLOSED])
+def test_a_write_that_fails_where_a_read_need_not_is_read(
+    reason: Reason, is_reported: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL says of a lost connection that the peer died; the plans of two versions may differ; a fence closes."""
+    engine, rank = choosing(engines)
+    held = held_by(engine)
+
+    def fail(*_: object) -> NoReturn:
+        raise HandoffError(reason, "it cannot be written.")
+
+    for each in engine.ranks:
+        monkeypatch.setattr(*((write.Write, "_begin_batch") if is_reported else (each.writer, "_announce")), fail)
+    load(rank, engine, held)
+    result = rank.result()
+    assert (result.error, result.way) == (None, "read")
+    check_arrived(engine, [rank])
+
+
+@pytest.mark.parametrize("reason", [Reason.SOURCE_CHANGED, Reason.INTEGRITY_MISMATCH])
+def test_a_write_that_fails_as_a_read_would_is_the_end(
+    reason: Reason, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, rank = choosing(engines)
+
+    def fail(*_: object) -> NoReturn:
+        raise HandoffError(reason, "it is not held, or the bytes are wrong.")
+
+    monkeypatch.setattr(write.Write, "_begin_batch", fail)
+    load(rank, engine, held_by(engine))
+    assert reason_of(rank.result()) is reason
+
+
 def test_a_rank_at_loopback_is_not_written_from_elsewhere(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody there reaches it, so nothing is waited for."""
     monkeypatch.setattr(announce, "is_loopback", lambda host: host == "here")
@@ -510,7 +578,35 @@ def test_a_source_that_forgot_this_rank_is_read_and_writes_the_next(engines: Eng
         if not number:
             for each in engine.ranks:
                 each.writer._destinations.clear()
+            # The time to meet counts from the new introduction.
+            rank.announcer._meets_by |= dict.fromkeys(rank.announcer._meets_by, time.monotonic() - 1.0)
     assert ways == ["written", "read", "written"]
+
+
+def test_a_source_that_did_not_reach_this_rank_writes_once_it_does(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is introduced anew, and connects anew."""
+    monkeypatch.setattr(announce, "MEET_SECONDS", 0.3)
+    monkeypatch.setattr(announce, "AVOID_SECONDS", 0.5)
+    monkeypatch.setattr(write, "TELL_SECONDS", 0.5)
+    engine, rank = choosing(engines)
+    [first, second] = engine.ranks
+    connect, tell = first.transports.connect, second.client.tell
+    monkeypatch.setattr(first.transports, "connect", lambda _: unreachable())
+    monkeypatch.setattr(second.client, "tell", lambda *_, **__: None)
+    held = held_by(engine)
+    load(rank, engine, held)
+    assert rank.result().way == "read"
+    monkeypatch.setattr(first.transports, "connect", connect)
+    monkeypatch.setattr(second.client, "tell", tell)
+    monkeypatch.setattr(announce, "MEET_SECONDS", 15.0)
+    load(rank, engine, held)
+    assert rank.result().way == "read"
+    time.sleep(0.6)
+    load(rank, engine, held)
+    assert rank.result().way == "written"
+    check_arrived(engine, [rank])
 
 
 def test_writing_that_is_forced_is_refused_where_the_source_does_not_write(engines: Engines) -> None:
@@ -520,6 +616,38 @@ def test_writing_that_is_forced_is_refused_where_the_source_does_not_write(engin
     assert error is not None
     assert error.reason is Reason.UNSUPPORTED
     assert "held_prompts" in str(error)
+
+
+def test_introductions_of_strangers_begin_few_meetings(
+    announced: tuple[HoldingEngine, LoadingRank, Announce], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever names they give themselves, and however often."""
+    engine, rank, _ = announced
+    [source] = engine.ranks
+    monkeypatch.setattr(write, "MAX_MEETINGS", 3)
+    never = SimpleNamespace(name="", poll=lambda: None)
+    monkeypatch.setattr(source.transports, "connect", lambda _: never)
+    introduction = rank.announcer._introduction(source.answers_at, (source.entry.shard,), PROTOCOL_VERSION)
+    before = len(source.executor._active)
+    monkeypatch.setattr(write, "TELL_SECONDS", 0.0)
+    for number in range(10):
+        for _ in range(2):
+            source.writer.answer(msgspec.structs.replace(introduction, receiver=f"stranger/{number}"))
+            assert len(source.writer._meetings) == min(number + 1, 3)
+    wait_until(lambda: len(source.executor._active) == before + 3)
+
+
+def test_a_destination_that_introduces_itself_over_and_over_is_met_once(
+    announced: tuple[HoldingEngine, LoadingRank, Announce],
+) -> None:
+    engine, rank, _ = announced
+    [source] = engine.ranks
+    told = recorded_questions(rank)
+    introduction = rank.announcer._introduction(source.answers_at, (source.entry.shard,), PROTOCOL_VERSION)
+    for _ in range(20):
+        source.writer.answer(introduction)
+    time.sleep(0.2)
+    assert not told
 
 
 def test_a_message_that_says_that_a_rank_was_met_is_for_one_epoch_of_it(engines: Engines) -> None:

@@ -513,6 +513,7 @@ class Announcer:
             return False
         try:
             if self.is_introduced(where, sources, version) and self._met.get(where.epoch) == self.num_fences:
+                self._meets_by.pop(where, None)
                 return True
             if now < self._meets_by.setdefault(where, now + MEET_SECONDS):
                 return None
@@ -522,11 +523,13 @@ class Announcer:
             return False
 
     def avoid(self, where: EndPoint, error: KVFerryError, now: float) -> None:
-        """Let nothing be written from there for :data:`AVOID_SECONDS`."""
+        """Let nothing be written from there for :data:`AVOID_SECONDS`; then introduce this rank anew."""
         told = "kvferry: the rank at %s:%d is read for %.0f s, since it cannot write here: %s"
         logger.warning(told, where.host, where.port, AVOID_SECONDS, error, peer=f"{where.host}:{where.port}")
         self._avoided_until[where] = now + AVOID_SECONDS
-        self._meets_by.pop(where, None)
+        for known in (self._introductions, self._meets_by):
+            known.pop(where, None)
+        self._met.pop(where.epoch, None)
 
     def introduce_again(self, where: EndPoint) -> None:
         """The source has forgotten this rank: introduce this rank anew for the next push."""

@@ -71,8 +71,8 @@ class Held(NamedTuple):
 class HeldPrompts(Protocol):
     """Writes held prompts on request. It is called while words change, so each call returns at once."""
 
-    def hold(self, held: Held) -> None:
-        """The word of this hold counts from now on."""
+    def hold(self, held: Held, *, counts: bool) -> None:
+        """The word of this hold counts from now on, or will count unless :meth:`end` is called before."""
 
     def end(self, words: Sequence[bytes]) -> None:
         """The holds of these words have ended."""
@@ -83,7 +83,7 @@ class StepWords:
 
     Call ``begin`` before the step launches work that writes blocks, and ``finish`` after its last launch. Before a word
     counts, ``keep_digests`` gets the prompt. Where prompts are written on request, ``prompts`` learns which words
-    count.
+    count, and which will: a destination may announce its blocks before, as it may read a word "being written".
     """
 
     def __init__(
@@ -141,10 +141,7 @@ class StepWords:
         for held in every:
             self._words.set(held.slot, held.word if counts else being_written(held.word))
             self._step_of[held.slot] = self._step
-            if counts:
-                self._hold(held)
-            else:
-                self._end([held.slot])
+            self._hold(held, counts=counts)
             waiting.append((self._step, held))
         return waiting
 
@@ -163,16 +160,16 @@ class StepWords:
                 with self._lock:
                     if self._step_of.get(held.slot) == step:
                         self._words.set(held.slot, held.word)
-                        self._hold(held)
+                        self._hold(held, counts=True)
 
-    def _hold(self, held: Held) -> None:
-        """Let the prompt be written on request; the caller has the lock."""
+    def _hold(self, held: Held, *, counts: bool) -> None:
+        """Let the prompt be written on request, once its word counts; the caller has the lock."""
         if self.prompts is None:
             return
-        if self._held.get(held.slot) != held.word:
+        if not counts or self._held.get(held.slot) != held.word:
             self._end([held.slot])
         self._held[held.slot] = held.word
-        self.prompts.hold(held)
+        self.prompts.hold(held, counts=counts)
 
     def _end(self, slots: Sequence[int]) -> None:
         """Stop the writes of the holds of these slots; the caller has the lock."""

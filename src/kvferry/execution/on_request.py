@@ -29,10 +29,11 @@ from kvferry.peer_log import PeerLog
 
 logger = PeerLog(logging.getLogger(__name__))
 
-READ_INSTEAD = frozenset(
-    {Reason.PEER_UNREACHABLE, Reason.PERMISSION_DENIED, Reason.UNKNOWN_REQUEST, Reason.UNSUPPORTED, Reason.FENCED}
+NOT_READ_INSTEAD = frozenset(
+    {Reason.SOURCE_CHANGED, Reason.INTEGRITY_MISMATCH, Reason.DEADLINE_EXCEEDED, Reason.ABORTED, Reason.WEIGHTS_CHANGED}
 )
-"""Why a write may fail where a read succeeds."""
+"""Why a write fails where a read would fail too, or would hide wrong bytes. For any other reason a read may succeed: it
+needs neither a way back nor the source's part."""
 OUT_OF_REACH = frozenset({Reason.PEER_UNREACHABLE, Reason.PERMISSION_DENIED})
 
 
@@ -54,22 +55,22 @@ class HeldWrites:
     def __init__(self, writer: Writer, name_of: Callable[[int], str] = str) -> None:
         self._writer, self._name_of = writer, name_of
 
-    def hold(self, held: Held) -> None:
-        """The word of this hold counts from now on."""
+    def hold(self, held: Held, *, counts: bool) -> None:
+        """The word of this hold counts from now on, or will count: until then nothing of the prompt is final."""
         assert held.prompt is not None, "who may be asked to write knows what is held"
-        self._writer.hold(transfer_id_of(held.word), self._prompt_of(held.prompt))
+        self._writer.hold(transfer_id_of(held.word), self._prompt_of(held.prompt, END if counts else 0))
 
     def end(self, words: Sequence[bytes]) -> None:
         """The holds of these words have ended."""
         self._writer.end([transfer_id_of(word) for word in words])
 
-    def _prompt_of(self, held: HeldPrompt) -> Prompt:
+    def _prompt_of(self, held: HeldPrompt, num_final: int) -> Prompt:
         blocks = {}
         for index, (size, listed) in enumerate(zip(held.block_sizes, held.block_ids, strict=True)):
             ids = np.asarray(listed)
             begin = first_held(ids)
             blocks[self._name_of(index)] = BlockList(begin * size, ids[begin:].tolist())
-        return Prompt(held.num_tokens, held.prompt_digest, blocks, END)
+        return Prompt(held.num_tokens, held.prompt_digest, blocks, num_final)
 
 
 class HeldRequest(NamedTuple):
@@ -113,7 +114,7 @@ class OnRequest:
 
     def _give_up(self, request: HeldRequest, error: KVFerryError) -> bool:
         """Return whether a load that could not be written is read."""
-        if self._is_forced or error.reason not in READ_INSTEAD:
+        if self._is_forced or error.reason in NOT_READ_INSTEAD:
             return False
         if error.reason in OUT_OF_REACH:
             with suppress(KVFerryError):  # of a handshake: the read says so too

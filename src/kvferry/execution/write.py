@@ -288,6 +288,8 @@ def _never_rests(key: PushKey) -> HandoffError:
 
 
 MAX_DESTINATIONS = 4096
+MAX_MEETINGS = 1024
+"""Destinations to which a rank connects at a time because they have introduced themselves."""
 MAX_STEPS = 1024
 """Steps kept until :meth:`Writer.take_steps`; of more only the latest are kept."""
 MAX_OPEN = 1 << 14
@@ -297,7 +299,7 @@ MAX_SECONDS = 3600.0
 REPORT_SECONDS = 60.0
 """How long a report is sent again until it is acknowledged."""
 TELL_SECONDS = 10.0
-"""How long a destination is told again that this rank reaches it."""
+"""How long a destination is told again that this rank reaches it, and the time between two meetings with it."""
 LATE_WORD_SECONDS = 10.0
 """The longest time for which a prompt that is to be written on request may be unknown here."""
 
@@ -309,11 +311,11 @@ class Meeting:
     can_wait = True
     given_up_at = None
 
-    def __init__(self, introduction: Introduce, link: Connecting, tell: Callable[[], None]) -> None:
-        where = introduction.answers_at
-        self.job_id = f"meeting {introduction.receiver} {where.epoch} {introduction.registration}"
+    def __init__(self, job_id: str, link: Connecting | Link, tell: Callable[[], None]) -> None:
+        self.job_id = job_id
         self.phase = Phase.PREPARING
         self.error: KVFerryError | None = None
+        self.began_at = time.monotonic()
         self._link, self._tell = link, tell
 
     def advance(self, scratch: Scratch, now: float) -> bool:
@@ -352,6 +354,7 @@ class DestinationRank:
     route: Route
     source_index: int
     registration: int
+    meeting: Meeting | None = None
     _cells: dict[tuple[PairPlan, Integrity], PushedCells] = field(default_factory=dict)
 
     def cells(self, plan: PairPlan, wanted: Integrity) -> PushedCells:
@@ -417,6 +420,7 @@ class Writer:
         self._sender = Sender()
         self._lock = threading.Lock()
         self._destinations: Bounded[tuple[str, int], DestinationRank] = Bounded(MAX_DESTINATIONS)
+        self._meetings: list[Meeting] = []
         self._num_preemptions: dict[str, int] = {}
         self.spans, self._short_tokens = spans, short_tokens
         self.engine: EndPoint | None = None
@@ -503,7 +507,7 @@ class Writer:
         self._executor.wake()
 
     def hold(self, transfer_id: str, prompt: Prompt) -> None:
-        """The prompt is held, all of it is final, and it may be written until :meth:`end`. Any thread may call it."""
+        """The prompt is held, and what of it is final may be written until :meth:`end`. Any thread may call it."""
         with self._lock:
             self._sender.compute(transfer_id, prompt)
             may_be_awaited = self._sender.num_open > 0
@@ -575,6 +579,7 @@ class Writer:
         key = question.receiver, question.answers_at.epoch
         known = self._destinations.get(key)
         if known is not None and known.registration >= question.registration:
+            self._meet(question.receiver, known)
             return
         if self._shard not in question.sources:
             raise HandoffError(
@@ -586,15 +591,33 @@ class Writer:
         links = {index: self._transports.connect(question.end_points)}
         route = Route([decode_shard(source) for source in question.sources], decode_shard(question.shard), links)
         # The connection to a former registration is not closed: it ends with the last batch in flight over it.
-        self._destinations[key] = DestinationRank(
+        self._destinations[key] = destination = DestinationRank(
             question.answers_at, question.end_points, route, index, question.registration
         )
-        if self._is_on_request:
-            self._executor.submit(Meeting(question, links[index], partial(self._tell_met, question)))
+        self._meet(question.receiver, destination)
 
-    def _tell_met(self, question: Introduce) -> None:
-        where = question.answers_at
-        met = Met(self.epoch, question.receiver, where.epoch, question.registration)
+    def _meet(self, receiver: str, destination: DestinationRank) -> None:
+        """Connect to a destination and tell it so; anew where it introduces itself again, as one does that was not told
+        in time.
+        """
+        self._meetings = [each for each in self._meetings if each.phase is not Phase.DONE]
+        before, where = destination.meeting, destination.answers_at
+        if not self._is_on_request or before in self._meetings:
+            return
+        if before is not None and time.monotonic() < before.began_at + TELL_SECONDS:
+            return
+        if len(self._meetings) >= MAX_MEETINGS:
+            logger.warning("kvferry: %s is not met: %d meetings are under way.", receiver, MAX_MEETINGS, peer=receiver)
+            return
+        if before is not None and before.error is not None:
+            self.connect_anew(destination)
+        met = Met(self.epoch, receiver, where.epoch, destination.registration)
+        job_id = f"meeting {receiver} {where.epoch} {destination.registration}"
+        destination.meeting = meeting = Meeting(job_id, destination.link, partial(self._tell_met, where, met))
+        self._meetings.append(meeting)
+        self._executor.submit(meeting)
+
+    def _tell_met(self, where: EndPoint, met: Met) -> None:
         self._client.tell(where.host, where.port, met, TELL_SECONDS, is_trusted=self._client.knows_peers)
 
     def _announce(self, question: Announce) -> str:
