@@ -1,5 +1,5 @@
-PYTHON := .venv/bin/python
-PYTEST := $(PYTHON) -m pytest
+VENV_PYTHON := .venv/bin/python
+PYTEST := $(VENV_PYTHON) -m pytest
 BANDIT := .venv/bin/bandit --quiet --configfile pyproject.toml --recursive src scripts
 # demo: MODE=pull, MODE=push or MODE=offload, HOSTS=2 for two virtual hosts (as root), and any flag of `kvferry demo`, such as ARGS="--prefill-tp 1 --json"
 MODE ?= pull
@@ -15,7 +15,7 @@ SECOND_CHANCE := $(if $(CI),--reruns 1 -rR)
 .PHONY: help setup demo test test-matrix test-chaos test-hosts test-versions test-fast test-full test-gpu check-vllm package check-package check-deploy lint bench clean
 
 help: ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: ## Make .venv with everything pinned (once per change of pyproject.toml)
 	@scripts/setup
@@ -36,13 +36,13 @@ test: setup ## The tests, real vLLM engines included (about 25 minutes on 2 core
 test-matrix: setup ## Every pair of engines and every refusal; writes docs/matrix.md (about an hour on 2 busy cores)
 	@rm -rf build/matrix
 	@KVFERRY_MATRIX=build/matrix $(PYTEST) $(MATRIX) $(ARGS); status=$$?; \
-	$(PYTHON) -m tests.matrix_document build/matrix && exit $$status
+	$(VENV_PYTHON) -m tests.matrix_document build/matrix && exit $$status
 
 test-chaos: setup ## Engines killed, stopped and cut off under load, in every mode, and a rolling restart (about 55 minutes on 2 cores)
 	@KVFERRY_CHAOS=1 $(PYTEST) tests/host/vllm/chaos tests/local/test_chaos_relay.py $(ARGS)
 
 test-versions: setup ## vLLM 0.30, 0.31 and 0.32, each in an environment of its own, and pairs of two of them (about 40 minutes, 8 GB)
-	@$(PYTHON) scripts/test_versions.py $(ARGS)
+	@$(VENV_PYTHON) scripts/test_versions.py $(ARGS)
 
 # One process waits for links that fail, the other one for engines.
 test-hosts: setup ## Transports and engines between two virtual hosts, and faults of their network (as root; about 15 minutes on 2 cores)
@@ -51,9 +51,9 @@ test-hosts: setup ## Transports and engines between two virtual hosts, and fault
 test-fast: setup ## The tests that need neither vLLM nor Mooncake (2 minutes on 2 cores)
 	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local src -m "not mooncake" --ignore=src/kvferry/integrations $(ARGS)
 
-# Exit code 2 without a GPU: then it prints what would run. Nothing of it has run on a GPU yet.
-test-gpu: setup ## Everything that awaits a GPU, on this machine's; JSON=FILE for the results
-	@$(PYTHON) scripts/gpu_tests.py $(if $(JSON),--json $(JSON)) $(ARGS)
+# Exit code 2 without a GPU: then it prints what would run. Nothing of it has run on a GPU yet. Set-up installs vLLM for a CPU.
+test-gpu: $(if $(GPU_PYTHON),,setup) ## Everything that awaits a GPU; GPU_PYTHON=python of an environment for GPUs, JSON=FILE for the results
+	@$(or $(GPU_PYTHON),$(VENV_PYTHON)) scripts/gpu_tests.py $(if $(JSON),--json $(JSON)) $(ARGS)
 
 # Many runs, each with a seed of its own: one process would remember every drawn case.
 test-full: setup ## 100,000 drawn cases through every strategy (35 minutes on 2 idle cores)
@@ -68,21 +68,21 @@ lint: setup ## ruff, bandit and mypy --strict
 
 # Takes the release's wheel from the package index, reads it and installs nothing.
 check-vllm: setup ## What a vLLM release changes of the names that kvferry uses: VERSION=0.33.0 (or ARGS="--wheel FILE", "--folder FOLDER")
-	@$(PYTHON) scripts/check_vllm.py $(VERSION) $(ARGS)
+	@$(VENV_PYTHON) scripts/check_vllm.py $(VERSION) $(ARGS)
 
 package: setup ## The source distribution and the wheel in dist/, the same bytes each time
-	@$(PYTHON) scripts/package.py $(ARGS)
+	@$(VENV_PYTHON) scripts/package.py $(ARGS)
 
 check-package: setup ## The wheel in fresh environments: alone on Python 3.11 to 3.13; beside vLLM by the README's lines (4 GB, some minutes)
-	@$(PYTHON) scripts/check_package.py
-	@$(PYTHON) scripts/check_package.py --vllm
+	@$(VENV_PYTHON) scripts/check_package.py
+	@$(VENV_PYTHON) scripts/check_package.py --vllm
 
 check-deploy: setup ## docs/deploy: by the schemas of Compose and Kubernetes, and by systemd (about a minute at first)
-	@$(PYTHON) scripts/check_deploy.py
+	@$(VENV_PYTHON) scripts/check_deploy.py
 
 bench: setup ## The plan and transport benchmarks, against measured roofs
-	@$(PYTHON) benchmarks/plan.py
-	@$(PYTHON) benchmarks/transport.py
+	@$(VENV_PYTHON) benchmarks/plan.py
+	@$(VENV_PYTHON) benchmarks/transport.py
 
 clean: ## Remove .venv and everything that was built
 	@rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

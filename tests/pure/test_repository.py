@@ -40,13 +40,26 @@ def test_scripts_are_executable_and_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-TESTS = ["test", "test-matrix", "test-chaos", "test-hosts", "test-fast", "test-full"]
+TESTS = ["test", "test-matrix", "test-chaos", "test-hosts", "test-fast", "test-full", "test-gpu"]
 
 
 @pytest.mark.parametrize("target", ["demo", *TESTS, "lint", "bench", "clean"])
 def test_make_knows_its_targets(target: str) -> None:
     result = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_make_hands_the_python_that_a_user_names_to_set_up() -> None:
+    environment = {**os.environ, "PYTHON": "/somewhere/python3.11"}
+    command = ["make", "--dry-run", "--print-data-base", "help"]
+    told = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^PYTHON :?= (.*)$", told, re.MULTILINE) == ["/somewhere/python3.11"]
+
+
+def test_gpu_tests_run_in_an_environment_that_is_named_and_set_up_none() -> None:
+    command = ["make", "--dry-run", "test-gpu", "GPU_PYTHON=/somewhere/python"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["/somewhere/python", "scripts/gpu_tests.py"]
 
 
 def test_ci_runs_the_command_that_the_readme_names() -> None:
