@@ -177,12 +177,15 @@ def test_a_rank_tells_its_engine_of_a_fence(make_engine: Any) -> None:
     assert rank.end_points == {"memcpy": b"anew"}
 
 
-def test_a_step_that_ends_a_hold_ends_its_write(make_engine: Any) -> None:
-    """Before the step can write the blocks of the hold."""
+@pytest.mark.parametrize("call", ["void_transfers", "begin_step"])
+def test_a_step_that_ends_a_hold_ends_its_write(call: str, make_engine: Any) -> None:
+    """Before vLLM clears new blocks, among which are those of a hold that yields, where vLLM calls before that."""
     prefill = writing(make_engine)(UNIFORM)
     prefill.ask("p", list(range(75)), {"do_remote_decode": True}, max_tokens=1)
     source = prefill.worker._worker_role._source
     [slot] = source._step_words._held
     assert list(source._end_point.writer._sender._prompts)
-    prefill.worker._worker_role.begin_step(StepMetadata(ended_slots=[slot]))
+    assert source.words.array[slot].all()
+    getattr(prefill.worker._worker_role, call)(StepMetadata(ended_slots=[slot]))
     assert not source._end_point.writer._sender._prompts
+    assert not source.words.array[slot].any()

@@ -100,6 +100,11 @@ class StepWords:
         self._step_of: dict[int, int] = {}
         self._being_written: list[tuple[int, Held]] = []
 
+    def void(self, ended: Iterable[int]) -> None:
+        """Clear the words of slots whose hold has ended, before anything of the step can write their blocks."""
+        with self._lock:
+            self._clear(list(ended))
+
     def begin(self, ended: Iterable[int], written: Iterable[Held], late: Iterable[Held] = ()) -> None:
         """Clear the words of slots whose hold has ended, then set those of the requests that this step writes.
 
@@ -108,11 +113,7 @@ class StepWords:
         """
         with self._lock:
             self._step += 1
-            ended = list(ended)
-            for slot in ended:
-                self._words.clear(slot)
-                self._step_of.pop(slot, None)
-            self._end(ended)
+            self._clear(list(ended))
             # On a CPU the step is done before anybody can learn of the hold, and so are the digests.
             self._being_written += self._set(written, counts=self._order.is_immediate)
             waiting = self._set(late, counts=False)
@@ -170,6 +171,13 @@ class StepWords:
             self._end([held.slot])
         self._held[held.slot] = held.word
         self.prompts.hold(held, counts=counts)
+
+    def _clear(self, slots: Sequence[int]) -> None:
+        """Clear words, and stop the writes of their holds; the caller has the lock."""
+        for slot in slots:
+            self._words.clear(slot)
+            self._step_of.pop(slot, None)
+        self._end(slots)
 
     def _end(self, slots: Sequence[int]) -> None:
         """Stop the writes of the holds of these slots; the caller has the lock."""

@@ -55,6 +55,12 @@ class PullSource(Source):
         words = Region(self.words.address, self.words.array.nbytes)
         return [words] if self._table is None else [words, self._table.region]
 
+    def void_transfers(self, orders: StepMetadata) -> None:
+        """Clear the words of ended holds: before the step begins, vLLM may clear or copy into blocks that it has given
+        away, and those of a hold that yields may be among them.
+        """
+        self._step_words.void(orders.ended_slots)
+
     def begin_step(self, orders: StepMetadata) -> None:
         """Clear the words of ended holds, then set those of the requests that this step writes, and late ones.
 
