@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def _missing_dependency(error: ModuleNotFoundError) -> KVFerryError:
-    """Return what to say of a package that only some commands need; raise the error again for any other."""
+    """Return the error of a package that only some commands need; raise the error again for any other package."""
     package = (error.name or "").partition(".")[0]
     if package not in INSTALLED_BY:
         raise error

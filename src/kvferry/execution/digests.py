@@ -178,8 +178,8 @@ class ComparedCells(NamedTuple):
 class GroupComparison:
     """The comparison of one request in one group.
 
-    What is compared is prepared before the bytes move: afterwards the request waits for the comparison. Only the cells
-    of ``full`` are too many to be kept.
+    The compared cells are prepared before the bytes move: afterwards the request waits for the comparison. Only the
+    cells of ``full`` are too many to be kept.
     """
 
     def __init__(self, group: GroupDigests, blocks: GroupBlocks) -> None:

@@ -169,8 +169,8 @@ class GroupSums:
         return HeldCut(announced.group, layers, announced.first_token, announced.end_token, blocks)
 
     def split(self, cut: HeldCut) -> tuple[list[HeldCut], list[HeldCut]]:
-        """Return what of a cut is final, and what its engine may still change: a packed page that the prompt does not
-        fill.
+        """Return the final part of a cut, and the part that its engine may still change: a packed page that the prompt
+        does not fill.
         """
         grid, end = self.group.grid, self.announced.end_token
         if not grid.is_paged or cut.end_token < end or end % grid.num_tokens == 0:
@@ -306,8 +306,8 @@ class PushDigests:
         return list(cells) if self.wanted is Integrity.SAMPLE else cells
 
     def split(self, cuts: Sequence[HeldCut]) -> tuple[list[HeldCut], list[HeldCut]]:
-        """Return what of these cuts is final, and what their engine may still change, as it generates tokens behind the
-        prompt.
+        """Return the final parts of these cuts, and the parts that their engine may still change, as it generates
+        tokens behind the prompt.
         """
         final, pages = zip(*(self._groups[cut.group].split(cut) for cut in cuts), strict=True)
         return list(chain(*final)), list(chain(*pages))

@@ -44,7 +44,7 @@ BLOCKS_EACH = 2
 """Blocks of each cache group that are labelled; of a state one."""
 SLOT = 0
 STAGE_BYTES, DIGESTS_BYTES = 16 << 20, 1 << 20
-"""Of a side that the trial makes."""
+"""Of a side that :func:`open_side` opens."""
 
 
 class Side(NamedTuple):
@@ -128,7 +128,7 @@ class Trip(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """What a trial has moved there and back, and how long it took."""
+    """The strategies that have passed, the transport, and how many bytes went there and back in how many seconds."""
 
     strategies: tuple[Strategy, ...]
     transport: str
@@ -338,7 +338,7 @@ class LabelledBlocks:
             (layer, block): views[layer][block].clone() for name, layer in self._layers for block in self._touched(name)
         }
         self._unchanged = {
-            (layer, block): _bits(views[layer][block]) for _, layer in self._layers for block in self._others
+            (layer, block): _bytes_of(views[layer][block]) for _, layer in self._layers for block in self._others
         }
         self._labels: dict[tuple[str, int], Any] = {}
 
@@ -373,7 +373,7 @@ class LabelledBlocks:
         return [*self._trips[name].labelled, *self._trips[name].returned]
 
     def _check(self, layer: str, block: int, expected: Any) -> None:
-        wrong = np.flatnonzero(_bits(self._views[layer][block]) != expected)
+        wrong = np.flatnonzero(_bytes_of(self._views[layer][block]) != expected)
         if wrong.size:
             raise HandoffError(
                 Reason.BYTES_FOREIGN,
@@ -391,7 +391,8 @@ def _fill(view: "torch.Tensor", generator: np.random.Generator) -> Any:
     return content
 
 
-def _bits(view: "torch.Tensor") -> Any:
+def _bytes_of(view: "torch.Tensor") -> Any:
+    """Return a copy of a view's bytes, in the view's order."""
     import torch
 
     return view.cpu().contiguous().view(torch.uint8).numpy().reshape(-1).copy()

@@ -6,7 +6,7 @@ engine says that it is ready.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,7 +21,6 @@ from kvferry.execution.pinned_copy import PinnedMemory
 from kvferry.execution.trial import TRIAL_SECONDS, LabelledBlocks, TrialResult, choose_blocks, late, tier_shard
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
-from kvferry.plan.request import GroupBlocks
 from kvferry.tiers.slab_memory import SlabMemory
 
 if TYPE_CHECKING:
@@ -64,7 +63,9 @@ class SlabTrial:
             stores, loads = LocalRoute([self._shard], slab, own=[0]), LocalRoute([slab], self._shard, own=[0])
             out = [trip.out() for trip in self._trips]
             self._await(LocalCopy("trial store", stores, 0, out, labelled, pinned.copying, fills_blocks=False))
-            self._await(self._load(loads, [trip.back() for trip in self._trips], pinned))
+            back = [trip.back() for trip in self._trips]
+            stored = self._order.mark()
+            self._await(LocalCopy("trial load", loads, 0, back, stored, pinned.copying, fills_blocks=True))
             content.compare()
         except KVFerryError as error:
             raise self._failed(error) from error
@@ -75,9 +76,6 @@ class SlabTrial:
                 if each is not None:
                     each.close()
         return TrialResult((), "cuda", content.num_bytes, time.monotonic() - began_at)
-
-    def _load(self, route: LocalRoute, blocks: Sequence[GroupBlocks], pinned: PinnedMemory) -> LocalCopy:
-        return LocalCopy("trial load", route, 0, blocks, self._order.mark(), pinned.copying, fills_blocks=True)
 
     def _await(self, copy: LocalCopy) -> None:
         self._executor.submit(copy)

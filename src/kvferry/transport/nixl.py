@@ -534,7 +534,7 @@ def why_reads_are_slow(devices: str) -> str:
 
 
 def _ucx_configuration() -> str:
-    """Return UCX's settings in NIXL's form. Each is one variable of UCX, which goes first where it is set."""
+    """Return UCX's settings in NIXL's form. Where UCX's variable of a setting is set, UCX takes that value."""
     settings = [f"TCP_USER_TIMEOUT={SILENCE_SECONDS}s"]
     # UCX does not start with send buffers that are larger than its receive buffers.
     if "UCX_TCP_RX_SEG_SIZE" not in os.environ:

@@ -167,11 +167,11 @@ def _num_before_window(group: GroupShape, block_size: int, num_tokens: int) -> i
     return max(num_tokens - group.window + 1, 0) // block_size
 
 
-def all_there(groups: Sequence[GroupShape], guarded: Sequence[Integers], num_tokens: int) -> bool:
+def has_every_block(groups: Sequence[GroupShape], guarded: Sequence[Integers], num_tokens: int) -> bool:
     """Return whether :func:`guarded_blocks` of this engine's own sizes lack none that a load of the tokens reads.
 
     >>> window = GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)
-    >>> [all_there([window], [np.array(ids)], 64) for ids in ([0, 0, 7, 6], [0, 0, 7, 0], [0, 0, 7])]
+    >>> [has_every_block([window], [np.array(ids)], 64) for ids in ([0, 0, 7, 6], [0, 0, 7, 0], [0, 0, 7])]
     [True, False, False]
     """
     for group, ids in zip(groups, guarded, strict=True):

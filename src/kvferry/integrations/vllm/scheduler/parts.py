@@ -129,7 +129,7 @@ class Destination(Protocol):
         return None
 
     def is_gone(self, request_id: str) -> bool:
-        """Return whether the hold of an expected turn has ended, or nobody answers for it."""
+        """Return whether the hold of an expected turn has ended, or its engine has not answered in time."""
         return False
 
     def block_sizes(self, request_id: str) -> Sequence[int]:

@@ -38,9 +38,9 @@ class PromptAdapters:
         self._caches_prefixes = caches_prefixes
 
     def of(self, request: "Request") -> PromptAdapter:
-        """Return the adapter of a request. Raises :class:`HandoffError` (unknown-weights) where the
-        weights that vLLM has are unknown.
+        """Return the adapter of a request.
 
+        Raises :class:`HandoffError` (unknown-weights) where the weights that vLLM has are unknown.
         Weights that have no digest, such as those of a hub's adapter without a commit, are compared by name alone.
         """
         lora = request.lora_request

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.handoff.holds import sampling_family
-from kvferry.integrations.vllm.scheduler.blocks import all_there, has_state
+from kvferry.integrations.vllm.scheduler.blocks import has_every_block, has_state
 from kvferry.integrations.vllm.scheduler.params import answer_params, prompt_digest, token_ids_of
 from kvferry.integrations.vllm.scheduler.parts import EngineState
 from kvferry.peer_log import PeerLog
@@ -54,7 +54,7 @@ class HeldAnswers:
         if has_state(state.groups) and not (self._holds_states and request.num_computed_tokens == num_tokens):
             return None
         prompt = state.held_prompt(prompt_digest(request, num_tokens), num_tokens, block_ids)
-        if not all_there(state.groups, prompt.block_ids, num_tokens):
+        if not has_every_block(state.groups, prompt.block_ids, num_tokens):
             return None
         with state.holds_lock:
             hold = state.holds.hold_yielding(name, time.monotonic(), state.settings.turn_seconds)

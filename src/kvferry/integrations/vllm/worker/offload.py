@@ -199,8 +199,10 @@ class OffloadWorker:
         job_id = f"{'load' if is_load else 'store'} {order.job_id}"
         route = self._copies.loads if is_load else self._copies.stores
         self._orders[job_id] = order
-        given = job_id, route, order.job_id, order.blocks, after, self._copies.copying
-        self._executor.submit(LocalCopy(*given, fills_blocks=is_load))
+        copying = self._copies.copying
+        self._executor.submit(
+            LocalCopy(job_id, route, order.job_id, order.blocks, after, copying, fills_blocks=is_load)
+        )
 
     def _count_store(self, order: StoreOrder, result: JobResult) -> None:
         counter = self._report.stored if result.error is None else self._report.failed

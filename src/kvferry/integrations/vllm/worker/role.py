@@ -187,7 +187,7 @@ class WorkerRole:
 
     @property
     def _may_write_held(self) -> bool:
-        """Whether this rank may write what it holds, and be written to."""
+        """Whether this rank may write the prompts that it holds, and peers may write into its cache."""
         settings = self._settings
         if settings.mode == "push" or settings.held_prompts == "read":
             return False
