@@ -238,6 +238,11 @@ def on_streams(
     copies.run()
 
 
+def await_batch(copies: FakeStream) -> None:
+    """Wait until one batch is launched, and the mark behind it."""
+    wait_until(lambda: copies.num_waiting == 2)
+
+
 def run_until(is_done: Callable[[], bool], *streams: FakeStream) -> None:
     wait_until(is_done, each=lambda: [stream.run() for stream in streams])
 
@@ -250,7 +255,7 @@ def test_a_store_copies_only_what_the_step_has_written(on_streams: tuple[Rank, F
     copies.run()
     assert not standin_driver.batches, "the step has not run on the device"
     engine.run()
-    wait_until(lambda: len(standin_driver.batches) == 1)
+    await_batch(copies)
     assert rank.worker.take_finished() == (set(), set())
     assert rank.worker.take_report() is None, "launched, and not done"
     assert not rank.stored.any()
@@ -271,7 +276,7 @@ def test_a_load_waits_for_its_blocks_and_is_reported_when_it_has_landed(
     copies.run()
     assert not standin_driver.batches
     engine.run()
-    wait_until(lambda: len(standin_driver.batches) == 1)
+    await_batch(copies)
     time.sleep(0.05)
     assert rank.worker.take_finished() == (set(), set()), "launched, and not done"
     copies.run()
@@ -283,7 +288,7 @@ def test_shutdown_waits_for_copies_under_way(on_streams: tuple[Rank, FakeStream,
     rank, engine, copies = on_streams
     rank.step(OffloadStep(loads=[LoadOrder("r", 2, whole([3], [9]))]))
     engine.run()
-    wait_until(lambda: bool(standin_driver.batches))
+    await_batch(copies)
     closing = threading.Thread(target=rank.worker.shutdown)
     closing.start()
     time.sleep(0.3)
@@ -301,7 +306,7 @@ def test_a_copy_that_is_given_up_ends_when_the_device_has_ended_it(
     rank, engine, copies = on_streams
     rank.step(OffloadStep(loads=[LoadOrder("r", 2, whole([3], [9]))]))
     engine.run()
-    wait_until(lambda: bool(standin_driver.batches))
+    await_batch(copies)
     assert rank.worker._executor is not None
     rank.worker._executor.cancel("load 2", KVFerryError(Reason.ABORTED, "given up."))
     time.sleep(0.1)
@@ -317,7 +322,7 @@ def test_a_refused_batch_fails_its_job_once_its_launched_part_has_ended(
     standin_driver.failures.append(standin_driver.ILLEGAL_ADDRESS)
     rank.step(OffloadStep(loads=[LoadOrder("bad", 2, whole([3, 4], [9, 8]))]))
     engine.run()
-    wait_until(lambda: bool(standin_driver.batches))
+    await_batch(copies)
     time.sleep(0.05)
     assert rank.worker.take_finished() == (set(), set()), "a part of the batch was launched"
     copies.run()

@@ -39,6 +39,11 @@ class FakeStream:
     def wait_event(self, event: FakeEvent) -> None:
         self._work.append(event)
 
+    @property
+    def num_waiting(self) -> int:
+        """How many launches and waits are not done."""
+        return len(self._work)
+
     def run(self) -> None:
         while self._work:
             work = self._work[0]
