@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -196,8 +197,8 @@ def test_a_read_that_never_ends_ends_the_trial(monkeypatch: pytest.MonkeyPatch) 
     assert "did not arrive" in failing(engine).message
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_second_agent_is_closed_whatever_comes_of_the_trial(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["none", "wrong bytes", "refused memory"])
+def test_the_second_agent_is_closed_whatever_comes_of_the_trial(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would keep the device's memory registered as long as the engine runs."""
     engine = Engine(attention(0, 1, ["0", "1"]), integrity=Integrity.OFF)
     second = []
@@ -206,18 +207,21 @@ def test_the_second_agent_is_closed_whatever_comes_of_the_trial(fails: bool, mon
         second.append(opened())
         return second[-1]
 
-    if fails:
+    if fault == "wrong bytes":
         monkeypatch.setattr(device_merge, "merge", lambda *_: None)
+    elif fault == "refused memory":
+        monkeypatch.setattr(TransportSet, "register", _raise_refusal)
     trial = Trial(engine.side, engine.views, engine.order, opens, BOTH, NamedLayout.BLHNC)
-    if fails:
-        with pytest.raises(TransportError):
-            trial.run()
-    else:
+    with nullcontext() if fault == "none" else pytest.raises(TransportError):
         trial.run()
     [each] = second
     with pytest.raises(TransportError) as closed:
-        each.register([Region(4096, 4096)])
+        each.transports["nixl"].register([Region(4096, 4096)])
     assert closed.value.reason is Reason.CLOSED
+
+
+def _raise_refusal(*_: object) -> dict[str, bytes]:
+    raise TransportError(Reason.TRANSPORT_UNAVAILABLE, "this memory is refused.")
 
 
 class RecordedOrder(ImmediateOrder):
