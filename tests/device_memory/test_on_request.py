@@ -1,7 +1,5 @@
 """Held prompts on a device that their source writes on request: the tests of host memory, over NIXL."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -10,15 +8,10 @@ from kvferry.plan.digest_cells import Integrity
 
 from ..local import test_on_request
 from ..local.engines_in_process import Rank, filled_ranks
-from ..local.engines_on_request import Engines
+from ..local.engines_on_request import Engines, engines
 from . import standin_nixl
 
-
-@pytest.fixture
-def engines() -> Iterator[Engines]:
-    opened = Engines()
-    yield opened
-    opened.close()
+__all__ = ["engines"]
 
 
 @pytest.mark.parametrize("integrity", [Integrity.OFF, Integrity.SAMPLE, Integrity.FULL])

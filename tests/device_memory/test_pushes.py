@@ -1,22 +1,15 @@
 """Pushes between engines whose caches lie on a device: whole prompts, chunks, spans of layers, digests."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.digest_cells import Integrity
 
 from ..local import test_push, test_push_integrity
-from ..local.engines_that_push import Batches, Pairs
+from ..local.engines_that_push import Batches, Pairs, engines
 from . import standin_nixl
 
-
-@pytest.fixture
-def engines() -> Iterator[Pairs]:
-    pairs = Pairs()
-    yield pairs
-    pairs.close()
+__all__ = ["engines"]
 
 
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (2, 1), (1, 2)])

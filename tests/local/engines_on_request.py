@@ -1,11 +1,12 @@
 """Prefill engines that hold prompts and write them on request, and decode ranks that load them, without vLLM."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvferry.execution.announce import FENCE_SECONDS, Announcer, PushedRequest
 from kvferry.execution.digests import DigestTable
@@ -215,6 +216,13 @@ class LoadingRank(Parts):
     def close(self) -> None:
         super().close()
         self.engines.close()
+
+
+@pytest.fixture
+def engines() -> "Iterator[Engines]":
+    opened = Engines()
+    yield opened
+    opened.close()
 
 
 class Engines:

@@ -8,6 +8,7 @@ from enum import Enum
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from kvferry.execution import announce
 from kvferry.execution.announce import Announcer, PushedRequest
@@ -216,6 +217,13 @@ class ReceivingRank(Parts):
     def is_waiting(self, seconds: float = 0.15) -> bool:
         time.sleep(seconds)
         return not self.executor.collect()
+
+
+@pytest.fixture
+def engines() -> "Iterator[Pairs]":
+    pairs = Pairs()
+    yield pairs
+    pairs.close()
 
 
 class Pairs:

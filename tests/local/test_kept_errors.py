@@ -4,7 +4,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,7 +24,9 @@ from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Transfer
 from kvferry.transport.registry import TransportSet
 
-from .engines_that_push import SECONDS, Pairs
+from .engines_that_push import SECONDS, Pairs, engines
+
+__all__ = ["engines"]
 
 KEY, SPAN = PushKey("d", 1, 1), Span("full")
 PARTS = Reason.TRANSFER_FAILED, "a write failed.", "Check the peer."
@@ -73,13 +75,6 @@ def parts_of(error: KVFerryError | None) -> tuple[Reason, str, str]:
 @pytest.fixture
 def frames() -> Frames:
     return Frames()
-
-
-@pytest.fixture
-def engines() -> Iterator[Pairs]:
-    pairs = Pairs()
-    yield pairs
-    pairs.close()
 
 
 def push_request(key: PushKey = KEY) -> PushRequest:

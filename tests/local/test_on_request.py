@@ -1,7 +1,7 @@
 """Held prompts that are written on request: bytes, ends of holds, faults, the choice between reading and writing."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import NoReturn
 
@@ -24,23 +24,18 @@ from kvferry.transport.faults import FaultPlan
 
 from ..waits import wait_until
 from .engines_in_process import BLOCK_SIZE, SLOT, Rank, filled_ranks, whole_blocks
-from .engines_on_request import Engines, HoldingEngine, HoldingRank, LoadingRank, prompt_in
+from .engines_on_request import Engines, HoldingEngine, HoldingRank, LoadingRank, engines, prompt_in
 from .engines_that_push import recorded_questions
 from .fake_cuda import FakeCuda
 from .test_pipeline_reads import HALVES, THIRDS, WHOLE, Stages, filled, ranks_of
 from .test_push_proofs import elsewhere, running_process
 
+__all__ = ["engines"]
+
 SOURCE, TARGET = [5, 1, 4], [0, 3, 2]
 IN_STAGES = [whole_blocks("0", [5, 2], [1, 2]), whole_blocks("1", [3], [4]), whole_blocks("2", [4, 1], [0, 3])]
 """Blocks of three groups. Block 0 is the null block of an engine, which no prompt has."""
 SLOW = "it has no operation that reads"
-
-
-@pytest.fixture
-def engines() -> Iterator[Engines]:
-    opened = Engines()
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -46,16 +46,12 @@ from .engines_that_push import (
     SendingEngine,
     SendingRank,
     check_arrived,
+    engines,
     questions_to_own_engine,
     recorded_questions,
 )
 
-
-@pytest.fixture
-def engines() -> Iterator["Pairs"]:
-    pairs = Pairs()
-    yield pairs
-    pairs.close()
+__all__ = ["engines"]
 
 
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])

@@ -1,7 +1,6 @@
 """Pushes whose bytes are compared with the sender's digests: real messages and writes, and bytes that change."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,12 @@ from kvferry.plan.digest_cells import Integrity
 from kvferry.transport.faults import FaultPlan
 
 from .engines_in_process import BLOCK_SIZE, HEADS, LAYERS, ROW_BYTES
-from .engines_that_push import Batches, Pairs, ReceivingRank, SendingEngine, check_arrived
+from .engines_that_push import Batches, Pairs, ReceivingRank, SendingEngine, check_arrived, engines
+
+__all__ = ["engines"]
 
 FULL, SAMPLE = Integrity.FULL, Integrity.SAMPLE
 SOURCE_IDS, TARGET_IDS = [5, 1, 4], [0, 3, 2]
-
-
-@pytest.fixture
-def engines() -> Iterator[Pairs]:
-    pairs = Pairs()
-    yield pairs
-    pairs.close()
 
 
 def push(

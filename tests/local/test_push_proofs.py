@@ -32,16 +32,11 @@ from kvferry.transport.registry import Link, TransportSet
 
 from ..waits import wait_until
 from .engines_in_process import EPOCH, HOST, Rank
-from .engines_that_push import Pairs, ReceivingRank, SendingEngine, check_arrived, questions_to_own_engine
+from .engines_that_push import Pairs, ReceivingRank, SendingEngine, check_arrived, engines, questions_to_own_engine
+
+__all__ = ["engines"]
 
 SECONDS = 20.0
-
-
-@pytest.fixture
-def engines() -> Iterator[Pairs]:
-    pairs = Pairs()
-    yield pairs
-    pairs.close()
 
 
 @contextmanager
