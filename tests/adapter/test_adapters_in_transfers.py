@@ -52,6 +52,33 @@ def prefilled(engine: HandoffEngine, adapter: LoRARequest, name: str = "p", **pa
     return engine.ask(name, TOKENS, {"do_remote_decode": True}, max_tokens=1, lora_request=adapter, **parts).params
 
 
+def arrived(role: Any, adapter: LoRARequest, params: dict[str, Any]) -> Any:
+    """Return a request with the adapter, which waits for its blocks."""
+    waiting = request(list(PROMPT), params)
+    waiting.lora_request = adapter
+    role.on_new_request(waiting)
+    return waiting
+
+
+def finished(role: Any, ours: Any) -> dict[str, Any] | None:
+    """Let a prompt in the blocks 1 to 5 be computed to its end; return the parameters for a decode engine."""
+    ours.num_computed_tokens = ours.num_prompt_tokens
+    params: dict[str, Any] | None = role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)[1]
+    return params
+
+
+def let_vllm_read(role: Any, adapter: LoRARequest) -> None:
+    """Another request asks for the adapter."""
+    role._state.adapters.of(SimpleNamespace(lora_request=adapter, request_id="another"))
+
+
+def replace_in_place(role: Any, adapter: LoRARequest, make_adapter: MakeAdapter) -> LoRARequest:
+    """Let vLLM read other weights for the adapter's id."""
+    trained = make_adapter("trained", Path(adapter.lora_path).name, load_inplace=True)
+    let_vllm_read(role, trained)
+    return trained
+
+
 def check_nothing_is_left(*engines: HandoffEngine) -> None:
     for engine in engines:
         state = engine.connector._scheduler._state
@@ -127,7 +154,7 @@ def test_a_prompt_without_an_adapter_says_none(make_engine: Any) -> None:
 def test_files_that_are_replaced_under_a_running_engine(
     make_engine: Any, make_adapter: MakeAdapter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Until vLLM has read them: nobody knows which weights the engine has. No client gets an error for that."""
+    """Until vLLM has read them, the engine's weights are unknown. No client gets an error for that."""
     prefill, decode = make_engine(LAYERS), make_engine(LAYERS)
     theirs, ours = make_adapter(number=1), make_adapter(number=2)
     params = prefilled(prefill, theirs)
@@ -136,12 +163,12 @@ def test_files_that_are_replaced_under_a_running_engine(
     write(Path(theirs.lora_path), "trained")
     assert prefilled(prefill, theirs, "q") == {}, "not held, so the decode engine computes the prompt"
     write(Path(ours.lora_path), "trained")
-    decode.connector._scheduler._state.adapters.of(SimpleNamespace(lora_request=ours, request_id="before"))
+    let_vllm_read(decode.connector._scheduler, ours)
     write(Path(ours.lora_path), "trained again")
     before = decode.num_computed
     answer = decode.ask("d", TOKENS, params, lora_request=ours)
     assert not answer.has_failed
-    assert decode.num_computed - before >= len(TOKENS), "loaded under an adapter that nobody knows"
+    assert decode.num_computed - before >= len(TOKENS), "loaded under an adapter of unknown weights"
     assert "d is computed here" in caplog.text
     prefill.release("copied")
     check_nothing_is_left(prefill, decode)
@@ -180,22 +207,18 @@ def test_a_prompt_whose_adapter_changes_before_its_end_is_not_held(
     when: str, make_role: Any, make_adapter: MakeAdapter
 ) -> None:
     role, adapter = make_role(FULL), make_adapter()
-    role._state.adapters.of(SimpleNamespace(lora_request=adapter, request_id="before"))
-    ours = request(list(PROMPT), {"do_remote_decode": True})
-    ours.lora_request = adapter
-    role.on_new_request(ours)
+    let_vllm_read(role, adapter)
+    ours = arrived(role, adapter, {"do_remote_decode": True})
     if when == "while it waits":
         write(Path(adapter.lora_path), "trained")
     if when == "in place":
         # Its prompt may begin in vLLM's prefix cache with blocks of the earlier weights.
-        trained = make_adapter("trained", Path(adapter.lora_path).name, load_inplace=True)
-        role._state.adapters.of(SimpleNamespace(lora_request=trained, request_id="after"))
+        replace_in_place(role, adapter, make_adapter)
     role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
     next_step(role, "r")
     if when == "while it runs":
         write(Path(adapter.lora_path), "trained")
-    ours.num_computed_tokens = ours.num_prompt_tokens
-    _, params = role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)
+    params = finished(role, ours)
     next_step(role)
     assert (params is not None) == (when == "never")
     assert (kept(role) != [], role._state.holds.num_holds) == ((True, 1) if when == "never" else (False, 0))
@@ -206,16 +229,12 @@ def test_an_engine_that_caches_no_prefixes_has_no_blocks_of_earlier_weights(
 ) -> None:
     """Weights that were replaced while a prompt waited do not keep it from being held: none of it was computed."""
     role, adapter = make_role(FULL, prefix_caching=False), make_adapter()
-    role._state.adapters.of(SimpleNamespace(lora_request=adapter, request_id="before"))
-    ours = request(list(PROMPT), {"do_remote_decode": True})
-    ours.lora_request = adapter
-    role.on_new_request(ours)
-    trained = make_adapter("trained", Path(adapter.lora_path).name, load_inplace=True)
-    role._state.adapters.of(SimpleNamespace(lora_request=trained, request_id="after"))
+    let_vllm_read(role, adapter)
+    ours = arrived(role, adapter, {"do_remote_decode": True})
+    trained = replace_in_place(role, adapter, make_adapter)
     role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
     next_step(role, "r")
-    ours.num_computed_tokens = ours.num_prompt_tokens
-    _, params = role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)
+    params = finished(role, ours)
     assert params is not None
     assert params["kvferry"]["adapter"] == adapters._weights_of(trained.lora_path).digest
 
@@ -224,9 +243,7 @@ def test_an_engine_that_caches_no_prefixes_has_no_blocks_of_earlier_weights(
 
 
 def begun(role: Any, adapter: LoRARequest, **params: Any) -> Any:
-    ours = request(list(PROMPT), {**TO_PREFILL, **params})
-    ours.lora_request = adapter
-    role.on_new_request(ours)
+    ours = arrived(role, adapter, {**TO_PREFILL, **params})
     role.update_state_after_alloc(ours, allocated([5, 4, 3, 2, 1]), 0)
     return ours
 
@@ -270,18 +287,15 @@ def test_nothing_is_pushed_of_a_prompt_that_may_have_begun_with_earlier_weights(
 ) -> None:
     """It waited while the weights were replaced in place: vLLM's prefix cache has the former blocks."""
     role, adapter = make_role(FULL, mode="push"), make_adapter()
-    role._state.adapters.of(SimpleNamespace(lora_request=adapter, request_id="before"))
-    ours = request(list(PROMPT), TO_PREFILL)
-    ours.lora_request = adapter
-    role.on_new_request(ours)
-    trained = make_adapter("trained", Path(adapter.lora_path).name, load_inplace=True)
-    role._state.adapters.of(SimpleNamespace(lora_request=trained, request_id="after"))
+    let_vllm_read(role, adapter)
+    ours = arrived(role, adapter, TO_PREFILL)
+    replace_in_place(role, adapter, make_adapter)
     role.update_state_after_alloc(ours, allocated([5, 4, 3, 2, 1]), 0)
     orders = role.build_connector_meta(scheduled({"r": 80}, {"r": ([5, 4, 3, 2, 1],)}))
     assert (orders.prompts, orders.ended_transfers) == ([], ["x"])
 
 
-def test_nobody_knows_the_weights_of_files_that_cannot_be_read(
+def test_the_weights_of_files_that_cannot_be_read_are_unknown(
     make_role: Any, make_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     role, adapter = make_role(FULL), make_adapter()
@@ -291,7 +305,7 @@ def test_nobody_knows_the_weights_of_files_that_cannot_be_read(
 
     monkeypatch.setattr(adapters, "digest_of_files", fail)
     with pytest.raises(KVFerryError) as refused:
-        role._state.adapters.of(SimpleNamespace(lora_request=adapter, request_id="r"))
+        let_vllm_read(role, adapter)
     assert refused.value.reason is Reason.UNKNOWN_WEIGHTS
 
 
@@ -300,10 +314,8 @@ def test_an_adapters_folder_that_cannot_be_read_at_the_end(
 ) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(bytes(8) + b"weights")
     (tmp_path / "adapter_config.json").write_text("{}")
-    role, adapter = make_role(FULL), LoRARequest("sql", 1, str(tmp_path))
-    ours = request(list(PROMPT), {"do_remote_decode": True})
-    ours.lora_request = adapter
-    role.on_new_request(ours)
+    role = make_role(FULL)
+    ours = arrived(role, LoRARequest("sql", 1, str(tmp_path)), {"do_remote_decode": True})
     role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
     next_step(role, "r")
 
@@ -311,6 +323,4 @@ def test_an_adapters_folder_that_cannot_be_read_at_the_end(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(adapters.Path, "exists", stale)
-    ours.num_computed_tokens = ours.num_prompt_tokens
-    _, params = role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)
-    assert params is None
+    assert finished(role, ours) is None

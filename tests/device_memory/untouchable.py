@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.arrays import Addresses, Bytes
+from kvferry.arrays import Bytes
 from kvferry.layout.shard import Region
 
 DEVICE = "cuda:0"
@@ -71,12 +71,3 @@ def reachable(address: int, length: int = 1) -> int:
     """Return where the processor reaches a range; host memory is where it is."""
     span = span_of(address, length)
     return address if span is None else span.reachable + address - span.address
-
-
-def all_reachable(addresses: Addresses) -> Addresses:
-    """Return :func:`reachable` of many addresses."""
-    moved = addresses.copy()
-    for span in spans:
-        inside = (addresses >= np.uint64(span.address)) & (addresses < np.uint64(span.address + span.length))
-        moved[inside] += np.uint64((span.reachable - span.address) % (1 << 64))
-    return moved
