@@ -51,11 +51,11 @@ class Turn:
         self.prefill.on_new_request(ours)
         return ours
 
-    def ask_for_prompt(self, make_role: Any, name: str = "t") -> Request:
+    def ask_for_prompt(self, make_role: Any) -> Request:
         """Ask for 40 tokens that another prefill engine holds."""
         prompt = [*range(40)]
-        ours = request(prompt, run_prefill(make_role(FULL, lease_seconds=500.0), prompt, [3, 2, 1]) or {}, name)
-        self.requests[name] = ours
+        ours = request(prompt, run_prefill(make_role(FULL, lease_seconds=500.0), prompt, [3, 2, 1]) or {}, "t")
+        self.requests["t"] = ours
         self.prefill.on_new_request(ours)
         return ours
 

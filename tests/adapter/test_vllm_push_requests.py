@@ -46,9 +46,9 @@ def step(role: Any, ours: Request, num_tokens: int, *groups: list[int]) -> Any:
     return orders
 
 
-def pushed_to(role: Any, prefill: Any, prompt: list[int] = PROMPT, **changed: Any) -> tuple[Request, Any]:
+def pushed_to(role: Any, prefill: Any, **changed: Any) -> tuple[Request, Any]:
     """Let a decode engine meet a request as a router sends it, once it knows where it comes from."""
-    ours = request(list(prompt), to_decode(prefill) | changed, "d")
+    ours = request(list(PROMPT), to_decode(prefill) | changed, "d")
     role.on_new_request(ours)
     return ours, awaited(role, ours)
 
@@ -280,15 +280,15 @@ def test_after_a_failed_push_the_prefill_engines_id_is_queried_again(make_role: 
     assert len(decode._destination._queries._answers) == 0
 
 
-def embedded(params: dict[str, Any], num_tokens: int = 3, *, mixed: bool = False) -> Request:
-    """A request whose prompt is given as embeddings, between tokens perhaps."""
-    ids = list(range(num_tokens)) if mixed else None
+def embedded(params: dict[str, Any], *, mixed: bool = False) -> Request:
+    """A request whose prompt is given as embeddings of three tokens, between tokens perhaps."""
+    ids = [0, 1, 2] if mixed else None
     return Request(
         "e",
         ids,
         request(PROMPT, params).sampling_params,
         None,
-        prompt_embeds=torch.ones(num_tokens, 8),
+        prompt_embeds=torch.ones(3, 8),
         prompt_is_token_ids=[True, False, True] if mixed else None,
     )
 

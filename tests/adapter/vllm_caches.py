@@ -45,8 +45,8 @@ def full(tp_size: int, block_size: int = 16) -> FullAttentionSpec:
     return FullAttentionSpec(**_attention(tp_size, block_size))
 
 
-def window(tp_size: int, block_size: int = 16) -> SlidingWindowSpec:
-    return SlidingWindowSpec(**_attention(tp_size, block_size), sliding_window=40)
+def window(tp_size: int) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**_attention(tp_size, 16), sliding_window=40)
 
 
 def _attention(tp_size: int, block_size: int) -> dict[str, Any]:
@@ -104,9 +104,9 @@ class CacheRank:
         label = (list(self.specs).index(layer) * TOTAL_HEADS + head)[:, None, None] * 512 + token[:, None]
         return (label * 2 * HEAD_SIZE + index[2] + 1).to(torch.float32)
 
-    def label(self, requests: Iterable[GroupBlocks], side: str = "source") -> None:
+    def label(self, requests: Iterable[GroupBlocks]) -> None:
         """Write the labels over the attention blocks of a request."""
-        for layer, position, block in self._blocks(requests, side):
+        for layer, position, block in self._blocks(requests, "source"):
             self.caches[layer][block] = self.expected(layer, position)
 
     def check(self, requests: Sequence[GroupBlocks], num_tokens: int) -> None:

@@ -115,10 +115,9 @@ class PrefillEngine:
         transport: str,
         ranks: Sequence[HoldsCache],
         port: int = 0,
-        epoch: int = EPOCH,
         integrity: Integrity = Integrity.OFF,
     ) -> None:
-        self.epoch = epoch
+        self.epoch = EPOCH
         self.transports = open_transports(transport)
         self.ranks = list(ranks)
         self.words = [GuardWords(num_slots=4) for _ in ranks]

@@ -49,7 +49,6 @@ def state_group(
     tp_size: int,
     pages: StatePages,
     order: ConvOrder = ConvOrder.SD,
-    name: str = "state",
     num_groups: int = 1,
 ) -> CacheGroup:
     """Mamba2 with 4 heads of 2 channels and a state of 3: a bfloat16 convolution of 3 taps, a float32 state."""
@@ -58,7 +57,7 @@ def state_group(
     conv_bytes = sum(len(segment.held) for segment in segments) * 3 * 2
     heads = heads_of_rank(4, tp_rank, tp_size)
     state = recurrent_component(pages, heads, 4, num_channels=6, itemsize=4, page_offset=conv_bytes)
-    return CacheGroup(name=name, kind=CacheKind.STATE, block_size=1, num_blocks=BLOCKS, components=(*conv, state))
+    return CacheGroup(name="state", kind=CacheKind.STATE, block_size=1, num_blocks=BLOCKS, components=(*conv, state))
 
 
 def attention(rank: int, size: int, layers: Sequence[str], **changes: object) -> Shard:

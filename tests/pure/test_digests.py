@@ -187,14 +187,14 @@ LAYOUTS = {
 }
 
 
-def two(arena_bytes: int = 1 << 20, **sides: object) -> Two:
+def two(**sides: object) -> Two:
     fused = {"content": Content.INTERLEAVED}
     source, destination = (
         {**fused, **LAYOUTS[str(sides[f"{side}_layout"])], **dict(sides.get(side, {}))}  # type: ignore[call-overload]
         for side in ("source", "destination")
     )
     tokens = sides.get("tokens", (0, 100))
-    return Two(Arena(arena_bytes), source, destination, tokens)  # type: ignore[arg-type]
+    return Two(Arena(1 << 20), source, destination, tokens)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("destination", LAYOUTS)

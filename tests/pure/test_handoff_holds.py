@@ -427,8 +427,8 @@ def test_a_draining_engine_begins_nothing_and_goes_on_with_what_has_begun() -> N
     assert side.num_holds == 2
 
 
-def yielding(side: Holds, request_id: str, now: float = 0.0, seconds: float = 100.0) -> Hold:
-    hold = side.hold_yielding(request_id, now, seconds)
+def yielding(side: Holds, request_id: str) -> Hold:
+    hold = side.hold_yielding(request_id, now=0.0, seconds=100.0)
     assert hold is not None
     return hold
 

@@ -102,7 +102,7 @@ def stop_and_continue(which: str) -> Deed:
     return deed
 
 
-def trouble(trouble: Trouble, seconds: float = TROUBLED_SECONDS) -> Deed:
+def trouble(trouble: Trouble) -> Deed:
     """Trouble the control ports of both engines."""
 
     def deed(scene: Scene, load: Load) -> None:
@@ -110,7 +110,7 @@ def trouble(trouble: Trouble, seconds: float = TROUBLED_SECONDS) -> Deed:
         lost_before = [each.relay.num_lost for each in scene.sides]
         for each in scene.sides:
             each.relay.trouble = trouble
-        time.sleep(seconds)
+        time.sleep(TROUBLED_SECONDS)
         for each in scene.sides:
             each.relay.end_trouble()
         if trouble.loses:
