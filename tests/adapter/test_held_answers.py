@@ -182,7 +182,7 @@ def test_the_step_that_gives_a_lent_block_away_clears_the_guard_word(make_decode
 def test_held_answers_do_not_keep_an_engine_stepping_that_cannot_be_woken(
     make_decode: Callable[..., Decode],
 ) -> None:
-    """Nor one that ends when its requests have: whoever goes on with the conversation can compute it."""
+    """Nor one that ends when its requests have: the engine that gets the next turn can compute the conversation."""
     decode = make_decode(FULL)
     decode.role._engine.can_wake = False
     assert decode.finish() is not None

@@ -148,7 +148,7 @@ def test_settings_that_contradict_each_other_are_refused(given: dict[str, Any]) 
 def test_a_directory_names_the_end_points_that_a_rank_has_after_a_fence(
     make_role: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Peers read from this rank, and would find nobody at the former ones."""
+    """Peers read from this rank, and would find no memory at the former ones."""
     role, entry = make_role(FULL, num_ranks=2), entry_of(monkeypatch, held_prompts="write")
     role.publish([entry, msgspec.structs.replace(entry, tp_rank=1)])
     former = role._answer(DirectoryRequest(OURS.oldest, "d", OURS.newest))

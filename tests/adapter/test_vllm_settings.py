@@ -107,7 +107,7 @@ def test_with_keys_transports_listen_where_the_engine_does(
 def test_a_decode_engine_on_loopback_connects_through_the_interfaces_to_its_allowed_hosts(
     trust: dict[str, Any],
 ) -> None:
-    """UCX listened on every interface, and whoever reaches it can read and write the cache."""
+    """UCX listened on every interface, and any process that reaches it can read and write the cache."""
     hosts = ["prefill-0", "10.1.0.0/16"]
     anywhere = parse_settings({"allow_unauthenticated": True})
     assert (anywhere.transports_listen_at(loads=True), anywhere.transports_reach(loads=True)) == ("", ())

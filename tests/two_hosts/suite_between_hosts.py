@@ -8,7 +8,7 @@ import pytest
 from kvferry.harness.virtual_hosts import VirtualHost
 from kvferry.testing.transport_suite import TransportSuite
 
-# Whoever collects doctests imports this file too.
+# A run of doctests imports this file too.
 HOLDER_ID, IPV4 = json.loads(os.environ.get("KVFERRY_PEERS_HOST", '[0, ""]'))
 
 

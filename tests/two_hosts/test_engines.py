@@ -238,7 +238,7 @@ def test_an_engine_that_advertises_another_address(handoffs: Handoffs, hosts: Ho
     with known_as(here, name, NOBODY):
         check_fails(handoffs, "wrong address")
     with nat(there, engine, hosts) as relay, known_as(here, name, relay.address):
-        if not is_push:  # who pushes also answers the other engine at its own address
+        if not is_push:  # an engine that pushes also answers the other engine at its own address
             with no_way(here, there.ipv4):
                 check_fails(handoffs, "NAT without a way for data")
         check_wave(handoffs, NEXT, reference)
