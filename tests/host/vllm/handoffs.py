@@ -69,6 +69,11 @@ class Pair:
         return self.model in ROUNDED_MODELS
 
     @property
+    def is_written(self) -> bool:
+        """Whether the prefill engine writes held prompts on request."""
+        return self.name.endswith("written")
+
+    @property
     def is_compared(self) -> bool:
         """Whether one engine alone computes the same tokens: in bfloat16 only engines of equally many ranks do."""
         sizes = [described(name)[1].get("tensor_parallel_size", 1) for name in (self.prefill, self.decode)]
@@ -145,7 +150,7 @@ PUSH_PAIRS = (
     Pair("push-gptoss-2-1", "gptoss-push-tp2", "gptoss-push-tp1", in_matrix=True),
 )
 COMPARED_PAIRS = tuple(pair.name for pair in PAIRS if pair.is_compared)
-READ_PAIRS = tuple(name for name in COMPARED_PAIRS if not name.endswith("written"))
+READ_PAIRS = tuple(pair.name for pair in PAIRS if not pair.is_written)
 """Whose decode engine reads: the faults of its transport reach all that it loads."""
 ALL_PAIRS = bool(os.environ.get("KVFERRY_MATRIX"))
 
