@@ -5,13 +5,18 @@ Orders reach the workers with the next step. A reset must not wait for it: the s
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakSet
 
-if TYPE_CHECKING:
-    from kvferry.integrations.vllm.worker.role import WorkerRole
 
-ROLES: "WeakSet[WorkerRole]" = WeakSet()
+class WorkerRole(Protocol):
+    """What a reset needs of a worker's role."""
+
+    def end_former_epoch(self, names: Sequence[str], weights_version: str) -> None:
+        """End the holds of these names; the engine has weights of this version now."""
+
+
+ROLES: WeakSet[WorkerRole] = WeakSet()
 """The roles of this process: vLLM passes the call to a worker, which does not know the roles of its connectors."""
 
 
