@@ -68,6 +68,27 @@ def test_a_device_has_its_number_on_each_side() -> None:
         transport.close()
 
 
+def test_allocations_that_lie_side_by_side_are_registered_each_for_itself() -> None:
+    """As a cache and the stage that is allocated after it may: the end of one is the begin of the other."""
+    source, destination = make(FACTORY), make(FACTORY)
+    there, here = DeviceMemory(8192), DeviceMemory(16384)
+    behind = DeviceMemory(8192, behind=there)
+    assert there.region.base_address + 8192 == behind.region.base_address
+    there.content[:], behind.content[:] = 1, 2
+    peer = reach(destination, source.register([behind.region, there.region]))
+    destination.register([here.region])
+    begin, to = there.region.base_address, here.region.base_address
+    pair = Pair(destination, SuiteMemory(1), None, peer)  # type: ignore[arg-type]
+    rows = np.array([[begin, to, 8192], [begin + 8192, to + 8192, 8192]], np.uint64)
+    assert pair.finish(destination.submit(peer, Direction.READ, rows)) is Status.DONE
+    assert here.content.reshape(2, -1)[:, [0, -1]].tolist() == [[1, 1], [2, 2]]
+    with pytest.raises(TransportError) as caught:
+        destination.submit(peer, Direction.READ, np.array([[begin + 4096, to, 8192]], np.uint64))
+    assert caught.value.reason is Reason.UNREGISTERED_RANGE
+    for transport in (source, destination):
+        transport.close()
+
+
 @pytest.mark.parametrize("make_transport", [CmaTransport, MemcpyTransport])
 def test_transports_of_the_processor_refuse_device_memory_and_say_what_to_set(make_transport: type[Transport]) -> None:
     transport = make_transport()

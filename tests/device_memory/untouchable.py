@@ -17,9 +17,13 @@ from kvferry.layout.shard import Region
 
 DEVICE = "cuda:0"
 _PROT_NONE = 0
+_MAP_FIXED = 0x10
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+
+MOST_BEHIND = 1 << 20
 
 
 class Span(NamedTuple):
@@ -36,15 +40,23 @@ spans: list[Span] = []
 
 
 class DeviceMemory:
-    """``num_bytes`` of a device: the product gets ``region``; the test reads and writes ``content``."""
+    """``num_bytes`` of a device: the product gets ``region``; the test reads and writes ``content``.
 
-    def __init__(self, num_bytes: int, device: str = DEVICE) -> None:
+    As with CUDA, an allocation may begin where another ends: right behind ``behind``, whose end is that of a page.
+    """
+
+    def __init__(self, num_bytes: int, device: str = DEVICE, behind: "DeviceMemory | None" = None) -> None:
         self.nbytes = num_bytes
         mapped = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         file = os.memfd_create("device")
         os.ftruncate(file, mapped)
-        # A page more, so that no two allocations lie side by side: kvferry would register them as one region.
-        address = _map(file, mapped + mmap.PAGESIZE, _PROT_NONE)
+        if behind is None:
+            # Room for one more, in which a touch ends the process too.
+            address = _map(file, mapped + MOST_BEHIND, _PROT_NONE)
+        else:
+            assert behind.nbytes % mmap.PAGESIZE == 0
+            assert mapped <= MOST_BEHIND
+            address = _map(file, mapped, _PROT_NONE, behind.region.base_address + behind.nbytes)
         reachable = _map(file, mapped, mmap.PROT_READ | mmap.PROT_WRITE)
         os.close(file)
         spans.append(Span(address, mapped, device, reachable))
@@ -52,8 +64,9 @@ class DeviceMemory:
         self.content: Bytes = np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(reachable), np.uint8)
 
 
-def _map(file: int, num_bytes: int, protection: int) -> int:
-    address = _libc.mmap(None, num_bytes, protection, mmap.MAP_SHARED, file, 0)
+def _map(file: int, num_bytes: int, protection: int, address: int | None = None) -> int:
+    fixed = 0 if address is None else _MAP_FIXED
+    address = _libc.mmap(address, num_bytes, protection, mmap.MAP_SHARED | fixed, file, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), "mmap")
     return int(address)

@@ -10,11 +10,11 @@ from kvferry.layout.shard import HOST_DEVICE, Region
 
 
 def _merge(regions: Iterable[Region]) -> list[Region]:
-    """Return ascending regions; of those of one device, overlapping and touching ones become one."""
+    """Return ascending regions; those that overlap become one, and those of the host that touch."""
     merged: list[Region] = []
     for region in sorted(regions, key=lambda region: (region.base_address, region.length)):
         last = merged[-1] if merged else None
-        if last is not None and last.device == region.device and region.base_address <= _end(last):
+        if last is not None and last.device == region.device and region.base_address < _reach(last):
             length = max(_end(last), _end(region)) - last.base_address
             merged[-1] = Region(last.base_address, length, last.device)
         else:
@@ -26,17 +26,25 @@ def _end(region: Region) -> int:
     return region.base_address + region.length
 
 
+def _reach(region: Region) -> int:
+    """Return the address before which the next region must begin to be one with this region."""
+    return _end(region) + (region.device == HOST_DEVICE)
+
+
 class RegionTable:
     """A set of regions that checks many ranges at once.
 
-    Regions of one device that overlap or touch count as one, so a range may extend from one into the next. Host and
-    devices of one process have no address in common.
+    Regions that overlap count as one; on the host also those that touch, so a range may extend from one into the next.
+    On a device these are two allocations, which CUDA and network cards map one at a time: UCX asks CUDA where the
+    allocation of a region's first byte ends, and would reach nothing behind that. Host and devices of one process have
+    no address in common.
 
-    >>> table = RegionTable([Region(100, 50), Region(150, 50), Region(200, 10, "cuda:0")])
+    >>> table = RegionTable([Region(100, 50), Region(150, 50), Region(200, 10, "cuda:0"), Region(210, 10, "cuda:0")])
     >>> table.regions
-    (cpu 0x64 + 100, cuda:0 0xc8 + 10)
-    >>> table.outside(np.array([140, 205, 5, 198], np.uint64), np.array([20, 5, 1, 4], np.uint64)).tolist()
-    [2, 3]
+    (cpu 0x64 + 100, cuda:0 0xc8 + 10, cuda:0 0xd2 + 10)
+    >>> ranges = np.array([[140, 20], [205, 5], [5, 1], [198, 4], [205, 6], [210, 10]], np.uint64)
+    >>> table.outside(*ranges.T).tolist()
+    [2, 3, 4]
     >>> table.devices, table.device_indices(np.array([140, 205], np.uint64)).tolist()
     (('cpu', 'cuda:0'), [0, 1])
     """
