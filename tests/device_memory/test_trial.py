@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution import device_merge
+from kvferry.execution import device_merge, trial
 from kvferry.execution.device import Mark
 from kvferry.execution.device_trial import try_device
 from kvferry.execution.digests import DigestTable
@@ -37,13 +37,20 @@ BOTH = [Strategy.DIRECT, Strategy.SCATTER]
 class Engine:
     """A rank on the device, with the engine's views of its layers, and all that the trial takes."""
 
-    def __init__(self, shard: Shard, *, pushes: bool = False, integrity: Integrity = Integrity.FULL) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        *,
+        pushes: bool = False,
+        integrity: Integrity = Integrity.FULL,
+        stage_bytes: int = 1 << 16,
+    ) -> None:
         self.memory = DeviceMemory(shard.regions[0].length)
         self.memory.content[:] = np.random.default_rng(3).integers(0, 256, self.memory.nbytes, np.uint8)
         self.shard = placed(shard, self.memory)
         self.views = views_of(self.shard, self.memory)
         self.words, self.order = GuardWords(4), ImmediateOrder()
-        scratch, stage, digests = Scratch(4), Stage(1 << 16, self.order), Stage(1 << 16)
+        scratch, stage, digests = Scratch(4), Stage(stage_bytes, self.order), Stage(1 << 16)
         table = None if pushes else DigestTable(self.shard, integrity)
         self.transports = TransportSet({"nixl": make(FACTORY)})
         regions = [*self.shard.regions, scratch.region, stage.region, digests.region, self.words.region]
@@ -224,41 +231,89 @@ def _raise_refusal(*_: object) -> dict[str, bytes]:
     raise TransportError(Reason.TRANSPORT_UNAVAILABLE, "this memory is refused.")
 
 
-class RecordedOrder(ImmediateOrder):
-    """Notes how many submissions there had been when a mark was waited for, and when the engine's stream was."""
+class LateOrder(ImmediateOrder):
+    """Of a device that does nothing before somebody asks for a mark; notes how many submissions there were then."""
 
     def __init__(self) -> None:
-        self.waited: list[int] = []
-        self.streams: list[int] = []
+        self.work: list[Callable[[], None]] = []
+        self.asked: list[int] = []
+
+    def run(self) -> None:
+        while self.work:
+            self.work.pop(0)()
 
     def mark(self) -> Mark:
         order = self
 
-        class Recorded:
+        class AskedMark:
             def is_over(self) -> bool:
+                order.asked.append(len(standin_nixl.submissions))
+                order.run()
                 return True
 
             def wait(self) -> None:
-                order.waited.append(len(standin_nixl.submissions))
+                self.is_over()
 
-        return Recorded()
-
-    def wait_for(self, mark: Mark) -> None:
-        self.streams.append(len(standin_nixl.submissions))
+        return AskedMark()
 
 
-def test_the_trial_waits_for_the_devices_own_work_before_each_move_and_the_engine_for_the_bytes() -> None:
+def test_the_trial_waits_for_the_devices_own_work_before_each_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels are launched on the engine's stream: another agent must not read blocks that they have not reached."""
     engine = Engine(attention(0, 1, ["0", "1"]), integrity=Integrity.OFF)
-    engine.order = order = RecordedOrder()
+    engine.order = order = LateOrder()
+    label = LabelledBlocks.label
+    monkeypatch.setattr(LabelledBlocks, "label", lambda content: order.work.append(lambda: label(content)))
     standin_nixl.submissions.clear()
     engine.trial([Strategy.DIRECT]).run()
     data = [number for number, kinds in enumerate(standin_nixl.submissions) if "VRAM" in kinds]
-    assert order.waited
-    assert order.waited[0] <= data[0], "the first label"
-    assert len(order.streams) == 2, "out and back"
-    assert data[0] < order.streams[0] <= order.streams[1]
-    assert data[-1] < order.streams[1]
+    assert order.asked == [0], "the label"
+    assert data[0] > 0
+
+
+def test_the_way_back_reads_blocks_that_the_stages_kernel_has_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's launch returns before its work is done, and a transport waits for no stream."""
+    engine = Engine(attention(0, 1, ["0", "1"]), integrity=Integrity.OFF)
+    engine.order = order = LateOrder()
+    merge, bytes_of = device_merge.merge, trial._bytes_of
+    monkeypatch.setattr(device_merge, "merge", lambda *given: order.work.append(lambda: merge(*given)))
+
+    def in_stream_order(view: torch.Tensor) -> Any:
+        order.run()
+        return bytes_of(view)
+
+    monkeypatch.setattr(trial, "_bytes_of", in_stream_order)
+    assert engine.trial([Strategy.SCATTER]).run().strategies == (Strategy.SCATTER,)
+
+
+def test_a_device_that_ends_no_work_ends_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.execution.trial.TRIAL_SECONDS", 0.3)
+
+    class Never(ImmediateOrder):
+        def mark(self) -> Mark:
+            class NeverOver:
+                def is_over(self) -> bool:
+                    return False
+
+                def wait(self) -> None:
+                    raise AssertionError("a wait without limit")
+
+            return NeverOver()
+
+    engine = Engine(attention(0, 1, ["0", "1"]))
+    engine.order = Never()
+    assert "did not arrive" in failing(engine).message
+
+
+def test_a_cache_whose_blocks_are_larger_than_the_stage_starts_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads choose the direct way for it, unless the setting names the stage: then the trial says that it is small."""
+    engine = Engine(attention(0, 1, ["0", "1", "2"]), integrity=Integrity.OFF, stage_bytes=256)
+    stages: list[int] = []
+    monkeypatch.setattr(trial, "Stage", lambda size, *order: stages.append(size) or Stage(size, *order))
+    assert engine.trial().run().strategies == (Strategy.DIRECT,)
+    error = failing(engine, [Strategy.SCATTER])
+    assert "one block needs a stage of" in error.message
+    assert '"direct"' in error.remedy
+    assert stages == [256] * 2, "the second agent has room for what the engine has room for"
 
 
 def test_a_write_that_fails_ends_the_trial_with_the_transports_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 LAYERS, NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, HEAD_SIZE, ITEMSIZE = ("0", "1", "2", "3"), 8, 8, 16, 128, 2
 """Numbers of two bytes."""
+STAGE_BYTES = 16 << 20
 
 
 def try_device(
@@ -29,7 +30,7 @@ def try_device(
     """
     order.enter_thread()
     shard, memory = small_cache(layout, order.device)
-    side = open_side(shard, order, opens, Integrity.FULL, reads=not pushes, scatters=not pushes)
+    side = open_side(shard, order, opens, Integrity.FULL, reads=not pushes, stage_bytes=0 if pushes else STAGE_BYTES)
     strategies = [Strategy.DIRECT] if pushes else list(Strategy)
     try:
         return Trial(side, views_of(shard), order, opens, strategies, layout, Integrity.FULL).run()

@@ -5,6 +5,7 @@ device order. So what no test without this machine's device can show is shown on
 ready. A rank that pushes writes instead of reading, and so does the second agent.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
+from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, TransportError
 from kvferry.execution import device_memory
-from kvferry.execution.device import DeviceOrder
+from kvferry.execution.device import DeviceOrder, Mark
 from kvferry.execution.digests import DigestTable, PairDigests
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import GuardWords, Scratch
@@ -38,12 +39,14 @@ from kvferry.transport.registry import TransportSet
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 TRIAL_SECONDS = 10.0
 """Limit of one move of the trial; all moves together take less than a second where nothing is wrong."""
 BLOCKS_EACH = 2
 """Blocks of each cache group that are labelled; of a state one."""
 SLOT = 0
-STAGE_BYTES, DIGESTS_BYTES = 16 << 20, 1 << 20
+DIGESTS_BYTES = 1 << 20
 """Of a side that :func:`open_side` opens."""
 
 
@@ -76,15 +79,15 @@ def open_side(
     integrity: Integrity,
     *,
     reads: bool,
-    scatters: bool,
+    stage_bytes: int = 0,
 ) -> Side:
     """Return a side with this cache: it ``reads`` and is read from, or writes and is written to.
 
-    Raises the errors of ``opens`` and of registration.
+    With ``stage_bytes`` it has a stage of so many. Raises the errors of ``opens`` and of registration.
     """
     scratch = Scratch(num_words=1)
     words = GuardWords(num_slots=1) if reads else None
-    stage = Stage(STAGE_BYTES, order) if scatters else None
+    stage = Stage(stage_bytes, order) if stage_bytes else None
     compares = reads and integrity is not Integrity.OFF
     table = DigestTable(shard, integrity) if compares else None
     digests = Stage(DIGESTS_BYTES) if compares else None
@@ -140,7 +143,8 @@ class Trial:
     """The trial of one rank. ``views`` are the engine's own views of the layers, with the block as their first axis.
 
     ``opens`` opens the second agent's transports. ``strategies`` are tried one after the other; ``scatter`` needs the
-    engine's stage. An error names the ``layout``. With ``integrity`` the engine's digests are compared too.
+    engine's stage, and is left out behind a strategy that has passed where this cache cannot use it: then loads do not
+    choose it either. An error names the ``layout``. With ``integrity`` the engine's digests are compared too.
     """
 
     def __init__(
@@ -170,12 +174,8 @@ class Trial:
         try:
             second = self._open_second()
             for strategy in self._strategies:
-                content.label()
-                self._order.mark().wait()
-                self._move(self._engine, second, [trip.out() for trip in self._trips], strategy)
-                self._move(second, self._engine, [trip.back() for trip in self._trips], strategy)
-                content.compare()
-                done.append(strategy)
+                if self._moves_there_and_back(content, second, strategy, is_required=not done):
+                    done.append(strategy)
         except KVFerryError as error:
             raise self._failed(error, done) from error
         finally:
@@ -186,14 +186,32 @@ class Trial:
                 second.close()
         return TrialResult(tuple(done), self._transport, content.num_bytes, time.monotonic() - began_at)
 
+    def _moves_there_and_back(
+        self, content: "LabelledBlocks", second: Side, strategy: Strategy, *, is_required: bool
+    ) -> bool:
+        """Return whether the blocks have come back, False for a strategy that this cache cannot use."""
+        content.label()
+        _await_mark(self._order.mark())
+        try:
+            self._move(self._engine, second, [trip.out() for trip in self._trips], strategy)
+            self._move(second, self._engine, [trip.back() for trip in self._trips], strategy)
+        except PlanError as error:
+            if is_required or error.reason is not Reason.UNSUPPORTED:
+                raise
+            logger.info("kvferry: the trial at start leaves out the strategy %s: %s", strategy, error)
+            return False
+        content.compare()
+        return True
+
     def _open_second(self) -> Side:
         """Return a small cache on the same device, in another layout, with transports of its own."""
         engine = self._engine
         # The memory must live as long as it is registered.
         shard, self._memory = device_memory.placed(tier_shard(engine.shard, self._trips), self._order.device)
         integrity = Integrity.OFF if engine.table is None else self._integrity
-        reads, scatters = engine.words is not None, engine.stage is not None
-        return open_side(shard, self._order, self._opens, integrity, reads=reads, scatters=scatters)
+        stage_bytes = 0 if engine.stage is None else engine.stage.region.length
+        reads = engine.words is not None
+        return open_side(shard, self._order, self._opens, integrity, reads=reads, stage_bytes=stage_bytes)
 
     def _move(self, source: Side, destination: Side, blocks: Sequence[GroupBlocks], strategy: Strategy) -> None:
         if source.words is None or destination.words is None:
@@ -256,7 +274,9 @@ class Trial:
         return replace(read, comparison=comparison, digests=destination.digests)
 
     def _await(self, read: Read, scratch: Scratch) -> None:
-        """Run the read on a transfer thread, and let the engine's stream wait for what has landed."""
+        """Run the read on a transfer thread, and wait until the device has put all bytes in place: the transport that
+        reads them next waits for no stream.
+        """
         executor = Executor(scratch, self._cores, self._order)
         try:
             executor.submit(read)
@@ -267,7 +287,7 @@ class Trial:
             raise late()
         if results[0].error is not None:
             raise results[0].error
-        self._order.wait_for(results[0].landing)
+        _await_mark(results[0].landing)
 
     def _failed(self, error: KVFerryError, done: Sequence[Strategy]) -> TransportError:
         strategy = self._strategies[len(done)]
@@ -396,6 +416,12 @@ def _bytes_of(view: "torch.Tensor") -> Any:
     import torch
 
     return view.cpu().contiguous().view(torch.uint8).numpy().reshape(-1).copy()
+
+
+def _await_mark(mark: Mark) -> None:
+    deadline = time.monotonic() + TRIAL_SECONDS
+    while not mark.is_over():
+        _wait(deadline)
 
 
 def _wait(deadline: float) -> None:
