@@ -24,7 +24,7 @@ from kvferry.errors import KVFerryError
 from kvferry.execution.cuda_driver import find_device
 
 ROOT = Path(__file__).absolute().parent.parent
-DEVICE = "cuda:0"
+DEVICE, SECOND_DEVICE = "cuda:0", "cuda:1"
 PART_SECONDS = 1800.0
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 FAILED, NO_DEVICE, SOME_CANNOT_RUN = 1, 2, 3
@@ -72,7 +72,7 @@ def _needs_nixl() -> str:
 
 
 def _needs_second_device() -> str:
-    return _needs_nixl() or _needs_device("cuda:1")
+    return _needs_nixl() or _needs_device(SECOND_DEVICE)
 
 
 def _needs_mooncake() -> str:
@@ -91,6 +91,23 @@ def _needs_vllm() -> str:
     except PackageNotFoundError:
         return "no CUDA build of vLLM is installed"
     return f"the installed vLLM {found} is built for CPUs" if "cpu" in found else ""
+
+
+def _needs_pair() -> str:
+    """Return why no two engines can hand caches over here."""
+    if reason := _needs_nixl() or _needs_vllm():
+        return reason
+    return "" if importlib.util.find_spec("vllm_router") else "vllm-router is not installed"
+
+
+def _needs_pair_on_two_devices() -> str:
+    return _needs_pair() or _needs_device(SECOND_DEVICE)
+
+
+def _demo(mode: str, prefill_tp: int) -> tuple[str, ...]:
+    """Return the demo with two engines at a time on the first device, each of which takes less than half of it."""
+    ranks = ("--prefill-tp", str(prefill_tp), "--decode-tp", "1")
+    return "-m", "kvferry.cli.main", "demo", "--mode", mode, *ranks, "--gpu-memory", "0.45"
 
 
 def _tests(path: str, *more: str) -> tuple[str, ...]:
@@ -152,17 +169,19 @@ PARTS = (
         ("benchmarks/device_offload.py",),
         _needs_torch,
     ),
+    Part("engines, pull", "two vLLM engines share a device: tokens as one engine's", _demo("pull", 1), _needs_pair),
+    Part("engines, push", "the same, pushed", _demo("push", 1), _needs_pair),
     Part(
-        "engines, pull",
-        "two vLLM engines on the device, tokens as one engine's",
-        ("-m", "kvferry.cli.main", "demo", "--mode", "pull"),
-        _needs_vllm,
+        "engines, pull, two devices",
+        "TP 2 on two devices to TP 1 on the first",
+        _demo("pull", 2),
+        _needs_pair_on_two_devices,
     ),
-    Part("engines, push", "the same, pushed", ("-m", "kvferry.cli.main", "demo", "--mode", "push"), _needs_vllm),
+    Part("engines, push, two devices", "the same, pushed", _demo("push", 2), _needs_pair_on_two_devices),
     Part(
         "engines, offload",
         "an engine stores, is killed and started again, and loads: tokens as without offload",
-        ("-m", "kvferry.cli.main", "demo", "--mode", "offload", "--prefill-tp", "1", "--decode-tp", "1"),
+        _demo("offload", 1),
         _needs_vllm,
     ),
 )

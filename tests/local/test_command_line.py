@@ -20,15 +20,20 @@ import pytest
 import typer
 
 from kvferry.cli import doctor
+from kvferry.cli.demo import DemoSettings
+from kvferry.cli.demo_offload import OffloadDemo, OffloadOptions
 from kvferry.cli.doctor import Finding, Health
 from kvferry.cli.main import Commands, app, main
 from kvferry.handoff.messages import Draining
 from kvferry.handoff.wire.keys import make_keys
 from kvferry.handoff.wire.server import Server
 from kvferry.harness import launch, virtual_hosts
+from kvferry.harness.launch import Role
 from kvferry.transport import nixl
 
 CONFIGS, MODEL = Path(__file__).parents[1] / "pure" / "model_configs", Path("model")
+PREFILL: Role = "kv_producer"
+DECODE: Role = "kv_consumer"
 CLEAR_LINE = "\x1b[2K"
 
 
@@ -198,6 +203,8 @@ def test_version() -> None:
         (("demo", "--layout", "BHNLC"), "[unknown-layout]"),
         (("demo", "--transport", "pigeon"), "[unknown-setting]"),
         (("demo", "--mode", "offload", "--hosts", "2"), "[invalid-setting]"),
+        (("demo", "--gpu-memory", "1.5"), "[invalid-setting]"),
+        (("demo", "--gpu-memory", "0"), "[invalid-setting]"),
         (("demo", "--model", str(MODEL), "--prefill-tp", "3"), "[indivisible-heads]"),
     ],
 )
@@ -216,6 +223,20 @@ def test_an_error_is_one_line_with_its_reason(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("kvferry: ")
     assert reason in line
+
+
+def test_every_engine_of_a_demo_takes_the_part_of_a_gpu_that_is_named(tmp_path: Path) -> None:
+    """Two engines on one GPU: vLLM does not start an engine with less free memory than its part, however little it
+    uses.
+    """
+    (tmp_path / "config.json").write_text((CONFIGS / "qwen3-8b.json").read_text())
+    pair, alone = DemoSettings(gpu_memory=0.45), OffloadOptions(1, 1, None, 4, None, gpu_memory=0.45)
+    engines = [pair.engine(role, 1, tmp_path, tmp_path) for role in (PREFILL, DECODE)]
+    engines += [OffloadDemo(tmp_path, tmp_path, alone).engine(1, offloads=offloads) for offloads in (True, False)]
+    for engine in engines:
+        command = engine.command(port=1)
+        assert command[command.index("--gpu-memory-utilization") + 1] == "0.45"
+    assert "--gpu-memory-utilization" not in DemoSettings().engine(PREFILL, 1, tmp_path, tmp_path).command(port=1)
 
 
 def test_a_demo_on_two_hosts_says_why_this_machine_has_none(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -87,6 +88,35 @@ def test_doctor_refuses_a_device_that_is_not_there_without_importing_torch() -> 
     assert "kvferry: cuda:0 cannot be used: this machine has no CUDA driver" in found.stderr
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_engines_run_on_as_many_devices_as_there_are(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM asserts that each rank of an engine has a device, and that the part of it that it wants is free."""
+    script = ModuleType("gpu_tests")
+    source = ROOT / "scripts/gpu_tests.py"
+    monkeypatch.setitem(sys.modules, script.__name__, script)
+    vars(script)["__file__"] = str(source)
+    exec(compile(source.read_text(), source, "exec"), vars(script))
+
+    def find(name: str) -> None:
+        if int(name.removeprefix("cuda:")) >= num_devices:
+            raise TransportError(Reason.UNSUPPORTED, f"{name} does not exist.")
+
+    monkeypatch.setattr(script, "find_device", find)
+    monkeypatch.setattr(script, "version", lambda name: "1.0")
+    parts = {part.name: part for part in script.PARTS if "demo" in part.arguments}
+    can_run = {name for name, part in parts.items() if not part.obstacle()}
+    expected = {"engines, pull", "engines, push", "engines, offload"}
+    assert can_run == (expected if num_devices == 1 else {*parts})
+    for name, part in parts.items():
+        given = dict(zip(part.arguments[3::2], part.arguments[4::2], strict=True))
+        assert int(given["--prefill-tp"]) == (2 if "two devices" in name else 1)
+        assert int(given["--decode-tp"]) == 1
+        # Two engines run at a time, with a context of CUDA each.
+        assert 0 < 2 * float(given["--gpu-memory"]) < 0.95
+    if num_devices == 1:
+        assert parts["engines, pull, two devices"].obstacle() == "cuda:1 does not exist."
+
+
 @pytest.mark.skipif(has_device(), reason="runs the parts where there is a GPU")
 def test_gpu_tests_name_every_part_and_why_it_does_not_run(tmp_path: Path) -> None:
     path = tmp_path / "outcomes.json"
@@ -97,7 +127,7 @@ def test_gpu_tests_name_every_part_and_why_it_does_not_run(tmp_path: Path) -> No
     assert "no CUDA driver" in outcomes["obstacle"]
     names = [part["name"] for part in outcomes["parts"]]
     expected = {"trial", "conformance", "merge kernel", "cell sums", "graph capture", "offload copies"}
-    expected |= {"offload rate", "engines, pull", "engines, offload"}
+    expected |= {"offload rate", "engines, pull", "engines, push, two devices", "engines, offload"}
     assert expected <= {*names}
     for part in outcomes["parts"]:
         assert part["outcome"] == "cannot run"

@@ -44,6 +44,7 @@ from kvferry.harness.launch import (
     Role,
     Server,
     free_port,
+    gpu_memory_arguments,
     spread_over_cores,
     start_engine,
     start_router,
@@ -89,6 +90,7 @@ class DemoSettings:
     num_prompts: int = 16
     block_size: int | None = None
     num_hosts: int = 1
+    gpu_memory: float | None = None
 
     @property
     def is_push(self) -> bool:
@@ -113,6 +115,7 @@ class DemoSettings:
             block_size=self.block_size,
             kv_cache_bytes=CACHE_BYTES // tp_size,
             cores=spread_over_cores(tp_size, from_last=role == "kv_consumer"),
+            arguments=gpu_memory_arguments(self.gpu_memory),
         )
 
 
@@ -151,6 +154,10 @@ def demo(
     hosts: Annotated[
         int, typer.Option(min=1, max=2, help="2: each engine on a virtual host of its own. Needs root.")
     ] = 1,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(help="Part of each GPU's memory that an engine may take, for engines that share a GPU: 0.45."),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with the model and the logs.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")] = False,
 ) -> None:
@@ -175,19 +182,21 @@ def demo(
 
     kvferry demo --model path/to/model --prompts 4 --json
     """
-    _check(mode, layout, transport, hosts)
+    _check(mode, layout, transport, hosts, gpu_memory)
     console = open_console(stderr=json_output)
     with _interrupted_by_signals(), _folder(keep, console) as folder:
         report: DemoReport | OffloadReport
         if mode == OFFLOAD:
             from kvferry.cli.demo_offload import OffloadOptions, run_offload_demo  # imports xxhash, maybe missing
 
-            options = OffloadOptions(prefill_tp, decode_tp, layout, prompts, block_size)
+            options = OffloadOptions(prefill_tp, decode_tp, layout, prompts, block_size, gpu_memory)
             report = run_offload_demo(model, folder, options, console)
             report = replace(report, problems=tuple(find_offload_problems(report)))
             print_offload_report(report, console)
         else:
-            settings = DemoSettings(prefill_tp, decode_tp, layout, transport, mode, prompts, block_size, hosts)
+            settings = DemoSettings(
+                prefill_tp, decode_tp, layout, transport, mode, prompts, block_size, hosts, gpu_memory
+            )
             report = _run(model, settings, folder, console)
             report = replace(report, problems=tuple(find_problems(report)))
             print_report(report, console)
@@ -199,8 +208,11 @@ def demo(
             raise typer.Exit(1)
 
 
-def _check(mode: str, layout: str | None, transport: str, num_hosts: int) -> None:
+def _check(mode: str, layout: str | None, transport: str, num_hosts: int, gpu_memory: float | None) -> None:
     """Raise :class:`SettingsError` for an option that cannot be followed."""
+    if gpu_memory is not None and not 0 < gpu_memory <= 1:
+        what = f"--gpu-memory {gpu_memory} is no part of a GPU's memory."
+        raise SettingsError(Reason.INVALID_SETTING, what, "Name a number above 0, 1 at most: 0.45 for two engines.")
     if mode not in MODES:
         raise SettingsError(Reason.INVALID_SETTING, f"mode {mode!r} does not exist.", f"Use: {', '.join(MODES)}.")
     if layout is not None:

@@ -22,6 +22,7 @@ from kvferry.harness.launch import (
     EngineSettings,
     Role,
     Server,
+    gpu_memory_arguments,
     spread_over_cores,
     start_engine,
     stop_servers,
@@ -52,6 +53,7 @@ class OffloadOptions:
     layout: str | None
     num_prompts: int
     block_size: int | None
+    gpu_memory: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class OffloadDemo:
             block_size=options.block_size,
             kv_cache_bytes=cache_bytes,
             cores=spread_over_cores(tp_size, from_last=not offloads),
-            arguments=("--prefix-caching-hash-algo", "sha256_cbor"),
+            arguments=("--prefix-caching-hash-algo", "sha256_cbor", *gpu_memory_arguments(options.gpu_memory)),
         )
 
 

@@ -46,7 +46,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """One vLLM engine on the CPU.
+    """One vLLM engine, with numbers for the CPU; on GPUs vLLM ignores what is about cores.
 
     Without ``role`` the engine has no connector. ``kv_cache_bytes`` is per rank. ``cores`` lists the cores of each rank
     in vLLM's form (``("0", "1")``, ``("0,1",)``); by default each rank has one core, and the ranks take turns over the
@@ -132,6 +132,17 @@ class EngineSettings:
         if self.layout is not None:
             variables["VLLM_KV_CACHE_LAYOUT"] = self.layout
         return variables | dict(self.variables)
+
+
+def gpu_memory_arguments(part: float | None) -> tuple[str, ...]:
+    """Return vLLM's arguments for an engine that may take so much of a GPU; none for None, where vLLM takes 0.92.
+
+    vLLM does not start with less free memory than that, however small its cache is.
+
+    >>> gpu_memory_arguments(0.45), gpu_memory_arguments(None)
+    (('--gpu-memory-utilization', '0.45'), ())
+    """
+    return () if part is None else ("--gpu-memory-utilization", str(part))
 
 
 def spread_over_cores(num_ranks: int, *, from_last: bool = False) -> tuple[str, ...]:
