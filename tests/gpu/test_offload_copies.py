@@ -40,8 +40,10 @@ class GpuCopies(Copies):
         self.order = device_order([DEVICE])
         self.on_device: list[tuple[CudaMemory, Bytes]] = []
         super().__init__(stores, loads, engine_blocks, selector)
-        begin = int(self.buffer.ctypes.data) // 4096 * 4096
-        self.pinned = PinnedMemory(Region(begin, self.buffer.nbytes + 4096), self.order)
+        address = int(self.buffer.ctypes.data)
+        begin = address // 4096 * 4096
+        # Not a page more: it may not be mapped, and then cannot be pinned.
+        self.pinned = PinnedMemory(Region(begin, address + self.buffer.nbytes - begin), self.order)
         self.copying = self.pinned.copying  # type: ignore[method-assign]
 
     def placed(self, shard: Shard) -> RankMemory:

@@ -8,7 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
+from kvferry.cli.device_report import report_device
 from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
 from kvferry.execution import cuda_driver
 from kvferry.execution.cuda_driver import find_device
@@ -86,6 +88,14 @@ def test_doctor_refuses_a_device_that_is_not_there_without_importing_torch() -> 
     assert time.monotonic() - began_at < 2.0 * 5  # a busy machine; 0.3 s on a quiet one
     assert found.stdout.split() == ["2", "False"]
     assert "kvferry: cuda:0 cannot be used: this machine has no CUDA driver" in found.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the installed torch is built for CUDA")
+def test_doctor_says_that_torch_cannot_use_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "_load", lambda _: Driver())
+    with pytest.raises(TransportError, match="is built without CUDA") as caught:
+        report_device("cuda:0", "auto", json_output=False)
+    assert caught.value.reason is Reason.MISSING_DEPENDENCY
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

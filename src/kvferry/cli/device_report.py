@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import open_console, progress
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, Reason, TransportError
 from kvferry.execution.cuda_driver import CudaDevice, find_device
 from kvferry.layout.named_layouts import NamedLayout
 
@@ -56,11 +56,19 @@ def report_device(device: str, transport: str, json_output: bool) -> int:
 
 
 def _try_layouts(device: str, transport: str) -> Iterator[TriedLayout]:
+    import torch
+
     from kvferry.execution.device import device_order
     from kvferry.execution.device_trial import try_device
     from kvferry.tiers.slab_trial import try_offload
     from kvferry.transport.registry import open_transports
 
+    if torch.version.cuda is None:
+        raise TransportError(
+            Reason.MISSING_DEPENDENCY,
+            f"{device} cannot be used: the installed torch {torch.__version__} is built without CUDA.",
+            "Run this in the environment of the engine that runs on the device.",
+        )
     order = device_order([device])
     opens = partial(open_transports, transport)
     trials: dict[str, Callable[[NamedLayout], TrialResult]] = {

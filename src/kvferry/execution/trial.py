@@ -168,7 +168,8 @@ class Trial:
 
         Raises :class:`TransportError` (``trial-failed``): what differs or failed, and which setting to try.
         """
-        began_at, done = time.monotonic(), []
+        began_at = time.monotonic()
+        done: list[Strategy] = []
         content = LabelledBlocks(self._views, self._engine.shard, self._trips)
         second = None
         try:
