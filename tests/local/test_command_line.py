@@ -167,26 +167,44 @@ def test_doctor_says_why_there_is_no_pool(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("found", "devices", "said"),
+    ("found", "variables", "said"),
     [
-        ([], "", "written on request over nixl: UCX finds no RDMA device"),
-        (["mlx5_0:1"], "", "read, also from other hosts"),
-        (["mlx5_0:1"], "eth0,mlx5_0:1", "read, also from other hosts"),
-        (["mlx5_0:1"], "eth0", "written on request over nixl: UCX may use eth0 alone"),
+        (
+            [],
+            {},
+            "nixl: UCX finds no RDMA device that it can use (mlx5_9:1: its state is DOWN)",
+        ),
+        (["mlx5_0:1"], {}, "read, also from other hosts"),
+        (["mlx5_0:1"], {"NET_DEVICES": "eth0,mlx5_0:1"}, "read, also from other hosts"),
+        (["mlx5_0:1"], {"NET_DEVICES": "mlx5_0"}, "read, also from other hosts"),
+        (["mlx5_0:1"], {"NET_DEVICES": "mlx5_[0-3]:1"}, "read, also from other hosts"),
+        (["mlx5_0:1"], {"NET_DEVICES": "^eth0"}, "read, also from other hosts"),
+        (["mlx5_0:1"], {"NET_DEVICES": "eth0"}, "written on request over nixl: UCX may use eth0 alone"),
+        (["mlx5_0:1"], {"NET_DEVICES": "mlx5_0:2"}, "written on request over nixl: UCX may use mlx5_0:2 alone"),
+        (["mlx5_0:1"], {"NET_DEVICES": "^mlx5_0:1"}, "written on request over nixl: UCX may use ^mlx5_0:1 alone"),
+        (["mlx5_0:1"], {"TLS": "rc,cuda_copy"}, "read, also from other hosts"),
+        (["mlx5_0:1"], {"TLS": r"\rc_mlx5,tcp"}, "read, also from other hosts"),
+        (["mlx5_0:1"], {"TLS": "^tcp"}, "read, also from other hosts"),
+        (["mlx5_0:1"], {"TLS": "tcp,sm"}, "written on request over nixl: UCX_TLS=tcp,sm leaves no RDMA transport"),
+        (["mlx5_0:1"], {"TLS": "ud,tcp"}, "written on request over nixl: UCX_TLS=ud,tcp leaves no RDMA transport"),
+        (["mlx5_0:1"], {"TLS": "^ib"}, "written on request over nixl: UCX_TLS=^ib leaves no RDMA transport"),
+        (["mlx5_0:1"], {"MODULES": "^efa"}, "read, also from other hosts"),
+        (["mlx5_0:1"], {"MODULES": "^ib"}, "written on request over nixl: UCX_MODULES=^ib leaves RDMA out"),
+        (["mlx5_0:1"], {"MODULES": "cu*,cma"}, "written on request over nixl: UCX_MODULES=cu*,cma leaves RDMA out"),
     ],
 )
 def test_doctor_says_whether_held_prompts_are_read_or_written_and_why(
-    found: list[str], devices: str, said: str, monkeypatch: pytest.MonkeyPatch
+    found: list[str], variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl, "rdma_devices", lambda: found)
-    monkeypatch.setenv("UCX_NET_DEVICES", devices)
-    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.setattr(nixl, "rdma_ports", lambda: {"mlx5_9:1": "its state is DOWN"})
+    for name in ("NET_DEVICES", "TLS", "MODULES"):
+        monkeypatch.delenv(f"UCX_{name}", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"UCX_{name}", value)
     (finding,) = doctor.check_held_prompts()
     assert finding.health is Health.OK
     assert said in finding.found
-    monkeypatch.setenv("UCX_TLS", "tcp,sm")
-    (finding,) = doctor.check_held_prompts()
-    assert "written on request" in finding.found
 
 
 def test_version() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.transport import network
-from kvferry.transport.network import any_addresses, ucx_devices
+from kvferry.transport.network import any_addresses, rdma_ports, ucx_devices
 
 LISTED = {
     ("lo", "127.0.0.1"),
@@ -134,6 +134,39 @@ def test_rdma_devices_open_no_port_and_belong_to_every_interface_but_loopback(
     assert ucx_devices("127.0.0.1") == "lo"
     assert ucx_devices("10.7.0.2") == "eth0,mlx5_0:1"
     assert ucx_devices("127.0.0.1", ["10.9.0.1"]) == "eth1,lo,mlx5_0:1"
+
+
+def test_an_rdma_port_counts_where_ucx_can_open_its_device_and_the_port_is_active(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container sees the devices of its host; kvferry named them to UCX, and said that reads go over RDMA."""
+    states = {"mlx5_0": {1: "4: ACTIVE", 2: "1: DOWN"}, "mlx5_1": {1: "4: ACTIVE"}, "mlx5_2": {1: "4: ACTIVE"}}
+    for device, ports in states.items():
+        for port, state in ports.items():
+            (tmp_path / f"infiniband/{device}/ports/{port}").mkdir(parents=True)
+            (tmp_path / f"infiniband/{device}/ports/{port}/state").write_text(f"{state}\n")
+    for number, device in enumerate(("mlx5_0", "mlx5_1")):
+        (tmp_path / f"infiniband_verbs/uverbs{number}").mkdir(parents=True)
+        (tmp_path / f"infiniband_verbs/uverbs{number}/ibdev").write_text(f"{device}\n")
+    (tmp_path / "uverbs0").touch()
+    ports_found = rdma_ports(tmp_path, tmp_path)
+    assert ports_found == {
+        "mlx5_0:1": "",
+        "mlx5_0:2": "its state is 1: DOWN",
+        "mlx5_1:1": f"this process cannot open {tmp_path}/uverbs1",
+        "mlx5_2:1": "the kernel module ib_uverbs gives it no file",
+    }
+    monkeypatch.setattr(network, "rdma_ports", lambda: ports_found)
+    assert network.rdma_devices() == ["mlx5_0:1"]
+
+
+def test_a_device_of_amazons_is_told_by_its_driver(tmp_path: Path) -> None:
+    for device, driver in (("mlx5_0", "mlx5_core"), ("rdmap0s31", "efa")):
+        assert not network.has_efa_device(tmp_path)
+        (tmp_path / "drivers" / driver).mkdir(parents=True)
+        (tmp_path / f"infiniband/{device}/device").mkdir(parents=True)
+        (tmp_path / f"infiniband/{device}/device/driver").symlink_to(tmp_path / "drivers" / driver)
+    assert network.has_efa_device(tmp_path)
 
 
 def test_an_address_with_the_length_of_its_network_names_the_network(two_interfaces: None) -> None:

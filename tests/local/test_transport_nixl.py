@@ -325,6 +325,22 @@ def test_a_read_over_tcp_comes_in_messages_of_64_kib(
     assert "tcp/lo" in table
 
 
+@pytest.mark.parametrize(("set_by_user", "seen"), [(None, "^efa"), ("^ib", "^ib")])
+def test_ucx_leaves_its_module_for_amazons_cards_out_unless_the_user_says_which(
+    monkeypatch: pytest.MonkeyPatch, set_by_user: str | None, seen: str
+) -> None:
+    """With Debian's ibverbs-providers it made each process with NIXL crash at its end. UCX's log says what it reads."""
+    monkeypatch.setenv("UCX_LOG_LEVEL", "info")
+    monkeypatch.delenv("UCX_MODULES", raising=False)
+    if set_by_user is not None:
+        monkeypatch.setenv("UCX_MODULES", set_by_user)
+    opening = "import os; from kvferry.transport.nixl import NixlTransport; NixlTransport().close(); "
+    opening += "print('afterwards', os.environ.get('UCX_MODULES'))"
+    said = subprocess.run([sys.executable, "-c", opening], capture_output=True, text=True, check=True).stdout
+    assert f"UCX_MODULES={seen} " in f"{said} ".replace("\n", " "), said
+    assert f"afterwards {set_by_user}" in said
+
+
 def test_a_host_that_has_vanished_is_given_up(pair: Pair) -> None:
     """A transfer from a host that was cut off did not end, nor did the quarantine of its blocks."""
     transfer = pair.submit(Direction.READ, np.array([[0, 0, 4096]], np.uint64))

@@ -133,19 +133,23 @@ def test_agents_are_loaded_as_long_as_they_are_used() -> None:
     run_state_machine_as_test(AgentsMachine, settings=settings(max_examples=150, stateful_step_count=30, deadline=None))
 
 
-@pytest.mark.parametrize("before", [None, "eth7"])
+@pytest.mark.parametrize("before", [{}, {nixl.DEVICES_VARIABLE: "eth7"}, {nixl.MODULES_VARIABLE: "all"}])
+@pytest.mark.parametrize("has_efa", [False, True])
 @pytest.mark.parametrize("devices", ["", "eth0,lo"])
-def test_the_variable_of_devices_is_set_for_one_context_alone(
-    before: str | None, devices: str, monkeypatch: pytest.MonkeyPatch
+def test_variables_are_set_for_one_context_alone(
+    before: dict[str, str], has_efa: bool, devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other libraries of this process, and its children, read it too."""
-    environment: dict[str, Any] = {} if before is None else {nixl.DEVICES_VARIABLE: before}
+    """Other libraries of this process, and its children, read them too."""
+    environment: dict[str, Any] = {**before}
     monkeypatch.setattr(nixl.os, "environ", environment)
+    monkeypatch.setattr(nixl, "has_efa_device", lambda: has_efa)
     for fails in (False, True):
         try:
-            with nixl._ucx_devices(devices):
-                assert environment.get(nixl.DEVICES_VARIABLE) == (devices or before)
+            with nixl._ucx_variables(devices):
+                assert environment.get(nixl.DEVICES_VARIABLE) == (devices or before.get(nixl.DEVICES_VARIABLE))
+                modules = before.get(nixl.MODULES_VARIABLE, None if has_efa else "^efa")
+                assert environment.get(nixl.MODULES_VARIABLE) == modules
                 assert not fails or 1 // 0
         except ZeroDivisionError:
             pass
-        assert environment.get(nixl.DEVICES_VARIABLE) == before
+        assert environment == before

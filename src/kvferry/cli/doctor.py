@@ -239,8 +239,7 @@ def check_pool() -> Iterator[Finding]:
         yield Finding("pool", Health.WARNING, "Mooncake Store is not installed", advice)
         return
     error = error_of(*PYTHON, "import mooncake.store")
-    advice = "Only a pool of stored blocks needs it. On Debian: apt-get install libibverbs1 libnuma1. Beside NIXL also "
-    advice += "set UCX_MODULES=^ib, which leaves RDMA out: NIXL 1.5.1 crashes at its end where it finds libibverbs1."
+    advice = "Only a pool of stored blocks needs it. On Debian: apt-get install libibverbs1 libnuma1."
     yield _judge("pool", not error, error or "Mooncake Store can be loaded", advice)
 
 

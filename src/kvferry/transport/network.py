@@ -6,6 +6,7 @@ transport listens where the engine itself does, and no further.
 
 import fcntl
 import logging
+import os
 import socket
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -172,5 +173,37 @@ def _bare(host: str) -> str:
 
 
 def rdma_devices() -> list[str]:
-    """Return the RDMA devices of this host by UCX's names, device and port."""
-    return sorted(f"{port.parts[-3]}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*"))
+    """Return the RDMA devices of this host that UCX can use, by UCX's names: device and port."""
+    return [name for name, why in rdma_ports().items() if not why]
+
+
+def rdma_ports(sys: Path = Path("/sys/class"), dev: Path = Path("/dev/infiniband")) -> dict[str, str]:
+    """Return the ports of RDMA devices that the kernel lists, by UCX's names, each with the reason why UCX cannot use
+    it; empty where it can. Containers see the host's list, also where they were not given a device's file.
+    """
+    files: dict[str, Path] = {}
+    for listed in (sys / "infiniband_verbs").glob("uverbs*"):
+        with suppress(OSError):
+            files[(listed / "ibdev").read_text().strip()] = dev / listed.name
+    found = {}
+    for port in sorted((sys / "infiniband").glob("*/ports/*")):
+        device = port.parts[-3]
+        found[f"{device}:{port.name}"] = _why_unusable(port, files.get(device))
+    return found
+
+
+def _why_unusable(port: Path, file: Path | None) -> str:
+    if file is None:
+        return "the kernel module ib_uverbs gives it no file"
+    if not os.access(file, os.R_OK | os.W_OK):
+        return f"this process cannot open {file}"
+    try:
+        state = (port / "state").read_text().strip()
+    except OSError as error:
+        return f"its state cannot be read: {error}"
+    return "" if state.endswith("ACTIVE") else f"its state is {state}"
+
+
+def has_efa_device(sys: Path = Path("/sys/class")) -> bool:
+    """Return whether the kernel lists an Elastic Fabric Adapter of Amazon's."""
+    return any(driver.resolve().name == "efa" for driver in (sys / "infiniband").glob("*/device/driver"))

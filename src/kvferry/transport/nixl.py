@@ -11,13 +11,16 @@ counts the devices that the process sees.
 import ctypes
 import logging
 import os
+import re
 import sys
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -38,7 +41,7 @@ from kvferry.transport.end_points import (
     pack_regions,
     unpack_regions,
 )
-from kvferry.transport.network import LOOPBACK_DEVICE, rdma_devices
+from kvferry.transport.network import LOOPBACK_DEVICE, has_efa_device, rdma_devices, rdma_ports
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.registered_memory import INSTALL_NIXL, Sides
@@ -65,11 +68,10 @@ SILENCE_SECONDS = 30
 wait for a host that has vanished as long as the kernel repeats packets, a quarter of an hour. A transfer that only
 receives ends within 20 s more, when UCX asks whether the peer is alive."""
 CONNECT_SECONDS = 10.0
-_RDMA_TRANSPORTS = frozenset(
-    ("all", "ib", "rc", "rc_x", "rc_v", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5", "ud", "ud_x", "ud_v", "srd")
-)
-"""Names in UCX_TLS with which UCX uses RDMA devices."""
-DEVICES_VARIABLE = "UCX_NET_DEVICES"
+_READING_TRANSPORTS = {"rc_mlx5": {"ib", "rc", "rc_x"}, "rc_verbs": {"ib", "rc", "rc_v"}, "srd": {"ib"}}
+"""The transports of NIXL's UCX that read by RDMA, each with its other names in UCX_TLS. ``ud`` does not read, and the
+wheel has no ``dc``. See docs/rdma.md."""
+DEVICES_VARIABLE, MODULES_VARIABLE = "UCX_NET_DEVICES", "UCX_MODULES"
 CLOSE_SECONDS = 2.0
 _NUM_LANDINGS = 1024
 """Places for peers' nonces: the limit of concurrent connections."""
@@ -329,8 +331,8 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         config.pthrDelay = PROGRESS_DELAY_MICROSECONDS
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
         try:
-            agent = self._nixl.nixlAgent(self._name, config)
-            with _ucx_devices(self._devices):
+            with _ucx_variables(self._devices):
+                agent = self._nixl.nixlAgent(self._name, config)
                 return agent, agent.createBackend("UCX", {"engine_config": _ucx_configuration()})
         except Exception as error:
             raise TransportError(
@@ -523,14 +525,48 @@ def why_reads_are_slow(devices: str) -> str:
     """
     found = rdma_devices()
     if not found:
-        return "UCX finds no RDMA device, and without one it has no operation that reads"
-    named = [name.partition(":")[0] for name in devices.split(",") if name and name != "all"]
-    if named and not any(name.partition(":")[0] in named for name in found):
+        unusable = "; ".join(f"{name}: {why}" for name, why in rdma_ports().items() if why)
+        listed = f" that it can use ({unusable})" if unusable else ""
+        return f"UCX finds no RDMA device{listed}, and without one it has no operation that reads"
+    if not any(_is_allowed(devices, partial(_names_device, device=name)) for name in found):
         return f"UCX may use {devices} alone, which is no RDMA device, and without one it has no operation that reads"
     wanted = os.environ.get("UCX_TLS", "")
-    if wanted and not wanted.startswith("^") and not _RDMA_TRANSPORTS.intersection(wanted.split(",")):
-        return f"UCX_TLS={wanted} names no RDMA transport, and without one UCX has no operation that reads"
+    if not any(_is_allowed(wanted, partial(_names_transport, transport=name)) for name in _READING_TRANSPORTS):
+        return f"UCX_TLS={wanted} leaves no RDMA transport that reads, and without one UCX has no operation that reads"
+    modules = os.environ.get(MODULES_VARIABLE, "")
+    if not _is_allowed(modules, partial(fnmatchcase, "ib")):
+        return f"UCX_MODULES={modules} leaves RDMA out, and without it UCX has no operation that reads"
     return ""
+
+
+def _is_allowed(wanted: str, names: Callable[[str], bool]) -> bool:
+    """Return whether a variable of UCX's admits a thing. ``names`` says whether an entry names the thing.
+
+    >>> [_is_allowed(wanted, lambda entry: entry == "ib") for wanted in ("", "all", "cma,ib", "cma", "^ib", "^cma")]
+    [True, True, True, False, False, True]
+    """
+    entries = wanted.removeprefix("^").split(",")
+    return not wanted or entries[0] == "all" or any(map(names, entries)) != wanted.startswith("^")
+
+
+def _names_device(entry: str, device: str) -> bool:
+    """Return whether an entry of UCX_NET_DEVICES names this device and port, or all ports of the device. An entry may
+    have a range.
+
+    >>> [_names_device(entry, "mlx5_2:1") for entry in ("mlx5_2:1", "mlx5_2", "mlx5_[0-3]:1", "mlx5_2:2", "mlx5_[3-5]")]
+    [True, True, True, False, False]
+    """
+    names = (device, device.partition(":")[0])
+    ranged = re.fullmatch(r"([^][]*)\[(\d+)-(\d+)\]([^][]*)", entry)
+    if ranged is None:
+        return entry in names
+    prefix, first, last, suffix = ranged.groups()
+    numbers = [re.fullmatch(rf"{re.escape(prefix)}(\d+){re.escape(suffix)}", name) for name in names]
+    return any(number and int(first) <= int(number[1]) <= int(last) for number in numbers)
+
+
+def _names_transport(entry: str, transport: str) -> bool:
+    return entry.removeprefix("\\") == transport or entry in _READING_TRANSPORTS[transport]
 
 
 def _ucx_configuration() -> str:
@@ -543,22 +579,29 @@ def _ucx_configuration() -> str:
 
 
 @contextmanager
-def _ucx_devices(devices: str) -> Iterator[None]:
-    """Let UCX use these devices alone in contexts that are made within the block; all where there are none.
+def _ucx_variables(devices: str) -> Iterator[None]:
+    """Set what UCX reads from its variables alone, in contexts that are made within the block.
 
-    NIXL has no parameter for them: a value of its "engine_config" ends at a comma, so that only the first device was
-    used, and its "device_list" takes RDMA devices alone.
+    It uses these devices alone; all where there are none. NIXL has no parameter for them: a value of its
+    "engine_config" ends at a comma, so that only the first device was used, and its "device_list" takes RDMA devices
+    alone.
+
+    UCX loads its module for Amazon's EFA only where there is such a device, or the user says so: the module loads
+    Debian's libibverbs beside the one in NIXL's wheel, and then NIXL 1.5.1 crashes when the process ends.
     """
-    before = os.environ.get(DEVICES_VARIABLE)
-    if devices:
-        os.environ[DEVICES_VARIABLE] = devices
+    wanted = {DEVICES_VARIABLE: devices} if devices else {}
+    if MODULES_VARIABLE not in os.environ and not has_efa_device():
+        wanted[MODULES_VARIABLE] = "^efa"
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[DEVICES_VARIABLE] = before
-        elif devices:
-            del os.environ[DEVICES_VARIABLE]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _malformed(found: str) -> TransportError:
