@@ -93,7 +93,7 @@ def hold(name: str, layout: str, address: str) -> None:
     epoch = secrets.randbits(40)
     encoded = encode_shard(rank.shard)
     parts = rank.transports, rank.executor, rank.client, HOST, LayerSpans({})
-    writer = Writer(encoded, epoch, IDENTITY, *parts, is_on_request=True)
+    writer = Writer(encoded, epoch, IDENTITY, *parts, keeps_events=False, is_on_request=True)
     step_words = StepWords(words, HOST)
     step_words.prompts = HeldWrites(writer, lambda _: "full")
     handle = Handle("a", secrets.randbits(60))

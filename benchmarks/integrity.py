@@ -231,7 +231,7 @@ class Pushes(Engines):
         """Run one source's push: each span of layers as the engine declares it final."""
         sender, results = Sender(), list[JobResult]()
         deadline = time.monotonic() + DEADLINE_SECONDS
-        sender.announce(PushRequest(key, "x", self._case.tokens, "digest", part.needs, deadline))
+        sender.announce(PushRequest(key, "x", self._case.tokens, "digest", part.needs, deadline), now=0.0)
         link = self.route.links[plan.assignment.source_index]
         job = Write(sender, threading.Lock(), key, part, link.poll, results.append, digests=digests)
         prompt = Prompt(self._case.tokens, "digest", {"full": BlockList(0, blocks.source_ids.tolist())}, END)

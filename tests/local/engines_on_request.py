@@ -69,7 +69,7 @@ class HoldingRank(Parts):
             self.client,
             cache_memory.caches.order,
             LayerSpans({}),
-            True,
+            keeps_events=True,
             digests=pushed_digests(integrity),
             is_on_request=True,
         )

@@ -100,7 +100,9 @@ class SendingRank(Parts):
         spans = LayerSpans({} if batches is Batches.CHUNKS else {"full": LAYERS}, layers_per_span=1)
         short_tokens = SHORT_TOKENS if batches is Batches.WHOLE else 0
         digests = pushed_digests(integrity)
-        self.answerer = self.writer = Writer(shard, self.epoch, IDENTITY, *parts, spans, True, short_tokens, digests)
+        self.answerer = self.writer = Writer(
+            shard, self.epoch, IDENTITY, *parts, spans, keeps_events=True, short_tokens=short_tokens, digests=digests
+        )
         self.entry = RankEntry(
             rank.shard.tp_rank,
             0,

@@ -84,7 +84,7 @@ def push_request(key: PushKey = KEY) -> PushRequest:
 @pytest.mark.parametrize("way", ["fail", "stopped", "end"])
 def test_a_push_that_is_over(way: str, frames: Frames) -> None:
     side = Sender()
-    side.announce(push_request())
+    side.announce(push_request(), now=0.0)
     side.compute("x", Prompt(32, "p", {}, END))
     if way == "end":
         frames.error(lambda error: side.end("x", error))
@@ -94,15 +94,15 @@ def test_a_push_that_is_over(way: str, frames: Frames) -> None:
     over = side.outcome(KEY)
     assert over is not None
     assert parts_of(over.error) == PARTS
-    frames.hold(lambda: side.announce(push_request()))
+    frames.hold(lambda: side.announce(push_request(), now=0.0))
     if way == "end":
-        frames.hold(lambda: side.announce(push_request(PushKey("d", 1, 2))))
+        frames.hold(lambda: side.announce(push_request(PushKey("d", 1, 2)), now=0.0))
     assert not frames.are_alive()
 
 
 def test_a_push_that_cannot_be_stopped_yet(frames: Frames) -> None:
     side = Sender()
-    side.announce(push_request())
+    side.announce(push_request(), now=0.0)
     side.compute("x", Prompt(32, "p", {}, END))
     assert side.take(KEY)
     frames.error(lambda error: side.fail(KEY, error))

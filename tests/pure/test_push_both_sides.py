@@ -393,7 +393,7 @@ class BothSides:
             return
         push_request = PushRequest(target.key, target.transfer_id, NUM_TOKENS, "p", SPANS, self.now + SECONDS)
         try:
-            source.side.announce(push_request)
+            source.side.announce(push_request, self.now)
         except KVFerryError as error:
             self.network.append(partial(self.arrive_refusal, target, rank, error))
             return

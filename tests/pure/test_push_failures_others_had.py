@@ -49,7 +49,7 @@ def test_a_failure_is_terminal_and_the_receiver_does_not_wait_for_ever() -> None
     for source in (0, 1):
         receiving.announcing(source)
     part = part_of(Planner([attention(0, 1, ["0"])], attention(0, 1, ["0"])).plans(0)[0], [FULL])
-    side.announce(PushRequest(KEY, "x", 10, "p", part.needs, deadline=1e9))
+    side.announce(PushRequest(KEY, "x", 10, "p", part.needs, deadline=1e9), now=0.0)
     side.compute("x", Prompt(10, "p", {}, num_final=END))
     assert side.take(KEY)
     side.stopped(KEY, HandoffError(Reason.TRANSFER_FAILED, "one write failed"))
@@ -92,7 +92,7 @@ def test_blocks_that_are_freed_while_they_are_sent_do_not_count() -> None:
     """The engine holds references until the transfer ends; where they end early, what was read then is void."""
     side = Sender()
     part = part_of(Planner([attention(0, 1, ["0"])], attention(0, 1, ["0"])).plans(0)[0], [FULL])
-    side.announce(PushRequest(KEY, "x", 10, "p", part.needs, deadline=1e9))
+    side.announce(PushRequest(KEY, "x", 10, "p", part.needs, deadline=1e9), now=0.0)
     side.compute("x", Prompt(10, "p", {}, num_final=END))
     assert side.take(KEY)
     side.end("x", HandoffError(Reason.LEASE_EXPIRED, "nobody took it"))

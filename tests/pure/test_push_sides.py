@@ -12,6 +12,7 @@ from kvferry.plan.layer_spans import Span
 
 FULL, STATE = Span("full"), Span("state")
 KEY = PushKey("d", 1, 1)
+NOW = 0.0
 GAVE_UP = HandoffError(Reason.TRANSFER_FAILED, "a write failed.")
 
 
@@ -90,7 +91,7 @@ def test_an_announcement_after_the_prompt_has_ended_is_refused_with_the_reason()
     side.compute("x", prompt(END))
     side.end("x", GAVE_UP)
     with pytest.raises(HandoffError) as refused:
-        side.announce(asked())
+        side.announce(asked(), NOW)
     assert refused.value.reason is Reason.TRANSFER_FAILED
     side.compute("x", prompt(END))
     assert side.prompt_of(KEY) is None
@@ -101,14 +102,14 @@ def test_an_announcement_that_comes_after_its_revocation_writes_nothing() -> Non
     side.compute("x", prompt(END))
     assert side.revoke(KEY)
     with pytest.raises(HandoffError) as refused:
-        side.announce(asked())
+        side.announce(asked(), NOW)
     assert (refused.value.reason, side.take(KEY)) == (Reason.ABORTED, ())
 
 
 def test_a_revoked_push_is_not_quiet_before_its_writes_are() -> None:
     side = Sender()
     side.compute("x", prompt(16))
-    side.announce(asked())
+    side.announce(asked(), NOW)
     assert side.take(KEY)
     assert not side.revoke(KEY)
     assert side.is_stopping(KEY)
@@ -120,7 +121,7 @@ def test_another_prompt_fails_the_push_in_either_order() -> None:
     for announced_first in (True, False):
         side = Sender()
         steps = [
-            lambda side=side: side.announce(asked(digest="q")),
+            lambda side=side: side.announce(asked(digest="q"), NOW),
             lambda side=side: side.compute("x", prompt(16)),
         ]
         for step in steps if announced_first else reversed(steps):
@@ -139,7 +140,7 @@ def test_another_adapter_fails_the_push_where_both_engines_know_its_weights(
     prefill: str, decode: str, is_refused: bool
 ) -> None:
     side = Sender()
-    side.announce(msgspec.structs.replace(asked(), adapter=decode))
+    side.announce(msgspec.structs.replace(asked(), adapter=decode), NOW)
     side.compute("x", msgspec.structs.replace(prompt(16), adapter=Adapter("sql", prefill)))
     over = side.outcome(KEY)
     assert (over is not None) == is_refused
@@ -149,8 +150,8 @@ def test_another_adapter_fails_the_push_where_both_engines_know_its_weights(
 
 def test_replicas_of_a_receiver_with_one_name_are_told_apart_by_their_epochs() -> None:
     side, replica = Sender(), PushKey("d", 2, 1)
-    side.announce(asked())
-    side.announce(asked(replica, "y"))
+    side.announce(asked(), NOW)
+    side.announce(asked(replica, "y"), NOW)
     side.revoke(replica)
     side.compute("x", prompt(END))
     assert side.take(KEY) == (Cut(FULL, 0, 40),)
@@ -161,7 +162,7 @@ def test_several_receivers_are_served_from_one_prompt() -> None:
     """Parallel samples (``n``) carry one transfer id, and so do the ranks of a receiver."""
     side, keys = Sender(), [PushKey("d", 1, number) for number in range(3)]
     for key in keys:
-        side.announce(asked(key))
+        side.announce(asked(key), NOW)
     side.compute("x", prompt(END))
     for key in keys:
         assert side.take(key) == (Cut(FULL, 0, 40),)
@@ -171,7 +172,7 @@ def test_several_receivers_are_served_from_one_prompt() -> None:
 
 def test_a_late_push_is_given_up() -> None:
     side = Sender()
-    side.announce(asked())
+    side.announce(asked(), NOW)
     side.tick(KEY, 29.9)
     assert side.num_open == 1
     side.tick(KEY, 30.0)
@@ -184,7 +185,7 @@ def test_a_late_push_is_given_up() -> None:
 def test_a_step_that_begins_vouches_only_for_what_was_computed_here_before() -> None:
     """Not for its prefix hits: the engine names blocks in its cache that another prompt of the same step computes."""
     side = Sender()
-    side.announce(asked())
+    side.announce(asked(), NOW)
     side.begin_step({"x": prompt(32)})
     assert side.take(KEY) == ()
     side.compute("x", prompt(32))
@@ -284,13 +285,31 @@ def test_a_done_of_a_source_without_an_announcement_is_ignored() -> None:
     assert not push.is_over
 
 
+def test_a_held_prompt_must_be_known_at_once_or_by_a_time() -> None:
+    at_once, soon = (msgspec.structs.replace(asked(), known_by=known_by) for known_by in (NOW, NOW + 5))
+    with pytest.raises(HandoffError, match="does not hold") as refused:
+        Sender().announce(at_once, NOW)
+    assert refused.value.reason is Reason.SOURCE_CHANGED
+    for is_known in (True, False):
+        side = Sender()
+        side.announce(soon, NOW)
+        side.tick(KEY, NOW + 4.9)
+        if is_known:
+            side.compute("x", prompt(0))
+        assert side.outcome(KEY) is None
+        side.tick(KEY, NOW + 5)
+        over = side.outcome(KEY)
+        assert (over is None) == is_known
+        assert over is None or (over.error is not None and over.error.reason is Reason.SOURCE_CHANGED)
+
+
 def test_a_span_that_has_run_wakes_only_pushes_that_need_the_span() -> None:
     side, wanted, other = Sender(), Span("0", 1), Span("0", 2)
     running = {"x": Prompt(32, "p", {}, num_final=END)}
     early = PushRequest(KEY, "x", 32, "p", {wanted: Need(0, 32, 16)}, deadline=9.0)
     side.begin_step(running)
     assert not side.reach(wanted)
-    side.announce(early)
+    side.announce(early, NOW)
     assert (side.reach(wanted), side.reach(other)) == (True, False)
     side.begin_step(running)
     assert (side.reach(wanted), side.reach(other)) == (True, False)
@@ -412,7 +431,7 @@ def test_the_deadline_ends_a_waiting_push_and_the_snapshot_says_so() -> None:
 def test_snapshots_of_a_rank_that_pushes_are_plain() -> None:
     side, span = Sender(), Span("0")
     needs = {span: Need(0, 32, 16)}
-    side.announce(PushRequest(PushKey("d/0", 7, 1), "x", 32, "p", needs, deadline=9.0))
+    side.announce(PushRequest(PushKey("d/0", 7, 1), "x", 32, "p", needs, deadline=9.0), NOW)
     side.compute("x", Prompt(32, "p", {}, num_final=16))
     assert len(side.take(PushKey("d/0", 7, 1))) == 1
     side.end("y", GAVE_UP)

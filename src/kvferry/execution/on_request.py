@@ -52,7 +52,7 @@ class HeldWrites:
     ``name_of`` returns the name of a cache group in the rank's shard by its index in what is held.
     """
 
-    def __init__(self, writer: Writer, name_of: Callable[[int], str] = str) -> None:
+    def __init__(self, writer: Writer, name_of: Callable[[int], str]) -> None:
         self._writer, self._name_of = writer, name_of
 
     def hold(self, held: Held, *, counts: bool) -> None:

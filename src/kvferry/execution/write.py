@@ -402,11 +402,11 @@ class Writer:
         client: Client,
         order: DeviceOrder,
         spans: LayerSpans,
-        keeps_events: bool = False,
+        *,
+        keeps_events: bool,
         short_tokens: int = SHORT_TOKENS,
         digests: DigestTable | None = None,
         why_silent: Callable[[], str] = lambda: "the engine does not say why",
-        *,
         is_on_request: bool = False,
     ) -> None:
         self._kept = digests
@@ -669,7 +669,7 @@ class Writer:
                     f"this rank has {MAX_OPEN} open pushes, the most that it takes.",
                     "Let only decode engines reach this port: no engine has so many requests.",
                 )
-            if not self._sender.announce(request):
+            if not self._sender.announce(request, now):
                 return ""
             events = PushEvents(request, self.spans.layers_of) if self._keeps_events else None
         # This connection and no later one, which may be over another transport.
@@ -677,11 +677,9 @@ class Writer:
         self._executor.submit(self._job(request, part, destination, link, events, digests))
         return link.name
 
-    def _known_by(self, question: Announce, now: float) -> float:
-        """Return until when the prompt may be unknown, as in :class:`PushRequest`."""
-        if not self._is_on_request:
-            return float("inf")
-        return now + min(question.late_seconds, LATE_WORD_SECONDS) if question.late_seconds else 0.0
+    def _known_by(self, question: Announce, now: float) -> float | None:
+        """Return when the prompt must be known, as in :class:`PushRequest`: one that is held, at once or soon."""
+        return now + min(question.late_seconds, LATE_WORD_SECONDS) if self._is_on_request else None
 
     def _digests(
         self, question: Announce, destination: DestinationRank, plan: PairPlan, part: Part

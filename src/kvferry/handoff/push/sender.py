@@ -219,8 +219,8 @@ class PushRequest(msgspec.Struct, frozen=True):
     needs: Mapping[Span, Need]
     deadline: float
     adapter: str = ""
-    known_by: float = float("inf")
-    """Until when the prompt may be unknown here, on this rank's clock; 0 for a prompt that must be known already."""
+    known_by: float | None = None
+    """When the prompt must be known here, on this rank's clock; None where it may become known until the deadline."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -233,7 +233,7 @@ class Sender:
     """All pushes of one rank.
 
     >>> sender, key, span = Sender(), PushKey("d/0", 7, 1), Span("0")
-    >>> sender.announce(PushRequest(key, "x", 32, "p", {span: Need(0, 32, 16)}, deadline=9.0))
+    >>> sender.announce(PushRequest(key, "x", 32, "p", {span: Need(0, 32, 16)}, deadline=9.0), now=0.0)
     True
     >>> sender.take(key), sender.compute("x", Prompt(32, "p", {}, num_final=16))
     ((), None)
@@ -315,7 +315,7 @@ class Sender:
 
     # Messages of destinations.
 
-    def announce(self, request: PushRequest) -> bool:
+    def announce(self, request: PushRequest, now: float) -> bool:
         """Begin a push; return False, and do nothing, for an announcement that is known.
 
         Raises the :class:`KVFerryError` with which the push or the prompt has ended, such as an earlier revocation's.
@@ -329,7 +329,7 @@ class Sender:
             return False
         if (ended := self._ended.get(request.transfer_id)) is not None:
             raise ended.without_traceback()
-        if not request.known_by and request.transfer_id not in self._prompts:
+        if self._lacks_prompt(request, now):
             raise not_held()
         self._requests[key] = request
         self._requests_of.setdefault(request.transfer_id, set()).add(key)
@@ -399,8 +399,7 @@ class Sender:
     def tick(self, key: PushKey, now: float) -> None:
         """Give the push up once its deadline has passed, or the time in which its prompt must have become known."""
         if push := self._pushes.get(key):
-            request = self._requests[key]
-            if now >= request.known_by > 0 and request.transfer_id not in self._prompts:
+            if self._lacks_prompt(self._requests[key], now):
                 push.fail(not_held())
             push.tick(now)
             self._record_outcome(key)
@@ -424,6 +423,10 @@ class Sender:
             },
             "ended": sorted(self._ended),
         }
+
+    def _lacks_prompt(self, request: PushRequest, now: float) -> bool:
+        """Return whether the prompt should be known by now and is not."""
+        return request.known_by is not None and now >= request.known_by and request.transfer_id not in self._prompts
 
     def _keys_of(self, transfer_id: str) -> list[PushKey]:
         return list(self._requests_of.get(transfer_id, ()))

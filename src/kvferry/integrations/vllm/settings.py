@@ -330,7 +330,9 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     _check_times(settings, extra_config)
     _check_host(settings)
     _check_keys(settings)
-    _check_push(settings, extra_config)
+    _check_mode(settings, extra_config)
+    _check_held_prompts(settings)
+    _check_router(settings)
     return settings
 
 
@@ -438,7 +440,8 @@ def trust_of(settings: Settings) -> Trust:
     return Trust(Keys(settings.keys) if settings.keys else None, settings.allowed_hosts, anywhere=anywhere)
 
 
-def _check_push(settings: Settings, given: Mapping[str, Any]) -> None:
+def _check_mode(settings: Settings, given: Mapping[str, Any]) -> None:
+    """Refuse settings that the mode does not use."""
     for_writes = _FOR_PUSHES if settings.held_prompts != "read" else _FOR_PUSHES | {"fence_seconds"}
     if settings.mode != "push" and (ignored := sorted(for_writes & given.keys())):
         raise SettingsError(
@@ -458,18 +461,24 @@ def _check_push(settings: Settings, given: Mapping[str, Any]) -> None:
             f"held_prompts is {settings.held_prompts!r}, and mode 'push' holds no prompt to be loaded later.",
             'Set "mode" to "pull", or leave "held_prompts" out.',
         )
-    if settings.held_prompts == "write" and settings.strategy == "scatter":
-        raise SettingsError(
-            Reason.UNSUPPORTED,
-            "strategy 'scatter' is for reads; with held_prompts 'write' every cache is written directly.",
-            'Set "strategy" to "auto" or "direct", or "held_prompts" to "read".',
-        )
     if settings.mode == "push" and settings.strategy != "direct":
         raise SettingsError(
             Reason.UNSUPPORTED,
             f"strategy {settings.strategy!r} is for reads; mode 'push' writes every cache directly.",
             'Set "strategy" to "direct", or leave it out.',
         )
+
+
+def _check_held_prompts(settings: Settings) -> None:
+    if settings.held_prompts == "write" and settings.strategy == "scatter":
+        raise SettingsError(
+            Reason.UNSUPPORTED,
+            "strategy 'scatter' is for reads; with held_prompts 'write' every cache is written directly.",
+            'Set "strategy" to "auto" or "direct", or "held_prompts" to "read".',
+        )
+
+
+def _check_router(settings: Settings) -> None:
     if bool(settings.router_address) != bool(settings.http_address):
         raise SettingsError(
             Reason.INVALID_SETTING,

@@ -28,6 +28,15 @@ class GroupShape:
     window: int = 0
 
 
+def group_name(index: int) -> str:
+    """Return the name of a cache group of vLLM, by its index: the same in every pipeline stage and in both engines.
+
+    >>> group_name(0)
+    '0'
+    """
+    return str(index)
+
+
 def num_recomputed(groups: Iterable[GroupShape]) -> int:
     """Return how many of a prompt's last tokens only the decode engine computes.
 
@@ -192,7 +201,7 @@ def held_blocks(groups: Sequence[GroupShape], ids: Sequence[Sequence[int]]) -> d
     for index, (group, listed) in enumerate(zip(groups, ids, strict=True)):
         first = _num_before(group, listed)
         begin = 0 if group.kind is CacheKind.STATE else first * group.block_size
-        found[str(index)] = BlockList(begin, list(listed[first:]))
+        found[group_name(index)] = BlockList(begin, list(listed[first:]))
     return found
 
 
@@ -241,7 +250,7 @@ def _blocks_of(
     if group.kind is CacheKind.STATE:
         # The last block of a list holds the state, which is token 0 to 1.
         return GroupBlocks(
-            group=str(index),
+            group=group_name(index),
             first_token=0,
             last_token=1,
             source_block_ids=() if source is None else _last_block(index, "prefill", source),
@@ -249,7 +258,7 @@ def _blocks_of(
         )
     first, end, size = _first_token(group, source_block_size, tokens), tokens[1], group.block_size
     return GroupBlocks(
-        group=str(index),
+        group=group_name(index),
         first_token=first,
         last_token=end,
         source_block_ids=(

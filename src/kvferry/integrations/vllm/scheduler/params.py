@@ -125,6 +125,7 @@ def answer_params(
     prompt: HeldPrompt,
     block_ids: Sequence[Sequence[int]],
     state: EngineState,
+    *,
     is_late: bool,
     adapter: Adapter = NO_ADAPTER,
 ) -> dict[str, Any]:

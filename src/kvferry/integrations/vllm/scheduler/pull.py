@@ -136,7 +136,7 @@ class PullSource(Source):
         is_late = held.word != prompt.word
         if is_late:
             state.step.late[hold.handle] = held
-        return answer_params(hold, held_prompt, block_ids, state, is_late, prompt.adapter.adapter)
+        return answer_params(hold, held_prompt, block_ids, state, is_late=is_late, adapter=prompt.adapter.adapter)
 
     def note_schedule(self, output: "SchedulerOutput") -> None:
         """Add the guard words of the prompts that the step computes to their end; clear those of preempted requests."""

@@ -8,7 +8,7 @@ import torch
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import RankEntry
-from kvferry.integrations.vllm.scheduler.blocks import GroupShape
+from kvferry.integrations.vllm.scheduler.blocks import GroupShape, group_name
 from kvferry.integrations.vllm.translate.attention import attention_components, check_scales_in_slots
 from kvferry.integrations.vllm.translate.specs import refuse, spec_of
 from kvferry.integrations.vllm.translate.states import check_state, state_components
@@ -141,7 +141,7 @@ def _cache_group(
             check_scales_in_slots(vllm_config, views)
         components = attention_components(vllm_config, shape.kind, views, expected, region, rank)
     return CacheGroup(
-        name=str(index),
+        name=group_name(index),
         kind=shape.kind,
         block_size=shape.block_size,
         num_blocks=kv_cache_config.num_blocks,

@@ -17,6 +17,7 @@ from kvferry.execution.source_engines import SourceEngine
 from kvferry.execution.write import LATE_WORD_SECONDS
 from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.handoff.messages import DigestTable as TableEntry
+from kvferry.integrations.vllm.scheduler.blocks import group_name
 from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.integrations.vllm.worker.push import PushEndPoint, make_writer
@@ -41,8 +42,8 @@ class PullSource(Source):
         The rank tells nobody of a hold before its first step.
         """
         self._end_point = end_point
-        writer = make_writer(rank, end_point, LayerSpans({}), digests=digests, is_on_request=True)
-        self._step_words.prompts = HeldWrites(writer)
+        writer = make_writer(rank, end_point, LayerSpans({}), keeps_events=False, digests=digests, is_on_request=True)
+        self._step_words.prompts = HeldWrites(writer, group_name)
 
     @property
     def words_address(self) -> int:
@@ -52,8 +53,7 @@ class PullSource(Source):
     @property
     def regions(self) -> list[Region]:
         """The memory of guard words and digests, to register beside the cache."""
-        words = Region(self.words.address, self.words.array.nbytes)
-        return [words] if self._table is None else [words, self._table.region]
+        return [self.words.region, *([] if self._table is None else [self._table.region])]
 
     def void_transfers(self, orders: StepMetadata) -> None:
         """Clear the words of ended holds: before the step begins, vLLM may clear or copy into blocks that it has given
@@ -89,7 +89,7 @@ class PullSource(Source):
 
     def _keep_digests(self, prompt: HeldPrompt) -> None:
         assert self._table is not None, "a rank without a table keeps no digests"
-        self._table.fill(prompt.num_tokens, {str(index): ids for index, ids in enumerate(prompt.block_ids)})
+        self._table.fill(prompt.num_tokens, {group_name(index): ids for index, ids in enumerate(prompt.block_ids)})
 
 
 class PullDestination(Destination):

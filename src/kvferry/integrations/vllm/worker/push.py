@@ -64,8 +64,17 @@ def make_announcer(
     return end_point.announcer
 
 
-def make_writer(rank: Rank, end_point: PushEndPoint, spans: LayerSpans, **more: Any) -> Writer:
-    """Return the writer of a rank, which answers at the end point; ``more`` are the further arguments of a writer."""
+def make_writer(
+    rank: Rank,
+    end_point: PushEndPoint,
+    spans: LayerSpans,
+    *,
+    keeps_events: bool,
+    digests: DigestTable | None,
+    why_silent: Callable[[], str] = lambda: "",
+    is_on_request: bool = False,
+) -> Writer:
+    """Return the writer of a rank, which answers at the end point."""
     end_point.writer = Writer(
         rank.shard,
         end_point.answers_at.epoch,
@@ -75,7 +84,10 @@ def make_writer(rank: Rank, end_point: PushEndPoint, spans: LayerSpans, **more: 
         rank.client,
         rank.order,
         spans,
-        **more,
+        keeps_events=keeps_events,
+        digests=digests,
+        why_silent=why_silent,
+        is_on_request=is_on_request,
     )
     return end_point.writer
 

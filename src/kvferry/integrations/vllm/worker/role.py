@@ -27,6 +27,7 @@ from kvferry.handoff.holds import lease_lost, weights_changed
 from kvferry.handoff.messages import RankEntry, Reopened, StillWriting
 from kvferry.handoff.wire.client import Client
 from kvferry.integrations.vllm.resets import ROLES
+from kvferry.integrations.vllm.scheduler.blocks import group_name
 from kvferry.integrations.vllm.settings import Settings, trust_of
 from kvferry.integrations.vllm.step import EngineEndPoint, FailedTurns, PromptLoad, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate.identity import identity_of
@@ -375,7 +376,7 @@ class WorkerRole:
         groups = self._kv_cache_config.kv_cache_groups
         kinds = group_shapes(self._kv_cache_config)
         return {
-            str(index): sorted(group.layer_names, key=computation_order)
+            group_name(index): sorted(group.layer_names, key=computation_order)
             for index, group in enumerate(groups)
             if kinds[index].kind is not CacheKind.STATE and group.layer_names
         }
