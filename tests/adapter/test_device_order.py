@@ -313,12 +313,13 @@ class Worker:
     def __init__(self, order: DeviceOrder, strategy: str, patch: pytest.MonkeyPatch) -> None:
         from kvferry.integrations.vllm.settings import Settings
         from kvferry.integrations.vllm.step import PromptLoad, StepMetadata
+        from kvferry.integrations.vllm.worker import memory
         from kvferry.integrations.vllm.worker import role as worker_role
 
         from .worker_roles import make_worker_role
 
         self.prefill, self.rank = PrefillEngine("memcpy", filled_ranks(2)), Rank(0, 1)
-        patch.setattr(worker_role, "DEFAULT_STAGE_BYTES", 1 << 16)
+        patch.setattr(memory, "DEFAULT_STAGE_BYTES", 1 << 16)
         # Streams here do nothing until the test runs them.
         patch.setattr(worker_role.WorkerRole, "_try", lambda *_: None)
         settings = Settings(transport="memcpy", strategy=strategy, integrity="off")  # type: ignore[arg-type]

@@ -185,7 +185,7 @@ def test_a_step_that_ends_a_hold_ends_its_write(call: str, make_engine: Any) -> 
     source = prefill.worker._worker_role._source
     [slot] = source._step_words._held
     assert list(source._end_point.writer._sender._prompts)
-    assert source.words.array[slot].all()
+    assert source._step_words._words.array[slot].all()
     getattr(prefill.worker._worker_role, call)(StepMetadata(ended_slots=[slot]))
     assert not source._end_point.writer._sender._prompts
-    assert not source.words.array[slot].any()
+    assert not source._step_words._words.array[slot].any()

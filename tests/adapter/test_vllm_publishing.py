@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import HOST
-from kvferry.execution.guard_words import Held
+from kvferry.execution.guard_words import GuardWords, Held
 from kvferry.execution.job import JobResult
 from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
@@ -86,13 +86,13 @@ def test_an_engine_says_once_how_it_moves_caches(
 
 
 def test_a_worker_that_ends_clears_its_guard_words_before_it_waits_for_its_own_loads() -> None:
-    source, held = PullSource(HOST), []
+    words, held = GuardWords(num_slots=4), []
+    source = PullSource(HOST, words)
     source.begin_step(StepMetadata(written=[Held(2, bytes(range(1, 17)))]))
-    guard = source.words.array
-    assert guard.any()
+    assert words.array.any()
     role: Any = WorkerRole.__new__(WorkerRole)
     nothing = SimpleNamespace(close=lambda: None)
-    executor = SimpleNamespace(close=lambda: held.append(bool(guard.any())))
+    executor = SimpleNamespace(close=lambda: held.append(bool(words.array.any())))
     role._source, role._rank = source, SimpleNamespace(executor=executor, source_engines=nothing, client=nothing)
     role._transports = role._log = SimpleNamespace(close=lambda: None)
     role.shutdown()

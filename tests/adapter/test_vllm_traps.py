@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution.device import HOST
 from kvferry.execution.executor import Executor
-from kvferry.execution.guard_words import Scratch
+from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.read import Read
 from kvferry.handoff.holds import lease_lost
 from kvferry.integrations.vllm.settings import Settings
@@ -208,7 +208,7 @@ class CountedRank:
         self.executor = Executor(Scratch(num_words=4))
         engines = SimpleNamespace(close=lambda: None)
         self.role._rank = SimpleNamespace(executor=self.executor, source_engines=engines, client=engines)
-        self.role._source, self.role._destination = PullSource(HOST), PullDestination(self.role._rank)
+        self.role._source, self.role._destination = PullSource(HOST, GuardWords(1)), PullDestination(self.role._rank)
         self.role._account = lambda result: None
 
     def submit(self, request_id: str, error: HandoffError | None) -> None:

@@ -18,22 +18,18 @@ from kvferry.execution.write import LATE_WORD_SECONDS
 from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.handoff.messages import DigestTable as TableEntry
 from kvferry.integrations.vllm.scheduler.blocks import group_name
-from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS, PromptLoad, StepMetadata
+from kvferry.integrations.vllm.step import PromptLoad, StepMetadata
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.integrations.vllm.worker.push import PushEndPoint, make_writer
-from kvferry.layout.shard import Region
 from kvferry.plan.layer_spans import LayerSpans
 
 
 class PullSource(Source):
     """Changes guard words before a step can touch the blocks that they guard."""
 
-    num_words = MAX_HELD_REQUESTS
-
-    def __init__(self, order: DeviceOrder, table: DigestTable | None = None) -> None:
-        self.words = GuardWords(self.num_words)
+    def __init__(self, order: DeviceOrder, words: GuardWords, table: DigestTable | None = None) -> None:
         self._table = table
-        self._step_words = StepWords(self.words, order, None if table is None else self._keep_digests)
+        self._step_words = StepWords(words, order, None if table is None else self._keep_digests)
         self._end_point: PushEndPoint | None = None
 
     def write_on_request(self, rank: Rank, end_point: PushEndPoint, digests: TableEntry | None) -> None:
@@ -44,16 +40,6 @@ class PullSource(Source):
         self._end_point = end_point
         writer = make_writer(rank, end_point, LayerSpans({}), keeps_events=False, digests=digests, is_on_request=True)
         self._step_words.prompts = HeldWrites(writer, group_name)
-
-    @property
-    def words_address(self) -> int:
-        """Address of the first guard word."""
-        return self.words.address
-
-    @property
-    def regions(self) -> list[Region]:
-        """The memory of guard words and digests, to register beside the cache."""
-        return [self.words.region, *([] if self._table is None else [self._table.region])]
 
     def void_transfers(self, orders: StepMetadata) -> None:
         """Clear the words of ended holds: before the step begins, vLLM may clear or copy into blocks that it has given

@@ -15,16 +15,13 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
-from kvferry.execution.digests import DigestTable
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
-from kvferry.execution.pair_cells import comparable, pushed_digests
+from kvferry.execution.pair_cells import pushed_digests
 from kvferry.execution.source_engines import Compares, SourceEngines
-from kvferry.execution.stage import Stage
 from kvferry.execution.trial import Side, Trial
 from kvferry.handoff.holds import lease_lost, weights_changed
-from kvferry.handoff.messages import RankEntry, Reopened, StillWriting
+from kvferry.handoff.messages import EndPoint, RankEntry, Reopened, StillWriting
 from kvferry.handoff.wire.client import Client
 from kvferry.integrations.vllm.resets import ROLES
 from kvferry.integrations.vllm.scheduler.blocks import group_name
@@ -33,6 +30,7 @@ from kvferry.integrations.vllm.step import EngineEndPoint, FailedTurns, PromptLo
 from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
 from kvferry.integrations.vllm.worker.caches import register_caches
+from kvferry.integrations.vllm.worker.memory import RankMemory
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
 from kvferry.integrations.vllm.worker.push import PushDestination, PushEndPoint, PushSource, make_announcer
@@ -42,7 +40,7 @@ from kvferry.layout.shard import encode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import LayerSpans
-from kvferry.plan.staging.strategy import DEFAULT_STAGE_BYTES, Strategy
+from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.end_points import own_identity
 from kvferry.transport.network import Network
 from kvferry.transport.registry import open_transports
@@ -53,10 +51,6 @@ if TYPE_CHECKING:
 
 logger = PeerLog(logging.getLogger(__name__))
 
-SCRATCH_WORDS = 4096
-DIGESTS_BYTES = 64 << 20
-"""Room for the digests that loads read: with ``full`` at least 8 GB of a cache at a time. Untouched memory costs
-nothing."""
 REPORT_SECONDS = 3600.0
 """How long a report to this rank's own engine is sent again until it is acknowledged."""
 
@@ -95,44 +89,72 @@ class WorkerRole:
         ROLES.add(self)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Register the engine's cache with the transports and start the parts."""
-        settings, config = self._settings, self._vllm_config
-        shard = register_caches(config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank)
-        self._order = order = device_order(region.device for region in shard.regions)
-        stage = Stage(DEFAULT_STAGE_BYTES, order) if settings.scatters else None
-        scratch = Scratch(SCRATCH_WORDS)
-        integrity = comparable(shard, settings.wanted_integrity, is_required=settings.requires_digests)
-        reads_digests = integrity is not Integrity.OFF and settings.mode == "pull"
-        compared = Stage(DIGESTS_BYTES) if reads_digests else None
+        """Register the engine's cache with the transports and start the parts.
+
+        On a device, labelled blocks go out of the cache and back in each way in which this rank may move them. Raises
+        :class:`TransportError` (trial-failed).
+        """
+        shard = register_caches(self._vllm_config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank)
+        self._order = device_order(region.device for region in shard.regions)
+        memory = RankMemory.of(shard, self._order, self._settings)
+        end_points = self._transports.register(memory.regions)
+        cores = set(self._settings.transfer_cores) or cores_that_do_not_compute()
+        self._rank = rank = self._start_rank(memory, end_points, cores)
+        pushes = self._settings.mode == "push"
+        answers_at = self._start_push(rank, memory) if pushes else self._start_pull(rank, memory)
+        self._entry = RankEntry(
+            tp_rank=self._tp_rank,
+            pp_rank=self._pp_rank,
+            shard=rank.shard,
+            end_points=end_points,
+            words_address=0 if memory.words is None else memory.words.address,
+            num_words=0 if memory.words is None else len(memory.words.array),
+            push_end_point=answers_at if pushes else None,
+            process=own_identity(),
+            digests=memory.digests,
+            held_end_point=None if pushes else answers_at,
+        )
+        logger.debug("kvferry: rank %d moves\n%r", self._index, shard)
+        if not self._order.is_immediate:
+            side = Side(
+                shard,
+                self._transports,
+                end_points,
+                memory.scratch,
+                memory.words,
+                memory.stage,
+                memory.table,
+                memory.compared,
+            )
+            if side.words is not None:
+                self._try(side, kv_caches, cores)
+            if answers_at is not None:
+                self._try(side._replace(words=None), kv_caches, cores)
+
+    def _start_rank(self, memory: RankMemory, end_points: dict[str, bytes], cores: set[int]) -> Rank:
+        """Start the transfer thread, and return what the parts share."""
+        settings, transfer = self._settings, self._vllm_config.kv_transfer_config
+        assert transfer is not None, "a connector without its configuration"
         compares = None
-        if integrity is not Integrity.OFF:
-            compares = Compares(integrity, compared, settings.requires_digests)
-        table = DigestTable(shard, integrity) if reads_digests else None
-        digests = pushed_digests(integrity) if table is None else table.entry
-        pull_source = PullSource(order, table) if settings.mode == "pull" else None
-        regions = [*shard.regions, scratch.region, *([] if stage is None else [stage.region])]
-        regions += [] if compared is None else [compared.region]
-        end_points = self._transports.register(regions + ([] if pull_source is None else pull_source.regions))
-        identity = identity_of(config, settings)
-        name = f"{config.kv_transfer_config.engine_id}/{self._index}"  # type: ignore[union-attr]
-        timeout = settings.handshake_timeout_seconds
-        cores = set(settings.transfer_cores) or cores_that_do_not_compute()
-        self._rank = rank = Rank(
+        if memory.integrity is not Integrity.OFF:
+            compares = Compares(memory.integrity, memory.compared, settings.requires_digests)
+        name, identity = f"{transfer.engine_id}/{self._index}", identity_of(self._vllm_config, settings)
+        return Rank(
             name=name,
-            shard=encode_shard(shard),
+            shard=encode_shard(memory.shard),
             identity=identity,
             end_points=end_points,
             transports=self._transports,
-            executor=Executor(scratch, cores, order, self._report_still_writing),
-            order=order,
+            executor=Executor(memory.scratch, cores, self._order, self._report_still_writing),
+            order=self._order,
             # A pushed cache is written by its sources: this rank connects to none.
             source_engines=SourceEngines(
-                shard,
+                memory.shard,
                 identity,
                 self._transports,
                 name,
-                timeout,
-                stage,
+                settings.handshake_timeout_seconds,
+                memory.stage,
                 settings.wanted_strategy,
                 connects=settings.mode == "pull",
                 trust=self._trust,
@@ -140,57 +162,52 @@ class WorkerRole:
             ),
             client=Client(self._trust),
         )
-        keeps_events = bool(settings.transfer_log)
-        end_point: PushEndPoint | None = None
-        if settings.mode == "push" or self._may_write_held:
-            end_point = PushEndPoint(settings.host, settings.reachable_host, self._trust.keys)
-        if pull_source is None:
-            assert end_point is not None
-            spans = LayerSpans(self._layers_that_report())
+
+    def _start_push(self, rank: Rank, memory: RankMemory) -> EndPoint:
+        """Make the parts of a rank that pushes and is pushed to; return where it answers."""
+        settings, end_point, keeps_events = self._settings, self._open_end_point(), bool(self._settings.transfer_log)
+        self._source = PushSource(
+            rank,
+            end_point,
+            LayerSpans(self._layers_that_report()),
+            keeps_events,
+            memory.digests,
             # Asked in a step: vLLM settles its graphs after the caches.
-            self._source = PushSource(
-                rank,
-                end_point,
-                spans,
-                keeps_events,
-                digests,
-                why_silent=lambda: why_layers_are_silent(config.compilation_config),
-            )
-            self._destination = PushDestination(rank, end_point, timeout, settings.fence_seconds, keeps_events)
-        else:
-            self._source, self._destination = pull_source, PullDestination(rank)
-            if end_point is not None:
-                pull_source.write_on_request(rank, end_point, pushed_digests(integrity))
-                announcer = make_announcer(
-                    rank, end_point, timeout, settings.fence_seconds, keeps_events, self._note_fence
-                )
-                self._destination = PullDestination(rank, announcer, is_forced=settings.held_prompts == "write")
-        answers_at = None if end_point is None else end_point.answers_at
-        self._entry = RankEntry(
-            tp_rank=self._tp_rank,
-            pp_rank=self._pp_rank,
-            shard=rank.shard,
-            end_points=end_points,
-            words_address=0 if pull_source is None else pull_source.words_address,
-            num_words=0 if pull_source is None else pull_source.num_words,
-            push_end_point=answers_at if pull_source is None else None,
-            process=own_identity(),
-            digests=digests,
-            held_end_point=None if pull_source is None else answers_at,
+            why_silent=lambda: why_layers_are_silent(self._vllm_config.compilation_config),
         )
-        logger.debug("kvferry: rank %d moves\n%r", self._index, shard)
-        if not order.is_immediate:
-            side = Side(shard, self._transports, end_points, scratch, None, stage, table, compared)
-            if pull_source is not None:
-                self._try(side._replace(words=pull_source.words), kv_caches, cores)
-            if end_point is not None:
-                self._try(side, kv_caches, cores)
+        self._destination = PushDestination(
+            rank, end_point, settings.handshake_timeout_seconds, settings.fence_seconds, keeps_events
+        )
+        return end_point.answers_at
+
+    def _start_pull(self, rank: Rank, memory: RankMemory) -> EndPoint | None:
+        """Make the parts of a rank that reads and is read; return where it answers if held prompts may be written."""
+        assert memory.words is not None
+        self._source = source = PullSource(self._order, memory.words, memory.table)
+        if not self._may_write_held:
+            self._destination = PullDestination(rank)
+            return None
+        settings, end_point = self._settings, self._open_end_point()
+        source.write_on_request(rank, end_point, pushed_digests(memory.integrity))
+        announcer = make_announcer(
+            rank,
+            end_point,
+            settings.handshake_timeout_seconds,
+            settings.fence_seconds,
+            bool(settings.transfer_log),
+            self._note_fence,
+        )
+        self._destination = PullDestination(rank, announcer, is_forced=settings.held_prompts == "write")
+        return end_point.answers_at
+
+    def _open_end_point(self) -> PushEndPoint:
+        return PushEndPoint(self._settings.host, self._settings.reachable_host, self._trust.keys)
 
     @property
     def _may_write_held(self) -> bool:
         """Whether this rank may write the prompts that it holds, and peers may write into its cache."""
         settings = self._settings
-        if settings.mode == "push" or settings.held_prompts == "read":
+        if settings.held_prompts == "read":
             return False
         are_slow = any(each.capabilities.slow_reads for each in self._transports.transports.values())
         return settings.held_prompts == "write" or (are_slow and settings.strategy != "scatter")
