@@ -22,7 +22,7 @@ from kvferry.execution.job import Job
 from kvferry.execution.on_request import HeldRequest, HeldWrites, OnRequest, transfer_id_of
 from kvferry.execution.read import Read
 from kvferry.execution.source_engines import SourceEngines
-from kvferry.execution.write import Writer
+from kvferry.execution.writer import Writer
 from kvferry.handoff.guard_word import HeldPrompt, guard_word
 from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Handle, Identity, RankEntry
 from kvferry.handoff.remote_holds import RemoteHold

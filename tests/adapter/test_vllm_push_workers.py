@@ -355,7 +355,7 @@ def test_a_silent_source_does_not_keep_the_request(workers: Workers, monkeypatch
     orders = {"engine": EngineEndPoint(EndPoint(HOST, engine.port, EPOCH), b"secret")}
     try:
         workers.announce(seconds=0.5)
-        wait_until(lambda: any(role._source.writer._destinations for role in workers.senders))
+        wait_until(lambda: any(role._source.writer.destinations.known for role in workers.senders))
         for role in workers.senders:
             monkeypatch.setattr(role._source.writer._client, "tell", lambda *_: None)
             role._source._end_point.close()

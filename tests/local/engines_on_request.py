@@ -17,7 +17,7 @@ from kvferry.execution.pair_cells import pushed_digests
 from kvferry.execution.read import Read
 from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.stage import Stage
-from kvferry.execution.write import Writer
+from kvferry.execution.writer import Writer
 from kvferry.handoff.guard_word import HeldPrompt, guard_word
 from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, Handle, RankEntry
 from kvferry.handoff.remote_holds import RemoteHold

@@ -17,7 +17,7 @@ from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
 from kvferry.execution.pair_cells import pushed_digests
 from kvferry.execution.source_engines import Compares, SourceEngines
-from kvferry.execution.write import Writer
+from kvferry.execution.writer import Writer
 from kvferry.handoff.messages import PROTOCOL_VERSION, Answer, Directory, EndPoint, Handle, Noted, Question, RankEntry
 from kvferry.handoff.push.sender import BlockList, Prompt
 from kvferry.handoff.remote_holds import RemoteHold

@@ -203,7 +203,7 @@ def test_a_word_that_never_comes_is_awaited_for_a_bounded_time(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever time the destination asks for."""
-    monkeypatch.setattr(write, "LATE_WORD_SECONDS", 0.4)
+    monkeypatch.setattr("kvferry.execution.writer.LATE_WORD_SECONDS", 0.4)
     engine, [rank] = engines.open(filled_ranks(2), [Rank(0, 1)])
     held = engine.held(prompt_in(SOURCE))
     load(rank, engine, held, late_seconds=1e5)
@@ -493,7 +493,7 @@ def test_a_source_that_has_lost_the_way_is_read_unless_writing_is_forced(
     assert rank.result().way == "written"
     rank.rank.cache[:] = 0
     for each in engine.ranks:
-        for known in each.writer._destinations.values():
+        for known in each.writer.destinations.known.values():
             known.route.links[known.source_index] = unreachable()  # type: ignore[assignment]
     load(rank, engine, held)
     result = rank.result()
@@ -572,7 +572,7 @@ def test_a_source_that_forgot_this_rank_is_read_and_writes_the_next(engines: Eng
         ways.append(rank.result().way)
         if not number:
             for each in engine.ranks:
-                each.writer._destinations.clear()
+                each.writer.destinations.known.clear()
             # The time to meet counts from the new introduction.
             rank.announcer._meets_by |= dict.fromkeys(rank.announcer._meets_by, time.monotonic() - 1.0)
     assert ways == ["written", "read", "written"]
@@ -584,7 +584,7 @@ def test_a_source_that_did_not_reach_this_rank_writes_once_it_does(
     """It is introduced anew, and connects anew."""
     monkeypatch.setattr(announce, "MEET_SECONDS", 0.3)
     monkeypatch.setattr(announce, "AVOID_SECONDS", 0.5)
-    monkeypatch.setattr(write, "TELL_SECONDS", 0.5)
+    monkeypatch.setattr("kvferry.execution.destinations.TELL_SECONDS", 0.5)
     engine, rank = choosing(engines)
     [first, second] = engine.ranks
     connect, tell = first.transports.connect, second.client.tell
@@ -619,16 +619,16 @@ def test_introductions_of_strangers_begin_few_meetings(
     """Whatever names they give themselves, and however often."""
     engine, rank, _ = announced
     [source] = engine.ranks
-    monkeypatch.setattr(write, "MAX_MEETINGS", 3)
+    monkeypatch.setattr("kvferry.execution.destinations.MAX_MEETINGS", 3)
     never = SimpleNamespace(name="", poll=lambda: None)
     monkeypatch.setattr(source.transports, "connect", lambda _: never)
     introduction = rank.announcer._introduction(source.answers_at, (source.entry.shard,), PROTOCOL_VERSION)
     before = len(source.executor._active)
-    monkeypatch.setattr(write, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr("kvferry.execution.destinations.TELL_SECONDS", 0.0)
     for number in range(10):
         for _ in range(2):
             source.writer.answer(msgspec.structs.replace(introduction, receiver=f"stranger/{number}"))
-            assert len(source.writer._meetings) == min(number + 1, 3)
+            assert len(source.writer.destinations._meetings) == min(number + 1, 3)
     wait_until(lambda: len(source.executor._active) == before + 3)
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution import announce, peers, write
+from kvferry.execution import announce, destinations, peers, writer
 from kvferry.execution.announce import Announcer
 from kvferry.execution.job import JobResult
 from kvferry.execution.peers import Peers
-from kvferry.execution.write import Writer
+from kvferry.execution.writer import Writer
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
@@ -135,8 +135,8 @@ def test_a_failed_write_is_reported_at_once(engines: Pairs) -> None:
 
 
 def test_pushes_that_are_asked_for_are_bounded(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "MAX_OPEN", 2)
-    monkeypatch.setattr(write, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(writer, "MAX_OPEN", 2)
+    monkeypatch.setattr(writer, "MAX_SECONDS", 0.2)
     sender, [receiver] = engines.open()
     for number in range(2):
         receiver.receive(sender.hold(), [0, 3], f"x{number}", f"r{number}")
@@ -230,7 +230,7 @@ def test_a_push_that_fails_for_another_reason_keeps_the_connection(engines: Pair
     sender.compute(END, [5, 1])
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.result().error is None
-    [known] = source.writer._destinations.values()
+    [known] = source.writer.destinations.known.values()
     link = known.link
     assert link.name == "cma"
     receiver.receive(sender.hold(), [0, 3], "y", "s")
@@ -247,7 +247,7 @@ def test_a_receiver_introduces_itself_again_to_a_sender_that_forgot_the_receiver
     sender.compute(END, [5, 1])
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.result().error is None
-    source.writer._destinations.clear()
+    source.writer.destinations.known.clear()
     receiver.receive(sender.hold(), [0, 3])
     error = receiver.result().error
     assert error is not None
@@ -265,7 +265,7 @@ def test_hole_5_two_decode_replicas_with_one_engine_id_do_not_end_each_others_pu
     for number, receiver in enumerate((one, other, one, other)):
         receiver.receive(sender.hold(), [number], f"x{number}", f"r{number}")
         assert receiver.is_waiting()
-    assert [epoch for _, epoch in source.writer._destinations] == [one.epoch, other.epoch]
+    assert [epoch for _, epoch in source.writer.destinations.known] == [one.epoch, other.epoch]
     for number in range(4):
         sender.compute(END, [number], f"x{number}")
     for receiver, blocks in ((one, [0, 2]), (other, [1, 3])):
@@ -346,7 +346,7 @@ def refusal(answerer: Writer | Announcer, question: Question) -> Reason:
 
 
 def test_the_most_recent_receivers_are_kept(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "MAX_DESTINATIONS", 2)
+    monkeypatch.setattr(destinations, "MAX_DESTINATIONS", 2)
     sender, [first] = engines.open()
     [source] = sender.ranks
     others = [ReceivingRank(Rank(0, 1), name) for name in "ef"]
@@ -355,7 +355,7 @@ def test_the_most_recent_receivers_are_kept(engines: Pairs, monkeypatch: pytest.
     for receiver in (first, others[0], first, others[1]):
         receiver.receive(sender.hold(), [0, 3])
         assert receiver.result().error is None
-    assert [name for name, _ in source.writer._destinations] == ["d/0", "f/0"]
+    assert [name for name, _ in source.writer.destinations.known] == ["d/0", "f/0"]
 
 
 def test_the_list_of_introduced_sources_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

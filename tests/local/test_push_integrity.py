@@ -152,7 +152,7 @@ def test_an_engine_that_has_fewer_digests_is_refused_before_a_byte_moves(
     assert f'"integrity": "{wanted}"' in error.message
     assert f'"{kept}"' in error.message
     assert not receiver.rank.cache.any()
-    assert not sender.ranks[0].writer._destinations, "the directory says it before anything is asked"
+    assert not sender.ranks[0].writer.destinations.known, "the directory says it before anything is asked"
 
 
 def test_a_source_refuses_a_destination_that_asks_for_more_than_it_has(engines: Pairs) -> None:

@@ -176,7 +176,7 @@ class Vanishing:
 
 
 def old_links(sender: SendingEngine) -> list[Link]:
-    links = [known.link for rank in sender.ranks for known in rank.writer._destinations.values()]
+    links = [known.link for rank in sender.ranks for known in rank.writer.destinations.known.values()]
     assert all(isinstance(link, Link) or link.name for link in links)
     found = [link.poll() for link in links]
     return [link for link in found if link is not None]
@@ -201,7 +201,7 @@ def test_hole_2_a_sender_whose_host_vanished_is_fenced_and_the_blocks_come_back(
     vanishing = Vanishing(sender, monkeypatch)
     receiver.receive(sender.hold(), [0, 3], seconds=2.0)
     sender.compute(END, [5, 1])
-    wait_until(lambda: any(known.link.name for known in source.writer._destinations.values()))
+    wait_until(lambda: any(known.link.name for known in source.writer.destinations.known.values()))
     [link] = old_links(sender)
     error = receiver.result(15.0).error
     assert error is not None
@@ -213,7 +213,7 @@ def test_hole_2_a_sender_whose_host_vanished_is_fenced_and_the_blocks_come_back(
     sender.compute(END, [5, 1], "y")
     assert receiver.result().error is None
     check_arrived(sender, [receiver], [5, 1], [2, 4])
-    assert [known.registration for known in source.writer._destinations.values()] == [1]
+    assert [known.registration for known in source.writer.destinations.known.values()] == [1]
 
 
 def check_dead(link: Link, sent: np.ndarray, cache: np.ndarray) -> None:
@@ -365,7 +365,7 @@ def test_an_announcement_that_a_fence_overtook_is_refused(engines: Pairs) -> Non
             writer.answer(msgspec.structs.replace(announced, key=key, registration=registration))
         assert refused.value.reason is reason
     writer.answer(introduced)
-    assert [known.registration for known in source.writer._destinations.values()] == [1], "an earlier one comes late"
+    assert [known.registration for known in writer.destinations.known.values()] == [1], "an earlier one comes late"
 
 
 class Closing(NullTransport):

@@ -22,7 +22,7 @@ from kvferry.execution.guard_words import Held, Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.read import Read
 from kvferry.execution.source_engines import SourceEngine
-from kvferry.execution.write import Writer
+from kvferry.execution.writer import Writer
 from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.handoff.push.sender import END, BlockList, Prompt
 from kvferry.peer_log import PeerLog

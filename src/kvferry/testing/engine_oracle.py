@@ -195,8 +195,9 @@ class EngineOracle:
             engine.route.close()
         engines.clear()
         if isinstance(role._source, PushSource):
-            for destination in role._source.writer._destinations.values():
-                role._source.writer.connect_anew(destination)
+            destinations = role._source.writer.destinations
+            for destination in destinations.known.values():
+                destinations.connect_anew(destination)
         return {"transports": sorted(transports)}
 
     def oracle_spans(self, text: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kvferry.execution.guard_words import GuardWords, StepWords
 from kvferry.execution.on_request import HeldRequest, HeldWrites, OnRequest, transfer_id_of
 from kvferry.execution.read import RankRead, Read
 from kvferry.execution.source_engines import SourceEngine
-from kvferry.execution.write import LATE_WORD_SECONDS
+from kvferry.execution.writer import LATE_WORD_SECONDS
 from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.handoff.messages import DigestTable as TableEntry
 from kvferry.integrations.vllm.scheduler.blocks import group_name

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.execution.announce import Announcer, PushedRequest, SourceRank
 from kvferry.execution.device import Mark
-from kvferry.execution.write import Writer
+from kvferry.execution.writer import Writer
 from kvferry.handoff.holds import engine_drains
 from kvferry.handoff.messages import Answer, DigestTable, EndPoint, Met, Pushed, PushFailed, Question, Release
 from kvferry.handoff.push.sender import Prompt

@@ -1,0 +1,211 @@
+"""The destinations of a source rank: who has introduced itself, the route to it, and the connection of writes to it.
+
+:class:`Destinations` has all of a rank. A :class:`Meeting`, a job of the transfer thread, connects to one before any
+prompt is announced, so that the destination knows that it can be written to.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.execution.executor import Executor
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.push_digests import PushedCells
+from kvferry.execution.route import Route
+from kvferry.handoff.handshake import compare_identities
+from kvferry.handoff.messages import Bounded, EndPoint, Identity, Introduce, Met, PushKey
+from kvferry.handoff.versions import Versions, agree
+from kvferry.handoff.wire.client import Client
+from kvferry.layout.shard import decode_shard
+from kvferry.peer_log import PeerLog
+from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.match import selector_of
+from kvferry.plan.planner import PairPlan
+from kvferry.transport.registry import Connecting, Link, TransportSet
+
+logger = PeerLog(logging.getLogger(__name__))
+
+MAX_DESTINATIONS = 4096
+MAX_MEETINGS = 1024
+"""Destinations to which a rank connects at a time because they have introduced themselves."""
+TELL_SECONDS = 10.0
+"""How long a destination is told again that this rank reaches it, and the time between two meetings with it."""
+
+
+class Meeting:
+    """Connects to a destination that was introduced, and then tells it so: before, nothing need be announced."""
+
+    fills_blocks = False
+    can_wait = True
+    given_up_at = None
+
+    def __init__(self, job_id: str, link: Connecting | Link, tell: Callable[[], None]) -> None:
+        self.job_id = job_id
+        self.phase = Phase.PREPARING
+        self.error: KVFerryError | None = None
+        self.began_at = time.monotonic()
+        self._link, self._tell = link, tell
+
+    def advance(self, scratch: Scratch, now: float) -> bool:
+        """Go on connecting."""
+        try:
+            if self._link.poll() is None:
+                return False
+        except KVFerryError as error:
+            logger.warning("kvferry: %s failed, so it reads: %s", self.job_id, error, peer=self.job_id)
+            self.cancel(error)
+        else:
+            self._tell()
+            self.phase = Phase.DONE
+        return True
+
+    def is_ending(self, now: float) -> bool:
+        """Return whether the meeting is being stopped."""
+        return False
+
+    def cancel(self, error: KVFerryError) -> None:
+        """Give up."""
+        if self.phase is not Phase.DONE:
+            self.error, self.phase = error.without_traceback(), Phase.DONE
+
+    def result(self, finished_at: float) -> JobResult:
+        """Return how the meeting ended."""
+        return JobResult(self.job_id, self.error, transport=self._link.name)
+
+
+@dataclass
+class DestinationRank:
+    """A destination rank in one epoch: the route to the rank, connected by the first write of this rank's part."""
+
+    answers_at: EndPoint
+    end_points: dict[str, bytes]
+    route: Route
+    source_index: int
+    registration: int
+    meeting: Meeting | None = None
+    _cells: dict[tuple[PairPlan, Integrity], PushedCells] = field(default_factory=dict)
+
+    def cells(self, plan: PairPlan, wanted: Integrity) -> PushedCells:
+        """Return the cells of a plan whose digests the destination compares, made once. Raises :class:`PlanError`."""
+        if (plan, wanted) not in self._cells:
+            self._cells[plan, wanted] = PushedCells(plan, wanted, at_source=True)
+        return self._cells[plan, wanted]
+
+    @property
+    def link(self) -> Connecting | Link:
+        """The connection, or the attempt to connect, for the next push."""
+        return self.route.links[self.source_index]
+
+    def plan(self, transfer_id: str) -> PairPlan:
+        """Return this rank's plan for a transfer. Raises :class:`HandoffError` (missing-source) where there is none."""
+        for plan in self.route.own_plans(selector_of(transfer_id)):
+            return plan
+        raise HandoffError(
+            Reason.MISSING_SOURCE,
+            f"source rank {self.source_index} has no part in {transfer_id}, but got an announcement.",
+            "Run the same kvferry version on both sides.",
+        )
+
+
+class Destinations:
+    """The destination ranks that have introduced themselves to one rank, whose encoded shard is ``shard``.
+
+    A rank that ``meets`` them connects to each at once and tells it so. Else the first write connects.
+
+    The server's thread calls :meth:`introduce` and :meth:`announced`, the transfer thread :meth:`connect_anew`.
+    """
+
+    def __init__(
+        self,
+        shard: bytes,
+        epoch: int,
+        identity: Identity,
+        transports: TransportSet,
+        executor: Executor,
+        client: Client,
+        *,
+        meets: bool,
+    ) -> None:
+        self._shard, self._epoch, self._identity = shard, epoch, identity
+        self._transports, self._executor, self._client = transports, executor, client
+        self._meets = meets
+        self.known: Bounded[tuple[str, int], DestinationRank] = Bounded(MAX_DESTINATIONS)
+        self._meetings: list[Meeting] = []
+
+    def introduce(self, question: Introduce) -> None:
+        """Know a destination from now on, in place of its former registration. Raises :class:`KVFerryError` for one
+        that this rank cannot write to.
+        """
+        agree(decode=Versions(question.version, question.version))
+        compare_identities(self._identity, question.identity)
+        key = question.receiver, question.answers_at.epoch
+        before = self.known.get(key)
+        if before is not None and before.registration >= question.registration:
+            self._meet(question.receiver, before)
+            return
+        if self._shard not in question.sources:
+            raise HandoffError(
+                Reason.PEER_CHANGED,
+                f"{question.receiver} names {len(question.sources)} source shards, and none of them is this rank's.",
+                "Send the prompt again.",
+            )
+        index = question.sources.index(self._shard)
+        links = {index: self._transports.connect(question.end_points)}
+        route = Route([decode_shard(source) for source in question.sources], decode_shard(question.shard), links)
+        # The connection to a former registration is not closed: it ends with the last batch in flight over it.
+        self.known[key] = destination = DestinationRank(
+            question.answers_at, question.end_points, route, index, question.registration
+        )
+        self._meet(question.receiver, destination)
+
+    def announced(self, key: PushKey, registration: int) -> DestinationRank:
+        """Return the destination of an announcement, which names its registration. Raises :class:`HandoffError`:
+        unknown-request, and fenced for a registration that has ended.
+        """
+        destination = self.known.get((key.receiver, key.receiver_epoch))
+        if destination is None:
+            raise HandoffError(
+                Reason.UNKNOWN_REQUEST, f"{key.receiver} has not introduced itself.", "Introduce it first."
+            )
+        if registration != destination.registration:
+            is_late = registration < destination.registration
+            raise HandoffError(
+                Reason.FENCED if is_late else Reason.UNKNOWN_REQUEST,
+                f"{key.receiver} announced blocks of its registration {registration}; known here is "
+                f"{destination.registration}.",
+                "Send the prompt again." if is_late else "Introduce it first.",
+            )
+        self.known.move_to_end((key.receiver, key.receiver_epoch))
+        return destination
+
+    def connect_anew(self, destination: DestinationRank) -> None:
+        """Connect for the next push; running pushes keep their connection."""
+        destination.route.links[destination.source_index] = self._transports.connect(destination.end_points)
+
+    def _meet(self, receiver: str, destination: DestinationRank) -> None:
+        """Connect to a destination and tell it so; anew where it introduces itself again, as one does that was not told
+        in time.
+        """
+        self._meetings = [each for each in self._meetings if each.phase is not Phase.DONE]
+        before, where = destination.meeting, destination.answers_at
+        if not self._meets or before in self._meetings:
+            return
+        if before is not None and time.monotonic() < before.began_at + TELL_SECONDS:
+            return
+        if len(self._meetings) >= MAX_MEETINGS:
+            logger.warning("kvferry: %s is not met: %d meetings are under way.", receiver, MAX_MEETINGS, peer=receiver)
+            return
+        if before is not None and before.error is not None:
+            self.connect_anew(destination)
+        met = Met(self._epoch, receiver, where.epoch, destination.registration)
+        job_id = f"meeting {receiver} {where.epoch} {destination.registration}"
+        destination.meeting = meeting = Meeting(job_id, destination.link, partial(self._tell_met, where, met))
+        self._meetings.append(meeting)
+        self._executor.submit(meeting)
+
+    def _tell_met(self, where: EndPoint, met: Met) -> None:
+        self._client.tell(where.host, where.port, met, TELL_SECONDS, is_trusted=self._client.knows_peers)

@@ -1,0 +1,389 @@
+"""All pushes of one source rank: takes announcements, learns what is computed, and reports how each push ended.
+
+:class:`kvferry.handoff.push.sender.Sender` decides which tokens go. A :class:`kvferry.execution.write.Write` carries
+out one push, over the connection that :class:`kvferry.execution.destinations.Destinations` has for it.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from kvferry.errors import HandoffError, Reason, TransportError
+from kvferry.execution.destinations import DestinationRank, Destinations
+from kvferry.execution.device import DeferredActions, DeviceOrder
+from kvferry.execution.executor import Executor
+from kvferry.execution.job import JobResult
+from kvferry.execution.pair_cells import check_kept
+from kvferry.execution.peers import Peers
+from kvferry.execution.push_digests import PushDigests, WrittenDigests
+from kvferry.execution.write import PushEvents, Write
+from kvferry.handoff.holds import check_epoch, handle_of_transfer
+from kvferry.handoff.messages import (
+    Announce,
+    Announced,
+    Answer,
+    DigestTable,
+    EndPoint,
+    Identity,
+    Introduce,
+    Noted,
+    Pushed,
+    PushFailed,
+    Question,
+    Release,
+    Revoke,
+    Revoked,
+)
+from kvferry.handoff.push.part import Part
+from kvferry.handoff.push.sender import Prompt, PushRequest, Sender, not_held
+from kvferry.handoff.wire.client import Client
+from kvferry.peer_log import PeerLog
+from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
+from kvferry.plan.planner import PairPlan
+from kvferry.transport.registry import Connecting, Link, TransportSet
+
+logger = PeerLog(logging.getLogger(__name__))
+
+MAX_STEPS = 1024
+"""Steps kept until :meth:`Writer.take_steps`; of more only the latest are kept."""
+MAX_OPEN = 1 << 14
+"""Open pushes of a rank: more than any engine has requests."""
+MAX_SECONDS = 3600.0
+"""Longest time that a push waits for its prompt, whatever its destination asks for."""
+REPORT_SECONDS = 60.0
+"""How long a report is sent again until it is acknowledged."""
+LATE_WORD_SECONDS = 10.0
+"""The longest time for which a prompt that is to be written on request may be unknown here."""
+
+
+class Writer:
+    """All pushes of one rank, whose encoded shard is ``shard``.
+
+    A prompt of more than ``short_tokens`` is sent in ``spans``, each as soon as its layers have run; spans of which the
+    engine does not report every layer move at the end of the step, and the first such step is logged with the reason,
+    ``why_silent``. With ``keeps_events`` the result of each push has its events, and :meth:`take_steps` returns the
+    steps. ``engine`` is where this rank's own engine answers, once that is known. ``digests`` says which digests a
+    destination may ask for. With ``is_on_request`` the rank writes prompts that it holds (:meth:`hold`) and computes
+    none for pushes.
+
+    The server's thread calls :meth:`answer`, the engine's thread the other methods, none of which waits for a transfer.
+    """
+
+    def __init__(
+        self,
+        shard: bytes,
+        epoch: int,
+        identity: Identity,
+        transports: TransportSet,
+        executor: Executor,
+        client: Client,
+        order: DeviceOrder,
+        spans: LayerSpans,
+        *,
+        keeps_events: bool,
+        short_tokens: int = SHORT_TOKENS,
+        digests: DigestTable | None = None,
+        why_silent: Callable[[], str] = lambda: "the engine does not say why",
+        is_on_request: bool = False,
+    ) -> None:
+        self._kept = digests
+        self._is_on_request = is_on_request
+        self._why_silent, self._is_silence_told = why_silent, False
+        self.epoch = epoch
+        self._executor, self._client = executor, client
+        self._order = order
+        self._deferred = DeferredActions(order)
+        self._peers = Peers(client.trust)
+        self._sender = Sender()
+        self._lock = threading.Lock()
+        self.destinations = Destinations(shard, epoch, identity, transports, executor, client, meets=is_on_request)
+        self._num_preemptions: dict[str, int] = {}
+        self.spans, self._short_tokens = spans, short_tokens
+        self.engine: EndPoint | None = None
+        self._to_run: dict[Span, set[str]] = {}
+        self._keeps_events = keeps_events
+        self._step: dict[str, Any] | None = None
+        self._steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
+
+    # The engine's thread.
+
+    def begin_step(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
+        """A step that computes these prompts is about to run, layer by layer."""
+        self._to_run = {span: set(layers) for span, layers in self.spans.layers_of.items()} if prompts else {}
+        if self._keeps_events and prompts:
+            computed = {transfer_id: min(prompt.num_final, prompt.num_tokens) for transfer_id, prompt in prompts}
+            self._step = {"step_began_at": time.monotonic(), "prompts": computed, "ran_at": {}}
+        if self._to_run:
+            self._after_launched(partial(self._begun, prompts, self._preemptions_of(prompts)))
+
+    def reach(self, layer: str) -> None:
+        """The step has launched this layer."""
+        span = self.spans.span_of.get(layer)
+        if span is None or span not in self._to_run:
+            return
+        self._to_run[span].discard(layer)
+        if not self._to_run[span]:
+            del self._to_run[span]
+            self._after_launched(partial(self._reached, layer, span, self._step))
+
+    def compute(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
+        """The step has launched all work of these prompts: their tokens are final once the device has done it."""
+        if self._to_run and prompts and not self._is_silence_told:
+            self._is_silence_told = True
+            num_spans = len(self.spans.layers_of)
+            told = (
+                "kvferry: a step reported the layers of %d of %d spans, so pushes send chunks at the end of each such "
+                "step and not layer by layer: %s."
+            )
+            logger.warning(told, num_spans - len(self._to_run), num_spans, self._why_silent())
+        self._to_run = {}
+        step, self._step = self._step, None
+        if prompts:
+            self._after_launched(partial(self._publish, prompts, self._preemptions_of(prompts), step))
+
+    def _after_launched(self, action: Callable[[], None]) -> None:
+        """Run the action once the device has done all work launched so far, in the order of the steps and their layers.
+
+        In another order a layer of one step could declare blocks final that the next step has only launched.
+        """
+        if self._order.is_immediate:
+            action()
+        else:
+            self._deferred.add(self._order.mark(), action)
+
+    def _preemptions_of(self, prompts: Sequence[tuple[str, Prompt]]) -> dict[str, int]:
+        return {transfer_id: self._num_preemptions.get(transfer_id, 0) for transfer_id, _ in prompts}
+
+    def _not_preempted_since(
+        self, prompts: Sequence[tuple[str, Prompt]], preemptions: dict[str, int]
+    ) -> dict[str, Prompt]:
+        """Return the prompts that were not preempted since. A transfer that has ended stays ended all the same."""
+        return {tid: prompt for tid, prompt in prompts if self._num_preemptions.get(tid, 0) == preemptions[tid]}
+
+    def _begun(self, prompts: Sequence[tuple[str, Prompt]], preemptions: dict[str, int]) -> None:
+        with self._lock:
+            self._sender.begin_step(self._not_preempted_since(prompts, preemptions))
+
+    def _reached(self, layer: str, span: Span, step: dict[str, Any] | None) -> None:
+        if step is not None:
+            step["ran_at"][layer] = time.monotonic()
+        with self._lock:
+            is_wanted = self._sender.reach(span)
+        if is_wanted:
+            self._executor.wake()
+
+    def _publish(
+        self, prompts: Sequence[tuple[str, Prompt]], preemptions: dict[str, int], step: dict[str, Any] | None
+    ) -> None:
+        if step is not None:
+            self._steps.append({**step, "step_ended_at": time.monotonic()})
+        with self._lock:
+            for transfer_id, prompt in self._not_preempted_since(prompts, preemptions).items():
+                self._sender.compute(transfer_id, prompt)
+        self._executor.wake()
+
+    def hold(self, transfer_id: str, prompt: Prompt) -> None:
+        """The prompt is held, and what of it is final may be written until :meth:`end`. Any thread may call it."""
+        with self._lock:
+            self._sender.compute(transfer_id, prompt)
+            may_be_awaited = self._sender.num_open > 0
+        if may_be_awaited:
+            self._executor.wake()
+
+    def preempt(self, transfer_ids: Sequence[str]) -> None:
+        """The engine may overwrite these prompts' blocks from now on, and will compute them again."""
+        with self._lock:
+            for transfer_id in transfer_ids:
+                self._num_preemptions[transfer_id] = self._num_preemptions.get(transfer_id, 0) + 1
+                self._sender.preempt(transfer_id)
+
+    def end(self, transfer_ids: Sequence[str], error_of: Callable[[str], HandoffError] | None = None) -> None:
+        """The engine may overwrite these prompts' blocks from now on. Pushes that still need them fail, each with its
+        error; by default it says that the prompt is no longer held.
+        """
+        error_of = error_of or (_no_longer_held if not self._is_on_request else lambda _: not_held())
+        with self._lock:
+            for transfer_id in transfer_ids:
+                self._num_preemptions.pop(transfer_id, None)
+                self._sender.end(transfer_id, error_of(transfer_id), may_return=self._is_on_request)
+        if transfer_ids:
+            self._executor.wake()
+
+    def take_steps(self) -> list[dict[str, Any]]:
+        """Return the steps that have ended since the last call, at most the latest :data:`MAX_STEPS`, ready for JSON.
+
+        A step has the times of its begin and end, the token up to which it has computed each prompt, by transfer id,
+        and the times at which the last layer of each span had run.
+        """
+        return [self._steps.popleft() for _ in range(len(self._steps))]
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no push is open, so that nothing is written any more."""
+        with self._lock:
+            return self._sender.num_open == 0
+
+    def close(self) -> None:
+        """Stop the actions that wait for the device; pushes end with the executor."""
+        self._deferred.close()
+
+    # The server's thread.
+
+    def answer(self, question: Question) -> Answer:
+        """Answer a destination. Raises :class:`KVFerryError` for a question that is refused."""
+        if isinstance(question, Introduce | Announce | Revoke):
+            check_epoch(question.epoch, self.epoch, "rank")
+        if isinstance(question, Introduce):
+            self.destinations.introduce(question)
+            return Noted(self.epoch)
+        if isinstance(question, Announce):
+            return Announced(self.epoch, self._announce(question))
+        if isinstance(question, Revoke):
+            with self._lock:
+                is_quiet = self._sender.revoke(question.key)
+            self._executor.wake()
+            return Revoked(self.epoch, is_quiet)
+        raise HandoffError(
+            Reason.UNSUPPORTED,
+            f"a {type(question).__name__} is not for a rank that pushes.",
+            "Ask the prefill engine's own port.",
+        )
+
+    def _announce(self, question: Announce) -> str:
+        """Begin a push; return the transport over which alone it writes, empty where that is still open."""
+        key = question.key
+        destination = self.destinations.announced(key, question.registration)
+        plan = destination.plan(question.transfer_id)
+        part = Part(plan, question.blocks)
+        if part.digest != question.digest:
+            raise HandoffError(
+                Reason.PROTOCOL_MISMATCH,
+                f"{key.receiver} announced part {question.digest} of {question.transfer_id}; this rank plans part "
+                f"{part.digest}.",
+                "Run the same kvferry version on both sides.",
+            )
+        with self._lock:
+            is_computed = self._sender.is_computed(question.transfer_id)
+        digests = self._digests(question, destination, plan, part)
+        is_whole = goes_whole(question.num_tokens, is_computed=is_computed, short_tokens=self._short_tokens)
+        part = part.as_whole() if is_whole else part.in_spans(self.spans.plans(plan))
+        now = time.monotonic()
+        request = PushRequest(
+            key,
+            question.transfer_id,
+            question.num_tokens,
+            question.prompt_digest,
+            part.needs,
+            now + min(question.seconds, MAX_SECONDS),
+            question.adapter,
+            self._known_by(question, now),
+        )
+        with self._lock:
+            if self._sender.num_open >= MAX_OPEN:
+                raise HandoffError(
+                    Reason.INVALID_REQUEST,
+                    f"this rank has {MAX_OPEN} open pushes, the most that it takes.",
+                    "Let only decode engines reach this port: no engine has so many requests.",
+                )
+            if not self._sender.announce(request, now):
+                return ""
+            events = PushEvents(request, self.spans.layers_of) if self._keeps_events else None
+        # This connection and no later one, which may be over another transport.
+        link = destination.link
+        self._executor.submit(self._job(request, part, destination, link, events, digests))
+        return link.name
+
+    def _known_by(self, question: Announce, now: float) -> float | None:
+        """Return when the prompt must be known, as in :class:`PushRequest`: one that is held, at once or soon."""
+        return now + min(question.late_seconds, LATE_WORD_SECONDS) if self._is_on_request else None
+
+    def _digests(
+        self, question: Announce, destination: DestinationRank, plan: PairPlan, part: Part
+    ) -> WrittenDigests | None:
+        """Return the digests that the destination asks for. Raises :class:`PlanError` (unsupported)."""
+        wanted = Integrity(question.integrity)
+        if wanted is Integrity.OFF:
+            return None
+        check_kept(self._kept, wanted)
+        cells = destination.cells(plan, wanted)
+        return WrittenDigests(PushDigests(cells, part.announced, question.key))
+
+    def _job(
+        self,
+        request: PushRequest,
+        part: Part,
+        destination: DestinationRank,
+        link: Connecting | Link,
+        events: PushEvents | None,
+        digests: WrittenDigests | None,
+    ) -> Write:
+        return Write(
+            self._sender,
+            self._lock,
+            request.key,
+            part,
+            connect=link.poll,
+            report=lambda result: self._report(request, part, destination, result, digests),
+            events=events,
+            check_alive=lambda: self._check_alive(destination.answers_at),
+            digests=digests,
+        )
+
+    # The transfer thread.
+
+    def _check_alive(self, where: EndPoint) -> None:
+        """Raise :class:`HandoffError` (peer-unreachable) where a destination refuses connections.
+
+        To give a push up is always safe; the destination is told, where it lives.
+        """
+        if self._peers.refuses(where):
+            raise HandoffError(
+                Reason.PEER_UNREACHABLE,
+                f"nothing listens on {where.host}:{where.port}, where the decode rank answered.",
+                "Check the decode engine's log: it may have ended.",
+            )
+
+    def _report(
+        self,
+        request: PushRequest,
+        part: Part,
+        destination: DestinationRank,
+        result: JobResult,
+        digests: WrittenDigests | None,
+    ) -> None:
+        key, error = request.key, result.error
+        if isinstance(error, TransportError):
+            self.destinations.connect_anew(destination)
+        if isinstance(error, TransportError) or (error is not None and error.reason is Reason.PEER_UNREACHABLE):
+            self._give_up(request.transfer_id)
+        if error is not None:
+            logger.warning("kvferry: push %d to %s failed: %s", key.number, key.receiver, error, peer=key.receiver)
+        index, where = destination.source_index, destination.answers_at
+        report: Pushed | PushFailed
+        if error is None:
+            done = result.num_bytes, result.num_descriptors, result.transport, result.transfer_seconds
+            report = Pushed(key, index, part.digest, *done, b"" if digests is None else digests.encoded())
+        else:
+            report = PushFailed.of(error, key=key, source_index=index)
+        self._client.tell(where.host, where.port, report, REPORT_SECONDS, is_trusted=self._client.knows_peers)
+
+    def _give_up(self, transfer_id: str) -> None:
+        """Ask this rank's engine to end the hold: the destination, which would release it, may be dead."""
+        if (engine := self.engine) is not None:
+            question = Release(engine.epoch, (handle_of_transfer(transfer_id),))
+            self._client.tell(engine.host, engine.port, question, REPORT_SECONDS, is_trusted=True)
+
+
+def _no_longer_held(transfer_id: str) -> HandoffError:
+    return HandoffError(
+        Reason.LEASE_EXPIRED,
+        f"the prefill engine no longer holds the blocks of {transfer_id}: the request was aborted or released, or its "
+        "lease ended.",
+        "Send the prompt again to both engines, with a transfer id of its own. If this repeats under load, raise "
+        "lease_seconds on the prefill side.",
+    )
