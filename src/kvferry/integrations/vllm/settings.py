@@ -220,8 +220,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_log: Annotated[
         str,
         about(
-            "A file that gets one JSON line per load and rank (`.rank<rank>` is appended), and with `push`, or where "
-            "held prompts are written, also events of each rank.",
+            "A file that gets one JSON line per load and rank (`.rank<rank>` is appended), and with `push` also "
+            "events of each rank; where held prompts are written, of decode ranks.",
             unit="path",
             unset="none",
             page="metrics.md#one-line-for-each-load",
