@@ -33,6 +33,7 @@ pytestmark = pytest.mark.vllm
 GQA = (
     Pair("gqa-2-1", "gqa-tp2", "gqa-tp1-nixl", "nixl"),
     Pair("push-2-1", "gqa-push-tp2", "gqa-push-tp1", "nixl"),
+    Pair("gqa-2-1-written", "gqa-tp2-written", "gqa-tp1-written", "nixl"),
 )
 PAIRS = (
     *GQA,
@@ -153,6 +154,8 @@ def test_tokens_are_those_of_one_engine_alone(handoffs: Handoffs, reference: Ref
     loads = [load for rank in handoffs.decode.loads_of_ranks() for load in rank]
     assert {load["transport"] for load in loads} == {handoffs.pair.transport}
     assert {load["error"] for load in loads} == {None}
+    is_written = is_push or handoffs.pair.is_written
+    assert {load["way"] for load in loads} == {"written" if is_written else "read"}
 
 
 @over(GQA)
