@@ -59,7 +59,7 @@ def test_hole_7_a_prefix_cache_is_reset_beside_a_held_prompt_and_a_connector_s_c
     engine: LabelEngine,
 ) -> None:
     scheduler = engine.scheduler
-    role, words = scheduler.connector._scheduler, engine.worker._worker._source.words
+    role, words = scheduler.connector._scheduler, engine.worker._worker._source._step_words._words
     params = prefill(engine)
     assert scheduler.reset_prefix_cache(), "a held prompt prevents the reset of the engine's own cache"
     assert (role._state.holds.num_holds, np.count_nonzero(words.array) > 0) == (1, True), "the hold stays"

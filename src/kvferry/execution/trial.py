@@ -29,6 +29,7 @@ from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.layout.slab import slab_shard
+from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks
@@ -39,7 +40,7 @@ from kvferry.transport.registry import TransportSet
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 TRIAL_SECONDS = 10.0
 """Limit of one move of the trial; all moves together take less than a second where nothing is wrong."""
