@@ -44,6 +44,8 @@ CHECKS = {
 BYTE_LABELS = ("one request", "labels", "swapped labels seen")
 CHECKS_OF_BYTES = {name: label for name, label in CHECKS.items() if label in BYTE_LABELS}
 """The tests that a pair must pass whose tokens no engine alone computes."""
+CHECKS_OF_WRITES = {name: label for name, label in CHECKS.items() if not label.endswith(" seen")}
+"""The tests that a pair must pass whose prefill engine writes: the faults that change bytes are faults of reads."""
 BYTES_ONLY = "passed, tokens not compared"
 PAIR_COLUMNS = (
     *("pair", "model", "prefill", "decode", "block", "layout", "transport", "descriptors", "strategy"),
@@ -101,12 +103,13 @@ of {num_offloads} offloads {num_offloaded}, of {num_shared} through a pool {num_
 ## Combinations that must work
 
 A passed pair gave for every request the tokens of one engine that never received a cache. {at_once} of the requests
-were sent at once, with prompts of {shortest} to {longest} tokens. Received and computed tokens are the decode engine's
-own count. Labels written through one engine's own views were found through the other's, each once. Each negative
-control was seen: blocks swapped, a part zeroed, labels swapped. Block (in tokens; of attention where there are states),
-layout, transport, strategy and descriptors are those of one request of {named_tokens} tokens, over all decode ranks;
-where the two engines differ, both are named. Requests of a model in bfloat16 are sent one by one, and its tokens
-are compared only where both engines have equally many ranks: [why](support.md#gated-delta-nets-on-a-cpu).
+were sent at once, with prompts of {shortest} to {longest} tokens. Received and computed tokens are the decode
+engine's own count. Labels written through one engine's own views were found through the other's, each once. Where the
+decode engine reads, each negative control was seen: blocks swapped, a part zeroed, labels swapped. Block (in tokens;
+of attention where there are states), layout, transport, strategy and descriptors are those of one request of
+{named_tokens} tokens, over all decode ranks; where the two engines differ, both are named. Requests of a model in
+bfloat16 are sent one by one, and its tokens are compared only where both engines have equally many ranks:
+[why](support.md#gated-delta-nets-on-a-cpu).
 
 {pairs}
 
@@ -222,7 +225,7 @@ def pair_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
 def pair_result(pair: Pair, found: dict[str, Any]) -> str:
     """Return how a pair's tests ended, and whether they compare its tokens."""
     if pair.is_compared:
-        return result_of(found)
+        return result_of(found, CHECKS_OF_WRITES if pair.is_written else CHECKS)
     result = result_of(found, CHECKS_OF_BYTES)
     return BYTES_ONLY if result == "passed" else result
 
