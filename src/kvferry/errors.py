@@ -62,6 +62,7 @@ class Reason(StrEnum):
     TIER_FULL = "tier-full"
     TIER_FAILED = "tier-failed"
     TIER_IN_USE = "tier-in-use"
+    STORES_BEHIND = "stores-behind"
     # stored blocks
     UNREPEATABLE_HASHES = "unrepeatable-hashes"
     UNKNOWN_WEIGHTS = "unknown-weights"

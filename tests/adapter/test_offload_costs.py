@@ -287,6 +287,19 @@ def test_failures_and_refusals_are_counted_by_reason(make_engine: Callable[..., 
     assert data["failures"]["local_disk,tier-failed"] >= 1
 
 
+def test_blocks_of_a_request_that_ends_while_stores_keep_their_share_are_counted(
+    make_engine: Callable[..., TimedEngine],
+) -> None:
+    engine = make_engine(block_seconds=0.0001, host_blocks=60)
+    engine.role._stores.max_kept = 2
+    engine.add("first", prompt_of(1, 2), max_tokens=1)
+    for _ in range(4):
+        engine.step(ends_copies=False)
+    assert engine.role.snapshot()["kept_blocks"] == 2
+    assert engine.statistics.data["refused_blocks"] == {"stores-behind": 4}
+    engine.run()
+
+
 def test_ranks_report_the_slowest_load() -> None:
     reports = [RankReport(load_seconds={1: 0.5, 2: 0.1}), RankReport(load_seconds={1: 0.2, 3: 0.3})]
     assert reports[0].aggregate(reports[1]).load_seconds == {1: 0.5, 2: 0.1, 3: 0.3}

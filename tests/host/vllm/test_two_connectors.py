@@ -42,6 +42,8 @@ QUESTION_TOKENS = (12, 60, 140, 270)
 KEPT_SECONDS = WATCHED["lease_seconds"] + 10.0
 """A prompt whose client goes away as it is finished is held until the end of its lease."""
 EXPIRED = NOT_RELEASED[0]
+BLOCK_TOKENS = 128
+STORES_BEHIND = 'kvferry:offload_refused_blocks_total{reason="stores-behind"}'
 
 
 @pytest.mark.matrix
@@ -61,7 +63,10 @@ def test_two_connectors_in_one_engine(pair: Pair, engine_pool: EnginePool, refer
         )
         assert decode.computed <= len(prompts), "the prefill engine's blocks move, even where the tiers have them"
         if number:
-            assert prefill.computed < MOST_COMPUTED * sum(map(len, prompts))
+            # On a busy machine stores keep half of the engine's few blocks when a prompt's request ends.
+            not_stored = BLOCK_TOKENS * handoffs.prefill.server.metrics().get(STORES_BEHIND, 0)
+            assert prefill.received
+            assert prefill.computed < MOST_COMPUTED * sum(map(len, prompts)) + not_stored
     handoffs.check_released(logs_before)
     kept = send_pass(handoffs.decode, prompts, salt)
     check_tokens(kept.answers, "gqa", prompts, reference)

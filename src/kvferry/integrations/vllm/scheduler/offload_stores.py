@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT_SHARE = 0.5
 """Share of the engine's blocks that stores may keep by reference. Blocks beyond it are stored in a later step; those of
-a request that ends are not stored."""
+a request that ends are not stored, and counted as ``stores-behind``."""
 ReadBlockIds = Callable[[], Sequence[Sequence[int]] | None]
 """Returns a request's blocks by group and position; copies lists as long as the request."""
 
@@ -134,7 +134,10 @@ class Stores:
         for group, begin, end in zip(self._groups, begins, ends, strict=True):
             end = min(end, len(ids[group.index]) // group.engine_blocks)
             if begin < end:
-                self._offer_group(stack, blocks, group, (begin, end), ids[group.index], boundaries)
+                num_deferred = self._offer_group(stack, blocks, group, (begin, end), ids[group.index], boundaries)
+                self._counts["deferred_blocks"] += num_deferred
+                if is_last and num_deferred:
+                    self._refused[Reason.STORES_BEHIND] += num_deferred
                 if self._events is not None:
                     places = range(begin, blocks.num_offered[group.index])
                     keys = blocks.keys[group.index][places.start : places.stop]
@@ -213,8 +216,11 @@ class Stores:
         places: tuple[int, int],
         ids: Sequence[int],
         boundaries: WindowBoundaries,
-    ) -> None:
-        """Offer those of the request's stored blocks at these places that are worth storing."""
+    ) -> int:
+        """Offer those of the request's stored blocks at these places that are worth storing.
+
+        Return how many of them are deferred, since stores keep as many of the engine's blocks as they may.
+        """
         (begin, end), size = places, group.engine_blocks
         keys = blocks.keys[group.index][begin:end]
         rows = np.array(ids[begin * size : end * size], np.int64).reshape(-1, size)
@@ -222,8 +228,8 @@ class Stores:
         # A block that has left its window, or never had its bytes here, is the null block.
         chosen = np.flatnonzero(is_offered & (rows != NULL_BLOCK_ID).all(axis=1))
         room = max(0, self.max_kept - self.kept.num_kept - self._offers.num_engine_blocks) // size
-        if len(chosen) > room:
-            self._counts["deferred_blocks"] += len(chosen) - room
+        num_deferred = max(0, len(chosen) - room)
+        if num_deferred:
             end = begin + int(chosen[room])
             chosen = chosen[:room]
         blocks.num_offered[group.index] = max(blocks.num_offered[group.index], end)
@@ -231,3 +237,4 @@ class Stores:
             self._offers.add(group.index, [keys[place] for place in chosen.tolist()], rows[chosen])
             if blocks.names.is_certain is not None:
                 self._offers.checks.add(blocks.names.is_certain)
+        return num_deferred
