@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ import pytest
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution.peers import Peers
 from kvferry.handoff.holds import handle_of_transfer
-from kvferry.handoff.messages import Announce, Handle, Noted, Question, Release
+from kvferry.handoff.messages import Announce, Handle, Noted, Pushed, PushFailed, PushKey, Question, Release
 from kvferry.handoff.push.sender import END
 from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.wire.client import ask
 from kvferry.layout.shard import Region
 from kvferry.transport import registry
 from kvferry.transport.end_points import ProcessIdentity, own_identity, parse_start_time, read_stat
@@ -89,6 +91,30 @@ def test_another_process_at_the_senders_address_does_not_prove_that_the_sender_h
     source.answerer = writer
     error = receiver.result(10.0).error
     assert error is not None
+
+
+@pytest.mark.parametrize("kind", ["failed", "landed"])
+def test_a_strangers_report_does_not_give_blocks_back_that_the_sender_still_writes(kind: str, engines: Pairs) -> None:
+    """Without keys everybody may report, and a refusal names the rank and its epoch: both are no secrets."""
+    sender, [receiver] = engines.open()
+    receiver.receive(sender.hold(), [0, 3])
+    wait_until(lambda: is_introduced(sender))
+    with pytest.raises(HandoffError, match="this rank is") as refused:
+        report(receiver, PushKey("?", 0, 1), kind)
+    found = re.search(r"this rank is (\S+) in epoch (\d+)", refused.value.message)
+    assert found is not None
+    for number in range(100):
+        report(receiver, PushKey(found[1], int(found[2]), number), kind)
+    assert receiver.is_waiting()
+    sender.compute(END, [5, 1])
+    assert receiver.result().error is None
+    check_arrived(sender, [receiver], [5, 1], [0, 3])
+
+
+def report(receiver: ReceivingRank, key: PushKey, kind: str) -> None:
+    failed = PushFailed("aborted", "it is given up.", key=key, source_index=0)
+    landed = Pushed(key, 0, "of another part", 0, 0, "cma", 0.0)
+    ask(HOST, receiver.answers_at.port, failed if kind == "failed" else landed, SECONDS)
 
 
 def test_the_end_of_the_senders_process_is_proof_on_one_host(engines: Pairs) -> None:

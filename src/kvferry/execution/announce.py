@@ -6,10 +6,10 @@ out one push, an :class:`Announcer` all pushes to a rank.
 
 import logging
 import queue
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
@@ -51,6 +51,8 @@ from kvferry.transport.registry import TransportSet
 logger = PeerLog(logging.getLogger(__name__))
 
 FENCE_SECONDS = 60.0
+NUMBER_BITS = 62
+"""Of the random number of a push, which only its source ranks learn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +438,6 @@ class Announcer:
         self.keeps_events = keeps_events
         self.peers = Peers(client.trust)
         self.num_fences = 0
-        self._numbers = count(1)
         self._pushes: dict[int, AwaitedPush] = {}
         self._introductions: Bounded[EndPoint, Answer | None] = Bounded(MAX_SOURCES)
         self._met: Bounded[int, int] = Bounded(MAX_SOURCES)
@@ -455,7 +456,8 @@ class Announcer:
 
     def push(self, request: PushedRequest, find_sources: FindSources) -> AwaitedPush:
         """Return a push, which a job of the transfer thread must carry on until it is done."""
-        key = PushKey(self._name, self.epoch, next(self._numbers))
+        # Unguessable: whoever forged a source's report would have blocks given back that the source still writes.
+        key = PushKey(self._name, self.epoch, secrets.randbits(NUMBER_BITS) or 1)
         push = self._pushes[key.number] = AwaitedPush(request, key, find_sources, self)
         return push
 

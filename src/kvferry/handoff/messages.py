@@ -220,7 +220,8 @@ class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
 class PushKey(msgspec.Struct, frozen=True, order=True):
     """The name of one push to one destination rank, the ``receiver``, which uses each number once in an epoch.
 
-    Replicas of an engine may share the name ``receiver``: only name and epoch together name a process.
+    Replicas of an engine may share the name ``receiver``: only name and epoch together name a process. The number is
+    random: a report that names it comes from a source that the receiver has told it.
     """
 
     receiver: Identifier
