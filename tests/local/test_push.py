@@ -358,6 +358,34 @@ def test_the_most_recent_receivers_are_kept(engines: Pairs, monkeypatch: pytest.
     assert [name for name, _ in source.writer.destinations.known] == ["d/0", "f/0"]
 
 
+def test_what_introductions_make_a_sender_keep_is_bounded_in_bytes(
+    engines: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger may give each of its names end points of 4 MB: 4,096 names would fill the memory."""
+    sender, [receiver] = engines.open()
+    [source] = sender.ranks
+    asked = recorded_questions(source)
+    sender.compute(END, [5, 1])
+    receiver.receive(sender.hold(), [0, 3])
+    assert receiver.result().error is None
+    [introduced] = [question for question in asked if isinstance(question, Introduce)]
+    monkeypatch.setattr(destinations, "MAX_INTRODUCED_BYTES", 3_000_000)
+    for name in "abcd":
+        stranger = msgspec.structs.replace(introduced, receiver=name, end_points={"none": bytes(1_400_000)})
+        assert isinstance(source.writer.answer(stranger), Noted)
+    assert [name for name, _ in source.writer.destinations.known] == ["c", "d"]
+    again = msgspec.structs.replace(introduced, receiver="c", registration=1, end_points={"none": bytes(2_900_000)})
+    source.writer.answer(again)
+    assert [name for name, _ in source.writer.destinations.known] == ["c"]
+    # The one that was forgotten is asked to introduce itself again.
+    receiver.receive(sender.hold(), [0, 3], job_id="s")
+    error = receiver.result().error
+    assert error is not None
+    assert error.reason is Reason.UNKNOWN_REQUEST
+    receiver.receive(sender.hold(), [0, 3], job_id="t")
+    assert receiver.result().error is None
+
+
 def test_the_list_of_introduced_sources_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announce, "MAX_SOURCES", 2)
     client = Mock()

@@ -30,6 +30,8 @@ from kvferry.transport.registry import Connecting, Link, TransportSet
 logger = PeerLog(logging.getLogger(__name__))
 
 MAX_DESTINATIONS = 4096
+MAX_INTRODUCED_BYTES = 256 << 20
+"""Of all introductions that are remembered: each may have as many as a question."""
 MAX_MEETINGS = 1024
 """Destinations to which a rank connects at a time because they have introduced themselves."""
 TELL_SECONDS = 10.0
@@ -86,6 +88,8 @@ class DestinationRank:
     route: Route
     source_index: int
     registration: int
+    num_bytes: int
+    """Of its introduction."""
     meeting: Meeting | None = None
     _cells: dict[tuple[PairPlan, Integrity], PushedCells] = field(default_factory=dict)
 
@@ -158,8 +162,10 @@ class Destinations:
         route = Route([decode_shard(source) for source in question.sources], decode_shard(question.shard), links)
         # The connection to a former registration is not closed: it ends with the last batch in flight over it.
         self.known[key] = destination = DestinationRank(
-            question.answers_at, question.end_points, route, index, question.registration
+            question.answers_at, question.end_points, route, index, question.registration, _num_bytes(question)
         )
+        self.known.move_to_end(key)
+        self._make_room()
         self._meet(question.receiver, destination)
 
     def announced(self, key: PushKey, registration: int) -> DestinationRank:
@@ -181,6 +187,13 @@ class Destinations:
             )
         self.known.move_to_end((key.receiver, key.receiver_epoch))
         return destination
+
+    def _make_room(self) -> None:
+        """Forget those that have announced nothing for longest: where they live, they introduce themselves again."""
+        num_bytes = sum(each.num_bytes for each in self.known.values())
+        while num_bytes > MAX_INTRODUCED_BYTES and len(self.known) > 1:
+            _, forgotten = self.known.popitem(last=False)
+            num_bytes -= forgotten.num_bytes
 
     def connect_anew(self, destination: DestinationRank) -> None:
         """Connect for the next push; running pushes keep their connection."""
@@ -209,3 +222,7 @@ class Destinations:
 
     def _tell_met(self, where: EndPoint, met: Met) -> None:
         self._client.tell(where.host, where.port, met, TELL_SECONDS, is_trusted=self._client.knows_peers)
+
+
+def _num_bytes(question: Introduce) -> int:
+    return sum(map(len, (question.shard, *question.sources, *question.end_points.values())))
