@@ -189,6 +189,34 @@ def test_a_stopped_peer_is_asked_once_until_it_answers(
     transport.close()
 
 
+def test_a_read_that_a_fence_could_not_end_is_pending_until_nothing_of_it_lands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer is stopped, so the transport cannot be closed whole: what was posted lands when the peer goes on. Until
+    then the blocks of the read must be kept.
+    """
+    monkeypatch.setattr(nixl, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setenv("UCX_TLS", "tcp")  # which reads with the help of the peer's process
+    with open_pair(FACTORY, BYTES) as pair:
+        assert isinstance(pair.remote, PeerProcess)
+        pair.remote.fill(3)
+        pair.remote.stop()
+        reading = pair.submit(Direction.READ, np.array([[0, 0, BYTES]], np.uint64))
+        while not reading.running:
+            pair.transport.poll(reading)
+        assert not pair.transport.close()
+        assert pair.transport.poll(reading) is Status.PENDING
+        pair.remote.resume()
+        deadline = time.monotonic() + 20
+        while pair.transport.poll(reading) is Status.PENDING and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert reading.error is not None
+        assert reading.error.reason is Reason.CLOSED
+        pair.local[:] = 7
+        time.sleep(0.3)
+        assert (pair.local == 7).all()
+
+
 def test_a_connection_waits_for_a_place_for_the_nonce(own_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     transport = own_pair.transport
     places, transport._landings = transport._landings, []

@@ -302,6 +302,20 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
             NixlConnection(peer, Direction.READ, 1, NONCE_BYTES, deadline=deadline, remote=remote, was_known=was_known)
         )
 
+    def poll(self, transfer: Transfer) -> Status:
+        """Make bounded progress and return the status; of a closed transport once every posted slice has ended: the
+        agent stays while one runs, and its bytes may still land.
+        """
+        if not self._closed or not isinstance(transfer, NixlTransfer) or transfer.status is not Status.PENDING:
+            return super().poll(transfer)
+        transfer.end_failed(self._closed_error())
+        for handle in list(transfer.running):
+            if handle in self._running_handles:
+                self._check(transfer, handle, self._agent.getXferStatus)
+            else:
+                transfer.running.pop(handle)  # it ended while the transport was being closed
+        return transfer.settle()
+
     def close(self) -> bool:
         """Wait up to ``CLOSE_SECONDS`` for running transfers and destroy the agent.
 

@@ -161,7 +161,8 @@ class Transport(Protocol):
     def close(self) -> bool:
         """Release all resources; pending transfers fail with ``CLOSED``. Twice is fine.
 
-        Return False where that is not possible, because a posted transfer has not ended: peers may go on writing.
+        Return False where that is not possible, because a posted transfer has not ended: peers may go on writing, and
+        the posted transfer fails once it has ended.
         """
 
 
