@@ -134,8 +134,12 @@ def test_a_failed_write_is_reported_at_once(engines: Pairs) -> None:
     assert error.reason is Reason.TRANSFER_FAILED
 
 
-def test_pushes_that_are_asked_for_are_bounded(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "MAX_OPEN", 2)
+@pytest.mark.parametrize(("bound", "most"), [("MAX_OPEN", 2), ("MAX_OPEN_BLOCKS", 5)])
+def test_pushes_that_are_asked_for_are_bounded(
+    bound: str, most: int, engines: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In number, and in blocks: one announcement may have 4 MB of them, which its push keeps."""
+    monkeypatch.setattr(writer, bound, most)
     monkeypatch.setattr(writer, "MAX_SECONDS", 0.2)
     sender, [receiver] = engines.open()
     for number in range(2):
@@ -148,6 +152,9 @@ def test_pushes_that_are_asked_for_are_bounded(engines: Pairs, monkeypatch: pyte
     late: list[JobResult] = []
     wait_until(lambda: late.extend(receiver.executor.collect()) or len(late) == 2)  # type: ignore[func-returns-value]
     assert [each.error is not None and each.error.reason for each in late] == [Reason.DEADLINE_EXCEEDED] * 2
+    sender.compute(END, [5, 1], "z")
+    receiver.receive(sender.hold(), [0, 3], "z", "t")
+    assert receiver.result().error is None
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["a write fails", "the prompt ends"])

@@ -33,6 +33,7 @@ from kvferry.handoff.messages import (
     Noted,
     Pushed,
     PushFailed,
+    PushKey,
     Question,
     Release,
     Revoke,
@@ -53,6 +54,8 @@ MAX_STEPS = 1024
 """Steps kept until :meth:`Writer.take_steps`; of more only the latest are kept."""
 MAX_OPEN = 1 << 14
 """Open pushes of a rank: more than any engine has requests."""
+MAX_OPEN_BLOCKS = 1 << 23
+"""Blocks of all open pushes of a rank: the blocks of an announcement are kept until its push is over."""
 MAX_SECONDS = 3600.0
 """Longest time that a push waits for its prompt, whatever its destination asks for."""
 REPORT_SECONDS = 60.0
@@ -103,6 +106,8 @@ class Writer:
         self._lock = threading.Lock()
         self.destinations = Destinations(shard, epoch, identity, transports, executor, client, meets=is_on_request)
         self._num_preemptions: dict[str, int] = {}
+        self._num_blocks: dict[PushKey, int] = {}
+        self._num_open_blocks = 0
         self.spans, self._short_tokens = spans, short_tokens
         self.engine: EndPoint | None = None
         self._to_run: dict[Span, set[str]] = {}
@@ -283,15 +288,20 @@ class Writer:
             question.adapter,
             self._known_by(question, now),
         )
+        num_blocks = sum(len(blocks.block_ids) for blocks in question.blocks)
         with self._lock:
-            if self._sender.num_open >= MAX_OPEN:
+            is_full = self._sender.num_open >= MAX_OPEN or self._num_open_blocks + num_blocks > MAX_OPEN_BLOCKS
+            if is_full and key not in self._num_blocks:
                 raise HandoffError(
                     Reason.INVALID_REQUEST,
-                    f"this rank has {MAX_OPEN} open pushes, the most that it takes.",
+                    f"this rank has {self._sender.num_open} open pushes of {self._num_open_blocks} blocks; it takes at "
+                    f"most {MAX_OPEN} of {MAX_OPEN_BLOCKS}.",
                     "Let only decode engines reach this port: no engine has so many requests.",
                 )
             if not self._sender.announce(request, now):
                 return ""
+            self._num_blocks[key] = num_blocks
+            self._num_open_blocks += num_blocks
             events = PushEvents(request, self.spans.layers_of) if self._keeps_events else None
         # This connection and no later one, which may be over another transport.
         link = destination.link
@@ -357,6 +367,8 @@ class Writer:
         digests: WrittenDigests | None,
     ) -> None:
         key, error = request.key, result.error
+        with self._lock:
+            self._num_open_blocks -= self._num_blocks.pop(key, 0)
         if isinstance(error, TransportError):
             self.destinations.connect_anew(destination)
         if isinstance(error, TransportError) or (error is not None and error.reason is Reason.PEER_UNREACHABLE):
