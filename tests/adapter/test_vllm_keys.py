@@ -16,7 +16,7 @@ from kvferry.handoff.wire.bootstrap import id_in_epoch
 from kvferry.handoff.wire.client import ask
 from kvferry.handoff.wire.keys import make_keys
 from kvferry.handoff.wire.trust import Trust
-from kvferry.integrations.vllm.scheduler.params import parse_params
+from kvferry.integrations.vllm.scheduler.params import parse_params, read_params, signed_bytes
 from kvferry.integrations.vllm.settings import parse_settings, trust_of
 
 from ..waits import wait_until
@@ -132,6 +132,25 @@ def test_a_release_ends_a_hold_only_with_the_same_keys(make_role: Any, folder: s
         assert sorted(kept(prefill)) == [1, 2, 3, 4, 5]
     load(decode, params)
     wait_until(lambda: not kept(prefill), "the hold is not released", each=lambda: next_step(prefill))
+
+
+def test_an_engine_with_keys_connects_nowhere_for_parameters_of_another_version_that_are_not_signed(
+    make_role: Any, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the API server cannot check them: they name the host and port that are told the versions of both."""
+    prefill, decode = (make_role(FULL, keys=folder) for _ in range(2))
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
+    assert params is not None
+    told: list[int] = []
+    monkeypatch.setattr(decode._state.leases, "say_versions", lambda _host, port, _sender: told.append(port))
+    signed = prefill._state.trust.keys.sign
+    for is_signed in (False, True):
+        ferry = {**params["kvferry"], "version": 99, "newest": 99}
+        parsed = read_params({**params, "kvferry": ferry}, "d")
+        if is_signed:
+            ferry["signature"] = signed(signed_bytes(parsed)).hex()
+        decode.on_new_request(request(PROMPT, {**params, "kvferry": ferry}, f"d{is_signed}"))
+    assert told == [prefill._server.port], "only the signed ones"
 
 
 def test_a_push_takes_the_offer_of_an_engine_with_the_same_keys_only(make_role: Any, folder: str, others: str) -> None:

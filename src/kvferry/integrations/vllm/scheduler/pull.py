@@ -198,8 +198,7 @@ class PullDestination(Destination):
         except KVFerryError as error:
             self._expected[request_id] = error.without_traceback()
             if error.reason is Reason.PROTOCOL_MISMATCH:
-                named = read_params(params, request_id)
-                self._state.leases.say_versions(named.remote_host, named.remote_port, self._state.engine_id)
+                self._say_versions(read_params(params, request_id), request_id)
             return
         self._state.leases.arrive(request_id, self._hold(parsed), parsed.kvferry.lease_seconds)
 
@@ -286,6 +285,15 @@ class PullDestination(Destination):
         if (keys := self._state.trust.keys) is not None:
             check_signature(parsed, keys, request_id)
         return parsed
+
+    def _say_versions(self, named: RemoteParams, request_id: str) -> None:
+        """Tell a prefill engine the versions of both; with keys only one whose parameters a trusted key has signed."""
+        if (keys := self._state.trust.keys) is not None:
+            try:
+                check_signature(named, keys, request_id)
+            except KVFerryError:  # a client has made them up, and names where to connect
+                return
+        self._state.leases.say_versions(named.remote_host, named.remote_port, self._state.engine_id)
 
     def _check_adapter(self, expected: RemoteParams, request: "Request") -> None:
         """Refuse a prompt whose adapter has other weights there, in both logs. Raises :class:`KVFerryError`."""
