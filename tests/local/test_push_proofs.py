@@ -432,6 +432,31 @@ def test_a_fence_opens_transports_anew_with_the_same_memory_and_tells_of_holes(c
     assert (former._closed, stays._closed) == (True, False)
 
 
+@pytest.mark.parametrize("fails", ["close", "open"])
+def test_a_fence_in_which_a_library_fails_is_told_and_leaves_the_other_transports(
+    fails: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job that is being stopped runs the fence: its unexpected errors are not logged, and it has no second one."""
+
+    class Failing(Closing):
+        def close(self) -> bool:
+            raise RuntimeError("of a library")
+
+    def open_anew(name: str) -> Closing:
+        if fails == "open":
+            raise RuntimeError("of a library")
+        return Closing()
+
+    stays = NullTransport()
+    transports = TransportSet({"nixl": Failing() if fails == "close" else Closing(), "cma": stays}, open_anew)
+    transports.register([Region(4096, 4096)])
+    fence = transports.fence()
+    assert "of a library" in caplog.text
+    assert bool(fence.holes) is (fails == "close"), "else nothing of a peer lands"
+    assert transports.transports["cma"] is stays
+    assert ("nixl" in fence.end_points) is ("nixl" in transports.transports) is (fails == "close")
+
+
 @pytest.mark.parametrize("setting", ["auto", "nixl"])
 @pytest.mark.parametrize("listens_at", ["", "127.0.0.1"])
 def test_a_fence_opens_a_transport_as_it_was_opened_before(

@@ -192,7 +192,7 @@ class TransportSet:
         for name, former in list(self.transports.items()):
             if former.capabilities.ends_with_process:
                 continue
-            if not (former.close() and former.capabilities.close_ends_writes):
+            if not (_is_closed(name, former) and former.capabilities.close_ends_writes):
                 holes.append(f"the {name} transport could not be closed")
             del self.transports[name], self._end_points[name]
             try:
@@ -202,6 +202,9 @@ class TransportSet:
             except KVFerryError as error:
                 logger.error("kvferry: the %s transport cannot be opened anew: %s", name, error)
                 continue
+            except Exception:
+                logger.exception("kvferry: the %s transport cannot be opened anew", name)
+                continue
             self.transports[name] = transport
         return Fence(dict(self._end_points), tuple(holes))
 
@@ -209,6 +212,15 @@ class TransportSet:
         """Close every transport; twice is fine."""
         for transport in self.transports.values():
             transport.close()
+
+
+def _is_closed(name: str, transport: Transport) -> bool:
+    """Close a transport, whose library may fail with any error; return whether it is closed."""
+    try:
+        return transport.close()
+    except Exception:
+        logger.exception("kvferry: the %s transport cannot be closed", name)
+        return False
 
 
 def make(factory: str, **options: Any) -> Transport:
