@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution import device_merge, trial
+from kvferry.execution import device_merge, registered_memory, trial
 from kvferry.execution.device import Mark
 from kvferry.execution.device_trial import try_device
-from kvferry.execution.digests import DigestTable
-from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.read import Read
+from kvferry.execution.registered_memory import RegisteredMemory
 from kvferry.execution.stage import Stage
 from kvferry.execution.trial import LabelledBlocks, Side, Trial, choose_blocks
 from kvferry.layout.named_layouts import NamedLayout
@@ -49,18 +48,22 @@ class Engine:
         self.memory.content[:] = np.random.default_rng(3).integers(0, 256, self.memory.nbytes, np.uint8)
         self.shard = placed(shard, self.memory)
         self.views = views_of(self.shard, self.memory)
-        self.words, self.order = GuardWords(4), ImmediateOrder()
-        scratch, stage, digests = Scratch(4), Stage(stage_bytes, self.order), Stage(1 << 16)
-        table = None if pushes else DigestTable(self.shard, integrity)
+        self.order = ImmediateOrder()
+        memory = RegisteredMemory.of(
+            self.shard,
+            self.order,
+            integrity,
+            num_scratch_words=4,
+            num_slots=0 if pushes else 4,
+            stage_bytes=stage_bytes,
+            compared_bytes=1 << 16,
+        )
+        self.words = memory.words
         self.transports = TransportSet({"nixl": make(FACTORY)})
-        regions = [*self.shard.regions, scratch.region, stage.region, digests.region, self.words.region]
-        ends = self.transports.register(regions + ([] if table is None else [table.region]))
-        words = None if pushes else self.words
-        self.side = Side(self.shard, self.transports, ends, scratch, words, stage, table, digests)
-        self.integrity = integrity
+        self.side = Side(memory, self.transports, self.transports.register(memory.regions))
 
     def trial(self, strategies: list[Strategy] = BOTH) -> Trial:
-        return Trial(self.side, self.views, self.order, opened, strategies, NamedLayout.BLHNC, self.integrity)
+        return Trial(self.side, self.views, self.order, opened, strategies, NamedLayout.BLHNC)
 
 
 def opened() -> TransportSet:
@@ -112,7 +115,7 @@ def test_the_trial_passes_and_leaves_every_byte_as_it_was(name: str, pushes: boo
     standin_nixl.submissions.clear()
     result = engine.trial([Strategy.DIRECT] if pushes else BOTH).run()
     assert np.array_equal(engine.memory.content, before)
-    assert not engine.words.array.any()
+    assert engine.words is None or not engine.words.array.any()
     assert result.num_bytes > 0
     assert result.transport == "nixl"
     assert result.seconds < 5.0
@@ -128,7 +131,7 @@ def failing(engine: Engine, strategies: list[Strategy] = BOTH) -> TransportError
         engine.trial(strategies).run()
     assert caught.value.reason is Reason.TRIAL_FAILED
     assert np.array_equal(engine.memory.content, before)
-    assert not engine.words.array.any()
+    assert engine.words is None or not engine.words.array.any()
     return caught.value
 
 
@@ -308,7 +311,7 @@ def test_a_cache_whose_blocks_are_larger_than_the_stage_starts_without_it(monkey
     """Loads choose the direct way for it, unless the setting names the stage: then the trial says that it is small."""
     engine = Engine(attention(0, 1, ["0", "1", "2"]), integrity=Integrity.OFF, stage_bytes=256)
     stages: list[int] = []
-    monkeypatch.setattr(trial, "Stage", lambda size, *order: stages.append(size) or Stage(size, *order))
+    monkeypatch.setattr(registered_memory, "Stage", lambda size, *order: stages.append(size) or Stage(size, *order))
     assert engine.trial().run().strategies == (Strategy.DIRECT,)
     error = failing(engine, [Strategy.SCATTER])
     assert "one block needs a stage of" in error.message

@@ -33,7 +33,7 @@ def try_device(
     side = open_side(shard, order, opens, Integrity.FULL, reads=not pushes, stage_bytes=0 if pushes else STAGE_BYTES)
     strategies = [Strategy.DIRECT] if pushes else list(Strategy)
     try:
-        return Trial(side, views_of(shard), order, opens, strategies, layout, Integrity.FULL).run()
+        return Trial(side, views_of(shard), order, opens, strategies, layout).run()
     finally:
         side.close()
         del memory

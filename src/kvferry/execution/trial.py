@@ -17,12 +17,12 @@ import numpy as np
 from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, TransportError
 from kvferry.execution import device_memory
 from kvferry.execution.device import DeviceOrder, Mark
-from kvferry.execution.digests import DigestTable, PairDigests
+from kvferry.execution.digests import PairDigests
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.read import Guard, RankRead, Read
+from kvferry.execution.registered_memory import RegisteredMemory
 from kvferry.execution.route import Route
-from kvferry.execution.stage import Stage
 from kvferry.handoff.guard_word import WORD_BYTES, HeldPrompt, guard_word
 from kvferry.handoff.messages import Handle
 from kvferry.layout.group import CacheKind
@@ -47,30 +47,25 @@ TRIAL_SECONDS = 10.0
 BLOCKS_EACH = 2
 """Blocks of each cache group that are labelled; of a state one."""
 SLOT = 0
-DIGESTS_BYTES = 1 << 20
+COMPARED_BYTES = 1 << 20
 """Of a side that :func:`open_side` opens."""
 
 
 class Side(NamedTuple):
     """One of the two sides of the trial: its memory, registered with ``transports``.
 
-    With ``words`` on both sides the destination reads the bytes, else the source writes them.
+    With guard words on both sides the destination reads the bytes, else the source writes them.
     """
 
-    shard: Shard
+    memory: RegisteredMemory
     transports: TransportSet
     end_points: Mapping[str, bytes]
-    scratch: Scratch
-    words: GuardWords | None = None
-    stage: Stage | None = None
-    table: DigestTable | None = None
-    digests: Stage | None = None
 
     def close(self) -> None:
         """Close the transports and the stage."""
         self.transports.close()
-        if self.stage is not None:
-            self.stage.close()
+        if self.memory.stage is not None:
+            self.memory.stage.close()
 
 
 def open_side(
@@ -86,21 +81,22 @@ def open_side(
 
     With ``stage_bytes`` it has a stage of so many. Raises the errors of ``opens`` and of registration.
     """
-    scratch = Scratch(num_words=1)
-    words = GuardWords(num_slots=1) if reads else None
-    stage = Stage(stage_bytes, order) if stage_bytes else None
-    compares = reads and integrity is not Integrity.OFF
-    table = DigestTable(shard, integrity) if compares else None
-    digests = Stage(DIGESTS_BYTES) if compares else None
-    regions = [*shard.regions, scratch.region]
-    regions += [each.region for each in (words, stage, table, digests) if each is not None]
+    memory = RegisteredMemory.of(
+        shard,
+        order,
+        integrity,
+        num_scratch_words=1,
+        num_slots=1 if reads else 0,
+        stage_bytes=stage_bytes,
+        compared_bytes=COMPARED_BYTES,
+    )
     transports = opens()
     try:
-        end_points = transports.register(regions)
+        end_points = transports.register(memory.regions)
     except BaseException:
         transports.close()
         raise
-    return Side(shard, transports, end_points, scratch, words, stage, table, digests)
+    return Side(memory, transports, end_points)
 
 
 class Trip(NamedTuple):
@@ -145,7 +141,8 @@ class Trial:
 
     ``opens`` opens the second agent's transports. ``strategies`` are tried one after the other; ``scatter`` needs the
     engine's stage, and is left out behind a strategy that has passed where this cache cannot use it: then loads do not
-    choose it either. An error names the ``layout``. With ``integrity`` the engine's digests are compared too.
+    choose it either. An error names the ``layout``.
+    Digests are compared where the engine keeps them.
     """
 
     def __init__(
@@ -156,12 +153,11 @@ class Trial:
         opens: Callable[[], TransportSet],
         strategies: Sequence[Strategy],
         layout: NamedLayout,
-        integrity: Integrity = Integrity.OFF,
         cores: Collection[int] = (),
     ) -> None:
         self._engine, self._views, self._order, self._opens = engine, views, order, opens
-        self._strategies, self._layout, self._integrity, self._cores = strategies, layout, integrity, cores
-        self._trips = choose_blocks(engine.shard)
+        self._strategies, self._layout, self._cores = strategies, layout, cores
+        self._trips = choose_blocks(engine.memory.shard)
         self._transport = "none"
 
     def run(self) -> TrialResult:
@@ -171,7 +167,7 @@ class Trial:
         """
         began_at = time.monotonic()
         done: list[Strategy] = []
-        content = LabelledBlocks(self._views, self._engine.shard, self._trips)
+        content = LabelledBlocks(self._views, self._engine.memory.shard, self._trips)
         second = None
         try:
             second = self._open_second()
@@ -182,8 +178,8 @@ class Trial:
             raise self._failed(error, done) from error
         finally:
             content.restore()
-            if self._engine.words is not None:
-                self._engine.words.clear(SLOT)
+            if self._engine.memory.words is not None:
+                self._engine.memory.words.clear(SLOT)
             if second is not None:
                 second.close()
         return TrialResult(tuple(done), self._transport, content.num_bytes, time.monotonic() - began_at)
@@ -207,23 +203,26 @@ class Trial:
 
     def _open_second(self) -> Side:
         """Return a small cache on the same device, in another layout, with transports of its own."""
-        engine = self._engine
+        engine = self._engine.memory
         # The memory must live as long as it is registered.
-        shard, self._memory = device_memory.placed(tier_shard(engine.shard, self._trips), self._order.device)
-        integrity = Integrity.OFF if engine.table is None else self._integrity
+        shard, self._cache = device_memory.placed(tier_shard(engine.shard, self._trips), self._order.device)
+        integrity = Integrity.OFF if engine.table is None else engine.integrity
         stage_bytes = 0 if engine.stage is None else engine.stage.region.length
         reads = engine.words is not None
         return open_side(shard, self._order, self._opens, integrity, reads=reads, stage_bytes=stage_bytes)
 
     def _move(self, source: Side, destination: Side, blocks: Sequence[GroupBlocks], strategy: Strategy) -> None:
-        if source.words is None or destination.words is None:
+        words = source.memory.words
+        if words is None or destination.memory.words is None:
             self._write(source, destination, blocks)
         else:
-            self._read(source, destination, blocks, strategy, source.words)
+            self._read(source, destination, blocks, strategy, words)
 
     def _write(self, source: Side, destination: Side, blocks: Sequence[GroupBlocks]) -> None:
         deadline = time.monotonic() + TRIAL_SECONDS
-        route = Route([source.shard], destination.shard, {0: source.transports.connect(destination.end_points)})
+        route = Route(
+            [source.memory.shard], destination.memory.shard, {0: source.transports.connect(destination.end_points)}
+        )
         while not route.is_ready():
             _wait(deadline)
         link = route.links[0].poll()
@@ -246,13 +245,13 @@ class Trial:
         words: GuardWords,
     ) -> None:
         word = guard_word("trial", 1, Handle("trial", 1), HeldPrompt("trial", 1, [], []))
-        if source.table is not None and destination.digests is not None:
+        if (table := source.memory.table) is not None:
             for each in blocks:
-                source.table.fill_group(each.group, each.source_ids, 0, (0, each.last_token))
+                table.fill_group(each.group, each.source_ids, 0, (0, each.last_token))
         words.set(SLOT, word)
-        stage = destination.stage if strategy is Strategy.SCATTER else None
+        stage = destination.memory.stage if strategy is Strategy.SCATTER else None
         links = {0: destination.transports.connect(source.end_points)}
-        route = Route([source.shard], destination.shard, links, stage, strategy)
+        route = Route([source.memory.shard], destination.memory.shard, links, stage, strategy)
         guard = Guard(words.address + SLOT * WORD_BYTES, word)
 
         def reads() -> Sequence[RankRead] | None:
@@ -263,17 +262,18 @@ class Trial:
                 for plan in route.own_plans(0)
             ]
 
-        self._await(Read("trial", reads, time.monotonic() + TRIAL_SECONDS), destination.scratch)
+        self._await(Read("trial", reads, time.monotonic() + TRIAL_SECONDS), destination.memory.scratch)
         self._transport = links[0].name
         route.close()
 
     def _compared(
         self, read: RankRead, plan: PairPlan, source: Side, destination: Side, blocks: Sequence[GroupBlocks]
     ) -> RankRead:
-        if source.table is None or destination.digests is None:
+        table, compared = source.memory.table, destination.memory.compared
+        if table is None or compared is None:
             return read
-        comparison = PairDigests(plan, source.table.entry, self._integrity).comparison(blocks)
-        return replace(read, comparison=comparison, digests=destination.digests)
+        comparison = PairDigests(plan, table.entry, source.memory.integrity).comparison(blocks)
+        return replace(read, comparison=comparison, digests=compared)
 
     def _await(self, read: Read, scratch: Scratch) -> None:
         """Run the read on a transfer thread, and wait until the device has put all bytes in place: the transport that
@@ -293,7 +293,7 @@ class Trial:
 
     def _failed(self, error: KVFerryError, done: Sequence[Strategy]) -> TransportError:
         strategy = self._strategies[len(done)]
-        device = self._engine.shard.regions[0].device
+        device = self._engine.memory.shard.regions[0].device
         if done:
             remedy = f'Set "strategy" to "{done[-1]}": that has passed.'
         elif error.reason is Reason.INTEGRITY_MISMATCH:

@@ -18,6 +18,7 @@ from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.job import JobResult
 from kvferry.execution.pair_cells import pushed_digests
+from kvferry.execution.registered_memory import RegisteredMemory
 from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.trial import Side, Trial
 from kvferry.handoff.holds import lease_lost, weights_changed
@@ -30,7 +31,7 @@ from kvferry.integrations.vllm.step import EngineEndPoint, FailedTurns, PromptLo
 from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
 from kvferry.integrations.vllm.worker.caches import register_caches
-from kvferry.integrations.vllm.worker.memory import RankMemory
+from kvferry.integrations.vllm.worker.memory import memory_of
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
 from kvferry.integrations.vllm.worker.push import PushDestination, PushEndPoint, PushSource, make_announcer
@@ -96,7 +97,7 @@ class WorkerRole:
         """
         shard = register_caches(self._vllm_config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank)
         self._order = device_order(region.device for region in shard.regions)
-        memory = RankMemory.of(shard, self._order, self._settings)
+        memory = memory_of(shard, self._order, self._settings)
         end_points = self._transports.register(memory.regions)
         cores = set(self._settings.transfer_cores) or cores_that_do_not_compute()
         self._rank = rank = self._start_rank(memory, end_points, cores)
@@ -116,22 +117,12 @@ class WorkerRole:
         )
         logger.debug("kvferry: rank %d moves\n%r", self._index, shard)
         if not self._order.is_immediate:
-            side = Side(
-                shard,
-                self._transports,
-                end_points,
-                memory.scratch,
-                memory.words,
-                memory.stage,
-                memory.table,
-                memory.compared,
-            )
-            if side.words is not None:
-                self._try(side, kv_caches, cores)
+            if memory.words is not None:
+                self._try(Side(memory, self._transports, end_points), kv_caches, cores)
             if answers_at is not None:
-                self._try(side._replace(words=None), kv_caches, cores)
+                self._try(Side(replace(memory, words=None), self._transports, end_points), kv_caches, cores)
 
-    def _start_rank(self, memory: RankMemory, end_points: dict[str, bytes], cores: set[int]) -> Rank:
+    def _start_rank(self, memory: RegisteredMemory, end_points: dict[str, bytes], cores: set[int]) -> Rank:
         """Start the transfer thread, and return what the parts share."""
         settings, transfer = self._settings, self._vllm_config.kv_transfer_config
         assert transfer is not None, "a connector without its configuration"
@@ -163,7 +154,7 @@ class WorkerRole:
             client=Client(self._trust),
         )
 
-    def _start_push(self, rank: Rank, memory: RankMemory) -> EndPoint:
+    def _start_push(self, rank: Rank, memory: RegisteredMemory) -> EndPoint:
         """Make the parts of a rank that pushes and is pushed to; return where it answers."""
         settings, end_point, keeps_events = self._settings, self._open_end_point(), bool(self._settings.transfer_log)
         self._source = PushSource(
@@ -180,7 +171,7 @@ class WorkerRole:
         )
         return end_point.answers_at
 
-    def _start_pull(self, rank: Rank, memory: RankMemory) -> EndPoint | None:
+    def _start_pull(self, rank: Rank, memory: RegisteredMemory) -> EndPoint | None:
         """Make the parts of a rank that reads and is read; return where it answers if held prompts may be written."""
         assert memory.words is not None
         self._source = source = PullSource(self._order, memory.words, memory.table)
@@ -227,12 +218,10 @@ class WorkerRole:
         Raises :class:`TransportError` (trial-failed).
         """
         settings = self._settings
-        wanted = Strategy.DIRECT if side.words is None else settings.wanted_strategy
+        wanted = Strategy.DIRECT if side.memory.words is None else settings.wanted_strategy
         strategies = list(Strategy) if wanted is None else [wanted]
         layout = resolved_layout(self._vllm_config)
-        trial = Trial(
-            side, kv_caches, self._order, self._open_transports, strategies, layout, settings.wanted_integrity, cores
-        )
+        trial = Trial(side, kv_caches, self._order, self._open_transports, strategies, layout, cores)
         done = trial.run()
         told = "kvferry: rank %d: %d bytes of labelled blocks went out of the cache and back over %s in %.2f s (%s)."
         logger.info(told, self._index, done.num_bytes, done.transport, done.seconds, ", ".join(done.strategies))
