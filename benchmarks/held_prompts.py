@@ -20,6 +20,7 @@ from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import GuardWords, Held, Scratch, StepWords
 from kvferry.execution.job import Job
 from kvferry.execution.on_request import HeldRequest, HeldWrites, OnRequest, transfer_id_of
+from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.read import Read
 from kvferry.execution.source_engines import SourceEngines
 from kvferry.execution.writer import Writer
@@ -68,6 +69,11 @@ class Rank:
         self.executor, self.client = Executor(self.scratch), Client(TRUST)
         self.address = address
 
+    def own(self, name: str) -> OwnRank:
+        """Return the rank as its peers know it."""
+        encoded = encode_shard(self.shard)
+        return OwnRank(name, encoded, IDENTITY, self.end_points, self.transports, self.executor, HOST, self.client)
+
 
 def scattered(seed: int) -> np.ndarray:
     """Return blocks in random order; every second one is left out, so that none lie side by side."""
@@ -92,8 +98,7 @@ def hold(name: str, layout: str, address: str) -> None:
     server = Server(address, 0, lambda question: writer.answer(question))
     epoch = secrets.randbits(40)
     encoded = encode_shard(rank.shard)
-    parts = rank.transports, rank.executor, rank.client, HOST, LayerSpans({})
-    writer = Writer(encoded, epoch, IDENTITY, *parts, keeps_events=False, is_on_request=True)
+    writer = Writer(rank.own("p/0"), epoch, LayerSpans({}), keeps_events=False, is_on_request=True)
     step_words = StepWords(words, HOST)
     step_words.prompts = HeldWrites(writer, lambda _: "full")
     handle = Handle("a", secrets.randbits(60))
@@ -114,17 +119,7 @@ def load(name: str, layout: str, repeat: str, address: str) -> None:
     server = Server(address, 0, lambda question: announcer.answer(question))
     answers_at = EndPoint(address, server.port, secrets.randbits(40))
     engines = SourceEngines(rank.shard, IDENTITY, rank.transports, "d/0", SECONDS, trust=TRUST)
-    announcer = Announcer(
-        "d/0",
-        IDENTITY,
-        encode_shard(rank.shard),
-        rank.end_points,
-        answers_at,
-        rank.executor,
-        rank.client,
-        SECONDS,
-        rank.transports,
-    )
+    announcer = Announcer(rank.own("d/0"), answers_at, SECONDS)
     jobs = Jobs(there, engines, announcer)
     # Both sides' memory begins with the same bytes.
     expected = blocks_of(rank.memory, layout, scattered(1)).copy()

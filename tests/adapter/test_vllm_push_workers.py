@@ -357,7 +357,7 @@ def test_a_silent_source_does_not_keep_the_request(workers: Workers, monkeypatch
         workers.announce(seconds=0.5)
         wait_until(lambda: any(role._source.writer.destinations.known for role in workers.senders))
         for role in workers.senders:
-            monkeypatch.setattr(role._source.writer._client, "tell", lambda *_: None)
+            monkeypatch.setattr(role._rank.client, "tell", lambda *_: None)
             role._source._end_point.close()
         workers.step([workers.receiver], StepMetadata(**orders))
         wait_until(lambda: bool(reports))
@@ -387,10 +387,10 @@ def test_an_end_point_closes_only_when_its_rank_writes_no_more(is_quiet: bool) -
 def test_fences_are_counted_once(workers: Workers) -> None:
     role = workers.receiver
     assert role.take_statistics() is None
-    role._destination.announcer.num_fences = 2
+    role._destination.announcer.introductions.registration = 2
     assert role.take_statistics().data["fences"] == 2
     assert role.take_statistics() is None
-    role._destination.announcer.num_fences = 3
+    role._destination.announcer.introductions.registration = 3
     assert role.take_statistics().data["fences"] == 1
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvferry.execution import announce
+from kvferry.execution import introductions
 from kvferry.plan.digest_cells import Integrity
 
 from ..local import test_on_request
@@ -57,7 +57,7 @@ def test_a_hold_that_ends_in_the_middle_ends_the_write(engines: Engines) -> None
 
 def test_memory_of_a_device_is_written_on_one_host_too(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX reads a GPU's memory over TCP there."""
-    monkeypatch.setattr(announce, "MEET_SECONDS", 15.0)
+    monkeypatch.setattr(introductions, "MEET_SECONDS", 15.0)
     engine, [rank] = engines.open(
         filled_ranks(2),
         [Rank(0, 1)],

@@ -61,13 +61,8 @@ class HoldingRank(Parts):
         self.end_points = self.transports.register(regions)
         shard = encode_shard(rank.shard)
         self.answerer = self.writer = Writer(
-            shard,
+            self.own("p"),
             self.epoch,
-            IDENTITY,
-            self.transports,
-            self.executor,
-            self.client,
-            cache_memory.caches.order,
             LayerSpans({}),
             keeps_events=True,
             digests=pushed_digests(integrity),
@@ -154,18 +149,12 @@ class LoadingRank(Parts):
         self.engines = SourceEngines(rank.shard, IDENTITY, self.transports, name, SECONDS, compares=compares)
         self.fences: list[dict[str, bytes]] = []
         self.answerer = self.announcer = Announcer(
-            name,
-            IDENTITY,
-            encode_shard(rank.shard),
-            self.end_points,
+            self.own(name),
             self.answers_at,
-            self.executor,
-            self.client,
             SECONDS,
-            self.transports,
-            True,
-            fence_seconds,
-            self._note_fence,
+            keeps_events=True,
+            fence_seconds=fence_seconds,
+            on_fence=self._note_fence,
         )
         self.on_request = OnRequest(self.announcer, is_forced=is_forced)
 

@@ -15,6 +15,7 @@ from kvferry.execution.announce import Announcer, PushedRequest
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
+from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.pair_cells import pushed_digests
 from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.writer import Writer
@@ -64,6 +65,18 @@ class Parts:
     def answers_at(self) -> EndPoint:
         return EndPoint(HOST, self.listener.port, self.epoch)
 
+    def own(self, name: str) -> OwnRank:
+        return OwnRank(
+            name,
+            encode_shard(self.rank.shard),
+            IDENTITY,
+            self.end_points,
+            self.transports,
+            self.executor,
+            cache_memory.caches.order,
+            self.client,
+        )
+
     def close(self) -> None:
         self.executor.close()
         self.listener.close()
@@ -96,12 +109,11 @@ class SendingRank(Parts):
     ) -> None:
         super().__init__(rank, faults, transport)
         shard = encode_shard(rank.shard)
-        parts = self.transports, self.executor, self.client, cache_memory.caches.order
         spans = LayerSpans({} if batches is Batches.CHUNKS else {"full": LAYERS}, layers_per_span=1)
         short_tokens = SHORT_TOKENS if batches is Batches.WHOLE else 0
         digests = pushed_digests(integrity)
         self.answerer = self.writer = Writer(
-            shard, self.epoch, IDENTITY, *parts, spans, keeps_events=True, short_tokens=short_tokens, digests=digests
+            self.own("p"), self.epoch, spans, keeps_events=True, short_tokens=short_tokens, digests=digests
         )
         self.entry = RankEntry(
             rank.shard.tp_rank,
@@ -184,19 +196,8 @@ class ReceivingRank(Parts):
         super().__init__(rank, transport=transport)
         self.engines = SourceEngines(rank.shard, IDENTITY, self.transports, engine_id, SECONDS, compares=compares)
         name = f"{engine_id}/{rank.tp_rank}"
-        shard = encode_shard(rank.shard)
         self.answerer = self.announcer = Announcer(
-            name,
-            IDENTITY,
-            shard,
-            self.end_points,
-            self.answers_at,
-            self.executor,
-            self.client,
-            SECONDS,
-            self.transports,
-            keeps_events=True,
-            fence_seconds=fence_seconds,
+            self.own(name), self.answers_at, SECONDS, keeps_events=True, fence_seconds=fence_seconds
         )
 
     def receive(

@@ -212,7 +212,7 @@ def test_ranks_that_push_survive_well_formed_messages_with_random_fields() -> No
             2,
             BLOCK_SIZE,
         ]
-        known += [protocol.PROTOCOL_VERSION, *msgspec.structs.astuple(rank.writer.destinations._identity)]
+        known += [protocol.PROTOCOL_VERSION, *msgspec.structs.astuple(rank.writer.destinations._rank.identity)]
 
         def case(fuzzer: Fuzzer) -> None:
             question = fuzzer.valid(Question)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
-from kvferry.execution import announce, on_request, write
+from kvferry.execution import introductions, on_request, write
 from kvferry.execution.device import CudaOrder
 from kvferry.execution.guard_words import Held, StepWords
 from kvferry.execution.job import JobResult
@@ -41,7 +41,7 @@ SLOW = "it has no operation that reads"
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stalls must not look like a source that cannot reach this rank."""
-    monkeypatch.setattr(announce, "MEET_SECONDS", 15.0)
+    monkeypatch.setattr(introductions, "MEET_SECONDS", 15.0)
 
 
 def held_by(engine: HoldingEngine) -> Held:
@@ -443,7 +443,7 @@ def test_a_source_that_does_not_reach_this_rank_is_read_and_not_asked_again_soon
         monkeypatch.setattr(each.client, "tell", lambda *_, **__: None)
     held = held_by(engine)
     for seconds in (0.3, 1000.0):  # the second load waits for nothing
-        monkeypatch.setattr(announce, "MEET_SECONDS", seconds)
+        monkeypatch.setattr(introductions, "MEET_SECONDS", seconds)
         load(rank, engine, held)
         result = rank.result()
         assert (result.error, result.way) == (None, "read")
@@ -467,7 +467,7 @@ def test_a_source_whose_transport_does_not_connect_is_read(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where messages reach this rank, and bytes do not."""
-    monkeypatch.setattr(announce, "MEET_SECONDS", 0.3)
+    monkeypatch.setattr(introductions, "MEET_SECONDS", 0.3)
     engine, rank = choosing(engines)
     monkeypatch.setattr(engine.ranks[1].transports, "connect", lambda _: unreachable())
     load(rank, engine, held_by(engine))
@@ -545,9 +545,10 @@ def test_a_write_that_fails_as_a_read_would_is_the_end(
 
 def test_a_rank_at_loopback_is_not_written_from_elsewhere(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody there reaches it, so nothing is waited for."""
-    monkeypatch.setattr(announce, "is_loopback", lambda host: host == "here")
+    monkeypatch.setattr(introductions, "is_loopback", lambda host: host == "here")
     engine, rank = choosing(engines)
-    rank.announcer._answers_at = msgspec.structs.replace(rank.announcer._answers_at, host="here")
+    known = rank.announcer.introductions
+    known._answers_at = msgspec.structs.replace(known._answers_at, host="here")
     asked = recorded_questions(engine.ranks[0])
     load(rank, engine, held_by(engine))
     assert rank.result().way == "read"
@@ -574,7 +575,8 @@ def test_a_source_that_forgot_this_rank_is_read_and_writes_the_next(engines: Eng
             for each in engine.ranks:
                 each.writer.destinations.known.clear()
             # The time to meet counts from the new introduction.
-            rank.announcer._meets_by |= dict.fromkeys(rank.announcer._meets_by, time.monotonic() - 1.0)
+            meets_by = rank.announcer.introductions._meets_by
+            meets_by |= dict.fromkeys(meets_by, time.monotonic() - 1.0)
     assert ways == ["written", "read", "written"]
 
 
@@ -582,8 +584,8 @@ def test_a_source_that_did_not_reach_this_rank_writes_once_it_does(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is introduced anew, and connects anew."""
-    monkeypatch.setattr(announce, "MEET_SECONDS", 0.3)
-    monkeypatch.setattr(announce, "AVOID_SECONDS", 0.5)
+    monkeypatch.setattr(introductions, "MEET_SECONDS", 0.3)
+    monkeypatch.setattr(introductions, "AVOID_SECONDS", 0.5)
     monkeypatch.setattr("kvferry.execution.destinations.TELL_SECONDS", 0.5)
     engine, rank = choosing(engines)
     [first, second] = engine.ranks
@@ -595,7 +597,7 @@ def test_a_source_that_did_not_reach_this_rank_writes_once_it_does(
     assert rank.result().way == "read"
     monkeypatch.setattr(first.transports, "connect", connect)
     monkeypatch.setattr(second.client, "tell", tell)
-    monkeypatch.setattr(announce, "MEET_SECONDS", 15.0)
+    monkeypatch.setattr(introductions, "MEET_SECONDS", 15.0)
     load(rank, engine, held)
     assert rank.result().way == "read"
     time.sleep(0.6)
@@ -622,7 +624,9 @@ def test_introductions_of_strangers_begin_few_meetings(
     monkeypatch.setattr("kvferry.execution.destinations.MAX_MEETINGS", 3)
     never = SimpleNamespace(name="", poll=lambda: None)
     monkeypatch.setattr(source.transports, "connect", lambda _: never)
-    introduction = rank.announcer._introduction(source.answers_at, (source.entry.shard,), PROTOCOL_VERSION)
+    introduction = rank.announcer.introductions._introduction(
+        source.answers_at, (source.entry.shard,), PROTOCOL_VERSION
+    )
     before = len(source.executor._active)
     monkeypatch.setattr("kvferry.execution.destinations.TELL_SECONDS", 0.0)
     for number in range(10):
@@ -638,7 +642,9 @@ def test_a_destination_that_introduces_itself_over_and_over_is_met_once(
     engine, rank, _ = announced
     [source] = engine.ranks
     told = recorded_questions(rank)
-    introduction = rank.announcer._introduction(source.answers_at, (source.entry.shard,), PROTOCOL_VERSION)
+    introduction = rank.announcer.introductions._introduction(
+        source.answers_at, (source.entry.shard,), PROTOCOL_VERSION
+    )
     for _ in range(20):
         source.writer.answer(introduction)
     time.sleep(0.2)

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution import announce, destinations, peers, writer
+from kvferry.execution import announce, destinations, introductions, peers, writer
 from kvferry.execution.announce import Announcer
 from kvferry.execution.job import JobResult
+from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.peers import Peers
 from kvferry.execution.writer import Writer
 from kvferry.handoff.holds import handle_of_transfer
@@ -394,16 +395,17 @@ def test_what_introductions_make_a_sender_keep_is_bounded_in_bytes(
 
 
 def test_the_list_of_introduced_sources_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announce, "MAX_SOURCES", 2)
+    monkeypatch.setattr(introductions, "MAX_SOURCES", 2)
     client = Mock()
-    receiver = Announcer("d", IDENTITY, b"", {}, EndPoint(HOST, 1, 1), Mock(), client, SECONDS, Mock())
+    rank = OwnRank("d", b"", IDENTITY, {}, Mock(), Mock(), Mock(), client)
+    receiver = Announcer(rank, EndPoint(HOST, 1, 1), SECONDS)
     for port in (2, 3, 4):
-        assert not receiver.is_introduced(EndPoint(HOST, port, 7), (b"shard",), PROTOCOL_VERSION)
+        assert not receiver.introductions.is_introduced(EndPoint(HOST, port, 7), (b"shard",), PROTOCOL_VERSION)
     sent = [Exchange(*call.args[:3], 0.0, answer=Noted(7)) for call in client.send.call_args_list]
     client.collect.return_value = sent
     receiver.collect()
-    assert [where.port for where in receiver._introductions] == [3, 4]
-    assert receiver.is_introduced(EndPoint(HOST, 4, 7), (), PROTOCOL_VERSION)
+    assert [where.port for where in receiver.introductions._answers] == [3, 4]
+    assert receiver.introductions.is_introduced(EndPoint(HOST, 4, 7), (), PROTOCOL_VERSION)
 
 
 def test_one_check_of_a_peer_serves_all_pushes_that_wait_for_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +451,7 @@ def test_too_many_blocks_for_an_announcement_are_refused_before_any_is_sent(
 def test_what_a_sender_of_many_ranks_holds_may_be_too_long_to_repeat(
     engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announce, "MAX_QUESTION_BYTES", 100)
+    monkeypatch.setattr(introductions, "MAX_QUESTION_BYTES", 100)
     sender, [receiver] = engines.open()
     receiver.receive(sender.hold(), [0])
     error = receiver.result(5.0).error

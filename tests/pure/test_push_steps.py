@@ -56,7 +56,7 @@ def prompt(num_final: int) -> Prompt:
 
 def made(order: Any, *, keeps_events: bool = False) -> Writer:
     spans = LayerSpans({"full": LAYERS}, layers_per_span=2)
-    writer = Writer(b"", 1, IDENTITY, Mock(), Mock(), Mock(), order, spans, keeps_events=keeps_events)
+    writer = Writer(Mock(order=order), 1, spans, keeps_events=keeps_events)
     needs = {span: Need(0, 40, 16) for span in (FIRST, SECOND)}
     writer._sender.announce(PushRequest(KEY, "x", 40, "p", needs, deadline=1e12), now=0.0)
     return writer

@@ -13,20 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
+from kvferry.execution.introductions import Introductions, unreachable
 from kvferry.execution.job import JobResult, Phase, clock
+from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.peers import Peers
 from kvferry.execution.push_digests import PER_ADVANCE, PushDigests, PushedCells
 from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
-    MAX_QUESTION_BYTES,
     Announce,
     Announced,
     Answer,
-    Bounded,
     EndPoint,
-    Identity,
     Introduce,
     Met,
     Noted,
@@ -37,16 +35,12 @@ from kvferry.handoff.messages import (
     Refusal,
     Revoke,
     Revoked,
-    encode,
 )
 from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.receiver import Receiving, Step
-from kvferry.handoff.wire.addresses import is_loopback
-from kvferry.handoff.wire.client import Client, Exchange
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.transport.end_points import ProcessIdentity
-from kvferry.transport.registry import TransportSet
 
 logger = PeerLog(logging.getLogger(__name__))
 
@@ -159,7 +153,7 @@ class AwaitedPush:
             may_land = not self._announcer.transports.ends_with_process(transport)
             receiving.ended(source.index, _died(source), may_land=may_land)
         elif self._announcer.peers.refuses(source.answers_at):
-            receiving.fail(_unreachable(source.answers_at))
+            receiving.fail(unreachable(source.answers_at))
 
     def _fence(self, source: SourceRank) -> None:
         where = f"{source.answers_at.host}:{source.answers_at.port}"
@@ -247,7 +241,7 @@ class AwaitedPush:
             _check_announced(self._request, source.part)
             if not self._announcer.peers.meet(source.process):
                 raise _died(source)
-            if not self._announcer.is_introduced(source.answers_at, source.engine, source.version):
+            if not self._announcer.introductions.is_introduced(source.answers_at, source.engine, source.version):
                 return False
         except KVFerryError as error:
             receiving.refused(source.index, error)
@@ -328,12 +322,12 @@ class AwaitedPush:
         elif isinstance(answer, Revoked) and answer.is_quiet:
             receiving.quiet(index)
         elif answer is None or (isinstance(answer, Refusal) and answer.reason == Reason.PEER_UNREACHABLE):
-            receiving.fail(_unreachable(where))
+            receiving.fail(unreachable(where))
         elif isinstance(answer, Refusal):
             # It must still acknowledge that it writes nothing; where another process answers, it cannot.
             receiving.fail(answer.error())
             if answer.reason == Reason.UNKNOWN_REQUEST:
-                self._announcer.introduce_again(where)
+                self._announcer.introductions.forget(where)
 
     def _end(self) -> None:
         self.phase = Phase.DONE
@@ -350,14 +344,6 @@ def _check_announced(request: PushedRequest, part: Part) -> None:
             f"{MAX_ANNOUNCED_BLOCKS}.",
             'Use larger blocks, or set "mode" to "pull".',
         )
-
-
-def _unreachable(where: EndPoint) -> HandoffError:
-    return HandoffError(
-        Reason.PEER_UNREACHABLE,
-        f"the prefill rank at {where.host}:{where.port} does not answer.",
-        "Check that the prefill engine runs, and that its host can be reached from here.",
-    )
 
 
 def _died(source: SourceRank) -> HandoffError:
@@ -378,15 +364,6 @@ def _fenced(where: str) -> HandoffError:
     )
 
 
-def _out_of_reach() -> HandoffError:
-    return HandoffError(
-        Reason.PEER_UNREACHABLE,
-        f"it has not connected to this rank within {MEET_SECONDS:.0f} s.",
-        "Reads are slow between these hosts, and writes need a way from the prefill engine's host to this one: open "
-        'it, or set "held_prompts" to "read".',
-    )
-
-
 def _no_handshake(request: PushedRequest, seconds: float) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
@@ -395,20 +372,12 @@ def _no_handshake(request: PushedRequest, seconds: float) -> HandoffError:
     )
 
 
-MEET_SECONDS = 2.0
-"""How long a load waits until a source has connected to this rank."""
-AVOID_SECONDS = 600.0
-"""How long a source that cannot write here is read instead."""
-MAX_SOURCES = 4096
-"""Source ranks to which this rank remembers its introduction."""
-
-
 class Announcer:
     """All pushes to one rank. A source may take ``answer_seconds`` to answer.
 
-    ``end_points`` are those of the rank's memory in ``transports``. A fence keeps a source out that does not confirm
-    within ``fence_seconds`` that it has stopped; then ``on_fence`` gets the number of fences and the end points of the
-    memory that was registered anew. With ``keeps_events`` the result of each push has events.
+    Reports come to ``answers_at``. A fence keeps a source out that does not confirm within ``fence_seconds`` that it
+    has stopped; then ``on_fence`` gets the number of fences and the end points of the memory that was registered anew.
+    With ``keeps_events`` the result of each push has events.
 
     The server's thread calls :meth:`answer`, the engine's thread :meth:`announce`; the other methods are for pushes, on
     the transfer thread.
@@ -416,33 +385,21 @@ class Announcer:
 
     def __init__(
         self,
-        name: str,
-        identity: Identity,
-        shard: bytes,
-        end_points: dict[str, bytes],
+        rank: OwnRank,
         answers_at: EndPoint,
-        executor: Executor,
-        client: Client,
         answer_seconds: float,
-        transports: TransportSet,
+        *,
         keeps_events: bool = False,
         fence_seconds: float = FENCE_SECONDS,
         on_fence: Callable[[int, dict[str, bytes]], None] = lambda *_: None,
     ) -> None:
+        self._rank, self._answers_at, self._answer_seconds = rank, answers_at, answer_seconds
+        self.transports, self.fence_seconds = rank.transports, fence_seconds
         self._on_fence = on_fence
-        self._name, self._identity = name, identity
-        self._shard, self._end_points, self._answers_at = shard, end_points, answers_at
-        self._executor, self._client = executor, client
-        self._answer_seconds = answer_seconds
-        self.transports, self.fence_seconds = transports, fence_seconds
         self.keeps_events = keeps_events
-        self.peers = Peers(client.trust)
-        self.num_fences = 0
+        self.peers = Peers(rank.client.trust)
+        self.introductions = Introductions(rank, answers_at, self._send)
         self._pushes: dict[int, AwaitedPush] = {}
-        self._introductions: Bounded[EndPoint, Answer | None] = Bounded(MAX_SOURCES)
-        self._met: Bounded[int, int] = Bounded(MAX_SOURCES)
-        self._meets_by: Bounded[EndPoint, float] = Bounded(MAX_SOURCES)
-        self._avoided_until: Bounded[EndPoint, float] = Bounded(MAX_SOURCES)
         self._pending: dict[tuple[str, int, Announce | Revoke], tuple[int, int]] = {}
 
     @property
@@ -450,14 +407,19 @@ class Announcer:
         """The epoch of this process."""
         return self._answers_at.epoch
 
+    @property
+    def num_fences(self) -> int:
+        """How many fences there were."""
+        return self.introductions.registration
+
     def announce(self, request: PushedRequest, find_sources: FindSources) -> None:
         """Submit a push to the executor, which returns its result."""
-        self._executor.submit(self.push(request, find_sources))
+        self._rank.executor.submit(self.push(request, find_sources))
 
     def push(self, request: PushedRequest, find_sources: FindSources) -> AwaitedPush:
         """Return a push, which a job of the transfer thread must carry on until it is done."""
         # Unguessable: whoever forged a source's report would have blocks given back that the source still writes.
-        key = PushKey(self._name, self.epoch, secrets.randbits(NUMBER_BITS) or 1)
+        key = PushKey(self._rank.name, self.epoch, secrets.randbits(NUMBER_BITS) or 1)
         push = self._pushes[key.number] = AwaitedPush(request, key, find_sources, self)
         return push
 
@@ -470,72 +432,22 @@ class Announcer:
                 "Ask the prefill engine's own port.",
             )
         named = question if isinstance(question, Met) else question.key
-        if (named.receiver, named.receiver_epoch) != (self._name, self.epoch):
+        if (named.receiver, named.receiver_epoch) != (self._rank.name, self.epoch):
             raise HandoffError(
                 Reason.PEER_CHANGED,
-                f"the message is for {named.receiver} in epoch {named.receiver_epoch}; this rank is {self._name} in "
-                f"epoch {self.epoch}.",
+                f"the message is for {named.receiver} in epoch {named.receiver_epoch}; this rank is {self._rank.name} "
+                f"in epoch {self.epoch}.",
                 "The decode engine was restarted: send the prompt again.",
             )
         if isinstance(question, Met):
-            self._met[question.epoch] = question.registration
-            self._executor.wake()
+            self.introductions.note_met(question)
+            self._rank.executor.wake()
         elif push := self._pushes.get(question.key.number):
             push.inbox.put(question)
-            self._executor.wake()
+            self._rank.executor.wake()
         return Noted(self.epoch)
 
     # For pushes.
-
-    def is_introduced(self, where: EndPoint, sources: tuple[bytes, ...], version: int) -> bool:
-        """Return whether a source rank knows this rank; introduce this rank if not. Raises its :class:`HandoffError`.
-
-        ``sources`` are the encoded shards of all ranks of its engine, which speaks ``version``.
-        """
-        if where not in self._introductions:
-            introduction = self._introduction(where, sources, version)
-            self._introductions[where] = None
-            self._send(where, introduction)
-        answer = self._introductions[where]
-        if isinstance(answer, Refusal):
-            del self._introductions[where]
-            raise answer.error()
-        return isinstance(answer, Noted)
-
-    def meets(self, where: EndPoint, sources: tuple[bytes, ...], version: int, now: float) -> bool | None:
-        """Return whether a source rank that was introduced has connected to this one and said so; None where it may
-        still do, within :data:`MEET_SECONDS`. A source that has not is asked again after :data:`AVOID_SECONDS`.
-
-        ``sources`` and ``version`` are as for :meth:`is_introduced`.
-        """
-        if now < self._avoided_until.get(where, 0.0):
-            return False
-        if is_loopback(self._answers_at.host) and not is_loopback(where.host):
-            # Nobody on another host reaches this rank.
-            return False
-        try:
-            if self.is_introduced(where, sources, version) and self._met.get(where.epoch) == self.num_fences:
-                self._meets_by.pop(where, None)
-                return True
-            if now < self._meets_by.setdefault(where, now + MEET_SECONDS):
-                return None
-            raise _out_of_reach()
-        except KVFerryError as error:
-            self.avoid(where, error, now)
-            return False
-
-    def avoid(self, where: EndPoint, error: KVFerryError, now: float) -> None:
-        """Let nothing be written from there for :data:`AVOID_SECONDS`; then introduce this rank anew."""
-        told = "kvferry: the rank at %s:%d is read for %.0f s, since it cannot write here: %s"
-        logger.warning(told, where.host, where.port, AVOID_SECONDS, error, peer=f"{where.host}:{where.port}")
-        self._avoided_until[where] = now + AVOID_SECONDS
-        for known in (self._introductions, self._meets_by):
-            known.pop(where, None)
-        self._met.pop(where.epoch, None)
-
-    def introduce_again(self, where: EndPoint) -> None:
-        """The source has forgotten this rank: introduce this rank anew for the next push."""
-        self._introductions.pop(where, None)
 
     def ask(self, where: EndPoint, question: Announce | Revoke, number: int, index: int) -> None:
         """Ask a source; :meth:`collect` puts its answer into the push's inbox."""
@@ -544,8 +456,8 @@ class Announcer:
 
     def _send(self, where: EndPoint, question: Introduce | Announce | Revoke) -> None:
         # The source's engine has named its rank.
-        is_trusted = self._client.knows_peers
-        self._client.send(where.host, where.port, question, self._answer_seconds, is_trusted=is_trusted)
+        is_trusted = self._rank.client.knows_peers
+        self._rank.client.send(where.host, where.port, question, self._answer_seconds, is_trusted=is_trusted)
 
     def is_kept_out(self, source: SourceRank) -> bool:
         """Return whether a fence keeps a source out: a process that runs on this host may write without any transport
@@ -559,10 +471,7 @@ class Announcer:
         Pushes in progress fail, and so do writes of this rank's own. It may take some seconds.
         """
         fence = self.transports.fence()
-        self.num_fences += 1
-        self._end_points = fence.end_points
-        self._introductions.clear()
-        self._meets_by.clear()
+        self.introductions.renew(fence.end_points)
         self._on_fence(self.num_fences, fence.end_points)
         if fence.holes:
             logger.error(
@@ -576,9 +485,9 @@ class Announcer:
 
     def collect(self) -> None:
         """Put the answers that have come into the inboxes of their pushes."""
-        for exchange in self._client.collect():
+        for exchange in self._rank.client.collect():
             if isinstance(exchange.question, Introduce):
-                self._note_introduction(exchange, exchange.question)
+                self.introductions.note_answer(exchange, exchange.question)
             elif isinstance(exchange.question, Announce | Revoke):
                 number, index = self._pending.pop((exchange.host, exchange.port, exchange.question), (0, 0))
                 if push := self._pushes.get(number):
@@ -587,32 +496,3 @@ class Announcer:
     def forget(self, number: int) -> None:
         """Forget a push, which is over."""
         self._pushes.pop(number, None)
-
-    def _introduction(self, where: EndPoint, sources: tuple[bytes, ...], version: int) -> Introduce:
-        introduction = Introduce(
-            version=version,
-            epoch=where.epoch,
-            receiver=self._name,
-            identity=self._identity,
-            sources=sources,
-            shard=self._shard,
-            end_points=self._end_points,
-            answers_at=self._answers_at,
-            registration=self.num_fences,
-        )
-        if (num_bytes := len(encode(introduction))) > MAX_QUESTION_BYTES:
-            raise HandoffError(
-                Reason.UNSUPPORTED,
-                f"the introduction, with the shards of {len(sources)} source ranks, takes {num_bytes} bytes; "
-                f"a question has at most {MAX_QUESTION_BYTES}.",
-                'Set "mode" to "pull", or run the prefill engine with fewer ranks.',
-            )
-        return introduction
-
-    def _note_introduction(self, exchange: Exchange, question: Introduce) -> None:
-        where = EndPoint(exchange.host, exchange.port, question.epoch)
-        answer = exchange.answer
-        if not isinstance(answer, Noted | Refusal):
-            answer = Refusal.of(_unreachable(where))
-        if where in self._introductions and question.registration == self.num_fences:
-            self._introductions[where] = answer

@@ -11,21 +11,20 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.push_digests import PushedCells
 from kvferry.execution.route import Route
 from kvferry.handoff.handshake import compare_identities
-from kvferry.handoff.messages import Bounded, EndPoint, Identity, Introduce, Met, PushKey
+from kvferry.handoff.messages import Bounded, EndPoint, Introduce, Met, PushKey
 from kvferry.handoff.versions import Versions, agree
-from kvferry.handoff.wire.client import Client
 from kvferry.layout.shard import decode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.match import selector_of
 from kvferry.plan.planner import PairPlan
-from kvferry.transport.registry import Connecting, Link, TransportSet
+from kvferry.transport.registry import Connecting, Link
 
 logger = PeerLog(logging.getLogger(__name__))
 
@@ -116,27 +115,15 @@ class DestinationRank:
 
 
 class Destinations:
-    """The destination ranks that have introduced themselves to one rank, whose encoded shard is ``shard``.
+    """The destination ranks that have introduced themselves to one rank in its ``epoch``.
 
     A rank that ``meets`` them connects to each at once and tells it so. Else the first write connects.
 
     The server's thread calls :meth:`introduce` and :meth:`announced`, the transfer thread :meth:`connect_anew`.
     """
 
-    def __init__(
-        self,
-        shard: bytes,
-        epoch: int,
-        identity: Identity,
-        transports: TransportSet,
-        executor: Executor,
-        client: Client,
-        *,
-        meets: bool,
-    ) -> None:
-        self._shard, self._epoch, self._identity = shard, epoch, identity
-        self._transports, self._executor, self._client = transports, executor, client
-        self._meets = meets
+    def __init__(self, rank: OwnRank, epoch: int, *, meets: bool) -> None:
+        self._rank, self._epoch, self._meets = rank, epoch, meets
         self.known: Bounded[tuple[str, int], DestinationRank] = Bounded(MAX_DESTINATIONS)
         self._meetings: list[Meeting] = []
 
@@ -145,20 +132,20 @@ class Destinations:
         that this rank cannot write to.
         """
         agree(decode=Versions(question.version, question.version))
-        compare_identities(self._identity, question.identity)
+        compare_identities(self._rank.identity, question.identity)
         key = question.receiver, question.answers_at.epoch
         before = self.known.get(key)
         if before is not None and before.registration >= question.registration:
             self._meet(question.receiver, before)
             return
-        if self._shard not in question.sources:
+        if self._rank.shard not in question.sources:
             raise HandoffError(
                 Reason.PEER_CHANGED,
                 f"{question.receiver} names {len(question.sources)} source shards, and none of them is this rank's.",
                 "Send the prompt again.",
             )
-        index = question.sources.index(self._shard)
-        links = {index: self._transports.connect(question.end_points)}
+        index = question.sources.index(self._rank.shard)
+        links = {index: self._rank.transports.connect(question.end_points)}
         route = Route([decode_shard(source) for source in question.sources], decode_shard(question.shard), links)
         # The connection to a former registration is not closed: it ends with the last batch in flight over it.
         self.known[key] = destination = DestinationRank(
@@ -197,7 +184,7 @@ class Destinations:
 
     def connect_anew(self, destination: DestinationRank) -> None:
         """Connect for the next push; running pushes keep their connection."""
-        destination.route.links[destination.source_index] = self._transports.connect(destination.end_points)
+        destination.route.links[destination.source_index] = self._rank.transports.connect(destination.end_points)
 
     def _meet(self, receiver: str, destination: DestinationRank) -> None:
         """Connect to a destination and tell it so; anew where it introduces itself again, as one does that was not told
@@ -218,10 +205,10 @@ class Destinations:
         job_id = f"meeting {receiver} {where.epoch} {destination.registration}"
         destination.meeting = meeting = Meeting(job_id, destination.link, partial(self._tell_met, where, met))
         self._meetings.append(meeting)
-        self._executor.submit(meeting)
+        self._rank.executor.submit(meeting)
 
     def _tell_met(self, where: EndPoint, met: Met) -> None:
-        self._client.tell(where.host, where.port, met, TELL_SECONDS, is_trusted=self._client.knows_peers)
+        self._rank.client.tell(where.host, where.port, met, TELL_SECONDS, is_trusted=self._rank.client.knows_peers)
 
 
 def _num_bytes(question: Introduce) -> int:

@@ -107,7 +107,7 @@ class OnRequest:
             return None if slow_reads is None else False
         writers = engine.writers(transfer_id)
         # Every one is asked, so that all are introduced at once.
-        have_met = [self._announcer.meets(where, engine.shards, engine.version, now) for where in writers]
+        have_met = [self._announcer.introductions.meets(where, engine.shards, engine.version, now) for where in writers]
         if not writers or False in have_met:
             return False
         return None if None in have_met else True
@@ -120,7 +120,7 @@ class OnRequest:
             with suppress(KVFerryError):  # of a handshake: the read says so too
                 engine = request.engine()
                 for where in () if engine is None else engine.writers(request.push.transfer_id):
-                    self._announcer.avoid(where, error, time.monotonic())
+                    self._announcer.introductions.avoid(where, error, time.monotonic())
         return True
 
 

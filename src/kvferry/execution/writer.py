@@ -14,9 +14,9 @@ from typing import Any
 
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution.destinations import DestinationRank, Destinations
-from kvferry.execution.device import DeferredActions, DeviceOrder
-from kvferry.execution.executor import Executor
+from kvferry.execution.device import DeferredActions
 from kvferry.execution.job import JobResult
+from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.pair_cells import check_kept
 from kvferry.execution.peers import Peers
 from kvferry.execution.push_digests import PushDigests, WrittenDigests
@@ -28,7 +28,6 @@ from kvferry.handoff.messages import (
     Answer,
     DigestTable,
     EndPoint,
-    Identity,
     Introduce,
     Noted,
     Pushed,
@@ -41,12 +40,11 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.sender import Prompt, PushRequest, Sender, not_held
-from kvferry.handoff.wire.client import Client
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
 from kvferry.plan.planner import PairPlan
-from kvferry.transport.registry import Connecting, Link, TransportSet
+from kvferry.transport.registry import Connecting, Link
 
 logger = PeerLog(logging.getLogger(__name__))
 
@@ -65,7 +63,7 @@ LATE_WORD_SECONDS = 10.0
 
 
 class Writer:
-    """All pushes of one rank, whose encoded shard is ``shard``.
+    """All pushes of one rank in its ``epoch``.
 
     A prompt of more than ``short_tokens`` is sent in ``spans``, each as soon as its layers have run; spans of which the
     engine does not report every layer move at the end of the step, and the first such step is logged with the reason,
@@ -79,13 +77,8 @@ class Writer:
 
     def __init__(
         self,
-        shard: bytes,
+        rank: OwnRank,
         epoch: int,
-        identity: Identity,
-        transports: TransportSet,
-        executor: Executor,
-        client: Client,
-        order: DeviceOrder,
         spans: LayerSpans,
         *,
         keeps_events: bool,
@@ -98,13 +91,12 @@ class Writer:
         self._is_on_request = is_on_request
         self._why_silent, self._is_silence_told = why_silent, False
         self.epoch = epoch
-        self._executor, self._client = executor, client
-        self._order = order
-        self._deferred = DeferredActions(order)
-        self._peers = Peers(client.trust)
+        self._rank = rank
+        self._deferred = DeferredActions(rank.order)
+        self._peers = Peers(rank.client.trust)
         self._sender = Sender()
         self._lock = threading.Lock()
-        self.destinations = Destinations(shard, epoch, identity, transports, executor, client, meets=is_on_request)
+        self.destinations = Destinations(rank, epoch, meets=is_on_request)
         self._num_preemptions: dict[str, int] = {}
         self._num_blocks: dict[PushKey, int] = {}
         self._num_open_blocks = 0
@@ -156,10 +148,10 @@ class Writer:
 
         In another order a layer of one step could declare blocks final that the next step has only launched.
         """
-        if self._order.is_immediate:
+        if self._rank.order.is_immediate:
             action()
         else:
-            self._deferred.add(self._order.mark(), action)
+            self._deferred.add(self._rank.order.mark(), action)
 
     def _preemptions_of(self, prompts: Sequence[tuple[str, Prompt]]) -> dict[str, int]:
         return {transfer_id: self._num_preemptions.get(transfer_id, 0) for transfer_id, _ in prompts}
@@ -180,7 +172,7 @@ class Writer:
         with self._lock:
             is_wanted = self._sender.reach(span)
         if is_wanted:
-            self._executor.wake()
+            self._rank.executor.wake()
 
     def _publish(
         self, prompts: Sequence[tuple[str, Prompt]], preemptions: dict[str, int], step: dict[str, Any] | None
@@ -190,7 +182,7 @@ class Writer:
         with self._lock:
             for transfer_id, prompt in self._not_preempted_since(prompts, preemptions).items():
                 self._sender.compute(transfer_id, prompt)
-        self._executor.wake()
+        self._rank.executor.wake()
 
     def hold(self, transfer_id: str, prompt: Prompt) -> None:
         """The prompt is held, and what of it is final may be written until :meth:`end`. Any thread may call it."""
@@ -198,7 +190,7 @@ class Writer:
             self._sender.compute(transfer_id, prompt)
             may_be_awaited = self._sender.num_open > 0
         if may_be_awaited:
-            self._executor.wake()
+            self._rank.executor.wake()
 
     def preempt(self, transfer_ids: Sequence[str]) -> None:
         """The engine may overwrite these prompts' blocks from now on, and will compute them again."""
@@ -217,7 +209,7 @@ class Writer:
                 self._num_preemptions.pop(transfer_id, None)
                 self._sender.end(transfer_id, error_of(transfer_id), may_return=self._is_on_request)
         if transfer_ids:
-            self._executor.wake()
+            self._rank.executor.wake()
 
     def take_steps(self) -> list[dict[str, Any]]:
         """Return the steps that have ended since the last call, at most the latest :data:`MAX_STEPS`, ready for JSON.
@@ -251,7 +243,7 @@ class Writer:
         if isinstance(question, Revoke):
             with self._lock:
                 is_quiet = self._sender.revoke(question.key)
-            self._executor.wake()
+            self._rank.executor.wake()
             return Revoked(self.epoch, is_quiet)
         raise HandoffError(
             Reason.UNSUPPORTED,
@@ -305,7 +297,7 @@ class Writer:
             events = PushEvents(request, self.spans.layers_of) if self._keeps_events else None
         # This connection and no later one, which may be over another transport.
         link = destination.link
-        self._executor.submit(self._job(request, part, destination, link, events, digests))
+        self._rank.executor.submit(self._job(request, part, destination, link, events, digests))
         return link.name
 
     def _known_by(self, question: Announce, now: float) -> float | None:
@@ -382,13 +374,13 @@ class Writer:
             report = Pushed(key, index, part.digest, *done, b"" if digests is None else digests.encoded())
         else:
             report = PushFailed.of(error, key=key, source_index=index)
-        self._client.tell(where.host, where.port, report, REPORT_SECONDS, is_trusted=self._client.knows_peers)
+        self._rank.client.tell(where.host, where.port, report, REPORT_SECONDS, is_trusted=self._rank.client.knows_peers)
 
     def _give_up(self, transfer_id: str) -> None:
         """Ask this rank's engine to end the hold: the destination, which would release it, may be dead."""
         if (engine := self.engine) is not None:
             question = Release(engine.epoch, (handle_of_transfer(transfer_id),))
-            self._client.tell(engine.host, engine.port, question, REPORT_SECONDS, is_trusted=True)
+            self._rank.client.tell(engine.host, engine.port, question, REPORT_SECONDS, is_trusted=True)
 
 
 def _no_longer_held(transfer_id: str) -> HandoffError:

@@ -8,29 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvferry.execution.device import DeviceOrder, Mark
-from kvferry.execution.executor import Executor
+from kvferry.execution.device import Mark
+from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.source_engines import SourceEngines
-from kvferry.handoff.messages import Identity
-from kvferry.handoff.wire.client import Client
 from kvferry.integrations.vllm.step import PromptLoad, StepMetadata
-from kvferry.transport.registry import TransportSet
 
 
 @dataclass(frozen=True)
-class Rank:
-    """One rank, which the role and its parts share. ``name`` is unique among all ranks, ``shard`` is encoded."""
+class Rank(OwnRank):
+    """One rank, which the role and its parts share."""
 
-    name: str
-    shard: bytes
-    identity: Identity
-    end_points: dict[str, bytes]
-    transports: TransportSet
-    executor: Executor
-    order: DeviceOrder
     source_engines: SourceEngines
-    client: Client
-    """Only a destination collects its answers."""
 
 
 class Source(Protocol):

@@ -48,18 +48,12 @@ def make_announcer(
 ) -> Announcer:
     """Return the announcer of a rank, which answers at the end point."""
     end_point.announcer = Announcer(
-        rank.name,
-        rank.identity,
-        rank.shard,
-        rank.end_points,
+        rank,
         end_point.answers_at,
-        rank.executor,
-        rank.client,
         answer_seconds,
-        rank.transports,
-        keeps_events,
-        fence_seconds,
-        on_fence,
+        keeps_events=keeps_events,
+        fence_seconds=fence_seconds,
+        on_fence=on_fence,
     )
     return end_point.announcer
 
@@ -76,13 +70,8 @@ def make_writer(
 ) -> Writer:
     """Return the writer of a rank, which answers at the end point."""
     end_point.writer = Writer(
-        rank.shard,
+        rank,
         end_point.answers_at.epoch,
-        rank.identity,
-        rank.transports,
-        rank.executor,
-        rank.client,
-        rank.order,
         spans,
         keeps_events=keeps_events,
         digests=digests,
