@@ -440,12 +440,13 @@ def test_too_many_blocks_for_an_announcement_are_refused_before_any_is_sent(
     monkeypatch.setattr(announce, "MAX_ANNOUNCED_BLOCKS", 1)
     sender, [receiver] = engines.open()
     receiver.receive(sender.hold(), [0])
-    assert receiver.is_waiting()
+    opened = sender.ranks[0].writer._sender
+    wait_until(lambda: opened.num_open == 1, "no announcement comes")
     receiver.receive(sender.hold(), [1, 3], "y", "too long")
     error = receiver.result(5.0).error
     assert error is not None
     assert error.reason is Reason.UNSUPPORTED
-    assert sender.ranks[0].writer._sender.num_open == 1
+    assert opened.num_open == 1
 
 
 def test_what_a_sender_of_many_ranks_holds_may_be_too_long_to_repeat(
