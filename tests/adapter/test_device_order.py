@@ -286,6 +286,27 @@ def test_what_waits_for_a_failed_device_is_not_done_and_the_rest_is(order: CudaO
     assert done == ["over"]
 
 
+def test_what_waits_for_a_device_that_the_thread_cannot_turn_to_is_dropped(
+    order: CudaOrder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Actions that no thread runs would pile up."""
+    entered: list[bool] = []
+
+    def enter() -> None:
+        entered.append(bool(entered))
+        if not entered[-1]:
+            raise RuntimeError("no device")
+
+    monkeypatch.setattr(order, "enter_thread", enter)
+    deferred, done = DeferredActions(order), []
+    for name in ("first", "second", "third"):
+        deferred.add(OVER, lambda name=name: done.append(name))
+    deferred.close()
+    assert done == ["second", "third"]
+    assert entered == [False, True]
+    assert "the device failed" in caplog.text
+
+
 def test_what_waits_for_a_device_is_done_later_where_the_process_can_start_no_thread_now(
     order: CudaOrder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,7 +160,7 @@ def device_order(devices: Iterable[str]) -> DeviceOrder:
 class DeferredActions:
     """Runs actions once their marks are over, in order, on a thread that starts with the first action.
 
-    An action is dropped where the wait for its mark fails, since the device has failed.
+    An action is dropped where the device fails: as the thread turns to it, or in the wait for the mark.
     """
 
     def __init__(self, order: DeviceOrder) -> None:
@@ -188,10 +188,13 @@ class DeferredActions:
             self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
-        self._order.enter_thread()
+        has_entered = False
         while (entry := self._pending.get()) is not None:
             mark, action = entry
             try:
+                if not has_entered:
+                    self._order.enter_thread()
+                    has_entered = True
                 mark.wait()
                 action()
             except Exception:
