@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.wire import background
-from kvferry.handoff.wire.background import BackgroundCalls
+from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
 
 from ..waits import wait_until
 
@@ -114,3 +114,31 @@ def test_hole_15_a_process_that_can_start_no_thread_fails_the_call_and_nothing_e
     monkeypatch.setattr(background, "FAILURE_SECONDS", 0.0)
     time.sleep(0.001)
     wait_until(lambda: hanging.ask("a") == "a")
+
+
+def test_thousands_of_calls_that_wait_do_not_slow_whoever_asks(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler asks for each of its waiting requests in each step: 4,000 look-ups at hosts that do not answer made
+    every step take two seconds of its thread.
+    """
+    monkeypatch.setattr(background, "MAX_RUNNING", 2)
+    names = [str(number) for number in range(300)]
+    assert all(hanging.hang(name) for name in names)
+    looks = 0
+    is_late = BackgroundCall.is_late
+
+    def looked_at(call: BackgroundCall[str], now: float) -> bool:
+        nonlocal looks
+        looks += 1
+        return is_late(call, now)
+
+    def is_running(call: BackgroundCall[str]) -> bool:
+        nonlocal looks
+        looks += 1
+        return call._ended_at is None
+
+    monkeypatch.setattr(BackgroundCall, "is_late", looked_at)
+    monkeypatch.setattr(BackgroundCall, "is_running", property(is_running))
+    assert all(hanging.hang(name) for name in names)
+    assert looks <= 10 * len(names)

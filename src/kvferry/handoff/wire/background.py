@@ -66,10 +66,6 @@ class BackgroundCall(Generic[Found]):
         """Return whether the call has run for more than :data:`LATE_SECONDS`, and runs."""
         return self._ended_at is None and self._started_at is not None and now - self._started_at > LATE_SECONDS
 
-    def has_started(self) -> bool:
-        """Return whether the call runs, or has ended."""
-        return self._started_at is not None
-
     def is_expired(self, now: float) -> bool:
         """Return whether the call ended so long ago that a request for its key calls again."""
         kept = UNCLAIMED_SECONDS if self._error is None else FAILURE_SECONDS
@@ -123,6 +119,7 @@ class BackgroundCalls(Generic[Key, Found]):
         self._wake = wake
         self._known: dict[Key, BackgroundCall[Found]] = {}
         self._waiting: deque[BackgroundCall[Found]] = deque()
+        self._running: list[BackgroundCall[Found]] = []
 
     def __len__(self) -> int:
         return len(self._known)
@@ -148,13 +145,15 @@ class BackgroundCalls(Generic[Key, Found]):
 
     def _start_waiting(self, now: float) -> None:
         """Start as many calls as there are slots, and fail the calls that have waited too long."""
-        running = [each for each in self._known.values() if each.is_running and each.has_started()]
-        num_late = sum(each.is_late(now) for each in running)
-        num_free = MAX_RUNNING - (len(running) - min(num_late, MAX_LATE))
+        # Not all calls: each that waits asks for itself, and there may be thousands.
+        self._running = [each for each in self._running if each.is_running]
+        num_late = sum(each.is_late(now) for each in self._running)
+        num_free = MAX_RUNNING - (len(self._running) - min(num_late, MAX_LATE))
         while self._waiting and self._waiting[0].takes_longer_than(WAIT_SECONDS):
             self._waiting.popleft().fail(_no_slot(self._name))
         for _ in range(min(num_free, len(self._waiting))):
-            self._waiting.popleft().start()
+            self._running.append(self._waiting.popleft())
+            self._running[-1].start()
 
     def forget(self, key: Key) -> None:
         """Forget the result: the next request for this key calls again."""
