@@ -30,6 +30,11 @@ it. ``--runs 3`` starts all engines anew for each of three runs; ratios are then
 With ``--hosts 2`` prefill engines and decode engines stand on two virtual hosts, over a link with packets of at most
 ``--mtu`` bytes. Both connectors move by NIXL there, and a copy over one plain TCP connection between the same hosts,
 before the engines start and after they have ended, says what the link can carry. Variables of UCX reach all engines.
+NixlConnector needs none there: it gets its host's address (``VLLM_NIXL_SIDE_CHANNEL_HOST``), and UCX, which sees two
+hosts, takes TCP over their link.
+
+On processors with AMX every decode worker asks for it before its first request (``vllm_stopwatch.ask_for_amx``).
+Otherwise NixlConnector's would end at its first transfer, on one host as on two.
 
 The stopwatch (``vllm_stopwatch.py``) is outside both connectors: it runs in the decode worker, from the
 ``start_load_kv`` that brings a load to the ``get_transfer_results`` that reports it.

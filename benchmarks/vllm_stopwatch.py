@@ -3,8 +3,8 @@
 In a worker the stopwatch measures from the ``start_load_kv`` whose metadata contain a request's load to the return of
 the ``get_transfer_results`` that reports the request, and records the end of the last step that ran layers. Start the
 engine with ``--worker-extension-cls vllm_stopwatch.StopwatchExtension``, ``VLLM_SERVER_DEV_MODE=1`` and this folder on
-``PYTHONPATH``; then POST to ``/collective_rpc`` ``{"method": "install_stopwatch"}`` once, and ``{"method":
-"read_stopwatch"}`` after each request.
+``PYTHONPATH``; then POST to ``/collective_rpc`` ``{"method": "install_stopwatch"}`` once, before the first request, and
+``{"method": "read_stopwatch"}`` after each request.
 """
 
 import time
@@ -126,9 +126,10 @@ class StopwatchExtension:
     model_runner: Any
 
     def install_stopwatch(self) -> None:
-        """Put the stopwatch around this worker's connector."""
+        """Put the stopwatch around this worker's connector, and let vLLM's attention compute."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+        ask_for_amx()
         self._kvferry_stopwatch = Stopwatch(get_kv_transfer_group())
 
     def read_stopwatch(self) -> dict[str, Any]:
@@ -146,6 +147,16 @@ class StopwatchExtension:
         for first_bytes in pages:
             first_bytes.sum()
         return sum(map(len, pages))
+
+
+def ask_for_amx() -> bool:
+    """Ask Linux for AMX in this process; return whether it may use AMX.
+
+    vLLM 0.32's attention in bfloat16 uses AMX where the processor has it, but of vLLM only products of matrices ask,
+    and those with weights of up to 1 MiB ask with several tokens only. So a decode engine that computes one token of a
+    received prompt with a small model ends by SIGILL. kvferry asks when it checks its kernels; other connectors do not.
+    """
+    return bool(torch.cpu._init_amx())
 
 
 def tensors_in(caches: Any) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -36,3 +37,33 @@ def test_workers_of_a_benchmarks_engines_import_its_extension(engines: str, tmp_
         [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert worker.stdout == "True\n", worker.stderr
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
+def test_a_worker_with_the_stopwatch_may_use_amx(tmp_path: Path) -> None:
+    """Linux lets a process use AMX that asks for it: before the stopwatch is there nothing in the worker has asked.
+
+    The system call 158 is ``arch_prctl``, 0x1022 asks which states of the processor are allowed, 18 is that of tiles.
+    """
+    program = """
+import ctypes, types
+import vllm.distributed.kv_transfer as transfer
+from vllm_stopwatch import StopwatchExtension
+
+def may_use_amx():
+    states = ctypes.c_ulong()
+    ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(states))
+    return bool(states.value >> 18 & 1)
+
+nothing = lambda *_: None
+names = "start_load_kv get_transfer_results get_kv_connector_stats save_kv_layer wait_for_save".split()
+transfer.get_kv_transfer_group = lambda: types.SimpleNamespace(**dict.fromkeys(names, nothing))
+before = may_use_amx()
+StopwatchExtension().install_stopwatch()
+print(before, may_use_amx())
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
+    worker = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert worker.stdout == "False True\n", worker.stderr
