@@ -46,8 +46,7 @@ def test_a_worker_with_the_stopwatch_may_use_amx(tmp_path: Path) -> None:
     The system call 158 is ``arch_prctl``, 0x1022 asks which states of the processor are allowed, 18 is that of tiles.
     """
     program = """
-import ctypes, types
-import vllm.distributed.kv_transfer as transfer
+import ctypes, sys, types
 from vllm_stopwatch import StopwatchExtension
 
 def may_use_amx():
@@ -57,7 +56,9 @@ def may_use_amx():
 
 nothing = lambda *_: None
 names = "start_load_kv get_transfer_results get_kv_connector_stats save_kv_layer wait_for_save".split()
-transfer.get_kv_transfer_group = lambda: types.SimpleNamespace(**dict.fromkeys(names, nothing))
+for part in ("vllm", "vllm.distributed", "vllm.distributed.kv_transfer"):
+    sys.modules[part] = types.ModuleType(part)
+sys.modules[part].get_kv_transfer_group = lambda: types.SimpleNamespace(**dict.fromkeys(names, nothing))
 before = may_use_amx()
 StopwatchExtension().install_stopwatch()
 print(before, may_use_amx())
