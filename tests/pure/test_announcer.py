@@ -1,0 +1,316 @@
+"""Pushes at their destination rank, whose sources are the test: what is kept, fenced and forgotten, and when."""
+
+import time
+from typing import Any
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+
+from kvferry.errors import HandoffError, Reason
+from kvferry.execution import announce, introductions
+from kvferry.execution.announce import Announcer, AwaitedPush, PushedRequest, SourceRank
+from kvferry.execution.device import HOST
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import Phase
+from kvferry.execution.own_rank import OwnRank
+from kvferry.handoff.messages import (
+    PROTOCOL_VERSION,
+    Announce,
+    Announced,
+    Answer,
+    EndPoint,
+    Identity,
+    Introduce,
+    Met,
+    Noted,
+    Question,
+    Refusal,
+    Revoke,
+    Revoked,
+)
+from kvferry.handoff.wire.client import Exchange
+from kvferry.transport.end_points import ProcessIdentity, own_identity
+from kvferry.transport.registry import Fence
+
+IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
+HERE = own_identity()
+ELSEWHERE = msgspec.structs.replace(HERE, boot_id="of another host")
+ABORTED = HandoffError(Reason.ABORTED, "the client went away.")
+UNKNOWN = HandoffError(Reason.UNKNOWN_REQUEST, "who is that?")
+SCRATCH = Scratch(num_words=4)
+
+
+class Sources:
+    """Source ranks of one destination rank: what they were asked, and what they answer."""
+
+    def __init__(self, *processes: ProcessIdentity | None, holes: tuple[str, ...] = ()) -> None:
+        """Each has its process; ``holes`` are those of a fence of the destination."""
+        self.client, self.transports = Mock(knows_peers=False), Mock()
+        self.client.collect.return_value = ()
+        self.transports.fence.return_value = Fence({"nixl": b"anew"}, holes)
+        self.fences: list[tuple[int, dict[str, bytes]]] = []
+        parts: list[Any] = [self.transports, Mock(), HOST, self.client]
+        self.announcer = Announcer(
+            OwnRank("d/0", b"shard", IDENTITY, {"nixl": b"before"}, *parts),
+            EndPoint("127.0.0.1", 1, 7),
+            1.0,
+            fence_seconds=0.0,
+            on_fence=lambda *fence: self.fences.append(fence),
+        )
+        self.announcer.peers = Mock(wraps=self.announcer.peers)
+        self.announcer.peers.refuses = Mock(return_value=False)
+        self.ranks = [
+            SourceRank(
+                index, EndPoint("127.0.0.1", 100 + index, 40 + index), part(index), (b"s",), PROTOCOL_VERSION, process
+            )
+            for index, process in enumerate(processes)
+        ]
+
+    def push(self, seconds: float = 1000.0) -> AwaitedPush:
+        request = PushedRequest("r", "x", 4, "prompt", time.monotonic() + seconds)
+        return self.announcer.push(request, lambda: self.ranks)
+
+    def announced(self) -> AwaitedPush:
+        """Return a push that all sources know."""
+        push = self.push()
+        self.advance(push)
+        self.answer(Introduce, *[Noted(rank.answers_at.epoch) for rank in self.ranks])
+        self.advance(push)
+        self.answer(Announce, *[Announced(rank.answers_at.epoch, "nixl") for rank in self.ranks])
+        self.advance(push)
+        assert not self.advance(push)
+        return push
+
+    def advance(self, push: AwaitedPush) -> bool:
+        return push.advance(SCRATCH, time.monotonic()) and push.advance(SCRATCH, time.monotonic())
+
+    def asked(self, kind: type[Question]) -> list[tuple[str, int, Any]]:
+        """Return the questions of this kind since the last call, with their addresses."""
+        asked = [call.args[:3] for call in self.client.send.call_args_list]
+        self.client.send.call_args_list = [
+            call for call in self.client.send.call_args_list if not isinstance(call.args[2], kind)
+        ]
+        return [each for each in asked if isinstance(each[2], kind)]
+
+    def answer(self, kind: type[Question], *answers: Answer | None) -> None:
+        """Answer the questions of this kind, which must be as many; None is an answer that came too late."""
+        asked = self.asked(kind)
+        exchanges = [Exchange(*question, 0.0, answer=answer) for question, answer in zip(asked, answers, strict=True)]
+        self.client.collect.return_value = exchanges
+        self.announcer.collect()
+        self.client.collect.return_value = ()
+
+
+def part(index: int) -> Any:
+    return Mock(announced=(), digest=f"part {index}")
+
+
+# Fences.
+
+
+def test_a_fence_with_holes_gives_no_block_back(caplog: pytest.LogCaptureFixture) -> None:
+    """A byte may still land through the hole: only an engine that is restarted has the blocks again."""
+    sources = Sources(ELSEWHERE, holes=("the nixl transport could not be closed",))
+    push = sources.announced()
+    push.cancel(ABORTED)
+    for _ in range(3):
+        sources.advance(push)
+    assert len(sources.fences) == 1
+    assert push.phase is Phase.STOPPING
+    assert "the nixl transport could not be closed" in caplog.text
+    sources.answer(Revoke, Revoked(40, is_quiet=True))
+    sources.advance(push)
+    assert push.phase is Phase.DONE, "what the source itself says counts all the same"
+
+
+def test_a_fence_for_one_source_gives_no_block_back_that_another_may_still_write() -> None:
+    """A process of this host may write without any transport of this rank."""
+    sources = Sources(ELSEWHERE, HERE)
+    push = sources.announced()
+    push.cancel(ABORTED)
+    for _ in range(3):
+        sources.advance(push)
+    assert len(sources.fences) == 1
+    assert push._receiving is not None
+    assert push._receiving.may_land == [1]
+    assert push.phase is Phase.STOPPING
+
+
+def test_one_fence_is_enough_for_all_sources_of_a_push() -> None:
+    """Each fence fails all transfers of the rank, and takes seconds."""
+    sources = Sources(ELSEWHERE, ELSEWHERE)
+    push = sources.announced()
+    push.cancel(ABORTED)
+    for _ in range(3):
+        sources.advance(push)
+    assert push.phase is Phase.DONE
+    assert sources.fences == [(1, {"nixl": b"anew"})]
+
+
+def test_what_was_said_before_a_fence_does_not_count_behind_it() -> None:
+    """Introductions and connections before the fence name end points that are closed."""
+    sources = Sources(ELSEWHERE)
+    [rank] = sources.ranks
+    where, announcer = rank.answers_at, sources.announcer
+
+    def is_introduced() -> bool:
+        return announcer.introductions.is_introduced(where, rank.engine, rank.version)
+
+    assert not is_introduced()
+    [former] = sources.asked(Introduce)
+    announcer.fence("a test")
+    assert not is_introduced()
+    sources.client.collect.return_value = [Exchange(*former, 0.0, answer=Noted(where.epoch))]
+    announcer.collect()
+    assert not is_introduced(), "it is the former introduction that was noted"
+    [(_, _, introduction)] = sources.asked(Introduce)
+    assert (introduction.registration, introduction.end_points) == (1, {"nixl": b"anew"})
+    sources.client.collect.return_value = [Exchange(where.host, where.port, introduction, 0.0, answer=Noted(40))]
+    announcer.collect()
+    assert is_introduced()
+    for registration, meets in ((0, None), (1, True)):
+        announcer.answer(Met(where.epoch, "d/0", 7, registration))
+        assert announcer.introductions.meets(where, rank.engine, rank.version, now=5.0) is meets, registration
+
+
+# Ends.
+
+
+@pytest.mark.parametrize("end", ["quiet", "before its sources are known", "no source is found"])
+def test_nothing_is_kept_of_a_push_that_is_over(end: str) -> None:
+    """A rank has millions of them."""
+    sources = Sources(ELSEWHERE)
+    if end == "quiet":
+        push = sources.announced()
+        push.cancel(ABORTED)
+        sources.advance(push)
+        sources.answer(Revoke, Revoked(40, is_quiet=True))
+        sources.advance(push)
+    elif end == "no source is found":
+        push = sources.announcer.push(PushedRequest("r", "x", 4, "prompt", 0.0), lambda: None)
+        sources.advance(push)
+    else:
+        push = sources.push()
+        push.cancel(ABORTED)
+    assert push.phase is Phase.DONE
+    assert push.error is not None
+    assert (sources.announcer._pushes, sources.announcer._pending) == ({}, {})
+
+
+def test_a_push_whose_sources_do_not_become_known_ends_at_its_deadline() -> None:
+    sources = Sources()
+    push = sources.announcer.push(PushedRequest("r", "x", 4, "prompt", time.monotonic() + 100.0), lambda: None)
+    assert not push.advance(SCRATCH, time.monotonic())
+    assert push.advance(SCRATCH, time.monotonic() + 100.0)
+    assert push.phase is Phase.DONE
+    assert push.error is not None
+    assert push.error.reason is Reason.DEADLINE_EXCEEDED
+
+
+def test_a_push_past_its_deadline_goes_first() -> None:
+    """Else a transfer thread that has much to do would notice late."""
+    push = Sources(ELSEWHERE).push(seconds=100.0)
+    now = time.monotonic()
+    assert [push.is_ending(now), push.is_ending(now + 100.0)] == [False, True]
+
+
+def test_an_announcement_that_is_not_answered_fails_the_push_and_keeps_its_blocks() -> None:
+    """It may have arrived."""
+    sources = Sources(ELSEWHERE)
+    sources.announcer.fence_seconds = 1000.0
+    push = sources.push()
+    sources.advance(push)
+    sources.answer(Introduce, Noted(40))
+    sources.advance(push)
+    sources.answer(Announce, None)
+    sources.advance(push)
+    assert push.error is not None
+    assert (push.error.reason, push.phase) == (Reason.PEER_UNREACHABLE, Phase.STOPPING)
+
+
+def test_nothing_is_announced_once_a_source_has_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same turn: a later source would begin to write for a load that has failed."""
+    sources = Sources(ELSEWHERE, ELSEWHERE)
+    monkeypatch.setattr(announce, "MAX_ANNOUNCED_BLOCKS", 1)
+    sources.ranks[0].part.announced = (Mock(block_ids=(1, 2)),)  # type: ignore[misc]
+    push = sources.push()
+    sources.advance(push)
+    sources.advance(push)
+    assert push.phase is Phase.DONE
+    assert push.error is not None
+    assert push.error.reason is Reason.UNSUPPORTED
+    assert not sources.client.send.called
+
+
+def test_a_revocation_that_is_not_answered_in_time_is_sent_again() -> None:
+    sources = Sources(HERE)
+    push = sources.announced()
+    push.cancel(ABORTED)
+    for answer in (None, Revoked(40, is_quiet=False), Refusal.of(UNKNOWN)):
+        sources.advance(push)
+        sources.answer(Revoke, answer)
+        push.advance(SCRATCH, time.monotonic())
+        assert not sources.asked(Revoke), "not at once"
+        push.advance(SCRATCH, time.monotonic() + 0.1)
+        assert push.phase is Phase.STOPPING
+    assert len(sources.asked(Revoke)) == 1
+
+
+# Introductions.
+
+
+def test_a_source_that_refused_the_introduction_is_asked_again_by_the_next_push() -> None:
+    sources = Sources(ELSEWHERE)
+    for number in range(2):
+        push = sources.push()
+        sources.advance(push)
+        sources.answer(Introduce, Refusal.of(UNKNOWN))
+        sources.advance(push)
+        assert push.phase is Phase.DONE, number
+        assert push.error is not None
+        assert push.error.reason is Reason.UNKNOWN_REQUEST
+
+
+def test_a_source_whose_engine_is_a_stranger_is_not_trusted() -> None:
+    """Without keys anybody can name any address for a rank."""
+    sources = Sources(ELSEWHERE)
+    sources.advance(sources.push())
+    [call] = sources.client.send.call_args_list
+    assert call.kwargs["is_trusted"] is False
+
+
+def test_a_source_that_is_avoided_is_introduced_and_must_connect_anew() -> None:
+    sources = Sources(ELSEWHERE)
+    [rank] = sources.ranks
+    where, announcer = rank.answers_at, sources.announcer
+    now = time.monotonic()
+
+    def meets(now: float) -> bool | None:
+        return announcer.introductions.meets(where, rank.engine, rank.version, now)
+
+    assert meets(now) is None
+    sources.answer(Introduce, Noted(40))
+    announcer.answer(Met(40, "d/0", 7, 0))
+    assert meets(now) is True
+    announcer.introductions.avoid(where, UNKNOWN, now)
+    assert meets(now + introductions.AVOID_SECONDS - 1.0) is False
+    assert not sources.asked(Introduce)
+    later = now + introductions.AVOID_SECONDS
+    assert meets(later) is None
+    sources.answer(Introduce, Noted(40))
+    assert meets(later) is None, "it has not connected since"
+    announcer.answer(Met(40, "d/0", 7, 0))
+    assert meets(later) is True
+    announcer.introductions.forget(where)
+    assert meets(later + introductions.MEET_SECONDS) is None, "the time counts from the new introduction"
+
+
+@pytest.mark.parametrize("wrong", [{"receiver": "d/1"}, {"receiver_epoch": 8}])
+def test_a_message_for_another_rank_or_epoch_is_refused(wrong: dict[str, Any]) -> None:
+    sources = Sources(ELSEWHERE)
+    met = msgspec.structs.replace(Met(40, "d/0", 7, 0), **wrong)
+    with pytest.raises(HandoffError) as refused:
+        sources.announcer.answer(met)
+    assert refused.value.reason is Reason.PEER_CHANGED
+    assert not sources.announcer.introductions._met
