@@ -1,0 +1,391 @@
+"""Pushes at their source rank, whose engine, transport and destination are the test: what is written, stopped, told."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+from unittest.mock import Mock
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import HandoffError, Reason, TransportError
+from kvferry.execution import writer as writer_module
+from kvferry.execution.device import HOST
+from kvferry.execution.guard_words import Scratch
+from kvferry.execution.job import Phase
+from kvferry.execution.own_rank import OwnRank
+from kvferry.execution.write import CHECK_ALIVE_SECONDS, Write
+from kvferry.execution.writer import LATE_WORD_SECONDS, Writer
+from kvferry.handoff.messages import (
+    Announce,
+    Announced,
+    EndPoint,
+    Pushed,
+    PushFailed,
+    PushKey,
+    Question,
+    Release,
+    Revoke,
+    Revoked,
+)
+from kvferry.handoff.push.part import Part, announced_blocks
+from kvferry.handoff.push.sender import END, BlockList, Prompt
+from kvferry.layout.shard import encode_shard
+from kvferry.plan.layer_spans import LayerSpans
+from kvferry.plan.match import selector_of
+from kvferry.plan.planner import Planner
+from kvferry.plan.request import GroupBlocks
+from kvferry.transport.protocol import Direction, Status, Transfer
+from kvferry.transport.registry import Link
+
+from .test_destinations import EPOCH, IDENTITY, INTRODUCTION, SOURCES, WHERE, shard
+
+KEY = PushKey("d/0", WHERE.epoch, 1)
+ENGINE = EndPoint("127.0.0.1", 9, 3)
+SCRATCH = Scratch(num_words=4)
+NUM_TOKENS = 32
+FAILED = TransportError(Reason.TRANSFER_FAILED, "a write failed.")
+BLOCKS = {"full": BlockList(0, [2, 1])}
+
+
+class Wire:
+    """A transport whose writes end when the test says so; without ``can_revoke`` a cancelled one goes on."""
+
+    def __init__(self) -> None:
+        self.transfers: list[Transfer] = []
+        self.can_revoke = True
+        self.fails: Exception | None = None
+
+    def submit(self, peer: object, direction: Direction, rows: np.ndarray) -> Transfer:
+        if self.fails is not None:
+            raise self.fails
+        assert direction is Direction.WRITE
+        self.transfers.append(Transfer(Mock(), direction, len(rows), int(rows[:, 2].sum())))
+        return self.transfers[-1]
+
+    def poll(self, transfer: Transfer) -> Status:
+        return transfer.status
+
+    def cancel(self, transfer: Transfer) -> Status:
+        return transfer.cancel() if self.can_revoke else transfer.status
+
+
+class Source:
+    """The second of two source ranks; it writes on request where ``is_on_request``, and its client has no keys."""
+
+    def __init__(self, *, is_on_request: bool = False) -> None:
+        self.executor, self.client, self.wire = Mock(), Mock(knows_peers=False), Wire()
+        self.links = [Link("cma", self.wire, Mock())]  # type: ignore[arg-type]
+        parts: list[Any] = [Mock(connect=lambda _: self.links[-1]), self.executor, HOST, self.client]
+        rank = OwnRank("p", encode_shard(SOURCES[1]), IDENTITY, {}, *parts)
+        self.writer = Writer(rank, EPOCH, LayerSpans({}), keeps_events=False, is_on_request=is_on_request)
+        self.writer.engine = ENGINE
+        self.refuses = Mock(return_value=False)
+        self.writer._peers = Mock(refuses=self.refuses)
+        self.writer.answer(INTRODUCTION)
+        self.executor.reset_mock()
+        self.client.reset_mock()
+
+    def announce(self, **changed: Any) -> Write:
+        """Announce a push; return its job."""
+        before = len(self.executor.submit.call_args_list)
+        answer = self.writer.answer(msgspec.structs.replace(ANNOUNCEMENT, **changed))
+        assert isinstance(answer, Announced)
+        submitted = self.executor.submit.call_args_list[before:]
+        [job] = [call.args[0] for call in submitted]
+        assert isinstance(job, Write)
+        return job
+
+    def compute(self, num_final: int = END, transfer_id: str = "x") -> None:
+        self.writer.compute([(transfer_id, Prompt(NUM_TOKENS, "prompt", BLOCKS, num_final))])
+
+    def writing(self, **changed: Any) -> Write:
+        """Return a push whose one batch is in flight."""
+        self.compute()
+        job = self.announce(**changed)
+        advance(job)
+        assert len(self.wire.transfers) == 1
+        assert job.phase is Phase.MOVING
+        return job
+
+    @property
+    def told(self) -> list[tuple[str, int, Question, bool]]:
+        """What other processes were told: where, what, and whether a trusted engine has named the place."""
+        calls = self.client.tell.call_args_list
+        return [(*call.args[:3], call.kwargs["is_trusted"]) for call in calls]
+
+    @property
+    def reports(self) -> list[Pushed | PushFailed]:
+        return [told for _, _, told, _ in self.told if isinstance(told, Pushed | PushFailed)]
+
+    def wakes(self, call: Callable[[], object]) -> bool:
+        before = self.executor.wake.call_count
+        call()
+        return bool(self.executor.wake.call_count > before)
+
+    def is_quiet_after_revocation(self) -> bool:
+        answer = self.writer.answer(Revoke(EPOCH, KEY))
+        assert isinstance(answer, Revoked)
+        return answer.is_quiet
+
+
+def advance(job: Write, seconds: float = 0.0) -> bool:
+    """Advance a push as it will be after some seconds."""
+    return job.advance(SCRATCH, time.monotonic() + seconds)
+
+
+def announcement() -> Announce:
+    [plan] = [plan for plan in Planner(SOURCES, shard()).plans(selector_of("x")) if plan.assignment.source_index == 1]
+    blocks = announced_blocks(plan, [blocks_of([0, 3])])
+    return Announce(
+        epoch=EPOCH,
+        key=KEY,
+        registration=0,
+        transfer_id="x",
+        num_tokens=NUM_TOKENS,
+        prompt_digest="prompt",
+        blocks=blocks,
+        digest=Part(plan, blocks).digest,
+        seconds=100.0,
+    )
+
+
+def blocks_of(ids: Sequence[int]) -> GroupBlocks:
+    return GroupBlocks(
+        group="full",
+        first_token=0,
+        last_token=NUM_TOKENS,
+        source_block_ids=BLOCKS["full"].block_ids,
+        destination_block_ids=ids,
+        source_first_token=0,
+        destination_first_token=0,
+    )
+
+
+ANNOUNCEMENT = announcement()
+
+
+def test_a_push_that_has_landed_is_reported_by_the_index_of_this_rank() -> None:
+    source = Source()
+    job = source.writing()
+    [transfer] = source.wire.transfers
+    transfer.status = Status.DONE
+    assert advance(job)
+    assert not source.reports, "the outcome is taken in a turn of its own"
+    assert advance(job)
+    assert job.phase is Phase.DONE
+    [report] = source.reports
+    assert isinstance(report, Pushed)
+    assert (report.key, report.source_index, report.digest) == (KEY, 1, ANNOUNCEMENT.digest)
+    assert (report.num_bytes, report.transport) == (transfer.num_bytes, "cma")
+
+
+# Revocations.
+
+
+def test_a_revocation_is_quiet_only_once_the_write_in_flight_has_ended() -> None:
+    """Until then the destination keeps its blocks: a write that cannot be revoked may still land."""
+    source = Source()
+    job = source.writing()
+    source.wire.can_revoke = False
+    assert not source.is_quiet_after_revocation()
+    assert job.is_ending(0.0)
+    advance(job)
+    assert (job.phase, job.given_up_at is not None) == (Phase.STOPPING, True)
+    given_up_at = job.given_up_at
+    advance(job)
+    assert job.given_up_at == given_up_at
+    assert not source.is_quiet_after_revocation()
+    assert not source.reports
+    assert not source.writer.is_quiet
+    source.wire.can_revoke = True
+    advance(job)
+    assert source.is_quiet_after_revocation()
+    assert source.writer.is_quiet
+
+
+@pytest.mark.parametrize("status", [Status.DONE, Status.CANCELLED, Status.FAILED])
+def test_a_write_that_ends_after_the_revocation_does_not_count(status: Status) -> None:
+    """The destination has given the push up: a report that it landed would be about blocks of another request."""
+    source = Source()
+    job = source.writing()
+    source.is_quiet_after_revocation()
+    source.wire.transfers[0].status = status
+    source.wire.transfers[0].error = FAILED if status is Status.FAILED else None
+    advance(job)
+    advance(job)
+    assert job.phase is Phase.DONE
+    [report] = source.reports
+    assert isinstance(report, PushFailed)
+    assert (report.key, report.source_index, report.reason) == (KEY, 1, Reason.ABORTED.value)
+    assert job.result(0.0).num_bytes == 0
+    assert (source.writer._num_blocks, source.writer._num_open_blocks) == ({}, 0), "others may announce as many"
+
+
+def test_a_push_of_another_life_of_this_rank_is_not_revoked_here() -> None:
+    source = Source()
+    job = source.announce()
+    with pytest.raises(HandoffError) as refused:
+        source.writer.answer(Revoke(EPOCH - 1, KEY))
+    assert refused.value.reason is Reason.PEER_CHANGED
+    assert not job.is_ending(0.0)
+
+
+def test_what_a_push_waits_for_wakes_the_transfer_thread() -> None:
+    """Else it would be noticed at the next look at the jobs."""
+    source = Source(is_on_request=True)
+    job = source.announce(late_seconds=5.0)
+    assert source.wakes(lambda: source.writer.hold("x", Prompt(NUM_TOKENS, "prompt", BLOCKS, END)))
+    assert source.wakes(lambda: source.writer.end(["x"]))
+    assert source.wakes(source.is_quiet_after_revocation)
+    advance(job)
+    assert not source.wakes(lambda: source.writer.hold("y", Prompt(NUM_TOKENS, "prompt", BLOCKS, END))), "nobody waits"
+    pushing = Source()
+    assert pushing.wakes(pushing.compute)
+
+
+# Announcements.
+
+
+def test_an_announcement_that_comes_twice_is_written_once() -> None:
+    source = Source()
+    job = source.writing()
+    answer = source.writer.answer(ANNOUNCEMENT)
+    assert answer == Announced(EPOCH, "")
+    assert [call.args[0] for call in source.executor.submit.call_args_list] == [job]
+
+
+def test_a_push_is_written_over_the_connection_that_the_announcement_was_answered_with() -> None:
+    """The destination was told its transport: whether the writes end with this process depends on it."""
+    source = Source()
+    job = source.announce()
+    source.links.append(Link("nixl", Wire(), Mock()))  # type: ignore[arg-type]
+    [known] = source.writer.destinations.known.values()
+    source.writer.destinations.connect_anew(known)
+    source.compute()
+    advance(job)
+    assert len(source.wire.transfers) == 1
+    assert job.result(0.0).transport == "cma"
+
+
+def test_a_prompt_that_is_to_be_held_is_awaited_for_a_short_time_only() -> None:
+    """Whatever its destination asks for; a pushed prompt may come until the deadline."""
+    source = Source(is_on_request=True)
+    with pytest.raises(HandoffError) as refused:
+        source.announce(late_seconds=0.0)
+    assert refused.value.reason is Reason.SOURCE_CHANGED
+    job = source.announce(late_seconds=1e5)
+    advance(job, LATE_WORD_SECONDS - 1.0)
+    assert job.phase is Phase.PREPARING
+    advance(job, LATE_WORD_SECONDS)
+    assert job.phase is Phase.DONE
+    assert job.error is not None
+    assert job.error.reason is Reason.SOURCE_CHANGED
+
+
+@pytest.mark.parametrize("asked", [5.0, 1e9])
+def test_a_push_ends_at_the_deadline_of_its_destination_and_at_this_ranks_own(
+    asked: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "MAX_SECONDS", 50.0)
+    source = Source()
+    job = source.announce(seconds=asked)
+    limit = min(asked, 50.0)
+    advance(job, limit - 1.0)
+    assert job.phase is Phase.PREPARING
+    advance(job, limit)
+    assert job.phase is Phase.DONE
+    [report] = source.reports
+    assert isinstance(report, PushFailed)
+    assert report.reason == Reason.DEADLINE_EXCEEDED
+
+
+def test_one_push_more_than_a_rank_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "MAX_OPEN", 1)
+    source = Source()
+    source.announce()
+    with pytest.raises(HandoffError) as refused:
+        source.announce(key=msgspec.structs.replace(KEY, number=2))
+    assert refused.value.reason is Reason.INVALID_REQUEST
+    assert len(source.executor.submit.call_args_list) == 1
+
+
+# Failures.
+
+
+def test_a_destination_that_refuses_connections_while_its_push_waits_ends_the_push_and_the_hold() -> None:
+    """No write would fail: there is nothing to write yet."""
+    source = Source()
+    job = source.announce()
+    advance(job)
+    source.refuses.return_value = True
+    advance(job)
+    assert job.phase is Phase.PREPARING, "it is looked at once in a while"
+    advance(job, CHECK_ALIVE_SECONDS)
+    advance(job, CHECK_ALIVE_SECONDS)
+    assert job.phase is Phase.DONE
+    [release, report] = [told for _, _, told, _ in source.told]
+    assert isinstance(release, Release)
+    assert isinstance(report, PushFailed)
+    assert report.reason == Reason.PEER_UNREACHABLE
+    assert [call.args for call in source.refuses.call_args_list] == [(WHERE,)] * 2
+
+
+@pytest.mark.parametrize("error", [FAILED, ValueError("a defect")], ids=["of the transport", "unexpected"])
+def test_a_push_whose_batch_could_not_be_submitted_is_over(error: Exception) -> None:
+    """The batch counts as in flight until then, and the destination's blocks with it."""
+    source = Source()
+    source.compute()
+    job = source.announce()
+    source.wire.fails = error
+    with suppress(ValueError):
+        advance(job)
+    if not isinstance(error, TransportError):
+        job.cancel(HandoffError(Reason.TRANSFER_FAILED, "the job failed unexpectedly."))  # as the executor does
+    advance(job)
+    assert job.phase is Phase.DONE
+    [report] = source.reports
+    assert isinstance(report, PushFailed)
+    assert report.reason == Reason.TRANSFER_FAILED
+    assert source.is_quiet_after_revocation()
+
+
+def test_a_push_that_the_executor_gives_up_stops_its_write_and_is_reported() -> None:
+    source = Source()
+    job = source.writing()
+    job.cancel(HandoffError(Reason.CLOSED, "the executor stops."))
+    assert job.is_ending(0.0)
+    advance(job)
+    assert source.wire.transfers[0].status is Status.CANCELLED
+    advance(job)
+    assert job.phase is Phase.DONE
+    [report] = source.reports
+    assert isinstance(report, PushFailed)
+    assert report.reason == Reason.CLOSED
+
+
+def test_a_write_that_failed_ends_the_hold_and_the_next_push_connects_anew() -> None:
+    """The destination, which would end the hold, may be dead."""
+    source = Source()
+    job = source.writing()
+    source.wire.transfers[0].fail(FAILED)
+    source.links.append(Link("nixl", Wire(), Mock()))  # type: ignore[arg-type]
+    advance(job)
+    advance(job)
+    [known] = source.writer.destinations.known.values()
+    assert known.link is source.links[-1]
+    [(host, port, release, is_trusted)] = [told for told in source.told if isinstance(told[2], Release)]
+    assert ((host, port), is_trusted) == ((ENGINE.host, ENGINE.port), True)
+    assert release.epoch == ENGINE.epoch
+
+
+def test_a_report_to_an_address_that_a_stranger_named_is_not_trusted() -> None:
+    """Without keys anybody can introduce itself under any address: this rank would connect to any port of any host."""
+    source = Source()
+    job = source.announce()
+    source.is_quiet_after_revocation()
+    advance(job)
+    [(host, port, _, is_trusted)] = source.told
+    assert ((host, port), is_trusted) == ((WHERE.host, WHERE.port), False)
