@@ -23,12 +23,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from held_prompts import PIECES
-from plain_tcp import plain_tcp_rate
+from plain_tcp import plain_tcp_rate, set_mtu
 from rich.console import Console
 from rich.table import Table
 from transport_movers import allocate, scattered_offsets
 
-from kvferry.harness.virtual_hosts import DEVICE, VirtualHost, virtual_hosts
+from kvferry.harness.virtual_hosts import VirtualHost, virtual_hosts
 from kvferry.layout.shard import Region
 from kvferry.transport.network import Network
 from kvferry.transport.protocol import Direction, Peer, Status, Transport, reach
@@ -48,7 +48,7 @@ def main(
     """Measure and print a table."""
     with tempfile.TemporaryDirectory() as folder, virtual_hosts(["source", "destination"], Path(folder)) as hosts:
         for host in hosts:
-            host.run("ip", "link", "set", DEVICE, "mtu", str(mtu))
+            set_mtu(host, mtu)
         source, destination = hosts
         before = plain_tcp_rate(source, destination)
         table = Table("transport", "piece", "read", "written", title=f"GB/s between two virtual hosts, MTU {mtu}")

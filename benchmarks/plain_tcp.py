@@ -12,21 +12,32 @@ import subprocess
 import sys
 import time
 
-from kvferry.harness.virtual_hosts import VirtualHost
+from kvferry.harness.virtual_hosts import DEVICE, VirtualHost
 
 COPY_BYTES = 128 << 20
 NUM_COPIES = 9
+SEND_SECONDS = 120.0
+
+
+def set_mtu(host: VirtualHost, mtu: int) -> None:
+    """Let packets of up to ``mtu`` bytes through a host's cable, at both ends: each end drops what is longer."""
+    assert host.switch is not None
+    host.run("ip", "link", "set", DEVICE, "mtu", str(mtu))
+    host.switch.run("ip", "link", "set", host.switch_port, "mtu", str(mtu))
 
 
 def plain_tcp_rate(sender: VirtualHost, receiver: VirtualHost) -> float:
-    """Return the median rate from one host to another, in GB/s."""
+    """Return the median rate from one host to another, in GB/s.
+
+    Raises :class:`subprocess.TimeoutExpired` after ``SEND_SECONDS``.
+    """
     receiving = receiver.command([sys.executable, __file__, "receive", receiver.ipv4])
     with subprocess.Popen(receiving, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             port = process.stdout.readline().strip()
             sending = sender.command([sys.executable, __file__, "send", receiver.ipv4, port])
-            return float(subprocess.check_output(sending, text=True))
+            return float(subprocess.check_output(sending, text=True, timeout=SEND_SECONDS))
         finally:
             process.kill()
 

@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from plain_tcp import plain_tcp_rate
+from plain_tcp import plain_tcp_rate, set_mtu
 from rich.console import Console
 from stall_watch import StallWatch
 from vllm_pull_engines import (
@@ -69,7 +69,6 @@ from vllm_pull_engines import (
 from vllm_pull_report import Link, Result, print_results
 
 from kvferry.cli.demo_places import DemoPlaces, demo_places
-from kvferry.harness.virtual_hosts import DEVICE
 from kvferry.integrations.vllm.waiting_workers import VARIABLE as SLEEPING_WORKERS
 
 MAX_RETAKES = 4
@@ -110,7 +109,7 @@ def main(
         watch = stack.enter_context(StallWatch())
         places = stack.enter_context(demo_places(hosts, folder))
         for host in places.hosts.values():
-            host.run("ip", "link", "set", DEVICE, "mtu", str(mtu))
+            set_mtu(host, mtu)
         for _ in range(runs):
             for case in chosen:
                 for huge in THP_CHOICES[thp]:

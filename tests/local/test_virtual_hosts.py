@@ -1,5 +1,6 @@
 """Two virtual hosts differ in all that the product looks at, and the network transports move bytes between them."""
 
+import importlib
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from socket import create_connection, create_server
+from socket import AF_INET, SOCK_DGRAM, create_connection, create_server, socket
 
 import pytest
 
@@ -24,6 +25,7 @@ from ..waits import wait_until
 from .moving_process import NUM_BYTES, WRITTEN_SEED
 
 MOVING = "tests.local.moving_process"
+IP_AND_UDP_HEADERS = 28
 IDENTITY = "from kvferry.transport.end_points import own_identity; print(own_identity().boot_id)"
 
 
@@ -194,3 +196,25 @@ def test_a_refusal_of_the_kernel_and_a_missing_program_are_said(
     with pytest.raises(LaunchError, match="the program ip") as caught, virtual_hosts(["a"], tmp_path):
         pass
     assert caught.value.reason is Reason.MISSING_DEPENDENCY
+
+
+@pytest.mark.parametrize("mtu", [9000, 65535, 1500])
+def test_packets_of_the_length_that_a_benchmark_sets_reach_the_other_host(
+    hosts: Hosts, mtu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The switch's end of a cable drops what is longer than its own length: a benchmark waited for ever."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    set_mtu = importlib.import_module("plain_tcp").set_mtu
+    sender, receiver = hosts
+    for host in hosts:
+        set_mtu(host, mtu)
+    with receiver.entered():
+        receiving = socket(AF_INET, SOCK_DGRAM)
+    with sender.entered():
+        sending = socket(AF_INET, SOCK_DGRAM)
+    with receiving, sending:
+        receiving.bind((receiver.ipv4, 0))
+        receiving.settimeout(10.0)
+        packet = bytes(mtu - IP_AND_UDP_HEADERS)
+        sending.sendto(packet, receiving.getsockname())
+        assert len(receiving.recv(mtu)) == len(packet)
