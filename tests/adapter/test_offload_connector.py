@@ -161,13 +161,13 @@ def test_a_cache_is_prepared_once_for_all_connectors_of_an_engine(monkeypatch: p
     monkeypatch.setattr(worker_caches, "_prepared", [])
     monkeypatch.setattr(worker_caches, "resolved_layout", lambda _: NamedLayout.BHLNC)
     monkeypatch.setattr(worker_caches, "shard_of", lambda *_: shard)
-    for name in ("check_engine_kernels", "fill_scales_in_slots", "_use_huge_pages"):
+    for name in ("check_engine_kernels", "ask_for_amx", "fill_scales_in_slots", "_use_huge_pages"):
         monkeypatch.setattr(worker_caches, name, lambda *_, name=name: calls.append(name))
     first, second = EngineSettings(), EngineSettings()
     nothing: Any = None
     for engine in (first, first, second, first):
         assert worker_caches.register_caches(config(engine), nothing, {}, 0, 0) is shard
-    once = ["check_engine_kernels", "_use_huge_pages", "fill_scales_in_slots"]
+    once = ["check_engine_kernels", "ask_for_amx", "_use_huge_pages", "fill_scales_in_slots"]
     assert calls == once * 2
     del first, engine
     gc.collect()

@@ -110,13 +110,21 @@ class MLAKernel:
         return answer
 
 
+def ask_for_amx() -> None:
+    """Ask Linux for AMX in this process, where the processor has AMX.
+
+    vLLM 0.32's attention in bfloat16 uses AMX, but of vLLM only products of matrices ask, and those with small weights
+    not for a single token. So a decode engine whose first request is received would end by SIGILL.
+    """
+    torch.cpu._init_amx()
+
+
 def make_kernel(vllm_config: "VllmConfig", layer_names: Sequence[str], spec: Any, device: torch.device) -> Kernel:
     """Return the kernel of layers with one back end, from the configuration's forward context."""
     from vllm.config import set_current_vllm_config
 
     if device.type == "cpu":
-        # Linux grants AMX to a process that asks. Of vLLM only the matrix products ask, and its attention needs it too.
-        torch.cpu._init_amx()
+        ask_for_amx()
     layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
     backend = layers[0].get_attn_backend()
     with set_current_vllm_config(vllm_config):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvferry.execution.stage import collapse_to_huge_pages
-from kvferry.integrations.vllm.kernels.engine import check_engine_kernels
+from kvferry.integrations.vllm.kernels.engine import ask_for_amx, check_engine_kernels
 from kvferry.integrations.vllm.translate.attention import fill_scales_in_slots
 from kvferry.integrations.vllm.translate.shards import resolved_layout, shard_of
 from kvferry.layout.shard import HOST_DEVICE, Shard
@@ -39,6 +39,8 @@ def register_caches(
         check_engine_kernels(vllm_config, kv_cache_config, kv_caches, resolved_layout(vllm_config))
     shard = shard_of(vllm_config, kv_cache_config, kv_caches, tp_rank, pp_rank)
     if is_new:
+        if any(region.device == HOST_DEVICE for region in shard.regions):
+            ask_for_amx()
         _use_huge_pages(shard)
         fill_scales_in_slots(vllm_config, kv_caches)
         _prepared[:] = [*(known for known in _prepared if known() is not None), weakref.ref(engine)]
