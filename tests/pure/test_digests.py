@@ -390,6 +390,27 @@ def test_packed_pages_are_compared_byte_by_byte() -> None:
         pair.compare(tables, Integrity.FULL)
 
 
+@pytest.mark.parametrize(("first_token", "destination_first_token"), [(40, 32), (48, 40)])
+def test_full_is_refused_where_tokens_or_blocks_begin_inside_a_cell(
+    first_token: int, destination_first_token: int
+) -> None:
+    """The first tokens have no digest of their own, or a cell would lie in two blocks."""
+    pair = two(source_layout="LBHNC", destination_layout="LBHNC", tokens=(32, 100))
+    asked = GroupBlocks(
+        group="full",
+        first_token=first_token,
+        last_token=100,
+        source_block_ids=pair.request.source_ids,
+        destination_block_ids=pair.request.destination_ids,
+        source_first_token=32,
+        destination_first_token=destination_first_token,
+    )
+    tables = pair.tables(Integrity.FULL)
+    with pytest.raises(PlanError) as caught:
+        compare(pairs_of(pair.move, pair.destinations[0].shard, tables, Integrity.FULL), [asked])
+    assert f"loads from token {first_token} on" in caught.value.message
+
+
 def test_full_is_refused_where_some_bytes_would_not_be_compared() -> None:
     pair = two(source_layout="LBHNC", destination_layout="LBHNC", destination={"block_size": 24})
     with pytest.raises(PlanError) as caught:

@@ -339,6 +339,25 @@ def test_full_is_refused_where_the_tokens_begin_inside_a_cell() -> None:
     assert "loads from token 40 on" in caught.value.message
 
 
+def test_full_is_refused_where_blocks_begin_inside_a_cell() -> None:
+    pair = two(source_layout="LBHNC", destination_layout="LBNHC")
+    [plan] = Planner(pair.move.sources, pair.destinations[0].shard).plans(0)
+    announced = AnnouncedBlocks("full", 48, 100, 40, (1, 2, 3))
+    with pytest.raises(PlanError) as caught:
+        PushDigests(PushedCells(plan, FULL, at_source=True), [announced], KEY)
+    assert "loads from token 48 on" in caught.value.message
+
+
+def test_more_layers_and_heads_than_one_message_has_digests_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = two(source_layout="LBHNC", destination_layout="LBNHC")
+    monkeypatch.setattr(push_digests, "MAX_WORDS", 16)
+    with pytest.raises(PlanError) as caught:
+        pushes(pair.move, pair.destinations[0].shard, FULL, pair.arena)
+    assert "a push of 16 layers and heads has more digests than one message carries" in caught.value.message
+    monkeypatch.setattr(push_digests, "MAX_WORDS", 17)
+    assert pushes(pair.move, pair.destinations[0].shard, FULL, pair.arena)
+
+
 def test_what_a_peer_announces_costs_no_memory_before_the_prompt_is_there() -> None:
     """An announcement may name any tokens; its digests have at most as many words as a message carries."""
     pair = two(source_layout="LBHNC", destination_layout="LBHNC")
