@@ -1,6 +1,7 @@
 """The workers' roles in push mode: vLLM's steps, real messages and bytes, no engine."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -398,6 +399,40 @@ def test_a_rank_names_its_process_and_fences_after_the_time_that_is_set(workers:
     entry = decode_rank_entry(workers.senders[0].get_handshake_metadata().entry)
     assert entry.process == own_identity()
     assert workers.receiver._destination.announcer.fence_seconds == Settings(mode="push").fence_seconds == 60.0
+
+
+def test_a_rank_of_a_later_stage_names_its_stage_and_its_place_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that plan from the directory take its layers and heads for those of this place."""
+    stage = SimpleNamespace(rank_in_group=1)
+    rank = Rank(1, 2)
+    role = make_worker_role(monkeypatch, Settings(mode="push", transport="cma"), rank.shard, get_pp_group=stage)
+    entry = decode_rank_entry(role.get_handshake_metadata().entry)
+    assert (entry.pp_rank, entry.tp_rank) == (1, 1)
+    role.shutdown()
+
+
+def test_the_transfer_thread_runs_on_the_cores_that_are_set_and_reports_to_its_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine keeps the blocks of the transfers that the thread reports as still writing."""
+    core = min(os.sched_getaffinity(0))
+    settings = Settings(mode="push", transport="cma", transfer_cores=(core,))
+    role = make_worker_role(monkeypatch, settings, Rank(0, 1).shard)
+    executor = role._rank.executor
+    assert executor._cores == {core}
+    assert executor._report_still_writing == role._report_still_writing
+    role.shutdown()
+
+
+def test_a_rank_that_is_pushed_to_connects_to_no_source(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sources write: a way from here to them need not exist."""
+    connect = Mock(wraps=workers.receiver._transports.connect)
+    monkeypatch.setattr(workers.receiver._transports, "connect", connect)
+    workers.announce()
+    workers.compute(END)
+    assert workers.finished() == ({"r"}, set())
+    assert arrived(workers)
+    assert not connect.called
 
 
 def test_hole_15_no_transport_is_closed_beside_a_transfer_thread_that_does_not_stop(
