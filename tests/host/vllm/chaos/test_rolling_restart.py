@@ -145,9 +145,11 @@ def one_side(name: str, mode: str, pool: EnginePool, folder: Path) -> Side:
     moves = {"mode": mode, "transport": "cma"}
     side = make_side(moves, pool, folder, name, "gqa-tp1", "127.0.0.1", CACHE_BYTES)
     seconds = {name: CONNECTOR_SETTINGS[name] for name in ("lease_seconds", "load_timeout_seconds")}
+    # Answers are not held for a next turn: nothing may be left of a request.
+    given = {name: value for name, value in side.settings.connector_settings.items() if name != "turn_seconds"}
     settings = replace(
         side.settings,
-        connector_settings={**side.settings.connector_settings, **seconds},
+        connector_settings={**given, **seconds},
         cores=LAST_CORE if name.endswith("b") else None,
         arguments=(*side.settings.arguments, *(part for each in MIDDLEWARES for part in ("--middleware", each))),
     )
