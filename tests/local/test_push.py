@@ -317,7 +317,7 @@ def test_hole_9_a_transfer_that_began_before_the_sender_was_restarted_fails_with
 
 
 def test_messages_to_another_epoch_are_refused(engines: Pairs) -> None:
-    """A restarted rank counts its pushes anew: an earlier push's report would commit blocks that nobody has written."""
+    """Reports and announcements of a process that has ended say nothing of blocks in the memory of its successor."""
     sender, [receiver] = engines.open()
     [source] = sender.ranks
     asked = {rank: recorded_questions(rank) for rank in (source, receiver)}
@@ -336,15 +336,21 @@ def test_messages_to_another_epoch_are_refused(engines: Pairs) -> None:
 
 def test_an_announcement_of_another_part_is_refused(engines: Pairs) -> None:
     """Before a byte is written: the destination would notice only when its blocks are full of other bytes."""
+    _, source, _, asked = asked_in_a_push(engines)
+    [announced] = [question for question in asked if isinstance(question, Announce)]
+    other = msgspec.structs.replace(announced, digest="of another part")
+    assert refusal(source.writer, other) is Reason.PROTOCOL_MISMATCH
+
+
+def asked_in_a_push(engines: Pairs) -> tuple[SendingEngine, SendingRank, ReceivingRank, list[Question]]:
+    """Push a prompt; return the sending engine and its rank, the receiver, and the questions to the sending rank."""
     sender, [receiver] = engines.open()
     [source] = sender.ranks
     asked = recorded_questions(source)
     sender.compute(END, [5, 1])
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.result().error is None
-    [announced] = [question for question in asked if isinstance(question, Announce)]
-    other = msgspec.structs.replace(announced, digest="of another part")
-    assert refusal(source.writer, other) is Reason.PROTOCOL_MISMATCH
+    return sender, source, receiver, asked
 
 
 def refusal(answerer: Writer | Announcer, question: Question) -> Reason:
@@ -370,12 +376,7 @@ def test_what_introductions_make_a_sender_keep_is_bounded_in_bytes(
     engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stranger may give each of its names end points of 4 MB: 4,096 names would fill the memory."""
-    sender, [receiver] = engines.open()
-    [source] = sender.ranks
-    asked = recorded_questions(source)
-    sender.compute(END, [5, 1])
-    receiver.receive(sender.hold(), [0, 3])
-    assert receiver.result().error is None
+    sender, source, receiver, asked = asked_in_a_push(engines)
     [introduced] = [question for question in asked if isinstance(question, Introduce)]
     monkeypatch.setattr(destinations, "MAX_INTRODUCED_BYTES", 3_000_000)
     for name in "abcd":
