@@ -7,14 +7,12 @@ must be those that the prefill engine gives when it is asked directly, and the d
 token of every prompt. Exit status 1 says that one of these is not so.
 """
 
-import json
 import os
 import re
 import signal
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 os.environ |= {"VLLM_CPU_CI_ENV": "1", "TORCHDYNAMO_DISABLE": "1", "KVFERRY_SLEEPING_WORKERS": "1"}
 
+import httpx
 import numpy as np
 import ray
 from ray import serve
@@ -80,13 +79,8 @@ def body(prompt: list[int]) -> dict[str, Any]:
 
 def ask_ingress(port: int, prompt: list[int]) -> list[int]:
     """Return the tokens that a client of the application gets."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions",
-        json.dumps(body(prompt)).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=300) as response:
-        return list(json.load(response)["choices"][0]["token_ids"])
+    response = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body(prompt), timeout=300)
+    return list(response.raise_for_status().json()["choices"][0]["token_ids"])
 
 
 def ask_prefill_engine(prompt: list[int]) -> list[int]:
@@ -102,8 +96,8 @@ def await_received(wanted: int) -> float:
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     deadline = time.monotonic() + METRICS_SECONDS
     while True:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            received = sum(float(value) for value in RECEIVED.findall(response.read().decode()))
+        response = httpx.get(url, timeout=30)
+        received = sum(float(value) for value in RECEIVED.findall(response.raise_for_status().text))
         if received >= wanted or time.monotonic() > deadline:
             return received
         time.sleep(1.0)
