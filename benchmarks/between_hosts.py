@@ -2,21 +2,23 @@
 written on request, beside one plain TCP connection.
 
     sudo python benchmarks/between_hosts.py
-    sudo python benchmarks/between_hosts.py --mtu 9000 --transports nixl
+    sudo python benchmarks/between_hosts.py --mtu 9000 --transports nixl --json
     sudo UCX_TCP_TX_SEG_SIZE=256k UCX_TCP_RX_SEG_SIZE=256k python benchmarks/between_hosts.py
 
-64 MiB move in equal pieces, in random order and with gaps, in memory in huge pages. Every figure is a median. A held
-prompt is read and written in turn; its time is that of the whole load, with all messages. Variables of UCX reach both
-sides.
+64 MiB move in equal pieces, in random order and with gaps, in memory in huge pages. Reads and writes take turns. Each
+run has processes of its own and gives a median; the tables show the median of all runs with the smallest and the
+greatest, and the ratio of write to read within each run. A held prompt's time is that of the whole load, with all
+messages. Variables of UCX reach both sides. Mooncake is found as the tests find it.
 """
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,15 +26,18 @@ import numpy as np
 import typer
 from held_prompts import PIECES
 from plain_tcp import plain_tcp_rate, set_mtu
-from rich.console import Console
 from rich.table import Table
 from transport_movers import allocate, scattered_offsets
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from kvferry.cli.console import open_console, progress
 from kvferry.harness.virtual_hosts import VirtualHost, virtual_hosts
 from kvferry.layout.shard import Region
 from kvferry.transport.network import Network
 from kvferry.transport.protocol import Direction, Peer, Status, Transport, reach
 from kvferry.transport.registry import open_transport
+from tests import mooncake_libraries
 
 NUM_BYTES = 64 << 20
 PIECE_BYTES = (8 << 20, 64 << 10, 16 << 10, 4 << 10)
@@ -43,27 +48,56 @@ MOVE_SECONDS = 60.0
 def main(
     transports: Annotated[str, typer.Option(help="Transports, with commas.")] = "nixl,mooncake",
     mtu: Annotated[int, typer.Option(help="The longest packet of the link, in bytes.")] = 1500,
-    repeat: Annotated[int, typer.Option(min=1, help="Moves of each kind.")] = 9,
+    repeat: Annotated[int, typer.Option(min=1, help="Moves of each kind in a run.")] = 9,
+    runs: Annotated[int, typer.Option(min=1, help="Runs.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every run as JSON.")] = False,
 ) -> None:
-    """Measure and print a table."""
+    """Measure and print two tables."""
+    found = []
     with tempfile.TemporaryDirectory() as folder, virtual_hosts(["source", "destination"], Path(folder)) as hosts:
         for host in hosts:
             set_mtu(host, mtu)
-        source, destination = hosts
-        before = plain_tcp_rate(source, destination)
-        table = Table("transport", "piece", "read", "written", title=f"GB/s between two virtual hosts, MTU {mtu}")
-        for name in transports.split(","):
-            for row in measure(name, source, destination, repeat):
-                table.add_row(name, f"{row['piece'] >> 10} KiB", f"{row['read']:.2f}", f"{row['write']:.2f}")
-        held = Table("transport", "piece", "read", "written", "auto", title="a held prompt, GB/s with all messages")
-        for name in transports.split(","):
-            for layout in PIECES:
-                held.add_row(*held_row(name, measure_held(name, layout, source, destination, repeat)))
-        after = plain_tcp_rate(source, destination)
-    Console().print(table)
-    Console().print(held)
-    print(f"plain TCP: {before:.2f} GB/s before, {after:.2f} after")
-    print({name: value for name, value in os.environ.items() if name.startswith("UCX_")})
+        with progress("measuring") as announce:
+            for number in range(runs):
+                announce(f"run {number + 1} of {runs}")
+                found.append(one_run(transports.split(","), *hosts, repeat))
+    ucx = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
+    if as_json:
+        print(json.dumps({"mtu": mtu, "environment": ucx, "runs": found}))
+        return
+    console = open_console()
+    console.print(table_of(f"GB/s between two virtual hosts, MTU {mtu}", [run["moves"] for run in found]))
+    console.print(table_of("a held prompt, GB/s with all messages", [run["held"] for run in found]))
+    print(f"plain TCP: {spread([rate for run in found for rate in run['plain_tcp']])} GB/s; {ucx}")
+
+
+def one_run(transports: Sequence[str], source: VirtualHost, destination: VirtualHost, repeat: int) -> dict[str, Any]:
+    """Return the rates of plain TCP before and after, of moves, and of loads of a held prompt."""
+    before = plain_tcp_rate(source, destination)
+    moves = [row for name in transports for row in measure(name, source, destination, repeat)]
+    held = [measure_held(name, layout, source, destination, repeat) for name in transports for layout in PIECES]
+    return {"plain_tcp": [before, plain_tcp_rate(source, destination)], "moves": moves, "held": held}
+
+
+def table_of(title: str, runs: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
+    """Return a table of rows that every run has."""
+    table = Table("transport", "piece", "read", "written", "written / read", "auto", title=title)
+    for rows in zip(*runs, strict=True):
+        rates = [[row[way] for row in rows] for way in ("read", "written")]
+        ratios = [row["written"] / row["read"] for row in rows]
+        first = rows[0]
+        chosen = "written" if first["slow_reads"] else "read"
+        table.add_row(first["transport"], f"{first['piece'] >> 10} KiB", *map(spread, [*rates, ratios]), chosen)
+    return table
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the median, and between which values it lies.
+
+    >>> spread([1.0, 1.5, 1.25])
+    '1.25 (1.00 to 1.50)'
+    """
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def measure(name: str, source: VirtualHost, destination: VirtualHost, repeat: int) -> list[dict[str, Any]]:
@@ -73,18 +107,12 @@ def measure(name: str, source: VirtualHost, destination: VirtualHost, repeat: in
 
 
 def measure_held(name: str, layout: str, source: VirtualHost, destination: VirtualHost, repeat: int) -> dict[str, Any]:
-    """Return the seconds of loads of a held prompt, read and written."""
+    """Return the rates of loads of a held prompt, read and written."""
     program = str(Path(__file__).with_name("held_prompts.py"))
     loading = command(destination, "load", name, layout, str(repeat), program=program)
     [row] = measured(command(source, "hold", name, layout, program=program), loading)
-    return row
-
-
-def held_row(name: str, row: dict[str, Any]) -> list[str]:
-    """Return a row of the table."""
-    rates = {way: NUM_BYTES / float(np.median(taken)) / 1e9 for way, taken in row["seconds"].items()}
-    chosen = "written" if row["slow_reads"] else "read"
-    return [name, f"{row['piece'] >> 10} KiB", *(f"{rates[way]:.2f}" for way in ("read", "written")), chosen]
+    rates = {way: NUM_BYTES / statistics.median(taken) / 1e9 for way, taken in row["seconds"].items()}
+    return {"transport": name, "piece": row["piece"], "slow_reads": row["slow_reads"], **rates}
 
 
 def measured(serving: Sequence[str], moving: Sequence[str]) -> list[dict[str, Any]]:
@@ -101,7 +129,10 @@ def measured(serving: Sequence[str], moving: Sequence[str]) -> list[dict[str, An
 
 def command(host: VirtualHost, *arguments: str, program: str = __file__) -> list[str]:
     """Return the command of one side, which listens at its host's address."""
-    environment = ["env", f"MC_TCP_BIND_ADDRESS={host.ipv4}"]
+    variables = {"MC_TCP_BIND_ADDRESS": host.ipv4}
+    if "mooncake" in arguments:
+        variables |= mooncake_libraries.variables()
+    environment = ["env", *(f"{name}={value}" for name, value in variables.items())]
     return host.command([*environment, sys.executable, program, *arguments, host.ipv4])
 
 
@@ -121,16 +152,19 @@ def move(name: str, repeat: int, address: str) -> None:
     buffer = allocate(2 * NUM_BYTES, huge=True)
     transport.register([Region(int(buffer.ctypes.data), buffer.nbytes)])
     peer = reach(transport, bytes.fromhex(there["end_point"]))
+    slow_reads = bool(transport.capabilities.slow_reads)
     for piece in PIECE_BYTES:
         if name == "mooncake" and piece < SMALLEST_OF_MOONCAKE:
             continue
         bases = np.array([there["address"], buffer.ctypes.data, 0], np.uint64)
         reads = scattered_offsets(NUM_BYTES, piece) + bases
-        rates = {}
-        for direction, descriptors in ((Direction.READ, reads), (Direction.WRITE, reads[:, [1, 0, 2]])):
-            seconds = [moved(transport, peer, direction, descriptors) for _ in range(repeat + 1)]
-            rates[direction.value] = NUM_BYTES / float(np.median(seconds[1:])) / 1e9
-        print(json.dumps({"piece": piece, **rates}), flush=True)
+        ways = {"read": (Direction.READ, reads), "written": (Direction.WRITE, reads[:, [1, 0, 2]])}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(repeat + 1):
+            for way, (direction, descriptors) in ways.items():
+                seconds[way].append(moved(transport, peer, direction, descriptors))
+        rates = {way: NUM_BYTES / statistics.median(taken[1:]) / 1e9 for way, taken in seconds.items()}
+        print(json.dumps({"transport": name, "piece": piece, "slow_reads": slow_reads, **rates}), flush=True)
     os._exit(0)
 
 
