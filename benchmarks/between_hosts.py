@@ -81,13 +81,11 @@ def one_run(transports: Sequence[str], source: VirtualHost, destination: Virtual
 
 def table_of(title: str, runs: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
     """Return a table of rows that every run has."""
-    table = Table("transport", "piece", "read", "written", "written / read", "auto", title=title)
+    table = Table("transport", "piece", "read", "written", "written / read", title=title)
     for rows in zip(*runs, strict=True):
         rates = [[row[way] for row in rows] for way in ("read", "written")]
         ratios = [row["written"] / row["read"] for row in rows]
-        first = rows[0]
-        chosen = "written" if first["slow_reads"] else "read"
-        table.add_row(first["transport"], f"{first['piece'] >> 10} KiB", *map(spread, [*rates, ratios]), chosen)
+        table.add_row(rows[0]["transport"], f"{rows[0]['piece'] >> 10} KiB", *map(spread, [*rates, ratios]))
     return table
 
 
@@ -112,7 +110,7 @@ def measure_held(name: str, layout: str, source: VirtualHost, destination: Virtu
     loading = command(destination, "load", name, layout, str(repeat), program=program)
     [row] = measured(command(source, "hold", name, layout, program=program), loading)
     rates = {way: NUM_BYTES / statistics.median(taken) / 1e9 for way, taken in row["seconds"].items()}
-    return {"transport": name, "piece": row["piece"], "slow_reads": row["slow_reads"], **rates}
+    return {"transport": name, "piece": row["piece"], **rates}
 
 
 def measured(serving: Sequence[str], moving: Sequence[str]) -> list[dict[str, Any]]:
@@ -152,7 +150,6 @@ def move(name: str, repeat: int, address: str) -> None:
     buffer = allocate(2 * NUM_BYTES, huge=True)
     transport.register([Region(int(buffer.ctypes.data), buffer.nbytes)])
     peer = reach(transport, bytes.fromhex(there["end_point"]))
-    slow_reads = bool(transport.capabilities.slow_reads)
     for piece in PIECE_BYTES:
         if name == "mooncake" and piece < SMALLEST_OF_MOONCAKE:
             continue
@@ -164,7 +161,7 @@ def move(name: str, repeat: int, address: str) -> None:
             for way, (direction, descriptors) in ways.items():
                 seconds[way].append(moved(transport, peer, direction, descriptors))
         rates = {way: NUM_BYTES / statistics.median(taken[1:]) / 1e9 for way, taken in seconds.items()}
-        print(json.dumps({"transport": name, "piece": piece, "slow_reads": slow_reads, **rates}), flush=True)
+        print(json.dumps({"transport": name, "piece": piece, **rates}), flush=True)
     os._exit(0)
 
 

@@ -114,15 +114,32 @@ def entry_of(patch: pytest.MonkeyPatch, **settings: Any) -> Any:
 def test_a_rank_takes_announcements_only_where_reads_are_slow_or_writing_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert entry_of(monkeypatch, held_prompts="auto").held_end_point is None
-    assert entry_of(monkeypatch, held_prompts="write").held_end_point is not None
-    slow = Capabilities("memcpy", same_process_only=True, ends_with_process=True, slow_reads="it is slow")
-    monkeypatch.setattr(MemcpyTransport, "capabilities", slow)
-    entry = entry_of(monkeypatch, held_prompts="auto")
+    entry = entry_of(monkeypatch, held_prompts="write")
     assert entry.held_end_point is not None
     assert entry.push_end_point is None
     assert entry_of(monkeypatch).held_end_point is None
-    assert entry_of(monkeypatch, held_prompts="auto", strategy="scatter").held_end_point is None
+    slow = Capabilities("memcpy", same_process_only=True, ends_with_process=True, slow_reads="it is slow")
+    monkeypatch.setattr(MemcpyTransport, "capabilities", slow)
+    assert entry_of(monkeypatch).held_end_point is None, "host memory is read as fast as written"
+
+
+@pytest.mark.parametrize(
+    ("given", "on_device", "may_write"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"host": "10.0.0.1", "allow_unauthenticated": True}, False, False),
+        ({"strategy": "scatter"}, True, False),
+        ({"held_prompts": "read"}, True, False),
+        ({"held_prompts": "write"}, False, True),
+    ],
+)
+def test_auto_writes_only_device_memory_that_is_read_slowly(
+    given: dict[str, Any], on_device: bool, may_write: bool
+) -> None:
+    settings = parse_settings(given)
+    assert settings.may_write_held(["", "it is slow"], on_device=on_device) is may_write
+    assert settings.may_write_held([""], on_device=on_device) is (settings.held_prompts == "write")
 
 
 @pytest.mark.parametrize(
@@ -132,13 +149,14 @@ def test_a_rank_takes_announcements_only_where_reads_are_slow_or_writing_is_aske
         {"mode": "push", "held_prompts": "auto"},
         {"strategy": "scatter", "held_prompts": "write"},
         {"held_prompts": "written"},
-        {"fence_seconds": 5.0},
+        {"fence_seconds": 5.0, "held_prompts": "read"},
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):
         parse_settings(given)
-    assert parse_settings({"fence_seconds": 5.0, "held_prompts": "auto"}).fence_seconds == 5.0
+    assert parse_settings({"fence_seconds": 5.0}).fence_seconds == 5.0
+    assert parse_settings({"mode": "push", "held_prompts": "read"}).mode == "push"
 
 
 # After a fence.

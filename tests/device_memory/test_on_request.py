@@ -55,13 +55,12 @@ def test_a_hold_that_ends_in_the_middle_ends_the_write(engines: Engines) -> None
     test_on_request.test_a_hold_that_ends_in_the_middle_ends_the_write("release", engines)
 
 
-def test_memory_of_a_device_is_written_on_one_host_too(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """UCX reads a GPU's memory over TCP there."""
+def test_auto_writes_memory_of_a_device(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX reads a GPU's memory over TCP, on one host too."""
     monkeypatch.setattr(introductions, "MEET_SECONDS", 15.0)
     engine, [rank] = engines.open(
         filled_ranks(2),
         [Rank(0, 1)],
-        source_process=test_on_request.own_identity(),
         target_is_forced=False,
         target_slow_reads=test_on_request.SLOW,
     )

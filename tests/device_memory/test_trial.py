@@ -384,8 +384,8 @@ def test_the_small_cache_of_doctor_passes_in_every_layout(layout: NamedLayout, p
 @pytest.mark.parametrize(
     ("given", "tried"),
     [
-        ({"held_prompts": "auto"}, {"READ", "WRITE"}),
-        ({}, {"READ"}),
+        ({}, {"READ", "WRITE"}),
+        ({"held_prompts": "read"}, {"READ"}),
         ({"mode": "push"}, {"WRITE"}),
     ],
     ids=["pull, written on request", "pull", "push"],

@@ -208,14 +208,15 @@ class LoadingRank(Parts):
 
 
 @pytest.fixture
-def engines() -> "Iterator[Engines]":
-    opened = Engines()
+def engines(monkeypatch: pytest.MonkeyPatch) -> "Iterator[Engines]":
+    opened = Engines(monkeypatch)
     yield opened
     opened.close()
 
 
 class Engines:
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
         self.opened: list[HoldingEngine | LoadingRank] = []
 
     def open(

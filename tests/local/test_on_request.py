@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
-from kvferry.execution import introductions, on_request, write
+from kvferry.execution import introductions, on_request, source_engines, write
 from kvferry.execution.device import CudaOrder
 from kvferry.execution.guard_words import Held, StepWords
 from kvferry.execution.job import JobResult
@@ -19,7 +19,6 @@ from kvferry.handoff.messages import PROTOCOL_VERSION, Announce, Answer, Introdu
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.request import GroupBlocks
-from kvferry.transport.end_points import own_identity
 from kvferry.transport.faults import FaultPlan
 
 from ..waits import wait_until
@@ -403,8 +402,12 @@ def test_a_doubled_announcement_writes_once_and_one_after_its_revocation_never(
 # The choice.
 
 
-def choosing(engines: Engines, **more: object) -> tuple[HoldingEngine, LoadingRank]:
-    """Return an engine that seems to be on another host, and a rank whose transport says that its reads are slow."""
+def choosing(engines: Engines, is_device: bool = True, **more: object) -> tuple[HoldingEngine, LoadingRank]:
+    """Return an engine that seems to be on another host, and a rank whose transport says that its reads are slow; their
+    memory counts as a device's.
+    """
+    if is_device:
+        engines.patch.setattr(source_engines, "HOST_DEVICE", "")
     given: dict[str, object] = {
         "source_process": elsewhere(),
         "target_is_forced": False,
@@ -420,13 +423,12 @@ def choosing(engines: Engines, **more: object) -> tuple[HoldingEngine, LoadingRa
     [
         ({}, "written"),
         ({"target_slow_reads": ""}, "read"),
-        ({"source_process": own_identity()}, "read"),
-        ({"source_process": None}, "written"),
+        ({"is_device": False}, "read"),
         ({"source_only_read": True}, "read"),
     ],
-    ids=["slow", "fast", "this host", "nobody knows where", "an earlier version, or set to read"],
+    ids=["slow", "fast", "host memory", "an earlier version, or set to read"],
 )
-def test_auto_writes_where_reads_are_slow(more: dict[str, object], way: str, engines: Engines) -> None:
+def test_auto_writes_device_memory_where_reads_are_slow(more: dict[str, object], way: str, engines: Engines) -> None:
     engine, rank = choosing(engines, **more)
     load(rank, engine, held_by(engine))
     result = rank.result()

@@ -59,9 +59,6 @@ class PoolOnHosts(EnginePool):
             "allowed_hosts": [host.name for host in self.hosts if host != here],
         }
         connector = {**settings.connector_settings, **LIMITS, **of_host}
-        if "held_prompts" in connector:
-            # Between hosts NIXL reads slowly, so the engines choose to write.
-            connector["held_prompts"] = "auto"
         if connector.get("mode") == "push" or "held_prompts" in connector:
             connector["fence_seconds"] = FENCE_SECONDS
         return replace(settings, connector_settings=connector)

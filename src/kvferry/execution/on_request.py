@@ -102,7 +102,7 @@ class OnRequest:
         if engine is None:
             return None
         transfer_id, now = request.push.transfer_id, time.monotonic()
-        slow_reads = engine.slow_reads(transfer_id, self._announcer.peers.is_elsewhere)
+        slow_reads = engine.slow_reads(transfer_id)
         if not slow_reads:
             return None if slow_reads is None else False
         writers = engine.writers(transfer_id)

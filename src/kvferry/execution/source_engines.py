@@ -2,7 +2,7 @@
 
 import logging
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -31,7 +31,6 @@ from kvferry.plan.match import selector_of
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
 from kvferry.plan.staging.strategy import Strategy
-from kvferry.transport.end_points import ProcessIdentity
 from kvferry.transport.registry import TransportSet
 
 logger = PeerLog(logging.getLogger(__name__))
@@ -118,19 +117,18 @@ class SourceEngine:
             found = self._pairs[plan] = PairDigests(plan, entry.digests, self._compares.wanted)
         return found
 
-    def slow_reads(self, transfer_id: str, is_elsewhere: Callable[[ProcessIdentity | None], bool]) -> str | None:
+    def slow_reads(self, transfer_id: str) -> str | None:
         """Return why reads of a held prompt are slower than writes, empty where they are not; None until the route is
         ready. Raises as :meth:`Route.is_ready`.
 
-        ``is_elsewhere`` says whether a process may be on another host.
+        Host memory is read as fast as written: see docs/decisions/written-on-request.md.
         """
         selector = selector_of(transfer_id)
         if not self.route.is_ready(selector):
             return None
         for plan in self.route.plans(selector):
             devices = {region.device for shard in (plan.source, plan.destination) for region in shard.regions}
-            process = self._directory.ranks[plan.assignment.source_index].process
-            if devices != {HOST_DEVICE} or process is None or is_elsewhere(process):
+            if devices != {HOST_DEVICE}:
                 capabilities = self.route.link(plan).transport.capabilities
                 if capabilities.slow_reads:
                     return capabilities.slow_reads

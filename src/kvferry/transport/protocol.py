@@ -65,8 +65,7 @@ class Capabilities:
     namespace: no byte of it lands once that process has ended. ``close_ends_writes``: no byte of a peer on another
     host, or of a process that has ended, lands once ``close`` has returned True.
 
-    ``slow_reads`` says why a ``READ`` from another host, or of device memory, takes longer than a ``WRITE``; empty
-    where it does not.
+    ``slow_reads`` says why a ``READ`` of device memory takes longer than a ``WRITE``; empty where it does not.
     """
 
     name: str

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -183,12 +183,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["auto", "read", "write"],
         about(
             "With `pull`, whether a decode engine reads a held prompt or the prefill engine writes it on request: "
-            "`auto`, on both engines, writes where the transport reads slowly (NIXL without RDMA, to another host or "
-            "in a GPU's memory) and the prefill engine reaches the decode engine's ranks; a prefill engine with `read` "
-            "writes none.",
+            "`auto` writes a GPU's memory over NIXL without RDMA, which reads slowly, where the prefill engine reaches "
+            "the decode engine's ranks, and reads host memory; a prefill engine with `read` writes none.",
             page="decisions/written-on-request.md",
         ),
-    ] = "read"
+    ] = "auto"
     fence_seconds: Annotated[
         Seconds,
         about(
@@ -305,6 +304,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _is_on_loopback(self) -> bool:
         """Whether no other host reaches this engine where it listens."""
         return is_loopback(self.host) and is_loopback(self.reachable_host)
+
+    def may_write_held(self, slow_reads: Iterable[str], *, on_device: bool) -> bool:
+        """Whether a rank may write the prompts that it holds, and peers may write into its cache. ``slow_reads`` are
+        the reasons of its transports.
+        """
+        if self.held_prompts != "auto":
+            return self.held_prompts == "write"
+        return on_device and any(slow_reads) and self.strategy != "scatter"
 
     @property
     def scatters(self) -> bool:
@@ -447,7 +454,7 @@ def _check_mode(settings: Settings, given: Mapping[str, Any]) -> None:
         raise SettingsError(
             Reason.INVALID_SETTING,
             f"{ignored[0]} is set, and mode 'pull' does not use it.",
-            'Set "mode" to "push", or leave the setting out; fence_seconds also goes with "held_prompts": "auto".',
+            'Set "mode" to "push", or leave the setting out; fence_seconds goes with "held_prompts": "auto" or "write".',
         )
     if settings.mode == "push" and settings.turn_seconds:
         raise SettingsError(
@@ -455,7 +462,7 @@ def _check_mode(settings: Settings, given: Mapping[str, Any]) -> None:
             "turn_seconds is set: the next turn is read from a decode engine, and mode 'push' reads nothing.",
             'Set "mode" to "pull" on both engines, or leave "turn_seconds" out.',
         )
-    if settings.mode == "push" and settings.held_prompts != "read":
+    if settings.mode == "push" and given.get("held_prompts", "read") != "read":
         raise SettingsError(
             Reason.INVALID_SETTING,
             f"held_prompts is {settings.held_prompts!r}, and mode 'push' holds no prompt to be loaded later.",

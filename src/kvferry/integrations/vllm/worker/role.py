@@ -197,11 +197,8 @@ class WorkerRole:
     @property
     def _may_write_held(self) -> bool:
         """Whether this rank may write the prompts that it holds, and peers may write into its cache."""
-        settings = self._settings
-        if settings.held_prompts == "read":
-            return False
-        are_slow = any(each.capabilities.slow_reads for each in self._transports.transports.values())
-        return settings.held_prompts == "write" or (are_slow and settings.strategy != "scatter")
+        slow_reads = [each.capabilities.slow_reads for each in self._transports.transports.values()]
+        return self._settings.may_write_held(slow_reads, on_device=not self._order.is_immediate)
 
     def _note_fence(self, number: int, end_points: dict[str, bytes]) -> None:
         """After a fence, on the transfer thread: peers that read from this rank must learn its new end points."""
