@@ -3,8 +3,7 @@
 Each release but the one of this environment gets an environment of its own below build/vllm-environments, made by pip
 once per change of what goes in. Then, one after the other: ``kvferry demo`` that pulls and that pushes; the tests of
 the adapter; the pairs of engines of ``make test``, whose tokens must be those of one engine alone; and all pairs of two
-releases. Exit status 1
-says that something failed; its output is in the file that the table names.
+releases. Exit status 1 says that something failed; its output is in the file that the table names.
 """
 
 import argparse

@@ -454,7 +454,7 @@ def _check_mode(settings: Settings, given: Mapping[str, Any]) -> None:
         raise SettingsError(
             Reason.INVALID_SETTING,
             f"{ignored[0]} is set, and mode 'pull' does not use it.",
-            'Set "mode" to "push", or leave the setting out; fence_seconds goes with "held_prompts": "auto" or "write".',
+            'Set "mode" to "push", or leave it out; fence_seconds goes with "held_prompts": "auto" or "write".',
         )
     if settings.mode == "push" and settings.turn_seconds:
         raise SettingsError(
