@@ -20,9 +20,10 @@ from kvferry.testing.transport_peer import PeerProcess, pattern, start_peer
 from kvferry.testing.transport_suite import Pair, many_offsets, open_pair
 from kvferry.transport import network, nixl
 from kvferry.transport.network import THIS_HOST, Network, ucx_devices
-from kvferry.transport.nixl import SILENCE_SECONDS, TCP_SEGMENT_BYTES, NixlEndPoint, NixlTransport
+from kvferry.transport.nixl import SILENCE_SECONDS, NixlEndPoint, NixlTransport
 from kvferry.transport.protocol import Direction, Region, Status, reach
 from kvferry.transport.registry import open_transports
+from kvferry.transport.ucx_tcp import SENT_BYTES
 
 pytest.importorskip("nixl")
 FACTORY = "kvferry.transport.nixl:NixlTransport"
@@ -349,8 +350,41 @@ def test_a_read_over_tcp_comes_in_messages_of_64_kib(
         monkeypatch.setenv("UCX_TCP_RX_SEG_SIZE", receives)
     opening = "from kvferry.transport.nixl import NixlTransport; NixlTransport().close()"
     table = subprocess.run([sys.executable, "-c", opening], capture_output=True, text=True, check=True).stdout
-    assert (f"0..{TCP_SEGMENT_BYTES - 8} | short" in table) == is_raised, table
+    assert (f"0..{SENT_BYTES - 8} | short" in table) == is_raised, table
     assert "tcp/lo" in table
+
+
+@pytest.mark.parametrize("longer", ["here", "there"])
+def test_a_peer_that_sends_longer_messages_than_the_other_receives_is_refused(
+    monkeypatch: pytest.MonkeyPatch, longer: str
+) -> None:
+    """UCX asks nobody, and would write beyond the receiver's buffer."""
+    transports = {}
+    for side in ("here", "there"):
+        with monkeypatch.context() as context:
+            for name in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):
+                context.delenv(name, raising=False)
+                if side == longer:
+                    context.setenv(name, "256k")
+            transports[side] = NixlTransport()
+    memory = HostMemory(4096)
+    end_point = transports["there"].register([memory.region])
+    with pytest.raises(TransportError) as caught:
+        transports["here"].connect(end_point)
+    assert caught.value.reason is Reason.UNSUPPORTED
+    assert "262144" in caught.value.message
+    assert "UCX_TCP_RX_SEG_SIZE" in caught.value.remedy
+    for transport in transports.values():
+        transport.close()
+
+
+@pytest.mark.parametrize("written", ["64KiB", "inf", "", "-1", "9999999999k"])
+def test_a_size_that_names_no_number_of_bytes_ends_the_start(monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+    monkeypatch.setenv("UCX_TCP_RX_SEG_SIZE", written)
+    with pytest.raises(TransportError) as caught:
+        NixlTransport()
+    assert caught.value.reason is Reason.TRANSPORT_UNAVAILABLE
+    assert "UCX_TCP_RX_SEG_SIZE" in caught.value.message
 
 
 @pytest.mark.parametrize(("set_by_user", "seen"), [(None, "^efa"), ("^ib", "^ib")])

@@ -53,6 +53,7 @@ from kvferry.transport.sliced import (
     connection_lost,
     other_nonce,
 )
+from kvferry.transport.ucx_tcp import TcpMessages, ucx_settings
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +61,6 @@ PROGRESS_DELAY_MICROSECONDS = 1000  # with 0, the Python wrapper's value, NIXL's
 MAX_DESCRIPTORS_PER_SLICE = 512
 MAX_BYTES_PER_SLICE = 8 << 20
 MAX_SLICES_IN_FLIGHT = 8
-TCP_SEGMENT_BYTES = 64 << 10
-"""Bytes of one message of a read over TCP. UCX's 8 KiB make reads a quarter as fast as writes. No peer receives more
-than 64 KiB, unless its variable UCX_TCP_RX_SEG_SIZE says so. See docs/decisions/reads-over-tcp.md."""
 SILENCE_SECONDS = 30
 """How long a host may leave what it was sent over TCP unacknowledged before its transfers fail: without a bound they
 wait for a host that has vanished as long as the kernel repeats packets, a quarter of an hour. A transfer that only
@@ -94,6 +92,7 @@ class NixlEndPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     nonce: NonceBytes
     devices: DeviceList = []
     """The device of each region, by the sender's numbers; empty where all is host memory."""
+    tcp_messages: TcpMessages = TcpMessages()
 
     def __post_init__(self) -> None:
         check_devices(self.regions, self.devices)
@@ -259,6 +258,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         super().__init__()
         self._nixl = _import_bindings()
         self._devices = os.environ.get(DEVICES_VARIABLE, devices)
+        self._tcp_messages = TcpMessages.of(os.environ)
         self._name = f"kvferry-{os.getpid()}-{uuid.uuid4().hex}"
         self.capabilities = replace(self.capabilities, slow_reads=why_reads_are_slow(self._devices))
         self._agent, self._backend = self._create_agent()
@@ -285,6 +285,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
             nonce_address=self._nonce_address,
             nonce=self._nonces[:NONCE_BYTES].tobytes(),
             devices=pack_devices(self._local),
+            tcp_messages=self._tcp_messages,
         )
 
     def connect(self, end_point: bytes) -> Transfer:
@@ -293,6 +294,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         remote = decode_end_point(end_point, NixlEndPoint, "nixl")
         if remote.agent_name == self._name:
             raise cannot_reach_itself("nixl")
+        self._tcp_messages.check(remote.tcp_messages, remote.agent_name)
         self._check_answered(remote.agent_name)
         was_known = self._remote_agents.is_known(remote)
         peer = self._remote_agents.peer(remote)
@@ -585,11 +587,7 @@ def _names_transport(entry: str, transport: str) -> bool:
 
 def _ucx_configuration() -> str:
     """Return UCX's settings in NIXL's form. Where UCX's variable of a setting is set, UCX takes that value."""
-    settings = [f"TCP_USER_TIMEOUT={SILENCE_SECONDS}s"]
-    # UCX does not start with send buffers that are larger than its receive buffers.
-    if "UCX_TCP_RX_SEG_SIZE" not in os.environ:
-        settings.append(f"TCP_TX_SEG_SIZE={TCP_SEGMENT_BYTES}")
-    return ",".join(settings)
+    return ",".join([f"TCP_USER_TIMEOUT={SILENCE_SECONDS}s", *ucx_settings()])
 
 
 @contextmanager
