@@ -124,6 +124,41 @@ def test_a_fence_with_holes_gives_no_block_back(caplog: pytest.LogCaptureFixture
     assert push.phase is Phase.DONE, "what the source itself says counts all the same"
 
 
+def test_a_later_fence_gives_no_block_back_that_a_former_one_could_not_close() -> None:
+    """It closes the memory that was registered anew; what was announced before has other end points."""
+    sources = Sources(ELSEWHERE, holes=("the nixl transport could not be closed",))
+    former = sources.announced()
+    sources.announcer.fence("the first")
+    sources.transports.fence.return_value = Fence({"nixl": b"once more"}, ())
+    sources.asked(Announce)
+    later = sources.announced()
+    later.cancel(ABORTED)
+    for _ in range(3):
+        sources.advance(later)
+    assert len(sources.fences) == 2
+    assert later.phase is Phase.DONE
+    former.cancel(ABORTED)
+    for _ in range(3):
+        sources.advance(former)
+    assert former.phase is Phase.STOPPING
+    assert len(sources.fences) == 2, "one more would only fail the loads of others"
+
+
+def test_a_process_of_this_host_that_ends_behind_a_fence_needs_no_other() -> None:
+    """While it ran, no fence kept it out; what it has sent was for memory that is closed."""
+    sources = Sources(ELSEWHERE, HERE)
+    push = sources.announced()
+    push.cancel(ABORTED)
+    for _ in range(3):
+        sources.advance(push)
+    sources.announcer.peers.has_ended = Mock(return_value=True)  # type: ignore[method-assign]
+    sources.transports.ends_with_process.return_value = False
+    for seconds in (2.0, 4.0, 6.0):
+        push.advance(SCRATCH, time.monotonic() + seconds)
+    assert push.phase is Phase.DONE
+    assert len(sources.fences) == 1
+
+
 def test_a_fence_for_one_source_gives_no_block_back_that_another_may_still_write() -> None:
     """A process of this host may write without any transport of this rank."""
     sources = Sources(ELSEWHERE, HERE)

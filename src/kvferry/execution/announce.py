@@ -106,6 +106,7 @@ class AwaitedPush:
         self._pushed: dict[int, Pushed] = {}
         self._transports: dict[int, str] = {}
         self._announced_at: dict[int, float] = {}
+        self._registrations: dict[int, int] = {}
         self._done_at: dict[int, float] = {}
         self._digests: dict[int, PushDigests] = {}
         self._comparing: dict[int, Iterator[int]] = {}
@@ -140,11 +141,11 @@ class AwaitedPush:
         return moved
 
     def fenced(self, error: KVFerryError) -> None:
-        """Nothing lands any more of what was announced before to sources that the fence keeps out."""
+        """Nothing lands any more of what was announced before to sources that a fence keeps out."""
         if self._receiving is None:
             return
-        for index, source in self._sources.items():
-            if self._announcer.is_kept_out(source):
+        for index, registration in self._registrations.items():
+            if self._announcer.is_closed(registration) and self._announcer.is_kept_out(self._sources[index]):
                 self._receiving.fenced(index, error)
 
     def _check_alive(self, receiving: Receiving, source: SourceRank) -> None:
@@ -172,7 +173,11 @@ class AwaitedPush:
         logger.warning(
             "kvferry: the prefill rank at %s does not confirm that it writes no more into %s.", where, self.job_id
         )
-        self._announcer.fence(where)
+        if self._registrations[source.index] == self._announcer.num_fences:
+            self._announcer.fence(where)
+        else:
+            # Another fence would close other memory than the source was told of.
+            self.fenced(_fenced(where))
 
     def is_ending(self, now: float) -> bool:
         """Return whether the push is past its deadline or being stopped."""
@@ -248,6 +253,7 @@ class AwaitedPush:
             return True
         receiving.announcing(source.index)
         self._announced_at[source.index] = time.monotonic()
+        self._registrations[source.index] = self._announcer.num_fences
         self._announcer.ask(source.answers_at, self._announcement(source), self._key.number, source.index)
         return True
 
@@ -400,6 +406,7 @@ class Announcer:
         self.peers = Peers(rank.client.trust)
         self.introductions = Introductions(rank, answers_at, self._send)
         self._pushes: dict[int, AwaitedPush] = {}
+        self._unclosed: set[int] = set()
         self._pending: dict[tuple[str, int, Announce | Revoke], tuple[int, int]] = {}
 
     @property
@@ -465,12 +472,19 @@ class Announcer:
         """
         return self.peers.is_elsewhere(source.process) or self.peers.has_ended(source.process)
 
+    def is_closed(self, registration: int) -> bool:
+        """Return whether a fence has closed this rank's memory for what was announced in a registration."""
+        return registration < self.num_fences and registration not in self._unclosed
+
     def fence(self, where: str) -> None:
-        """Close this rank's memory for all that was announced before, and introduce the rank anew for what comes.
+        """Close this rank's memory for all that was announced in this registration, and introduce the rank anew for
+        what comes.
 
         Pushes in progress fail, and so do writes of this rank's own. It may take some seconds.
         """
         fence = self.transports.fence()
+        if fence.holes:
+            self._unclosed.add(self.num_fences)
         self.introductions.renew(fence.end_points)
         self._on_fence(self.num_fences, fence.end_points)
         if fence.holes:
