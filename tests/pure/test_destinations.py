@@ -245,6 +245,22 @@ def test_meetings_that_are_over_make_room_for_others(monkeypatch: pytest.MonkeyP
     assert [met.receiver for met in rank.told] == ["d/0", "d/1", "d/2"]
 
 
+def test_meetings_keep_no_more_of_forgotten_introductions_than_a_rank_remembers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of 1,024 meetings could keep end points of 4 MB until a peer that does not answer is given up."""
+    monkeypatch.setattr(destinations, "MAX_INTRODUCED_BYTES", 3_000_000)
+    rank = Rank()
+    for name in "abcd":
+        rank.introduce(receiver=name, end_points={"none": bytes(1_400_000)})
+    assert len(rank.meetings) == 2
+    for way in rank.ways:
+        way.is_made = True
+    rank.advance()
+    rank.introduce(receiver="e")
+    assert len(rank.meetings) == 3
+
+
 def test_a_meeting_that_is_cancelled_is_over_and_tells_nothing() -> None:
     """As when the engine ends."""
     rank = Rank()

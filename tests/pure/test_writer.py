@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
+from kvferry.execution import destinations as destinations_module
 from kvferry.execution import writer as writer_module
 from kvferry.execution.device import HOST
 from kvferry.execution.guard_words import Scratch
@@ -310,6 +311,33 @@ def test_one_push_more_than_a_rank_takes_is_refused(monkeypatch: pytest.MonkeyPa
         source.announce(key=msgspec.structs.replace(KEY, number=2))
     assert refused.value.reason is Reason.INVALID_REQUEST
     assert len(source.executor.submit.call_args_list) == 1
+
+
+def test_pushes_keep_no_more_of_forgotten_introductions_than_a_rank_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 16,384 pushes that wait for a prompt could keep 4 MB of a name that was forgotten since."""
+    monkeypatch.setattr(destinations_module, "MAX_INTRODUCED_BYTES", 3_000_000)
+    monkeypatch.setattr(writer_module, "MAX_OPEN_BYTES", 3_000_000)
+    source = Source()
+    pushes: list[tuple[Write, PushKey]] = []
+
+    def announce(name: str, number: int) -> None:
+        stranger = {"receiver": name, "end_points": {"none": bytes(1_400_000)}}
+        source.writer.answer(msgspec.structs.replace(INTRODUCTION, **stranger))
+        key = PushKey(name, WHERE.epoch, number)
+        pushes.append((source.announce(key=key), key))
+
+    announce("a", 1)
+    announce("b", 2)
+    with pytest.raises(HandoffError) as refused:
+        announce("c", 3)
+    assert refused.value.reason is Reason.INVALID_REQUEST
+    announce("b", 4)  # keeps no more
+    for job, key in pushes:
+        source.writer.answer(Revoke(EPOCH, key))
+        advance(job)
+        assert job.phase is Phase.DONE
+    announce("c", 5)
+    announce("d", 6)
 
 
 # Failures.

@@ -44,8 +44,9 @@ class Meeting:
     can_wait = True
     given_up_at = None
 
-    def __init__(self, job_id: str, link: Connecting | Link, tell: Callable[[], None]) -> None:
-        self.job_id = job_id
+    def __init__(self, job_id: str, link: Connecting | Link, num_bytes: int, tell: Callable[[], None]) -> None:
+        """``num_bytes`` are those of the destination's introduction."""
+        self.job_id, self.num_bytes = job_id, num_bytes
         self.phase = Phase.PREPARING
         self.error: KVFerryError | None = None
         self.began_at = time.monotonic()
@@ -89,6 +90,8 @@ class DestinationRank:
     registration: int
     num_bytes: int
     """Of its introduction."""
+    num_open: int = 0
+    """Its open pushes, each of which keeps it."""
     meeting: Meeting | None = None
     _cells: dict[tuple[PairPlan, Integrity], PushedCells] = field(default_factory=dict)
 
@@ -196,14 +199,17 @@ class Destinations:
             return
         if before is not None and time.monotonic() < before.began_at + TELL_SECONDS:
             return
-        if len(self._meetings) >= MAX_MEETINGS:
-            logger.warning("kvferry: %s is not met: %d meetings are under way.", receiver, MAX_MEETINGS, peer=receiver)
+        num_bytes = destination.num_bytes + sum(each.num_bytes for each in self._meetings)
+        if len(self._meetings) >= MAX_MEETINGS or num_bytes > MAX_INTRODUCED_BYTES:
+            told = "kvferry: %s is not met: %d meetings are under way."
+            logger.warning(told, receiver, len(self._meetings), peer=receiver)
             return
         if before is not None and before.error is not None:
             self.connect_anew(destination)
         met = Met(self._epoch, receiver, where.epoch, destination.registration)
         job_id = f"meeting {receiver} {where.epoch} {destination.registration}"
-        destination.meeting = meeting = Meeting(job_id, destination.link, partial(self._tell_met, where, met))
+        tell = partial(self._tell_met, where, met)
+        destination.meeting = meeting = Meeting(job_id, destination.link, destination.num_bytes, tell)
         self._meetings.append(meeting)
         self._rank.executor.submit(meeting)
 

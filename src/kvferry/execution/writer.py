@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution.destinations import DestinationRank, Destinations
+from kvferry.execution.destinations import MAX_INTRODUCED_BYTES, DestinationRank, Destinations
 from kvferry.execution.device import DeferredActions
 from kvferry.execution.job import JobResult
 from kvferry.execution.own_rank import OwnRank
@@ -54,6 +54,8 @@ MAX_OPEN = 1 << 14
 """Open pushes of a rank: more than any engine has requests."""
 MAX_OPEN_BLOCKS = 1 << 23
 """Blocks of all open pushes of a rank: the blocks of an announcement are kept until its push is over."""
+MAX_OPEN_BYTES = MAX_INTRODUCED_BYTES
+"""Of the introductions of destinations with open pushes, which may be forgotten meanwhile."""
 MAX_SECONDS = 3600.0
 """Longest time that a push waits for its prompt, whatever its destination asks for."""
 REPORT_SECONDS = 60.0
@@ -99,7 +101,7 @@ class Writer:
         self.destinations = Destinations(rank, epoch, meets=is_on_request)
         self._num_preemptions: dict[str, int] = {}
         self._num_blocks: dict[PushKey, int] = {}
-        self._num_open_blocks = 0
+        self._num_open_blocks = self._num_open_bytes = 0
         self.spans, self._short_tokens = spans, short_tokens
         self.engine: EndPoint | None = None
         self._to_run: dict[Span, set[str]] = {}
@@ -282,18 +284,26 @@ class Writer:
         )
         num_blocks = sum(len(blocks.block_ids) for blocks in question.blocks)
         with self._lock:
-            is_full = self._sender.num_open >= MAX_OPEN or self._num_open_blocks + num_blocks > MAX_OPEN_BLOCKS
+            num_bytes = 0 if destination.num_open else destination.num_bytes
+            is_full = (
+                self._sender.num_open >= MAX_OPEN
+                or self._num_open_blocks + num_blocks > MAX_OPEN_BLOCKS
+                or self._num_open_bytes + num_bytes > MAX_OPEN_BYTES
+            )
             if is_full and key not in self._num_blocks:
                 raise HandoffError(
                     Reason.INVALID_REQUEST,
-                    f"this rank has {self._sender.num_open} open pushes of {self._num_open_blocks} blocks; it takes at "
-                    f"most {MAX_OPEN} of {MAX_OPEN_BLOCKS}.",
+                    f"this rank has {self._sender.num_open} open pushes of {self._num_open_blocks} blocks, to "
+                    f"destinations whose introductions have {self._num_open_bytes} bytes; it takes at most {MAX_OPEN}, "
+                    f"{MAX_OPEN_BLOCKS} and {MAX_OPEN_BYTES}.",
                     "Let only decode engines reach this port: no engine has so many requests.",
                 )
             if not self._sender.announce(request, now):
                 return ""
             self._num_blocks[key] = num_blocks
             self._num_open_blocks += num_blocks
+            self._num_open_bytes += num_bytes
+            destination.num_open += 1
             events = PushEvents(request, self.spans.layers_of) if self._keeps_events else None
         # This connection and no later one, which may be over another transport.
         link = destination.link
@@ -360,7 +370,10 @@ class Writer:
     ) -> None:
         key, error = request.key, result.error
         with self._lock:
-            self._num_open_blocks -= self._num_blocks.pop(key, 0)
+            self._num_open_blocks -= self._num_blocks.pop(key)
+            destination.num_open -= 1
+            if not destination.num_open:
+                self._num_open_bytes -= destination.num_bytes
         if isinstance(error, TransportError):
             self.destinations.connect_anew(destination)
         if isinstance(error, TransportError) or (error is not None and error.reason is Reason.PEER_UNREACHABLE):
