@@ -415,5 +415,36 @@ def test_an_engine_on_a_device_runs_the_trial_before_it_is_ready(
     assert caught.value.reason is Reason.TRIAL_FAILED
 
 
+def test_where_only_writes_fail_the_trial_says_that_held_prompts_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default they are written on a device without RDMA: who never heard of that must learn how to go without."""
+    from kvferry.integrations.vllm.settings import Settings
+
+    from ..adapter.worker_roles import make_worker_role
+
+    memory = DeviceMemory(attention(0, 1, ["0", "1"]).regions[0].length)
+    shard = placed(attention(0, 1, ["0", "1"]), memory)
+    views = views_of(shard, memory)
+    monkeypatch.setattr(nixl, "rdma_devices", list)
+    creates = standin_nixl.nixlAgent.createXferReq
+
+    def reads_only(agent: Any, operation: Any, *more: Any) -> int:
+        return (_refuses if operation == standin_nixl.NIXL_WRITE else creates)(agent, operation, *more)
+
+    def start(**given: Any) -> Any:
+        settings = Settings(transport="nixl", **given)
+        return make_worker_role(monkeypatch, settings, shard, views=views, device_order=ImmediateOrder())
+
+    monkeypatch.setattr(standin_nixl.nixlAgent, "createXferReq", reads_only)
+    for given, is_read in (({}, True), ({"mode": "push"}, False)):
+        with pytest.raises(TransportError) as caught:
+            start(**given)
+        assert ('"held_prompts" to "read"' in caught.value.remedy) is is_read
+    start(held_prompts="read").shutdown()
+    monkeypatch.setattr(standin_nixl.nixlAgent, "createXferReq", _refuses)
+    with pytest.raises(TransportError) as caught:
+        start()
+    assert "held_prompts" not in caught.value.remedy, "reads fail too"
+
+
 def _refuses(*_: object) -> int:
     raise standin_nixl.nixlNotFoundError("no")

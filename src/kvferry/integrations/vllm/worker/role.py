@@ -219,7 +219,13 @@ class WorkerRole:
         strategies = list(Strategy) if wanted is None else [wanted]
         layout = resolved_layout(self._vllm_config)
         trial = Trial(side, kv_caches, self._order, self._open_transports, strategies, layout, cores)
-        done = trial.run()
+        try:
+            done = trial.run()
+        except TransportError as error:
+            if settings.mode == "push" or side.memory.words is not None:
+                raise
+            remedy = 'Set "held_prompts" to "read": reads have passed the trial, and writes have not.'
+            raise TransportError(error.reason, error.message, remedy) from error
         told = "kvferry: rank %d: %d bytes of labelled blocks went out of the cache and back over %s in %.2f s (%s)."
         logger.info(told, self._index, done.num_bytes, done.transport, done.seconds, ", ".join(done.strategies))
 
