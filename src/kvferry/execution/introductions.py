@@ -69,10 +69,9 @@ class Introductions:
         """
         if now < self._avoided_until.get(where, 0.0):
             return False
-        if is_loopback(self._answers_at.host) and not is_loopback(where.host):
-            # Nobody on another host reaches this rank.
-            return False
         try:
+            if is_loopback(self._answers_at.host) and not is_loopback(where.host):
+                raise _at_loopback(self._answers_at.host)
             if self.is_introduced(where, sources, version) and self._met.get(where.epoch) == self.registration:
                 self._meets_by.pop(where, None)
                 return True
@@ -144,6 +143,15 @@ def unreachable(where: EndPoint) -> HandoffError:
         Reason.PEER_UNREACHABLE,
         f"the prefill rank at {where.host}:{where.port} does not answer.",
         "Check that the prefill engine runs, and that its host can be reached from here.",
+    )
+
+
+def _at_loopback(host: str) -> HandoffError:
+    return HandoffError(
+        Reason.PEER_UNREACHABLE,
+        f"this rank answers at {host}, where no other host reaches it.",
+        'Reads are slow between these hosts. Set "host" (and "advertised_host") of this engine to an address that the '
+        'prefill engine reaches, or set "held_prompts" to "read".',
     )
 
 
