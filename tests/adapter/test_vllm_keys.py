@@ -141,8 +141,12 @@ def test_an_engine_with_keys_connects_nowhere_for_parameters_of_another_version_
     prefill, decode = (make_role(FULL, keys=folder) for _ in range(2))
     params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
     assert params is not None
-    told: list[int] = []
-    monkeypatch.setattr(decode._state.leases, "say_versions", lambda _host, port, _sender: told.append(port))
+    told: list[tuple[int, bool]] = []
+
+    def tell(_host: str, port: int, *_: Any, is_trusted: bool = False) -> None:
+        told.append((port, is_trusted))
+
+    monkeypatch.setattr(decode._state.leases._client, "tell", tell)
     signed = prefill._state.trust.keys.sign
     for is_signed in (False, True):
         ferry = {**params["kvferry"], "version": 99, "newest": 99}
@@ -150,7 +154,7 @@ def test_an_engine_with_keys_connects_nowhere_for_parameters_of_another_version_
         if is_signed:
             ferry["signature"] = signed(signed_bytes(parsed)).hex()
         decode.on_new_request(request(PROMPT, {**params, "kvferry": ferry}, f"d{is_signed}"))
-    assert told == [prefill._server.port], "only the signed ones"
+    assert told == [(prefill._server.port, True)], "only the signed ones, to wherever a trusted engine is"
 
 
 def test_a_push_takes_the_offer_of_an_engine_with_the_same_keys_only(make_role: Any, folder: str, others: str) -> None:

@@ -76,14 +76,14 @@ class LeaseKeeper:
         with self._lock:
             return self._holds.is_renewed(request_id)
 
-    def say_versions(self, host: str, port: int, sender: str) -> None:
+    def say_versions(self, host: str, port: int, sender: str, *, is_trusted: bool) -> None:
         """Open a handshake with a prefill engine whose versions this engine does not speak.
 
         That engine refuses, so that its log too has the versions of both: parameters come through a router, and tell it
-        nothing.
+        nothing. ``is_trusted`` says that a trusted engine has named the host.
         """
         question = DirectoryRequest(OURS.oldest, sender, OURS.newest)
-        self._client.tell(host, port, question, VERSIONS_SECONDS)
+        self._client.tell(host, port, question, VERSIONS_SECONDS, is_trusted=is_trusted)
 
     def say_refused(self, hold: RemoteHold, sender: str, error: KVFerryError) -> None:
         """Tell a prefill engine why this engine does not load from it, for that engine's log."""

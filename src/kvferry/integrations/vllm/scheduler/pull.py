@@ -293,7 +293,8 @@ class PullDestination(Destination):
                 check_signature(named, keys, request_id)
             except KVFerryError:  # a client has made them up, and names where to connect
                 return
-        self._state.leases.say_versions(named.remote_host, named.remote_port, self._state.engine_id)
+        where = named.remote_host, named.remote_port
+        self._state.leases.say_versions(*where, self._state.engine_id, is_trusted=keys is not None)
 
     def _check_adapter(self, expected: RemoteParams, request: "Request") -> None:
         """Refuse a prompt whose adapter has other weights there, in both logs. Raises :class:`KVFerryError`."""
