@@ -103,8 +103,9 @@ class Introductions:
         self._meets_by.clear()
 
     def note_met(self, question: Met) -> None:
-        """A source has connected to this rank."""
-        self._met[question.epoch] = question.registration
+        """A source has connected to this rank, or had before a fence, which counts no more."""
+        if question.registration == self.registration:
+            self._met[question.epoch] = question.registration
 
     def note_answer(self, exchange: Exchange, question: Introduce) -> None:
         """Take a source's answer to an introduction, None where it came too late."""
