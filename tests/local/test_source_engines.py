@@ -555,6 +555,28 @@ def test_the_number_of_engines_is_bounded(decode: DecodeRank, monkeypatch: pytes
             prefill.close()
 
 
+def test_what_engines_make_a_rank_keep_is_bounded_in_bytes(decode: DecodeRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory may have 16 MB: where strangers are heard, 1,024 of them would fill the memory."""
+    monkeypatch.setattr(module, "MAX_DIRECTORY_BYTES", 3_000_000)
+    prefills = [PrefillEngine("memcpy", filled_ranks()) for _ in range(4)]
+    try:
+        for prefill in prefills:
+            directory = prefill.directory()
+            first, second = directory.ranks
+            first = msgspec.structs.replace(first, end_points={**first.end_points, "none": bytes(1_400_000)})
+            large = msgspec.structs.replace(directory, ranks=(first, second))
+            prefill.answer = lambda _, large=large: large
+            decode.engine(prefill.hold())
+        assert list(decode.engines._engines) == [prefill.hold().engine for prefill in prefills[2:]]
+        monkeypatch.setattr(module, "MAX_DIRECTORY_BYTES", 1)
+        decode.engine(prefills[0].hold())
+        assert list(decode.engines._engines) == [prefills[0].hold().engine], "one may have as many as a message"
+        assert decode.load(prefills[0].hold(), [5], [1]).error is None
+    finally:
+        for prefill in prefills:
+            prefill.close()
+
+
 def test_running_loads_from_an_engine_that_is_forgotten_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     """The load was under way when so many others came that its engine was forgotten."""
     monkeypatch.setattr(module, "MAX_ENGINES", 1)

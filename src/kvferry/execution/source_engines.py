@@ -36,6 +36,8 @@ from kvferry.transport.registry import TransportSet
 logger = PeerLog(logging.getLogger(__name__))
 
 MAX_ENGINES = 1024
+MAX_DIRECTORY_BYTES = 256 << 20
+"""Of the directories of all engines that a rank remembers: each may have as many as an answer."""
 
 
 class Compares(NamedTuple):
@@ -56,6 +58,10 @@ class SourceEngine:
     def __init__(self, directory: Directory, shard: Shard, route: Route, compares: Compares | None) -> None:
         self.route = route
         self._directory, self._shard = directory, shard
+        self.num_bytes = sum(
+            len(part) for entry in directory.ranks for part in (entry.shard, *entry.end_points.values())
+        )
+        """Of the directory's shards and end points."""
         self._compares = compares
         self._pairs: dict[PairPlan, PairDigests] = {}
         self._cells: dict[PairPlan, PushedCells | None] = {}
@@ -251,7 +257,7 @@ class SourceEngines:
         if engine is None:
             return None
         self._handshakes.forget((*key, weights_version))
-        self._make_room(hold)
+        self._make_room(hold, engine.num_bytes)
         self._engines[key] = engine
         if weights_version != self._weights_version:
             # The reset, on another thread, may not have seen the engine.
@@ -343,10 +349,14 @@ class SourceEngines:
             is_trusted=hold.is_trusted,
         )
 
-    def _make_room(self, hold: RemoteHold) -> None:
-        """Forget earlier epochs of this engine, and beyond :data:`MAX_ENGINES` the engine that was used longest ago."""
-        stale = [key for key in self._engines if key[:2] == hold.engine[:2]]
-        if not stale and len(self._engines) >= MAX_ENGINES:
-            stale.append(next(iter(self._engines)))
-        for key in stale:
+    def _make_room(self, hold: RemoteHold, num_bytes: int) -> None:
+        """Forget earlier epochs of an engine that comes with so many bytes, and beyond :data:`MAX_ENGINES` and
+        :data:`MAX_DIRECTORY_BYTES` the engines that were used longest ago.
+        """
+        for key in [key for key in self._engines if key[:2] == hold.engine[:2]]:
+            self._forget(key)
+        num_bytes += sum(each.num_bytes for each in self._engines.values())
+        while self._engines and (len(self._engines) >= MAX_ENGINES or num_bytes > MAX_DIRECTORY_BYTES):
+            key, oldest = next(iter(self._engines.items()))
+            num_bytes -= oldest.num_bytes
             self._forget(key)
