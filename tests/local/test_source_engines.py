@@ -558,7 +558,7 @@ def test_the_number_of_engines_is_bounded(decode: DecodeRank, monkeypatch: pytes
 def test_what_engines_make_a_rank_keep_is_bounded_in_bytes(decode: DecodeRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory may have 16 MB: where strangers are heard, 1,024 of them would fill the memory."""
     monkeypatch.setattr(module, "MAX_DIRECTORY_BYTES", 3_000_000)
-    prefills = [PrefillEngine("memcpy", filled_ranks()) for _ in range(4)]
+    prefills = [PrefillEngine("memcpy", filled_ranks()) for _ in range(5)]
     try:
         for prefill in prefills:
             directory = prefill.directory()
@@ -567,7 +567,7 @@ def test_what_engines_make_a_rank_keep_is_bounded_in_bytes(decode: DecodeRank, m
             large = msgspec.structs.replace(directory, ranks=(first, second))
             prefill.answer = lambda _, large=large: large
             decode.engine(prefill.hold())
-        assert list(decode.engines._engines) == [prefill.hold().engine for prefill in prefills[2:]]
+        assert list(decode.engines._engines) == [prefill.hold().engine for prefill in prefills[3:]]
         monkeypatch.setattr(module, "MAX_DIRECTORY_BYTES", 1)
         decode.engine(prefills[0].hold())
         assert list(decode.engines._engines) == [prefills[0].hold().engine], "one may have as many as a message"
