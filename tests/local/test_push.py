@@ -379,13 +379,13 @@ def test_what_introductions_make_a_sender_keep_is_bounded_in_bytes(
     sender, source, receiver, asked = asked_in_a_push(engines)
     [introduced] = [question for question in asked if isinstance(question, Introduce)]
     monkeypatch.setattr(destinations, "MAX_INTRODUCED_BYTES", 3_000_000)
-    for name in "abcd":
+    for name in "abcde":
         stranger = msgspec.structs.replace(introduced, receiver=name, end_points={"none": bytes(1_400_000)})
         assert isinstance(source.writer.answer(stranger), Noted)
-    assert [name for name, _ in source.writer.destinations.known] == ["c", "d"]
-    again = msgspec.structs.replace(introduced, receiver="c", registration=1, end_points={"none": bytes(2_900_000)})
+    assert [name for name, _ in source.writer.destinations.known] == ["d", "e"]
+    again = msgspec.structs.replace(introduced, receiver="d", registration=1, end_points={"none": bytes(2_900_000)})
     source.writer.answer(again)
-    assert [name for name, _ in source.writer.destinations.known] == ["c"]
+    assert [name for name, _ in source.writer.destinations.known] == ["d"]
     # The one that was forgotten is asked to introduce itself again.
     receiver.receive(sender.hold(), [0, 3], job_id="s")
     error = receiver.result().error
