@@ -112,7 +112,7 @@ class Engines:
         }
         self.scratch, self.digests = Scratch(num_words=1), Stage(64 << 20)
         self.transports: TransportSet = open_transports("cma")
-        tables = [table.region for tables in self.tables.values() for table in tables]
+        tables = [region for tables in self.tables.values() for table in tables for region in table.regions]
         regions = [region for rank in (*self.sources, self.destination) for region in rank.shard.regions]
         end_points = self.transports.register([*regions, *tables, self.scratch.region, self.digests.region])
         links = {index: self.transports.connect(end_points) for index in range(case.prefill_tp)}
@@ -188,7 +188,7 @@ class Pushes(Engines):
         self._spans = LayerSpans({"full": [str(layer) for layer in range(NUM_LAYERS)]})
         self._number = 0
         self._cells = {
-            (plan, kept, at_source): PushedCells(plan, kept, at_source=at_source)
+            (plan, kept, at_source): PushedCells(plan, kept, at_source=at_source, is_sliced=kept is Integrity.SAMPLE)
             for plan in self.route.plans(0)
             for kept in self.tables
             for at_source in (True, False)

@@ -125,7 +125,7 @@ class PrefillEngine:
         regions = [region for rank in ranks for region in rank.regions]
         regions += [words.region for words in self.words]
         self.tables = [] if integrity is Integrity.OFF else [DigestTable(rank.shard, integrity) for rank in ranks]
-        regions += [table.region for table in self.tables]
+        regions += [region for table in self.tables for region in table.regions]
         self.end_points = self.transports.register(regions)
         self.answer: Callable[[Question], Answer] = lambda question: self.directory()
         self.num_handshakes = 0

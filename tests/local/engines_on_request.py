@@ -57,7 +57,7 @@ class HoldingRank(Parts):
         fill = None if self.table is None else self._fill
         self.step_words = StepWords(self.words, cache_memory.caches.order, fill)
         regions = [self.words.region]
-        regions += [] if self.table is None else [self.table.region]
+        regions += [] if self.table is None else self.table.regions
         self.end_points = self.transports.register(regions)
         shard = encode_shard(rank.shard)
         self.answerer = self.writer = Writer(

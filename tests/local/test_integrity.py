@@ -9,12 +9,15 @@ import pytest
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.execution import read
+from kvferry.execution.guard_words import WORD_BYTES
 from kvferry.execution.job import JobResult, Phase
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.staging.strategy import Strategy
+from kvferry.transport.memcpy import MemcpyTransport
+from kvferry.transport.protocol import Status, Transfer
 
-from .engines_in_process import ROW_BYTES, DecodeRank, PrefillEngine, Rank, filled_ranks, whole_blocks
+from .engines_in_process import ROW_BYTES, SLOT, DecodeRank, PrefillEngine, Rank, filled_ranks, whole_blocks
 
 SOURCE_IDS, DESTINATION_IDS = [5, 2, 3], [1, 0, 4]
 NUM_TOKENS = 12
@@ -137,6 +140,65 @@ def test_other_jobs_go_on_between_two_comparisons(monkeypatch: pytest.MonkeyPatc
         turns = finish(job, decode)
         assert job.error is None
         assert turns == 2, "a turn for each source rank: each compares in one piece"
+
+
+class LateWords:
+    """Guard words that are read after the data come when the test says so."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.have_come, self.has_data = False, False
+        advance = MemcpyTransport._advance
+
+        def late(transport: MemcpyTransport, transfer: Transfer) -> Status:
+            is_word = transfer.num_bytes == WORD_BYTES
+            self.has_data |= not is_word
+            return Status.PENDING if is_word and self.has_data and not self.have_come else advance(transport, transfer)
+
+        patch.setattr(MemcpyTransport, "_advance", late)
+
+
+def compared_before_words(job: read.Read, decode: DecodeRank, words: LateWords) -> int:
+    """Advance the job until its data has come and longer; return how many bytes it has compared."""
+    end = time.monotonic() + 20
+    while not words.has_data:
+        assert time.monotonic() < end
+        job.advance(decode.scratch, time.monotonic())
+    for _ in range(20):
+        job.advance(decode.scratch, time.monotonic())
+    assert job.phase is Phase.MOVING
+    return job._num_compared_bytes
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_bytes_are_compared_while_the_words_after_them_come_unless_they_are_staged(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = LateWords(monkeypatch)
+    with engines(strategy=strategy) as (prefill, decode):
+        job = decode.start(prefill.hold(), [whole_blocks("full", SOURCE_IDS, DESTINATION_IDS)])
+        compared = compared_before_words(job, decode, words)
+        assert compared == (3 * ROW_BYTES if strategy is Strategy.DIRECT else 0)
+        words.have_come = True
+        finish(job, decode)
+        assert job.error is None
+        assert job._num_compared_bytes == 3 * ROW_BYTES
+
+
+def test_a_source_that_changed_in_mid_read_is_told_as_such_also_where_bytes_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The comparison ends first, and finds what a later owner of the blocks has written."""
+    words = LateWords(monkeypatch)
+    with engines() as (prefill, decode):
+        prefill.ranks[0].cache[5, 0] ^= 1  # type: ignore[attr-defined]
+        job = decode.start(prefill.hold(), [whole_blocks("full", SOURCE_IDS, DESTINATION_IDS)])
+        compared_before_words(job, decode, words)
+        for each in prefill.words:
+            each.clear(SLOT)
+        words.have_come = True
+        finish(job, decode)
+        assert job.error is not None
+        assert job.error.reason is Reason.SOURCE_CHANGED
 
 
 def finish(job: read.Read, decode: DecodeRank) -> int:

@@ -9,12 +9,14 @@ import pytest
 from kvferry.errors import Reason
 from kvferry.execution import announce, push_digests
 from kvferry.execution.source_engines import Compares
-from kvferry.handoff.messages import Announce, Pushed
+from kvferry.handoff.messages import Announce, DigestTable, Pushed
 from kvferry.handoff.push.sender import END
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.plan import digest_cells
 from kvferry.plan.digest_cells import Integrity
 from kvferry.transport.faults import FaultPlan
 
+from . import engines_that_push
 from .engines_in_process import BLOCK_SIZE, HEADS, LAYERS, ROW_BYTES
 from .engines_that_push import Batches, Pairs, ReceivingRank, SendingEngine, check_arrived, engines
 
@@ -193,6 +195,27 @@ def test_messages_of_an_earlier_version_lack_the_fields_and_are_read(engines: Pa
     [announced] = [each for each in asked if isinstance(each, Announce)]
     [pushed] = [each for each in reports if isinstance(each, Pushed)]
     assert (announced.integrity, pushed.digests) == ("off", b"")
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_a_source_of_an_earlier_version_is_asked_for_digests_of_whole_cells(
+    is_earlier: bool, engines: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a destination of an earlier version, which asks without a word of slices, gets the same."""
+    monkeypatch.setattr(digest_cells, "SLICE_BYTES", 4)
+    if is_earlier:
+        monkeypatch.setattr(engines_that_push, "pushed_digests", lambda _: DigestTable("sample", 0, 0))
+    sender, receivers = engines.open(2, 1, kept=SAMPLE, compares=Compares(SAMPLE, is_required=True))
+    asked: list[Announce] = []
+    for rank in sender.ranks:
+        answer = rank.writer.answer
+        rank.writer.answer = lambda question, answer=answer: (asked.append(question), answer(question))[1]  # type: ignore[method-assign,misc]
+    [result] = push(sender, receivers)
+    assert result.error is None
+    assert {question.is_sliced for question in asked if isinstance(question, Announce)} == {not is_earlier}
+    # One cell of each rank and block: all channels of one layer and head, or one word of 4 bytes of each token.
+    cell_bytes = ROW_BYTES // len(LAYERS) // HEADS if is_earlier else BLOCK_SIZE * 4
+    assert result.num_compared_bytes == 2 * 3 * cell_bytes
 
 
 def test_digests_that_belong_to_another_push_are_refused(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,9 +182,10 @@ def test_the_compared_cells_are_made_once_for_each_wish_of_a_destination() -> No
     rank.introduce()
     [known] = rank.destinations.known.values()
     plan = known.plan("x")
-    sample, full = (known.cells(plan, wanted) for wanted in (Integrity.SAMPLE, Integrity.FULL))
-    assert (sample.wanted, full.wanted) == (Integrity.SAMPLE, Integrity.FULL)
-    assert [known.cells(plan, each.wanted) for each in (sample, full)] == [sample, full]
+    asked = [(Integrity.SAMPLE, True), (Integrity.SAMPLE, False), (Integrity.FULL, False)]
+    found = [known.cells(plan, wanted, is_sliced=is_sliced) for wanted, is_sliced in asked]
+    assert [(cells.wanted, cells.is_sliced) for cells in found] == asked
+    assert [known.cells(plan, each.wanted, is_sliced=each.is_sliced) for each in found] == found
 
 
 # Meetings.

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -13,10 +15,12 @@ from kvferry.arrays import memory_at
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution.cell_sums import CellSums, DeviceCells
 from kvferry.execution.digests import DigestTable, PairDigests
+from kvferry.layout.component import Atom
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.group import TokenShare
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
+from kvferry.plan import digest_cells
 from kvferry.plan.digest_cells import CellGrid, CellMemory, Integrity, weights
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.request import GroupBlocks
@@ -94,11 +98,21 @@ def has_shares(move: Move) -> bool:
 
 
 @settings(max_examples=CASES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(moves().filter(lambda move: not has_shares(move)), st.integers(0, 100), st.integers(0, 1 << 20))
+@given(
+    moves().filter(lambda move: not has_shares(move)),
+    st.integers(0, 100),
+    st.integers(0, 1 << 20),
+    st.sampled_from([4, 8, 512]),
+)
 def test_digests_agree_after_a_right_move_and_differ_after_any_changed_bit(
-    move: Move, selector: int, seed: int
+    move: Move, selector: int, seed: int, slice_bytes: int
 ) -> None:
-    """Whatever the layouts, block sizes, tensor-parallel sizes and stages of the two engines."""
+    """Whatever the layouts, block sizes, tensor-parallel sizes and stages of the two engines, and the slices."""
+    with mock.patch.object(digest_cells, "SLICE_BYTES", slice_bytes):
+        check_digests(move, selector, seed)
+
+
+def check_digests(move: Move, selector: int, seed: int) -> None:
     arena, move, sources, destinations = in_memory(move)
     fill([*sources, *destinations], seed)
     full, sample = (tables_of(sources, move.requests, kept) for kept in (Integrity.FULL, Integrity.SAMPLE))
@@ -194,7 +208,7 @@ def two(**sides: object) -> Two:
         for side in ("source", "destination")
     )
     tokens = sides.get("tokens", (0, 100))
-    return Two(Arena(1 << 20), source, destination, tokens)  # type: ignore[arg-type]
+    return Two(Arena(1 << 22), source, destination, tokens)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("destination", LAYOUTS)
@@ -233,6 +247,93 @@ def test_cells_come_a_few_at_a_time(kept: str, wanted: str) -> None:
         for cells in (chosen, at_once)
     )
     assert few == together
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("changes", [{}, {"atom": Atom.PAGE, "packing": "amx"}], ids=["plain", "packed"])
+@pytest.mark.parametrize(("itemsize", "head_size", "num_slices"), [(2, 128, 8), (1, 96, 3), (4, 12, 1), (2, 2, 1)])
+def test_the_slices_of_a_cell_have_each_of_its_bytes_once(
+    layout: str, changes: dict[str, Any], itemsize: int, head_size: int, num_slices: int
+) -> None:
+    shape = {"itemsize": itemsize, "head_size": head_size}
+    pair = two(source_layout=layout, destination_layout=layout, source=shape, destination=shape)
+    shard = pair.sources[0].shard
+    [group] = shard.groups
+    page = {"token_stride": itemsize, "channel_stride": 32 * itemsize} if changes else {}
+    components = [msgspec.structs.replace(each, **changes, **page) for each in group.components]
+    group = msgspec.structs.replace(group, components=tuple(components))
+    whole, sliced = (CellGrid(group, is_sliced=is_sliced) for is_sliced in (False, True))
+    if not changes:
+        assert sliced.num_cells == num_slices * whole.num_cells
+    for part, slices in zip(whole.parts, sliced.parts, strict=True):
+        assert sliced.cell_bytes(slices) >= min(digest_cells.SLICE_BYTES, whole.cell_bytes(part))
+        places, sliced_places = (
+            np.sort((cells.cells[:, None] + cells.offsets).ravel()[:, None] + np.arange(cells.run_bytes), axis=None)
+            for cells in (
+                CellMemory(shard, part.component, whole, part),
+                CellMemory(shard, part.component, sliced, slices),
+            )
+        )
+        np.testing.assert_array_equal(places, sliced_places)
+        names = [part.layer_and_heads(cell) for cell in range(part.num_cells)]
+        assert [slices.layer_and_heads(cell) for cell in range(slices.num_cells)] == [
+            name for name in names for _ in range(slices.num_slices)
+        ]
+
+
+def test_the_slices_of_a_sample_are_compared_where_the_source_keeps_them() -> None:
+    """A source of an earlier version keeps digests of whole cells only, and so does one that keeps all."""
+    shape = {"head_size": 64}
+    pair = two(source_layout="LBHNC", destination_layout="BHLNC", source=shape, destination=shape)
+    [table] = pair.tables(Integrity.SAMPLE)
+    pair.run()
+    [plan] = Planner(pair.move.sources, pair.destinations[0].shard).plans(0)
+    whole = msgspec.structs.replace(table.entry, slices=None)
+    whole_bytes = 7 * 16 * 64 * 2
+    assert compare([(plan, PairDigests(plan, table.entry, Integrity.SAMPLE))], [pair.request]) == whole_bytes // 4
+    assert compare([(plan, PairDigests(plan, whole, Integrity.SAMPLE))], [pair.request]) == whole_bytes
+    assert pair.compare(pair.tables(Integrity.FULL), Integrity.SAMPLE) == whole_bytes
+
+
+def mismatch_of(pairs: Pairs, request: GroupBlocks) -> str:
+    """Return the message of the comparison that fails, empty where none does."""
+    try:
+        compare(pairs, [request])
+    except HandoffError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize("destination", LAYOUTS)
+@pytest.mark.parametrize("source", ["LBHNC", "transposed keys"])
+@pytest.mark.parametrize("sizes", [(1, 1, 32, 32), (2, 1, 32, 16), (4, 2, 16, 48)])
+def test_slices_find_a_block_that_is_anothers_always_and_name_its_head(
+    source: str, destination: str, sizes: tuple[int, ...]
+) -> None:
+    source_side = {"tp_size": sizes[0], "block_size": sizes[2], "head_size": 64}
+    side = {"tp_size": sizes[1], "block_size": sizes[3], "head_size": 64}
+    pair = two(source_layout=source, destination_layout=destination, source=source_side, destination=side)
+    tables = pair.tables(Integrity.SAMPLE)
+    pair.run()
+    assert pair.compare(tables, Integrity.SAMPLE)
+    named = set()
+    for rank in pair.destinations:
+        before = rank.snapshot()
+        for block in pair.request.destination_ids[: 96 // sizes[3]].tolist():
+            for view in rank.views.values():
+                view[block] ^= 1
+            pairs = pairs_of(pair.move, rank.shard, tables, Integrity.SAMPLE)
+            assert mismatch_of(pairs, pair.request)
+            rank.restore(before)
+        for name, view in rank.views.items():
+            for head in range(view.shape[1]):
+                view[:, head] ^= 1
+                if message := mismatch_of(pairs, pair.request):
+                    each = rank.shard.groups[0].component(name[1]).heads[0].start + head
+                    assert f"component {name[1]!r}, layer {name[2]!r}, heads {each}:{each + 1}," in message
+                    named.add(name)
+                rank.restore(before)
+    assert named, "none of 7 stretches drew one of all heads"
 
 
 def test_a_mismatch_says_where() -> None:
@@ -295,7 +396,7 @@ def test_a_table_of_an_earlier_version_has_the_digests_of_a_prompts_end_in_its_r
     [table] = pair.tables(kept)
     pair.run()
     [plan] = Planner(pair.move.sources, pair.destinations[0].shard).plans(0)
-    earlier = msgspec.structs.replace(table.entry, open_address=0)
+    earlier = msgspec.structs.replace(table.entry, open_address=0, slices=None)
     pairs = [(plan, PairDigests(plan, earlier, kept))]
     assert compare(pairs, [pair.request]) == pair.compare([table], kept)
 

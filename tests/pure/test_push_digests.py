@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from kvferry.handoff.push.sender import END, BlockList, Prompt, PushRequest, Pus
 from kvferry.layout.dense import Content
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Shard
+from kvferry.plan import digest_cells
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.planner import PairPlan, Planner
@@ -47,9 +49,10 @@ KEY = PushKey("d/0", 7, 1)
 
 
 @functools.lru_cache(maxsize=16)
-def cells_of(plan: PairPlan, wanted: Integrity, *, at_source: bool) -> PushedCells:
-    """Return the cells of a plan, made once, as ranks do."""
-    return PushedCells(plan, wanted, at_source=at_source)
+def cells_of(plan: PairPlan, wanted: Integrity, *, at_source: bool, is_sliced: bool | None = None) -> PushedCells:
+    """Return the cells of a plan, made once, as ranks do: those of a sample are slices."""
+    sliced = wanted is SAMPLE if is_sliced is None else is_sliced
+    return PushedCells(plan, wanted, at_source=at_source, is_sliced=sliced)
 
 
 @functools.lru_cache(maxsize=16)
@@ -69,10 +72,12 @@ class Pushed:
         steps: Sequence[int] = (),
         layers_per_span: int = 0,
         key: PushKey = KEY,
+        is_sliced: bool | None = None,
     ) -> None:
         part = Part(plan, announced_blocks(plan, requests))
-        self._landed = PushDigests(cells_of(plan, wanted, at_source=False), part.announced, key)
-        self.written = WrittenDigests(PushDigests(cells_of(plan, wanted, at_source=True), part.announced, key))
+        ours, others = (cells_of(plan, wanted, at_source=at, is_sliced=is_sliced) for at in (True, False))
+        self._landed = PushDigests(others, part.announced, key)
+        self.written = WrittenDigests(PushDigests(ours, part.announced, key))
         if layers_per_span:
             # The order of computation is the source's; spans need not be the destination's.
             layers = {name: sorted(group.source_group.layers) for name, group in plan.groups.items()}
@@ -121,12 +126,19 @@ STEPS = st.lists(st.integers(1, 18), max_size=3).map(sorted)
     st.integers(0, 1 << 20),
     STEPS,
     st.integers(0, 2),
+    st.sampled_from([4, 512]),
 )
 def test_digests_agree_after_a_right_push_and_differ_after_any_flipped_bit(
-    move: Move, selector: int, seed: int, steps: list[int], layers_per_span: int
+    move: Move, selector: int, seed: int, steps: list[int], layers_per_span: int, slice_bytes: int
 ) -> None:
-    """Whatever kinds of caches, layouts, block sizes, tensor-parallel sizes, stages, chunks and spans."""
+    """Whatever kinds of caches, layouts, block sizes, tensor-parallel sizes, stages, chunks, spans and slices."""
     assume(move.num_tokens)
+    cells_of.cache_clear()
+    with mock.patch.object(digest_cells, "SLICE_BYTES", slice_bytes):
+        check_pushes(move, selector, seed, steps, layers_per_span)
+
+
+def check_pushes(move: Move, selector: int, seed: int, steps: list[int], layers_per_span: int) -> None:
     arena, move, sources, destinations = in_memory(move)
     fill([*sources, *destinations], seed)
     more = {"steps": steps, "layers_per_span": layers_per_span}
@@ -212,6 +224,19 @@ def test_bytes_behind_the_prompt_do_not_count() -> None:
     assert pushed.compare()
 
 
+@pytest.mark.parametrize("is_sliced", [False, True])
+def test_a_sample_has_slices_where_both_engines_know_them(is_sliced: bool) -> None:
+    """An engine of an earlier version asks for whole cells, and sends their digests."""
+    sides = {"head_size": 64}
+    pair = two(source_layout="LBHNC", destination_layout="BHLNC", source=sides, destination=sides)
+    (rank,) = pair.destinations
+    [pushed] = pushes(pair.move, rank.shard, SAMPLE, pair.arena, is_sliced=is_sliced)
+    whole_bytes = 7 * 16 * 64 * 2
+    assert pushed.compare() == whole_bytes // (4 if is_sliced else 1)
+    rank.regions[0].reshape(12, -1)[int(pair.request.destination_ids[1])] ^= 1
+    assert mismatch(pushed) is not None
+
+
 @pytest.mark.parametrize("max_words", [push_digests.MAX_WORDS, 4], ids=["apart", "folded"])
 def test_a_sample_finds_a_flipped_bit_with_its_odds_and_a_wrong_block_always(
     max_words: int, monkeypatch: pytest.MonkeyPatch
@@ -240,7 +265,7 @@ def test_a_sample_draws_each_cell_as_often_as_any_other() -> None:
     """Damage of one cell is found with odds of 1 in n, whichever the cell is, and whatever the push before found."""
     pair = two(source_layout="LBHNC", destination_layout="LBHNC")
     [plan] = Planner(pair.move.sources, pair.destinations[0].shard).plans(0)
-    cells = PushedCells(plan, SAMPLE, at_source=True)
+    cells = cells_of(plan, SAMPLE, at_source=True)
     announced = announced_blocks(plan, [pair.request])
     draws = [
         PushDigests(cells, announced, PushKey("d/0", epoch, number))._groups["full"]._draw(np.arange(7))
@@ -312,7 +337,7 @@ def test_a_packed_page_that_changes_while_it_is_written_is_noticed() -> None:
     part = Part(plan, announced_blocks(plan, [pair.request]))
     held = {"full": BlockList(0, pair.request.source_ids.tolist())}
     for wanted in (FULL, SAMPLE):
-        written = WrittenDigests(PushDigests(PushedCells(plan, wanted, at_source=True), part.announced, KEY))
+        written = WrittenDigests(PushDigests(cells_of(plan, wanted, at_source=True), part.announced, KEY))
         batch = Sending("x", part.needs, 1.0).take(dict.fromkeys(part.needs, END))
         for position, changes in ((3, True), (2, False)):
             written.begin(part.cuts(batch, held))
@@ -344,7 +369,7 @@ def test_full_is_refused_where_blocks_begin_inside_a_cell() -> None:
     [plan] = Planner(pair.move.sources, pair.destinations[0].shard).plans(0)
     announced = AnnouncedBlocks("full", 48, 100, 40, (1, 2, 3))
     with pytest.raises(PlanError) as caught:
-        PushDigests(PushedCells(plan, FULL, at_source=True), [announced], KEY)
+        PushDigests(cells_of(plan, FULL, at_source=True), [announced], KEY)
     assert "loads from token 48 on" in caught.value.message
 
 
@@ -364,7 +389,7 @@ def test_what_a_peer_announces_costs_no_memory_before_the_prompt_is_there() -> N
     [plan] = Planner(pair.move.sources, pair.destinations[0].shard).plans(0)
     announced = AnnouncedBlocks("full", 0, (1 << 63) - 16, 0, (1, 2, 3))
     for wanted in (SAMPLE, FULL):
-        digests = PushDigests(PushedCells(plan, wanted, at_source=True), [announced], KEY)
+        digests = PushDigests(cells_of(plan, wanted, at_source=True), [announced], KEY)
         assert digests.num_words <= push_digests.MAX_WORDS
     message = msgspec.msgpack.encode(WrittenDigests(digests).encoded())
     assert len(message) <= push_digests.MAX_WORDS * 8 + 5

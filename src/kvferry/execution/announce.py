@@ -271,6 +271,7 @@ class AwaitedPush:
             adapter=self._request.adapter,
             integrity=(Integrity.OFF if source.cells is None else source.cells.wanted).value,
             late_seconds=self._request.late_seconds,
+            is_sliced=source.cells is not None and source.cells.is_sliced,
         )
 
     def _read_inbox(self, receiving: Receiving) -> bool:

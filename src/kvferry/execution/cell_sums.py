@@ -37,15 +37,23 @@ class CellSums:
     def __init__(self, memory: CellMemory) -> None:
         self.memory = memory
 
-    def sums(self, places: Integers, num_tokens: Integers) -> Addresses:
-        """Return the digest of each cell that begins at ``places`` of its region, over its first ``num_tokens``."""
+    def sums(self, places: Integers, num_tokens: Integers | None = None) -> Addresses:
+        """Return the digest of each cell that begins at ``places`` of its region.
+
+        A digest covers the first ``num_tokens`` of its cell; None: all.
+        """
         memory = self.memory
         if memory.region.device != HOST_DEVICE:
-            return self._on_device.sums(places, num_tokens)
-        numbers = self._view[places].view(f"<u{memory.number_bytes}").reshape(len(places), -1)
-        if (short := np.flatnonzero(num_tokens < self._num_tokens)).size:
+            whole = np.full(len(places), self._num_tokens) if num_tokens is None else num_tokens
+            return self._on_device.sums(places, whole)
+        numbers = self._view[places].view(self._number).reshape(len(places), -1)
+        if num_tokens is not None and (short := np.flatnonzero(num_tokens < self._num_tokens)).size:
             numbers[short] *= memory.tokens < num_tokens[short, None]
         return np.asarray(np.einsum("cn,n->c", numbers, memory.weights, dtype=np.uint64))
+
+    @cached_property
+    def _number(self) -> np.dtype[np.unsignedinteger]:
+        return np.dtype(f"<u{self.memory.number_bytes}")
 
     @cached_property
     def _num_tokens(self) -> int:

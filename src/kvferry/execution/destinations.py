@@ -93,13 +93,13 @@ class DestinationRank:
     num_open: int = 0
     """Its open pushes, each of which keeps it."""
     meeting: Meeting | None = None
-    _cells: dict[tuple[PairPlan, Integrity], PushedCells] = field(default_factory=dict)
+    _cells: dict[tuple[PairPlan, Integrity, bool], PushedCells] = field(default_factory=dict)
 
-    def cells(self, plan: PairPlan, wanted: Integrity) -> PushedCells:
+    def cells(self, plan: PairPlan, wanted: Integrity, *, is_sliced: bool) -> PushedCells:
         """Return the cells of a plan whose digests the destination compares, made once. Raises :class:`PlanError`."""
-        if (plan, wanted) not in self._cells:
-            self._cells[plan, wanted] = PushedCells(plan, wanted, at_source=True)
-        return self._cells[plan, wanted]
+        if (plan, wanted, is_sliced) not in self._cells:
+            self._cells[plan, wanted, is_sliced] = PushedCells(plan, wanted, at_source=True, is_sliced=is_sliced)
+        return self._cells[plan, wanted, is_sliced]
 
     @property
     def link(self) -> Connecting | Link:

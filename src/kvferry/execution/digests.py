@@ -14,6 +14,7 @@ late.
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvferry.arrays import Addresses, Descriptors, Flags, Integers
 from kvferry.errors import HandoffError
 from kvferry.execution.cell_sums import MOST_BYTES
 from kvferry.execution.pair_cells import GroupCells, cells_of, check_kept, place_of
+from kvferry.handoff.messages import DigestRows
 from kvferry.handoff.messages import DigestTable as TableEntry
 from kvferry.layout.shard import Region, Shard
 from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, Cells, Integrity
@@ -35,37 +37,26 @@ SEED_BITS = 62
 class DigestTable:
     """The digests of one source rank's blocks. Untouched memory costs nothing.
 
-    Raises :class:`PlanError` (``unsupported``) for a cache whose digests are not compared.
+    A sample is kept twice: of slices, and of whole cells for destinations of an earlier version. Raises
+    :class:`PlanError` (``unsupported``) for a cache whose digests are not compared.
     """
 
     def __init__(self, shard: Shard, kept: Integrity) -> None:
         self._kept, self._seed = kept, secrets.randbits(SEED_BITS)
-        self._grids = {group.name: CellGrid(group) for group in shard.groups}
-        self._cells = {name: [cells_of(shard, grid, part) for part in grid.parts] for name, grid in self._grids.items()}
-        sizes = {name: (grid.num_words(kept), grid.num_words_each(kept)) for name, grid in self._grids.items()}
-        rows, open_rows = (_first_words(self._grids.values(), kept, is_open=is_open) for is_open in (False, True))
-        self._memory = np.zeros(max(rows[""] + open_rows[""], 1), dtype=np.uint64)
-        self._open_word = rows[""]
-        self._rows = {name: self._view(name, rows[name], each) for name, (each, _) in sizes.items()}
-        self._open_rows = {
-            name: self._view(name, self._open_word + open_rows[name], each) for name, (_, each) in sizes.items()
-        }
-
-    def _view(self, name: str, first_word: int, num_words: int) -> Addresses:
-        num_blocks = self._grids[name].group.num_blocks
-        return self._memory[first_word : first_word + num_blocks * num_words].reshape(num_blocks, num_words)
+        self._whole = Rows(shard, kept, is_sliced=False)
+        self._sliced = Rows(shard, kept, is_sliced=True) if kept is Integrity.SAMPLE else None
 
     @property
-    def region(self) -> Region:
+    def regions(self) -> list[Region]:
         """The memory to register."""
-        return Region(int(self._memory.ctypes.data), self._memory.nbytes)
+        return [rows.region for rows in (self._whole, self._sliced) if rows is not None]
 
     @property
     def entry(self) -> TableEntry:
         """The table as a destination must know it."""
         kept: Literal["sample", "full"] = "full" if self._kept is Integrity.FULL else "sample"
-        address = self.region.base_address
-        return TableEntry(kept, address, self._seed, address + self._open_word * DIGEST_BYTES)
+        at, slices = self._whole.at, None if self._sliced is None else self._sliced.at
+        return TableEntry(kept, at.address, self._seed, at.open_address, slices)
 
     def fill(self, num_tokens: int, block_ids: Mapping[str, Integers]) -> None:
         """Fill the rows of a prompt's blocks.
@@ -73,19 +64,56 @@ class DigestTable:
         Each group's blocks are those of the whole prompt by position, with zeros for blocks that are not held; of a
         state the one block. Groups that this rank does not hold are left out.
         """
-        for name, grid in self._grids.items():
+        for name, grid in self._whole.grids.items():
             ids = block_ids[name]
             end = 1 if grid.is_state else num_tokens
             self.fill_group(name, ids, 0, (first_held(ids) * grid.group.block_size, end))
 
     def fill_group(self, name: str, block_ids: Integers, begin: int, tokens: tuple[int, int]) -> None:
         """Fill the rows of ``tokens`` of one group, half-open, in blocks of which the first begins at ``begin``."""
-        grid, rows, kept = self._grids[name], self._rows[name], self._kept
+        for rows in (self._whole, self._sliced):
+            if rows is not None:
+                rows.fill(name, block_ids, begin, tokens, self._seed)
+
+
+class Rows:
+    """The rows of words of one rank's blocks, and those of its open stretches."""
+
+    def __init__(self, shard: Shard, kept: Integrity, *, is_sliced: bool) -> None:
+        self._kept = kept
+        self.grids = {group.name: CellGrid(group, is_sliced=is_sliced) for group in shard.groups}
+        self._cells = {name: [cells_of(shard, grid, part) for part in grid.parts] for name, grid in self.grids.items()}
+        first, first_open = (_first_words(self.grids.values(), kept, is_open=is_open) for is_open in (False, True))
+        self._open_word = first[""]
+        self._memory = np.zeros(max(self._open_word + first_open[""], 1), dtype=np.uint64)
+        self._rows, self._open_rows = {}, {}
+        for name, grid in self.grids.items():
+            self._rows[name] = self._view(grid, first[name], grid.num_words(kept))
+            self._open_rows[name] = self._view(grid, self._open_word + first_open[name], grid.num_words_each(kept))
+
+    def _view(self, grid: CellGrid, first_word: int, num_words: int) -> Addresses:
+        num_blocks = grid.group.num_blocks
+        return self._memory[first_word : first_word + num_blocks * num_words].reshape(num_blocks, num_words)
+
+    @property
+    def region(self) -> Region:
+        """The memory of the rows."""
+        return Region(int(self._memory.ctypes.data), self._memory.nbytes)
+
+    @property
+    def at(self) -> DigestRows:
+        """Where the rows begin."""
+        address = self.region.base_address
+        return DigestRows(address, address + self._open_word * DIGEST_BYTES)
+
+    def fill(self, name: str, block_ids: Integers, begin: int, tokens: tuple[int, int], seed: int) -> None:
+        """Fill the rows as :meth:`DigestTable.fill_group` does."""
+        grid, rows, kept = self.grids[name], self._rows[name], self._kept
         stretches = grid.stretches(block_ids, begin, *tokens)
         is_open, last = grid.is_open(stretches, tokens[1]), len(stretches.block) - 1
         parts = self._cells[name]
         behind = [here.sums.memory.behind(stretches.block, stretches.number * grid.num_tokens) for here in parts]
-        for cells in grid.cells(stretches, kept, kept, self._seed, MOST_BYTES):
+        for cells in grid.cells(stretches, kept, kept, seed, MOST_BYTES):
             here, at, word = parts[cells.part], cells.stretch, cells.word
             block, places = stretches.block[at], here.places[cells.cell] + behind[cells.part][at]
             sums = here.sums.sums(places, stretches.num_tokens[at])
@@ -130,10 +158,15 @@ class PairDigests:
     def __init__(self, plan: PairPlan, table: TableEntry | None, wanted: Integrity) -> None:
         kept = check_kept(table, wanted)
         assert table is not None, "who wants digests asks a source that keeps some"
-        grids = {group.name: CellGrid(group) for group in plan.source.groups}
+        slices = table.slices if wanted is Integrity.SAMPLE and kept is Integrity.SAMPLE else None
+        grids = {group.name: CellGrid(group, is_sliced=slices is not None) for group in plan.source.groups}
         rows, open_rows = (_first_words(grids.values(), kept, is_open=is_open) for is_open in (False, True))
+        at = DigestRows(table.address, table.open_address) if slices is None else slices
         self._groups = [
-            GroupDigests(GroupCells(plan, group, grids[name], wanted), Kept(table, kept, rows[name], open_rows[name]))
+            GroupDigests(
+                GroupCells(plan, group, grids[name], wanted),
+                Kept(at, kept, table.seed, rows[name], open_rows[name]),
+            )
             for name, group in plan.groups.items()
         ]
 
@@ -146,10 +179,11 @@ class PairDigests:
 
 
 class Kept(NamedTuple):
-    """A source's table: what it keeps, and the words with which the rows of a group begin."""
+    """A source's table: where it lies, what it keeps, and the words with which the rows of a group begin."""
 
-    table: TableEntry
+    at: DigestRows
     kept: Integrity
+    seed: int
     first_word: int
     first_open_word: int
 
@@ -166,42 +200,48 @@ class GroupDigests(NamedTuple):
         return self.cells.grid.num_words(self.kept.kept)
 
 
+class Landing(NamedTuple):
+    """Where the stretches of a request are at the destination.
+
+    ``is_inside`` says whether the block has the whole stretch: a cell is gathered whole, also where the prompt ends
+    inside.
+    """
+
+    block: Integers
+    slot: Integers
+    is_inside: Flags
+
+
 class ComparedCells(NamedTuple):
-    """Some cells that are compared: where this rank has them, how many tokens count, and which words they must have."""
+    """Some cells that are compared: where this rank has them, how many tokens count, None for all, and which words they
+    must have.
+    """
 
     cells: Cells
     places: Integers
-    num_tokens: Integers
+    num_tokens: Integers | None
     words: Integers
 
 
 class GroupComparison:
-    """The comparison of one request in one group.
-
-    The compared cells are prepared before the bytes move: afterwards the request waits for the comparison. Only the
-    cells of ``full`` are too many to be kept.
-    """
+    """The comparison of one request in one group."""
 
     def __init__(self, group: GroupDigests, blocks: GroupBlocks) -> None:
-        self._group = group
-        grid, wanted = group.cells.grid, group.cells.destination
+        self._group, self._blocks = group, blocks
+        grid = group.cells.grid
         self._stretches = grid.stretches(
             blocks.source_ids, blocks.source_first_token, blocks.first_token, blocks.last_token
         )
-        first = self._stretches.first_token
-        position, self._slot = np.divmod(first - blocks.destination_first_token, wanted.block_size)
-        self._block = blocks.destination_ids[np.minimum(position, len(blocks.destination_ids) - 1)]
-        # A cell is gathered whole, also where the prompt ends inside.
-        self._is_inside: Flags = self._slot + grid.num_tokens <= wanted.block_size
-        is_full = group.cells.wanted is Integrity.FULL
-        if is_full and (not self._is_inside.all() or first[:1].tolist() != [blocks.first_token]):
+        self._is_sample = group.cells.wanted is Integrity.SAMPLE
+        first = self._stretches.first_token[:1].tolist()
+        if not self._is_sample and (not self._landing.is_inside.all() or first != [blocks.first_token]):
             group.cells.refuse(f"loads from token {blocks.first_token} on")
         held = self._stretches.position
         self._first_position = int(held[0]) if len(held) else 0
         self._ids = blocks.source_ids[self._first_position : int(held[-1]) + 1 if len(held) else 0]
-        has_row = group.kept.table.open_address and grid.is_open(self._stretches, blocks.last_token)
+        has_row = group.kept.at.open_address and grid.is_open(self._stretches, blocks.last_token)
         self._num_open_words = grid.num_words_each(group.kept.kept) if has_row else 0
-        self._kept = None if is_full else list(self._prepared())
+        self._prepared: Sequence[ComparedCells] = ()
 
     @property
     def num_words(self) -> int:
@@ -211,35 +251,51 @@ class GroupComparison:
     def rows(self, destination: int) -> Integers:
         """Return rows of source address, destination address and length that read the words."""
         kept, each = self._group.kept, self._group.num_words * DIGEST_BYTES
-        source = kept.table.address + kept.first_word * DIGEST_BYTES + self._ids * each
+        source = kept.at.address + kept.first_word * DIGEST_BYTES + self._ids * each
         to = destination + np.arange(len(self._ids), dtype=np.int64) * each
         rows = merge_rows(np.stack((source, to, np.full(len(to), each)), axis=1))
         if not self._num_open_words:
             return rows
         length = self._num_open_words * DIGEST_BYTES
-        begin = kept.table.open_address + kept.first_open_word * DIGEST_BYTES + int(self._ids[-1]) * length
+        begin = kept.at.open_address + kept.first_open_word * DIGEST_BYTES + int(self._ids[-1]) * length
         return np.concatenate((rows, [[begin, destination + len(self._ids) * each, length]]))
+
+    def prepare(self) -> None:
+        """Choose what a sample compares, while the bytes move: afterwards the request waits for the comparison.
+
+        The cells of ``full`` are too many to be kept.
+        """
+        if self._is_sample:
+            self._prepared = list(self._compared())
 
     def compare(self, words: Addresses) -> Iterator[int]:
         """Compare some cells at a time, and yield their bytes. Raises :class:`HandoffError` (integrity-mismatch)."""
         group = self._group.cells
-        for each in self._prepared() if self._kept is None else self._kept:
+        for each in self._prepared or self._compared():
             found = group.parts[each.cells.part].sums.sums(each.places, each.num_tokens)
             if (wrong := np.flatnonzero(found != words[each.words])).size:
                 raise self._mismatch(each.cells, wrong)
             yield len(found) * group.grid.cell_bytes(group.grid.parts[each.cells.part])
 
-    def _prepared(self) -> Iterator[ComparedCells]:
-        group, kept, stretches = self._group.cells, self._group.kept, self._stretches
-        behind = [here.sums.memory.behind(self._block, self._slot) for here in group.parts]
-        for cells in group.grid.cells(stretches, kept.kept, group.wanted, kept.table.seed, MOST_BYTES):
+    @cached_property
+    def _landing(self) -> Landing:
+        wanted, blocks = self._group.cells.destination, self._blocks
+        position, slot = np.divmod(self._stretches.first_token - blocks.destination_first_token, wanted.block_size)
+        block = blocks.destination_ids[np.minimum(position, len(blocks.destination_ids) - 1)]
+        return Landing(block, slot, slot + self._group.cells.grid.num_tokens <= wanted.block_size)
+
+    def _compared(self) -> Iterator[ComparedCells]:
+        group, kept, stretches, landing = self._group.cells, self._group.kept, self._stretches, self._landing
+        behind = [here.sums.memory.behind(landing.block, landing.slot) for here in group.parts]
+        for cells in group.grid.cells(stretches, kept.kept, group.wanted, kept.seed, MOST_BYTES):
             here = group.parts[cells.part].places
-            moves = (here[cells.cell] >= 0) & self._is_inside[cells.stretch]
+            moves = (here[cells.cell] >= 0) & landing.is_inside[cells.stretch]
             moving = cells if moves.all() else Cells(cells.part, *(each[moves] for each in cells[1:]))
             if len(moving.cell):
                 at = moving.stretch
-                places = here[moving.cell] + behind[cells.part][at]
-                yield ComparedCells(moving, places, stretches.num_tokens[at], self._index(at, moving.word))
+                places, num_tokens = here[moving.cell] + behind[cells.part][at], stretches.num_tokens[at]
+                counted = None if (num_tokens == group.grid.num_tokens).all() else num_tokens
+                yield ComparedCells(moving, places, counted, self._index(at, moving.word))
 
     def _index(self, stretch: Integers, word: Integers) -> Integers:
         """Return where the words of blocks' rows are among those that were read."""
@@ -255,7 +311,7 @@ class GroupComparison:
         stretch = int(cells.stretch[first])
         token = int(self._stretches.first_token[stretch])
         tokens = token, token + int(self._stretches.num_tokens[stretch])
-        where = place_of(self._group.cells.grid, tokens, (int(self._block[stretch]),) * 2)
+        where = place_of(self._group.cells.grid, tokens, (int(self._landing.block[stretch]),) * 2)
         return self._group.cells.mismatch(cells.part, int(cells.cell[first]), where, (len(wrong), len(cells.cell)))
 
 
@@ -277,6 +333,11 @@ class Comparison:
             rows.append(group.rows(begin))
             begin += group.num_words * DIGEST_BYTES
         return np.concatenate(rows).view(np.uint64)
+
+    def prepare(self) -> None:
+        """Choose what is compared, as far as it can be chosen before the bytes have landed."""
+        for group in self._groups:
+            group.prepare()
 
     def compare(self, words: Addresses) -> Iterator[int]:
         """Compare the cache with the words that were read, some cells at a time; yield how many bytes were compared.

@@ -9,6 +9,7 @@ import numpy as np
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution.cell_sums import CellSums
+from kvferry.handoff.messages import DigestRows
 from kvferry.handoff.messages import DigestTable as TableEntry
 from kvferry.layout.component import HeadRange
 from kvferry.layout.shard import Shard
@@ -24,7 +25,7 @@ class PartCells(NamedTuple):
     """The cells of one part in one rank's memory.
 
     ``places`` has the place of each of the source's cells in block and slot 0, in bytes from the region's begin; -1 for
-    those that do not move.
+    those that do not move. A cell's number is its index.
     """
 
     sums: CellSums
@@ -51,7 +52,7 @@ class GroupCells:
     def _received(self, plan: PairPlan, group: GroupPlan, part: Part) -> PartCells:
         memory = CellMemory(plan.destination, self.destination.component(part.component.name), self.grid, part)
         moves = self._moves(part, memory, group.heads.get(part.component.name, ()))
-        places = memory.cells.reshape(-1, len(moves)).copy()
+        places = memory.cells.reshape(-1, len(moves), part.num_slices).copy()
         places[:, ~moves] = -1
         return PartCells(CellSums(memory), places.ravel())
 
@@ -119,7 +120,7 @@ def pushed_digests(integrity: Integrity) -> TableEntry | None:
     """Return what a rank that pushes tells of its digests, which it computes for a destination that asks."""
     if integrity is Integrity.OFF:
         return None
-    return TableEntry("full" if integrity is Integrity.FULL else "sample", address=0, seed=0)
+    return TableEntry("full" if integrity is Integrity.FULL else "sample", address=0, seed=0, slices=DigestRows(0, 0))
 
 
 def check_kept(table: TableEntry | None, wanted: Integrity) -> Integrity:

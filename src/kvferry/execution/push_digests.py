@@ -63,7 +63,7 @@ class PushedGroup:
         if (part, layers) not in self._are_named:
             cells = self.grid.parts[part]
             are_named = np.array([name in layers for name in cells.component.layers], dtype=np.bool_)
-            self._are_named[part, layers] = np.repeat(are_named, len(cells.head_cells))
+            self._are_named[part, layers] = np.repeat(are_named, len(cells.head_cells) * cells.num_slices)
         return self._are_named[part, layers]
 
     @property
@@ -76,14 +76,15 @@ class PushedGroup:
 class PushedCells:
     """The cells that move between two ranks, in the memory of the source or of the destination.
 
-    Raises :class:`PlanError` (``unsupported``) for a cache whose digests are not compared.
+    With ``is_sliced`` they are slices. Raises :class:`PlanError` (``unsupported``) for a cache whose digests are not
+    compared.
     """
 
-    def __init__(self, plan: PairPlan, wanted: Integrity, *, at_source: bool) -> None:
-        self.wanted, self.at_source = wanted, at_source
+    def __init__(self, plan: PairPlan, wanted: Integrity, *, at_source: bool, is_sliced: bool) -> None:
+        self.wanted, self.at_source, self.is_sliced = wanted, at_source, is_sliced
         self.groups: dict[str, PushedGroup] = {}
         for name, group in plan.groups.items():
-            cells = GroupCells(plan, group, CellGrid(group.source_group), wanted)
+            cells = GroupCells(plan, group, CellGrid(group.source_group, is_sliced=is_sliced), wanted)
             held = cells.at_source(plan) if at_source else cells.parts
             size = (group.source_group if at_source else group.destination_group).block_size
             self.groups[name] = PushedGroup(cells, held, size)
@@ -292,14 +293,14 @@ class PushDigests:
         self._prepared = self._cells(self._landed) if self.wanted is Integrity.SAMPLE else ()
 
     def sums(self, cuts: Sequence[HeldCut]) -> Iterator[Sums]:
-        """Add up the cells of these tokens and layers, some at a time."""
-        return (group.summed(cells) for group, cells in self._cells(cuts))
+        """Add up the cells of these tokens and layers, some at a time. They are chosen when the first is asked for."""
+        for group, cells in self._cells(cuts):
+            yield group.summed(cells)
 
     def _cells(self, cuts: Sequence[HeldCut]) -> Iterable[tuple[GroupSums, PlacedCells]]:
         """Return the cells of these tokens and layers.
 
-        Those of a sample are chosen at once, before bytes move: afterwards the request waits for the sums, and the
-        processor's caches have lost what choosing needs.
+        Those of a sample are chosen at once: a destination does so before the bytes move, a source while they move.
         """
         groups = ((self._groups[cut.group], cut) for cut in cuts)
         cells = ((group, cells) for group, cut in groups for cells in group.cells(cut))
@@ -351,7 +352,10 @@ class WrittenDigests:
         self.seconds = 0.0
 
     def begin(self, cuts: Sequence[HeldCut]) -> None:
-        """A batch is about to be written; its digests replace those of a batch that has not landed."""
+        """A batch is about to be written; its digests replace those of a batch that has not landed.
+
+        Its cells are chosen and added up while it is written, but for pages that the engine may change meanwhile.
+        """
         started = time.monotonic()
         final, self._open_pages = self._digests.split(cuts)
         self._batch, self._sums = [], self._digests.sums(final)

@@ -84,7 +84,8 @@ class Read:
     Until ``word_by`` sources may not have set their guard words yet.
 
     Bytes that go through the stage come in rounds of as much as the stage has room for; each round is copied into the
-    cache while the next one is read.
+    cache while the next one is read. Digests are compared while the guard words after the data are read, unless bytes
+    are still to be copied.
     """
 
     fills_blocks = True
@@ -103,11 +104,15 @@ class Read:
         self._landing: Mark = OVER
         self._copies: deque[Mark] = deque()
         self._has_read_directly = False
+        self._is_staged = False
         self._digests_begin = 0
+        self._digests: dict[int, np.ndarray] = {}
         self._comparing: Iterator[int] | None = None
+        self._is_compared = False
+        self._mismatch: KVFerryError | None = None
         self._num_descriptors = 0
         self._num_compared_bytes = 0
-        self._data_started_at = 0.0
+        self._moving_since: float | None = None
         self._transfer_seconds = 0.0
         self._compare_seconds = 0.0
 
@@ -173,20 +178,23 @@ class Read:
         if not is_stopping:
             self._raise_failed()
         if any(transfer.status is Status.PENDING for _, transfer in self._transfers):
-            return moved
+            is_last = self._pull.state is State.WORDS_AFTER and not self._is_staged
+            return (is_last and self._compare()) or moved
         if is_stopping:
             return moved if self._is_copying() else self._carry_out(self._pull.quiet(), scratch)
         match self._pull.state:
             case State.DATA:
-                self._transfer_seconds += time.monotonic() - self._data_started_at
+                self._note_moved()
                 return self._carry_out(self._pull.data_read(), scratch)
             case State.COPYING:
                 if self._is_copying():
                     return False
-                if self._comparing is None:
-                    self._transfer_seconds += time.monotonic() - self._data_started_at
-                    self._comparing = self._compared()
-                return not self._is_compared() or self._carry_out(self._pull.copied(), scratch)
+                self._note_moved()
+                if self._compare():
+                    return True
+                if self._mismatch is not None:
+                    raise self._mismatch
+                return self._carry_out(self._pull.copied(), scratch)
             case _:
                 state, words = self._pull.state, [scratch.word(slot) for slot in self._scratch_slots]
                 self._carry_out(self._pull.words_read(words, now), scratch)
@@ -215,12 +223,16 @@ class Read:
             if self._reads is None:
                 return False
             self._rounds = self._cut()
+            self._is_staged = bool(self._rounds)
         guards = self._guards
         if not scratch.has_room(len(guards)) or not self._has_room_for_digests():
             return False
         self._scratch_slots = scratch.take(len(guards))
         words = [guard.word for _, guard in guards]
-        return self._carry_out(self._pull.begin(words, max(1, len(self._rounds))), scratch)
+        moved = self._carry_out(self._pull.begin(words, max(1, len(self._rounds))), scratch)
+        # While the words come.
+        self._digests = self._digests_read()
+        return moved
 
     @property
     def _guards(self) -> list[tuple[Link, Guard]]:
@@ -253,19 +265,21 @@ class Read:
                 return False
             staged = self._staged_reads([begin + each for each in begins])
         self._pull.round_begun()
-        self._data_started_at = time.monotonic()
+        self._moving_since = time.monotonic()
         self._transfers = []
-        digests = {} if self._has_read_directly else self._digests_read()
         for number, read in enumerate(self._reads or ()):
             lists = [] if self._has_read_directly else [read.descriptors]
             lists += [rows for owner, rows in staged if owner == number]
             self._num_descriptors += sum(map(len, lists))
-            if number in digests:
+            if not self._has_read_directly and number in self._digests:
                 # With the data: a transfer of their own would cost another wait.
-                lists.append(digests[number])
+                lists.append(self._digests[number])
             # Direct descriptors are not copied: they may be many thousands of rows.
             self._submit(read.link, lists[0] if len(lists) == 1 else np.concatenate([NOTHING, *lists]))
-        self._has_read_directly = True
+        if not self._has_read_directly:
+            self._has_read_directly = True
+            for _, _, comparison in self._compared_reads:
+                comparison.prepare()
         return True
 
     def _has_room_for_digests(self) -> bool:
@@ -310,19 +324,32 @@ class Read:
             yield from comparison.compare(words)
             begin += comparison.num_bytes
 
-    def _is_compared(self) -> bool:
-        """Go on comparing, for as long as other jobs may wait; return whether all is compared."""
-        assert self._comparing is not None, "comparisons follow the copies"
+    def _compare(self) -> bool:
+        """Go on comparing, for as long as other jobs may wait; return whether there was anything left to compare.
+
+        A mismatch counts once the guard words are right: a source that has changed has other bytes.
+        """
+        if self._is_compared:
+            return False
+        if self._comparing is None:
+            self._comparing = self._compared()
         started, compared = time.monotonic(), 0
         try:
             while compared < COMPARED_PER_ADVANCE:
                 compared += next(self._comparing)
         except StopIteration:
-            return True
-        finally:
-            self._num_compared_bytes += compared
-            self._compare_seconds += time.monotonic() - started
-        return False
+            self._is_compared = True
+        except KVFerryError as error:
+            self._is_compared, self._mismatch = True, error
+        self._num_compared_bytes += compared
+        self._compare_seconds += time.monotonic() - started
+        return True
+
+    def _note_moved(self) -> None:
+        """Bytes have come or were copied: count the time, once."""
+        if self._moving_since is not None:
+            self._transfer_seconds += time.monotonic() - self._moving_since
+            self._moving_since = None
 
     def _staged_reads(self, begins: Sequence[int]) -> list[tuple[int, np.ndarray]]:
         """Return the reads of a round, each with the index of its source, and keep the copies that follow."""
@@ -337,9 +364,9 @@ class Read:
 
     def _put_in_place(self) -> None:
         """Start to copy the round from the stage into the cache."""
-        self._data_started_at = time.monotonic()
         if not self._merges:
             return
+        self._moving_since = time.monotonic()
         self._landing = self._stage.put_in_place(self._merges)
         if self._stage.is_on_host:
             self._copies.append(self._landing)

@@ -59,8 +59,9 @@ class RegisteredMemory:
     @property
     def regions(self) -> list[Region]:
         """The memory to register."""
-        beside = self.scratch, self.stage, self.compared, self.words, self.table
-        return [*self.shard.regions, *(each.region for each in beside if each is not None)]
+        beside = self.scratch, self.stage, self.compared, self.words
+        tables = [] if self.table is None else self.table.regions
+        return [*self.shard.regions, *(each.region for each in beside if each is not None), *tables]
 
     @property
     def digests(self) -> TableEntry | None:

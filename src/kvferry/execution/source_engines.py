@@ -105,7 +105,9 @@ class SourceEngine:
                     logger.warning(told, engine_id, peer=engine_id)
             else:
                 check_kept(table, compares.wanted)
-                self._cells[plan] = PushedCells(plan, compares.wanted, at_source=False)
+                assert table is not None, "a rank that keeps digests has a table"
+                is_sliced = compares.wanted is Integrity.SAMPLE and table.slices is not None
+                self._cells[plan] = PushedCells(plan, compares.wanted, at_source=False, is_sliced=is_sliced)
         return self._cells[plan]
 
     def _with_digests(self, read: RankRead, plan: PairPlan, blocks: Sequence[GroupBlocks]) -> RankRead:

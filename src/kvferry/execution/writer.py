@@ -322,7 +322,7 @@ class Writer:
         if wanted is Integrity.OFF:
             return None
         check_kept(self._kept, wanted)
-        cells = destination.cells(plan, wanted)
+        cells = destination.cells(plan, wanted, is_sliced=question.is_sliced)
         return WrittenDigests(PushDigests(cells, part.announced, question.key))
 
     def _job(

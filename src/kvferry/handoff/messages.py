@@ -77,10 +77,17 @@ class EndPoint(msgspec.Struct, frozen=True, order=True):
     epoch: Unsigned
 
 
+class DigestRows(msgspec.Struct, frozen=True):
+    """Where a rank's rows of digests begin, one for each block, and those of stretches in which a prompt ends."""
+
+    address: Unsigned
+    open_address: Unsigned
+
+
 class DigestTable(msgspec.Struct, frozen=True):
     """Where a rank keeps digests of its blocks, which ones (``sample``, ``full``), and the seed of the sample.
 
-    See :mod:`kvferry.execution.digests`. A rank that pushes has no table: ``address`` and ``seed`` are 0, and ``kept``
+    See :mod:`kvferry.execution.digests`. A rank that pushes has no table: addresses and ``seed`` are 0, and ``kept``
     says what the rank computes for a destination that asks.
     """
 
@@ -89,6 +96,8 @@ class DigestTable(msgspec.Struct, frozen=True):
     seed: Unsigned
     open_address: Unsigned = 0
     """Where the digests of stretches begin in which a prompt ends; 0 for a rank that keeps them in the rows only."""
+    slices: DigestRows | None = None
+    """The sample of cells of a sliced grid; None for a rank that samples whole cells only."""
 
 
 class RankEntry(msgspec.Struct, frozen=True):
@@ -280,9 +289,10 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     The router gave both engines the ``transfer_id`` of this request. ``num_tokens`` and ``prompt_digest`` name the
     prompt, ``digest`` names the part of the plan that this source writes. The blocks are those of one ``registration``
     of the destination's memory: an announcement that a fence overtook must not reach memory that is open again.
-    ``integrity`` says which digests the destination compares, ``adapter`` is the digest of the weights of the prompt's
-    adapter, empty where there is none or the engine does not know them. For a held prompt the ``transfer_id`` is the
-    guard word of its hold, in hexadecimal; a source to which the word may come late waits ``late_seconds`` for it.
+    ``integrity`` says which digests the destination compares, with ``is_sliced`` those of slices. ``adapter`` is the
+    digest of the weights of the prompt's adapter, empty where there is none or the engine does not know them. For a
+    held prompt the ``transfer_id`` is the guard word of its hold, in hexadecimal; a source to which the word may come
+    late waits ``late_seconds`` for it.
     """
 
     epoch: Unsigned
@@ -297,6 +307,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     integrity: Literal["off", "sample", "full"] = "off"
     adapter: AdapterDigest = ""
     late_seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_LEASE_SECONDS)] = 0.0
+    is_sliced: bool = False
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced", tag_field="type"):

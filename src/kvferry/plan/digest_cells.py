@@ -1,9 +1,10 @@
 """Cells: the parts of a cache whose digests a source and a destination compare, whatever their layouts and ranks.
 
 A cell is one layer, component and KV head, and up to 16 tokens of one block of the source; a state's cell is a range of
-its heads. Its *digest* is the sum of ``number * weight`` over its elements, modulo 2**64. The weight of an element
-follows from its place in the cell alone (head, token, channel), so the memory order of source and destination does not
-matter, and any rank that holds the whole cell can compute the digest.
+its heads. In a *sliced* grid a cell has a slice of the channels only, of at least 512 bytes. The *digest* of a cell is
+the sum of ``number * weight`` over its elements, modulo 2**64. The weight of an element follows from its place in the
+cell alone (head, token, channel), so the memory order of source and destination does not matter, and any rank that
+holds the whole cell can compute the digest.
 
 **A change inside one aligned word of 4 bytes of a token's content is always found.** The elements of such a word have
 one odd weight w, shifted by their place in the word: together they count as ``word * w``. Two words differ by some d,
@@ -11,9 +12,9 @@ one odd weight w, shifted by their place in the word: together they count as ``w
 where the sum of their ``d * w`` is 0: for pseudo-random weights, by chance only, and for one flipped bit in each of two
 words about once in 2**32 or less often. That is no protection against forgery.
 
-With ``full`` every cell has a digest; with ``sample`` each stretch of 16 tokens has that of one cell, and each state
-that of 16. A pseudo-random function of the source's seed and the block chooses them, the same on both sides. Damage to
-k of the n cells of a stretch is found with odds of k in n for that stretch.
+With ``full`` every cell has a digest; with ``sample`` each stretch of 16 tokens has that of one cell of a sliced grid,
+and each state that of 16. A pseudo-random function of the source's seed and the block chooses them, the same on both
+sides. Damage to k of the n cells of a stretch is found with odds of k in n for that stretch.
 """
 
 import math
@@ -41,6 +42,9 @@ SPLIT_HEADS_ABOVE = 256
 """A component of more heads, which are a convolution's channels, has cells of several heads ..."""
 HEAD_CELLS = 192
 """... of which at most so many: its divisors are the tensor-parallel sizes that do not cut a cell."""
+SLICE_BYTES = 512
+"""Bytes of a cell of a sliced grid, at least: fewer bytes to gather, and a block that is another's is found all the
+same."""
 STATE_SAMPLES = 16
 _ITEM_SIZES = (1, 2, 4)
 
@@ -54,7 +58,8 @@ class Integrity(StrEnum):
 
 
 class Part(NamedTuple):
-    """The cells of one component at the source: ``layers`` by ``head_cells``, each of ``heads_each`` heads.
+    """The cells of one component at the source: ``layers`` by ``head_cells``, each of ``heads_each`` heads, by
+    ``num_slices``.
 
     ``first`` is the number of its first cell among those of one stretch of tokens.
     """
@@ -64,11 +69,13 @@ class Part(NamedTuple):
     heads_each: int
     head_cells: Integers
     """Rows of the global and the local index of each cell's first head."""
+    num_slices: int
+    """Slices of the channels; of a packed page, of the page."""
 
     @property
     def num_cells(self) -> int:
         """Cells of one stretch of tokens."""
-        return len(self.component.layers) * len(self.head_cells)
+        return len(self.component.layers) * len(self.head_cells) * self.num_slices
 
     def heads(self, head_cell: int) -> HeadRange:
         """Return the global heads of a range of heads."""
@@ -77,7 +84,7 @@ class Part(NamedTuple):
 
     def layer_and_heads(self, cell: int) -> tuple[str, HeadRange]:
         """Return the name of a cell's layer, and its global heads."""
-        layer, head_cell = divmod(cell, len(self.head_cells))
+        layer, head_cell = divmod(cell // self.num_slices, len(self.head_cells))
         return self.component.layers[layer], self.heads(head_cell)
 
 
@@ -107,7 +114,8 @@ class Cells(NamedTuple):
 class CellGrid:
     """The cells of one cache group of a source rank, and the words that hold their digests: a row for each block.
 
-    Raises :class:`PlanError` (``unsupported``) for a rank that holds a share of the tokens, or items of odd sizes.
+    With ``is_sliced`` a cell has a slice of its channels. Raises :class:`PlanError` (``unsupported``) for a rank that
+    holds a share of the tokens, or items of odd sizes.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.dense import shard_for
@@ -116,9 +124,11 @@ class CellGrid:
     >>> grid = CellGrid(shard.groups[0])
     >>> grid.num_tokens, grid.num_cells, grid.num_words(Integrity.SAMPLE), grid.num_words(Integrity.FULL)
     (16, 16, 2, 32)
+    >>> CellGrid(shard.groups[0], is_sliced=True).num_cells
+    128
     """
 
-    def __init__(self, group: CacheGroup) -> None:
+    def __init__(self, group: CacheGroup, *, is_sliced: bool = False) -> None:
         self.group = group
         self.is_paged = any(component.atom is Atom.PAGE for component in group.components)
         _refuse_unless_plain(group)
@@ -132,9 +142,14 @@ class CellGrid:
         self.num_cells = 0
         for component in group.components:
             if not component.is_padding:
-                part = _part(component, self.num_cells)
+                part = self._part(component, is_sliced=is_sliced)
                 self.parts.append(part)
                 self.num_cells += part.num_cells
+
+    def _part(self, component: Component, *, is_sliced: bool) -> Part:
+        each, head_cells = _head_cells(component)
+        num_slices = _num_slices(component, each * self.num_tokens, is_paged=self.is_paged) if is_sliced else 1
+        return Part(component, self.num_cells, each, head_cells, num_slices)
 
     def num_words(self, kept: Integrity) -> int:
         """Return the words of one block."""
@@ -203,16 +218,16 @@ class CellGrid:
     def cell_bytes(self, part: Part) -> int:
         """Return the bytes of one cell."""
         component = part.component
-        return part.heads_each * self.num_tokens * component.num_channels * component.itemsize
+        return part.heads_each * self.num_tokens * component.num_channels * component.itemsize // part.num_slices
 
 
 class CellMemory:
     """Where the cells of one part lie in the memory of one rank, and the weights of their elements in memory order.
 
-    ``cells`` has the place of each cell of block and slot 0, in bytes from the region's begin; -1 for one that the rank
-    does not hold whole. A cell is runs of ``run_bytes``, repeated over ``loops`` of count and stride, outermost first.
-    A run is numbers of ``number_bytes`` each. ``weights`` has the weight of each number of a cell, ``tokens`` the token
-    of the cell to which the number belongs.
+    ``cells`` has the place of each cell of block and slot 0, in bytes from the region's begin, by layer, head cell and
+    slice; -1 for one that the rank does not hold whole. A cell is runs of ``run_bytes``, repeated over ``loops`` of
+    count and stride, outermost first. A run is numbers of ``number_bytes`` each. ``weights`` has the weight of each
+    number of a cell, ``tokens`` the token of the cell to which the number belongs.
     """
 
     def __init__(self, shard: Shard, component: Component, grid: CellGrid, part: Part) -> None:
@@ -241,9 +256,11 @@ class CellMemory:
         step = self.number_bytes // item
         self.weights, self.tokens = by_place[0][::step].copy(), by_place[1][::step].copy()
         held = dict(zip(component.layers, component.layer_offsets, strict=True))
-        layers = np.array([held.get(name, -1) for name in part.component.layers], dtype=np.int64)[:, None]
-        is_held = (layers >= 0) & (self.first_heads >= 0)
-        self.cells: Integers = np.where(is_held, layers + self.first_heads * component.head_stride, -1).ravel()
+        layers = np.array([held.get(name, -1) for name in part.component.layers], dtype=np.int64)[:, None, None]
+        heads = self.first_heads[:, None]
+        slices = np.arange(part.num_slices, dtype=np.int64) * num_channels * strides[2]
+        is_held = (layers >= 0) & (heads >= 0)
+        self.cells: Integers = np.where(is_held, layers + heads * component.head_stride + slices, -1).ravel()
 
     @cached_property
     def offsets(self) -> Integers:
@@ -323,11 +340,12 @@ def pieces(count: int, most_bytes: int, each_bytes: int) -> Iterator[tuple[int, 
 def _shape(grid: CellGrid, part: Part) -> tuple[int, int, int]:
     """Return heads, tokens and channels of a cell; the inside of a packed page has one order for both engines."""
     if grid.is_paged:
-        return part.heads_each, 1, grid.num_tokens * part.component.num_channels
-    return part.heads_each, grid.num_tokens, part.component.num_channels
+        return part.heads_each, 1, grid.num_tokens * part.component.num_channels // part.num_slices
+    return part.heads_each, grid.num_tokens, part.component.num_channels // part.num_slices
 
 
-def _part(component: Component, first: int) -> Part:
+def _head_cells(component: Component) -> tuple[int, Integers]:
+    """Return the heads of a cell, and :attr:`Part.head_cells`."""
     total, bounds = component.total_heads, [bound for held in component.heads for bound in (held.start, held.end)]
     each = 1 if total <= SPLIT_HEADS_ABOVE else math.gcd(total // math.gcd(total, HEAD_CELLS), *bounds)
     local, starts = 0, []
@@ -335,7 +353,17 @@ def _part(component: Component, first: int) -> Part:
         steps = np.arange(0, len(held), each, dtype=np.int64)
         starts.append(np.stack((steps + held.start, steps + local), axis=1))
         local += len(held)
-    return Part(component, first, each, np.concatenate(starts))
+    return each, np.concatenate(starts)
+
+
+def _num_slices(component: Component, num_contents: int, *, is_paged: bool) -> int:
+    """Return the most slices of whole words and at least :data:`SLICE_BYTES`, of cells of ``num_contents`` contents: of
+    one head and token each.
+    """
+    content_bytes = component.num_channels * component.itemsize
+    most = num_contents * content_bytes // SLICE_BYTES
+    num_words, odd_bytes = divmod(content_bytes * (num_contents if is_paged else 1), WORD_BYTES)
+    return 1 if odd_bytes else max(number for number in range(1, max(1, most) + 1) if num_words % number == 0)
 
 
 def _refuse_unless_plain(group: CacheGroup) -> None:
