@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from kvferry.transport.end_points import ProcessIdentity, own_identity, parse_st
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.network import Network
 from kvferry.transport.null import NullTransport
-from kvferry.transport.protocol import Capabilities, Direction, Status, Transfer
+from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
 from kvferry.transport.registry import Link, TransportSet
 
 from ..waits import wait_until
@@ -347,6 +347,96 @@ def test_hole_1_bytes_of_a_sender_that_has_ended_may_lie_in_a_connection_so_a_fe
     assert error is not None
     assert error.reason is Reason.PEER_DIED
     assert receiver.announcer.num_fences == 1
+
+
+class Breaking:
+    """Lets the writes of a sender fail after their first descriptor, as where a connection breaks: the rest lies in the
+    connection, until :meth:`deliver`.
+    """
+
+    def __init__(self, sender: SendingEngine, patch: pytest.MonkeyPatch) -> None:
+        [rank] = sender.ranks
+        [transport] = rank.transports.transports.values()
+        assert isinstance(transport, FaultyTransport)
+        self._inner, self._submit = transport._inner, transport.submit
+        self._left: list[tuple[Peer, np.ndarray]] = []
+        patch.setattr(transport, "submit", self._break)
+
+    def _break(self, peer: Peer, direction: Direction, rows: np.ndarray) -> Transfer:
+        if direction is Direction.WRITE:
+            self._left.append((peer, rows[1:].copy()))
+        return self._submit(peer, direction, rows)
+
+    def deliver(self) -> int:
+        """Let what lies in the connections land, where they are still open; return the number of bytes."""
+        landed = 0
+        for peer, rows in self._left:
+            with suppress(TransportError):
+                transfer = self._inner.submit(peer, Direction.WRITE, rows)
+                end = time.monotonic() + 2.0
+                while self._inner.poll(transfer) is Status.PENDING and time.monotonic() < end:
+                    time.sleep(0.002)
+                landed += transfer.bytes_done
+        self._left = []
+        return landed
+
+
+@pytest.mark.parametrize("is_elsewhere", [True, False], ids=["another host", "this host"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_hole_1_a_write_that_failed_may_still_land_so_a_fence_comes_before_the_blocks(
+    transport: str, is_elsewhere: bool, engines: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender says at once that it has given up and writes no more. That is true, and says nothing of the bytes."""
+    require(transport)
+    process = elsewhere() if is_elsewhere else own_identity()
+    sender, [receiver] = engines.open(faults=FaultPlan(fail_after=1), transport=transport, process=process)
+    breaking = Breaking(sender, monkeypatch)
+    receiver.receive(sender.hold(), [0, 3])
+    sender.compute(END, [5, 1])
+    error = receiver.result(15.0).error
+    assert error is not None
+    assert error.reason is Reason.TRANSFER_FAILED
+    receiver.rank.cache[:] = 7
+    breaking.deliver()
+    assert (receiver.rank.cache == 7).all(), "the blocks are another request's by now"
+    assert receiver.announcer.num_fences == 1
+    monkeypatch.undo()
+    plan_of(sender, FaultPlan())
+    receiver.receive(sender.hold(), [2, 4], "y", "s")
+    sender.compute(END, [5, 1], "y")
+    assert receiver.result().error is None
+    check_arrived(sender, [receiver], [5, 1], [2, 4])
+
+
+def test_what_the_test_of_hole_1_delivers_lands_where_nothing_fences_it(
+    engines: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require("nixl")
+    sender, [receiver] = engines.open(faults=FaultPlan(fail_after=1), transport="nixl")
+    breaking = Breaking(sender, monkeypatch)
+    monkeypatch.setattr(receiver.announcer, "fence", lambda where: None)
+    receiver.receive(sender.hold(), [0, 3])
+    sender.compute(END, [5, 1])
+    assert receiver.is_waiting(0.5), "no word of the sender gives the blocks back"
+    assert breaking.deliver() > 0
+    assert receiver.announcer.num_fences == 0
+
+
+@pytest.mark.parametrize(
+    ("transport", "fail_after"),
+    [("cma", 1), ("nixl", 0)],
+    ids=["a transport whose calls end with their bytes", "before a byte was submitted"],
+)
+def test_a_write_that_failed_and_cannot_land_costs_no_fence(transport: str, fail_after: int, engines: Pairs) -> None:
+    sender, [receiver] = engines.open(
+        faults=FaultPlan(fail_after=fail_after), transport=transport, process=elsewhere()
+    )
+    receiver.receive(sender.hold(), [0, 3])
+    sender.compute(END, [5, 1])
+    error = receiver.result(5.0).error
+    assert error is not None
+    assert error.reason is Reason.TRANSFER_FAILED
+    assert receiver.announcer.num_fences == 0
 
 
 def test_a_stopped_sender_of_this_host_is_not_fenced_and_the_log_says_so(

@@ -24,6 +24,7 @@ from kvferry.handoff.messages import (
     Introduce,
     Met,
     Noted,
+    PushFailed,
     Question,
     Refusal,
     Revoke,
@@ -38,6 +39,7 @@ HERE = own_identity()
 ELSEWHERE = msgspec.structs.replace(HERE, boot_id="of another host")
 ABORTED = HandoffError(Reason.ABORTED, "the client went away.")
 UNKNOWN = HandoffError(Reason.UNKNOWN_REQUEST, "who is that?")
+GONE = Reason.PEER_DIED
 SCRATCH = Scratch(num_words=4)
 
 
@@ -208,6 +210,120 @@ def test_what_was_said_before_a_fence_does_not_count_behind_it() -> None:
     for registration, meets in ((0, None), (1, True), (0, True), (2, True)):
         announcer.answer(Met(where.epoch, "d/0", 7, registration))
         assert announcer.introductions.meets(where, rank.engine, rank.version, now=5.0) is meets, registration
+
+
+# Writes that failed.
+
+
+def failed_write(sources: Sources, push: AwaitedPush, may_land: str, index: int = 0, reason: Reason = GONE) -> None:
+    """Let a source report that it gave the push up."""
+    error = HandoffError(reason, "the connection is lost.")
+    report = PushFailed.of(error, key=push._key, source_index=index, may_land=may_land)
+    sources.announcer.answer(report)
+
+
+@pytest.mark.parametrize("process", [HERE, ELSEWHERE])
+@pytest.mark.parametrize("may_land", ["yes", "no"])
+def test_hole_1_a_write_that_failed_gives_the_blocks_back_behind_a_fence(
+    may_land: str, process: ProcessIdentity
+) -> None:
+    """Also where the source lives on this host: it writes no more, and what it has sent comes through a connection."""
+    sources = Sources(process)
+    push = sources.announced()
+    failed_write(sources, push, may_land)
+    push.advance(SCRATCH, time.monotonic())
+    assert push.error is not None
+    assert push.error.reason is GONE
+    assert len(sources.fences) == (1 if may_land == "yes" else 0)
+    push.advance(SCRATCH, time.monotonic())
+    assert push.phase is Phase.DONE
+
+
+def test_hole_1_a_write_that_failed_while_it_was_revoked_is_fenced_too() -> None:
+    sources = Sources(HERE)
+    sources.announcer.fence_seconds = 1000.0
+    push = sources.announced()
+    push.cancel(ABORTED)
+    sources.advance(push)
+    sources.answer(Revoke, Revoked(40, is_quiet=False, may_land=True))
+    sources.advance(push)
+    assert push.phase is Phase.DONE
+    assert len(sources.fences) == 1
+    assert push.error is not None
+    assert push.error.reason is Reason.ABORTED
+
+
+def test_hole_1_a_write_that_failed_at_a_source_behind_a_hole_keeps_its_blocks() -> None:
+    sources = Sources(HERE, holes=("the nixl transport could not be closed",))
+    push = sources.announced()
+    failed_write(sources, push, "yes")
+    for _ in range(3):
+        push.advance(SCRATCH, time.monotonic())
+    assert len(sources.fences) == 1
+    assert push.phase is Phase.STOPPING
+
+
+def test_writes_that_fail_one_after_the_other_cost_a_fence_each_fence_seconds() -> None:
+    """Each fence fails the loads of others, and a connection may break over and over."""
+    sources = Sources(HERE, HERE)
+    first = sources.announced()
+    failed_write(sources, first, "yes")
+    failed_write(sources, first, "yes", index=1)
+    sources.announcer.fence_seconds = 50.0
+    first.advance(SCRATCH, time.monotonic())
+    first.advance(SCRATCH, time.monotonic())
+    assert (first.phase, len(sources.fences)) == (Phase.DONE, 1)
+    later = sources.announced()
+    failed_write(sources, later, "yes")
+    failed_write(sources, later, "no", index=1)
+    now = time.monotonic()
+    later.advance(SCRATCH, now + 45.0)
+    assert (later.phase, len(sources.fences)) == (Phase.STOPPING, 1)
+    later.advance(SCRATCH, now + 51.0)
+    later.advance(SCRATCH, now + 51.0)
+    assert (later.phase, len(sources.fences)) == (Phase.DONE, 2)
+
+
+def test_a_write_that_failed_because_of_a_fence_costs_no_other() -> None:
+    """It was for memory that is closed. Its source lives on this host, and no fence ends its push."""
+    sources = Sources(HERE)
+    push = sources.announced()
+    sources.announcer.fence_seconds = 1000.0
+    sources.announcer.fence("of another push")
+    assert push.advance(SCRATCH, time.monotonic()) is False
+    failed_write(sources, push, "yes")
+    push.advance(SCRATCH, time.monotonic())
+    assert push.phase is Phase.DONE
+    assert len(sources.fences) == 1
+
+
+@pytest.mark.parametrize("reason", [Reason.TRANSFER_FAILED, Reason.ABORTED, Reason.PEER_UNREACHABLE])
+@pytest.mark.parametrize("ends_with_process", [True, False])
+def test_of_a_report_of_version_9_the_reason_says_whether_bytes_may_still_land(
+    ends_with_process: bool, reason: Reason
+) -> None:
+    """It names no bytes. A prompt that was aborted, or a destination out of reach, was not being written."""
+    sources = Sources(HERE)
+    sources.transports.ends_with_process.return_value = ends_with_process
+    push = sources.announced()
+    failed_write(sources, push, "unsaid", reason=reason)
+    sources.announcer.answer(Met(40, "d/0", 7, 0))
+    push.advance(SCRATCH, time.monotonic())
+    push.advance(SCRATCH, time.monotonic())
+    assert push.phase is Phase.DONE
+    is_fenced = not ends_with_process and reason is Reason.TRANSFER_FAILED
+    assert len(sources.fences) == (1 if is_fenced else 0)
+    assert [call.args for call in sources.transports.ends_with_process.call_args_list] == [("nixl",)]
+
+
+def test_a_report_of_a_source_that_the_plan_does_not_name_fails_the_push_only() -> None:
+    sources = Sources(HERE)
+    push = sources.announced()
+    failed_write(sources, push, "yes", index=7)
+    push.advance(SCRATCH, time.monotonic())
+    assert push.error is not None
+    assert push._receiving is not None
+    assert push._receiving.may_land == [0]
 
 
 # Ends.

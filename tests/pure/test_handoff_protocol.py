@@ -135,6 +135,7 @@ questions = st.one_of(
         st.text(st.characters(codec="utf-8"), max_size=50),
         key=push_keys,
         source_index=unsigned,
+        may_land=st.sampled_from(["unsaid", "no", "yes"]),
     ),
 )
 answers = st.one_of(
@@ -142,7 +143,7 @@ answers = st.one_of(
         Directory, unsigned, identifiers, unsigned, identities, st.lists(ranks, min_size=1, max_size=3).map(tuple)
     ),
     st.builds(Renewed, unsigned, lease_seconds, handles),
-    st.builds(Revoked, unsigned, st.booleans()),
+    st.builds(Revoked, unsigned, st.booleans(), st.booleans()),
     st.builds(Noted, unsigned),
     st.builds(Announced, unsigned, st.text(st.characters(codec="utf-8"), max_size=50)),
     st.builds(Refusal, identifiers, st.text(st.characters(codec="utf-8"), max_size=50)),

@@ -2,8 +2,8 @@
 
 Time is logical. A write reads and writes one token at a time, from blocks that the sender's engine overwrites the
 moment it may, into blocks that the receiver's engine uses the moment it may: whatever is written there later is a
-failure. What a sender has sent before it ends may land later, unless the sender writes into the receiver's memory
-itself. Two replicas of the receiver have one name. A seed determines the whole simulation.
+failure. What a sender has sent before it ends, or before a write fails, may land later, unless the sender writes into
+the receiver's memory itself. Two replicas of the receiver have one name. A seed determines the whole simulation.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ import pytest
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.messages import PushKey
 from kvferry.handoff.push.receiver import Receiving, Step
-from kvferry.handoff.push.sender import END, Cut, Need, Prompt, PushRequest, Sender
+from kvferry.handoff.push.sender import END, Cut, Need, Outcome, Prompt, PushRequest, Sender
 from kvferry.plan.layer_spans import Span
 
 SPANS = {Span("full"): Need(1, 7, 2), Span("window"): Need(4, 7, 2), Span("state"): Need(0, 1, 9)}
-NUM_TOKENS, NUM_SOURCES, SECONDS, NUM_STEPS = 7, 2, 40.0, 660
+NUM_TOKENS, NUM_SOURCES, SECONDS, NUM_STEPS = 7, 2, 40.0, 720
 FENCE_SECONDS = 3.0
 OVERWRITTEN = ("overwritten", 0)
 
@@ -56,7 +56,7 @@ class Source:
 
 
 class Sent(msgspec.Struct):
-    """Bytes of a sender that has ended: they lie in the buffers of a connection."""
+    """Bytes of a sender that has ended, or of a write that has failed: they lie in the buffers of a connection."""
 
     rank: int
     write: Write
@@ -90,7 +90,8 @@ class BothSides:
         self.final: dict[str, int] = {}
         self.targets: dict[PushKey, Target] = {}
         self.network: list[Callable[[], None]] = []
-        self.num_transfers = self.num_pushes = self.num_commits = self.num_failures = self.num_fences = 0
+        self.num_transfers = self.num_pushes = self.num_commits = self.num_failures = 0
+        self.num_fences = self.num_broken = 0
 
     def run(self) -> None:
         events = {
@@ -102,6 +103,7 @@ class BothSides:
             self.tell_again: 6,
             self.start_write: 60,
             self.write_a_token: 160,
+            self.break_write: 1,
             self.report: 20,
             self.abort: 1,
             self.step_receiver: 20,
@@ -212,7 +214,7 @@ class BothSides:
         is_open = write.registration == self.registrations[write.key.receiver_epoch]
         if source.place is not Place.BESIDE and not is_open:
             source.writes.remove(write)
-            source.side.stopped(write.key, HandoffError(Reason.TRANSFER_FAILED, "closed"))
+            source.side.stopped(write.key, HandoffError(Reason.TRANSFER_FAILED, "closed"), may_land=True)
             return
         assert not target.is_given_back, "written after the engine had the blocks back"
         at = write.tokens.pop()
@@ -221,6 +223,22 @@ class BothSides:
         if not write.tokens:
             source.writes.remove(write)
             source.side.landed(write.key)
+
+    def break_write(self) -> None:
+        """A connection breaks under a write: what the source has sent lands later."""
+        rank = self.random.randrange(NUM_SOURCES)
+        source = self.sources[rank]
+        if not source.writes:
+            return
+        write = self.random.choice(source.writes)
+        source.writes.remove(write)
+        may_land = source.place is not Place.BESIDE
+        if may_land:
+            self.sent.append(Sent(rank, write, dict(source.memory.get(write.transfer_id, {}))))
+        is_stopping = source.side.is_stopping(write.key)
+        error = None if is_stopping else HandoffError(Reason.TRANSFER_FAILED, "broken")
+        source.side.stopped(write.key, error, may_land=may_land)
+        self.num_broken += may_land
 
     def land(self) -> None:
         """Take bytes out of a connection whose other end is gone."""
@@ -232,7 +250,7 @@ class BothSides:
         if target is None or not is_open or not sent.write.tokens:
             self.sent.remove(sent)
             return
-        assert not target.is_given_back, "bytes of a sender that has ended land after the engine had the blocks back"
+        assert not target.is_given_back, "bytes in a connection land after the engine had the blocks back"
         at = sent.write.tokens.pop()
         target.blocks[sent.rank][at] = sent.memory.get(at, OVERWRITTEN)
 
@@ -241,7 +259,7 @@ class BothSides:
             for key in source.keys:
                 source.side.tick(key, self.now)
                 if (over := source.side.outcome(key)) is not None:
-                    self.network.append(partial(self.arrive_report, rank, key, over.error))
+                    self.network.append(partial(self.arrive_report, rank, key, over))
 
     # The receiver.
 
@@ -284,7 +302,10 @@ class BothSides:
         for target in self.targets.values():
             for step, rank in target.receiving.due(self.now):
                 if step is Step.FENCE and rank in target.receiving.may_land and self.is_kept_out(target, rank):
-                    self.fence(target.key.receiver_epoch)
+                    if target.registration[rank] == self.registrations[target.key.receiver_epoch]:
+                        self.fence(target.key.receiver_epoch)
+                    else:
+                        target.receiving.fenced(rank, HandoffError(Reason.FENCED, "fenced before"))
             if target.receiving.error is not None:
                 for rank in target.receiving.writers:
                     self.network.append(partial(self.arrive_revocation, target, rank))
@@ -292,8 +313,9 @@ class BothSides:
                 self.give_back(target)
 
     def is_kept_out(self, target: Target, rank: int) -> bool:
-        """A source on the receiver's host is kept out only once its process has ended."""
-        return self.sources[rank].place is Place.FAR or self.has_ended(target, rank)
+        """A source on the receiver's host is kept out only once its process has ended, or it writes no more."""
+        is_far = self.sources[rank].place is Place.FAR
+        return is_far or self.has_ended(target, rank) or target.receiving.has_ended(rank)
 
     def has_ended(self, target: Target, rank: int) -> bool:
         return target.told_epoch[rank] != self.sources[rank].epoch
@@ -401,20 +423,27 @@ class BothSides:
         self.network.append(partial(target.unanswered.discard, rank))
 
     def arrive_revocation(self, target: Target, rank: int) -> None:
-        if not self.is_gone(target, rank) and self.sources[rank].side.revoke(target.key):
+        if self.is_gone(target, rank):
+            return
+        side = self.sources[rank].side
+        if side.revoke(target.key):
             self.network.append(partial(target.receiving.quiet, rank))
+        elif (over := side.outcome(target.key)) is not None:
+            error = HandoffError(Reason.TRANSFER_FAILED, "broken")
+            self.network.append(partial(target.receiving.ended, rank, error, may_land=over.may_land, fence_at=self.now))
 
     def arrive_refusal(self, target: Target, rank: int, error: KVFerryError) -> None:
         target.receiving.fail(error)
 
-    def arrive_report(self, rank: int, key: PushKey, error: KVFerryError | None) -> None:
+    def arrive_report(self, rank: int, key: PushKey, over: Outcome) -> None:
         target = self.targets.get(key)
         if target is None:
             return
-        if error is None and target.receiving.landed(rank, "digest"):
+        if over.error is None and target.receiving.landed(rank, "digest"):
             target.landed.add(rank)
-        elif error is not None:
-            target.receiving.refused(rank, error)
+        elif over.error is not None:
+            fence_at = self.now + self.random.choice([0.0, FENCE_SECONDS])
+            target.receiving.ended(rank, over.error, may_land=over.may_land, fence_at=fence_at)
 
 
 def _tokens(batch: tuple[Cut, ...]) -> list[tuple[Span, int]]:
@@ -424,7 +453,7 @@ def _tokens(batch: tuple[Cut, ...]) -> list[tuple[Span, int]]:
 @pytest.mark.parametrize("part", range(8))
 def test_only_whole_pushes_commit_and_blocks_are_given_back_untouched(part: int) -> None:
     """Over many seeds: what commits is whole and right, nothing is written afterwards, everything ends."""
-    commits = failures = fences = 0
+    commits = failures = fences = broken = 0
     for seed in range(part * 60, part * 60 + 60):
         world = BothSides(seed)
         try:
@@ -434,6 +463,8 @@ def test_only_whole_pushes_commit_and_blocks_are_given_back_untouched(part: int)
         commits += world.num_commits
         failures += world.num_failures
         fences += world.num_fences
+        broken += world.num_broken
     assert commits > 20
     assert failures > 100
     assert fences > 20
+    assert broken > 5

@@ -435,7 +435,7 @@ def a_push_of_packed_pages(wanted: Integrity, num_changes: int) -> Iterator[tupl
     sender.announce(PushRequest(KEY, "x", 100, "prompt", part.needs, deadline=time.monotonic() + 60), now=0.0)
     blocks = {"full": BlockList(0, pair.request.source_ids.tolist())}
     sender.compute("x", Prompt(100, "prompt", blocks, END))
-    yield Write(sender, threading.Lock(), KEY, part, changes.link, lambda _: None, digests=written), changes, landed
+    yield Write(sender, threading.Lock(), KEY, part, changes.link, lambda *_: None, digests=written), changes, landed
     transports.close()
 
 

@@ -117,6 +117,24 @@ def test_a_revoked_push_is_not_quiet_before_its_writes_are() -> None:
     assert side.revoke(KEY)
 
 
+@pytest.mark.parametrize("may_land", [True, False])
+@pytest.mark.parametrize("is_revoked", [True, False])
+def test_hole_1_a_write_that_failed_in_a_connection_is_never_quiet_by_its_source_s_word(
+    is_revoked: bool, may_land: bool
+) -> None:
+    side = Sender()
+    side.compute("x", prompt(16))
+    side.announce(asked(), NOW)
+    assert side.take(KEY)
+    if is_revoked:
+        assert not side.revoke(KEY)
+    side.stopped(KEY, None if is_revoked else GAVE_UP, may_land=may_land)
+    over = side.outcome(KEY)
+    assert over is not None
+    assert over.may_land is may_land
+    assert [side.revoke(KEY), side.revoke(KEY)] == [not may_land] * 2
+
+
 def test_another_prompt_fails_the_push_in_either_order() -> None:
     for announced_first in (True, False):
         side = Sender()
@@ -405,6 +423,35 @@ def test_the_end_of_a_source_fails_a_push_that_goes_on() -> None:
     assert (str(push.error), push.is_over) == (str(GAVE_UP), False)
     push.done(0, "a")
     assert push.is_over, "all of its bytes have landed"
+
+
+def test_hole_1_a_write_that_failed_keeps_the_blocks_until_a_fence_whatever_the_source_says_later() -> None:
+    """It says so of itself: that it writes no more is no news of what lies in the connection."""
+    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push.announcing(0)
+    push.ended(0, GAVE_UP, may_land=True, fence_at=5.0)
+    push.quiet(0)
+    push.refused(0, GAVE_UP)
+    push.ended(0, GAVE_UP, may_land=False)
+    assert (str(push.error), push.has_ended(0), push.is_over, push.writers) == (str(GAVE_UP), True, False, [])
+    assert (steps(push, 4.9), steps(push, 5.0), steps(push, 6.0)) == ([], [("FENCE", 0)], [])
+    push.fenced(0, GAVE_UP)
+    assert (push.is_over, push.has_ended(0)) == (True, False)
+
+
+def test_a_fence_that_is_due_earlier_is_not_put_off_by_a_write_that_failed() -> None:
+    push = failed(fence_seconds=3.0)
+    push.ended(1, GAVE_UP, may_land=True, fence_at=50.0)
+    assert ("FENCE", 1) in steps(push, 3.0)
+
+
+def test_a_write_that_failed_after_the_fence_is_due_for_one_of_its_own() -> None:
+    """The fence for another source may have left this one out, which lived on this host and wrote."""
+    push = failed(fence_seconds=3.0)
+    assert ("FENCE", 1) in steps(push, 3.0)
+    push.fenced(0, GAVE_UP)
+    push.ended(1, GAVE_UP, may_land=True, fence_at=9.0)
+    assert (steps(push, 8.9), steps(push, 9.0)) == ([], [("FENCE", 1)])
 
 
 def test_a_fence_does_not_touch_a_source_that_was_told_nothing() -> None:

@@ -18,7 +18,7 @@ from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Phase
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.write import CHECK_ALIVE_SECONDS, Write
-from kvferry.execution.writer import LATE_WORD_SECONDS, Writer
+from kvferry.execution.writer import KNOWS_WHAT_MAY_LAND_SINCE, LATE_WORD_SECONDS, Writer
 from kvferry.handoff.messages import (
     Announce,
     Announced,
@@ -407,6 +407,59 @@ def test_a_write_that_failed_ends_the_hold_and_the_next_push_connects_anew() -> 
     [(host, port, release, is_trusted)] = [told for told in source.told if isinstance(told[2], Release)]
     assert ((host, port), is_trusted) == ((ENGINE.host, ENGINE.port), True)
     assert release.epoch == ENGINE.epoch
+
+
+@pytest.mark.parametrize("is_revoked", [True, False])
+@pytest.mark.parametrize("may_land", [True, False])
+def test_hole_1_a_write_that_failed_is_reported_with_what_may_still_land(may_land: bool, is_revoked: bool) -> None:
+    """The destination has nothing but this word: a connection that broke looks to it like one that is idle."""
+    source = Source()
+    job = source.writing()
+    if is_revoked:
+        assert source.writer.answer(Revoke(EPOCH, KEY)) == Revoked(EPOCH, is_quiet=False)
+    source.wire.transfers[0].fail(FAILED)
+    source.wire.transfers[0].may_land = may_land
+    advance(job)
+    advance(job)
+    assert job.phase is Phase.DONE
+    [report] = source.reports
+    assert isinstance(report, PushFailed)
+    assert report.may_land == ("yes" if may_land else "no")
+    expected = Revoked(EPOCH, is_quiet=not may_land, may_land=may_land)
+    assert [source.writer.answer(Revoke(EPOCH, KEY)) for _ in range(2)] == [expected] * 2
+
+
+@pytest.mark.parametrize("status", [Status.CANCELLED, Status.DONE])
+def test_a_write_that_was_revoked_and_ended_well_leaves_nothing_that_may_land(status: Status) -> None:
+    source = Source()
+    job = source.writing()
+    assert not source.is_quiet_after_revocation()
+    source.wire.transfers[0].status = status
+    advance(job)
+    advance(job)
+    [report] = source.reports
+    assert isinstance(report, PushFailed)
+    assert report.may_land == "no"
+    assert source.is_quiet_after_revocation()
+
+
+@pytest.mark.parametrize("version", [KNOWS_WHAT_MAY_LAND_SINCE - 1, KNOWS_WHAT_MAY_LAND_SINCE])
+@pytest.mark.parametrize("may_land", [True, False])
+def test_hole_1_a_write_that_failed_is_not_reported_to_a_destination_that_would_take_its_blocks_back(
+    may_land: bool, version: int
+) -> None:
+    source = Source()
+    [known] = source.writer.destinations.known.values()
+    known.version = version
+    job = source.writing()
+    source.wire.transfers[0].fail(FAILED)
+    source.wire.transfers[0].may_land = may_land
+    advance(job)
+    advance(job)
+    assert job.phase is Phase.DONE
+    assert len(source.reports) == (0 if may_land and version < KNOWS_WHAT_MAY_LAND_SINCE else 1)
+    assert source.is_quiet_after_revocation() is not may_land
+    assert source.writer._num_open_blocks == 0
 
 
 def test_a_report_to_an_address_that_a_stranger_named_is_not_trusted() -> None:

@@ -45,6 +45,11 @@ from kvferry.transport.end_points import ProcessIdentity
 logger = PeerLog(logging.getLogger(__name__))
 
 FENCE_SECONDS = 60.0
+OF_FAILED_WRITES = frozenset(
+    {Reason.TRANSFER_FAILED, Reason.PEER_DIED, Reason.PEER_CHANGED, Reason.UNREGISTERED_RANGE}
+)
+"""The reasons with which a write fails in a transport, by which a source of version 9, whose report does not say
+whether bytes may still land, is told from one that has written nothing."""
 NUMBER_BITS = 62
 """Of the random number of a push, which only its source ranks learn."""
 
@@ -145,8 +150,14 @@ class AwaitedPush:
         if self._receiving is None:
             return
         for index, registration in self._registrations.items():
-            if self._announcer.is_closed(registration) and self._announcer.is_kept_out(self._sources[index]):
+            if self._announcer.is_closed(registration) and self._is_kept_out(self._receiving, index):
                 self._receiving.fenced(index, error)
+
+    def _is_kept_out(self, receiving: Receiving, index: int) -> bool:
+        """Return whether a fence keeps out what of a source may land: also where the source runs on this host, but
+        writes no more.
+        """
+        return receiving.has_ended(index) or self._announcer.is_kept_out(self._sources[index])
 
     def _check_alive(self, receiving: Receiving, source: SourceRank) -> None:
         if self._announcer.peers.has_ended(source.process):
@@ -161,7 +172,7 @@ class AwaitedPush:
         if self._receiving is None or source.index not in self._receiving.may_land:
             # The fence for another source of this push has done.
             return
-        if not self._announcer.is_kept_out(source):
+        if not self._is_kept_out(self._receiving, source.index):
             logger.warning(
                 "kvferry: the blocks of %s stay quarantined: the prefill rank at %s does not confirm that it stopped. "
                 "It runs on this host, where no fence keeps it from writing: end its process, or let it go on.",
@@ -170,9 +181,10 @@ class AwaitedPush:
                 peer=where,
             )
             return
-        logger.warning(
-            "kvferry: the prefill rank at %s does not confirm that it writes no more into %s.", where, self.job_id
-        )
+        told = "does not confirm that it writes no more into"
+        if self._receiving.has_ended(source.index):
+            told = "writes no more, but what it has sent may still land in"
+        logger.warning("kvferry: the prefill rank at %s %s the blocks of %s.", where, told, self.job_id, peer=where)
         if self._registrations[source.index] == self._announcer.num_fences:
             self._announcer.fence(where)
         else:
@@ -282,7 +294,7 @@ class AwaitedPush:
             if isinstance(event, Pushed):
                 self._note_pushed(receiving, event)
             elif isinstance(event, PushFailed):
-                receiving.refused(event.source_index, event.error())
+                self._note_failed(receiving, event)
             else:
                 self._note_answer(receiving, *event)
         return moved
@@ -298,6 +310,21 @@ class AwaitedPush:
             self._comparing[index] = self._digests[index].compare(event.digests)
         else:
             receiving.done(index, event.digest)
+
+    def _note_failed(self, receiving: Receiving, event: PushFailed) -> None:
+        """The source writes no more; where a write has failed in a connection, the connection may still deliver it."""
+        may_land = event.may_land == "yes"
+        if event.may_land == "unsaid":
+            transport = self._transports.get(event.source_index, "")
+            ends = self._announcer.transports.ends_with_process(transport)
+            may_land = not ends and event.reason in OF_FAILED_WRITES
+        self._end_source(receiving, event.source_index, event.error(), may_land=may_land)
+
+    def _end_source(self, receiving: Receiving, index: int, error: KVFerryError, *, may_land: bool) -> None:
+        # Behind a fence already, what may land lands nowhere, and no other fence is needed.
+        registration = self._registrations.get(index)
+        is_closed = registration is not None and self._announcer.is_closed(registration)
+        receiving.ended(index, error, may_land=may_land and not is_closed, fence_at=self._announcer.next_fence_at)
 
     def _compare(self, receiving: Receiving) -> bool:
         """Compare some of what has landed, for as long as other jobs may wait; return whether there was any."""
@@ -328,6 +355,8 @@ class AwaitedPush:
             self._transports[index] = answer.transport
         elif isinstance(answer, Revoked) and answer.is_quiet:
             receiving.quiet(index)
+        elif isinstance(answer, Revoked) and answer.may_land:
+            self._end_source(receiving, index, _broken(where), may_land=True)
         elif answer is None or (isinstance(answer, Refusal) and answer.reason == Reason.PEER_UNREACHABLE):
             receiving.fail(unreachable(where))
         elif isinstance(answer, Refusal):
@@ -362,11 +391,19 @@ def _died(source: SourceRank) -> HandoffError:
     )
 
 
+def _broken(where: EndPoint) -> HandoffError:
+    return HandoffError(
+        Reason.TRANSFER_FAILED,
+        f"a write of the prefill rank at {where.host}:{where.port} has failed.",
+        "Send the prompt again; the prefill engine's log says why it failed.",
+    )
+
+
 def _fenced(where: str) -> HandoffError:
     return HandoffError(
         Reason.FENCED,
-        f"this rank has closed its memory and registered it anew, since the prefill rank at {where} does not confirm "
-        "that it writes no more.",
+        f"this rank has closed its memory and registered it anew, since bytes of the prefill rank at {where} might "
+        "have landed there.",
         "Send the prompt again.",
     )
 
@@ -408,6 +445,8 @@ class Announcer:
         self.introductions = Introductions(rank, answers_at, self._send)
         self._pushes: dict[int, AwaitedPush] = {}
         self._unclosed: set[int] = set()
+        self.next_fence_at = 0.0
+        """Before it no fence keeps out what a source that lives has sent: each fence fails the loads of others."""
         self._pending: dict[tuple[str, int, Announce | Revoke], tuple[int, int]] = {}
 
     @property
@@ -484,6 +523,7 @@ class Announcer:
         Pushes in progress fail, and so do writes of this rank's own. It may take some seconds.
         """
         fence = self.transports.fence()
+        self.next_fence_at = time.monotonic() + self.fence_seconds
         if fence.holes:
             self._unclosed.add(self.num_fences)
         self.introductions.renew(fence.end_points)

@@ -88,6 +88,8 @@ class DestinationRank:
     route: Route
     source_index: int
     registration: int
+    version: int
+    """Of the handshake."""
     num_bytes: int
     """Of its introduction."""
     num_open: int = 0
@@ -152,7 +154,13 @@ class Destinations:
         route = Route([decode_shard(source) for source in question.sources], decode_shard(question.shard), links)
         # The connection to a former registration is not closed: it ends with the last batch in flight over it.
         self.known[key] = destination = DestinationRank(
-            question.answers_at, question.end_points, route, index, question.registration, _num_bytes(question)
+            question.answers_at,
+            question.end_points,
+            route,
+            index,
+            question.registration,
+            question.version,
+            _num_bytes(question),
         )
         self.known.move_to_end(key)
         self._make_room()

@@ -25,7 +25,8 @@ MAX_BATCHES = 1024
 """Batches kept of one push's events; later ones are only counted."""
 MAX_PAGE_WRITES = 16
 """How often a push writes the page in which its prompt ends again, since the engine generates on and changes it."""
-Report = Callable[[JobResult], None]
+Report = Callable[[JobResult, bool], None]
+"""Tells the destination how the push ended, and whether bytes of it may still land."""
 
 
 class PushEvents:
@@ -198,13 +199,14 @@ class Write:
         if transfer.status is Status.PENDING:
             return transfer.bytes_done != bytes_before
         self._transfer, self.phase = None, Phase.PREPARING
+        may_land = transfer.status is Status.FAILED and transfer.may_land
         if is_stopping:
-            self._stopped(None)
+            self._stopped(None, may_land=may_land)
         elif transfer.status is Status.DONE:
             self._num_bytes += transfer.num_bytes
             self._landed()
         else:
-            self._stopped(transfer.error or _write_failed(transfer.status))
+            self._stopped(transfer.error or _write_failed(transfer.status), may_land=may_land)
         return True
 
     def _landed(self) -> None:
@@ -220,9 +222,9 @@ class Write:
         if counts and self._digests is not None:
             self._digests.landed()
 
-    def _stopped(self, error: KVFerryError | None) -> None:
+    def _stopped(self, error: KVFerryError | None, *, may_land: bool = False) -> None:
         with self._lock:
-            self._sender.stopped(self._key, error)
+            self._sender.stopped(self._key, error, may_land=may_land)
 
     def _end(self) -> bool:
         with self._lock:
@@ -231,7 +233,7 @@ class Write:
             return False
         self.error = outcome.error
         self.phase = Phase.DONE
-        self._report(self.result(time.monotonic()))
+        self._report(self.result(time.monotonic()), outcome.may_land)
         return True
 
 

@@ -60,6 +60,8 @@ MAX_SECONDS = 3600.0
 """Longest time that a push waits for its prompt, whatever its destination asks for."""
 REPORT_SECONDS = 60.0
 """How long a report is sent again until it is acknowledged."""
+KNOWS_WHAT_MAY_LAND_SINCE = 10
+"""The version from which on a destination reads in a report that bytes may still land."""
 LATE_WORD_SECONDS = 10.0
 """The longest time for which a prompt that is to be written on request may be unknown here."""
 
@@ -245,8 +247,9 @@ class Writer:
         if isinstance(question, Revoke):
             with self._lock:
                 is_quiet = self._sender.revoke(question.key)
+                over = self._sender.outcome(question.key)
             self._rank.executor.wake()
-            return Revoked(self.epoch, is_quiet)
+            return Revoked(self.epoch, is_quiet, may_land=over is not None and over.may_land)
         raise HandoffError(
             Reason.UNSUPPORTED,
             f"a {type(question).__name__} is not for a rank that pushes.",
@@ -340,7 +343,7 @@ class Writer:
             request.key,
             part,
             connect=link.poll,
-            report=lambda result: self._report(request, part, destination, result, digests),
+            report=lambda result, may_land: self._report(request, part, destination, result, may_land, digests),
             events=events,
             check_alive=lambda: self._check_alive(destination.answers_at),
             digests=digests,
@@ -366,6 +369,7 @@ class Writer:
         part: Part,
         destination: DestinationRank,
         result: JobResult,
+        may_land: bool,
         digests: WrittenDigests | None,
     ) -> None:
         key, error = request.key, result.error
@@ -385,8 +389,11 @@ class Writer:
         if error is None:
             done = result.num_bytes, result.num_descriptors, result.transport, result.transfer_seconds
             report = Pushed(key, index, part.digest, *done, b"" if digests is None else digests.encoded())
+        elif may_land and destination.version < KNOWS_WHAT_MAY_LAND_SINCE:
+            # It would take its blocks back. Its revocation is answered that this rank is not quiet.
+            return
         else:
-            report = PushFailed.of(error, key=key, source_index=index)
+            report = PushFailed.of(error, key=key, source_index=index, may_land="yes" if may_land else "no")
         self._rank.client.tell(where.host, where.port, report, REPORT_SECONDS, is_trusted=self._rank.client.knows_peers)
 
     def _give_up(self, transfer_id: str) -> None:

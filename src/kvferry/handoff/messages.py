@@ -325,10 +325,15 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke", tag_field="type"):
 
 
 class Revoked(msgspec.Struct, frozen=True, tag="revoked", tag_field="type"):
-    """Answers :class:`Revoke`. With ``is_quiet`` the source never writes a byte of this push again."""
+    """Answers :class:`Revoke`. With ``is_quiet`` no byte of this push lands any more.
+
+    With ``may_land`` the source writes no more, but a write has failed in a connection that may still deliver it: no
+    later answer will be ``is_quiet``.
+    """
 
     epoch: Unsigned
     is_quiet: bool
+    may_land: bool = False
 
 
 class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
@@ -386,10 +391,14 @@ class HandshakeRefused(Failure, frozen=True, kw_only=True, tag="handshake-refuse
 
 
 class PushFailed(Failure, frozen=True, kw_only=True, tag="push-failed", tag_field="type"):
-    """A source reports that it gave a push up and writes no more."""
+    """A source reports that it gave a push up and writes no more.
+
+    ``may_land`` says whether a write has failed in a connection that may still deliver it; version 9 does not say.
+    """
 
     key: PushKey
     source_index: Unsigned
+    may_land: Literal["unsaid", "no", "yes"] = "unsaid"
 
 
 class Refusal(Failure, frozen=True, tag="refusal", tag_field="type"):

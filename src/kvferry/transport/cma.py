@@ -99,8 +99,9 @@ class CmaPeer(Peer):
 
 @dataclass(slots=True, eq=False)
 class CmaTransfer(Transfer):
-    """A transfer as two streams of ranges with one common position."""
+    """A transfer as two streams of ranges with one common position. The end of a call is the end of its bytes."""
 
+    may_land: bool = False
     local: RangeStream = field(kw_only=True)
     remote: RangeStream = field(kw_only=True)
 

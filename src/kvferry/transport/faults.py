@@ -54,7 +54,8 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The faults of every submission that has at least ``min_bytes`` and is large enough for the fault.
 
     ``swap`` and ``zero`` (``READ`` only) change the bytes that landed, just before ``DONE``; ``drop`` silently omits
-    the descriptor of that index; ``fail_after`` moves so many descriptors and then fails; ``delay_seconds`` keeps a
+    the descriptor of that index; ``fail_after`` moves so many descriptors and then fails, as a connection that breaks
+    where there is one: more of them may land; ``delay_seconds`` keeps a
     finished transfer pending; ``hang`` moves no bytes and keeps the transfer pending; ``bytes_per_second`` moves the
     bytes of each submission at this rate, so that a test can act while they move. Small submissions, such as a guard
     word, have no faults.
@@ -204,6 +205,7 @@ class FaultyTransport:
         try:
             transfer.inner = self._inner.submit(transfer.peer, transfer.direction, transfer.slices.popleft())
         except TransportError as error:
+            transfer.may_land = False  # nothing of this slice was submitted, and the ones before have landed
             return transfer.fail(error)
         return transfer.status
 
@@ -212,6 +214,7 @@ class FaultyTransport:
         if plan.hang or time.monotonic() < transfer.not_before:
             return transfer.status
         if plan.fail_after is not None:
+            transfer.may_land = plan.fail_after > 0 and not self.capabilities.ends_with_process
             message = f"the injected fault failed the transfer after {plan.fail_after} descriptors."
             return transfer.fail(TransportError(Reason.TRANSFER_FAILED, message, "Remove the fault."))
         if plan.swap is not None:
@@ -226,7 +229,7 @@ class FaultyTransport:
 
 
 def _end(transfer: FaultyTransfer, status: Status) -> Status:
-    transfer.status, transfer.error = status, transfer.inner.error
+    transfer.status, transfer.error, transfer.may_land = status, transfer.inner.error, transfer.inner.may_land
     return status
 
 

@@ -37,6 +37,7 @@ class MemcpyPeer(Peer):
 class MemcpyTransfer(Transfer):
     """A transfer as an iterator that makes one copy per step and yields the copied bytes."""
 
+    may_land: bool = False
     copies: Iterator[int] = field(kw_only=True)
 
 

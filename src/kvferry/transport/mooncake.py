@@ -106,6 +106,7 @@ class Slice:
     num_descriptors: int
     num_bytes: int
     fence: int = 0
+    has_landed: bool = False  # known of a slice that ended while the transport was being closed
     landed_nonce: np.ndarray = field(default_factory=lambda: np.zeros(NONCE_BYTES, np.uint8))
 
 
@@ -275,6 +276,14 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         )
         return self._follow(connection)
 
+    def poll(self, transfer: Transfer) -> Status:
+        """Make bounded progress and return the status; of a closed transport what was posted and has not landed may
+        still land.
+        """
+        if self._closed and isinstance(transfer, MooncakeTransfer) and transfer.status is Status.PENDING:
+            transfer.may_land |= not all(posted.has_landed for posted in transfer.running)
+        return super().poll(transfer)
+
     def close(self) -> bool:
         """Wait up to ``CLOSE_SECONDS`` for running slices and end the engine, which takes up to a second.
 
@@ -286,7 +295,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         self._closed = True
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._slices and time.monotonic() < deadline:
-            self._slices = {posted for posted in self._slices if self._fence_status(posted) in _RUNNING}
+            self._slices = {posted for posted in self._slices if not self._has_ended(posted)}
             time.sleep(0.0005)
         self._slices.clear()
         for connection in self._connections:
@@ -294,6 +303,14 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         engine, self._engine = self._engine, None
         # The engine ends with the last reference to it: this one, which is counted twice.
         return sys.getrefcount(engine) == 2
+
+    def _has_ended(self, posted: Slice) -> bool:
+        """Return whether a slice has ended, and keep whether it has landed."""
+        status = self._fence_status(posted)
+        if status in _RUNNING:
+            return False
+        posted.has_landed = self._error_of(posted, status == _COMPLETED) is None
+        return True
 
     def _register_memory(self, region: Region) -> None:
         if code := self._engine.register_memory(region.base_address, region.length):
@@ -378,7 +395,8 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         if batch:
             self._start(transfer, Slice(transfer.peer, batch, len(descriptors), int(lengths.sum())))
         else:
-            transfer.end_failed(_refused(transfer.peer))
+            # The engine may have begun a part of the batch.
+            transfer.end_failed(_refused(transfer.peer), may_land=True)
 
     def _start(self, transfer: MooncakeTransfer, posted: Slice) -> None:
         """Post the fence of a slice, whose batch is posted, and keep the slice."""
@@ -409,7 +427,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
             self._slices.discard(posted)
             self._num_queued[posted.peer.name] -= posted.num_descriptors + 1
             if error := self._error_of(posted, fence_status == _COMPLETED):
-                transfer.end_failed(error)
+                transfer.end_failed(error, may_land=True)
             else:
                 transfer.bytes_done += posted.num_bytes
 

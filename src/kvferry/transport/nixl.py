@@ -264,6 +264,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         self._agent, self._backend = self._create_agent()
         self._operations = {Direction.READ: self._nixl.NIXL_READ, Direction.WRITE: self._nixl.NIXL_WRITE}
         self._running_handles: dict[int, str] = {}
+        self._failed_handles: set[int] = set()  # of those that ended while the transport was being closed
         self._remote_agents = RemoteAgents(self._nixl, self._agent, self._running_handles, self._devices)
         self._registrations: list[Any] = []
         # The first nonce is this agent's; the others are places for peers' nonces.
@@ -310,12 +311,14 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         """
         if not self._closed or not isinstance(transfer, NixlTransfer) or transfer.status is not Status.PENDING:
             return super().poll(transfer)
-        transfer.end_failed(self._closed_error())
+        transfer.end_failed(self._closed_error(), may_land=False)
         for handle in list(transfer.running):
             if handle in self._running_handles:
                 self._check(transfer, handle, self._agent.getXferStatus)
             else:
-                transfer.running.pop(handle)  # it ended while the transport was being closed
+                # It ended while the transport was being closed.
+                transfer.running.pop(handle)
+                transfer.may_land |= handle in self._failed_handles
         return transfer.settle()
 
     def close(self) -> bool:
@@ -432,7 +435,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
                 [self._backend],
             )
         except Exception as error:
-            transfer.end_failed(_translate(error, transfer))
+            transfer.end_failed(_translate(error, transfer), may_land=False)
             return
         transfer.running[handle] = int(descriptors[:, 2].sum())
         self._running_handles[handle] = transfer.peer.agent_name
@@ -464,7 +467,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         if error is None:
             transfer.bytes_done += num_bytes
         else:
-            transfer.end_failed(_translate(error, transfer))
+            transfer.end_failed(_translate(error, transfer), may_land=True)
 
     def _release(self, handle: int) -> None:
         try:
@@ -481,6 +484,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
                     ended = self._agent.getXferStatus(handle) != self._nixl.NIXL_IN_PROG
                 except Exception:
                     ended = True
+                    self._failed_handles.add(handle)
                 if ended:
                     self._running_handles.pop(handle, None)
                     self._release(handle)

@@ -99,7 +99,11 @@ class Peer:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One submission and its progress. ``error`` is set exactly when ``status`` is ``FAILED``."""
+    """One submission and its progress. ``error`` is set exactly when ``status`` is ``FAILED``.
+
+    ``may_land`` says of a ``WRITE`` that is ``FAILED`` whether bytes of it may still land, in a connection that broke. A
+    transport whose bytes end with its calls, or that has posted none, says that none may.
+    """
 
     peer: Peer
     direction: Direction
@@ -108,6 +112,7 @@ class Transfer:
     bytes_done: int = 0
     status: Status = Status.PENDING
     error: TransportError | None = None
+    may_land: bool = True
 
     def fail(self, error: TransportError) -> Status:
         """End as ``FAILED`` with this error."""

@@ -24,6 +24,7 @@ from kvferry.transport.registered_memory import RegisteredMemoryTransport, Sides
 class SlicedTransfer(Transfer):
     """A transfer as slices ``[bounds[i], bounds[i + 1])`` of its descriptors, posted in order."""
 
+    may_land: bool = False
     descriptors: Descriptors = field(kw_only=True)
     bounds: list[int] = field(kw_only=True)
     next_slice: int = 0
@@ -43,8 +44,13 @@ class SlicedTransfer(Transfer):
         self.next_slice += 1
         return self.descriptors[start:stop]
 
-    def end_failed(self, error: TransportError) -> None:
-        """Post no more slices and fail with the first such error once all posted slices have ended."""
+    def end_failed(self, error: TransportError, *, may_land: bool) -> None:
+        """Post no more slices and fail with the first such error once all posted slices have ended.
+
+        Bytes of a slice that was posted, and did not end well, ``may_land`` later: for the library the slice has ended,
+        but what the kernel or the network has taken goes on.
+        """
+        self.may_land |= may_land
         if self.ending is not Status.FAILED:
             self.ending, self.error = Status.FAILED, error
 

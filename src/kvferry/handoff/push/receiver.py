@@ -8,7 +8,8 @@ acknowledged that it stopped, has reported "done" or that it gave up, has provab
 sent, or is behind a *fence*: the destination's memory is closed for it.
 
 A connection that is refused, and another process that answers at a source's address, prove nothing: a firewall answers
-the same, and bytes of a process that has ended may still lie in the buffers of a connection.
+the same, and bytes of a process that has ended may still lie in the buffers of a connection. So may those of a write
+that has failed: the source's word that it writes no more says nothing of them, and only a fence keeps them out.
 """
 
 from collections.abc import Mapping
@@ -54,7 +55,7 @@ class Receiving:
     """One push; ``expected`` has, by the index of each source rank, the digest of the part that the source writes.
 
     A push that has failed asks for a fence against the sources that have not confirmed that they stopped: after
-    ``fence_seconds``, or at once where the process of a source has ended and what it has sent may still land.
+    ``fence_seconds``, or at once where a source has ended, and what it has sent may still land.
 
     >>> push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
     >>> [(action.step.name, action.source) for action in push.due(now=0.0)]
@@ -132,7 +133,7 @@ class Receiving:
             return False
         if digest != self._expected[source]:
             self.fail(_wrong_part(self._request_id, source, self._expected[source], digest))
-            self.quiet(source)
+            self._sources[source] = Source.QUIET
             return False
         self._sources[source] = Source.LANDED
         return True
@@ -142,31 +143,40 @@ class Receiving:
         if self._sources.get(source) is Source.LANDED or self.landed(source, digest):
             self._sources[source] = Source.DONE
 
-    def ended(self, source: int, error: KVFerryError, *, may_land: bool) -> None:
-        """The process of the source has ended, which is proven; with ``may_land`` what it has sent may still land."""
+    def ended(self, source: int, error: KVFerryError, *, may_land: bool, fence_at: float = 0.0) -> None:
+        """The source writes no more because of ``error``: its process has ended, which is proven, or its write failed.
+
+        With ``may_land`` what it has sent may still land, and a fence is due at ``fence_at``: no word of the source
+        counts for that, only that all of its part has landed.
+        """
         known = self._sources.get(source)
         if known is Source.ANNOUNCED and may_land:
             self.fail(error)
             self._sources[source] = Source.ENDED
-            self._fence_at = 0.0
+            self._fence_at = fence_at if self._fence_at is None else min(self._fence_at, fence_at)
         elif known is not Source.ENDED:
             self.refused(source, error)
+
+    def has_ended(self, source: int) -> bool:
+        """Return whether the source writes no more by itself, but what it has sent may still land."""
+        return self._sources.get(source) is Source.ENDED
 
     def fenced(self, source: int, error: KVFerryError) -> None:
         """A fence keeps the source out: nothing lands any more of what the source was told before."""
         if self._sources.get(source) in (Source.ANNOUNCED, Source.ENDED):
-            self.refused(source, error)
+            self.fail(error)
+            self._sources[source] = Source.QUIET
 
     def refused(self, source: int, error: KVFerryError) -> None:
-        """The source writes no more because of ``error``: it refused or gave up, or nothing of it can land."""
+        """The source has written nothing that may still land, because of ``error``: it refused or gave up."""
         if self._sources.get(source) in (Source.LANDED, Source.DONE):
             return
         self.fail(error)
         self.quiet(source)
 
     def quiet(self, source: int) -> None:
-        """The source has acknowledged that it writes no more, or nothing of it can land."""
-        if self._sources.get(source) in (Source.UNANNOUNCED, Source.ANNOUNCED, Source.ENDED):
+        """The source has acknowledged that nothing of it lands any more."""
+        if self._sources.get(source) in (Source.UNANNOUNCED, Source.ANNOUNCED):
             self._sources[source] = Source.QUIET
             if self.error is None:
                 self.fail(_stopped(self._request_id, source))

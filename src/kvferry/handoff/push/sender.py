@@ -59,7 +59,8 @@ class PushState(Enum):
 
 
 class Sending:
-    """One push; ``error`` is None while the push is open and once it is complete.
+    """One push; ``error`` is None while the push is open and once it is complete. ``may_land`` says whether bytes of
+    a batch that failed may land even once the push is over.
 
     >>> span = Span("full")
     >>> push = Sending("r", {span: Need(0, 40, 16)}, deadline=30.0)
@@ -79,6 +80,7 @@ class Sending:
         self._is_void = False
         self.state = PushState.OPEN
         self.error: KVFerryError | None = None
+        self.may_land = False
         self._end_if_complete()
 
     def take(self, final: Mapping[Span, int]) -> Batch:
@@ -103,9 +105,13 @@ class Sending:
         self._settle()
         return not self._is_void
 
-    def stopped(self, error: KVFerryError | None) -> None:
-        """The batch in flight has ended without landing whole; no byte of it is written any more."""
+    def stopped(self, error: KVFerryError | None, *, may_land: bool = False) -> None:
+        """The batch in flight has ended without landing whole; no byte of it is written any more.
+
+        Bytes that were written into a connection that broke ``may_land`` nevertheless.
+        """
         self._in_flight = ()
+        self.may_land |= may_land
         if error is not None:
             self.fail(error)
         self._settle()
@@ -224,9 +230,12 @@ class PushRequest(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a push ended; ``error``, without a traceback, is None for a push that landed whole."""
+    """How a push ended; ``error``, without a traceback, is None for a push that landed whole. ``may_land`` is that of
+    :class:`Sending`.
+    """
 
     error: KVFerryError | None
+    may_land: bool = False
 
 
 class Sender:
@@ -340,7 +349,11 @@ class Sender:
         return True
 
     def revoke(self, key: PushKey) -> bool:
-        """Stop a push; return whether no batch is in flight. A push that was never announced is refused from now on."""
+        """Stop a push; return whether no byte of it lands any more: no batch is in flight, and none has failed in a
+        connection that may still deliver it.
+
+        A push that was never announced is refused from now on.
+        """
         error = HandoffError(
             Reason.ABORTED,
             "the destination revoked its blocks.",
@@ -352,7 +365,8 @@ class Sender:
             self._record_outcome(key)
         elif key not in self._outcomes:
             self._outcomes.setdefault(key, Outcome(error))
-        return key not in self._pushes
+        over = self._outcomes.get(key)
+        return over is not None and not over.may_land
 
     # The job that writes.
 
@@ -384,10 +398,10 @@ class Sender:
         self._record_outcome(key)
         return counts
 
-    def stopped(self, key: PushKey, error: KVFerryError | None) -> None:
-        """The batch in flight has ended without landing whole; no byte of it is written any more."""
+    def stopped(self, key: PushKey, error: KVFerryError | None, *, may_land: bool = False) -> None:
+        """The batch in flight has ended without landing whole, as :meth:`Sending.stopped`."""
         if push := self._pushes.get(key):
-            push.stopped(error)
+            push.stopped(error, may_land=may_land)
             self._record_outcome(key)
 
     def fail(self, key: PushKey, error: KVFerryError) -> None:
@@ -447,7 +461,7 @@ class Sender:
         if push is not None and push.state is PushState.OVER:
             del self._pushes[key]
             self._forget_request(self._requests.pop(key))
-            self._outcomes.setdefault(key, Outcome(push.error))
+            self._outcomes.setdefault(key, Outcome(push.error, push.may_land))
 
     def _forget_request(self, request: PushRequest) -> None:
         keys = self._requests_of[request.transfer_id]
