@@ -24,9 +24,10 @@ class Ends:
         self.transport.register([Region(int(self.ours.ctypes.data), 64)])
         self.end_point = self.other.register([Region(int(self.theirs.ctypes.data), 64)])
 
-    def submit(self, peer: Peer) -> Transfer:
-        row = [[int(self.theirs.ctypes.data), int(self.ours.ctypes.data), 64]]
-        return self.transport.submit(peer, Direction.READ, np.array(row, np.uint64))
+    def submit(self, peer: Peer, direction: Direction = Direction.READ) -> Transfer:
+        ours, theirs = int(self.ours.ctypes.data), int(self.theirs.ctypes.data)
+        row = [[theirs, ours, 64]] if direction is Direction.READ else [[ours, theirs, 64]]
+        return self.transport.submit(peer, direction, np.array(row, np.uint64))
 
     def ended(self, transfer: Transfer) -> Transfer:
         until = time.monotonic() + 5.0
@@ -98,3 +99,45 @@ def test_an_agent_that_is_closed_while_a_peer_may_write_stays(ends: Ends, monkey
     assert not ends.transport.close()
     assert [each[0] for each in nixl._still_writing[kept:]] == [agent]  # type: ignore[index]
     del nixl._still_writing[kept:]
+
+
+@pytest.mark.parametrize(("fails", "may_land"), [("createXferReq", False), ("postXferReq", True), ("getXferStatus", True)])
+def test_hole_1_a_write_that_was_posted_and_failed_may_still_land(
+    fails: str, may_land: bool, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a request that NIXL did not even make, no byte has left."""
+    peer = reach(ends.transport, ends.end_point)
+    monkeypatch.setattr(nixlAgent, "postXferReq", lambda *_: standin_nixl.NIXL_IN_PROG)
+    monkeypatch.setattr(nixlAgent, fails, disconnect)
+    transfer = ends.ended(ends.submit(peer, Direction.WRITE))
+    assert (transfer.status, transfer.may_land) == (Status.FAILED, may_land)
+
+
+def test_hole_1_a_write_that_was_revoked_and_failed_may_still_land(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = reach(ends.transport, ends.end_point)
+    monkeypatch.setattr(nixlAgent, "postXferReq", lambda *_: standin_nixl.NIXL_IN_PROG)
+    monkeypatch.setattr(nixlAgent, "getXferStatus", lambda *_: standin_nixl.NIXL_IN_PROG)
+    transfer = ends.submit(peer, Direction.WRITE)
+    ends.transport.poll(transfer)
+    assert ends.transport.cancel(transfer) is Status.PENDING
+    monkeypatch.setattr(nixlAgent, "getXferStatus", disconnect)
+    assert ends.transport.poll(transfer) is Status.FAILED
+    assert transfer.may_land
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_write_that_ended_while_its_transport_was_closed_may_land_only_where_it_failed(
+    fails: bool, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fence closes it: if each such write counted, the fence of one engine would cost one of the other."""
+    peer = reach(ends.transport, ends.end_point)
+    monkeypatch.setattr(nixlAgent, "postXferReq", lambda *_: standin_nixl.NIXL_IN_PROG)
+    monkeypatch.setattr(nixlAgent, "getXferStatus", lambda *_: standin_nixl.NIXL_IN_PROG)
+    transfer = ends.submit(peer, Direction.WRITE)
+    ends.transport.poll(transfer)
+    ended = disconnect if fails else lambda *_: standin_nixl.NIXL_SUCCESS
+    monkeypatch.setattr(nixlAgent, "getXferStatus", ended)
+    assert ends.transport.close()
+    assert ends.transport.poll(transfer) is Status.FAILED
+    assert transfer.error is not None
+    assert (transfer.error.reason, transfer.may_land) == (Reason.CLOSED, fails)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -20,6 +21,8 @@ from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.versions import Versions, agree
 from kvferry.handoff.wire.server import Server
 from kvferry.layout.shard import encode_shard
+from kvferry.transport.cma import CmaTransport
+from kvferry.transport.faults import FaultPlan, FaultyTransport
 
 from .. import version_9 as nine
 from ..waits import wait_until
@@ -42,9 +45,8 @@ def rows(memory: nine.Memory) -> np.ndarray:
     return region.reshape(-1, component.block_stride)
 
 
-@pytest.fixture
-def sender() -> Iterator[SendingEngine]:
-    engine = SendingEngine(1, None, Batches.CHUNKS)
+def answering_handshakes(engine: SendingEngine) -> Server:
+    """Return the engine's listener, in place of one that knows this version only."""
 
     def answer(question: Question) -> Directory:
         """Answer a handshake as the engine's scheduler does."""
@@ -53,7 +55,13 @@ def sender() -> Iterator[SendingEngine]:
         return Directory(version, "p", EPOCH, IDENTITY, tuple(rank.entry for rank in engine.ranks))
 
     engine.listener.close()
-    engine.listener = Server(HOST, 0, answer)
+    return Server(HOST, 0, answer)
+
+
+@pytest.fixture
+def sender() -> Iterator[SendingEngine]:
+    engine = SendingEngine(1, None, Batches.CHUNKS)
+    engine.listener = answering_handshakes(engine)
     yield engine
     engine.close()
 
@@ -111,6 +119,65 @@ def test_version_9_pushes_to_this_version(receiver: ReceivingRank) -> None:
         assert result.num_bytes == 2 * receiver.rank.cache[0].nbytes
         np.testing.assert_array_equal(receiver.rank.cache[[0, 3]], rows(engine.memory)[[5, 1]])
         assert [each.get("version") for each in engine.server.raw] == [9, 9, None], "a handshake and an introduction"
+        assert engine.server.refused == []
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("may_land", [True, False])
+def test_hole_1_a_write_that_failed_is_not_told_to_version_9_which_would_free_blocks_that_it_may_reach(
+    may_land: bool, decode_of_9: nine.DecodeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is its revocation ever acknowledged: version 9 keeps its blocks until its own fence."""
+    engine = SendingEngine(1, FaultPlan(fail_after=1 if may_land else 0), Batches.CHUNKS)
+    in_a_connection = replace(CmaTransport.capabilities, ends_with_process=False)
+    monkeypatch.setattr(FaultyTransport, "capabilities", in_a_connection)
+    engine.listener = answering_handshakes(engine)
+    try:
+        memory = memory_like(engine.ranks[0].rank)
+        decode_of_9.announce(engine.listener.port, EPOCH, memory, [4, 2], "x", "prompt")
+        engine.compute(END, [5, 1])
+        assert engine.pushed(1)[0].error is not None
+        where = engine.ranks[0].answers_at
+        assert decode_of_9.has_report.wait(0.5 if may_land else SECONDS) is not may_land
+        revoked = [decode_of_9.revoke(where.port, where.epoch) for _ in range(2)]
+        assert revoked == [nine.Revoked(where.epoch, not may_land)] * 2
+    finally:
+        engine.close()
+
+
+class BreakingEngine(nine.PrefillEngine):
+    """A prefill engine of version 9 whose write fails; the report says so by its reason alone."""
+
+    transport = "nixl"
+    reason = "transfer-failed"
+
+    def _answer(self, question: nine.Question) -> nine.Answer:
+        answer = super()._answer(question)
+        return nine.Announced(self.epoch, self.transport) if isinstance(answer, nine.Announced) else answer
+
+    def _push(self, announce: nine.Announce, destination: nine.Introduce) -> None:
+        time.sleep(0.2)  # the announcement is answered first
+        report = nine.PushFailed(reason=self.reason, message="it failed.", key=announce.key, source_index=0)
+        nine.ask(destination.answers_at.port, report, None)
+
+
+@pytest.mark.parametrize(
+    ("transport", "reason", "num_fences"),
+    [("nixl", "transfer-failed", 1), ("nixl", "aborted", 0), ("cma", "transfer-failed", 0)],
+)
+def test_hole_1_a_write_of_version_9_that_failed_is_fenced_where_it_may_land(
+    transport: str, reason: str, num_fences: int, receiver: ReceivingRank
+) -> None:
+    engine = BreakingEngine(memory_like(receiver.rank), THEIRS)
+    engine.transport, engine.reason = transport, reason
+    try:
+        hold = RemoteHold("nine", engine.epoch, HOST, engine.server.port, Handle("x", 0))
+        receiver.receive(hold, [0, 3])
+        error = receiver.result().error
+        assert error is not None
+        assert error.reason.value == reason
+        assert receiver.announcer.num_fences == num_fences
         assert engine.server.refused == []
     finally:
         engine.close()

@@ -220,6 +220,30 @@ def test_nothing_lands_after_close_even_from_a_stopped_peer(own_pair: Pair, monk
     assert is_quiet(own_pair)
 
 
+@pytest.mark.parametrize("status", [1, 3, 0], ids=["landed", "failed", "running"])
+def test_a_write_may_land_once_its_transport_is_closed_unless_it_was_known_to_have_landed(
+    status: int, own_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake, "CLOSE_SECONDS", 2.0 if status else 0.1)
+    transport = own_pair.transport
+    assert isinstance(transport, MooncakeTransport)
+    transfer = own_pair.submit(Direction.WRITE, PIECE)
+    monkeypatch.setattr(transport, "_reap", lambda _: None)
+    assert transport.poll(transfer) is Status.PENDING
+    if status != 1:
+        monkeypatch.setattr(transport, "_fence_status", lambda _: status)
+    transport.close()
+    assert transport.poll(transfer) is Status.FAILED
+    assert transfer.may_land is (status != 1)
+
+
+def test_hole_1_a_write_over_a_connection_that_breaks_may_still_land(own_pair: Pair) -> None:
+    transfer = own_pair.start(Direction.WRITE, many_offsets())
+    own_pair.remote.kill()
+    assert own_pair.finish(transfer, 60.0) is Status.FAILED
+    assert transfer.may_land
+
+
 def test_a_full_queue_of_a_peer_gets_no_more_descriptors(pair: Pair) -> None:
     """Mooncake fails descriptors that a full queue does not take, and out of order."""
     queued = pair.transport._num_queued

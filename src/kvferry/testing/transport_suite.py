@@ -276,6 +276,8 @@ class TransportSuite:
         assert own_pair.finish(transfer, DEATH_SECONDS) is Status.FAILED
         assert transfer.error is not None
         assert transfer.error.reason is Reason.PEER_DIED
+        if own_pair.transport.capabilities.ends_with_process:
+            assert not transfer.may_land, "the end of a call is the end of its bytes"
         fresh = make(self.factory)
         for transport in (own_pair.transport, fresh):
             with pytest.raises(TransportError) as caught:
