@@ -101,8 +101,10 @@ def test_an_agent_that_is_closed_while_a_peer_may_write_stays(ends: Ends, monkey
     del nixl._still_writing[kept:]
 
 
-@pytest.mark.parametrize(("fails", "may_land"), [("createXferReq", False), ("postXferReq", True), ("getXferStatus", True)])
-def test_hole_1_a_write_that_was_posted_and_failed_may_still_land(
+@pytest.mark.parametrize(
+    ("fails", "may_land"), [("createXferReq", False), ("postXferReq", True), ("getXferStatus", True)]
+)
+def test_a_write_that_was_posted_and_failed_may_still_land(
     fails: str, may_land: bool, ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a request that NIXL did not even make, no byte has left."""
@@ -113,7 +115,7 @@ def test_hole_1_a_write_that_was_posted_and_failed_may_still_land(
     assert (transfer.status, transfer.may_land) == (Status.FAILED, may_land)
 
 
-def test_hole_1_a_write_that_was_revoked_and_failed_may_still_land(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_was_revoked_and_failed_may_still_land(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = reach(ends.transport, ends.end_point)
     monkeypatch.setattr(nixlAgent, "postXferReq", lambda *_: standin_nixl.NIXL_IN_PROG)
     monkeypatch.setattr(nixlAgent, "getXferStatus", lambda *_: standin_nixl.NIXL_IN_PROG)

@@ -27,7 +27,7 @@ from .engines_on_request import Engines, HoldingEngine, HoldingRank, LoadingRank
 from .engines_that_push import recorded_questions
 from .fake_cuda import FakeCuda
 from .test_pipeline_reads import HALVES, THIRDS, WHOLE, Stages, filled, ranks_of
-from .test_push_proofs import elsewhere, running_process
+from .test_push_proofs import Breaking, elsewhere, running_process
 
 __all__ = ["engines"]
 
@@ -529,6 +529,19 @@ def test_a_write_that_fails_where_a_read_need_not_is_read(
     result = rank.result()
     assert (result.error, result.way) == (None, "read")
     check_arrived(engine, [rank])
+
+
+def test_hole_1_a_held_prompt_whose_write_failed_is_read_behind_a_fence_only(engines: Engines) -> None:
+    """What lies in the connection would land in blocks that the read has filled, or in those of the next request."""
+    engine, rank = choosing(engines, transport="nixl", source_faults={0: FaultPlan(fail_after=1)})
+    breaking = Breaking(engine.ranks[0], engines.patch)
+    load(rank, engine, held_by(engine))
+    result = rank.result(30.0)
+    assert (result.error, result.way, len(rank.fences)) == (None, "read", 1)
+    check_arrived(engine, [rank])
+    rank.rank.cache[:] = 7
+    breaking.deliver()
+    assert (rank.rank.cache == 7).all()
 
 
 @pytest.mark.parametrize("reason", [Reason.SOURCE_CHANGED, Reason.INTEGRITY_MISMATCH])

@@ -34,7 +34,15 @@ from kvferry.transport.registry import Link, TransportSet
 
 from ..waits import wait_until
 from .engines_in_process import EPOCH, HOST, Rank
-from .engines_that_push import Pairs, ReceivingRank, SendingEngine, check_arrived, engines, questions_to_own_engine
+from .engines_that_push import (
+    Pairs,
+    Parts,
+    ReceivingRank,
+    SendingEngine,
+    check_arrived,
+    engines,
+    questions_to_own_engine,
+)
 
 __all__ = ["engines"]
 
@@ -350,12 +358,11 @@ def test_hole_1_bytes_of_a_sender_that_has_ended_may_lie_in_a_connection_so_a_fe
 
 
 class Breaking:
-    """Lets the writes of a sender fail after their first descriptor, as where a connection breaks: the rest lies in the
-    connection, until :meth:`deliver`.
+    """Lets the writes of a source rank fail after their first descriptor, as where a connection breaks: the rest lies
+    in the connection, until :meth:`deliver`.
     """
 
-    def __init__(self, sender: SendingEngine, patch: pytest.MonkeyPatch) -> None:
-        [rank] = sender.ranks
+    def __init__(self, rank: Parts, patch: pytest.MonkeyPatch) -> None:
         [transport] = rank.transports.transports.values()
         assert isinstance(transport, FaultyTransport)
         self._inner, self._submit = transport._inner, transport.submit
@@ -390,7 +397,7 @@ def test_hole_1_a_write_that_failed_may_still_land_so_a_fence_comes_before_the_b
     require(transport)
     process = elsewhere() if is_elsewhere else own_identity()
     sender, [receiver] = engines.open(faults=FaultPlan(fail_after=1), transport=transport, process=process)
-    breaking = Breaking(sender, monkeypatch)
+    breaking = Breaking(sender.ranks[0], monkeypatch)
     receiver.receive(sender.hold(), [0, 3])
     sender.compute(END, [5, 1])
     error = receiver.result(15.0).error
@@ -413,7 +420,7 @@ def test_what_the_test_of_hole_1_delivers_lands_where_nothing_fences_it(
 ) -> None:
     require("nixl")
     sender, [receiver] = engines.open(faults=FaultPlan(fail_after=1), transport="nixl")
-    breaking = Breaking(sender, monkeypatch)
+    breaking = Breaking(sender.ranks[0], monkeypatch)
     monkeypatch.setattr(receiver.announcer, "fence", lambda where: None)
     receiver.receive(sender.hold(), [0, 3])
     sender.compute(END, [5, 1])
@@ -428,9 +435,7 @@ def test_what_the_test_of_hole_1_delivers_lands_where_nothing_fences_it(
     ids=["a transport whose calls end with their bytes", "before a byte was submitted"],
 )
 def test_a_write_that_failed_and_cannot_land_costs_no_fence(transport: str, fail_after: int, engines: Pairs) -> None:
-    sender, [receiver] = engines.open(
-        faults=FaultPlan(fail_after=fail_after), transport=transport, process=elsewhere()
-    )
+    sender, [receiver] = engines.open(faults=FaultPlan(fail_after=fail_after), transport=transport, process=elsewhere())
     receiver.receive(sender.hold(), [0, 3])
     sender.compute(END, [5, 1])
     error = receiver.result(5.0).error

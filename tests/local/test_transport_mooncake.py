@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -237,7 +238,15 @@ def test_a_write_may_land_once_its_transport_is_closed_unless_it_was_known_to_ha
     assert transfer.may_land is (status != 1)
 
 
-def test_hole_1_a_write_over_a_connection_that_breaks_may_still_land(own_pair: Pair) -> None:
+def test_a_batch_that_the_engine_refuses_may_have_begun(own_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(own_pair.transport, "_engine", SimpleNamespace(batch_transfer_async_write=lambda *_: 0))
+        transfer = own_pair.submit(Direction.WRITE, PIECE)
+        assert own_pair.transport.poll(transfer) is Status.FAILED
+    assert transfer.may_land
+
+
+def test_a_write_over_a_connection_that_breaks_may_still_land(own_pair: Pair) -> None:
     transfer = own_pair.start(Direction.WRITE, many_offsets())
     own_pair.remote.kill()
     assert own_pair.finish(transfer, 60.0) is Status.FAILED

@@ -224,9 +224,7 @@ def failed_write(sources: Sources, push: AwaitedPush, may_land: str, index: int 
 
 @pytest.mark.parametrize("process", [HERE, ELSEWHERE])
 @pytest.mark.parametrize("may_land", ["yes", "no"])
-def test_hole_1_a_write_that_failed_gives_the_blocks_back_behind_a_fence(
-    may_land: str, process: ProcessIdentity
-) -> None:
+def test_a_write_that_failed_gives_the_blocks_back_behind_a_fence(may_land: str, process: ProcessIdentity) -> None:
     """Also where the source lives on this host: it writes no more, and what it has sent comes through a connection."""
     sources = Sources(process)
     push = sources.announced()
@@ -239,7 +237,7 @@ def test_hole_1_a_write_that_failed_gives_the_blocks_back_behind_a_fence(
     assert push.phase is Phase.DONE
 
 
-def test_hole_1_a_write_that_failed_while_it_was_revoked_is_fenced_too() -> None:
+def test_a_write_that_failed_while_it_was_revoked_is_fenced_too() -> None:
     sources = Sources(HERE)
     sources.announcer.fence_seconds = 1000.0
     push = sources.announced()
@@ -253,7 +251,7 @@ def test_hole_1_a_write_that_failed_while_it_was_revoked_is_fenced_too() -> None
     assert push.error.reason is Reason.ABORTED
 
 
-def test_hole_1_a_write_that_failed_at_a_source_behind_a_hole_keeps_its_blocks() -> None:
+def test_a_write_that_failed_at_a_source_behind_a_hole_keeps_its_blocks() -> None:
     sources = Sources(HERE, holes=("the nixl transport could not be closed",))
     push = sources.announced()
     failed_write(sources, push, "yes")

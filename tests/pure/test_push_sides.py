@@ -119,7 +119,7 @@ def test_a_revoked_push_is_not_quiet_before_its_writes_are() -> None:
 
 @pytest.mark.parametrize("may_land", [True, False])
 @pytest.mark.parametrize("is_revoked", [True, False])
-def test_hole_1_a_write_that_failed_in_a_connection_is_never_quiet_by_its_source_s_word(
+def test_a_write_that_failed_in_a_connection_is_never_quiet_by_its_source_s_word(
     is_revoked: bool, may_land: bool
 ) -> None:
     side = Sender()
@@ -425,7 +425,7 @@ def test_the_end_of_a_source_fails_a_push_that_goes_on() -> None:
     assert push.is_over, "all of its bytes have landed"
 
 
-def test_hole_1_a_write_that_failed_keeps_the_blocks_until_a_fence_whatever_the_source_says_later() -> None:
+def test_a_write_that_failed_keeps_the_blocks_until_a_fence_whatever_the_source_says_later() -> None:
     """It says so of itself: that it writes no more is no news of what lies in the connection."""
     push = Receiving("r", {0: "a"}, deadline=30.0)
     push.announcing(0)

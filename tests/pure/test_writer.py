@@ -411,7 +411,7 @@ def test_a_write_that_failed_ends_the_hold_and_the_next_push_connects_anew() -> 
 
 @pytest.mark.parametrize("is_revoked", [True, False])
 @pytest.mark.parametrize("may_land", [True, False])
-def test_hole_1_a_write_that_failed_is_reported_with_what_may_still_land(may_land: bool, is_revoked: bool) -> None:
+def test_a_write_that_failed_is_reported_with_what_may_still_land(may_land: bool, is_revoked: bool) -> None:
     """The destination has nothing but this word: a connection that broke looks to it like one that is idle."""
     source = Source()
     job = source.writing()
@@ -445,7 +445,7 @@ def test_a_write_that_was_revoked_and_ended_well_leaves_nothing_that_may_land(st
 
 @pytest.mark.parametrize("version", [KNOWS_WHAT_MAY_LAND_SINCE - 1, KNOWS_WHAT_MAY_LAND_SINCE])
 @pytest.mark.parametrize("may_land", [True, False])
-def test_hole_1_a_write_that_failed_is_not_reported_to_a_destination_that_would_take_its_blocks_back(
+def test_a_write_that_failed_is_not_reported_to_a_destination_that_would_take_its_blocks_back(
     may_land: bool, version: int
 ) -> None:
     source = Source()

@@ -45,9 +45,7 @@ from kvferry.transport.end_points import ProcessIdentity
 logger = PeerLog(logging.getLogger(__name__))
 
 FENCE_SECONDS = 60.0
-OF_FAILED_WRITES = frozenset(
-    {Reason.TRANSFER_FAILED, Reason.PEER_DIED, Reason.PEER_CHANGED, Reason.UNREGISTERED_RANGE}
-)
+OF_FAILED_WRITES = frozenset({Reason.TRANSFER_FAILED, Reason.PEER_DIED, Reason.PEER_CHANGED, Reason.UNREGISTERED_RANGE})
 """The reasons with which a write fails in a transport, by which a source of version 9, whose report does not say
 whether bytes may still land, is told from one that has written nothing."""
 NUMBER_BITS = 62

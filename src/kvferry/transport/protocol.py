@@ -101,8 +101,8 @@ class Peer:
 class Transfer:
     """One submission and its progress. ``error`` is set exactly when ``status`` is ``FAILED``.
 
-    ``may_land`` says of a ``WRITE`` that is ``FAILED`` whether bytes of it may still land, in a connection that broke. A
-    transport whose bytes end with its calls, or that has posted none, says that none may.
+    ``may_land`` says of a ``WRITE`` that is ``FAILED`` whether bytes of it may still land, out of a connection that
+    broke. A transport whose bytes end with its calls, or that has posted none, says that none may.
     """
 
     peer: Peer

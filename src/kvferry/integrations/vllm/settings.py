@@ -193,7 +193,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         about(
             "With `push`, and where held prompts are written: how long a failed load's blocks wait for a prefill "
             "engine on another host that was writing them to confirm that it writes no more; then the rank closes its "
-            "memory and registers it anew, and its other loads fail.",
+            "memory and registers it anew, and its other loads fail; because of a write that has failed in a "
+            "connection it does so at once, but not again within this time.",
             page="decisions/fences.md",
         ),
     ] = 60.0
