@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import json
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config import KVTransferConfig
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
@@ -23,9 +26,35 @@ from kvferry.integrations.vllm.scheduler.router_beacon import encode_zmq_address
 
 from .scheduler_requests import FULL, PROMPT, kept, next_step, request, run_prefill
 
-CONFIG = SimpleNamespace(kv_connector="KVFerryConnector", kv_connector_extra_config={})
-PUSH = SimpleNamespace(kv_connector="KVFerryConnector", kv_connector_extra_config={"mode": "push"})
-FOREIGN = SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
+Connector = tuple[str, dict[str, Any]]
+"""Its name and its settings."""
+CONFIG: Connector = ("KVFerryConnector", {})
+PUSH: Connector = ("KVFerryConnector", {"mode": "push"})
+FOREIGN: Connector = ("NixlConnector", {})
+IS_ONE_OF_SEVERAL = False
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "one of several"], autouse=True)
+def is_one_of_several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with the connector alone, and between others under vLLM's ``MultiConnector``."""
+    monkeypatch.setattr(request.module, "IS_ONE_OF_SEVERAL", request.param)
+
+
+def transfer_config(connector: Connector | None) -> Any:
+    """Return the part of vLLM's ``kv_transfer_config`` that names the connectors."""
+    if connector is None:
+        return None
+    name, settings = connector
+    if not IS_ONE_OF_SEVERAL:
+        return SimpleNamespace(kv_connector=name, kv_connector_extra_config=settings)
+    own = {"kv_connector": name} | ({"kv_connector_extra_config": settings} if settings else {})
+    others = [{"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"mode": "another"}}]
+    listed = [*others, own, {"kv_connector": "KVFerryOffloadConnector"}]
+    return SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": listed})
+
+
+def check(connector: Connector | None, params: Any) -> None:
+    check_params(transfer_config(connector), params, "r")
 
 
 @pytest.fixture
@@ -104,9 +133,9 @@ def changed(params: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     ],
 )
 def test_a_field_of_another_type_or_beyond_its_bounds_is_refused(name: str, value: Any, params: dict[str, Any]) -> None:
-    check_params(CONFIG, params, "r")
+    check(CONFIG, params)
     with pytest.raises(HandoffError) as refused:
-        check_params(CONFIG, changed(params, name, value), "r")
+        check(CONFIG, changed(params, name, value))
     assert refused.value.reason is Reason.MALFORMED_MESSAGE
     assert len(str(refused.value)) < 600
     assert str(refused.value).isprintable()
@@ -119,36 +148,38 @@ def test_every_field_is_needed(params: dict[str, Any]) -> None:
     assert len(paths) > 12
     for path in [("kvferry",), *paths]:
         with pytest.raises(HandoffError):
-            check_params(CONFIG, without(params, *path), "r")
+            check(CONFIG, without(params, *path))
 
 
 def test_what_is_not_for_this_connector_passes(params: dict[str, Any]) -> None:
-    check_params(FOREIGN, {"do_remote_prefill": True}, "r")
-    check_params(None, "text", "r")
-    check_params(CONFIG, None, "r")
-    check_params(CONFIG, {"do_remote_decode": True}, "r")
-    check_params(PUSH, {"do_remote_decode": True, "transfer_id": "x"}, "r")
+    check(FOREIGN, {"do_remote_prefill": True})
+    check(None, "text")
+    check(CONFIG, None)
+    check(CONFIG, {"do_remote_decode": True})
+    check(PUSH, {"do_remote_decode": True, "transfer_id": "x"})
 
 
 @pytest.mark.parametrize("given", ["text", ["do_remote_prefill"], 7])
 def test_parameters_that_are_no_object_are_refused(given: Any) -> None:
     """``vllm_xargs`` lets a client write any value there, and vLLM's scheduler takes it for a dictionary."""
     with pytest.raises(HandoffError, match="not an object"):
-        check_params(CONFIG, given, "r")
+        check(CONFIG, given)
 
 
 def test_an_older_prefill_engine_is_named_as_such(params: dict[str, Any]) -> None:
     with pytest.raises(HandoffError) as refused:
-        check_params(CONFIG, without(changed(params, "version", 8), "kvferry", "newest"), "r")
+        check(CONFIG, without(changed(params, "version", 8), "kvferry", "newest"))
     assert refused.value.reason is Reason.PROTOCOL_MISMATCH
     assert "prefill speaks 8, decode speaks 9 to 10" in refused.value.message
     assert "Update kvferry on the prefill engine" in refused.value.remedy
-    check_params(CONFIG, without(params, "kvferry", "newest"), "r")
+    check(CONFIG, without(params, "kvferry", "newest"))
 
 
-def admit(params: Any, prompt: list[int], config: Any = CONFIG, **fields: Any) -> Any:
+def admit(params: Any, prompt: list[int], config: Connector = CONFIG, **fields: Any) -> Any:
     """Pass the request on to the engine, as all end points do."""
-    processor: Any = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=config), request=(prompt, fields))
+    processor: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(kv_transfer_config=transfer_config(config)), request=(prompt, fields)
+    )
     sampling: Any = SimpleNamespace(extra_args={"kv_transfer_params": params})
     return InputProcessor.process_inputs(processor, "r", "a prompt", sampling, ("generate",))
 
@@ -167,7 +198,7 @@ def keys(tmp_path: Path) -> str:
 
 
 def serve(
-    params: Any, prompt: Any, config: Any = CONFIG, header: str | None = None, *, stream: bool = False
+    params: Any, prompt: Any, config: Connector = CONFIG, header: str | None = None, *, stream: bool = False
 ) -> tuple[Any, list[str]]:
     """Answer a completion request as vLLM does; return the answer and what happened.
 
@@ -193,7 +224,8 @@ def serve(
         has_kv_connector=True,
         create_error_response=GenerateBaseServing.create_error_response,
         engine_client=SimpleNamespace(
-            vllm_config=SimpleNamespace(kv_transfer_config=config), notify_kv_transfer_request_rejected=notify
+            vllm_config=SimpleNamespace(kv_transfer_config=transfer_config(config)),
+            notify_kv_transfer_request_rejected=notify,
         ),
         _get_data_parallel_rank=lambda _: None,
         _base_request_id=GenerateBaseServing._base_request_id,
@@ -218,6 +250,19 @@ def test_hole_10_a_list_of_prompts_is_a_400_that_lets_go_at_once(params: dict[st
             assert serve(given, prompt) == ("completion", ["begun"])
     assert serve({}, ["a", "b"]) == ("completion", ["begun"])
     assert serve({"do_remote_prefill": True}, ["a", "b"], FOREIGN) == ("completion", ["begun"])
+
+
+def test_hole_10_the_connectors_of_the_page_about_offload_are_found(params: dict[str, Any]) -> None:
+    """The object of vLLM, with the configuration that users copy: prompts are moved by one of two connectors."""
+    page = (Path(__file__).parents[2] / "docs" / "offload.md").read_text()
+    [given] = [each for each in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if "MultiConnector" in each]
+    config = KVTransferConfig(**json.loads(given))
+    for wrong, num_prompts in ((params, 2), (changed(params, "slot", []), 1)):
+        with pytest.raises(HandoffError):
+            check_params(config, wrong, "r", num_prompts)
+    check_params(config, params, "r")
+    offload_alone = KVTransferConfig(kv_connector="KVFerryOffloadConnector", kv_role="kv_both")
+    check_params(offload_alone, changed(params, "slot", []), "r", 2)
 
 
 def test_a_router_that_names_the_prefill_engine_in_the_request_id_is_understood() -> None:
@@ -248,7 +293,7 @@ def test_every_way_to_the_engine_is_checked(params: dict[str, Any], monkeypatch:
     """As requests that pass none of the end points for completions, chat and responses."""
     monkeypatch.setattr(InputProcessor, "process_inputs", lambda *_, **__: "admitted")
     check_requests()
-    processor: Any = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=CONFIG))
+    processor: Any = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer_config(CONFIG)))
 
     def pass_on(extra_args: Any) -> Any:
         sampling: Any = SimpleNamespace(extra_args=extra_args)
@@ -265,7 +310,7 @@ def test_parameters_that_no_trusted_key_has_signed_are_a_400(
     stream: bool, keys: str, make_role: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In a stream, too: the signature is known before its first byte."""
-    config = SimpleNamespace(kv_connector="KVFerryConnector", kv_connector_extra_config={"keys": keys})
+    config = ("KVFerryConnector", {"keys": keys})
     signed = run_prefill(make_role(FULL, keys=keys), PROMPT, [5, 4, 3, 2, 1]) or {}
     answer, _ = serve(signed, "a", config, stream=stream)
     assert isinstance(answer, str)
@@ -292,8 +337,7 @@ def test_parameters_that_no_trusted_key_has_signed_are_a_400(
 def test_an_api_server_that_cannot_read_the_keys_leaves_signatures_to_its_engine(
     make_role: Any, tmp_path: Path
 ) -> None:
-    extra = {"keys": str(tmp_path / "elsewhere")}
-    config = SimpleNamespace(kv_connector="KVFerryConnector", kv_connector_extra_config=extra)
+    config = ("KVFerryConnector", {"keys": str(tmp_path / "elsewhere")})
     params = run_prefill(make_role(FULL), PROMPT, [5, 4, 3, 2, 1]) or {}
     assert serve(params, "a", config) == ("completion", ["begun"])
     assert serve(changed(params, "slot", []), "a", config)[0].error.code == 400
@@ -309,9 +353,8 @@ def test_an_address_to_which_the_engine_does_not_connect_is_a_400(host: str, par
         assert answer.error.code == 400
         assert "[permission-denied]" in answer.error.message
         for allowed in ({"allowed_hosts": ["203.0.0.0/8", "2001:db8::/32", "0.0.0.0"]}, {"allowed_hosts": ["a-name"]}):
-            extra = {**config.kv_connector_extra_config, **allowed}
-            open_to_it = SimpleNamespace(kv_connector="KVFerryConnector", kv_connector_extra_config=extra)
-            assert serve(given, "a", open_to_it) == ("completion", ["begun"])
+            name, settings = config
+            assert serve(given, "a", (name, {**settings, **allowed})) == ("completion", ["begun"])
     for name in ("prefill-0", "localhost", "127.9.9.9"):
         assert serve(params | {"remote_host": name}, "a") == ("completion", ["begun"])
 

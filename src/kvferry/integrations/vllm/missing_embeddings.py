@@ -7,7 +7,9 @@ docs/decisions/missing-embeddings.md.
 
 from collections.abc import Collection
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvferry.integrations.vllm.connector_configs import connector_configs
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -40,7 +42,5 @@ def require_embeddings(connectors: Collection[str]) -> None:
 
 def _has_only(connectors: Collection[str], transfer: "KVTransferConfig") -> bool:
     """Return whether an engine has no other connectors than these."""
-    listed: Any = transfer.kv_connector_extra_config.get("connectors", ())
-    if transfer.kv_connector == "MultiConnector" and listed:
-        return all(each.get("kv_connector") in connectors for each in listed)
-    return transfer.kv_connector in connectors
+    named = {each.name for each in connector_configs(transfer)}
+    return bool(named) and named <= set(connectors)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.handoff.messages import Drain, Draining
 from kvferry.handoff.wire.client import ask
+from kvferry.integrations.vllm.connector_configs import CONNECTOR, own_settings
 from kvferry.integrations.vllm.settings import control_port, parse_settings, trust_of
 from kvferry.peer_log import PeerLog
 
@@ -30,7 +31,6 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 logger = PeerLog(logging.getLogger(__name__))
 
 PATH = "/ready"
-CONNECTOR = "KVFerryConnector"
 ASK_SECONDS = 4.0
 """vllm-router waits 5 s for an answer."""
 KNOWN_SECONDS = 0.5
@@ -102,12 +102,9 @@ def any_drains(vllm_config: "VllmConfig") -> bool:
 
 def connector_settings(vllm_config: "VllmConfig") -> dict[str, Any]:
     """Return the settings of kvferry's connector, which may be one of several. Raises :class:`SettingsError`."""
-    config = vllm_config.kv_transfer_config
-    if config is not None:
-        own = {"kv_connector": config.kv_connector, "kv_connector_extra_config": config.kv_connector_extra_config}
-        for each in (own, *config.kv_connector_extra_config.get("connectors", ())):
-            if each["kv_connector"] == CONNECTOR:
-                return dict(each.get("kv_connector_extra_config", {}))
+    settings = own_settings(vllm_config.kv_transfer_config)
+    if settings is not None:
+        return dict(settings)
     raise SettingsError(
         Reason.INVALID_SETTING,
         f"{PATH} is answered for an engine with {CONNECTOR}, which this engine has not.",

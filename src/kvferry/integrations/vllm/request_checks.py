@@ -14,6 +14,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
+from kvferry.integrations.vllm.connector_configs import own_settings
 from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 logger = PeerLog(logging.getLogger(__name__))
 
-CONNECTOR = "KVFerryConnector"
 SERVING_MODULE = "vllm.entrypoints.generate.base.serving"
 PROCESSOR_MODULE = "vllm.v1.engine.input_processor"
 _MARK = "_kvferry_checks"
@@ -53,12 +53,12 @@ def check_requests() -> None:
 def check_params(config: Any, params: object, request_id: str, num_prompts: int = 1) -> None:
     """Refuse ``kv_transfer_params`` that no request to an engine with kvferry's connector can have.
 
-    ``config`` is vLLM's ``kv_transfer_config``. Nothing is looked up, and no connection made. Raises
-    :class:`HandoffError`: malformed-message, protocol-mismatch, unsupported for a list of prompts, permission-denied
-    for parameters that no trusted key has signed or, without keys, that name an address to which the engine does not
-    connect.
+    ``config`` is vLLM's ``kv_transfer_config``, in which kvferry's connector may be one of several. Nothing is looked
+    up, and no connection made. Raises :class:`HandoffError`: malformed-message, protocol-mismatch, unsupported for a
+    list of prompts, permission-denied for parameters that no trusted key has signed or, without keys, that name an
+    address to which the engine does not connect.
     """
-    if not params or not _is_ours(config):
+    if not params or (settings := own_settings(config)) is None:
         return
     if not isinstance(params, Mapping):
         raise HandoffError(
@@ -73,7 +73,7 @@ def check_params(config: Any, params: object, request_id: str, num_prompts: int 
             "Send each prompt in a request of its own.",
         )
     if params.get("do_remote_prefill"):
-        _check_source(_door_of(config), params, request_id)
+        _check_source(_door_of(settings), params, request_id)
 
 
 def check_own_prompt(config: Any, params: Any, request: Any) -> None:
@@ -81,10 +81,10 @@ def check_own_prompt(config: Any, params: Any, request: Any) -> None:
 
     Raises :class:`HandoffError` (invalid-request).
     """
-    # vLLM remembers images that it has given to the engine: to refuse such a prompt here would mislead it.
-    if not params or not _is_ours(config) or not params.get("do_remote_prefill") or request.mm_features:
+    if not params or (settings := own_settings(config)) is None:
         return
-    if _door_of(config).is_push:
+    # vLLM remembers images that it has given to the engine: to refuse such a prompt here would mislead it.
+    if not params.get("do_remote_prefill") or request.mm_features or _door_of(settings).is_push:
         return
     from kvferry.integrations.vllm.scheduler.params import check_prompt, parse_params
 
@@ -92,10 +92,6 @@ def check_own_prompt(config: Any, params: Any, request: Any) -> None:
     num_tokens, num_held = len(request.prompt_token_ids or ()), parsed.kvferry.num_tokens
     # Which of the two is right, only the engine's cache groups say.
     check_prompt(parsed, request, num_held if num_tokens - 1 <= num_held <= num_tokens else num_tokens)
-
-
-def _is_ours(config: Any) -> bool:
-    return getattr(config, "kv_connector", None) == CONNECTOR
 
 
 def _check_source(door: _Door, params: Mapping[str, Any], request_id: str) -> None:
@@ -116,10 +112,9 @@ def _check_source(door: _Door, params: Mapping[str, Any], request_id: str) -> No
         door.trust.refuse_numeric(host)
 
 
-def _door_of(config: Any) -> _Door:
+def _door_of(extra_config: Mapping[str, Any]) -> _Door:
     """Return the door of this process, made with its first request: an API server has one engine's settings."""
     global _door
-    extra_config = config.kv_connector_extra_config
     if _door is None or _door.extra_config != extra_config:
         from kvferry.integrations.vllm.settings import parse_settings, trust_of
 
