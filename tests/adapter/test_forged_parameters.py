@@ -211,10 +211,8 @@ def test_no_mutation_of_valid_parameters_gives_wrong_bytes(
     check_mutations(model, make_engine)
 
 
-def check_mutations(
-    model: str, make_engine: Any, wrong_word: str = "wrong-parameters", also_harmless: Sequence[str] = ()
-) -> None:
-    """Load by forged parameters. ``wrong_word`` is the reason of a refusal where these name another guard word."""
+def check_mutations(model: str, make_engine: Any, also_harmless: Sequence[str] = ()) -> None:
+    """Load by forged parameters."""
     forgers, numbers = Forgers(make_engine, MODELS[model]), random.Random(model)
     outcomes: dict[str, Counter[str]] = {name: Counter() for name in FORGERIES}
     for number in range(500):
@@ -249,13 +247,13 @@ def check_mutations(
     for name, found in outcomes.items():
         assert name in harmless or set(found) != {"right tokens"}, f"{name} was never refused: {found}"
     # Reversed, the list of a window begins where a block is missing.
-    assert outcomes["reversed"].keys() <= {wrong_word, "invalid-request"}
+    assert outcomes["reversed"].keys() <= {"wrong-parameters", "invalid-request"}
     # A renewal may say first that nobody holds such a hold.
-    assert outcomes["another generation"].keys() <= {wrong_word, "lease-expired"}
+    assert outcomes["another generation"].keys() <= {"wrong-parameters", "lease-expired"}
     # The other prompt may be shorter, and an earlier forgery that named its hold has released it.
     for name in ("another request's blocks", "all but the prompt"):
-        assert outcomes[name].keys() <= {wrong_word, "invalid-request", "source-changed", "lease-expired"}
-        assert outcomes[name][wrong_word] > 0
+        assert outcomes[name].keys() <= {"wrong-parameters", "invalid-request", "source-changed", "lease-expired"}
+        assert outcomes[name]["wrong-parameters"] > 0
     assert sum(found["right tokens"] for found in outcomes.values()) > 20, "nothing was loaded"
 
 

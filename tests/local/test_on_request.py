@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
+from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError, helps_to_repeat
 from kvferry.execution import introductions, on_request, source_engines, write
 from kvferry.execution.device import CudaOrder
 from kvferry.execution.guard_words import Held, StepWords
@@ -142,6 +142,32 @@ def test_a_released_hold_is_not_written(engines: Engines) -> None:
     engine.step(ended=[SLOT])
     load(rank, engine, held)
     assert reason_of(rank.result()) is Reason.SOURCE_CHANGED
+    assert not rank.rank.cache.any()
+
+
+@pytest.mark.parametrize("is_forced", [True, False])
+def test_hole_13_a_source_tells_parameters_of_no_hold_from_a_hold_that_has_ended(
+    is_forced: bool, engines: Engines
+) -> None:
+    """Once both were "source-changed", to be sent again, with the advice to raise ``lease_seconds``."""
+    engine, rank = choosing(engines, target_is_forced=is_forced)
+    held = held_by(engine)
+    forged = engine.held(prompt_in(SOURCE[::-1]))
+    told = []
+    for each in (forged, held, forged):
+        load(rank, engine, each)
+        if each is held:
+            assert rank.result().error is None
+            rank.rank.cache[:] = 0
+            engine.step(ended=[SLOT])
+            load(rank, engine, held)
+        result = rank.result()
+        assert result.error is not None
+        assert result.way != "read", "a read would fail too"
+        told.append((result.error.reason, "lease_seconds" in result.error.remedy, "router" in result.error.remedy))
+    wrong, ended = (Reason.WRONG_PARAMETERS, False, True), (Reason.SOURCE_CHANGED, True, False)
+    assert told == [wrong, ended, wrong]
+    assert not helps_to_repeat(Reason.WRONG_PARAMETERS)
     assert not rank.rank.cache.any()
 
 
@@ -360,9 +386,9 @@ def test_announcements_of_another_hold_epoch_or_part_are_refused(
         "registration": refusal(source, msgspec.structs.replace(fresh, registration=5)),
     }
     assert refused == {
-        "word": Reason.SOURCE_CHANGED,
-        "forged": Reason.SOURCE_CHANGED,
-        "router's": Reason.SOURCE_CHANGED,
+        "word": Reason.WRONG_PARAMETERS,
+        "forged": Reason.WRONG_PARAMETERS,
+        "router's": Reason.WRONG_PARAMETERS,
         "epoch": Reason.PEER_CHANGED,
         "part": Reason.PROTOCOL_MISMATCH,
         "registration": Reason.UNKNOWN_REQUEST,

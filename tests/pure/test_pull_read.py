@@ -123,7 +123,27 @@ def test_hole_13_a_hold_that_has_ended_is_told_from_parameters_that_are_not_thos
     assert pull.words_read(words, now=1.0) == (Action.STOP,)
     assert pull.error is not None
     assert pull.error.reason is reason
+    # A slot that is free may be a forged one: what to check first is the router.
+    assert "kv_transfer_params of r" in pull.error.message
+    assert pull.error.remedy.startswith("Check that the router")
     assert ("lease_seconds" in pull.error.remedy) is (reason is Reason.SOURCE_CHANGED)
+
+
+@pytest.mark.parametrize("moment", ["between the sources", "while it is read"])
+def test_a_hold_that_ends_meanwhile_has_right_parameters(moment: str) -> None:
+    pull = PullRead("r", now=0.0, deadline=DEADLINE)
+    pull.begin([RIGHT, RIGHT], 1)
+    if moment == "between the sources":
+        pull.words_read((RIGHT, CLEARED), now=1.0)
+    else:
+        pull.words_read((RIGHT, RIGHT), now=1.0)
+        pull.round_begun()
+        pull.data_read()
+        pull.words_read((CLEARED, CLEARED), now=2.0)
+    assert pull.error is not None
+    assert "stopped holding" in pull.error.message
+    assert "router" not in pull.error.remedy
+    assert "raise lease_seconds" in pull.error.remedy
 
 
 @pytest.mark.parametrize("word", [CLEARED, OTHER_HOLD])

@@ -305,9 +305,9 @@ def test_a_done_of_a_source_without_an_announcement_is_ignored() -> None:
 
 def test_a_held_prompt_must_be_known_at_once_or_by_a_time() -> None:
     at_once, soon = (msgspec.structs.replace(asked(), known_by=known_by) for known_by in (NOW, NOW + 5))
-    with pytest.raises(HandoffError, match="does not hold") as refused:
+    with pytest.raises(HandoffError, match="are not those of a prompt") as refused:
         Sender().announce(at_once, NOW)
-    assert refused.value.reason is Reason.SOURCE_CHANGED
+    assert refused.value.reason is Reason.WRONG_PARAMETERS
     for is_known in (True, False):
         side = Sender()
         side.announce(soon, NOW)
@@ -319,6 +319,29 @@ def test_a_held_prompt_must_be_known_at_once_or_by_a_time() -> None:
         over = side.outcome(KEY)
         assert (over is None) == is_known
         assert over is None or (over.error is not None and over.error.reason is Reason.SOURCE_CHANGED)
+
+
+@pytest.mark.parametrize("seconds", [0, 5])
+def test_an_announcement_of_an_ended_hold_is_told_why_it_ended(seconds: int) -> None:
+    """Until it comes again, and however long its word may be awaited."""
+    side = Sender()
+    side.compute("x", prompt(END))
+    side.end("x", GAVE_UP, may_return=True)
+    request = msgspec.structs.replace(asked(), known_by=NOW + seconds)
+    if seconds:
+        side.announce(request, NOW)
+        side.tick(KEY, NOW + seconds)
+        over = side.outcome(KEY)
+        assert over is not None
+        assert over.error is not None
+        assert over.error.reason is GAVE_UP.reason
+    else:
+        with pytest.raises(HandoffError) as refused:
+            side.announce(request, NOW)
+        assert refused.value.reason is GAVE_UP.reason
+    side.compute("x", prompt(END))
+    again = msgspec.structs.replace(request, key=msgspec.structs.replace(KEY, number=KEY.number + 1))
+    assert side.announce(again, NOW + seconds)
 
 
 def test_a_span_that_has_run_wakes_only_pushes_that_need_the_span() -> None:

@@ -276,7 +276,7 @@ def test_a_prompt_that_is_to_be_held_is_awaited_for_a_short_time_only() -> None:
     source = Source(is_on_request=True)
     with pytest.raises(HandoffError) as refused:
         source.announce(late_seconds=0.0)
-    assert refused.value.reason is Reason.SOURCE_CHANGED
+    assert refused.value.reason is Reason.WRONG_PARAMETERS
     job = source.announce(late_seconds=1e5)
     advance(job, LATE_WORD_SECONDS - 1.0)
     assert job.phase is Phase.PREPARING

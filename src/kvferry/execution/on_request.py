@@ -30,7 +30,14 @@ from kvferry.peer_log import PeerLog
 logger = PeerLog(logging.getLogger(__name__))
 
 NOT_READ_INSTEAD = frozenset(
-    {Reason.SOURCE_CHANGED, Reason.INTEGRITY_MISMATCH, Reason.DEADLINE_EXCEEDED, Reason.ABORTED, Reason.WEIGHTS_CHANGED}
+    {
+        Reason.SOURCE_CHANGED,
+        Reason.WRONG_PARAMETERS,
+        Reason.INTEGRITY_MISMATCH,
+        Reason.DEADLINE_EXCEEDED,
+        Reason.ABORTED,
+        Reason.WEIGHTS_CHANGED,
+    }
 )
 """Why a write fails where a read would fail too, or would hide wrong bytes. For any other reason a read may succeed: it
 needs neither a way back nor the source's part."""

@@ -39,7 +39,7 @@ from kvferry.handoff.messages import (
     Revoked,
 )
 from kvferry.handoff.push.part import Part
-from kvferry.handoff.push.sender import Prompt, PushRequest, Sender, not_held
+from kvferry.handoff.push.sender import Prompt, PushRequest, Sender, no_longer_held
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
@@ -207,7 +207,7 @@ class Writer:
         """The engine may overwrite these prompts' blocks from now on. Pushes that still need them fail, each with its
         error; by default it says that the prompt is no longer held.
         """
-        error_of = error_of or (_no_longer_held if not self._is_on_request else lambda _: not_held())
+        error_of = error_of or (_no_longer_held if not self._is_on_request else lambda _: no_longer_held())
         with self._lock:
             for transfer_id in transfer_ids:
                 self._num_preemptions.pop(transfer_id, None)

@@ -166,9 +166,11 @@ class PullRead:
         if self.state is State.WORDS_AFTER:
             return _source_changed(self.job_id, "while")
         are_others = [word != expected for word, expected in zip(found, self._expected, strict=True)]
-        if all(are_others) and not all(is_cleared(word) for word in found):
-            return wrong_parameters(self.job_id)
-        return _source_changed(self.job_id, "before")
+        if not all(are_others):
+            return _source_changed(self.job_id, "before")
+        # A slot that is free says nothing of the hold that it may have had.
+        is_free = all(is_cleared(word) for word in found)
+        return not_held(self.job_id) if is_free else wrong_parameters(self.job_id)
 
     def _late(self, now: float) -> HandoffError:
         return HandoffError(
@@ -176,6 +178,12 @@ class PullRead:
             f"the load of {self.job_id} was still {self.state.value} after {now - self._began_at:.1f} s.",
             "Check the source of the blocks (prefill engine or tier). For a pull, load_timeout_seconds sets the limit.",
         )
+
+
+CHECK_PARAMETERS = (
+    "Check that the router copies the prefill engine's kv_transfer_params unchanged into the request of the same "
+    "prompt, and that no client sets them."
+)
 
 
 def _source_changed(job_id: str, when: str) -> HandoffError:
@@ -186,12 +194,22 @@ def _source_changed(job_id: str, when: str) -> HandoffError:
     )
 
 
-def wrong_parameters(job_id: str) -> HandoffError:
-    """Return the error of a request whose parameters name other blocks than those of its prompt."""
+def wrong_parameters(prompt: str) -> HandoffError:
+    """Return the error of a request whose parameters name other blocks than those of its ``prompt``."""
     return HandoffError(
         Reason.WRONG_PARAMETERS,
-        f"the kv_transfer_params of {job_id} are not those of a prompt that the prefill engine holds: the guard word "
+        f"the kv_transfer_params of {prompt} are not those of a prompt that the prefill engine holds: the guard word "
         "that they name is another one.",
-        "Check that the router copies the prefill engine's kv_transfer_params unchanged into the request of the same "
-        "prompt, and that no client sets them. Then send the prompt again.",
+        f"{CHECK_PARAMETERS} Then send the prompt again.",
+    )
+
+
+def not_held(prompt: str) -> HandoffError:
+    """Return the error of a ``prompt`` of which nothing is held: its parameters are wrong, or its hold has ended."""
+    return HandoffError(
+        Reason.SOURCE_CHANGED,
+        f"the prefill engine holds nothing under the kv_transfer_params of {prompt}: they are not those of a prompt "
+        "that it holds, or that prompt's hold was released or has expired.",
+        f"{CHECK_PARAMETERS} Send the prompt again; if unchanged parameters of first loads fail so, raise "
+        "lease_seconds on the prefill side.",
     )

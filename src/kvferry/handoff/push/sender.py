@@ -21,6 +21,7 @@ import msgspec
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.adapters import NO_ADAPTER, Adapter, compare_adapters
 from kvferry.handoff.messages import Bounded, PushKey
+from kvferry.handoff.pull_read import not_held, wrong_parameters
 from kvferry.plan.layer_spans import Span
 
 END = 1 << 62
@@ -161,12 +162,11 @@ class Sending:
             self.state = PushState.OVER
 
 
-def not_held() -> HandoffError:
-    """Return the error of a prompt that is to be written on request and is not held, or no longer."""
+def no_longer_held() -> HandoffError:
+    """Return the error of a prompt that was to be written on request and whose hold has ended."""
     return HandoffError(
         Reason.SOURCE_CHANGED,
-        "the prefill engine does not hold the announced prompt, or no longer: its hold was released or has expired, or "
-        "the kv_transfer_params name another one.",
+        "the prefill engine no longer holds the announced prompt: its hold was released or has expired.",
         "Send the prompt again; if this repeats, raise lease_seconds on the prefill side.",
     )
 
@@ -191,6 +191,8 @@ def _compare_prompts(prompt: "Prompt", request: "PushRequest") -> None:
     compare_adapters(prompt.adapter.name, prompt.adapter.digest, request.adapter)
 
 
+ANNOUNCED = "an announced prompt"
+"""The prompt in errors of a source, which does not know the request of its destination."""
 MAX_REMEMBERED = 1 << 16
 """Ended transfers and pushes that are remembered, so that a late message cannot begin them again."""
 
@@ -261,6 +263,7 @@ class Sender:
         self._requests: dict[PushKey, PushRequest] = {}
         self._requests_of: dict[str, set[PushKey]] = {}
         self._ended: Bounded[str, KVFerryError] = Bounded(MAX_REMEMBERED)
+        self._may_return: Bounded[str, KVFerryError] = Bounded(MAX_REMEMBERED)
         self._outcomes: Bounded[PushKey, Outcome] = Bounded(MAX_REMEMBERED)
 
     @property
@@ -311,11 +314,13 @@ class Sender:
     def end(self, transfer_id: str, error: KVFerryError, *, may_return: bool = False) -> None:
         """The engine frees the prompt's blocks: pushes that still need them fail with ``error``.
 
-        Later announcements fail with it too, unless the transfer ``may_return``.
+        Later announcements fail with it too; where the transfer ``may_return``, only until it does.
         """
         self._prompts.pop(transfer_id, None)
         self._running.pop(transfer_id, None)
-        if not may_return:
+        if may_return:
+            self._may_return[transfer_id] = error.without_traceback()
+        else:
             self._ended.setdefault(transfer_id, error.without_traceback())
         for key in self._keys_of(transfer_id):
             self._pushes[key].void()
@@ -339,7 +344,8 @@ class Sender:
         if (ended := self._ended.get(request.transfer_id)) is not None:
             raise ended.without_traceback()
         if self._lacks_prompt(request, now):
-            raise not_held()
+            # No word is late here: one that was never held names no hold of this engine.
+            raise self._may_return.get(request.transfer_id, wrong_parameters(ANNOUNCED)).without_traceback()
         self._requests[key] = request
         self._requests_of.setdefault(request.transfer_id, set()).add(key)
         self._wanted_spans |= request.needs.keys()
@@ -414,7 +420,7 @@ class Sender:
         """Give the push up once its deadline has passed, or the time in which its prompt must have become known."""
         if push := self._pushes.get(key):
             if self._lacks_prompt(self._requests[key], now):
-                push.fail(not_held())
+                push.fail(self._may_return.get(self._requests[key].transfer_id, not_held(ANNOUNCED)))
             push.tick(now)
             self._record_outcome(key)
 
