@@ -92,6 +92,8 @@ REPEATABLE = ("--prefix-caching-hash-algo", "sha256_cbor")
 # The longest prompt and one block more: less than the prompts of one test have.
 SMALL: dict[str, Any] = {"max_model_len": 2048, "kv_cache_bytes": 48 << 20}
 
+EXPLAINED = ("--middleware", "kvferry.integrations.vllm.failed_loads.FailedLoadAnswers")
+"""As docs/failures.md has it: clients get the reason of a failed load."""
 CHUNKED = ("--max-num-batched-tokens", "256", "--enable-chunked-prefill")
 BOTH_CORES = (",".join(sorted(spread_over_cores(2))),)
 # A hold whose request was given up before the answer came ends with its lease.
@@ -120,8 +122,8 @@ MORE_MODELS = ("deepseek", "six", "mqa", "lora", "gemma3n", "gemma4", "gptoss")
 # takes cma unless it is told to use nixl.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-reference": ("gqa", {"role": None, "cores": BOTH_CORES}),
-    # These hold their answers for the next turn, with every request of every test.
-    "gqa-tp1": ("gqa", {"turn_seconds": 120.0}),
+    # Those with turn_seconds hold their answers for the next turn, with every request of every test.
+    "gqa-tp1": ("gqa", {"turn_seconds": 120.0, "arguments": EXPLAINED}),
     "gqa-tp1-other": (
         "gqa",
         {
