@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvferry.arrays import Descriptors
 from kvferry.errors import PlanError, Reason, VerificationError
 from kvferry.layout.dense import shard_for
+from kvferry.layout.group import CacheKind, TokenShare
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import PairPlan, Planner
@@ -29,6 +30,7 @@ from kvferry.plan.staging.scatter import (
 )
 from kvferry.plan.staging.strategy import LEAST_GAIN, TYPICAL_COSTS, Strategy, choose
 
+from .arrangements import attention
 from .strategies import Move, moves
 
 GAPS, ROUNDS = st.sampled_from([0, 1, 8, 64, 1 << 20]), st.sampled_from([1, 300, 1 << 30])
@@ -185,6 +187,18 @@ def test_a_merge_over_a_transport_that_joins_what_lies_together_goes_directly() 
     apart = replace(cma, seconds_per_descriptor=cma.seconds_per_run, seconds_per_remote_run=0.0)
     assert choose(plan, apart).chosen.strategy is Strategy.SCATTER
     assert choose(plan, cma).chosen.strategy is Strategy.DIRECT
+
+
+def test_shares_of_the_tokens_that_first_meet_behind_the_first_blocks_have_a_strategy() -> None:
+    """Token 5 is the first that rank 1 of 2 and rank 2 of 3 both hold."""
+
+    def shared(rank: int, size: int) -> Shard:
+        share = TokenShare(rank, size, 1)
+        return attention(rank, size, ["0"], kind=CacheKind.MLA, num_kv_heads=1, block_size=1, token_share=share)
+
+    plan = Planner([shared(rank, 2) for rank in range(2)], shared(2, 3)).plans(0)[1]
+    assert [group.first_phases() for group in plan.groups.values()] == [[]]
+    assert choose(plan, TYPICAL_COSTS["nixl"]).chosen.strategy is Strategy.DIRECT
 
 
 def test_a_stage_smaller_than_a_block_leaves_only_direct() -> None:

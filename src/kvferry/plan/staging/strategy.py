@@ -218,11 +218,10 @@ def _scatter_prediction(scatter: ScatterPlan, costs: Costs, stage_bytes: int) ->
 def _nominal(plan: PairPlan) -> Iterator[tuple[Template, int]]:
     """Yield the templates of whole blocks, each with its number of blocks in the nominal request."""
     for group in plan.groups.values():
-        phases = group.first_phases()
-        blocks = -(-_num_blocks(group.destination_group) // len(phases))
+        phases = group.first_phases()  # none where two shares of the tokens first meet in a later block
         for phase in phases:
             for template in group.templates(phase):
-                yield template, blocks
+                yield template, -(-_num_blocks(group.destination_group) // len(phases))
 
 
 def _num_blocks(group: CacheGroup) -> int:
