@@ -54,6 +54,10 @@ def _attention(tp_size: int, block_size: int) -> dict[str, Any]:
     return {"block_size": block_size, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": torch.float32}
 
 
+class CompilationConfig(SimpleNamespace):
+    """Weak references tell engines apart by this object, and the class itself has none."""
+
+
 class CacheRank:
     """One rank: vLLM's groups of these layers, one buffer, a view a layer. ``shared`` layers read another's cache.
 
@@ -77,6 +81,7 @@ class CacheRank:
         attention = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
         modules = {**dict.fromkeys(specs, attention), **(modules or {})}
         vllm_config = _config(rank[1], max(len(stages), 1), KVCacheLayout[layout], modules, num_blocks)
+        self.vllm_config = vllm_config
         if drafter:
             drafting = {"use_eagle": lambda: True, "use_eagle_block_drop": lambda: True, "method": "mtp"}
             vllm_config.speculative_config = SimpleNamespace(**drafting)
@@ -146,7 +151,7 @@ def _config(
         attention_config=SimpleNamespace(hisparse_config=None),
         speculative_config=None,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        compilation_config=SimpleNamespace(static_forward_context=dict(modules)),
+        compilation_config=CompilationConfig(static_forward_context=dict(modules)),
         num_prefill_lookahead_tokens=0,
     )
 

@@ -1,11 +1,9 @@
 """A device for kvferry's own code where there is no GPU: its memory, its copies, its driver, and NIXL's agents."""
 
-import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,6 +17,7 @@ from kvferry.transport import nixl, registry
 from ..local import cache_memory
 from ..local.cache_memory import Cache
 from . import standin_driver, standin_nixl
+from .device_tensor import tensor_at, to
 from .standin_transport import FACTORY
 from .untouchable import DEVICE, DeviceMemory, reachable
 
@@ -35,6 +34,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device_memory, "allocate", allocate)
     patch.setattr(device_memory, "as_bytes", as_bytes)
     patch.setattr(device_merge, "merge", merge)
+    patch.setattr(torch.Tensor, "to", to)
     standin_driver.reset()
     patch.setattr(cuda_driver, "_load", lambda _: standin_driver.LIBRARY)
     patch.setattr(cache_memory, "caches", DeviceCaches())
@@ -80,11 +80,7 @@ def allocate(num_bytes: int, device: str) -> tuple[DeviceMemory, Region]:
 def as_bytes(region: Region) -> torch.Tensor:
     """In the place of :func:`kvferry.execution.device_memory.as_bytes`."""
     assert region.device == DEVICE
-    return torch.from_numpy(np.frombuffer(_bytes_at(region.base_address, region.length), np.uint8))
-
-
-def _bytes_at(address: int, length: int) -> object:
-    return (ctypes.c_uint8 * length).from_address(reachable(address, length))
+    return tensor_at(region.base_address, region.length)
 
 
 def merge(merges: Sequence[Merge], stage_address: int, device: str) -> None:
@@ -92,6 +88,7 @@ def merge(merges: Sequence[Merge], stage_address: int, device: str) -> None:
     global num_merged
     num_merged += 1
     assert device == DEVICE
+    device_merge.merge_table(merges, stage_address)  # the kernel's, of the device's addresses
     for each in on_second_mapping(merges):
         put_in_place(each, reachable(stage_address))
 

@@ -38,6 +38,7 @@ from ..pure.arrangements import attention, hybrid
 from ..waits import wait_until
 from . import standin_driver
 from .device import ImmediateOrder
+from .device_tensor import tensor_at
 from .test_trial import SHARDS, placed, views_of
 from .untouchable import DEVICE, DeviceMemory
 
@@ -478,9 +479,8 @@ def test_a_shard_that_says_the_wrong_place_is_found_through_the_engines_views() 
     trial, memory, executor = trial_of(attention(0, 1, ["0", "1", "2"]))
     views: Any = trial._views
     last = views["2"]
-    longer = (ctypes.c_uint8 * (memory.nbytes + 2)).from_address(memory.content.ctypes.data)  # ends with a page
-    content = torch.from_numpy(np.frombuffer(longer, np.uint8))
-    views["2"] = torch.as_strided(content, last.shape, last.stride(), last.storage_offset() + 2)
+    longer = tensor_at(memory.region.base_address, memory.nbytes + 2)  # the mapping ends with a page
+    views["2"] = torch.as_strided(longer, last.shape, last.stride(), last.storage_offset() + 2)
     with pytest.raises(TransportError, match=r"layout BLHNC.*bytes are wrong") as caught:
         trial.run()
     executor.close()

@@ -1,6 +1,5 @@
 """The trial at start, on memory that no processor may touch: finds what is wrong, and leaves nothing behind."""
 
-import ctypes
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -27,6 +26,7 @@ from kvferry.transport.registry import TransportSet, make
 from ..pure.arrangements import attention, hybrid
 from . import device, standin_nixl
 from .device import ImmediateOrder
+from .device_tensor import device_tensor, tensor_at
 from .standin_transport import FACTORY
 from .untouchable import DeviceMemory
 
@@ -77,7 +77,7 @@ def placed(shard: Shard, memory: DeviceMemory) -> Shard:
 def views_of(shard: Shard, memory: DeviceMemory) -> dict[str, torch.Tensor]:
     """Return for each layer its rows by block, as an engine's tensor has them: here all bytes of a layer in a block."""
     found = {}
-    content = torch.from_numpy(memory.content)
+    content = device_tensor(memory)
     for group in shard.groups:
         for at, layer in enumerate(group.layers):
             parts = group.components
@@ -138,11 +138,10 @@ def failing(engine: Engine, strategies: list[Strategy] = BOTH) -> TransportError
 def test_a_shard_that_says_the_wrong_place_is_found_through_the_engines_views() -> None:
     """The plan and its proof believe the shard; only the engine's own views show that a layer ends elsewhere."""
     engine = Engine(attention(0, 1, ["0", "1", "2"]), integrity=Integrity.OFF)
-    last, address = engine.views["2"], engine.memory.content.ctypes.data
+    last = engine.views["2"]
     # The mapping is longer than the cache: it ends with a page.
-    longer = np.frombuffer((ctypes.c_uint8 * (engine.memory.nbytes + 2)).from_address(address), np.uint8)
-    moved = last.storage_offset() + 2
-    engine.views["2"] = torch.as_strided(torch.from_numpy(longer), last.shape, last.stride(), moved)
+    longer = tensor_at(engine.memory.region.base_address, engine.memory.nbytes + 2)
+    engine.views["2"] = torch.as_strided(longer, last.shape, last.stride(), last.storage_offset() + 2)
     with pytest.raises(TransportError) as caught:
         engine.trial().run()
     error = caught.value
