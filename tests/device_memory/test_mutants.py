@@ -262,7 +262,7 @@ HOST_ONLY = {
     "tiers.pool.store": "a slab is host memory",
     "tiers.slab_memory": "a slab is host memory",
     "tiers.stack": "a slab is host memory",
-    "transport.mooncake": "its build for CUDA: tests/local/test_transport_mooncake.py",
+    "transport.mooncake": "its build for CUDA: tests/device_memory/test_mooncake.py",
 }
 """Modules that name addresses and never get a device's, or do no more than pass it on, and why."""
 NAMES_OF_ADDRESSES = re.compile(
