@@ -123,19 +123,19 @@ PARTS = (
     ),
     Part(
         "conformance",
-        "the suite of transports, NIXL, two processes, one device",
+        "the suite of transports and the guard word's second look, NIXL, two processes, one device",
         _tests("test_conformance.py", "-k", "OneDevice"),
         _needs_nixl,
     ),
     Part(
         "conformance, two devices",
-        "the same suite, memory of the second device",
+        "the same suite and second look, memory of the second device",
         _tests("test_conformance.py", "-k", "SecondDevice"),
         _needs_second_device,
     ),
     Part(
         "conformance, mooncake",
-        "the same suite over Mooncake's build for CUDA",
+        "the same suite and second look over Mooncake's build for CUDA",
         _tests("test_conformance.py", "-k", "Mooncake"),
         _needs_mooncake,
     ),

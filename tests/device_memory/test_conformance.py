@@ -18,12 +18,13 @@ from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Direction, Status, Transport, reach
 from kvferry.transport.registry import TransportSet, make
 
+from ..local.second_look import SecondLook
 from . import standin_nixl
 from .standin_transport import FACTORY, MEMORY, SuiteMemory
 from .untouchable import DeviceMemory
 
 
-class TestDeviceMemory(TransportSuite):
+class TestDeviceMemory(TransportSuite, SecondLook):
     factory = FACTORY
     memory = MEMORY
 
