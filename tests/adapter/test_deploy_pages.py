@@ -6,7 +6,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from kvferry.errors import SettingsError
 from kvferry.handoff.wire.keys import Keys, make_keys
 from kvferry.integrations.vllm import readiness
 from kvferry.integrations.vllm.plugin import CONNECTORS
-from kvferry.integrations.vllm.settings import parse_settings
+from kvferry.integrations.vllm.settings import Settings, parse_settings
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
 MODULE = ["-m", "vllm.entrypoints.openai.api_server"]
@@ -207,15 +207,67 @@ def test_kubernetes_asks_what_kvferry_and_vllm_answer(kind: str) -> None:
     spec = manifests(kind)["StatefulSet"]["spec"]
     assert spec["serviceName"] == manifests(kind)["Service"]["metadata"]["name"]
     assert manifests(kind)["Service"]["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
-    rules = list(admitted(manifests("router")["NetworkPolicy"]))
-    wanted = container["env"][1]["value"].partition("-")
-    assert {(PORTS[kind], PORTS[kind]), (settings.port, settings.port), (int(wanted[0]), int(wanted[2]))} <= set(rules)
 
 
-def admitted(policy: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    for rule in policy["spec"]["ingress"]:
-        for port in rule["ports"]:
-            yield port["port"], port.get("endPort", port["port"])
+UCX_PORTS = "UCX_TCP_PORT_RANGE"
+MOST_RANKS = 16
+"""More ranks than one host has devices."""
+
+
+def ports_between_engines(settings: Settings, environment: Mapping[str, str]) -> dict[str, range]:
+    """Return each end point on which other engines reach an engine of one data-parallel rank, with its ports."""
+    assert settings.port, "a firewall cannot admit a free port"
+    assert settings.rank_ports, "a firewall cannot admit the free ports of ranks"
+    assert settings.transport in ("auto", "nixl"), "the test does not know the ports of other transports"
+    assert settings.mode == "pull", "the test does not know the ports of pushes"
+    first, _, last = environment[UCX_PORTS].partition("-")
+    found = {
+        "control": range(settings.port, settings.port + 1),
+        "ranks": settings.ports_of_ranks,
+        "nixl": range(int(first), int(last) + 1),
+    }
+    assert len(found["ranks"]) >= MOST_RANKS
+    assert sum(map(len, found.values())) == len(set().union(*found.values())), "two end points may take the same port"
+    return found
+
+
+@pytest.mark.parametrize("kind", ROLES)
+def test_every_port_of_an_engine_is_admitted_from_those_that_connect_and_from_nobody_else(kind: str) -> None:
+    [container] = pod(kind)["containers"]
+    _, settings = settings_of(parsed(engine_command("kubernetes", kind)))
+    environment = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    policy = manifests("router")["NetworkPolicy"]["spec"]
+    labels = manifests(kind)["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
+    router_labels = manifests("router")["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    between = ports_between_engines(settings, environment)
+    assert admitted(policy, labels) == set().union(*between.values())
+    assert admitted(policy, router_labels) == set(PORTS.values())
+
+
+def admitted(policy: dict[str, Any], labels: Mapping[str, str]) -> set[int]:
+    """Return the ports that a policy admits from a pod with these labels."""
+    found: set[int] = set()
+    for rule in policy["ingress"]:
+        if any(each["podSelector"]["matchLabels"].items() <= labels.items() for each in rule["from"]):
+            for port in rule["ports"]:
+                assert port["protocol"] == "TCP"
+                found.update(range(port["port"], port.get("endPort", port["port"]) + 1))
+    return found
+
+
+@pytest.mark.parametrize("kind", ROLES)
+def test_the_pages_name_the_ports_of_the_units_and_the_firewalls_that_must_pass_them(kind: str) -> None:
+    _, settings = settings_of(parsed(engine_command("systemd", kind)))
+    environment = dict(each.split("=", 1) for each in unit(kind)["Environment"])
+    between = ports_between_engines(settings, environment)
+    page, two_hosts = ((DEPLOY / name).read_text() for name in ("README.md", "../two-hosts.md"))
+    [firewall] = re.findall(r"In the firewall: (.*)", page)
+    assert f"{PORTS[kind]}" in firewall
+    for ports in between.values():
+        named = f"{ports[0]} to {ports[-1]}" if len(ports) > 1 else f"{ports[0]}"
+        assert named in firewall
+        assert named in two_hosts.partition("## Ports")[2].partition("##")[0]
 
 
 def test_the_keys_of_a_secrets_volume_are_accepted(tmp_path: Path) -> None:

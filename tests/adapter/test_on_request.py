@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from kvferry.errors import HandoffError, Reason, SettingsError
 from kvferry.handoff.messages import DirectoryRequest, Reopened
 from kvferry.handoff.versions import OURS
-from kvferry.integrations.vllm.settings import Settings, parse_settings
+from kvferry.integrations.vllm.settings import LAST_PORT, Settings, parse_settings
 from kvferry.integrations.vllm.step import StepMetadata
 from kvferry.integrations.vllm.translate.shards import decode_rank_entry
 from kvferry.transport.memcpy import MemcpyTransport
@@ -117,6 +117,9 @@ def test_a_rank_takes_announcements_only_where_reads_are_slow_or_writing_is_aske
     entry = entry_of(monkeypatch, held_prompts="write")
     assert entry.held_end_point is not None
     assert entry.push_end_point is None
+    ports = f"{entry.held_end_point.port}-{LAST_PORT}"
+    listens_at = entry_of(monkeypatch, held_prompts="write", rank_ports=ports).held_end_point
+    assert entry.held_end_point.port <= listens_at.port < entry.held_end_point.port + 50
     assert entry_of(monkeypatch).held_end_point is None
     slow = Capabilities("memcpy", same_process_only=True, ends_with_process=True, slow_reads="it is slow")
     monkeypatch.setattr(MemcpyTransport, "capabilities", slow)

@@ -64,7 +64,8 @@ class Workers:
         decode_integrity = settings.pop("decode_integrity", settings.get("integrity", "auto"))
         self.sources, self.target = filled_ranks(2), Rank(0, 1)
         self.senders = [self._role(patch, "p", rank, **settings) for rank in self.sources]
-        self.receiver = self._role(patch, "d", self.target, integrity=decode_integrity)
+        ports = settings.get("rank_ports", "")
+        self.receiver = self._role(patch, "d", self.target, integrity=decode_integrity, rank_ports=ports)
         entries = tuple(decode_rank_entry(role.get_handshake_metadata().entry) for role in self.senders)
         directory = Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries)
         self.released: list[Release] = []
@@ -169,6 +170,27 @@ def test_a_load_that_ends_while_the_engine_is_paused_for_new_weights_fails(worke
     assert workers.finished() == ({"r"}, {"r"})
     workers.announce()
     assert workers.receiver._outdated == set(), "a later load under this id is another one"
+
+
+def test_ranks_of_all_engines_of_a_host_share_a_range_of_ports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    taken = Server(HOST, 0, lambda _: Noted(EPOCH))
+    ports = range(taken.port, taken.port + 50)
+    workers = Workers(monkeypatch, tmp_path, rank_ports=f"{ports[0]}-{ports[-1]}")
+    try:
+        roles = [*workers.senders, workers.receiver]
+        entries = [decode_rank_entry(role.get_handshake_metadata().entry) for role in roles]
+        found = [entry.push_end_point.port for entry in entries if entry.push_end_point is not None]
+        assert len(set(found)) == 3
+        assert set(found) <= set(ports) - {taken.port}
+        workers.announce()
+        workers.compute(END)
+        assert workers.finished() == ({"r"}, set())
+        assert arrived(workers)
+        with pytest.raises(HandoffError, match=f"each port from {taken.port} to {taken.port} is in use"):
+            workers._role(monkeypatch, "other", Rank(0, 1), rank_ports=f"{taken.port}-{taken.port}")
+    finally:
+        workers.close()
+        taken.close()
 
 
 def test_the_secret_of_reports_is_in_no_log_of_a_failed_step() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
-from kvferry.integrations.vllm.settings import Settings, parse_settings
+from kvferry.integrations.vllm.settings import Settings, control_port, parse_settings
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.staging.strategy import Strategy
 
@@ -116,6 +116,41 @@ def test_a_decode_engine_on_loopback_connects_through_the_interfaces_to_its_allo
     assert decode.transports_reach(loads=False) == ()
     elsewhere = parse_settings({**trust, "allowed_hosts": hosts, "host": "192.0.2.2"})
     assert (elsewhere.transports_listen_at(loads=True), elsewhere.transports_reach(loads=True)) == ("192.0.2.2", ())
+
+
+@pytest.mark.parametrize("given", ["5700", "5700-", "5799-5700", "0-5", "5700-70000", "5700-5799,5900-5999", "a-b"])
+def test_rank_ports_are_a_range(given: str) -> None:
+    with pytest.raises(SettingsError, match=f"rank_ports '{given}' names no range of ports from 1 to 65535") as refusal:
+        parse_settings({"rank_ports": given})
+    assert refusal.value.reason is Reason.INVALID_SETTING
+    assert "'5700-5799'" in refusal.value.remedy
+
+
+def test_rank_ports_name_both_ends_and_without_them_any_port_is_taken() -> None:
+    assert parse_settings({"rank_ports": "5700-5799"}).ports_of_ranks == range(5700, 5800)
+    assert parse_settings({"rank_ports": "65535-65535"}).ports_of_ranks == range(65535, 65536)
+    assert parse_settings({}).ports_of_ranks == range(1)
+
+
+def test_no_port_of_an_engine_is_one_that_its_ranks_may_take_first() -> None:
+    settings = parse_settings({"port": 5600, "rank_ports": "5601-5699"})
+    assert control_port(settings, 0) == 5600
+    with pytest.raises(SettingsError, match="port 5601 of data-parallel rank 1 is also in rank_ports '5601-5699'"):
+        control_port(settings, 1)
+    for more, port in (
+        ({"port": 5700}, "port 5700"),
+        ({"mode": "push", "bootstrap_port": 5799}, "bootstrap_port 5799"),
+    ):
+        with pytest.raises(SettingsError, match=f"{port}.* is also in rank_ports") as refusal:
+            parse_settings({"rank_ports": "5700-5799", **more})
+        assert refusal.value.reason is Reason.INVALID_SETTING
+
+
+def test_rank_ports_of_an_engine_that_writes_nothing_are_refused() -> None:
+    for settings in ({}, {"mode": "push"}, {"held_prompts": "write"}):
+        assert parse_settings({"rank_ports": "5700-5799", **settings}).rank_ports
+    with pytest.raises(SettingsError, match="rank_ports is set, and mode 'pull' does not use it"):
+        parse_settings({"rank_ports": "5700-5799", "held_prompts": "read"})
 
 
 def test_no_time_exceeds_the_greatest_age_of_a_hold() -> None:

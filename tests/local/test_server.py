@@ -470,6 +470,27 @@ def test_a_port_in_use_is_named_with_the_remedy(listener: Server) -> None:
     assert answers(listener)
 
 
+def test_the_first_free_port_of_a_range_is_taken(listener: Server) -> None:
+    following = Server(HOST, range(listener.port, listener.port + 50), answer)
+    try:
+        assert listener.port < following.port < listener.port + 50
+        assert answers(following)
+        with pytest.raises(HandoffError) as caught:
+            Server(HOST, range(listener.port, listener.port + 1), answer)
+        assert caught.value.reason is Reason.PORT_IN_USE
+        assert f"{HOST}: each port from {listener.port} to {listener.port}" in caught.value.message
+        assert '"rank_ports"' in caught.value.remedy
+    finally:
+        following.close()
+
+
+def test_a_range_hides_no_other_problem_than_ports_in_use() -> None:
+    with pytest.raises(HandoffError) as caught:
+        Server("203.0.113.1", range(5700, 5800), answer)
+    assert caught.value.reason is Reason.INVALID_SETTING
+    assert "203.0.113.1:5700" in caught.value.message
+
+
 def test_an_address_of_another_machine_is_an_invalid_setting() -> None:
     with pytest.raises(HandoffError) as caught:
         Server("203.0.113.1", 0, answer)

@@ -160,6 +160,6 @@ def _out_of_reach() -> HandoffError:
     return HandoffError(
         Reason.PEER_UNREACHABLE,
         f"it has not connected to this rank within {MEET_SECONDS:.0f} s.",
-        "Reads are slow between these hosts, and writes need a way from the prefill engine's host to this one: open "
-        'it, or set "held_prompts" to "read".',
+        "Reads are slow between these hosts, and writes need a way from the prefill engine's host to this one: let a "
+        'firewall pass "rank_ports" and the transport\'s ports, or set "held_prompts" to "read".',
     )

@@ -58,7 +58,8 @@ def open_engine(host: str, num_connections: int = 1) -> Any:
         if code:
             raise _unavailable(
                 f"Mooncake's engine does not start on {host!r} (code {code}).",
-                "Free some of the TCP ports 15000 to 17000.",
+                "It takes two TCP ports from MC_MIN_RPC_PORT (15000) to MC_MAX_RPC_PORT (17000): free some, or set "
+                "these variables.",
             )
         if is_loopback(host):
             _confine_to_loopback(before)

@@ -44,14 +44,14 @@ class Server:
     """Answers each question with ``answer(question)``, on a thread.
 
     The thread calls ``upkeep`` several times a second, so that leases are renewed while an engine's step takes long.
-    ``port`` 0 takes a free port, which :attr:`port` names. With ``keys``, only peers whose certificates the keys
-    trust are heard. Raises :class:`HandoffError` (port-in-use, invalid-setting).
+    ``port`` 0 takes a free port, a range the first free one of it; :attr:`port` names the port. With ``keys``, only
+    peers whose certificates the keys trust are heard. Raises :class:`HandoffError` (port-in-use, invalid-setting).
     """
 
     def __init__(
         self,
         host: str,
-        port: int,
+        port: int | range,
         answer: Callable[[Question], Answer],
         upkeep: Callable[[], None] = lambda: None,
         keys: Keys | None = None,
@@ -64,7 +64,7 @@ class Server:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._next_upkeep = self._next_second = 0.0
         self._max_connections = most_connections(MAX_CONNECTIONS, SHARE_OF_FILES)
-        self._socket = _listen(host, port)
+        self._socket = _listen(host, port) if isinstance(port, int) else _listen_in(host, port)
         self.port = int(self._socket.getsockname()[1])
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, _STOP)
@@ -254,7 +254,24 @@ def _listen(host: str, port: int) -> socket.socket:
         raise HandoffError(
             Reason.PORT_IN_USE if is_taken else Reason.INVALID_SETTING,
             f"cannot listen on {host}:{port}: {error}.",
-            'Set another "host" or "port" in kv_connector_extra_config; port 0 takes a free one.',
+            'Set another "host" or "port" in kv_connector_extra_config; port 0 takes a free one. '
+            "'ss -ltnp' lists the processes that listen.",
         ) from error
     listening.setblocking(False)
     return listening
+
+
+def _listen_in(host: str, ports: range) -> socket.socket:
+    """Listen on the first free port of a range."""
+    for port in ports:
+        try:
+            return _listen(host, port)
+        except HandoffError as error:
+            if error.reason is not Reason.PORT_IN_USE:
+                raise
+    raise HandoffError(
+        Reason.PORT_IN_USE,
+        f"cannot listen on {host}: each port from {ports[0]} to {ports[-1]} is in use.",
+        'Set wider "rank_ports" in kv_connector_extra_config: each rank of each engine on this host takes one. '
+        "'ss -ltnp' lists the processes that listen.",
+    )

@@ -24,6 +24,7 @@ _LISTED = "'kvferry settings' lists the settings of each connector and what they
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400, extra={"unit": "seconds"})]
 Port = Annotated[int, msgspec.Meta(ge=0, le=LAST_PORT)]
 _FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address"))
+_PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _NAME = re.compile(r"[0-9A-Za-z_]([0-9A-Za-z_.-]*[0-9A-Za-z_])?")
 AnySettings = TypeVar("AnySettings", bound=msgspec.Struct)
 LOAD_SECONDS, PUSH_SECONDS = 30.0, 120.0
@@ -145,6 +146,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "takes the next.",
         ),
     ] = 0
+    rank_ports: Annotated[
+        str,
+        about(
+            "With `push`, and where held prompts are written: the ports at `host`, such as `5700-5799`, of which each "
+            "rank takes the first free one, so that a firewall can open them; engines of one host may share them.",
+            unit="first-last",
+            unset="any free port",
+            page="two-hosts.md#ports",
+        ),
+    ] = ""
     lease_seconds: Annotated[
         Seconds,
         about(
@@ -277,6 +288,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.advertised_host or self.host
 
     @property
+    def ports_of_ranks(self) -> range:
+        """The ports of which each rank takes the first free one; without ``rank_ports`` port 0, any free one."""
+        first, _, last = self.rank_ports.partition("-")
+        return range(int(first), int(last) + 1) if self.rank_ports else range(1)
+
+    @property
     def meets_other_hosts(self) -> bool:
         """Whether ranks of engines on other hosts may connect to this engine's ranks, or this engine's to theirs.
 
@@ -337,6 +354,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     _check_transfer_log(settings)
     _check_times(settings, extra_config)
     _check_host(settings)
+    _check_ports(settings)
     _check_keys(settings)
     _check_mode(settings, extra_config)
     _check_held_prompts(settings)
@@ -418,6 +436,27 @@ def _check_host(settings: Settings) -> None:
         )
 
 
+def _check_ports(settings: Settings) -> None:
+    found = _PORTS.fullmatch(settings.rank_ports)
+    if settings.rank_ports and not (found and 1 <= int(found[1]) <= int(found[2]) <= LAST_PORT):
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"rank_ports {settings.rank_ports!r} names no range of ports from 1 to {LAST_PORT}.",
+            "Write the first and the last one, such as '5700-5799'.",
+        )
+    control_port(settings, 0)
+    if settings.rank_ports and settings.bootstrap_port in settings.ports_of_ranks:
+        raise _is_of_ranks(settings, f"bootstrap_port {settings.bootstrap_port}")
+
+
+def _is_of_ranks(settings: Settings, port: str) -> SettingsError:
+    return SettingsError(
+        Reason.INVALID_SETTING,
+        f"{port} is also in rank_ports {settings.rank_ports!r}: a rank may take it first.",
+        'Set "rank_ports" to a range without it.',
+    )
+
+
 def _check_keys(settings: Settings) -> None:
     if settings.keys and settings.allow_unauthenticated:
         raise SettingsError(
@@ -450,12 +489,13 @@ def trust_of(settings: Settings) -> Trust:
 
 def _check_mode(settings: Settings, given: Mapping[str, Any]) -> None:
     """Refuse settings that the mode does not use."""
-    for_writes = _FOR_PUSHES if settings.held_prompts != "read" else _FOR_PUSHES | {"fence_seconds"}
+    for_writes = _FOR_PUSHES if settings.held_prompts != "read" else _FOR_PUSHES | {"fence_seconds", "rank_ports"}
     if settings.mode != "push" and (ignored := sorted(for_writes & given.keys())):
         raise SettingsError(
             Reason.INVALID_SETTING,
             f"{ignored[0]} is set, and mode 'pull' does not use it.",
-            'Set "mode" to "push", or leave it out; fence_seconds goes with "held_prompts": "auto" or "write".',
+            'Set "mode" to "push", or leave it out; fence_seconds and rank_ports go with "held_prompts": "auto" or '
+            '"write".',
         )
     if settings.mode == "push" and settings.turn_seconds:
         raise SettingsError(
@@ -495,22 +535,26 @@ def _check_router(settings: Settings) -> None:
         )
 
 
-def control_port(port: int, data_parallel_index: int) -> int:
+def control_port(settings: Settings, data_parallel_index: int) -> int:
     """Return the port of this data-parallel rank: the settings name the port of rank 0, and each rank takes the next.
 
     0 takes a free port for each rank. Peers learn the port from an answer and never compute it.
 
-    Raises :class:`SettingsError` (invalid-setting) beyond the last port.
+    Raises :class:`SettingsError` (invalid-setting) beyond the last port, and for a port of ``rank_ports``.
 
-    >>> control_port(5600, 1), control_port(0, 1)
+    >>> control_port(Settings(port=5600), 1), control_port(Settings(port=0), 1)
     (5601, 0)
     """
-    if port == 0:
+    if settings.port == 0:
         return 0
-    if port + data_parallel_index > LAST_PORT:
+    port = settings.port + data_parallel_index
+    if port > LAST_PORT:
         raise SettingsError(
             Reason.INVALID_SETTING,
-            f"port {port} leaves no port for data-parallel rank {data_parallel_index}: ports end at {LAST_PORT}.",
+            f"port {settings.port} leaves no port for data-parallel rank {data_parallel_index}: ports end at "
+            f"{LAST_PORT}.",
             'Set a lower "port", or 0, which takes a free one for each rank.',
         )
-    return port + data_parallel_index
+    if port in settings.ports_of_ranks:
+        raise _is_of_ranks(settings, f"port {port} of data-parallel rank {data_parallel_index}")
+    return port

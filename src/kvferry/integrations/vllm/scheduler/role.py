@@ -132,7 +132,7 @@ class SchedulerRole:
         self._reopened: dict[int, Reopened] = {}
         self._drains_at: float | None = None
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        port = control_port(settings.port, parallel.data_parallel_index)
+        port = control_port(settings, parallel.data_parallel_index)
         self._has_keys = trust.keys is not None
         self._server = Server(settings.host, port, self._answer, self._keep_up, trust.keys)
         state.answers_at = EndPoint(settings.reachable_host, self._server.port, epoch)

@@ -22,10 +22,10 @@ from kvferry.plan.layer_spans import LayerSpans
 class PushEndPoint:
     """The control end point of a rank: its source part answers announcements, its destination part reports."""
 
-    def __init__(self, host: str, reachable_host: str, keys: Keys | None) -> None:
+    def __init__(self, host: str, reachable_host: str, ports: range, keys: Keys | None) -> None:
         self.writer: Writer | None = None
         self.announcer: Announcer | None = None
-        self._server = Server(host, 0, self._answer, keys=keys)
+        self._server = Server(host, ports, self._answer, keys=keys)
         self.answers_at = EndPoint(reachable_host, self._server.port, secrets.randbits(EPOCH_BITS))
 
     def close(self) -> None:

@@ -192,7 +192,8 @@ class WorkerRole:
         return end_point.answers_at
 
     def _open_end_point(self) -> PushEndPoint:
-        return PushEndPoint(self._settings.host, self._settings.reachable_host, self._trust.keys)
+        settings = self._settings
+        return PushEndPoint(settings.host, settings.reachable_host, settings.ports_of_ranks, self._trust.keys)
 
     @property
     def _may_write_held(self) -> bool:
