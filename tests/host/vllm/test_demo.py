@@ -2,20 +2,18 @@
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from .demo_process import folder, segments, started_demo
+
+__all__ = ["folder"]
+
 # The pool stops the shared engines for a test that names it and none of them.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.usefixtures("engine_pool")]
-DEMO = [sys.executable, "-m", "kvferry.cli.main", "demo"]
 
 
 def descendants(process_id: int) -> set[int]:
@@ -33,35 +31,6 @@ def is_alive(process_id: int) -> bool:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-@contextlib.contextmanager
-def started_demo(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """Start the demo with a temporary folder of its own; end it in any case."""
-    with (folder / "stderr").open("w") as errors:
-        process = subprocess.Popen(
-            [*DEMO, "--json", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env={**os.environ, "TMPDIR": str(folder)},
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Yield a folder with a short name: sockets are made in it."""
-    with tempfile.TemporaryDirectory(prefix="kvf") as path:
-        yield Path(path)
-
-
-def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("vllm_dist_*")}
 
 
 def test_demo(folder: Path) -> None:
