@@ -17,8 +17,9 @@ from kvferry.integrations.vllm.scheduler.offload import check_offloadable
 from kvferry.integrations.vllm.versions import Support, check_version, report_version
 from kvferry.layout.group import CacheKind
 
-FOLDER = versions._installed_folder()
-assert FOLDER is not None, "vLLM is not installed"
+from .vllm_copies import changed_copy, installed_folder
+
+FOLDER = installed_folder()
 UNKNOWN = "0.99.0"
 NAMES = versions.names_of_version(versions._number(versions.installed_version()))
 
@@ -37,23 +38,6 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str, folder: Path | None =
     monkeypatch.setattr(versions, "names_of_version", lambda _: NAMES)
     monkeypatch.setattr(versions, "installed_version", lambda: version)
     monkeypatch.setattr(versions, "_installed_folder", lambda: folder)
-
-
-def changed_copy(folder: Path, module: str, old: str, new: str) -> Path:
-    """Return a folder with the installed vLLM, of which one module is changed; all else are links."""
-    assert FOLDER is not None
-    source, place = FOLDER, folder
-    for part in module.split("."):
-        place.mkdir(parents=True, exist_ok=True)
-        source = source / part
-        for sibling in source.parent.iterdir() if part != "vllm" else ():
-            if sibling.name not in (part, f"{part}.py", "__pycache__"):
-                (place / sibling.name).symlink_to(sibling)
-        place = place / part
-    text = source.with_suffix(".py").read_text()
-    assert old in text
-    place.with_suffix(".py").write_text(text.replace(old, new))
-    return folder
 
 
 def test_the_installed_version_is_tested() -> None:

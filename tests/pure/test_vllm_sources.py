@@ -60,6 +60,11 @@ TREE = {
             def save(self, **kwargs): ...
 
         def resolve(config, other) -> tuple[int, int]: ...
+
+        def set_scales(layer, register=False):
+            layer.register_buffer("scale", 1.0)
+            layer.scale_float = 1.0
+            other.scale_cpu = 1.0
     """,
 }
 USES = {
@@ -74,6 +79,8 @@ USES = {
         "BlockPool.sizes(count)",
         "Spec(size, heads)",
         "Window(*, size, window)",
+        "set_scales.scale",
+        "set_scales.scale_float",
     ),
 }
 OVERRIDES = {
@@ -122,6 +129,8 @@ CHANGED = {
     "a field of the base that must be given": ("size: int\n", "size: int\n    bytes: int\n", "Spec", "bytes"),
     "a renamed field": ("window: int", "span: int", "Window", "span"),
     "a variable that is gone": ("VLLM_HIDDEN", "VLLM_OTHER", "VLLM_HIDDEN", "is not there"),
+    "a buffer that a function no longer registers": ('"scale"', '"scales"', "set_scales.scale", "is not there"),
+    "what a function sets on another": ("layer.scale_", "other.scale_", "set_scales.scale_float", "is not there"),
     "an overridden method is called with more": (
         "request, number=0",
         "request, number=0, more=1",

@@ -2,11 +2,12 @@
 
 An entry is a name, below the module through which kvferry reaches it. One with parentheses is a function, or a class
 that kvferry makes; ``self`` is left out. Names after ``*`` are passed by name. ``-> type`` is written where kvferry
-relies on it. :mod:`~kvferry.integrations.vllm.vllm_sources` compares the lists with a release; ``make check-vllm``
-prints what a release has otherwise.
+relies on it. A name below a function is what the function sets on its first parameter.
+:mod:`~kvferry.integrations.vllm.vllm_sources` compares the lists with a release; ``make check-vllm`` prints what a
+release has otherwise.
 
-What vLLM's sources do not say in one place is not listed: ``_k_scale`` and ``_k_scale_float`` of attention layers,
-which functions outside of their class set; the state of the API server's application; the names of processes.
+What vLLM's sources do not say in one place is not listed: the state of the API server's application; the names of
+processes.
 """
 
 from collections.abc import Mapping
@@ -210,6 +211,11 @@ USED: Mapping[str, tuple[str, ...]] = {
         "MLAAttention.kv_lora_rank",
         "MLAAttention.num_heads",
         "MLAAttention.qk_rope_head_dim",
+    ),
+    "vllm.model_executor.layers.attention.attention": (
+        "set_default_quant_scales._k_scale",
+        "set_default_quant_scales._k_scale_float",
+        "set_default_quant_scales._v_scale_float",
     ),
     "vllm.model_executor.layers.linear": ("MergedColumnParallelLinear",),
     "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": (

@@ -89,11 +89,14 @@ class Sources:
         return self._modules[name]
 
     def find(self, module: str, name: str) -> Definition | None:
-        """Return the definition of ``name``, such as ``BlockPool.touch``, which may be imported into ``module``."""
+        """Return the definition of ``name``, such as ``BlockPool.touch``, which may be imported into ``module``.
+
+        A name below a function, as in ``set_scales.scale``, is what the function sets on its first parameter.
+        """
         outer, *inner = name.split(".")
         found = None if (place := self.module(module)) is None else place.find(outer)
         for member in inner:
-            if found is None or not isinstance(found.node, ast.ClassDef) or found.module is None:
+            if found is None or not isinstance(found.node, ast.ClassDef | Function) or found.module is None:
                 return None
             found = found.module.members(found.node).get(member)
         return found
@@ -210,7 +213,7 @@ class Module:
         self.name = name
         self._path = path
         self._sources = sources
-        self._members: dict[ast.ClassDef, dict[str, Definition]] = {}
+        self._members: dict[ast.ClassDef | Function, dict[str, Definition]] = {}
 
     @cached_property
     def _tree(self) -> ast.Module:
@@ -267,15 +270,23 @@ class Module:
             package = package.rpartition(".")[0]
         return f"{package}.{statement.module}" if statement.module else package
 
-    def members(self, owner: ast.ClassDef) -> dict[str, Definition]:
-        """Return what a class and its base classes within vLLM define, attributes of ``self`` as well."""
+    def members(self, owner: ast.ClassDef | Function) -> dict[str, Definition]:
+        """Return what a class and its base classes within vLLM define, attributes of ``self`` as well.
+
+        Of a function: what it sets on its first parameter.
+        """
         if owner not in self._members:
-            self._members[owner] = found = {}
+            found: dict[str, Definition] = {}
+            self._members[owner] = found
+            if isinstance(owner, Function):
+                first = next((each.arg for each in owner.args.args), "")
+                found.update((name, Definition(self, node)) for name, node in _attributes_set(owner, first))
+                return found
             for base in reversed(self.bases(owner)):
                 assert base.module is not None
                 assert isinstance(base.node, ast.ClassDef)
                 found.update(base.module.members(base.node))
-            for name, statement in _attributes_of_self(owner):
+            for name, statement in _attributes_set(owner, "self"):
                 found.setdefault(name, Definition(self, statement))
             for statement in _statements(owner.body):
                 for name in _names_defined_by(statement):
@@ -476,12 +487,20 @@ def _names_defined_by(statement: ast.stmt) -> Iterator[str]:
         yield statement.target.id
 
 
-def _attributes_of_self(owner: ast.ClassDef) -> Iterator[tuple[str, ast.stmt]]:
-    """Yield what the methods of a class set on ``self``."""
-    for statement in ast.walk(owner):
-        if not isinstance(statement, ast.Assign | ast.AnnAssign):
-            continue
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        for node in (each for target in targets for each in ast.walk(target)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-                yield node.attr, statement
+def _attributes_set(owner: ast.ClassDef | Function, holder: str) -> Iterator[tuple[str, ast.AST]]:
+    """Yield what a class or function sets on ``holder``, such as ``self``; buffers of a PyTorch module as well."""
+    for node in ast.walk(owner):
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for each in (each for target in targets for each in ast.walk(target)):
+                if (name := _attribute(each, holder)) is not None:
+                    yield name, node
+        elif isinstance(node, ast.Call) and _attribute(node.func, holder) == "register_buffer":
+            yield from ((str(name.value), node) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def _attribute(node: ast.AST, holder: str) -> str | None:
+    """Return the attribute of ``holder`` that an expression is; None for any other expression."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == holder:
+        return node.attr
+    return None

@@ -1,0 +1,46 @@
+"""``make check-vllm`` on the sources of the installed vLLM: they pass, and a copy with one renamed name fails."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.integrations.vllm.versions import installed_version
+
+from .vllm_copies import changed_copy, installed_folder
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_vllm.py"
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+ATTENTION = "vllm.model_executor.layers.attention.attention"
+# Module, the text and the one in its place, the name in the list.
+RENAMED = {
+    "a method that kvferry calls": ("vllm.v1.core.block_pool", "def touch(", "def keep(", "BlockPool.touch"),
+    "a method that vLLM calls": (CONNECTOR, "def reset_cache(", "def drop_cache(", "KVConnectorBase_V1.reset_cache"),
+    "a buffer of a layer": (ATTENTION, '"_k_scale"', '"_scale_of_k"', "set_default_quant_scales._k_scale"),
+    "a number of a layer": (
+        ATTENTION,
+        "layer._v_scale_float",
+        "layer._scale_of_v",
+        "set_default_quant_scales._v_scale_float",
+    ),
+}
+
+
+def check(folder: Path) -> tuple[int, list[str]]:
+    """Return the exit status of the check of a folder, and the names that it says kvferry cannot use."""
+    command = [sys.executable, str(SCRIPT), installed_version(), "--folder", str(folder), "--json"]
+    run = subprocess.run([*command, "--against", str(installed_folder())], capture_output=True, text=True)
+    assert run.returncode in (0, 1), run.stderr
+    return run.returncode, [each["name"] for each in json.loads(run.stdout)["changes"] if each["kind"] == "breaks"]
+
+
+def test_the_installed_release_passes() -> None:
+    assert check(installed_folder()) == (0, [])
+
+
+@pytest.mark.parametrize("case", RENAMED)
+def test_a_copy_with_one_renamed_name_fails_and_is_told_which(tmp_path: Path, case: str) -> None:
+    module, old, new, name = RENAMED[case]
+    assert check(changed_copy(tmp_path, module, old, new)) == (1, [f"{module}.{name}"])

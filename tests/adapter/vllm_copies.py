@@ -1,0 +1,28 @@
+"""Copies of the installed vLLM's sources of which one module is changed."""
+
+from pathlib import Path
+
+from kvferry.integrations.vllm import versions
+
+
+def installed_folder() -> Path:
+    """Return the folder that has the installed ``vllm/``."""
+    folder = versions._installed_folder()
+    assert folder is not None, "vLLM is not installed"
+    return folder
+
+
+def changed_copy(folder: Path, module: str, old: str, new: str) -> Path:
+    """Return a folder with the installed vLLM, of which one module is changed; all else are links."""
+    source, place = installed_folder(), folder
+    for part in module.split("."):
+        place.mkdir(parents=True, exist_ok=True)
+        source = source / part
+        for sibling in source.parent.iterdir() if part != "vllm" else ():
+            if sibling.name not in (part, f"{part}.py", "__pycache__"):
+                (place / sibling.name).symlink_to(sibling)
+        place = place / part
+    text = source.with_suffix(".py").read_text()
+    assert old in text
+    place.with_suffix(".py").write_text(text.replace(old, new))
+    return folder
