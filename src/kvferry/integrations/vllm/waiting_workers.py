@@ -41,7 +41,7 @@ def make_waits_sleep() -> None:
         # Both modules have imported the function by its name.
         for module in (utils, shm_broadcast):
             vars(module)["sched_yield"] = sleep_shortly
-        if not hasattr(shm_broadcast.SpinCondition, "begin_polling"):
+        if shm_broadcast.SpinCondition.__module__ != __name__:  # the first call
             vars(shm_broadcast)["SpinCondition"] = sleeping_condition(shm_broadcast.SpinCondition)
 
 
