@@ -3,7 +3,8 @@
 Each release but the one of this environment gets an environment of its own below build/vllm-environments, made by pip
 once per change of what goes in. Then, one after the other: ``kvferry demo`` that pulls and that pushes; the tests of
 the adapter; the pairs of engines of ``make test``, whose tokens must be those of one engine alone; and all pairs of two
-releases. Exit status 1 says that something failed; its output is in the file that the table names.
+releases. Pairs of a model with which a release's own engine does not start are left out, and the table says why. Exit
+status 1 says that something failed; its output is in the file that the table names.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from environments import make_environment
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).absolute().parent.parent
@@ -41,6 +43,8 @@ PAIRS = ("tests/host/vllm/test_pairs.py", "tests/host/vllm/test_push.py")
 PAIRS_EXPRESSION = "test_tokens_are_those_of_one_engine_alone or test_pushed_prompts_give_the_tokens_of_one_engine"
 VERDICTS = ("of 16", " passed", " failed")
 """What the line of an output says that tells how it ended."""
+LEFT_OUT = "left out: "
+"""How a line of an output begins that names a test and says why the release cannot run it."""
 MIXED = "tests/host/vllm/test_versions.py"
 
 
@@ -54,6 +58,8 @@ class Result:
     seconds: float
     last_line: str
     output: str
+    left_out: Sequence[str]
+    """Tests that the release's own vLLM cannot run, each with the reason."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,18 +147,21 @@ def run(release: str, step: str, command: Sequence[str]) -> Result:
             env={**os.environ, VARIABLE: str(ENVIRONMENTS), "COLUMNS": "160"},
         ).returncode  # fmt: skip
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
-    told = next(
-        (line for line in reversed(lines) if "of 16" in line or " passed" in line or "failed" in line), lines[-1]
-    )
-    return Result(release, step, status, time.monotonic() - began_at, told.strip(), str(output.relative_to(ROOT)))
+    told = next((line for line in reversed(lines) if any(word in line for word in VERDICTS)), lines[-1]).strip()
+    left_out = [line.removeprefix(LEFT_OUT) for line in lines if line.startswith(LEFT_OUT)]
+    seconds = time.monotonic() - began_at
+    return Result(release, step, status, seconds, told, str(output.relative_to(ROOT)), left_out)
 
 
 def print_table(results: Sequence[Result], console: Console) -> None:
-    """Print a row for each step."""
+    """Print a row for each step, and one for each test that was left out."""
     table = Table("vLLM", "step", "result", "s", "output", title_justify="left")
     for result in results:
         verdict = "passed" if result.exit_status == 0 else f"failed ({result.exit_status})"
         table.add_row(result.release, result.step, verdict, f"{result.seconds:.0f}", result.output)
+        for each in result.left_out:
+            name, _, reason = each.partition(": ")
+            table.add_row(result.release, name, "left out", "", escape(reason))
     console.print(table)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.integrations.vllm.versions import installed_version
 
-from .vllm_copies import changed_copy, installed_folder
+from .vllm_copies import FOLDER, changed_copy
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_vllm.py"
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -28,16 +28,16 @@ RENAMED = {
 }
 
 
-def check(folder: Path) -> tuple[int, list[str]]:
+def check(folder: Path | None) -> tuple[int, list[str]]:
     """Return the exit status of the check of a folder, and the names that it says kvferry cannot use."""
     command = [sys.executable, str(SCRIPT), installed_version(), "--folder", str(folder), "--json"]
-    run = subprocess.run([*command, "--against", str(installed_folder())], capture_output=True, text=True)
+    run = subprocess.run([*command, "--against", str(FOLDER)], capture_output=True, text=True)
     assert run.returncode in (0, 1), run.stderr
     return run.returncode, [each["name"] for each in json.loads(run.stdout)["changes"] if each["kind"] == "breaks"]
 
 
 def test_the_installed_release_passes() -> None:
-    assert check(installed_folder()) == (0, [])
+    assert check(FOLDER) == (0, [])
 
 
 @pytest.mark.parametrize("case", RENAMED)

@@ -12,10 +12,11 @@ from kvferry.integrations.vllm.offload_names import _FIELDS_OF_STATES, _NUMBERS_
 from kvferry.integrations.vllm.vllm_names import OVERRIDDEN, USED
 from kvferry.integrations.vllm.vllm_sources import Entry, Function, Sources, _signature
 
-from .vllm_copies import installed_folder
+from .vllm_copies import FOLDER
 from .vllm_uses import AttributesRead, SourceFile, subclasses
 
-VLLM = Sources(installed_folder())
+assert FOLDER is not None
+VLLM = Sources(FOLDER)
 SOURCE = Path(kvferry.__file__).parent
 FILES = [SourceFile.read(path) for path in sorted(SOURCE.rglob("*.py"))]
 OF_VLLM = [file for file in FILES if file.imported]

@@ -17,9 +17,8 @@ from kvferry.integrations.vllm.scheduler.offload import check_offloadable
 from kvferry.integrations.vllm.versions import Support, check_version, report_version
 from kvferry.layout.group import CacheKind
 
-from .vllm_copies import changed_copy, installed_folder
+from .vllm_copies import FOLDER, changed_copy
 
-FOLDER = installed_folder()
 UNKNOWN = "0.99.0"
 NAMES = versions.names_of_version(versions._number(versions.installed_version()))
 

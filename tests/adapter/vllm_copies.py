@@ -4,17 +4,15 @@ from pathlib import Path
 
 from kvferry.integrations.vllm import versions
 
-
-def installed_folder() -> Path:
-    """Return the folder that has the installed ``vllm/``."""
-    folder = versions._installed_folder()
-    assert folder is not None, "vLLM is not installed"
-    return folder
+FOLDER = versions._installed_folder()
+"""The folder that has the installed ``vllm/``."""
+assert FOLDER is not None, "vLLM is not installed"
 
 
 def changed_copy(folder: Path, module: str, old: str, new: str) -> Path:
     """Return a folder with the installed vLLM, of which one module is changed; all else are links."""
-    source, place = installed_folder(), folder
+    assert FOLDER is not None
+    source, place = FOLDER, folder
     for part in module.split("."):
         place.mkdir(parents=True, exist_ok=True)
         source = source / part

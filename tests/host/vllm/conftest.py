@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from .chaos.load import IS_WHOLE
-from .engine_pool import STAGES, EnginePool, Reference, stage_of
+from .engine_pool import STAGES, EnginePool, Reference, obstacle, stage_of
 from .handoffs import ALL_PAIRS
 
 FOLDER = Path(__file__).parent
 collect_ignore = ["fault_campaign/program.py"]  # imports vLLM
 TIMEOUT_SECONDS = 600
 LOG_LINES = 30
+OBSTACLES = pytest.StashKey[dict[str, str]]()
+"""The tests that are left out since the release's own vLLM cannot run them, and why."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,11 +33,15 @@ def engine_names(item: pytest.Item) -> tuple[str, ...]:
     return tuple(name for mark in item.iter_markers("engines") for name in mark.args)
 
 
+@pytest.hookimpl(trylast=True)  # after -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Bring the tests of a stage together, so that every engine starts once."""
     kinds = {"matrix": ALL_PAIRS, "chaos": IS_WHOLE, "versions": "KVFERRY_VLLM_ENVIRONMENTS" in os.environ}
     absent = [name for name, runs in kinds.items() if not runs]
     left_out = [item for item in items if any(item.get_closest_marker(name) is not None for name in absent)]
+    found = {item: next(filter(None, map(obstacle, engine_names(item))), "") for item in items if item not in left_out}
+    config.stash[OBSTACLES] = {item.name: why for item, why in found.items() if why}
+    left_out += [item for item, why in found.items() if why]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
@@ -47,6 +53,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     victims = {item: item.get_closest_marker("ends_engines") is not None for item in ours}
     in_order = iter(sorted(ours, key=lambda item: (order[item], victims[item])))
     items[:] = [next(in_order) if item in order else item for item in items]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for name, why in config.stash.get(OBSTACLES, {}).items():
+        terminalreporter.write_line(f"left out: {name}: {why}")
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ from kvferry.harness.launch import (
 )
 from kvferry.harness.tiny_models import make_tiny_model
 from kvferry.integrations.vllm.plugin import CONNECTORS
+from kvferry.integrations.vllm.versions import installed_version
 
 from ...local.pool_master import Master
 from .lora_adapter import ADAPTER_RANK, make_adapter
@@ -256,6 +257,17 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 VLLM_ENVIRONMENTS = Path(os.environ.get("KVFERRY_VLLM_ENVIRONMENTS", "build/vllm-environments"))
 """A folder for each other release of vLLM that ``make test-versions`` runs."""
 OTHER_RELEASES = ("0.30", "0.31")
+OWN_RELEASE = ".".join(installed_version().split(".")[:2])
+PACKS_CONVOLUTIONS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+# On such a processor vLLM before 0.32 packs the weights of every convolution, by a kernel for bfloat16 only.
+FLOAT_CONVOLUTION = "\"causal_conv1d_fwd_kernel_impl\" not implemented for 'Float'"
+CANNOT_START: Mapping[str, Mapping[str, str]] = {
+    release: {"granite": FLOAT_CONVOLUTION} if PACKS_CONVOLUTIONS else {} for release in OTHER_RELEASES
+}
+"""For each release the models with which its own engine, without a connector, does not start here, and the error.
+
+Their pairs are left out; ``test_versions.py`` starts each such engine, which must still end by this error.
+"""
 PASSED_ON = {"transport", "strategy", "mode", "load_timeout_seconds", "lease_seconds", "turn_seconds", "held_prompts"}
 """What differs in the connector's settings, not in the engine's."""
 # What runs together; memory for all at once is not asked for. Those of two stages that follow one another stay.
@@ -298,6 +310,7 @@ STAGES: tuple[tuple[str, ...], ...] = (
             f"{kind}-tp1{other}",
             f"{kind}-tp2{other}",
             f"{kind}-tp1@{one}",
+            *((f"{kind}-bfloat16{other}",) if kind == "gqa" else ()),
         )
         for kind in ("gqa", "gqa-push", "gemma")
         for one, other in (*((release, "") for release in OTHER_RELEASES), ("0.30", "@0.31"))
@@ -308,6 +321,13 @@ STAGES: tuple[tuple[str, ...], ...] = (
 def described(name: str) -> tuple[str, dict[str, Any]]:
     """Return the model and the differences of an engine, such as "gqa-tp2", or "gqa-tp2@0.31" of another vLLM."""
     return ENGINES[name.partition("@")[0]]
+
+
+def obstacle(name: str) -> str:
+    """Return why no engine of this name can run with its release; nothing where one can."""
+    release, model = name.partition("@")[2] or OWN_RELEASE, described(name)[0]
+    error = CANNOT_START.get(release, {}).get(model)
+    return "" if error is None else f"vLLM {release} itself does not start with this model here: {error}"
 
 
 def stage_of(names: Iterable[str]) -> int:
