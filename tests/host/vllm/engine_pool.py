@@ -142,7 +142,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-tp2-mooncake": ("gqa", {"tensor_parallel_size": 2, "transport": "mooncake"}),
     "gqa-tp1-written": ("gqa", {"transport": "nixl", "held_prompts": "write", "cores": LAST_CORE}),
     "gqa-tp2-written": ("gqa", {"tensor_parallel_size": 2, "transport": "nixl", "held_prompts": "write"}),
-    "gqa-tp2": ("gqa", {"tensor_parallel_size": 2, "transport": "auto"}),
+    "gqa-tp2": ("gqa", {"tensor_parallel_size": 2, "transport": "auto", "turn_seconds": 120.0}),
     "gqa-tp2-other": ("gqa", {"tensor_parallel_size": 2, "transport": "auto", "load_failure_policy": "recompute"}),
     "gqa-tp4": ("gqa", {"tensor_parallel_size": 4}),
     # Engines of one model with tiers have the disk tier in one folder, so only one of them runs at a time.

@@ -1,11 +1,13 @@
 """Conversations of several turns between two engines, as vLLM's proxy for several turns leads them."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from .engine_pool import Engine, EnginePool, Reference, fresh_salt, tokens_of
+from .engine_pool import Engine, EnginePool, Reference, completion_body, fresh_salt, tokens_of
+from .example_proxies import ManyTurnsProxy, tokens_in
 from .handoffs import Handoffs, Pair, check_tokens, for_pairs, random_prompt, wait_until_unused
 from .offloads import kill
 
@@ -28,23 +30,48 @@ def computed_by(engine: Engine, before: Any) -> int:
     return int((engine.prompt_tokens() - before).computed)
 
 
-@for_pairs("gqa-2-1", "gemma-2-1", "granite-1-2")
+turn_by_turn = for_pairs("gqa-2-1", "gqa-1-2", "gqa-2-2", "gemma-2-1", "granite-1-2")
+
+
+def converse(
+    handoffs: Handoffs, reference: Reference, seed: int, ask: Callable[[list[int], dict[str, Any]], Any]
+) -> None:
+    """Lead a conversation; ``ask`` returns a turn's answer, and the decode engine's parameters for the next one."""
+    logs_before, left_out = handoffs.log_ends(), 1 if handoffs.pair.is_hybrid else 0
+    conversation: list[int] = []
+    last: dict[str, Any] = {}
+    for number, count in enumerate(SAID):
+        conversation = conversation + random_prompt(seed + number, count)
+        known, before = last.get("remote_num_tokens", 0), handoffs.prefill.prompt_tokens()
+        assert known in ((len(conversation) - count - 1, len(conversation) - count) if number else (0,))
+        answer, last = ask(conversation, last)
+        check_tokens([[answer]], handoffs.pair.model, [conversation], reference)
+        assert computed_by(handoffs.prefill, before) == len(conversation) - left_out - known
+        conversation = conversation + answer
+    handoffs.check_released(logs_before)
+
+
+@turn_by_turn
 def test_the_prefill_engine_computes_only_what_is_new(
     pair: Pair, engine_pool: EnginePool, reference: Reference
 ) -> None:
     handoffs, salt = Handoffs.of(pair, engine_pool), fresh_salt()
-    logs_before, left_out = handoffs.log_ends(), 1 if pair.is_hybrid else 0
-    conversation: list[int] = []
-    last: dict[str, Any] = {}
-    for number, count in enumerate(SAID):
-        conversation = conversation + random_prompt(7000 + number, count)
-        known, before = last.get("remote_num_tokens", 0), handoffs.prefill.prompt_tokens()
-        assert known in ((len(conversation) - count - 1, len(conversation) - count) if number else (0,))
-        answer, last = turn(handoffs, conversation, last, salt)
-        check_tokens([[answer]], pair.model, [conversation], reference)
-        assert computed_by(handoffs.prefill, before) == len(conversation) - left_out - known
-        conversation = conversation + answer
-    handoffs.check_released(logs_before)
+    converse(handoffs, reference, 7000, lambda prompt, last: turn(handoffs, prompt, last, salt))
+
+
+@turn_by_turn
+def test_so_it_does_behind_a_proxy_that_lets_the_decode_engine_stream(
+    pair: Pair, engine_pool: EnginePool, reference: Reference
+) -> None:
+    handoffs, salt = Handoffs.of(pair, engine_pool), fresh_salt()
+    proxy = ManyTurnsProxy(handoffs.prefill, handoffs.decode, "127.0.0.1")
+
+    def ask(prompt: list[int], _: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        chunks = proxy.answer("conversation", completion_body(prompt, ANSWERED, salt))
+        assert len(chunks) > 1, "the answer came whole"
+        return tokens_in(chunks), proxy.held.get("conversation", {})
+
+    converse(handoffs, reference, 7300, ask)
 
 
 @pytest.mark.ends_engines

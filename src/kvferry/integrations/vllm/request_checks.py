@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.integrations.vllm.connector_configs import own_settings
+from kvferry.integrations.vllm.streamed_answers import name_holds_in_streams
 from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ def _refusal(error: KVFerryError, request_id: str) -> Exception:
 def _around_request(method: Any) -> Any:
     async def check(serving: Any, awaitable: Awaitable[Any], request: Any, raw_request: Any) -> Any:
         """Answer with an error before the request is begun; vLLM then lets the remote hold go."""
+        # Here an end point is known: vLLM has loaded none when the plugin is registered.
+        name_holds_in_streams(type(serving))
         config = getattr(getattr(serving.engine_client, "vllm_config", None), "kv_transfer_config", None)
         params = getattr(request, "kv_transfer_params", None)
         # The engine takes the router's id, which may name the prefill engine; the request's own id is vLLM's.

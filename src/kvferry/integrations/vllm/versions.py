@@ -50,7 +50,10 @@ CAME_WITH: Mapping[tuple[int, int], tuple[str, ...]] = {
         "vllm.v1.kv_offload.base.OffloadingManager.get_load_source",
         "vllm.v1.metrics.cache_hit_source",
     ),
-    (0, 33): ("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.supports_sleep_mode",),
+    (0, 33): (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.supports_sleep_mode",
+        "vllm.entrypoints.openai.completion.protocol.CompletionStreamResponse.kv_transfer_params",
+    ),
 }
 """The names, or whole modules, that an earlier version has not: this module says below what kvferry does there. What
 kvferry overrides and vLLM does not have is never called."""
@@ -261,6 +264,14 @@ def can_name_loaded_groups() -> bool:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     return hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
+
+
+@cache
+def streams_name_holds() -> bool:
+    """Return whether vLLM itself puts ``kv_transfer_params`` into streamed answers; before 0.33 it does not."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionStreamResponse
+
+    return "kv_transfer_params" in CompletionStreamResponse.__annotations__
 
 
 class Engine:

@@ -162,6 +162,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "GenerateBaseServing.engine_client",
     ),
     "vllm.entrypoints.launchers.api_server.entry": ("main()",),
+    "vllm.entrypoints.openai.completion.protocol": ("CompletionStreamResponse.kv_transfer_params",),
     "vllm.envs": (
         "VLLM_B12X_MOE_FP4_FORCE_A16",
         "VLLM_CPU_INT4_W4A8",
@@ -551,6 +552,15 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "vllm.distributed.utils": ("sched_yield()",),
     "vllm.entrypoints.generate.base.serving": (
         "async GenerateBaseServing._with_kv_transfer_rejection_cleanup(awaitable, request, raw_request)",
+    ),
+    "vllm.entrypoints.openai.chat_completion.serving": (
+        "async OpenAIServingChat.chat_completion_stream_generator(request, result_generator, *arguments, **named)",
+    ),
+    "vllm.entrypoints.openai.completion.serving": (
+        (
+            "async OpenAIServingCompletion.completion_stream_generator(request, engine_inputs, result_generator, "
+            "*arguments, **named)"
+        ),
     ),
     "vllm.v1.attention.backends.cpu_attn": (
         "CPUAttentionBackend.supported_kv_cache_layouts() -> tuple[KVCacheLayout, ...]",
