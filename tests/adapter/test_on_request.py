@@ -149,7 +149,6 @@ def test_auto_writes_only_device_memory_that_is_read_slowly(
     "given",
     [
         {"mode": "push", "held_prompts": "write"},
-        {"mode": "push", "held_prompts": "auto"},
         {"strategy": "scatter", "held_prompts": "write"},
         {"held_prompts": "written"},
         {"fence_seconds": 5.0, "held_prompts": "read"},
@@ -159,7 +158,12 @@ def test_settings_that_contradict_each_other_are_refused(given: dict[str, Any]) 
     with pytest.raises(SettingsError):
         parse_settings(given)
     assert parse_settings({"fence_seconds": 5.0}).fence_seconds == 5.0
-    assert parse_settings({"mode": "push", "held_prompts": "read"}).mode == "push"
+
+
+@pytest.mark.parametrize("held_prompts", ["auto", "read"])
+def test_a_push_may_say_the_default_of_held_prompts_which_no_load_of_it_uses(held_prompts: str) -> None:
+    """What is refused when it is said cannot be the default, and files of settings name the defaults."""
+    assert parse_settings({"mode": "push", "held_prompts": held_prompts}).mode == "push"
 
 
 # After a fence.

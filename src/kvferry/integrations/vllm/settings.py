@@ -503,10 +503,10 @@ def _check_mode(settings: Settings, given: Mapping[str, Any]) -> None:
             "turn_seconds is set: the next turn is read from a decode engine, and mode 'push' reads nothing.",
             'Set "mode" to "pull" on both engines, or leave "turn_seconds" out.',
         )
-    if settings.mode == "push" and given.get("held_prompts", "read") != "read":
+    if settings.mode == "push" and settings.held_prompts == "write":
         raise SettingsError(
             Reason.INVALID_SETTING,
-            f"held_prompts is {settings.held_prompts!r}, and mode 'push' holds no prompt to be loaded later.",
+            "held_prompts is 'write', and mode 'push' holds no prompt to be loaded later.",
             'Set "mode" to "pull", or leave "held_prompts" out.',
         )
     if settings.mode == "push" and settings.strategy != "direct":
