@@ -456,6 +456,30 @@ def test_a_source_that_is_avoided_is_introduced_and_must_connect_anew() -> None:
     assert meets(later + introductions.MEET_SECONDS) is None, "the time counts from the new introduction"
 
 
+def test_a_source_that_says_too_late_that_it_connected_writes_the_next_load_and_not_in_ten_minutes() -> None:
+    """What it said before it was avoided is forgotten, so its word is of later."""
+    sources = Sources(ELSEWHERE)
+    [rank] = sources.ranks
+    where, announcer = rank.answers_at, sources.announcer
+    now = time.monotonic()
+
+    def meets(seconds: float) -> bool | None:
+        return announcer.introductions.meets(where, rank.engine, rank.version, now + seconds)
+
+    def introduced(seconds: float) -> bool | None:
+        assert meets(seconds) is None
+        sources.answer(Introduce, Noted(40))
+        return meets(seconds)
+
+    assert introduced(0.0) is None
+    assert meets(introductions.MEET_SECONDS) is False
+    assert meets(introductions.MEET_SECONDS + 1.0) is False
+    announcer.answer(Met(40, "d/0", 7, 0))
+    assert introduced(introductions.MEET_SECONDS + 2.0) is True
+    announcer.fence("a test")
+    assert introduced(introductions.MEET_SECONDS + 3.0) is None, "it writes again: it is awaited behind a fence"
+
+
 @pytest.mark.parametrize("wrong", [{"receiver": "d/1"}, {"receiver_epoch": 8}])
 def test_a_message_for_another_rank_or_epoch_is_refused(wrong: dict[str, Any]) -> None:
     sources = Sources(ELSEWHERE)

@@ -63,17 +63,19 @@ class Introductions:
 
     def meets(self, where: EndPoint, sources: tuple[bytes, ...], version: int, now: float) -> bool | None:
         """Return whether a source rank that was introduced has connected to this one and said so; None where it may
-        still do, within :data:`MEET_SECONDS`. A source that has not is asked again after :data:`AVOID_SECONDS`.
+        still do, within :data:`MEET_SECONDS`. A source that has not is asked again after :data:`AVOID_SECONDS`, or once
+        it says so after all.
 
         ``sources`` and ``version`` are as for :meth:`is_introduced`.
         """
-        if now < self._avoided_until.get(where, 0.0):
+        if now < self._avoided_until.get(where, 0.0) and self._met.get(where.epoch) != self.registration:
             return False
         try:
             if is_loopback(self._answers_at.host) and not is_loopback(where.host):
                 raise _at_loopback(self._answers_at.host)
             if self.is_introduced(where, sources, version) and self._met.get(where.epoch) == self.registration:
-                self._meets_by.pop(where, None)
+                for known in (self._meets_by, self._avoided_until):
+                    known.pop(where, None)
                 return True
             if now < self._meets_by.setdefault(where, now + MEET_SECONDS):
                 return None
