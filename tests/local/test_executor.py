@@ -17,6 +17,7 @@ import pytest
 from kvferry.arrays import Descriptors
 from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, SettingsError, TransportError
 from kvferry.execution import executor as executor_module
+from kvferry.execution.destinations import LOOK_SECONDS, Meeting
 from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.job import JobResult, Phase
@@ -492,6 +493,39 @@ def test_a_deadline_is_kept_while_an_earlier_load_moves(
     executor.submit(load_of(lambda: None, job_id="aborted"))
     executor.cancel("aborted", ABORTED)
     assert error_of(collect(executor, 1)["aborted"]).reason is Reason.ABORTED
+    executor.cancel("endless", ABORTED)
+    assert error_of(collect(executor, 1)["endless"]).reason is Reason.ABORTED
+
+
+class Connection:
+    """Of a meeting; it is made once it may be."""
+
+    name = "cma"
+
+    def __init__(self) -> None:
+        self.num_looks = 0
+        self.is_made = False
+
+    def poll(self) -> "Connection | None":
+        self.num_looks += 1
+        return self if self.is_made else None
+
+
+def test_a_destination_is_met_while_transfers_never_pause_and_one_that_does_not_answer_holds_them_up_little(
+    executor: Executor,
+) -> None:
+    """Unmet it would read for ten minutes; and strangers may have a rank connect to a thousand silent addresses."""
+    endless, connection, told = EndlessTransport(), Connection(), threading.Event()
+    executor.submit(load_of(lambda: [Source(1).read(endless)], job_id="endless"))
+    wait_until(lambda: "data" in endless.submitted)
+    began_at = time.monotonic()
+    executor.submit(Meeting("meeting", connection, 0, told.set))  # type: ignore[arg-type]
+    wait_until(lambda: connection.num_looks >= 5)
+    assert connection.num_looks <= (time.monotonic() - began_at) / LOOK_SECONDS + 1
+    assert not told.is_set()
+    connection.is_made = True
+    assert told.wait(20.0)
+    assert collect(executor, 1)["meeting"].error is None
     executor.cancel("endless", ABORTED)
     assert error_of(collect(executor, 1)["endless"]).reason is Reason.ABORTED
 

@@ -67,6 +67,7 @@ class Rank:
     def __init__(self, *, meets: bool = True, source: Shard = SOURCES[1]) -> None:
         self.executor, self.client = Mock(), Mock(knows_peers=False)
         self.ways: list[Way] = []
+        self.now = 0.0
         parts: list[Any] = [Mock(connect=self._connect), self.executor, HOST, self.client]
         self.destinations = Destinations(OwnRank("p", encode_shard(source), IDENTITY, {}, *parts), EPOCH, meets=meets)
 
@@ -86,9 +87,10 @@ class Rank:
         self.destinations.introduce(msgspec.structs.replace(INTRODUCTION, **changed))
 
     def advance(self) -> None:
+        self.now += 1.0
         for meeting in self.meetings:
             if meeting.phase is not Phase.DONE:
-                meeting.advance(SCRATCH, 0.0)
+                meeting.advance(SCRATCH, self.now)
 
 
 INTRODUCTION = Introduce(

@@ -33,15 +33,20 @@ MAX_INTRODUCED_BYTES = 256 << 20
 """Of all introductions that are remembered: each may have as many as a question."""
 MAX_MEETINGS = 1024
 """Destinations to which a rank connects at a time because they have introduced themselves."""
+LOOK_SECONDS = 0.02
+"""Between two looks at the connection of a meeting, so that destinations that do not answer hold up no transfers."""
 TELL_SECONDS = 10.0
 """How long a destination is told again that this rank reaches it, and the time between two meetings with it."""
 
 
 class Meeting:
-    """Connects to a destination that was introduced, and then tells it so: before, nothing need be announced."""
+    """Connects to a destination that was introduced, and then tells it so: before, nothing need be announced.
+
+    It goes before the transfers, which may never pause: loads wait for it, for a short time.
+    """
 
     fills_blocks = False
-    can_wait = True
+    can_wait = False
     given_up_at = None
 
     def __init__(self, job_id: str, link: Connecting | Link, num_bytes: int, tell: Callable[[], None]) -> None:
@@ -51,9 +56,13 @@ class Meeting:
         self.error: KVFerryError | None = None
         self.began_at = time.monotonic()
         self._link, self._tell = link, tell
+        self._look_at = 0.0
 
     def advance(self, scratch: Scratch, now: float) -> bool:
-        """Go on connecting."""
+        """Go on connecting, every :data:`LOOK_SECONDS`."""
+        if now < self._look_at:
+            return False
+        self._look_at = now + LOOK_SECONDS
         try:
             if self._link.poll() is None:
                 return False
@@ -66,8 +75,8 @@ class Meeting:
         return True
 
     def is_ending(self, now: float) -> bool:
-        """Return whether the meeting is being stopped."""
-        return False
+        """Return that the meeting goes first."""
+        return True
 
     def cancel(self, error: KVFerryError) -> None:
         """Give up."""

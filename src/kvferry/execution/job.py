@@ -80,7 +80,7 @@ class Job(Protocol):
         """Make bounded progress; return whether there was any."""
 
     def is_ending(self, now: float) -> bool:
-        """Return whether the job is past its deadline or being stopped."""
+        """Return whether the job goes first: it is past its deadline or being stopped, or holds up no other."""
 
     def cancel(self, error: KVFerryError) -> None:
         """Give the job up; it is done once its transfers have ended."""
