@@ -30,7 +30,7 @@ from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.network import Network
 from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
-from kvferry.transport.registry import Link, TransportSet
+from kvferry.transport.registry import Connecting, Link, TransportSet
 
 from ..waits import wait_until
 from .engines_in_process import EPOCH, HOST, Rank
@@ -525,6 +525,25 @@ def test_a_fence_opens_transports_anew_with_the_same_memory_and_tells_of_holes(c
     assert fence.end_points["cma"] == before["cma"]
     assert bool(fence.holes) is not closes
     assert (former._closed, stays._closed) == (True, False)
+
+
+def test_a_connection_that_begins_during_a_fence_fails_as_closed_and_the_next_is_made() -> None:
+    """The server's thread introduces ranks meanwhile; the connection could never be made, nor was any transport tried."""
+    begun: list[Connecting] = []
+
+    def open_anew(name: str) -> Closing:
+        begun.append(transports.connect(before))
+        return Closing()
+
+    transports = TransportSet({"nixl": Closing(), "closing": Closing()}, open_anew)
+    before = transports.register([Region(4096, 4096)])
+    fence = transports.fence()
+    for connecting in begun:
+        with pytest.raises(TransportError) as refused:
+            connecting.poll()
+        assert refused.value.reason is Reason.CLOSED
+    assert len(begun) == 2
+    assert transports.connect(fence.end_points).poll() is not None
 
 
 @pytest.mark.parametrize("fails", ["close", "open"])

@@ -187,14 +187,14 @@ class TransportSet:
         they are: such a peer on another host cannot write. The thread of the transports calls it.
         """
         holes = []
-        # A connection in progress keeps the former transports.
-        self.transports = dict(self.transports)
-        for name, former in list(self.transports.items()):
+        # Other threads connect meanwhile: over the former transports, which refuse as closed, or over all that are open.
+        opened = dict(self.transports)
+        for name, former in self.transports.items():
             if former.capabilities.ends_with_process:
                 continue
             if not (_is_closed(name, former) and former.capabilities.close_ends_writes):
                 holes.append(f"the {name} transport could not be closed")
-            del self.transports[name], self._end_points[name]
+            del opened[name], self._end_points[name]
             try:
                 transport = self._open_anew(name)
                 for regions in self._registered:
@@ -205,7 +205,8 @@ class TransportSet:
             except Exception:
                 logger.exception("kvferry: the %s transport cannot be opened anew", name)
                 continue
-            self.transports[name] = transport
+            opened[name] = transport
+        self.transports = opened
         return Fence(dict(self._end_points), tuple(holes))
 
     def close(self) -> None:
