@@ -174,6 +174,7 @@ def test_of_a_process_elsewhere_nothing_is_known(field: str) -> None:
     other = msgspec.structs.replace(own_identity(), pid=(1 << 22) + 5, **{field: value})
     assert (peers.meet(other), peers.has_ended(other), peers.is_elsewhere(other)) == (True, False, True)
     assert (peers.meet(None), peers.has_ended(None), peers.is_elsewhere(None)) == (True, False, False)
+    assert peers.is_elsewhere(other, "cuda:0") is (field == "boot_id"), "all of one host may map a GPU's memory"
 
 
 # Fences.

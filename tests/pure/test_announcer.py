@@ -10,7 +10,7 @@ import pytest
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution import announce, introductions
 from kvferry.execution.announce import Announcer, AwaitedPush, PushedRequest, SourceRank
-from kvferry.execution.device import HOST
+from kvferry.execution.device import HOST, DeviceOrder
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Phase
 from kvferry.execution.own_rank import OwnRank
@@ -37,6 +37,7 @@ from kvferry.transport.registry import Fence
 IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
 HERE = own_identity()
 ELSEWHERE = msgspec.structs.replace(HERE, boot_id="of another host")
+IN_ANOTHER_CONTAINER = msgspec.structs.replace(HERE, pid_namespace=HERE.pid_namespace + 1)
 ABORTED = HandoffError(Reason.ABORTED, "the client went away.")
 UNKNOWN = HandoffError(Reason.UNKNOWN_REQUEST, "who is that?")
 GONE = Reason.PEER_DIED
@@ -46,13 +47,17 @@ SCRATCH = Scratch(num_words=4)
 class Sources:
     """Source ranks of one destination rank: what they were asked, and what they answer."""
 
-    def __init__(self, *processes: ProcessIdentity | None, holes: tuple[str, ...] = ()) -> None:
-        """Each has its process; ``holes`` are those of a fence of the destination."""
+    def __init__(
+        self, *processes: ProcessIdentity | None, holes: tuple[str, ...] = (), order: DeviceOrder = HOST
+    ) -> None:
+        """Each has its process; ``holes`` are those of a fence of the destination, whose cache is in the memory that
+        ``order`` names.
+        """
         self.client, self.transports = Mock(knows_peers=False), Mock()
         self.client.collect.return_value = ()
         self.transports.fence.return_value = Fence({"nixl": b"anew"}, holes)
         self.fences: list[tuple[int, dict[str, bytes]]] = []
-        parts: list[Any] = [self.transports, Mock(), HOST, self.client]
+        parts: list[Any] = [self.transports, Mock(), order, self.client]
         self.announcer = Announcer(
             OwnRank("d/0", b"shard", IDENTITY, {"nixl": b"before"}, *parts),
             EndPoint("127.0.0.1", 1, 7),
@@ -172,6 +177,36 @@ def test_a_fence_for_one_source_gives_no_block_back_that_another_may_still_write
     assert push._receiving is not None
     assert push._receiving.may_land == [1]
     assert push.phase is Phase.STOPPING
+
+
+@pytest.mark.parametrize(
+    ("process", "is_kept_out"), [(ELSEWHERE, True), (IN_ANOTHER_CONTAINER, False)], ids=["host", "container"]
+)
+def test_a_fence_gives_no_block_of_a_gpu_back_that_another_process_of_this_host_may_have_mapped(
+    process: ProcessIdentity, is_kept_out: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA IPC outlives the agent that a fence closes. By its end point a process of another container is elsewhere."""
+    sources = Sources(process, order=Mock(device="cuda:0", is_immediate=False))
+    push = sources.announced()
+    push.cancel(ABORTED)
+    for _ in range(3):
+        sources.advance(push)
+    assert (push.phase is Phase.DONE, len(sources.fences)) == (is_kept_out, is_kept_out)
+    assert ("then restart this engine" in caplog.text) is not is_kept_out
+    if not is_kept_out:
+        sources.announcer.fence("another source")
+        sources.advance(push)
+        assert push.phase is Phase.STOPPING
+
+
+def test_a_fence_gives_host_memory_back_that_a_process_of_another_container_was_told_of() -> None:
+    """It writes there through a transport of this rank only."""
+    sources = Sources(IN_ANOTHER_CONTAINER)
+    push = sources.announced()
+    push.cancel(ABORTED)
+    for _ in range(3):
+        sources.advance(push)
+    assert push.phase is Phase.DONE
 
 
 def test_one_fence_is_enough_for_all_sources_of_a_push() -> None:

@@ -173,9 +173,10 @@ class AwaitedPush:
         if not self._is_kept_out(self._receiving, source.index):
             logger.warning(
                 "kvferry: the blocks of %s stay quarantined: the prefill rank at %s does not confirm that it stopped. "
-                "It runs on this host, where no fence keeps it from writing: end its process, or let it go on.",
+                "It runs on this host, where no fence keeps it from writing: end its process%s, or let it go on.",
                 self.job_id,
                 where,
+                ", then restart this engine" if self._announcer.peers.is_elsewhere(source.process) else "",
                 peer=where,
             )
             return
@@ -508,7 +509,8 @@ class Announcer:
         """Return whether a fence keeps a source out: a process that runs on this host may write without any transport
         of this rank's.
         """
-        return self.peers.is_elsewhere(source.process) or self.peers.has_ended(source.process)
+        is_elsewhere = self.peers.is_elsewhere(source.process, self._rank.order.device)
+        return is_elsewhere or self.peers.has_ended(source.process)
 
     def is_closed(self, registration: int) -> bool:
         """Return whether a fence has closed this rank's memory for what was announced in a registration."""

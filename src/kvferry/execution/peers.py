@@ -5,8 +5,9 @@ from kvferry.handoff.messages import Bounded, EndPoint
 from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
+from kvferry.layout.shard import HOST_DEVICE
 from kvferry.transport.end_points import ProcessIdentity
-from kvferry.transport.processes import Process, hold_process, is_visible
+from kvferry.transport.processes import Process, hold_process, is_on_this_host, is_visible
 
 PROBE_SECONDS = 0.2
 PROBE_AGAIN_SECONDS = 0.5
@@ -64,9 +65,12 @@ class Peers:
         process = None if identity is None else self._processes.get(identity)
         return process is not None and process.has_ended
 
-    def is_elsewhere(self, identity: ProcessIdentity | None) -> bool:
-        """Return whether the process is on another host, or in a container of its own: it cannot write here itself."""
-        return identity is not None and not is_visible(identity)
+    def is_elsewhere(self, identity: ProcessIdentity | None, device: str = HOST_DEVICE) -> bool:
+        """Return whether the process is on another host, or, for host memory, in a container of its own: it cannot
+        write to the memory of this ``device`` itself. A GPU's memory may be mapped by every process of the host.
+        """
+        may_write = is_visible if device == HOST_DEVICE else is_on_this_host
+        return identity is not None and not may_write(identity)
 
     def _probe(self, where: EndPoint) -> BackgroundCall[bool] | None:
         return self._probes.get(where, lambda: self._nothing_listens(where))

@@ -52,6 +52,11 @@ def is_visible(identity: ProcessIdentity) -> bool:
     return (own.boot_id, own.pid_namespace) == (identity.boot_id, identity.pid_namespace)
 
 
+def is_on_this_host(identity: ProcessIdentity) -> bool:
+    """Return whether the process is, or was, on this host, in whichever container."""
+    return own_identity().boot_id == identity.boot_id
+
+
 def hold_process(identity: ProcessIdentity) -> Process | None:
     """Return the process; None where nothing can be known of it: it is elsewhere, or the kernel has no pidfd.
 
