@@ -17,7 +17,7 @@ from kvferry.execution import source_engines as module
 from kvferry.execution.guard_words import Held
 from kvferry.execution.job import Phase
 from kvferry.execution.read import Read
-from kvferry.handoff.messages import FIRST_WEIGHTS, PROTOCOL_VERSION, Handle, Noted
+from kvferry.handoff.messages import FIRST_WEIGHTS, PROTOCOL_VERSION, Directory, Handle, Noted
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire import background
 from kvferry.layout.named_layouts import NamedLayout
@@ -30,6 +30,7 @@ from kvferry.testing.transport_peer import PeerProcess, start_peer
 from kvferry.transport.memcpy import MemcpyTransfer, MemcpyTransport
 from kvferry.transport.protocol import Status, Transfer
 
+from ..waits import wait_until
 from .engines_in_process import (
     EPOCH,
     GENERATION,
@@ -575,6 +576,82 @@ def test_what_engines_make_a_rank_keep_is_bounded_in_bytes(decode: DecodeRank, m
     finally:
         for prefill in prefills:
             prefill.close()
+
+
+def with_large_directory(prefill: PrefillEngine) -> PrefillEngine:
+    """Give the engine a directory of 1.4 MB."""
+    directory = prefill.directory()
+    first, second = directory.ranks
+    first = msgspec.structs.replace(first, end_points={**first.end_points, "none": bytes(1_400_000)})
+    large = msgspec.structs.replace(directory, ranks=(first, second))
+    prefill.answer = lambda _: large
+    return prefill
+
+
+def handshake_ended(decode: DecodeRank, prefill: PrefillEngine) -> background.BackgroundCall[Directory]:
+    """Begin a handshake and wait for its end, as a request that was aborted would have it end."""
+    assert decode.engines.get(prefill.hold()) is None
+    handshake = decode.engines._handshakes._known[(*prefill.hold().engine, FIRST_WEIGHTS)]
+    handshake._thread.join(20)
+    return handshake
+
+
+@pytest.mark.parametrize("end", ["connecting", "unclaimed"])
+def test_directories_of_engines_that_do_not_connect_or_whose_requests_were_aborted_are_bounded_in_bytes(
+    decode: DecodeRank, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Sixty of strangers held 900 MB. The largest goes first, so that an engine with an honest directory is loaded."""
+    monkeypatch.setattr(module, "MAX_DIRECTORY_BYTES", 3_000_000)
+    transport = SlowToConnect()
+    transport.register([*decode.rank.regions, decode.scratch.region])
+    transport.may_connect = False
+    decode.transports.transports["memcpy"] = transport
+    honest = PrefillEngine("memcpy", filled_ranks())
+    large = [with_large_directory(PrefillEngine("memcpy", filled_ranks())) for _ in range(4)]
+    try:
+        handshakes = [handshake_ended(decode, honest)]
+        assert decode.engines.get(honest.hold()) is None
+        for prefill in large:
+            handshakes.append(handshake_ended(decode, prefill))
+            if end == "connecting":
+                with suppress(KVFerryError):
+                    assert decode.engines.get(prefill.hold()) is None
+        assert decode.engines.get(honest.hold()) is None
+        kept = [handshake for handshake in handshakes if handshake._result is not None]
+        assert len(kept) == 3
+        assert kept[0] is handshakes[0]
+        assert len(decode.engines._connecting) == (3 if end == "connecting" else 1)
+        refused = [error for prefill in large if (error := error_of_get(decode, prefill)) is not None]
+        assert [error.reason for error in refused] == [Reason.INVALID_REQUEST] * 2
+        transport.may_connect = True
+        assert decode.load(honest.hold(), [5], [1]).error is None
+    finally:
+        for prefill in (honest, *large):
+            prefill.close()
+
+
+def error_of_get(decode: DecodeRank, prefill: PrefillEngine) -> KVFerryError | None:
+    try:
+        decode.engines.get(prefill.hold())
+    except KVFerryError as error:
+        return error
+    return None
+
+
+def test_nothing_is_kept_of_the_directory_of_an_engine_that_was_refused(
+    prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure answers for its key until another engine is asked for, which may be never."""
+    told: list[tuple[object, ...]] = []
+    monkeypatch.setattr(module, "tell_refusal", lambda *about, is_trusted: told.append(about))
+    right = prefill.directory().ranks
+    unreachable = msgspec.structs.replace(right[1], end_points={"carrier pigeon": b""})
+    prefill.answer = lambda question: prefill.directory(ranks=(right[0], unreachable))
+    assert decode.refusal(prefill.hold()).reason is Reason.TRANSPORT_UNAVAILABLE
+    [handshake] = decode.engines._handshakes._known.values()
+    assert handshake._result is None
+    wait_until(lambda: bool(told))
+    assert not any(isinstance(each, Directory) for each in told[0])
 
 
 def test_running_loads_from_an_engine_that_is_forgotten_finish(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import queue
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -37,7 +38,8 @@ logger = PeerLog(logging.getLogger(__name__))
 
 MAX_ENGINES = 1024
 MAX_DIRECTORY_BYTES = 256 << 20
-"""Of the directories of all engines that a rank remembers: each may have as many as an answer."""
+"""Of the directories of all engines that a rank remembers, and again of those that it does not yet know to be of use:
+each may have as many as an answer."""
 
 
 class Compares(NamedTuple):
@@ -58,10 +60,7 @@ class SourceEngine:
     def __init__(self, directory: Directory, shard: Shard, route: Route, compares: Compares | None) -> None:
         self.route = route
         self._directory, self._shard = directory, shard
-        self.num_bytes = sum(
-            len(part) for entry in directory.ranks for part in (entry.shard, *entry.end_points.values())
-        )
-        """Of the directory's shards and end points."""
+        self.num_bytes = _num_bytes(directory)
         self._compares = compares
         self._pairs: dict[PairPlan, PairDigests] = {}
         self._cells: dict[PairPlan, PushedCells | None] = {}
@@ -192,6 +191,20 @@ class SourceEngine:
         return Guard(entry.words_address + held.slot * WORD_BYTES, held.word)
 
 
+def _num_bytes(directory: Directory) -> int:
+    """Return the bytes of a directory's shards and end points."""
+    return sum(len(part) for entry in directory.ranks for part in (entry.shard, *entry.end_points.values()))
+
+
+def _no_room(num_bytes: int) -> HandoffError:
+    return HandoffError(
+        Reason.INVALID_REQUEST,
+        f"the directory, of {num_bytes} bytes, was the largest of more than {MAX_DIRECTORY_BYTES} bytes of engines "
+        "that have not been connected.",
+        "Check the hosts that this engine is told to ask: no engine needs so many.",
+    )
+
+
 def _no_writer(engine_id: str, *, is_held: bool) -> HandoffError:
     if is_held:
         return HandoffError(
@@ -233,8 +246,10 @@ class SourceEngines:
         self._timeout_seconds = timeout_seconds
         self._stage, self._strategy = stage, strategy
         self._engines: dict[tuple[str, int, int], SourceEngine] = {}
+        self._has_ended = threading.Event()
         # By this rank's weights too: a handshake that runs during a reset compares with those of before.
-        self._handshakes: BackgroundCalls[tuple[str, int, int, str], Directory] = BackgroundCalls("handshake")
+        self._handshakes: BackgroundCalls[tuple[str, int, int, str], Directory]
+        self._handshakes = BackgroundCalls("handshake", self._has_ended.set)
         self._refusals: BackgroundCalls[tuple[str, int, int], None] = BackgroundCalls("refusal")
         # Weak keys: an engine is forgotten with its handshake.
         self._connecting: WeakKeyDictionary[BackgroundCall[Directory], SourceEngine] = WeakKeyDictionary()
@@ -247,6 +262,7 @@ class SourceEngines:
         :data:`kvferry.handoff.wire.background.FAILURE_SECONDS`; a later request tries again.
         """
         self._drop_suspects()
+        self._drop_surplus()
         key = hold.engine
         if key in self._engines:
             self._engines[key] = self._engines.pop(key)  # to the end: used last
@@ -290,6 +306,23 @@ class SourceEngines:
         while not self._suspects.empty():
             self._forget(self._suspects.get_nowait())
 
+    def _drop_surplus(self) -> None:
+        """Fail the largest of the directories beyond :data:`MAX_DIRECTORY_BYTES` whose engines are being connected or
+        whose requests have not come for them, once a handshake has ended.
+        """
+        if not self._has_ended.is_set():
+            return
+        self._has_ended.clear()
+        sizes = {handshake: _num_bytes(handshake.result()) for handshake in self._handshakes.with_results()}
+        num_bytes = sum(sizes.values())
+        for handshake in sorted(sizes, key=sizes.__getitem__, reverse=True)[:-1]:
+            if num_bytes <= MAX_DIRECTORY_BYTES:
+                return
+            num_bytes -= sizes[handshake]
+            handshake.fail(_no_room(sizes[handshake]))
+            if (engine := self._connecting.pop(handshake, None)) is not None:
+                engine.route.close()
+
     def _forget(self, key: tuple[str, int, int]) -> None:
         """Forget an engine without closing its connections: jobs may still use them, and they end with the last job."""
         self._engines.pop(key, None)
@@ -316,7 +349,7 @@ class SourceEngines:
         except KVFerryError:  # the handshake itself failed, or the engine was told before
             return
         kept = error.without_traceback()
-        told = hold.host, hold.port, self._sender, directory, kept, self._trust
+        told = hold.host, hold.port, self._sender, directory.version, directory.epoch, kept, self._trust
         self._refusals.get(hold.engine, lambda: tell_refusal(*told, is_trusted=hold.is_trusted))
 
     def _ready(self, handshake: BackgroundCall[Directory]) -> SourceEngine | None:

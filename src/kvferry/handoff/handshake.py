@@ -81,22 +81,31 @@ def fetch_directory(
         compare_identities(answer.identity, ours)
         _check_weights(answer, weights_version)
     except HandoffError as error:
-        tell_refusal(host, port, sender, answer, error, trust, is_trusted=is_trusted)
+        tell_refusal(host, port, sender, answer.version, answer.epoch, error, trust, is_trusted=is_trusted)
         raise
     return answer
 
 
 def tell_refusal(
-    host: str, port: int, sender: str, directory: Directory, error: KVFerryError, trust: Trust, *, is_trusted: bool
+    host: str,
+    port: int,
+    sender: str,
+    version: int,
+    epoch: int,
+    error: KVFerryError,
+    trust: Trust,
+    *,
+    is_trusted: bool,
 ) -> None:
-    """Tell a prefill engine why this side refuses it, so that the log of that engine says so too.
+    """Tell a prefill engine, with the version and epoch of its directory, why this side refuses it, so that the log of
+    that engine says so too.
 
     Waits for at most :data:`TELL_SECONDS`. An engine of version 9 has no such message, and is told nothing; nor is an
     engine that was restarted, which is no fault of either side.
     """
-    if directory.version < TELLS_SINCE or error.reason is Reason.PEER_CHANGED:
+    if version < TELLS_SINCE or error.reason is Reason.PEER_CHANGED:
         return
-    told = HandshakeRefused.of(error, version=directory.version, epoch=directory.epoch, sender=sender)
+    told = HandshakeRefused.of(error, version=version, epoch=epoch, sender=sender)
     with suppress(KVFerryError):
         client.ask(host, port, told, TELL_SECONDS, trust, is_trusted=is_trusted)
 

@@ -58,6 +58,11 @@ class BackgroundCall(Generic[Found]):
         """Whether the call has not ended; it may wait for its start."""
         return self._ended_at is None
 
+    @property
+    def has_result(self) -> bool:
+        """Whether the call has ended with a result."""
+        return self._result is not None
+
     def takes_longer_than(self, seconds: float) -> bool:
         """Return whether the call has not ended and was asked for more than ``seconds`` ago."""
         return self._ended_at is None and time.monotonic() - self._asked_at > seconds
@@ -79,6 +84,7 @@ class BackgroundCall(Generic[Found]):
         """Replace the result by an error: the caller found the result to be of no use."""
         if self._error is None:
             self._error, self._ended_at = error.without_traceback(), time.monotonic()
+            self._result = None
 
     def result(self) -> Found:
         """Return the result of the call, which must have ended, or raise its error."""
@@ -137,6 +143,10 @@ class BackgroundCalls(Generic[Key, Found]):
         if self._waiting:
             self._start_waiting(now)
         return None if known.is_running else known
+
+    def with_results(self) -> list[BackgroundCall[Found]]:
+        """Return the calls whose results are kept."""
+        return [each for each in self._known.values() if each.has_result]
 
     def takes_longer_than(self, key: Key, seconds: float) -> bool:
         """Return whether the call for this key has not ended after ``seconds``, its wait for a slot included."""
