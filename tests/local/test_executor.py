@@ -497,6 +497,43 @@ def test_a_deadline_is_kept_while_an_earlier_load_moves(
     assert error_of(collect(executor, 1)["endless"]).reason is Reason.ABORTED
 
 
+class Ended:
+    """A job that is over and has only to be reported; another comes as soon as it is."""
+
+    fills_blocks = can_wait = False
+    given_up_at = error = None
+    phase = Phase.PREPARING
+
+    def __init__(self, executor: Executor, number: int) -> None:
+        self.job_id = f"ended {number}"
+        self._executor, self._number = executor, number
+
+    def advance(self, scratch: Scratch, now: float) -> bool:
+        self.phase = Phase.DONE
+        self._executor.submit(Ended(self._executor, self._number + 1))
+        return True
+
+    def is_ending(self, now: float) -> bool:
+        return True
+
+    def cancel(self, error: KVFerryError) -> None:
+        self.phase = Phase.DONE
+
+    def result(self, finished_at: float) -> JobResult:
+        return JobResult(self.job_id, None)
+
+
+def test_pushes_that_are_given_up_one_after_the_other_keep_no_transfer_waiting(
+    executor: Executor, transport: ScriptedTransport, source: Source
+) -> None:
+    """Strangers announce as many as they like; those that are over go first, since they keep their blocks."""
+    executor.submit(Ended(executor, 0))
+    executor.submit(load_of(lambda: [source.read(transport)], job_id="good"))
+    results: dict[str, JobResult] = {}
+    wait_until(lambda: results.update({each.job_id: each for each in executor.collect()}) or "good" in results)
+    assert results["good"].error is None
+
+
 class Connection:
     """Of a meeting; it is made once it may be."""
 

@@ -137,9 +137,11 @@ def advance(job: Write, seconds: float = 0.0) -> bool:
     return job.advance(SCRATCH, time.monotonic() + seconds)
 
 
+[PLAN] = [plan for plan in Planner(SOURCES, shard()).plans(selector_of("x")) if plan.assignment.source_index == 1]
+
+
 def announcement() -> Announce:
-    [plan] = [plan for plan in Planner(SOURCES, shard()).plans(selector_of("x")) if plan.assignment.source_index == 1]
-    blocks = announced_blocks(plan, [blocks_of([0, 3])])
+    blocks = announced_blocks(PLAN, [blocks_of([0, 3])])
     return Announce(
         epoch=EPOCH,
         key=KEY,
@@ -148,7 +150,7 @@ def announcement() -> Announce:
         num_tokens=NUM_TOKENS,
         prompt_digest="prompt",
         blocks=blocks,
-        digest=Part(plan, blocks).digest,
+        digest=Part(PLAN, blocks).digest,
         seconds=100.0,
     )
 
@@ -222,7 +224,7 @@ def test_a_write_that_ends_after_the_revocation_does_not_count(status: Status) -
     assert isinstance(report, PushFailed)
     assert (report.key, report.source_index, report.reason) == (KEY, 1, Reason.ABORTED.value)
     assert job.result(0.0).num_bytes == 0
-    assert (source.writer._num_blocks, source.writer._num_open_blocks) == ({}, 0), "others may announce as many"
+    assert (source.writer._open, source.writer._num_open_blocks) == ({}, 0), "others may announce as many"
 
 
 def test_a_push_of_another_life_of_this_rank_is_not_revoked_here() -> None:
@@ -303,41 +305,129 @@ def test_a_push_ends_at_the_deadline_of_its_destination_and_at_this_ranks_own(
     assert report.reason == Reason.DEADLINE_EXCEEDED
 
 
-def test_one_push_more_than_a_rank_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ids", [(0, 0), (0, 4), (0, 1, 2, 3, 1)], ids=["twice", "beyond the cache", "too many"])
+def test_blocks_that_no_cache_has_are_refused(ids: tuple[int, ...]) -> None:
+    """Their announcement would be kept until its deadline, with up to 262,144 ids."""
+    [blocks] = ANNOUNCEMENT.blocks
+    with pytest.raises(HandoffError) as refused:
+        Part(PLAN, [msgspec.structs.replace(blocks, block_ids=ids)])
+    assert refused.value.reason is Reason.INVALID_REQUEST
+
+
+# Room.
+
+
+def announced_by(source: Source, name: str, number: int = 1, ids: Sequence[int] = (0, 3), size: int = 1) -> Write:
+    """Return a push to a rank that introduces itself with so many bytes, for a prompt that is not known."""
+    source.writer.answer(msgspec.structs.replace(INTRODUCTION, receiver=name, end_points={"none": bytes(size)}))
+    blocks = announced_blocks(PLAN, [blocks_of(ids)])
+    key = PushKey(name, WHERE.epoch, number)
+    return source.announce(key=key, transfer_id="unknown", blocks=blocks, digest=Part(PLAN, blocks).digest)
+
+
+def given_up(*pushes: Write) -> list[bool]:
+    for push in pushes:
+        if push.is_ending(0.0):
+            advance(push)
+    return [push.phase is Phase.DONE for push in pushes]
+
+
+def test_of_too_many_pushes_the_one_that_came_first_and_whose_prompt_is_unknown_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stranger's announcements for prompts that never come would keep all others out for an hour."""
+    monkeypatch.setattr(writer_module, "MAX_OPEN", 2)
+    source = Source()
+    source.compute()
+    honest = source.announce()
+    first, second = (announced_by(source, name) for name in "ab")
+    assert given_up(honest, first, second) == [False, True, False]
+    [report] = source.reports
+    assert isinstance(report, PushFailed)
+    assert (report.key.receiver, report.reason) == ("a", Reason.INVALID_REQUEST.value)
+    third = announced_by(source, "c")
+    assert given_up(honest, second, third) == [False, True, False]
+    assert not source.writer._given_up
+
+
+def test_where_all_prompts_are_known_one_push_more_than_a_rank_takes_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(writer_module, "MAX_OPEN", 1)
     source = Source()
-    source.announce()
+    source.compute()
+    job = source.announce()
     with pytest.raises(HandoffError) as refused:
         source.announce(key=msgspec.structs.replace(KEY, number=2))
     assert refused.value.reason is Reason.INVALID_REQUEST
+    assert given_up(job) == [False]
     assert len(source.executor.submit.call_args_list) == 1
 
 
+def test_a_push_that_was_preempted_in_the_middle_of_a_write_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prompt is computed again, and its write does not end at once."""
+    monkeypatch.setattr(writer_module, "MAX_OPEN", 1)
+    source = Source()
+    job = source.writing()
+    source.writer.preempt(["x"])
+    with pytest.raises(HandoffError):
+        announced_by(source, "a")
+    assert not job.is_ending(0.0)
+
+
+def test_a_push_with_few_blocks_takes_the_place_of_one_with_many_and_not_the_other_way_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writer_module, "MAX_OPEN_BLOCKS", 9)
+    source = Source()
+    honest = announced_by(source, "honest", 1)
+    forged = [announced_by(source, "forged", 1, (0, 1, 2, 3)), announced_by(source, "another", 2, (0, 1, 2))]
+    assert given_up(honest, *forged) == [False, False, False]
+    more = announced_by(source, "honest", 2, (1, 2))
+    assert given_up(honest, more, *forged) == [False, False, True, False]
+    with pytest.raises(HandoffError) as refused:
+        announced_by(source, "forged", 3, (0, 1, 2, 3))
+    assert refused.value.reason is Reason.INVALID_REQUEST
+    assert given_up(honest, more, forged[1]) == [False, False, False]
+    assert source.writer._num_open_blocks == 7
+
+
 def test_pushes_keep_no_more_of_forgotten_introductions_than_a_rank_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 16,384 pushes that wait for a prompt could keep 4 MB of a name that was forgotten since."""
+    """Each of 16,384 pushes that wait for a prompt could keep 4 MB of a name that was forgotten since. The largest
+    introduction goes, with all pushes that wait for their prompts.
+    """
     monkeypatch.setattr(destinations_module, "MAX_INTRODUCED_BYTES", 3_000_000)
     monkeypatch.setattr(writer_module, "MAX_OPEN_BYTES", 3_000_000)
+    monkeypatch.setattr(writer_module, "MAX_GIVEN_UP", 1)
     source = Source()
-    pushes: list[tuple[Write, PushKey]] = []
-
-    def announce(name: str, number: int) -> None:
-        stranger = {"receiver": name, "end_points": {"none": bytes(1_400_000)}}
-        source.writer.answer(msgspec.structs.replace(INTRODUCTION, **stranger))
-        key = PushKey(name, WHERE.epoch, number)
-        pushes.append((source.announce(key=key), key))
-
-    announce("a", 1)
-    announce("b", 2)
+    honest = announced_by(source, "honest")
+    first = announced_by(source, "a", 1, size=1_500_000), announced_by(source, "a", 2, size=1_500_000)
+    second = announced_by(source, "b", size=1_400_000)
+    assert given_up(honest, *first, second) == [False, False, False, False]
+    third = announced_by(source, "c", size=1_300_000)
+    assert given_up(honest, *first, second, third) == [False, True, True, False, False]
     with pytest.raises(HandoffError) as refused:
-        announce("c", 3)
+        announced_by(source, "d", size=1_450_000)
     assert refused.value.reason is Reason.INVALID_REQUEST
-    announce("b", 4)  # keeps no more
-    for job, key in pushes:
-        source.writer.answer(Revoke(EPOCH, key))
+    again = announced_by(source, "b", 2, size=1_400_000)  # keeps no more
+    for job, name in ((second, "b"), (third, "c"), (honest, "honest"), (again, "b")):
+        source.writer.answer(Revoke(EPOCH, PushKey(name, WHERE.epoch, 2 if job is again else 1)))
         advance(job)
         assert job.phase is Phase.DONE
-    announce("c", 5)
-    announce("d", 6)
+    assert source.writer._num_open_bytes == 0
+
+
+def test_pushes_that_were_given_up_and_have_not_ended_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps its blocks until the transfer thread has a turn, which may take seconds."""
+    monkeypatch.setattr(writer_module, "MAX_OPEN", 1)
+    monkeypatch.setattr(writer_module, "MAX_GIVEN_UP", 2)
+    source = Source()
+    pushes = [announced_by(source, name) for name in "abc"]
+    with pytest.raises(HandoffError) as refused:
+        announced_by(source, "d")
+    assert refused.value.reason is Reason.INVALID_REQUEST
+    assert given_up(*pushes) == [True, True, False]
+    assert given_up(pushes[2], announced_by(source, "e")) == [True, False]
 
 
 # Failures.

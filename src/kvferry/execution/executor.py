@@ -181,11 +181,11 @@ class Executor:
                 time.sleep(WAIT_SECONDS)
 
     def _advance(self) -> bool:
-        """Advance the first job that makes progress, so that early jobs finish early.
+        """Advance the first job that makes progress, so that early jobs finish early, and before it those that end.
 
         Jobs that are ending go first, those that can wait last.
         """
-        now = time.monotonic()
+        now, has_moved = time.monotonic(), False
         for job in sorted(self._active, key=lambda job: (not job.is_ending(now), job.can_wait)):
             moved = self._advance_one(job)
             self._report_if_late(job, now)
@@ -196,9 +196,10 @@ class Executor:
                 # Between two rounds the others go first.
                 self._active.remove(job)
                 self._active.append(job)
-            if moved:
+            if moved and job.phase is not Phase.DONE:
                 return True
-        return False
+            has_moved |= moved
+        return has_moved
 
     def _end(self, job: Job) -> None:
         if job.job_id in self._quarantined:

@@ -135,9 +135,9 @@ class Write:
             return True
 
     def is_ending(self, now: float) -> bool:
-        """Return whether the push is being stopped."""
+        """Return whether the push is being stopped, or is over and keeps its blocks until it is reported."""
         with self._lock:
-            return self._sender.is_stopping(self._key)
+            return self._sender.is_stopping(self._key) or self._sender.outcome(self._key) is not None
 
     def cancel(self, error: KVFerryError) -> None:
         """Give up."""

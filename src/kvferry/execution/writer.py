@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from kvferry.errors import HandoffError, Reason, TransportError
@@ -56,6 +57,8 @@ MAX_OPEN_BLOCKS = 1 << 23
 """Blocks of all open pushes of a rank: the blocks of an announcement are kept until its push is over."""
 MAX_OPEN_BYTES = MAX_INTRODUCED_BYTES
 """Of the introductions of destinations with open pushes, which may be forgotten meanwhile."""
+MAX_GIVEN_UP = 16
+"""Pushes that were given up for others and have not ended, each of which still keeps its blocks."""
 MAX_SECONDS = 3600.0
 """Longest time that a push waits for its prompt, whatever its destination asks for."""
 REPORT_SECONDS = 60.0
@@ -102,7 +105,8 @@ class Writer:
         self._lock = threading.Lock()
         self.destinations = Destinations(rank, epoch, meets=is_on_request)
         self._num_preemptions: dict[str, int] = {}
-        self._num_blocks: dict[PushKey, int] = {}
+        self._open: dict[PushKey, tuple[DestinationRank, int]] = {}
+        self._given_up: set[PushKey] = set()
         self._num_open_blocks = self._num_open_bytes = 0
         self.spans, self._short_tokens = spans, short_tokens
         self.engine: EndPoint | None = None
@@ -287,31 +291,59 @@ class Writer:
         )
         num_blocks = sum(len(blocks.block_ids) for blocks in question.blocks)
         with self._lock:
-            num_bytes = 0 if destination.num_open else destination.num_bytes
-            is_full = (
-                self._sender.num_open >= MAX_OPEN
-                or self._num_open_blocks + num_blocks > MAX_OPEN_BLOCKS
-                or self._num_open_bytes + num_bytes > MAX_OPEN_BYTES
-            )
-            if is_full and key not in self._num_blocks:
-                raise HandoffError(
-                    Reason.INVALID_REQUEST,
-                    f"this rank has {self._sender.num_open} open pushes of {self._num_open_blocks} blocks, to "
-                    f"destinations whose introductions have {self._num_open_bytes} bytes; it takes at most {MAX_OPEN}, "
-                    f"{MAX_OPEN_BLOCKS} and {MAX_OPEN_BYTES}.",
-                    "Let only decode engines reach this port: no engine has so many requests.",
-                )
             if not self._sender.announce(request, now):
                 return ""
-            self._num_blocks[key] = num_blocks
+            self._open[key] = destination, num_blocks
             self._num_open_blocks += num_blocks
-            self._num_open_bytes += num_bytes
+            self._num_open_bytes += 0 if destination.num_open else destination.num_bytes
             destination.num_open += 1
+            self._make_room(key)
+            if key not in self._open:
+                raise _no_room()
             events = PushEvents(request, self.spans.layers_of) if self._keeps_events else None
         # This connection and no later one, which may be over another transport.
         link = destination.link
         self._rank.executor.submit(self._job(request, part, destination, link, events, digests))
         return link.name
+
+    def _make_room(self, newcomer: PushKey) -> None:
+        """Give up pushes that wait for their prompts until no more are open than this rank takes, the ``newcomer``
+        where no other is left or too many given up have not ended. The lock is held.
+        """
+        while newcomer in self._open and (surplus := self._surplus()) is not None:
+            if not surplus or len(self._given_up) >= MAX_GIVEN_UP:
+                surplus = [newcomer]
+            for key in surplus:
+                self._sender.fail(key, _no_room())
+                self._close(key)
+            self._given_up.update(key for key in surplus if key != newcomer)
+
+    def _surplus(self) -> list[PushKey] | None:
+        """Return which of the pushes that wait for their prompts go: of too many the one that came first, of too many
+        blocks the one with most, of too many bytes those to the destination with the largest introduction. None where
+        all have room.
+        """
+        waiting = filter(self._sender.awaits_prompt, self._open)
+        if len(self._open) > MAX_OPEN:
+            return list(islice(waiting, 1))
+        if self._num_open_blocks > MAX_OPEN_BLOCKS:
+            most = max(waiting, key=lambda key: self._open[key][1], default=None)
+            return [] if most is None else [most]
+        if self._num_open_bytes > MAX_OPEN_BYTES:
+            destinations = {key: self._open[key][0] for key in waiting}
+            largest = max(destinations.values(), key=lambda each: each.num_bytes, default=None)
+            return [key for key, each in destinations.items() if each is largest]
+        return None
+
+    def _close(self, key: PushKey) -> None:
+        """The push is over, or given up: it needs no room any more. The lock is held."""
+        if (opened := self._open.pop(key, None)) is None:
+            return
+        destination, num_blocks = opened
+        self._num_open_blocks -= num_blocks
+        destination.num_open -= 1
+        if not destination.num_open:
+            self._num_open_bytes -= destination.num_bytes
 
     def _known_by(self, question: Announce, now: float) -> float | None:
         """Return when the prompt must be known, as in :class:`PushRequest`: one that is held, at once or soon."""
@@ -374,10 +406,8 @@ class Writer:
     ) -> None:
         key, error = request.key, result.error
         with self._lock:
-            self._num_open_blocks -= self._num_blocks.pop(key)
-            destination.num_open -= 1
-            if not destination.num_open:
-                self._num_open_bytes -= destination.num_bytes
+            self._close(key)
+            self._given_up.discard(key)
         if isinstance(error, TransportError):
             self.destinations.connect_anew(destination)
         if isinstance(error, TransportError) or (error is not None and error.reason is Reason.PEER_UNREACHABLE):
@@ -401,6 +431,15 @@ class Writer:
         if (engine := self.engine) is not None:
             question = Release(engine.epoch, (handle_of_transfer(transfer_id),))
             self._rank.client.tell(engine.host, engine.port, question, REPORT_SECONDS, is_trusted=True)
+
+
+def _no_room() -> HandoffError:
+    return HandoffError(
+        Reason.INVALID_REQUEST,
+        f"this rank takes at most {MAX_OPEN} open pushes of {MAX_OPEN_BLOCKS} blocks, to destinations whose "
+        f"introductions have {MAX_OPEN_BYTES} bytes, and gives up those that wait for their prompts.",
+        "Let only decode engines reach this port: no engine has so many requests.",
+    )
 
 
 def _no_longer_held(transfer_id: str) -> HandoffError:

@@ -11,7 +11,7 @@ from kvferry.arrays import Descriptors
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import AnnouncedBlocks
 from kvferry.handoff.push.sender import Batch, BlockList, Cut, Need
-from kvferry.layout.group import CacheKind
+from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.plan.layer_spans import Span, SpanPlans
 from kvferry.plan.planner import GroupPlan, PairPlan
 from kvferry.plan.request import GroupBlocks
@@ -56,6 +56,8 @@ class Part:
                 "Serve the same model with the same cache settings.",
             )
         self.announced = tuple(by_group[group] for group in plan.groups)
+        for blocks in self.announced:
+            _check_ids(blocks, plan.groups[blocks.group].destination_group)
         encoded = msgspec.msgpack.encode((plan.digest, self.announced))
         self.digest = hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
@@ -138,6 +140,20 @@ class Part:
     def _held_blocks(self, cut: Cut, held: BlockList) -> BlockList:
         covers = self._plan.groups[cut.span.group].source_group.tokens_per_position
         return _blocks_covering(held.first_token, held.block_ids, covers, cut)
+
+
+def _check_ids(blocks: AnnouncedBlocks, group: CacheGroup) -> None:
+    """Raise :class:`HandoffError` (invalid-request) for blocks of tokens that a cache does not have, or has once."""
+    num_before = max(0, blocks.first_token - blocks.block_token) // group.tokens_per_position
+    listed = blocks.block_ids[num_before:]
+    ids = set(listed)
+    if len(ids) < len(listed) or max(ids, default=0) >= group.num_blocks:
+        raise HandoffError(
+            Reason.INVALID_REQUEST,
+            f"cache group {blocks.group!r}: {len(listed)} blocks were announced, {len(ids)} of them distinct, "
+            f"up to number {max(ids, default=0)}, of a cache of {group.num_blocks}.",
+            "Run the same kvferry version on both sides.",
+        )
 
 
 def _spans_by_tokens(batch: Batch) -> dict[tuple[str, int, int], list[int]]:

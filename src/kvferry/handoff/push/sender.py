@@ -84,6 +84,11 @@ class Sending:
         self.may_land = False
         self._end_if_complete()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a batch is in flight."""
+        return bool(self._in_flight)
+
     def take(self, final: Mapping[Span, int]) -> Batch:
         """Return the next batch, which is in flight from now on; empty while another one is or none is final."""
         if self.state is not PushState.OPEN or self._in_flight:
@@ -396,6 +401,11 @@ class Sender:
         """Return how far the push's prompt has been computed."""
         request = self._requests.get(key)
         return None if request is None else self._prompts.get(request.transfer_id)
+
+    def awaits_prompt(self, key: PushKey) -> bool:
+        """Return whether an open push has nothing to write, since its prompt is not known."""
+        push = self._pushes.get(key)
+        return push is not None and not push.is_writing and self.prompt_of(key) is None
 
     def landed(self, key: PushKey, changed: Mapping[str, int] = NOTHING_CHANGED) -> bool:
         """The batch in flight has landed, as :meth:`Sending.landed`; return whether it counts."""
