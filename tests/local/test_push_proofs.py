@@ -529,7 +529,7 @@ def test_a_fence_opens_transports_anew_with_the_same_memory_and_tells_of_holes(c
 
 
 def test_a_connection_that_begins_during_a_fence_fails_as_closed_and_the_next_is_made() -> None:
-    """The server's thread introduces ranks meanwhile; the connection could never be made, nor was any transport tried."""
+    """The server's thread introduces ranks meanwhile; that connection could never be made, and no push helped."""
     begun: list[Connecting] = []
 
     def open_anew(name: str) -> Closing:

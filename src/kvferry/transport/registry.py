@@ -187,7 +187,7 @@ class TransportSet:
         they are: such a peer on another host cannot write. The thread of the transports calls it.
         """
         holes = []
-        # Other threads connect meanwhile: over the former transports, which refuse as closed, or over all that are open.
+        # Other threads connect meanwhile: over the former transports, which are closed, or over all that are open.
         opened = dict(self.transports)
         for name, former in self.transports.items():
             if former.capabilities.ends_with_process:
