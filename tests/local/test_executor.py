@@ -501,6 +501,7 @@ class Ended:
     """A job that is over and has only to be reported; another comes as soon as it is."""
 
     fills_blocks = can_wait = False
+    is_for_log = True
     given_up_at = error = None
     phase = Phase.PREPARING
 
@@ -770,7 +771,7 @@ def test_results_that_nobody_collects_are_kept_up_to_a_bound_but_every_load_is_r
 
     for number in range(10):
         write = Read(f"write {number}", failed, FAR)
-        write.fills_blocks = False
+        write.is_for_log = True
         executor.submit(write)
     for number in range(10):
         executor.submit(Read(f"load {number}", failed, FAR))

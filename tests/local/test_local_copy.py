@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from kvferry.errors import HandoffError, PlanError, Reason, VerificationError
+from kvferry.execution import executor as executor_module
 from kvferry.execution import local_copy
 from kvferry.execution.device import HOST, OVER, DeviceOrder
 from kvferry.execution.executor import Executor
@@ -27,6 +28,8 @@ from kvferry.plan.block_copies import BlockCopies
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.strided_copy import StridedCopy
 from kvferry.testing.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
+
+from ..waits import wait_until
 
 LAYERS = ["0", "1", "2"]
 BLOCK_SIZE = 4
@@ -328,6 +331,20 @@ def test_loads_go_before_stores_also_in_the_middle_of_a_store(recorded: tuple[Re
     record.may_go.set()
     assert [result.job_id for result in collect(executor, 3)] == ["load", "first store", "second store"]
     assert record.names == ["first store", "load", "load", *["first store"] * 2, *["second store"] * 3]
+
+
+def test_every_store_is_reported_however_many_results_wait(
+    recorded: tuple[Recorded, Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine keeps the blocks of a store until it hears of its end, though a store fills none."""
+    monkeypatch.setattr(executor_module, "MAX_REPORTS", 2)
+    record, executor = recorded
+    record.may_go.set()
+    names = [f"store {number}" for number in range(5)]
+    for name in names:
+        executor.submit(LocalCopy(name, record.route(name, 1), 0, [], fills_blocks=False))
+    wait_until(lambda: len(record.names) == 5 and not executor._active)
+    assert [result.job_id for result in executor.collect()] == names
 
 
 def test_a_copy_begins_when_the_device_has_come_so_far(recorded: tuple[Recorded, Executor]) -> None:

@@ -93,6 +93,7 @@ class AwaitedPush:
     """One push at its destination; done once the engine may have the blocks."""
 
     fills_blocks = True
+    is_for_log = False
     can_wait = False
 
     def __init__(self, request: PushedRequest, key: PushKey, find_sources: FindSources, announcer: "Announcer") -> None:

@@ -46,6 +46,7 @@ class Meeting:
     """
 
     fills_blocks = False
+    is_for_log = True
     can_wait = False
     given_up_at = None
 

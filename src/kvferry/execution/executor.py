@@ -23,8 +23,8 @@ MAX_WAIT_SECONDS = 0.01
 QUIET_SECONDS = 10.0
 """How long the transfers of a job that was given up may take to end before the job is reported."""
 MAX_REPORTS = 4096
-"""Results that wait for :meth:`Executor.collect` at which those of jobs that fill no blocks, which are for the log, are
-left out: peers cause them, and an engine that does nothing collects none."""
+"""Results that wait for :meth:`Executor.collect` at which those that are for the log alone are left out: peers cause
+them, and an engine that does nothing collects none."""
 Change = tuple[str, KVFerryError | None]
 """A job's id, and the error with which the job is given up; None where its blocks are quarantined."""
 
@@ -64,7 +64,7 @@ class Executor:
         self._await_start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job; :meth:`collect` returns its result, exactly once."""
+        """Queue a job; :meth:`collect` returns its result, exactly once; at most once where it is for the log."""
         self._orders.put(job)
 
     def cancel(self, job_id: str, error: KVFerryError) -> None:
@@ -204,7 +204,7 @@ class Executor:
     def _end(self, job: Job) -> None:
         if job.job_id in self._quarantined:
             self._quarantined.remove(job.job_id)
-        elif job.fills_blocks or self._results.qsize() < MAX_REPORTS:
+        elif not job.is_for_log or self._results.qsize() < MAX_REPORTS:
             self._results.put(_result(job))
 
     def _report_if_late(self, job: Job, now: float) -> None:

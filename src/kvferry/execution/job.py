@@ -61,6 +61,10 @@ class Job(Protocol):
         """Whether the job fills blocks of this engine, which must be kept until its transfers have ended."""
 
     @property
+    def is_for_log(self) -> bool:
+        """Whether the job's result is for the log alone: peers cause such jobs, and nobody waits for their end."""
+
+    @property
     def can_wait(self) -> bool:
         """Whether other jobs go first: no request waits for this one."""
 

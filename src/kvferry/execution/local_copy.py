@@ -112,6 +112,8 @@ class LocalCopy:
     A load ``fills_blocks`` for a request that waits; any other copy ``can_wait``.
     """
 
+    is_for_log = False
+
     def __init__(
         self,
         job_id: str,

@@ -139,6 +139,7 @@ class HeldLoad:
     """
 
     fills_blocks = True
+    is_for_log = False
     can_wait = False
 
     def __init__(

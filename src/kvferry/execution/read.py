@@ -89,6 +89,7 @@ class Read:
     """
 
     fills_blocks = True
+    is_for_log = False
     can_wait = False
 
     def __init__(self, job_id: str, prepare: Prepare, deadline: float, word_by: float = 0.0) -> None:

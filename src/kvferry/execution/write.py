@@ -85,6 +85,7 @@ class Write:
     """
 
     fills_blocks = False
+    is_for_log = True
     can_wait = False
 
     def __init__(
