@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -157,6 +158,28 @@ def test_the_next_owner_of_a_slot_waits_for_its_own_step(order: CudaOrder, forwa
     words.begin([], [Held(SLOT, NEXT_WORD)])
     settle_after(words, forward)
     assert word_in(guard) == being_written(NEXT_WORD)
+    words.close()
+
+
+def test_digests_that_fail_end_no_hold_that_has_got_the_slot_meanwhile(
+    order: CudaOrder, forward: FakeStream, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its announced writes would fail, and its readers find no word until its step is done."""
+    prompt = HeldPrompt("prompt", 16, [16], [np.array([0])])
+
+    def keep(_: HeldPrompt) -> None:
+        words.begin([SLOT], [Held(SLOT, NEXT_WORD)])
+        raise RuntimeError("no digests")
+
+    guard = GuardWords(4)
+    words = StepWords(guard, order, keep)
+    words.prompts = Mock()
+    words.begin([], [Held(SLOT, WORD, prompt)])
+    words.finish()
+    settle_after(words, forward)
+    assert "no digests" in caplog.text
+    assert word_in(guard) == being_written(NEXT_WORD)
+    assert [call.args[0] for call in words.prompts.end.call_args_list] == [[WORD]]
     words.close()
 
 

@@ -157,7 +157,7 @@ class StepWords:
     def _publish(self, written: Iterable[tuple[int, Held]]) -> None:
         for step, held in written:
             # Not if the hold has ended since, or a later step writes its blocks too.
-            if self._is_current(step, held) and self._has_digests(held):
+            if self._is_current(step, held) and self._has_digests(step, held):
                 with self._lock:
                     if self._step_of.get(held.slot) == step:
                         self._words.set(held.slot, held.word)
@@ -189,8 +189,8 @@ class StepWords:
         with self._lock:
             return self._step_of.get(held.slot) == step
 
-    def _has_digests(self, held: Held) -> bool:
-        """Keep the digests of a prompt; where they cannot be computed, nobody reads the prompt."""
+    def _has_digests(self, step: int, held: Held) -> bool:
+        """Keep the digests of a prompt; where they cannot be computed, nobody reads the prompt of this step."""
         if self._keep_digests is None or held.prompt is None:
             return True
         try:
@@ -198,8 +198,9 @@ class StepWords:
         except Exception:
             logger.exception("kvferry: no digests of a prompt could be kept: its hold is not readable")
             with self._lock:
-                self._words.clear(held.slot)
-                self._end([held.slot])
+                if self._step_of.get(held.slot) == step:
+                    self._words.clear(held.slot)
+                    self._end([held.slot])
             return False
         return True
 
