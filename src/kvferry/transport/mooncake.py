@@ -232,6 +232,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         self._host = os.environ.get("MC_TCP_BIND_ADDRESS", LOOPBACK)
         _check_host(self._host)
         self._slices: set[Slice] = set()
+        self._engine_has_ended = False
         self._num_queued: Counter[str] = Counter()  # descriptors and fences, by peer
         self._nonce = Nonce()
         self._lookups: dict[str, Lookup] = {}
@@ -277,10 +278,14 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         return self._follow(connection)
 
     def poll(self, transfer: Transfer) -> Status:
-        """Make bounded progress and return the status; of a closed transport what was posted and has not landed may
-        still land.
+        """Make bounded progress and return the status.
+
+        What was posted to an engine that could not be ended is pending for good: its bytes may still land. So may those
+        of a write that had not landed when the engine ended.
         """
         if self._closed and isinstance(transfer, MooncakeTransfer) and transfer.status is Status.PENDING:
+            if not self._slices.isdisjoint(transfer.running):
+                return transfer.status
             transfer.may_land |= not all(posted.has_landed for posted in transfer.running)
         return super().poll(transfer)
 
@@ -291,18 +296,20 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         peer may still write bytes of a ``WRITE`` that it has received.
         """
         if self._closed:
-            return self._engine is None
+            return self._engine_has_ended
         self._closed = True
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._slices and time.monotonic() < deadline:
             self._slices = {posted for posted in self._slices if not self._has_ended(posted)}
             time.sleep(0.0005)
-        self._slices.clear()
         for connection in self._connections:
             self._take_back(connection)
         engine, self._engine = self._engine, None
         # The engine ends with the last reference to it: this one, which is counted twice.
-        return sys.getrefcount(engine) == 2
+        self._engine_has_ended = sys.getrefcount(engine) == 2
+        if self._engine_has_ended:
+            self._slices.clear()
+        return self._engine_has_ended
 
     def _has_ended(self, posted: Slice) -> bool:
         """Return whether a slice has ended, and keep whether it has landed."""
