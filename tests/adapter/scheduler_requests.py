@@ -101,10 +101,11 @@ def allocated(*groups: list[int]) -> Any:
 
 
 def run_prefill(
-    role: Any, prompt: list[int], *groups: list[int], request_id: str = "r", **sampling: Any
+    role: Any, prompt: list[int], *groups: list[int], request_id: str = "r", lora: Any = None, **sampling: Any
 ) -> dict[str, Any] | None:
-    """Run a request on the prefill engine; return the engine's answer."""
+    """Run a request on the prefill engine, with the adapter ``lora``; return the engine's answer."""
     ours = request(prompt, {"do_remote_decode": True}, request_id, **sampling)
+    ours.lora_request = lora
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated(*groups), 0)
     role.build_connector_meta(scheduled({ours.request_id: ours.num_prompt_tokens}, {ours.request_id: groups}))

@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.handoff.adapters import Adapter
+from kvferry.handoff.wire.keys import make_keys
 from kvferry.integrations.vllm import adapters
 
 from ..waits import wait_until
@@ -122,19 +123,114 @@ def test_an_adapter_of_other_weights_is_refused_in_both_logs(
     assert not again.has_failed
 
 
+def check_computed(decode: HandoffEngine, adapter: LoRARequest, params: dict[str, Any]) -> None:
+    """Check that an engine computes a prompt, for which its client gets the right tokens."""
+    before = decode.num_computed
+    answer = decode.ask("d", TOKENS, params, lora_request=adapter)
+    assert (answer.has_failed, answer.tokens) == (False, decode.tokens_without_cache(TOKENS, 3))
+    assert decode.num_computed - before >= len(TOKENS), "loaded"
+
+
 @pytest.mark.parametrize("is_unknown_to", ["prefill", "decode"])
-def test_an_engine_that_says_no_digest_is_compared_by_name(
-    is_unknown_to: str, make_engine: Any, make_adapter: MakeAdapter
+@pytest.mark.parametrize("name", ["sql", ""])
+def test_a_prompt_of_an_adapter_is_computed_where_an_engine_does_not_know_or_say_its_weights(
+    name: str, is_unknown_to: str, make_engine: Any, make_adapter: MakeAdapter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An engine of an older version, or one whose adapter comes from a hub without a commit."""
+    """A prefill engine of version 9, a client that strips the digest, and a decode engine whose adapter comes from a
+    hub without a commit. vLLM takes an empty name for an adapter too.
+    """
     prefill, decode = make_engine(LAYERS), make_engine(LAYERS)
-    params = prefilled(prefill, make_adapter())
-    ours = make_adapter("trained")
+    theirs, ours = make_adapter(), make_adapter("trained")
+    theirs.lora_name = ours.lora_name = name
+    params = prefilled(prefill, theirs)
     if is_unknown_to == "prefill":
         del params["kvferry"]["adapter"]
     else:
-        ours = LoRARequest("sql", 9, "some/adapter")
-    assert not decode.ask("d", TOKENS, params, lora_request=ours).has_failed
+        ours = LoRARequest(name, 9, "some/adapter")
+    check_computed(decode, ours, params)
+    assert "d is computed here" in caplog.text
+    assert "[unknown-weights]" in caplog.text
+    check_nothing_is_left(prefill, decode)
+
+
+def test_a_prompt_of_an_adapter_whose_weights_are_unknown_is_not_held(make_engine: Any) -> None:
+    """Another adapter of a hub, or another commit, may have this name on the decode engine."""
+    prefill, adapter = make_engine(LAYERS), LoRARequest("sql", 9, "some/adapter")
+    assert prefilled(prefill, adapter) == {}
+    check_nothing_is_left(prefill)
+
+
+def test_a_prompt_that_one_engine_computes_with_an_adapter_and_the_other_without_is_never_loaded(
+    make_engine: Any, make_adapter: MakeAdapter
+) -> None:
+    """The digest of the prompt has the adapter's name. No prefill engine says a digest for a prompt without one."""
+    prefill, decode = make_engine(LAYERS), make_engine(LAYERS)
+    plain = prefill.ask("p", TOKENS, {"do_remote_decode": True}, max_tokens=1).params
+    check_computed(decode, make_adapter(), plain)
+    of_adapter = prefilled(prefill, make_adapter(), "q")
+    assert decode.ask("e", TOKENS, of_adapter).has_failed
+    again = prefill.ask("s", TOKENS, {"do_remote_decode": True}, max_tokens=1).params
+    again["kvferry"]["adapter"] = of_adapter["kvferry"]["adapter"]
+    assert decode.ask("f", TOKENS, again).has_failed
+
+
+# With keys.
+
+Params = dict[str, Any]
+FORGERIES: dict[str, tuple[str, Callable[[Params, Params], Params]]] = {
+    "none": ("loaded", lambda mine, other: {}),
+    "both stripped": ("computed", lambda mine, other: {"adapter": "", "adapter_signature": ""}),
+    "signature stripped": ("computed", lambda mine, other: {"adapter_signature": ""}),
+    "digest stripped": ("refused", lambda mine, other: {"adapter": ""}),
+    "another digest": ("refused", lambda mine, other: {"adapter": other["adapter"]}),
+    "both of another hold": (
+        "refused",
+        lambda mine, other: {each: other[each] for each in ("adapter", "adapter_signature")},
+    ),
+    "another digest without a signature": (
+        "computed",
+        lambda mine, other: {"adapter": other["adapter"], "adapter_signature": ""},
+    ),
+    "the first signature": ("refused", lambda mine, other: {"adapter_signature": mine["signature"]}),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+@pytest.mark.parametrize("is_same", [True, False], ids=["same weights", "other weights"])
+def test_with_keys_a_client_cannot_choose_the_adapter_whose_blocks_are_loaded(
+    is_same: bool,
+    forgery: str,
+    make_engine: Any,
+    make_adapter: MakeAdapter,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_keys(tmp_path / "keys")
+    prefill, decode = (make_engine(LAYERS, keys=str(tmp_path / "keys")) for _ in range(2))
+    theirs, others = make_adapter(), make_adapter("trained", number=2)
+    params, other = prefilled(prefill, theirs), prefilled(prefill, others, "other")
+    expected, changes = FORGERIES[forgery]
+    params["kvferry"] |= changes(params["kvferry"], other["kvferry"])
+    ours = make_adapter("weights" if is_same else "trained", folder="ours")
+    if expected == "computed":
+        check_computed(decode, ours, params)
+        return
+    before = decode.num_computed
+    answer = decode.ask("d", TOKENS, params, lora_request=ours)
+    assert answer.has_failed == (expected == "refused" or not is_same)
+    assert expected == "refused" or decode.num_computed - before <= 3
+    assert ("[permission-denied]" in caplog.text) == (expected == "refused")
+    assert ("[adapter-mismatch]" in caplog.text) == (expected == "loaded" and not is_same)
+
+
+def test_with_keys_a_prompt_without_an_adapter_needs_no_second_signature(make_engine: Any, tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    prefill, decode = (make_engine(LAYERS, keys=str(tmp_path / "keys")) for _ in range(2))
+    params = prefill.ask("p", TOKENS, {"do_remote_decode": True}, max_tokens=1).params
+    assert params["kvferry"].keys() & {"signature", "adapter", "adapter_signature"} == {"signature"}
+    before = decode.num_computed
+    assert not decode.ask("d", TOKENS, params).has_failed
+    assert decode.num_computed - before <= 3
 
 
 def test_a_digest_that_is_none_is_malformed(make_engine: Any, make_adapter: MakeAdapter) -> None:
@@ -264,6 +360,13 @@ def test_a_push_carries_the_digest_of_each_engines_adapter(make_role: Any, make_
     decode.update_state_after_alloc(waiting, allocated([11, 12, 13, 14, 15]), 80)
     [order] = next_step(decode).loads
     assert order.pushed.adapter == digests[1]
+
+
+def test_a_prompt_of_an_adapter_whose_weights_are_unknown_is_not_pushed(make_role: Any) -> None:
+    role = make_role(FULL, mode="push")
+    begun(role, LoRARequest("sql", 9, "some/adapter"))
+    orders = role.build_connector_meta(scheduled({"r": 80}, {"r": ([5, 4, 3, 2, 1],)}))
+    assert (orders.prompts, orders.ended_transfers) == ([], ["x"])
 
 
 def test_nothing_is_pushed_of_an_adapter_whose_files_change_meanwhile(

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.lora.request import LoRARequest
+
 from kvferry.handoff.wire.keys import Keys, make_keys
 from kvferry.integrations.vllm.scheduler import params as todays
 from kvferry.layout.shard import encode_shard
@@ -108,9 +110,36 @@ def test_this_version_loads_what_version_9_holds(has_keys: bool, make_engine: An
         prefill.close()
 
 
+@pytest.mark.parametrize("has_keys", [False, True], ids=["plain", "keys"])
+def test_this_version_computes_a_prompt_of_an_adapter_that_version_9_holds(
+    has_keys: bool, make_engine: Any, keys: str, tmp_path: Path
+) -> None:
+    """Version 9 compares adapters by their names, and says no more of them. It reads and believes what this version
+    answers for such a prompt.
+    """
+    given: dict[str, Any] = {"keys": keys} if has_keys else {}
+    prefill, decode = make_engine(LAYERS, **given), make_engine(LAYERS, **given)
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(8) + b"weights")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    adapter = LoRARequest("sql", 1, str(tmp_path))
+    answered = prefill.ask("p", TOKENS, {"do_remote_decode": True}, max_tokens=1, lora_request=adapter).params
+    parsed = msgspec.convert(answered, nine.RemoteParams)
+    nine.check_version(parsed.kvferry.version)
+    if has_keys:
+        Keys(keys).check(nine.signed_params(parsed), bytes.fromhex(parsed.kvferry.signature))
+    of_version_9 = {**answered, **msgspec.to_builtins(parsed)}
+    assert answered["kvferry"]["adapter"]
+    assert not of_version_9["kvferry"].keys() & {"adapter", "adapter_signature"}
+    before = decode.num_computed
+    answer = decode.ask("d", TOKENS, of_version_9, lora_request=adapter)
+    assert (answer.has_failed, answer.tokens) == (False, decode.tokens_without_cache(TOKENS, 3))
+    assert decode.num_computed - before >= len(TOKENS), "loaded"
+    wait_until(lambda: num_holds(prefill) == 0)
+
+
 def test_parameters_are_signed_over_the_bytes_of_version_9() -> None:
     ours = todays.parse_params(RECORDED["params"], "r")
-    ferry = msgspec.structs.replace(ours.kvferry, newest=10, adapter="a" * 32)
+    ferry = msgspec.structs.replace(ours.kvferry, newest=10, adapter="a" * 32, adapter_signature="b" * 144)
     newer = msgspec.structs.replace(ours, kvferry=ferry)
     assert {todays.signed_bytes(each).hex() for each in (ours, newer)} == {RECORDED["signed_params"]}
     theirs = msgspec.convert(msgspec.to_builtins(newer), nine.RemoteParams)

@@ -1,15 +1,21 @@
 """With keys, a decode engine believes no parameters that a trusted prefill engine has not signed."""
 
+import hashlib
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from kvferry.errors import Reason
+from vllm.lora.request import LoRARequest
+
+from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.wire.keys import make_keys
+from kvferry.integrations.vllm.request_checks import check_params
+from kvferry.integrations.vllm.scheduler.params import adapter_bytes, parse_params
 
 from .scheduler_requests import FULL, PROMPT, allocated, next_step, request, run_prefill
 
@@ -22,12 +28,20 @@ def keys(tmp_path: Path) -> str:
     return str(tmp_path / "keys")
 
 
-def order_for(role: Any, params: Params, name: str = "d") -> Any:
+def order_for(role: Any, params: Params, name: str = "d", lora: LoRARequest | None = None) -> Any:
     ours = request(PROMPT, params, name)
+    ours.lora_request = lora
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
     [order] = next_step(role).loads
     return order
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> LoRARequest:
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(8) + b"weights")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    return LoRARequest("sql", 1, str(tmp_path))
 
 
 def changes(params: Params) -> dict[str, Params]:
@@ -38,11 +52,11 @@ def changes(params: Params) -> dict[str, Params]:
     found["remote_port"] = params | {"remote_port": params["remote_port"] % 65535 + 1}
     found["remote_block_ids"] = params | {"remote_block_ids": [params["remote_block_ids"][0][::-1]]}
     for field, value in params["kvferry"].items():
-        if field == "signature":
+        if field in ("signature", "adapter_signature"):
             other: Any = value[:-1] + ("0" if value[-1] != "0" else "1")
         elif field == "is_late":
             other = not value
-        elif field in ("generation", "prompt_digest"):
+        elif field in ("generation", "prompt_digest", "adapter"):
             other = "0" * len(value)
         else:
             other = [size * 2 for size in value] if field == "block_sizes" else value + 1
@@ -79,6 +93,45 @@ def test_a_change_of_any_field_is_refused_before_the_engine_connects_anywhere(ke
         assert order.error.reason is Reason.PERMISSION_DENIED, field
         assert order.hold is None, field
     assert decode._state.leases._holds.snapshot(0.0) == {}, "a renewal would go to the host that they name"
+
+
+def test_a_change_of_any_field_of_an_adapters_prompt_is_refused_in_the_api_server_too(
+    keys: str, adapter: LoRARequest, make_role: Any
+) -> None:
+    prefill, decode = make_role(FULL, keys=keys), make_role(FULL, keys=keys)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1], lora=adapter) or {}
+    config = SimpleNamespace(kv_connector="KVFerryConnector", kv_connector_extra_config={"keys": keys})
+    check_params(config, params, "r")
+    forgeries = changes(params)
+    assert len(forgeries) == 17
+    forgeries["no adapter"] = params | {"kvferry": {**params["kvferry"], "adapter": ""}}
+    for field, forged in forgeries.items():
+        assert order_for(decode, forged, field, adapter).error.reason is Reason.PERMISSION_DENIED, field
+        with pytest.raises(HandoffError) as refused:
+            check_params(config, forged, "r")
+        assert refused.value.reason is Reason.PERMISSION_DENIED, field
+    assert order_for(decode, params, "d", adapter).error is None
+
+
+def test_what_the_second_signature_covers_is_what_earlier_engines_signed() -> None:
+    """Engines of two releases compute these bytes: no later field may come into them."""
+    recorded = "72ec82f8753ac4e9"
+    ferry = {
+        "version": 9,
+        "newest": 10,
+        "epoch": 1,
+        "generation": "0" * 16,
+        "slot": 2,
+        "is_late": False,
+        "lease_seconds": 60.0,
+        "num_tokens": 32,
+        "prompt_digest": "0" * 32,
+        "block_sizes": [16],
+        "adapter": "a" * 32,
+    }
+    where = {"remote_engine_id": "e", "remote_request_id": "r", "remote_host": "h", "remote_port": 1}
+    parsed = parse_params({**where, "remote_block_ids": [[1, 2]], "kvferry": ferry}, "r")
+    assert hashlib.sha256(adapter_bytes(parsed)).hexdigest()[:16] == recorded
 
 
 def test_parameters_without_a_signature_are_refused(keys: str, make_role: Any) -> None:

@@ -151,15 +151,25 @@ def test_another_prompt_fails_the_push_in_either_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "is_refused"),
-    [("a", "b", True), ("a", "a", False), ("a", "", False), ("", "b", False), ("", "", False)],
+    ("name", "prefill", "decode", "is_refused"),
+    [
+        ("sql", "a", "b", True),
+        ("sql", "a", "a", False),
+        ("sql", "a", "", True),
+        ("sql", "", "b", True),
+        ("sql", "", "", True),
+        ("", "", "", False),
+        ("", "", "b", True),
+        ("", "a", "", True),
+    ],
 )
-def test_another_adapter_fails_the_push_where_both_engines_know_its_weights(
-    prefill: str, decode: str, is_refused: bool
+def test_an_adapter_that_is_not_known_to_be_the_same_fails_the_push(
+    name: str, prefill: str, decode: str, is_refused: bool
 ) -> None:
+    """An engine of version 9 says no digest. The last rows have an adapter on one side alone."""
     side = Sender()
     side.announce(msgspec.structs.replace(asked(), adapter=decode), NOW)
-    side.compute("x", msgspec.structs.replace(prompt(16), adapter=Adapter("sql", prefill)))
+    side.compute("x", msgspec.structs.replace(prompt(16), adapter=Adapter(name, prefill)))
     over = side.outcome(KEY)
     assert (over is not None) == is_refused
     assert bool(side.take(KEY)) != is_refused

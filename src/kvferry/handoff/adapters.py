@@ -1,4 +1,4 @@
-"""The adapter (LoRA) of a prompt that moves between two engines: compared by name, and by weights where both know them.
+"""The adapter (LoRA) of a prompt that moves between two engines: compared by name and by weights.
 
 The name is part of the prompt's digest. The weights are not: an engine of an older version compares names alone.
 """
@@ -14,10 +14,7 @@ AdapterDigest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z", max_l
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """An adapter's name and the digest of its weights, empty where the engine does not know them.
-
-    The adapter of a prompt without one has no name either.
-    """
+    """An adapter's name and the digest of its weights, both empty for a prompt without an adapter."""
 
     name: str = ""
     digest: str = ""
@@ -27,13 +24,19 @@ NO_ADAPTER = Adapter()
 
 
 def compare_adapters(name: str, prefill: str, decode: str) -> None:
-    """Refuse a prompt whose adapter has other weights on the other engine.
+    """Refuse a prompt unless its adapter is known to have the same weights on both engines, or there is no adapter.
 
     ``prefill`` and ``decode`` are the digests of the weights there, empty where they are unknown. Raises
     :class:`HandoffError` (adapter-mismatch).
 
-    >>> compare_adapters("sql", "0a", "0a"), compare_adapters("sql", "", "0a")
+    >>> compare_adapters("sql", "0a", "0a"), compare_adapters("", "", "")
     (None, None)
+    >>> compare_adapters("sql", "", "0a")
+    Traceback (most recent call last):
+    ...
+    kvferry.errors.HandoffError: the adapter 'sql' may have other weights on each engine: prefill does not say which, \
+decode has '0a'. Update kvferry on the engine that does not say which: an earlier version compares names alone. \
+[adapter-mismatch]
     >>> compare_adapters("sql", "0a", "0b")
     Traceback (most recent call last):
     ...
@@ -41,10 +44,19 @@ def compare_adapters(name: str, prefill: str, decode: str) -> None:
 '0b'. Load the same adapter_model and adapter_config.json under this name on both engines: the digests are of these \
 files as vLLM has read them. [adapter-mismatch]
     """
-    if prefill and decode and prefill != decode:
+    if prefill == decode and (prefill or not name):
+        return
+    if prefill and decode:
         raise HandoffError(
             Reason.ADAPTER_MISMATCH,
             f"the adapter {name!r} has other weights on each engine: prefill has {prefill!r}, decode has {decode!r}.",
             "Load the same adapter_model and adapter_config.json under this name on both engines: the digests are of "
             "these files as vLLM has read them.",
         )
+    sides = (("prefill", prefill), ("decode", decode))
+    said = [f"{side} has {digest!r}" if digest else f"{side} does not say which" for side, digest in sides]
+    raise HandoffError(
+        Reason.ADAPTER_MISMATCH,
+        f"the adapter {name!r} may have other weights on each engine: {', '.join(said)}.",
+        "Update kvferry on the engine that does not say which: an earlier version compares names alone.",
+    )

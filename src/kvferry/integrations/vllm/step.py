@@ -23,7 +23,7 @@ MAX_HELD_REQUESTS = 16384
 @dataclass(frozen=True, slots=True)
 class PushedPrompt:
     """A prompt to be pushed: its transfer id, the router's or a guard word, and what both engines compare: tokens,
-    digest, and the digest of its adapter's weights, empty where there is none or it is unknown.
+    digest, and the digest of its adapter's weights, empty where there is none.
     """
 
     transfer_id: str

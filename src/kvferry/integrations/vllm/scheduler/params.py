@@ -66,14 +66,18 @@ class SignedFerry(msgspec.Struct, frozen=True):
 
 
 class Ferry(SignedFerry, frozen=True):
-    """kvferry's fields. ``adapter`` is the digest of the weights of the prompt's adapter, where the engine knows it.
+    """kvferry's fields. ``adapter`` is the digest of the weights of the prompt's adapter, empty where there is none.
 
     ``version`` is the oldest version that the prefill engine speaks, ``newest`` the newest one: the engine does not
-    know who will read its answer. An engine of version 9 says no ``newest``.
+    know who will read its answer. An engine of version 9 says no ``newest``. ``adapter_signature`` is the one of
+    :func:`adapter_bytes`; parameters without an ``adapter`` need none.
+
+    A field that is added is in neither signature. One that a client must not change needs a signature too.
     """
 
     newest: Unsigned = 0
     adapter: AdapterDigest = ""
+    adapter_signature: Signature = ""
 
 
 class RemoteParams(msgspec.Struct, frozen=True):
@@ -158,19 +162,32 @@ def answer_params(
         with suppress(KVFerryError):  # a client may choose a name that no decode engine takes
             parsed = parse_params(answer, hold.handle.request_id)
             answer["kvferry"]["signature"] = keys.sign(signed_bytes(parsed)).hex()
+            if adapter.digest:
+                answer["kvferry"]["adapter_signature"] = keys.sign(adapter_bytes(parsed)).hex()
     return answer
 
 
 def signed_bytes(parsed: RemoteParams) -> bytes:
-    """Return what a prefill engine signs: every field that a decode engine loads by, host and blocks included."""
+    """Return what a prefill engine signs: every field that a decode engine of version 9 loads by, host and blocks
+    included.
+    """
     # Structs are encoded in the order of their fields, whatever order a router gave them.
     fields = {name: getattr(parsed.kvferry, name) for name in SignedFerry.__struct_fields__}
     unsigned = SignedFerry(**{**fields, "signature": ""})
     return msgspec.msgpack.encode(msgspec.structs.replace(parsed, kvferry=unsigned))
 
 
+def adapter_bytes(parsed: RemoteParams) -> bytes:
+    """Return what a prefill engine signs beside :func:`signed_bytes`: the adapter's digest, for this hold alone."""
+    return b"adapter\0" + msgspec.msgpack.encode((signed_bytes(parsed), parsed.kvferry.adapter))
+
+
 def check_signature(parsed: RemoteParams, keys: Keys, request_id: str) -> None:
-    """Refuse parameters that no trusted key has signed. Raises :class:`HandoffError` (permission-denied)."""
+    """Refuse parameters that no trusted key has signed, or whose signature of the adapter is of other parameters.
+
+    That there is none of the adapter is for :func:`check_adapter_is_said`. Raises :class:`HandoffError`
+    (permission-denied).
+    """
     signature = parsed.kvferry.signature
     if not signature:
         raise HandoffError(
@@ -179,6 +196,28 @@ def check_signature(parsed: RemoteParams, keys: Keys, request_id: str) -> None:
             'Give the prefill engine the setting "keys" too, and check that the router copies its answer whole.',
         )
     keys.check(signed_bytes(parsed), bytes.fromhex(signature))
+    if parsed.kvferry.adapter_signature:
+        keys.check(adapter_bytes(parsed), bytes.fromhex(parsed.kvferry.adapter_signature))
+
+
+def check_adapter_is_said(parsed: RemoteParams, request_id: str, *, has_keys: bool) -> None:
+    """Refuse parameters that do not say the weights of the prompt's adapter; with keys, those that nobody has signed.
+
+    Raises :class:`HandoffError`: unknown-weights, permission-denied.
+    """
+    remedy = "Update kvferry on the prefill engine, and check that the router copies its answer whole."
+    if not parsed.kvferry.adapter:
+        raise HandoffError(
+            Reason.UNKNOWN_WEIGHTS,
+            f"the kv_transfer_params of {request_id} do not say which weights its adapter has on the prefill engine.",
+            remedy,
+        )
+    if has_keys and not parsed.kvferry.adapter_signature:
+        raise HandoffError(
+            Reason.PERMISSION_DENIED,
+            f"no key has signed which weights the adapter of {request_id} has on the prefill engine.",
+            remedy,
+        )
 
 
 def parse_params(params: Mapping[str, Any], request_id: str) -> RemoteParams:

@@ -138,6 +138,11 @@ class Destination(Protocol):
     def hold_of(self, request_id: str) -> RemoteHold | None:
         """Return the remote hold of an expected request; None while the hold is not known."""
 
+    def check_adapter(self, request: "Request") -> None:
+        """Raise :class:`HandoffError` for a prompt of an adapter that this engine must compute, since it cannot know
+        whether the prefill engine's adapter has the same weights.
+        """
+
     def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> PromptLoad:
         """Return the order to load these tokens. Raises :class:`KVFerryError` where they cannot be loaded."""
 

@@ -40,8 +40,8 @@ class PromptAdapters:
     def of(self, request: "Request") -> PromptAdapter:
         """Return the adapter of a request.
 
-        Raises :class:`HandoffError` (unknown-weights) where the weights that vLLM has are unknown.
-        Weights that have no digest, such as those of a hub's adapter without a commit, are compared by name alone.
+        Raises :class:`HandoffError` (unknown-weights) where the weights that vLLM has are unknown, such as those of a
+        hub's adapter without a commit: another engine may have others under the same name.
         """
         lora = request.lora_request
         if lora is None:
@@ -50,8 +50,10 @@ class PromptAdapters:
             read = self._adapters.read_by(lora)
         except OSError as error:
             raise _unknown_weights(request.request_id, lora.lora_name, str(error)) from error
-        digest = read.weights.digest if read.weights.are_known else ""
-        found = PromptAdapter(request.request_id, Adapter(lora.lora_name, digest), read)
+        if not read.weights.are_known:
+            why = f"nothing says which weights {lora.lora_path} had when vLLM read it"
+            raise _unknown_weights(request.request_id, lora.lora_name, why)
+        found = PromptAdapter(request.request_id, Adapter(lora.lora_name, read.weights.digest), read)
         found.check()
         return found
 
@@ -87,5 +89,5 @@ def _unknown_weights(request_id: str, name: str, why: str) -> HandoffError:
     return HandoffError(
         Reason.UNKNOWN_WEIGHTS,
         f"the weights that vLLM has for the adapter {name!r} of {request_id} are unknown: {why}.",
-        "Load the adapter again, with load_inplace or from another path.",
+        "Load the adapter again, with load_inplace or from another path; one of a hub from a folder.",
     )

@@ -23,6 +23,7 @@ from kvferry.integrations.vllm.scheduler.blocks import (
 from kvferry.integrations.vllm.scheduler.params import (
     RemoteParams,
     answer_params,
+    check_adapter_is_said,
     check_prompt,
     check_signature,
     parse_params,
@@ -245,6 +246,17 @@ class PullDestination(Destination):
     def hold_of(self, request_id: str) -> RemoteHold | None:
         expected = self._expected.get(request_id)
         return self._hold(expected) if isinstance(expected, RemoteParams) else None
+
+    def check_adapter(self, request: "Request") -> None:
+        """Refuse to load where the weights of the prompt's adapter are not known, or not known from the prefill engine.
+
+        Parameters of an engine of an earlier version look like those from which a client has taken what says the
+        weights. Raises :class:`HandoffError`: unknown-weights, permission-denied.
+        """
+        has_adapter = self._state.adapters.of(request).read is not None
+        expected = self._expected.get(request.request_id)
+        if has_adapter and isinstance(expected, RemoteParams):
+            check_adapter_is_said(expected, request.request_id, has_keys=self._state.trust.keys is not None)
 
     def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> PromptLoad:
         """Return the order to read these tokens; the loss of the lease ends the read early."""

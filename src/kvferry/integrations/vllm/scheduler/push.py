@@ -257,6 +257,9 @@ class PushDestination(Destination):
         expected = self._expected.get(request_id)
         return expected.hold if isinstance(expected, _Expected) else None
 
+    def check_adapter(self, request: "Request") -> None:
+        self._state.adapters.of(request)
+
     def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> PromptLoad:
         """Return the order to announce the blocks of these tokens."""
         state, request_id = self._state, request.request_id

@@ -179,7 +179,7 @@ class SchedulerRole:
         if self._destination.is_gone(request.request_id):
             return 0, False
         try:
-            self._state.adapters.of(request)
+            self._destination.check_adapter(request)
         except KVFerryError as error:
             logger.warning("kvferry: %s is computed here: %s", request.request_id, error, peer=request.request_id)
             return 0, False
