@@ -1,6 +1,7 @@
 """A prompt of an adapter moves only to an engine whose adapter of that name has the same weights."""
 
 import errno
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -360,6 +361,28 @@ def test_a_push_carries_the_digest_of_each_engines_adapter(make_role: Any, make_
     decode.update_state_after_alloc(waiting, allocated([11, 12, 13, 14, 15]), 80)
     [order] = next_step(decode).loads
     assert order.pushed.adapter == digests[1]
+
+
+@pytest.mark.parametrize("why", ["the offer", "the weights", "nothing"])
+def test_a_prompt_of_an_adapter_is_computed_where_no_push_compares_its_weights(
+    why: str, make_role: Any, make_adapter: MakeAdapter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The offer of an engine of an earlier release does not say that it compares adapters."""
+    prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    prefill._source.publish()
+    server = prefill._source.bootstrap
+    if why == "the offer":
+        offered = json.loads(server._body)
+        assert offered["0"]["kvferry"].pop("compares_adapters")
+        server._body = json.dumps(offered).encode()
+    waiting = request(list(PROMPT), to_decode(prefill), "d")
+    waiting.lora_request = LoRARequest("sql", 9, "some/adapter") if why == "the weights" else make_adapter()
+    decode.on_new_request(waiting)
+    assert awaited(decode, waiting) == ((80, True) if why == "nothing" else (0, False))
+    assert ("[unknown-weights]" in caplog.text) == (why != "nothing")
+    plain = request(list(PROMPT), to_decode(prefill), "e")
+    decode.on_new_request(plain)
+    assert awaited(decode, plain) == (80, True)
 
 
 def test_a_prompt_of_an_adapter_whose_weights_are_unknown_is_not_pushed(make_role: Any) -> None:

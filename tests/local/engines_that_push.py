@@ -19,6 +19,7 @@ from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.pair_cells import pushed_digests
 from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.writer import Writer
+from kvferry.handoff.adapters import NO_ADAPTER, Adapter
 from kvferry.handoff.messages import PROTOCOL_VERSION, Answer, Directory, EndPoint, Handle, Noted, Question, RankEntry
 from kvferry.handoff.push.sender import BlockList, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
@@ -162,10 +163,17 @@ class SendingEngine:
     def hold(self) -> RemoteHold:
         return RemoteHold("p", EPOCH, HOST, self.listener.port, Handle("x", 0))
 
-    def compute(self, num_final: int, ids: Sequence[int], transfer_id: str = "x", digest: str = "prompt") -> None:
+    def compute(
+        self,
+        num_final: int,
+        ids: Sequence[int],
+        transfer_id: str = "x",
+        digest: str = "prompt",
+        adapter: Adapter = NO_ADAPTER,
+    ) -> None:
         num_tokens = len(ids) * BLOCK_SIZE
         for rank in self.ranks:
-            prompt = Prompt(num_tokens, digest, {"full": BlockList(0, ids)}, num_final)
+            prompt = Prompt(num_tokens, digest, {"full": BlockList(0, ids)}, num_final, adapter)
             rank.writer.compute([(transfer_id, prompt)])
 
     def pushed(self, count: int) -> list[JobResult]:
@@ -201,10 +209,17 @@ class ReceivingRank(Parts):
         )
 
     def receive(
-        self, hold: RemoteHold, ids: Sequence[int], transfer_id: str = "x", job_id: str = "r", seconds: float = SECONDS
+        self,
+        hold: RemoteHold,
+        ids: Sequence[int],
+        transfer_id: str = "x",
+        job_id: str = "r",
+        seconds: float = SECONDS,
+        adapter: str = "",
     ) -> None:
         blocks = [whole_blocks("full", [0] * len(ids), ids)]
-        request = PushedRequest(job_id, transfer_id, len(ids) * BLOCK_SIZE, "prompt", time.monotonic() + seconds)
+        deadline = time.monotonic() + seconds
+        request = PushedRequest(job_id, transfer_id, len(ids) * BLOCK_SIZE, "prompt", deadline, adapter)
 
         def find() -> list[announce.SourceRank] | None:
             engine = self.engines.get(hold)

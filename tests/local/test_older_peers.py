@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.errors import Reason
+from kvferry.handoff.adapters import Adapter
 from kvferry.handoff.messages import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
@@ -30,6 +32,7 @@ from .engines_in_process import EPOCH, HOST, IDENTITY, DecodeRank, PrefillEngine
 from .engines_that_push import Batches, ReceivingRank, SendingEngine
 
 SECONDS = 20.0
+ADAPTER = "0a" * 16
 THEIRS = nine.Identity(*msgspec.structs.astuple(IDENTITY))
 
 
@@ -181,6 +184,45 @@ def test_hole_1_a_write_of_version_9_that_failed_is_fenced_where_it_may_land(
         assert engine.server.refused == []
     finally:
         engine.close()
+
+
+def test_this_version_does_not_push_a_prompt_of_an_adapter_to_version_9(
+    sender: SendingEngine, decode_of_9: nine.DecodeEngine
+) -> None:
+    """Version 9 says no digest: the weights that it has under this name may be others."""
+    memory = memory_like(sender.ranks[0].rank)
+    assert isinstance(decode_of_9.announce(sender.listener.port, EPOCH, memory, [4, 2], "x", "prompt"), nine.Announced)
+    sender.compute(END, [5, 1], adapter=Adapter("sql", ADAPTER))
+    assert decode_of_9.has_report.wait(SECONDS)
+    [report] = decode_of_9.reports
+    assert isinstance(report, nine.PushFailed)
+    assert report.reason == Reason.ADAPTER_MISMATCH
+    assert not rows(memory).any()
+
+
+def test_this_version_does_not_load_a_prompt_of_an_adapter_that_version_9_has_pushed(receiver: ReceivingRank) -> None:
+    """Version 9 ignores the digest of the announcement, and writes. A decode engine announces such a prompt only where
+    somebody has changed the offer of version 9.
+    """
+    engine = nine.PrefillEngine(memory_like(receiver.rank), THEIRS)
+    try:
+        engine.pushed["x"] = [5, 1]
+        hold = RemoteHold("nine", engine.epoch, HOST, engine.server.port, Handle("x", 0))
+        receiver.receive(hold, [0, 3], adapter=ADAPTER)
+        error = receiver.result().error
+        assert error is not None
+        assert error.reason is Reason.ADAPTER_MISMATCH
+        assert engine.server.refused == []
+    finally:
+        engine.close()
+
+
+def test_two_engines_of_today_push_a_prompt_of_an_adapter(sender: SendingEngine, receiver: ReceivingRank) -> None:
+    """The control."""
+    receiver.receive(sender.hold(), [0, 3], adapter=ADAPTER)
+    sender.compute(END, [5, 1], adapter=Adapter("sql", ADAPTER))
+    assert receiver.result().error is None
+    np.testing.assert_array_equal(receiver.rank.cache[[0, 3]], sender.ranks[0].rank.cache[[5, 1]])
 
 
 def test_version_9_is_told_nothing_that_it_does_not_know(caplog: pytest.LogCaptureFixture) -> None:

@@ -300,13 +300,18 @@ class AwaitedPush:
         return moved
 
     def _note_pushed(self, receiving: Receiving, event: Pushed) -> None:
-        """The part has landed; where this rank compares digests, the part counts once they agree."""
+        """The part has landed; where this rank compares digests, the part counts once they agree.
+
+        It never counts where the source has not compared the weights of the prompt's adapter.
+        """
         index = event.source_index
         if not receiving.landed(index, event.digest):
             return
         self._pushed[index] = event
         self._done_at[index] = time.monotonic()
-        if index in self._digests:
+        if event.adapter != self._request.adapter:
+            receiving.fail(_adapter_not_compared(self._request, self._sources[index]))
+        elif index in self._digests:
             self._comparing[index] = self._digests[index].compare(event.digests)
         else:
             receiving.done(index, event.digest)
@@ -380,6 +385,16 @@ def _check_announced(request: PushedRequest, part: Part) -> None:
             f"{MAX_ANNOUNCED_BLOCKS}.",
             'Use larger blocks, or set "mode" to "pull".',
         )
+
+
+def _adapter_not_compared(request: PushedRequest, source: SourceRank) -> HandoffError:
+    where = source.answers_at
+    return HandoffError(
+        Reason.ADAPTER_MISMATCH,
+        f"the prefill rank at {where.host}:{where.port} has written {request.job_id} without a look at the weights of "
+        "its adapter.",
+        "Update kvferry on the prefill engine: an earlier version compares the names of adapters alone.",
+    )
 
 
 def _died(source: SourceRank) -> HandoffError:

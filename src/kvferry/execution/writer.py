@@ -418,7 +418,8 @@ class Writer:
         report: Pushed | PushFailed
         if error is None:
             done = result.num_bytes, result.num_descriptors, result.transport, result.transfer_seconds
-            report = Pushed(key, index, part.digest, *done, b"" if digests is None else digests.encoded())
+            encoded = b"" if digests is None else digests.encoded()
+            report = Pushed(key, index, part.digest, *done, encoded, request.adapter)
         elif may_land and destination.version < KNOWS_WHAT_MAY_LAND_SINCE:
             # It would take its blocks back. Its revocation is answered that this rank is not quiet.
             return

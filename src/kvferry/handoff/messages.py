@@ -290,9 +290,9 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     prompt, ``digest`` names the part of the plan that this source writes. The blocks are those of one ``registration``
     of the destination's memory: an announcement that a fence overtook must not reach memory that is open again.
     ``integrity`` says which digests the destination compares, with ``is_sliced`` those of slices. ``adapter`` is the
-    digest of the weights of the prompt's adapter, empty where there is none or the engine does not know them. For a
-    held prompt the ``transfer_id`` is the guard word of its hold, in hexadecimal; a source to which the word may come
-    late waits ``late_seconds`` for it.
+    digest of the weights of the prompt's adapter, empty where there is none and in version 9. For a held prompt the
+    ``transfer_id`` is the guard word of its hold, in hexadecimal; a source to which the word may come late waits
+    ``late_seconds`` for it.
     """
 
     epoch: Unsigned
@@ -340,8 +340,9 @@ class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
     """A source reports that its whole part has landed; ``digest`` is that of the announcement.
 
     ``digests`` are those of the bytes that the announcement asks for, 8 bytes each (see
-    :mod:`kvferry.execution.push_digests`). The other fields are for the destination's log: bytes, descriptors,
-    transport and seconds of transfer.
+    :mod:`kvferry.execution.push_digests`). ``adapter`` is that of the announcement, with which the source has compared
+    its own; an engine of version 9 has not, and says none. The other fields are for the destination's log: bytes,
+    descriptors, transport and seconds of transfer.
     """
 
     key: PushKey
@@ -352,6 +353,7 @@ class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
     transport: Text
     transfer_seconds: Annotated[float, msgspec.Meta(ge=0)]
     digests: Annotated[bytes, msgspec.Meta(max_length=MAX_DIGEST_BYTES)] = b""
+    adapter: AdapterDigest = ""
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -65,10 +65,13 @@ class Offer(SignedOffer, frozen=True):
     """A prefill engine that pushes: its control end point with the epoch, and its block sizes by cache group.
 
     ``version`` is the oldest version that the engine speaks, ``newest`` the newest one, which an engine of version 9
-    does not say. HTTP protects neither the query nor its answer: an engine with keys signs its offer (:func:`signed`).
+    does not say. An engine that ``compares_adapters`` writes no prompt of an adapter whose weights are not known to be
+    the same on both engines.
+    HTTP protects neither the query nor its answer: an engine with keys signs its offer (:func:`signed`).
     """
 
     newest: Unsigned = 0
+    compares_adapters: bool = False
 
 
 class Entry(msgspec.Struct, frozen=True):

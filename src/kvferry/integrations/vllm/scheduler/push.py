@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
-from kvferry.errors import KVFerryError, Reason, SettingsError
+from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH
 from kvferry.handoff.push.sender import END, Prompt
@@ -124,7 +124,7 @@ class PushSource(Source):
         state, settings = self._state, self._state.settings
         engine_id = id_in_epoch(state.engine_id, state.epoch)
         sizes = tuple(group.block_size for group in state.groups)
-        offer = Offer(OURS.oldest, engine_id, state.answers_at, sizes, newest=OURS.newest)
+        offer = Offer(OURS.oldest, engine_id, state.answers_at, sizes, newest=OURS.newest, compares_adapters=True)
         offer = signed(offer, state.trust.keys)
         if self.bootstrap is not None:
             self.bootstrap.offer(offer)
@@ -258,7 +258,19 @@ class PushDestination(Destination):
         return expected.hold if isinstance(expected, _Expected) else None
 
     def check_adapter(self, request: "Request") -> None:
-        self._state.adapters.of(request)
+        """Refuse to load where the weights of the adapter are not known, or not compared by the prefill engine.
+
+        Raises :class:`HandoffError` (unknown-weights).
+        """
+        has_adapter = self._state.adapters.of(request).read is not None
+        expected = self._expected.get(request.request_id)
+        offer = expected.offer if isinstance(expected, _Expected) else None
+        if has_adapter and offer is not None and not offer.compares_adapters:
+            raise HandoffError(
+                Reason.UNKNOWN_WEIGHTS,
+                f"the prefill engine of {request.request_id} does not compare the weights of adapters.",
+                "Update kvferry on the prefill engine: an earlier version compares the names alone.",
+            )
 
     def order(self, request: "Request", tokens: tuple[int, int], block_ids: Sequence[Sequence[int]]) -> PromptLoad:
         """Return the order to announce the blocks of these tokens."""
