@@ -426,7 +426,7 @@ class BothSides:
         if self.is_gone(target, rank):
             return
         side = self.sources[rank].side
-        if side.revoke(target.key):
+        if side.revoke(target.key, self.now):
             self.network.append(partial(target.receiving.quiet, rank))
         elif (over := side.outcome(target.key)) is not None:
             error = HandoffError(Reason.TRANSFER_FAILED, "broken")

@@ -6,6 +6,7 @@ import pytest
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.adapters import Adapter
 from kvferry.handoff.messages import PushKey
+from kvferry.handoff.push import sender
 from kvferry.handoff.push.receiver import Receiving
 from kvferry.handoff.push.sender import END, Cut, Need, Prompt, PushRequest, PushState, Sender, Sending
 from kvferry.plan.layer_spans import Span
@@ -100,10 +101,27 @@ def test_an_announcement_after_the_prompt_has_ended_is_refused_with_the_reason()
 def test_an_announcement_that_comes_after_its_revocation_writes_nothing() -> None:
     side = Sender()
     side.compute("x", prompt(END))
-    assert side.revoke(KEY)
+    assert side.revoke(KEY, 0.0)
     with pytest.raises(HandoffError) as refused:
         side.announce(asked(), NOW)
     assert (refused.value.reason, side.take(KEY)) == (Reason.ABORTED, ())
+
+
+def test_revocations_of_pushes_that_nobody_announced_let_no_other_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its announcement may come yet: the push would write blocks that another request has by then."""
+    monkeypatch.setattr(sender, "MAX_REMEMBERED", 8)
+    side = Sender()
+    assert side.revoke(KEY, 0.0)
+    forged = [PushKey("forged", 1, number) for number in range(1, 20)]
+    said = [side.revoke(key, 1.0) for key in forged]
+    assert said == [True] * 3 + [False] * 16, "what cannot be remembered is not quiet"
+    with pytest.raises(HandoffError) as refused:
+        side.announce(asked(), NOW)
+    assert refused.value.reason is Reason.ABORTED
+    assert side.revoke(KEY, 2.0)
+    assert side.revoke(forged[0], 2.0), "it is remembered"
+    later = sender.REVOKED_SECONDS
+    assert [side.revoke(PushKey("d/1", 1, number), later) for number in (1, 2)] == [True, False]
 
 
 def test_a_revoked_push_is_not_quiet_before_its_writes_are() -> None:
@@ -111,10 +129,10 @@ def test_a_revoked_push_is_not_quiet_before_its_writes_are() -> None:
     side.compute("x", prompt(16))
     side.announce(asked(), NOW)
     assert side.take(KEY)
-    assert not side.revoke(KEY)
+    assert not side.revoke(KEY, 0.0)
     assert side.is_stopping(KEY)
     side.stopped(KEY, None)
-    assert side.revoke(KEY)
+    assert side.revoke(KEY, 0.0)
 
 
 @pytest.mark.parametrize("may_land", [True, False])
@@ -180,7 +198,7 @@ def test_replicas_of_a_receiver_with_one_name_are_told_apart_by_their_epochs() -
     side, replica = Sender(), PushKey("d", 2, 1)
     side.announce(asked(), NOW)
     side.announce(asked(replica, "y"), NOW)
-    side.revoke(replica)
+    side.revoke(replica, 0.0)
     side.compute("x", prompt(END))
     assert side.take(KEY) == (Cut(FULL, 0, 40),)
     assert side.num_open == 1

@@ -38,6 +38,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.push.part import Part
 from kvferry.handoff.push.receiver import Receiving, Step
+from kvferry.layout.shard import HOST_DEVICE
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.transport.end_points import ProcessIdentity
@@ -153,10 +154,11 @@ class AwaitedPush:
                 self._receiving.fenced(index, error)
 
     def _is_kept_out(self, receiving: Receiving, index: int) -> bool:
-        """Return whether a fence keeps out what of a source may land: also where the source runs on this host, but
-        writes no more.
+        """Return whether a fence keeps out what of a source may land: in host memory also where the source runs on this
+        host, but writes no more.
         """
-        return receiving.has_ended(index) or self._announcer.is_kept_out(self._sources[index])
+        is_in_connections = receiving.has_ended(index) and self._announcer.is_host_memory
+        return is_in_connections or self._announcer.is_kept_out(self._sources[index])
 
     def _check_alive(self, receiving: Receiving, source: SourceRank) -> None:
         if self._announcer.peers.has_ended(source.process):
@@ -527,6 +529,11 @@ class Announcer:
         """
         is_elsewhere = self.peers.is_elsewhere(source.process, self._rank.order.device)
         return is_elsewhere or self.peers.has_ended(source.process)
+
+    @property
+    def is_host_memory(self) -> bool:
+        """Whether this rank's cache is in host memory, which other processes reach through connections alone."""
+        return self._rank.order.device == HOST_DEVICE
 
     def is_closed(self, registration: int) -> bool:
         """Return whether a fence has closed this rank's memory for what was announced in a registration."""

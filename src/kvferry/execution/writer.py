@@ -250,7 +250,7 @@ class Writer:
             return Announced(self.epoch, self._announce(question))
         if isinstance(question, Revoke):
             with self._lock:
-                is_quiet = self._sender.revoke(question.key)
+                is_quiet = self._sender.revoke(question.key, time.monotonic())
                 over = self._sender.outcome(question.key)
             self._rank.executor.wake()
             return Revoked(self.epoch, is_quiet, may_land=over is not None and over.may_land)

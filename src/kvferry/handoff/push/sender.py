@@ -11,6 +11,7 @@ announcement, whichever comes first. The first batch of a late announcement take
 thread-safe: the caller holds a lock.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
@@ -200,6 +201,9 @@ ANNOUNCED = "an announced prompt"
 """The prompt in errors of a source, which does not know the request of its destination."""
 MAX_REMEMBERED = 1 << 16
 """Ended transfers and pushes that are remembered, so that a late message cannot begin them again."""
+REVOKED_SECONDS = 600.0
+"""How long the announcement of a push may come after its revocation: in it, revocations of pushes that nobody has
+announced, which cost a stranger nothing, take at most half of what is remembered."""
 
 
 class BlockList(msgspec.Struct, frozen=True):
@@ -270,6 +274,8 @@ class Sender:
         self._ended: Bounded[str, KVFerryError] = Bounded(MAX_REMEMBERED)
         self._may_return: Bounded[str, KVFerryError] = Bounded(MAX_REMEMBERED)
         self._outcomes: Bounded[PushKey, Outcome] = Bounded(MAX_REMEMBERED)
+        self._revoked_at: deque[float] = deque()
+        """When pushes were revoked that were never announced, in the last :data:`REVOKED_SECONDS`."""
 
     @property
     def num_open(self) -> int:
@@ -359,11 +365,12 @@ class Sender:
         self._record_outcome(key)
         return True
 
-    def revoke(self, key: PushKey) -> bool:
+    def revoke(self, key: PushKey, now: float) -> bool:
         """Stop a push; return whether no byte of it lands any more: no batch is in flight, and none has failed in a
         connection that may still deliver it.
 
-        A push that was never announced is refused from now on.
+        A push that was never announced is refused from now on; where too many such were revoked lately, this one is
+        not, and counts as in flight.
         """
         error = HandoffError(
             Reason.ABORTED,
@@ -375,6 +382,8 @@ class Sender:
             push.fail(error)
             self._record_outcome(key)
         elif key not in self._outcomes:
+            if not self._may_remember_revoked(now):
+                return False
             self._outcomes.setdefault(key, Outcome(error))
         over = self._outcomes.get(key)
         return over is not None and not over.may_land
@@ -453,6 +462,15 @@ class Sender:
             },
             "ended": sorted(self._ended),
         }
+
+    def _may_remember_revoked(self, now: float) -> bool:
+        """Return whether one more push that was never announced may be remembered as revoked, and count it."""
+        while self._revoked_at and now - self._revoked_at[0] >= REVOKED_SECONDS:
+            self._revoked_at.popleft()
+        if len(self._revoked_at) >= MAX_REMEMBERED // 2:
+            return False
+        self._revoked_at.append(now)
+        return True
 
     def _lacks_prompt(self, request: PushRequest, now: float) -> bool:
         """Return whether the prompt should be known by now and is not."""
