@@ -157,6 +157,78 @@ def test_both_logs_name_the_field_both_values_and_the_remedy(
         assert [text for text in told if text not in line] == [], line
 
 
+FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "another prompt": (
+        lambda params: changed(params, prompt_digest="0" * 32),
+        f"prompt_digest: the kv_transfer_params have '{'0' * 32}', this request has '",
+    ),
+    "another length": (
+        lambda params: changed(params, num_tokens=len(TOKENS) - 1),
+        f"num_tokens: the kv_transfer_params have {len(TOKENS) - 1}, this request has {len(TOKENS)}",
+    ),
+    "too few blocks": (
+        lambda params: params | {"remote_block_ids": [[]]},
+        "cache group 0: the prefill engine has no",
+    ),
+}
+
+
+def changed(params: dict[str, Any], **fields: object) -> dict[str, Any]:
+    return params | {"kvferry": params["kvferry"] | fields}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_both_logs_say_why_a_prompt_is_refused(name: str, make_engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    forge, told = FORGERIES[name]
+    prefill: HandoffEngine = make_engine(LAYERS)
+    decode: HandoffEngine = make_engine(LAYERS)
+    params = prefill.ask("p", TOKENS, {"do_remote_decode": True}, max_tokens=1).params
+    assert decode.ask("d", TOKENS, forge(params)).has_failed
+    for text in ("d cannot be loaded", "decode engine engine-1 refuses a prompt of this prefill engine"):
+        [line] = lines_of(caplog, SCHEDULER, text)
+        assert told in line
+        assert "[invalid-request]" in line
+
+
+def test_a_prefill_engine_of_version_9_is_not_told_why_a_prompt_is_refused(make_engine: Any) -> None:
+    """It knows no such message."""
+    prefill: HandoffEngine = make_engine(LAYERS)
+    decode: HandoffEngine = make_engine(LAYERS)
+    said = []
+    decode.connector._scheduler._state.leases.say_refused = lambda *told: said.append(told)
+    for number, newest in enumerate((0, PROTOCOL_VERSION)):
+        params = prefill.ask(f"p{number}", TOKENS, {"do_remote_decode": True}, max_tokens=1).params
+        forged = changed(params, prompt_digest="0" * 32, newest=newest)
+        assert decode.ask(f"d{number}", TOKENS, forged).has_failed
+        assert len(said) == number
+
+
+@pytest.mark.parametrize(
+    ("forge", "told"),
+    [
+        (
+            lambda params: params | {"remote_engine_id": "another"},
+            "remote_engine_id: they have 'another', the engine at 127.0.0.1:",
+        ),
+        (
+            lambda params: changed(params, slot=1 << 40),
+            f"slot: they have {1 << 40}, the prefill engine has 16384 slots",
+        ),
+    ],
+    ids=["engine id", "slot"],
+)
+def test_wrong_parameters_are_named_with_both_values(
+    forge: Any, told: str, make_engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill: HandoffEngine = make_engine(LAYERS)
+    decode: HandoffEngine = make_engine(LAYERS)
+    params = prefill.ask("p", TOKENS, {"do_remote_decode": True}, max_tokens=1).params
+    assert decode.ask("d", TOKENS, forge(params)).has_failed
+    [line] = lines_of(caplog, WORKER, "failed to load d")
+    assert told in line
+    assert "[wrong-parameters]" in line
+
+
 def test_a_prefill_engine_that_is_too_old_is_told_too(
     make_engine: Any, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -79,6 +79,12 @@ class SourceEngine:
         selector = selector_of(hold.handle.request_id)
         if not self.route.is_ready(selector):
             return None
+        request_id, engine_id = hold.handle.request_id, self._directory.engine_id
+        if hold.engine_id != engine_id:
+            found = (
+                f"remote_engine_id: they have {hold.engine_id!r}, the engine at {hold.host}:{hold.port} {engine_id!r}"
+            )
+            raise wrong_parameters(request_id, found)
         plans = self.route.plans(selector)
         return [
             self._with_digests(self.route.read(plan, blocks, self._guard(plan, hold, held)), plan, blocks)
@@ -187,7 +193,8 @@ class SourceEngine:
     def _guard(self, plan: PairPlan, hold: RemoteHold, held: Held) -> Guard:
         entry = self._directory.ranks[plan.assignment.source_index]
         if held.slot >= entry.num_words:
-            raise wrong_parameters(hold.handle.request_id)
+            found = f"slot: they have {held.slot}, the prefill engine has {entry.num_words} slots, from 0 on"
+            raise wrong_parameters(hold.handle.request_id, found)
         return Guard(entry.words_address + held.slot * WORD_BYTES, held.word)
 
 

@@ -194,12 +194,15 @@ def _source_changed(job_id: str, when: str) -> HandoffError:
     )
 
 
-def wrong_parameters(prompt: str) -> HandoffError:
-    """Return the error of a request whose parameters name other blocks than those of its ``prompt``."""
+def wrong_parameters(prompt: str, different: str = "the guard word that they name is another one") -> HandoffError:
+    """Return the error of a request whose parameters name other blocks than those of its ``prompt``.
+
+    ``different`` names the field and both values where one field alone is known to be wrong: a guard word is a digest
+    of most of them.
+    """
     return HandoffError(
         Reason.WRONG_PARAMETERS,
-        f"the kv_transfer_params of {prompt} are not those of a prompt that the prefill engine holds: the guard word "
-        "that they name is another one.",
+        f"the kv_transfer_params of {prompt} are not those of a prompt that the prefill engine holds: {different}.",
         f"{CHECK_PARAMETERS} Then send the prompt again.",
     )
 

@@ -252,10 +252,16 @@ def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> s
     """
     found, digest = parsed.kvferry, prompt_digest(request, num_tokens)
     if found.num_tokens != num_tokens or found.prompt_digest != digest:
+        name, theirs, ours = (
+            ("num_tokens", found.num_tokens, num_tokens)
+            if found.num_tokens != num_tokens
+            else ("prompt_digest", found.prompt_digest, digest)
+        )
         raise HandoffError(
             Reason.INVALID_REQUEST,
             f"the first {num_tokens} of {len(request.prompt_token_ids or ())} prompt tokens of {request.request_id} "
-            f"are not the {found.num_tokens} tokens that {parsed.remote_request_id} prefilled.",
+            f"are not the {found.num_tokens} tokens that {parsed.remote_request_id} prefilled: {name}: the "
+            f"kv_transfer_params have {theirs!r}, this request has {ours!r}.",
             "Send one prompt per request, and the same prompt, template, images and adapter to both engines.",
         )
     return digest

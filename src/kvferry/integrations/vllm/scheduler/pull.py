@@ -12,6 +12,7 @@ from kvferry.execution.guard_words import Held
 from kvferry.execution.on_request import transfer_id_of
 from kvferry.handoff.adapters import compare_adapters
 from kvferry.handoff.guard_word import HeldPrompt, guard_word
+from kvferry.handoff.handshake import TELLS_SINCE
 from kvferry.handoff.holds import Hold
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.integrations.vllm.scheduler.blocks import (
@@ -267,10 +268,16 @@ class PullDestination(Destination):
         self._check_adapter(expected, request)
         first_token, end_token = tokens
         hold, ferry = self._hold(expected), expected.kvferry
-        digest, sizes = check_prompt(expected, request, end_token), ferry.block_sizes
-        check_cached_windows(state.groups, sizes, state.caches_prefixes)
-        source_ids = guarded_blocks(state.groups, sizes, expected.remote_block_ids, end_token)
-        blocks = blocks_to_load(state.groups, sizes, tokens, source_ids, block_ids)
+        sizes = ferry.block_sizes
+        try:
+            digest = check_prompt(expected, request, end_token)
+            check_cached_windows(state.groups, sizes, state.caches_prefixes)
+            source_ids = guarded_blocks(state.groups, sizes, expected.remote_block_ids, end_token)
+            blocks = blocks_to_load(state.groups, sizes, tokens, source_ids, block_ids)
+        except HandoffError as error:
+            if error.reason is Reason.INVALID_REQUEST and ferry.newest >= TELLS_SINCE:
+                state.leases.say_refused(hold, state.engine_id, error)
+            raise
         prompt = HeldPrompt(digest, end_token, sizes, source_ids)
         held = Held(ferry.slot, guard_word(hold.engine_id, hold.epoch, hold.handle, prompt))
         state.leases.running_lease(request_id)

@@ -476,11 +476,12 @@ class SchedulerRole:
         return msgspec.structs.replace(self._directory, version=version, ranks=tuple(ranks))
 
     def _note_refusal(self, question: HandshakeRefused) -> Noted:
-        """Log why a decode rank does not load from this engine: nothing else here would say so."""
-        # A decode engine compares adapters before its ranks have part in a load.
-        part = "engine" if question.reason == Reason.ADAPTER_MISMATCH else "rank"
-        told = "kvferry: decode %s %s refuses this prefill engine: %s"
-        logger.warning(told, part, question.sender, question.error(), peer=question.sender)
+        """Log why a decode engine does not load from this engine: nothing else here would say so."""
+        # A decode engine compares adapters and prompts before its ranks have part in a load.
+        part = "engine" if question.reason in (Reason.ADAPTER_MISMATCH, Reason.INVALID_REQUEST) else "rank"
+        what = "a prompt of this prefill engine" if question.reason == Reason.INVALID_REQUEST else "this prefill engine"
+        told = "kvferry: decode %s %s refuses %s: %s"
+        logger.warning(told, part, question.sender, what, question.error(), peer=question.sender)
         return Noted(self._state.epoch)
 
     def _answer_drain(self, question: Drain) -> Draining:
