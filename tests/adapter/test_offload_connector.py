@@ -1,7 +1,12 @@
 """``KVFerryOffloadConnector`` as vLLM calls it in a worker, alone and beside ``KVFerryConnector``."""
 
 import gc
+import json
+import multiprocessing
+import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -25,11 +30,14 @@ from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, Idle
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 
+from .model_files import CONFIG
+from .offload_engine import Engine, make_config
+
 
 def connector_of(worker: Mock) -> Any:
     connector: Any = object.__new__(KVFerryOffloadConnector)
     connector._scheduler_role, connector._worker_role = None, worker
-    connector._connector_metadata, connector._idle_steps = None, IdleSteps()
+    connector._connector_metadata, connector._idle_steps, connector._ranks = None, IdleSteps(), None
     worker.take_finished.return_value = (set(), set())
     worker.take_report.return_value = worker.take_statistics.return_value = None
     return connector
@@ -117,6 +125,25 @@ def test_both_connectors_fit_under_a_multi_connector() -> None:
     assert not MultiConnector.requires_piecewise_for_cudagraph(config.kv_transfer_config.kv_connector_extra_config)
     with pytest.raises(ValueError, match="layout mismatch"):
         MultiConnector.get_required_kvcache_layout(children({}, {"layout": "LBNHC"}))
+
+
+def test_the_connector_kills_the_other_ranks_of_an_engine_that_has_lost_one(tmp_path: Path) -> None:
+    """Without the other connector, too, which watches them as well."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=time.sleep, args=(60,), name=f"VllmWorker-{each}", daemon=True) for each in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    engine = Engine(make_config(tmp_path))
+    try:
+        ranks[0].kill()
+        ranks[1].join(10.0)
+        assert ranks[1].exitcode == -signal.SIGKILL
+    finally:
+        engine.scheduler.connector.shutdown()
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
 def test_statistics_of_a_rank_survive_a_multi_connector() -> None:

@@ -55,6 +55,20 @@ def test_a_rank_that_exits_by_itself_is_a_shutdown(ranks: list[BaseProcess]) -> 
     monitor.close()
 
 
+@pytest.mark.parametrize("status", [1, 255])
+def test_one_rank_exits_with_an_error_and_the_others_are_killed(
+    status: int, ranks: list[BaseProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    failing: BaseProcess = multiprocessing.get_context("fork").Process(target=os._exit, args=(status,), daemon=True)
+    failing.start()
+    monitor = RankMonitor([*ranks, failing])
+    for rank in ranks:
+        rank.join(SECONDS)
+        assert rank.exitcode == -signal.SIGKILL
+    monitor.close()
+    assert f"a rank of this engine has exited with status {status}" in caplog.text
+
+
 def test_a_closed_monitor_kills_nobody(ranks: list[BaseProcess]) -> None:
     RankMonitor(ranks).close()
     ranks[0].kill()

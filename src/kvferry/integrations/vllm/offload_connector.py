@@ -20,6 +20,7 @@ from kvferry.integrations.vllm.offload_records import OffloadMetrics, OffloadSta
 from kvferry.integrations.vllm.offload_settings import OffloadSettings, parse_offload_settings
 from kvferry.integrations.vllm.offload_step import OffloadStep
 from kvferry.integrations.vllm.plugin import log_as_vllm_does
+from kvferry.integrations.vllm.scheduler.lost_ranks import RankMonitor
 from kvferry.integrations.vllm.scheduler.offload import OffloadScheduler, check_offloadable
 from kvferry.integrations.vllm.translate.shards import check_supported, resolved_layout
 from kvferry.integrations.vllm.versions import check_version, report_version
@@ -63,9 +64,11 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         check_layout(vllm_config, layout, settings)
         self._scheduler_role: OffloadScheduler | None = None
         self._worker_role: OffloadWorker | None = None
+        self._ranks: RankMonitor | None = None
         self._idle_steps = IdleSteps()
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_role = OffloadScheduler(vllm_config, kv_cache_config, settings)
+            self._ranks = RankMonitor.of_this_process()
             logger.info("kvferry offload: %s; cache layout %s", _in_words(settings), layout)
         else:
             self._worker_role = OffloadWorker(vllm_config, kv_cache_config, settings)
@@ -208,6 +211,8 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return (self._worker_role or self._scheduler).take_statistics()
 
     def shutdown(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
         for role in (self._scheduler_role, self._worker_role):
             if role is not None:
                 role.shutdown()

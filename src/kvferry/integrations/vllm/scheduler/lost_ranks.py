@@ -2,8 +2,8 @@
 
 The ranks of an engine wait for one another inside collective operations, where no Python code runs. vLLM's monitor asks
 the ranks that are left to end, and kills them many seconds later; on a CPU they keep their cores busy until then, and
-may keep vLLM's own threads from running. A rank that died of a signal does not come back, so the others are killed at
-once. Then vLLM ends the engine, and its clients get an error.
+may keep vLLM's own threads from running. A rank that died of a signal or exited with an error does not come back, so
+the others are killed at once. Then vLLM ends the engine, and its clients get an error.
 """
 
 import logging
@@ -26,10 +26,10 @@ PAUSE_SECONDS = 0.01
 
 
 class RankMonitor:
-    """Watches the ranks that this process has started, on a thread; kills all of them when one has died of a signal.
+    """Watches the ranks that this process has started, on a thread; kills all of them when one has failed.
 
-    Ranks that exit by themselves, as in a shutdown, are let alone. Ranks of other hosts, and those that another process
-    has started, are not watched.
+    A rank has failed when a signal has ended it, or when its exit status is not 0. Ranks that exit with status 0, as in
+    a shutdown, are let alone. Ranks of other hosts, and those that another process has started, are not watched.
     """
 
     def __init__(self, ranks: Sequence[BaseProcess]) -> None:
@@ -39,9 +39,10 @@ class RankMonitor:
         self._thread.start()
 
     @classmethod
-    def of_this_process(cls) -> "RankMonitor":
-        """Watch the ranks among the child processes of this process, vLLM's scheduler."""
-        return cls([child for child in multiprocessing.active_children() if child.name.startswith(RANK_NAME)])
+    def of_this_process(cls) -> "RankMonitor | None":
+        """Watch the ranks among the child processes of this process, vLLM's scheduler; None where there are none."""
+        ranks = [child for child in multiprocessing.active_children() if child.name.startswith(RANK_NAME)]
+        return cls(ranks) if ranks else None
 
     def close(self) -> None:
         """Stop watching; twice is fine."""
@@ -59,24 +60,24 @@ class RankMonitor:
                 return
             for sentinel in ended:
                 assert isinstance(sentinel, int)
-                if (number := _signal_of(living.pop(sentinel))) is not None:
-                    self._kill(list(living.values()), number)
+                if status := _status_of(living.pop(sentinel)):
+                    self._kill(list(living.values()), status)
                     return
 
-    def _kill(self, living: Sequence[BaseProcess], number: int) -> None:
+    def _kill(self, living: Sequence[BaseProcess], status: int) -> None:
         logger.error(
-            "kvferry: a rank of this engine was ended by %s: the engine cannot compute without it. Its other ranks are "
-            "killed, so that vLLM ends the engine and every client gets an error.",
-            signal.Signals(number).name,
+            "kvferry: a rank of this engine %s: the engine cannot compute without it. Its other ranks are killed, so "
+            "that vLLM ends the engine and every client gets an error.",
+            f"was ended by {signal.Signals(-status).name}" if status < 0 else f"has exited with status {status}",
         )
         for rank in living:
             rank.kill()
 
 
-def _signal_of(rank: BaseProcess) -> int | None:
-    """Return the signal that has ended a rank; None for a rank that exited by itself."""
+def _status_of(rank: BaseProcess) -> int:
+    """Return the exit status of a rank that has ended, below 0 for a signal; 0 where it does not become known."""
     deadline = time.monotonic() + STATUS_SECONDS
     # vLLM's monitor asks for the status too: whoever comes second sees it a moment later.
     while (status := rank.exitcode) is None and time.monotonic() < deadline:
         time.sleep(PAUSE_SECONDS)
-    return -status if status is not None and status < 0 else None
+    return status or 0
