@@ -36,8 +36,3 @@ def folder() -> Iterator[Path]:
     """Yield a folder with a short name: sockets are made in it."""
     with tempfile.TemporaryDirectory(prefix="kvf") as path:
         yield Path(path)
-
-
-def segments() -> set[str]:
-    """Return the names of vLLM's segments of shared memory."""
-    return {path.name for path in Path("/dev/shm").glob("vllm_dist_*")}

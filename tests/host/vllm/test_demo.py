@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .demo_process import folder, segments, started_demo
+from .demo_process import folder, started_demo
 
 __all__ = ["folder"]
 
@@ -31,6 +31,10 @@ def is_alive(process_id: int) -> bool:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("vllm_dist_*")}
 
 
 def test_demo(folder: Path) -> None:
