@@ -145,12 +145,12 @@ def test_a_write_that_failed_in_a_connection_is_never_quiet_by_its_source_s_word
     side.announce(asked(), NOW)
     assert side.take(KEY)
     if is_revoked:
-        assert not side.revoke(KEY)
+        assert not side.revoke(KEY, 0.0)
     side.stopped(KEY, None if is_revoked else GAVE_UP, may_land=may_land)
     over = side.outcome(KEY)
     assert over is not None
     assert over.may_land is may_land
-    assert [side.revoke(KEY), side.revoke(KEY)] == [not may_land] * 2
+    assert [side.revoke(KEY, 0.0), side.revoke(KEY, 0.0)] == [not may_land] * 2
 
 
 def test_another_prompt_fails_the_push_in_either_order() -> None:
