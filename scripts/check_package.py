@@ -132,11 +132,11 @@ def check_readme(wheel: Path, folder: Path) -> None:
 def readme_lines() -> str:
     """Return the lines of the README that start two engines and a router, and send a request.
 
-    What the engines print goes to standard error, so that standard output is the answer.
+    What the engines and the health check print goes to standard error, so that standard output is the answer.
     """
     section = (ROOT / "README.md").read_text().split(README_SECTION, 1)[1]
     lines = section.split("```sh\n", 1)[1].split("```", 1)[0]
-    return lines.replace(" &\n", " >&2 &\n")
+    return lines.replace(" &\n", " >&2 &\n").replace("/health;", "/health >&2;")
 
 
 def check_answer(shell: "subprocess.Popen[bytes]", log: Path) -> None:
