@@ -58,3 +58,20 @@ def test_the_source_distribution_has_its_own_back_end(archives: dict[str, bytes]
     names = {member.name.partition("/")[2] for member in members}
     assert {"pyproject.toml", "LICENSE", "README.md", "scripts/reproducible_build.py"} <= names
     assert {(member.mtime, member.uid, member.gname) for member in members} == {(1700000000, 0, "")}
+
+
+def test_the_readmes_lines_write_nothing_but_the_answer_to_standard_output(tmp_path: Path) -> None:
+    """The check of the package reads it as JSON; engines, the router and its health check print too."""
+    programs = {
+        "python": "echo engine",
+        "vllm-router": "echo router",
+        "curl": '[[ "$*" == *health* ]] && echo healthy || echo answer',
+    }
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    command = [sys.executable, "-c", "import check_package; print(check_package.readme_lines(), end='')"]
+    lines = subprocess.run(command, cwd=ROOT / "scripts", check=True, capture_output=True, text=True, timeout=60).stdout
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    ran = subprocess.run(["/bin/bash", "-c", lines], env=environment, capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "answer\n"
