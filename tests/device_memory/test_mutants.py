@@ -55,7 +55,7 @@ TOUCHES = {
     "execution.device_memory": ("placed", "worker"),
     "execution.device_merge": ("merge_table", "pull"),
     "execution.device_trial": ("views_of", "doctor"),
-    "execution.digests": ("DigestTable.fill_group", "pull"),
+    "execution.digests": ("Rows.fill", "pull"),
     "execution.local_copy": ("_descriptors", "offload"),
     "execution.pair_cells": ("cells_of", "pull"),
     "execution.pinned_copy": ("batch_ends", "offload"),

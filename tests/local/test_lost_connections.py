@@ -134,8 +134,10 @@ def test_vllm_backport_33_a_connection_that_dies_under_a_living_peer_is_made_aga
 def test_vllm_backport_33_a_connection_that_dies_under_a_living_peer_is_made_again_for_pushes(
     cut_connections: Callable[[], int], tcp_only: None
 ) -> None:
-    """Both the connection for the bytes and those for messages are cut."""
-    receiver = ReceivingRank(Rank(0, 1), transport="nixl")
+    """Both the connection for the bytes and those for messages are cut. A write that fails so costs a fence, and one
+    fence follows another after ``fence_seconds`` only.
+    """
+    receiver = ReceivingRank(Rank(0, 1), transport="nixl", fence_seconds=1.0)
     cache, number = receiver.rank.cache, 0
     try:
         with handing_process("nixl", "push") as (port, child):
