@@ -233,7 +233,9 @@ class Pushes(Engines):
         deadline = time.monotonic() + DEADLINE_SECONDS
         sender.announce(PushRequest(key, "x", self._case.tokens, "digest", part.needs, deadline), now=0.0)
         link = self.route.links[plan.assignment.source_index]
-        job = Write(sender, threading.Lock(), key, part, link.poll, lambda result, _: results.append(result), digests=digests)
+        job = Write(
+            sender, threading.Lock(), key, part, link.poll, lambda result, _: results.append(result), digests=digests
+        )
         prompt = Prompt(self._case.tokens, "digest", {"full": BlockList(0, blocks.source_ids.tolist())}, END)
         sender.begin_step({"x": prompt})
         for span in self._spans.layers_of:
