@@ -188,6 +188,15 @@ def test_a_changed_signature_or_changed_data_is_refused(keys: Keys, at: int) -> 
         assert caught.value.reason is Reason.PERMISSION_DENIED
 
 
+def test_data_that_was_changed_on_its_way_is_not_to_be_sent_again(keys: Keys) -> None:
+    """A proxy that writes another name for the engine does so with each request."""
+    with pytest.raises(HandoffError, match="has not signed this data: it was changed on its way") as caught:
+        keys.check(b"remote_host localhost", keys.sign(b"remote_host 127.0.0.1"))
+    assert "writes remote_host or remote_port" in caught.value.remedy
+    assert "'localhost' is another text than '127.0.0.1'" in caught.value.remedy
+    assert "again" not in caught.value.remedy
+
+
 def test_a_signature_is_none_of_the_bare_data(keys: Keys) -> None:
     """A key also signs in TLS: what one use signs must not pass for the other."""
     private = load_pem_private_key((keys.folder / "key.pem").read_bytes(), None)

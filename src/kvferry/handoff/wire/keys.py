@@ -90,8 +90,11 @@ class Keys:
         except InvalidSignature:
             raise HandoffError(
                 Reason.PERMISSION_DENIED,
-                f"the key {signer.hex()} has not signed this data.",
-                "The data was changed on its way, or is not from that engine: send the prompt again.",
+                f"the key {signer.hex()} has not signed this data: it was changed on its way, or is not from that "
+                "engine.",
+                "Let routers and proxies pass it on unchanged. One that writes remote_host or remote_port itself must "
+                "write the same text as the engine: its advertised_host (or host) and its port; 'localhost' is another "
+                "text than '127.0.0.1'.",
             ) from None
         return fingerprint
 
