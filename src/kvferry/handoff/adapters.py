@@ -35,7 +35,9 @@ def compare_adapters(name: str, prefill: str, decode: str) -> None:
     Traceback (most recent call last):
     ...
     kvferry.errors.HandoffError: the adapter 'sql' may have other weights on each engine: prefill does not say which, \
-decode has '0a'. Update kvferry on the engine that does not say which: an earlier version compares names alone. \
+decode has '0a'. Look for unknown-weights in the log of the engine that does not say which. A line with it says why \
+the weights are unknown there, such as those of a hub's adapter without a commit or of files that have changed, and \
+what to do. Without such a line its kvferry is of an earlier version, which compares names alone: update it. \
 [adapter-mismatch]
     >>> compare_adapters("sql", "0a", "0b")
     Traceback (most recent call last):
@@ -58,5 +60,8 @@ files as vLLM has read them. [adapter-mismatch]
     raise HandoffError(
         Reason.ADAPTER_MISMATCH,
         f"the adapter {name!r} may have other weights on each engine: {', '.join(said)}.",
-        "Update kvferry on the engine that does not say which: an earlier version compares names alone.",
+        f"Look for {Reason.UNKNOWN_WEIGHTS.value} in the log of the engine that does not say which. A line with it "
+        "says why the weights are unknown there, such as those of a hub's adapter without a commit or of files that "
+        "have changed, and what to do. Without such a line its kvferry is of an earlier version, which compares names "
+        "alone: update it.",
     )
