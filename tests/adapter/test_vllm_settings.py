@@ -146,11 +146,26 @@ def test_no_port_of_an_engine_is_one_that_its_ranks_may_take_first() -> None:
         assert refusal.value.reason is Reason.INVALID_SETTING
 
 
-def test_rank_ports_of_an_engine_that_writes_nothing_are_refused() -> None:
-    for settings in ({}, {"mode": "push"}, {"held_prompts": "write"}):
+def test_rank_ports_are_for_engines_that_write_or_are_written_to() -> None:
+    for settings in ({}, {"mode": "push"}, {"mode": "push", "held_prompts": "read"}, {"held_prompts": "write"}):
         assert parse_settings({"rank_ports": "5700-5799", **settings}).rank_ports
-    with pytest.raises(SettingsError, match="rank_ports is set, and mode 'pull' does not use it"):
-        parse_settings({"rank_ports": "5700-5799", "held_prompts": "read"})
+
+
+@pytest.mark.parametrize("given", [{"rank_ports": "5700-5799"}, {"fence_seconds": 10}], ids=str)
+def test_settings_for_writes_are_refused_because_of_held_prompts_where_these_are_read(given: dict[str, Any]) -> None:
+    [name] = given
+    with pytest.raises(SettingsError, match=f"{name} is set, and with held_prompts 'read' nothing uses it") as refusal:
+        parse_settings({**given, "held_prompts": "read"})
+    assert refusal.value.reason is Reason.INVALID_SETTING
+    assert refusal.value.remedy == f'Set "held_prompts" to "auto" or "write", or leave "{name}" out.'
+
+
+def test_settings_for_pushes_are_refused_because_of_the_mode_where_prompts_are_pulled() -> None:
+    for name, value in (("bootstrap_port", 8998), ("router_address", "a:1"), ("http_address", "b:1")):
+        with pytest.raises(SettingsError, match=f"{name} is set, and mode 'pull' does not use it") as refusal:
+            parse_settings({name: value})
+        assert refusal.value.reason is Reason.INVALID_SETTING
+        assert refusal.value.remedy == f'Set "mode" to "push", or leave "{name}" out.'
 
 
 def test_no_time_exceeds_the_greatest_age_of_a_hold() -> None:

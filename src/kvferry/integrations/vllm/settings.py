@@ -24,6 +24,7 @@ _LISTED = "'kvferry settings' lists the settings of each connector and what they
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400, extra={"unit": "seconds"})]
 Port = Annotated[int, msgspec.Meta(ge=0, le=LAST_PORT)]
 _FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address"))
+_FOR_WRITES = frozenset(("fence_seconds", "rank_ports"))
 _PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _NAME = re.compile(r"[0-9A-Za-z_]([0-9A-Za-z_.-]*[0-9A-Za-z_])?")
 AnySettings = TypeVar("AnySettings", bound=msgspec.Struct)
@@ -489,13 +490,18 @@ def trust_of(settings: Settings) -> Trust:
 
 def _check_mode(settings: Settings, given: Mapping[str, Any]) -> None:
     """Refuse settings that the mode does not use."""
-    for_writes = _FOR_PUSHES if settings.held_prompts != "read" else _FOR_PUSHES | {"fence_seconds", "rank_ports"}
-    if settings.mode != "push" and (ignored := sorted(for_writes & given.keys())):
+    if settings.mode != "push" and (ignored := sorted(_FOR_PUSHES & given.keys())):
         raise SettingsError(
             Reason.INVALID_SETTING,
             f"{ignored[0]} is set, and mode 'pull' does not use it.",
-            'Set "mode" to "push", or leave it out; fence_seconds and rank_ports go with "held_prompts": "auto" or '
-            '"write".',
+            f'Set "mode" to "push", or leave "{ignored[0]}" out.',
+        )
+    writes_nothing = settings.mode != "push" and settings.held_prompts == "read"
+    if writes_nothing and (ignored := sorted(_FOR_WRITES & given.keys())):
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"{ignored[0]} is set, and with held_prompts 'read' nothing uses it: no prompt is written.",
+            f'Set "held_prompts" to "auto" or "write", or leave "{ignored[0]}" out.',
         )
     if settings.mode == "push" and settings.turn_seconds:
         raise SettingsError(
