@@ -213,7 +213,9 @@ def test_a_push_waits_for_its_prompt_by_default() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "[::]", "*"])
 def test_every_interface_is_refused_as_an_advertised_address(host: str) -> None:
     for settings in ({"host": host}, {"advertised_host": host}):
-        with pytest.raises(KVFerryError, match="means every interface") as refusal:
+        # A prefill engine connects to a decode engine for the next turn of a conversation, and to write.
+        told = "means every interface, which is no address that other engines can connect to"
+        with pytest.raises(KVFerryError, match=told) as refusal:
             parse_settings(settings)
         assert refusal.value.reason is Reason.INVALID_SETTING
         assert '"advertised_host"' in refusal.value.remedy

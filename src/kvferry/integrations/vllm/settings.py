@@ -432,7 +432,7 @@ def _check_host(settings: Settings) -> None:
     if is_wildcard(host):
         raise SettingsError(
             Reason.INVALID_SETTING,
-            f"{name} {host!r} means every interface, which is no address that decode engines can connect to.",
+            f"{name} {host!r} means every interface, which is no address that other engines can connect to.",
             'Set "advertised_host" to the address or name at which they reach this machine.',
         )
 
