@@ -203,10 +203,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fence_seconds: Annotated[
         Seconds,
         about(
-            "With `push`, and where held prompts are written: how long a failed load's blocks wait for a prefill "
-            "engine on another host that was writing them to confirm that it writes no more; then the rank closes its "
-            "memory and registers it anew, and its other loads fail; because of a write that has failed in a "
-            "connection it does so at once, but not again within this time.",
+            "With `push`, and where held prompts are written: how long the blocks of a failed load wait for a prefill "
+            "engine on another host to confirm that it no longer writes into them; then the rank closes its memory and "
+            "registers it anew, and its other loads fail; where the connection of a write has failed, the rank does "
+            "this at once, but at the earliest this long after it last did so.",
             page="decisions/fences.md",
         ),
     ] = 60.0
