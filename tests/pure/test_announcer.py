@@ -42,6 +42,7 @@ ABORTED = HandoffError(Reason.ABORTED, "the client went away.")
 UNKNOWN = HandoffError(Reason.UNKNOWN_REQUEST, "who is that?")
 GONE = Reason.PEER_DIED
 SCRATCH = Scratch(num_words=4)
+CUDA: Any = Mock(device="cuda:0", is_immediate=False)
 
 
 class Sources:
@@ -186,7 +187,7 @@ def test_a_fence_gives_no_block_of_a_gpu_back_that_another_process_of_this_host_
     process: ProcessIdentity, is_kept_out: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """CUDA IPC outlives the agent that a fence closes. By its end point a process of another container is elsewhere."""
-    sources = Sources(process, order=Mock(device="cuda:0", is_immediate=False))
+    sources = Sources(process, order=CUDA)
     push = sources.announced()
     push.cancel(ABORTED)
     for _ in range(3):
@@ -270,6 +271,45 @@ def test_a_write_that_failed_gives_the_blocks_back_behind_a_fence(may_land: str,
     assert len(sources.fences) == (1 if may_land == "yes" else 0)
     push.advance(SCRATCH, time.monotonic())
     assert push.phase is Phase.DONE
+
+
+@pytest.mark.parametrize("is_fenced_before", [False, True])
+def test_a_write_into_a_gpu_that_failed_keeps_its_blocks_until_its_process_has_ended(
+    is_fenced_before: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process of this host may have the memory mapped, which no fence ends: not one for another source either."""
+    sources = Sources(HERE, order=CUDA)
+    sources.transports.ends_with_process.return_value = True
+    push = sources.announced()
+    if is_fenced_before:
+        sources.announcer.fence("another host")
+    failed_write(sources, push, "yes")
+    now = time.monotonic()
+    for seconds in (0.0, 2.0, 4.0):
+        push.advance(SCRATCH, now + seconds)
+    assert push.phase is Phase.STOPPING
+    assert len(sources.fences) == (1 if is_fenced_before else 0)
+    [told] = [line for line in caplog.messages if "stay quarantined" in line]
+    assert told.endswith("keeps its bytes out: end its process.")
+    sources.announcer.peers.has_ended = Mock(return_value=True)  # type: ignore[method-assign]
+    for seconds in (6.0, 8.0):
+        push.advance(SCRATCH, now + seconds)
+    assert push.phase is Phase.DONE
+    assert len(sources.fences) == 1
+
+
+@pytest.mark.parametrize("process", [None, IN_ANOTHER_CONTAINER])
+def test_the_log_names_a_restart_where_no_end_of_the_process_would_be_seen(
+    process: ProcessIdentity | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = Sources(process, order=CUDA)
+    push = sources.announced()
+    failed_write(sources, push, "yes")
+    for _ in range(3):
+        push.advance(SCRATCH, time.monotonic())
+    assert push.phase is Phase.STOPPING
+    [told] = [line for line in caplog.messages if "stay quarantined" in line]
+    assert told.endswith("end its process, then restart this engine.")
 
 
 def test_a_write_that_failed_while_it_was_revoked_is_fenced_too() -> None:

@@ -480,19 +480,39 @@ def test_a_write_that_failed_keeps_the_blocks_until_a_fence_whatever_the_source_
     """It says so of itself: that it writes no more is no news of what lies in the connection."""
     push = Receiving("r", {0: "a"}, deadline=30.0)
     push.announcing(0)
-    push.ended(0, GAVE_UP, may_land=True, fence_at=5.0)
+    push.due(4.5)
+    push.broke(0, GAVE_UP, fence_at=5.0)
     push.quiet(0)
     push.refused(0, GAVE_UP)
-    push.ended(0, GAVE_UP, may_land=False)
-    assert (str(push.error), push.has_ended(0), push.is_over, push.writers) == (str(GAVE_UP), True, False, [])
-    assert (steps(push, 4.9), steps(push, 5.0), steps(push, 6.0)) == ([], [("FENCE", 0)], [])
+    push.broke(0, GAVE_UP, fence_at=0.0)
+    assert (str(push.error), push.is_broken(0), push.is_over, push.writers) == (str(GAVE_UP), True, False, [])
+    assert (steps(push, 4.9), steps(push, 5.0), steps(push, 5.4)) == ([], [("FENCE", 0)], [])
     push.fenced(0, GAVE_UP)
-    assert (push.is_over, push.has_ended(0)) == (True, False)
+    assert (push.is_over, push.is_broken(0)) == (True, False)
+
+
+def test_a_source_whose_write_failed_is_checked_until_its_process_has_ended_which_asks_for_a_fence_again() -> None:
+    """While it lived, the fence may have been refused: of a GPU's memory it keeps no process of this host out."""
+    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push.announcing(0)
+    push.broke(0, GAVE_UP, fence_at=0.0)
+    assert steps(push, 1.0) == [("FENCE", 0), ("CHECK_ALIVE", 0)]
+    assert steps(push, 500.0) == [("CHECK_ALIVE", 0)]
+    push.ended(0, GAVE_UP, may_land=False)
+    assert (push.is_over, push.is_broken(0)) == (False, False), "what the failed write has sent may land all the same"
+    assert (steps(push, 501.0), steps(push, 502.0)) == ([("FENCE", 0)], [])
+
+
+def test_a_write_that_failed_does_not_hasten_the_fence_for_a_source_that_is_being_asked_to_stop() -> None:
+    push = failed(fence_seconds=60.0)
+    push.broke(0, GAVE_UP, fence_at=0.0)
+    assert [each for each in steps(push, 1.0) if each[0] == "FENCE"] == [("FENCE", 0)]
+    assert ("FENCE", 1) in steps(push, 60.0)
 
 
 def test_a_fence_that_is_due_earlier_is_not_put_off_by_a_write_that_failed() -> None:
     push = failed(fence_seconds=3.0)
-    push.ended(1, GAVE_UP, may_land=True, fence_at=50.0)
+    push.broke(1, GAVE_UP, fence_at=50.0)
     assert ("FENCE", 1) in steps(push, 3.0)
 
 
@@ -501,8 +521,8 @@ def test_a_write_that_failed_after_the_fence_is_due_for_one_of_its_own() -> None
     push = failed(fence_seconds=3.0)
     assert ("FENCE", 1) in steps(push, 3.0)
     push.fenced(0, GAVE_UP)
-    push.ended(1, GAVE_UP, may_land=True, fence_at=9.0)
-    assert (steps(push, 8.9), steps(push, 9.0)) == ([], [("FENCE", 1)])
+    push.broke(1, GAVE_UP, fence_at=3.9)
+    assert (steps(push, 3.8), steps(push, 3.9)) == ([], [("FENCE", 1)])
 
 
 def test_a_fence_does_not_touch_a_source_that_was_told_nothing() -> None:
@@ -522,7 +542,7 @@ def test_the_deadline_ends_a_waiting_push_and_the_snapshot_says_so() -> None:
         "error": "deadline-exceeded",
         "deadline_in": -1.0,
         "revoke_in": {0: 0.0},
-        "fence_in": 59.0,
+        "fence_in": {0: 59.0},
     }
 
 

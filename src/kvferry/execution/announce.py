@@ -137,7 +137,7 @@ class AwaitedPush:
                 case Step.CHECK_ALIVE:
                     self._check_alive(receiving, source)
                 case Step.FENCE:
-                    self._fence(source)
+                    self._fence(receiving, source)
         if receiving.error is not None and self.error is None:
             self.error, self.given_up_at, self.phase = receiving.error, now, Phase.STOPPING
         if receiving.is_over:
@@ -149,16 +149,15 @@ class AwaitedPush:
         """Nothing lands any more of what was announced before to sources that a fence keeps out."""
         if self._receiving is None:
             return
-        for index, registration in self._registrations.items():
-            if self._announcer.is_closed(registration) and self._is_kept_out(self._receiving, index):
+        for index in self._registrations:
+            if self._is_behind_fence(index, is_broken=self._receiving.is_broken(index)):
                 self._receiving.fenced(index, error)
 
-    def _is_kept_out(self, receiving: Receiving, index: int) -> bool:
-        """Return whether a fence keeps out what of a source may land: in host memory also where the source runs on this
-        host, but writes no more.
-        """
-        is_in_connections = receiving.has_ended(index) and self._announcer.is_host_memory
-        return is_in_connections or self._announcer.is_kept_out(self._sources[index])
+    def _is_behind_fence(self, index: int, *, is_broken: bool) -> bool:
+        """Return whether a fence has closed what a source was told of, and keeps out what may land of it."""
+        registration = self._registrations.get(index)
+        is_closed = registration is not None and self._announcer.is_closed(registration)
+        return is_closed and self._announcer.is_kept_out(self._sources[index], is_broken=is_broken)
 
     def _check_alive(self, receiving: Receiving, source: SourceRank) -> None:
         if self._announcer.peers.has_ended(source.process):
@@ -168,26 +167,27 @@ class AwaitedPush:
         elif self._announcer.peers.refuses(source.answers_at):
             receiving.fail(unreachable(source.answers_at))
 
-    def _fence(self, source: SourceRank) -> None:
+    def _fence(self, receiving: Receiving, source: SourceRank) -> None:
         where = f"{source.answers_at.host}:{source.answers_at.port}"
-        if self._receiving is None or source.index not in self._receiving.may_land:
+        if source.index not in receiving.may_land:
             # The fence for another source of this push has done.
             return
-        if not self._is_kept_out(self._receiving, source.index):
-            logger.warning(
-                "kvferry: the blocks of %s stay quarantined: the prefill rank at %s does not confirm that it stopped. "
-                "It runs on this host, where no fence keeps it from writing: end its process%s, or let it go on.",
-                self.job_id,
-                where,
-                ", then restart this engine" if self._announcer.peers.is_elsewhere(source.process) else "",
-                peer=where,
-            )
-            return
+        is_broken = receiving.is_broken(source.index)
         told = "does not confirm that it writes no more into"
-        if self._receiving.has_ended(source.index):
+        if is_broken or self._announcer.peers.has_ended(source.process):
             told = "writes no more, but what it has sent may still land in"
         logger.warning("kvferry: the prefill rank at %s %s the blocks of %s.", where, told, self.job_id, peer=where)
-        if self._registrations[source.index] == self._announcer.num_fences:
+        if not self._announcer.is_kept_out(source, is_broken=is_broken):
+            logger.warning(
+                "kvferry: the blocks of %s stay quarantined: the prefill rank at %s runs on this host, where no fence "
+                "keeps its bytes out: end its process%s%s.",
+                self.job_id,
+                where,
+                "" if self._announcer.peers.watches(source.process) else ", then restart this engine",
+                "" if is_broken else ", or let it go on",
+                peer=where,
+            )
+        elif self._registrations[source.index] == self._announcer.num_fences:
             self._announcer.fence(where)
         else:
             # Another fence would close other memory than the source was told of.
@@ -325,13 +325,17 @@ class AwaitedPush:
             transport = self._transports.get(event.source_index, "")
             ends = self._announcer.transports.ends_with_process(transport)
             may_land = not ends and event.reason in OF_FAILED_WRITES
-        self._end_source(receiving, event.source_index, event.error(), may_land=may_land)
+        if may_land:
+            self._note_broken(receiving, event.source_index, event.error())
+        else:
+            receiving.refused(event.source_index, event.error())
 
-    def _end_source(self, receiving: Receiving, index: int, error: KVFerryError, *, may_land: bool) -> None:
-        # Behind a fence already, what may land lands nowhere, and no other fence is needed.
-        registration = self._registrations.get(index)
-        is_closed = registration is not None and self._announcer.is_closed(registration)
-        receiving.ended(index, error, may_land=may_land and not is_closed, fence_at=self._announcer.next_fence_at)
+    def _note_broken(self, receiving: Receiving, index: int, error: KVFerryError) -> None:
+        if self._is_behind_fence(index, is_broken=True):
+            # What may land lands nowhere, and no other fence is needed.
+            receiving.refused(index, error)
+        else:
+            receiving.broke(index, error, fence_at=self._announcer.next_fence_at)
 
     def _compare(self, receiving: Receiving) -> bool:
         """Compare some of what has landed, for as long as other jobs may wait; return whether there was any."""
@@ -363,7 +367,7 @@ class AwaitedPush:
         elif isinstance(answer, Revoked) and answer.is_quiet:
             receiving.quiet(index)
         elif isinstance(answer, Revoked) and answer.may_land:
-            self._end_source(receiving, index, _broken(where), may_land=True)
+            self._note_broken(receiving, index, _broken(where))
         elif answer is None or (isinstance(answer, Refusal) and answer.reason == Reason.PEER_UNREACHABLE):
             receiving.fail(unreachable(where))
         elif isinstance(answer, Refusal):
@@ -523,17 +527,17 @@ class Announcer:
         is_trusted = self._rank.client.knows_peers
         self._rank.client.send(where.host, where.port, question, self._answer_seconds, is_trusted=is_trusted)
 
-    def is_kept_out(self, source: SourceRank) -> bool:
-        """Return whether a fence keeps a source out: a process that runs on this host may write without any transport
-        of this rank's.
-        """
-        is_elsewhere = self.peers.is_elsewhere(source.process, self._rank.order.device)
-        return is_elsewhere or self.peers.has_ended(source.process)
+    def is_kept_out(self, source: SourceRank, *, is_broken: bool) -> bool:
+        """Return whether a fence keeps out what may land of a source, which ``is_broken`` if its write has failed.
 
-    @property
-    def is_host_memory(self) -> bool:
-        """Whether this rank's cache is in host memory, which other processes reach through connections alone."""
-        return self._rank.order.device == HOST_DEVICE
+        It does unless the process lives on this host, where it writes into host memory without any transport of this
+        rank's, but after a failed write no more; a GPU's memory stays mapped into it.
+        """
+        device = self._rank.order.device
+        is_in_connections = is_broken and device == HOST_DEVICE
+        return (
+            is_in_connections or self.peers.is_elsewhere(source.process, device) or self.peers.has_ended(source.process)
+        )
 
     def is_closed(self, registration: int) -> bool:
         """Return whether a fence has closed this rank's memory for what was announced in a registration."""

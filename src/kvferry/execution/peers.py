@@ -65,6 +65,10 @@ class Peers:
         process = None if identity is None else self._processes.get(identity)
         return process is not None and process.has_ended
 
+    def watches(self, identity: ProcessIdentity | None) -> bool:
+        """Return whether the end of the process will be known: it was held, in this pid namespace."""
+        return identity is not None and self._processes.get(identity) is not None
+
     def is_elsewhere(self, identity: ProcessIdentity | None, device: str = HOST_DEVICE) -> bool:
         """Return whether the process is on another host, or, for host memory, in a container of its own: it cannot
         write to the memory of this ``device`` itself. A GPU's memory may be mapped by every process of the host.

@@ -45,17 +45,23 @@ class Source(Enum):
 
     UNANNOUNCED = "has no announcement"
     ANNOUNCED = "may be writing"
-    ENDED = "writes no more, but what it has sent may still land"
+    BROKEN = "lives and writes no more, but what a failed write has sent may still land"
+    ENDED = "its process has ended, but what it has sent may still land"
     LANDED = "has written all of its part, which is being compared"
     DONE = "has written all of its part"
     QUIET = "will write no more"
 
 
+OPEN_TO = frozenset({Source.ANNOUNCED, Source.BROKEN, Source.ENDED})
+"""The states of a source of which bytes may still land."""
+
+
 class Receiving:
     """One push; ``expected`` has, by the index of each source rank, the digest of the part that the source writes.
 
-    A push that has failed asks for a fence against the sources that have not confirmed that they stopped: after
-    ``fence_seconds``, or at once where a source has ended, and what it has sent may still land.
+    A push that has failed asks for a fence against each source that has not confirmed that it stopped: after
+    ``fence_seconds``, at once where its process has ended, and from a time that :meth:`broke` names where its write has
+    failed. A fence that the driver refuses is asked for again only where the source breaks or ends later.
 
     >>> push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
     >>> [(action.step.name, action.source) for action in push.due(now=0.0)]
@@ -75,7 +81,7 @@ class Receiving:
         self._revoke_at: dict[int, float] = {}
         self._check_alive_at = 0.0
         self._fence_seconds = fence_seconds
-        self._fence_at: float | None = None
+        self._fence_at: dict[int, float] = {}
         self.error: KVFerryError | None = None
 
     @property
@@ -93,14 +99,14 @@ class Receiving:
     @property
     def may_land(self) -> list[int]:
         """Sources of which bytes may still land."""
-        open_to = (Source.ANNOUNCED, Source.ENDED)
-        return [index for index, source in self._sources.items() if source in open_to]
+        return [index for index, source in self._sources.items() if source in OPEN_TO]
 
     def due(self, now: float) -> list[Action]:
         """Return what to do now, in order; gives up first if the deadline has passed.
 
         ``ANNOUNCE`` is repeated until :meth:`announcing` is called, ``REVOKE`` after each :meth:`still_writing`;
-        ``FENCE`` names each source that may still write, or whose bytes may still land.
+        ``FENCE`` names each source that may still write, or whose bytes may still land, ``CHECK_ALIVE`` those of them
+        that are not known to have ended.
         """
         self._tick(now)
         if self.error is None:
@@ -111,7 +117,7 @@ class Receiving:
             actions += self._fences_due(now)
         if now >= self._check_alive_at:
             self._check_alive_at = now + CHECK_ALIVE_SECONDS
-            actions += [Action(Step.CHECK_ALIVE, index) for index in self.writers]
+            actions += [Action(Step.CHECK_ALIVE, i) for i in self.may_land if self._sources[i] is not Source.ENDED]
         return actions
 
     def still_writing(self, source: int, now: float) -> None:
@@ -129,7 +135,7 @@ class Receiving:
         The push counts the part with :meth:`done`; where the bytes are wrong, :meth:`fail` ends the push. A part other
         than the announced one fails the push.
         """
-        if self._sources.get(source) not in (Source.ANNOUNCED, Source.ENDED):
+        if self._sources.get(source) not in OPEN_TO:
             return False
         if digest != self._expected[source]:
             self.fail(_wrong_part(self._request_id, source, self._expected[source], digest))
@@ -143,27 +149,37 @@ class Receiving:
         if self._sources.get(source) is Source.LANDED or self.landed(source, digest):
             self._sources[source] = Source.DONE
 
-    def ended(self, source: int, error: KVFerryError, *, may_land: bool, fence_at: float = 0.0) -> None:
-        """The source writes no more because of ``error``: its process has ended, which is proven, or its write failed.
+    def broke(self, source: int, error: KVFerryError, *, fence_at: float) -> None:
+        """The source writes no more, since a write failed with ``error``, and what it has sent may still land.
 
-        With ``may_land`` what it has sent may still land, and a fence is due at ``fence_at``: no word of the source
-        counts for that, only that all of its part has landed.
+        A fence is due at ``fence_at``. No word of the source counts any more, only that all of its part has landed.
         """
-        known = self._sources.get(source)
-        if known is Source.ANNOUNCED and may_land:
+        if self._sources.get(source) is Source.ANNOUNCED:
             self.fail(error)
-            self._sources[source] = Source.ENDED
-            self._fence_at = fence_at if self._fence_at is None else min(self._fence_at, fence_at)
-        elif known is not Source.ENDED:
+            self._sources[source] = Source.BROKEN
+            self._fence_at[source] = min(fence_at, self._fence_at.get(source, fence_at))
+        else:
             self.refused(source, error)
 
-    def has_ended(self, source: int) -> bool:
-        """Return whether the source writes no more by itself, but what it has sent may still land."""
-        return self._sources.get(source) is Source.ENDED
+    def ended(self, source: int, error: KVFerryError, *, may_land: bool) -> None:
+        """The source's process has provably ended. With ``may_land`` what it has sent may still land, and so may what a
+        failed write has sent: a fence is due at once.
+        """
+        known = self._sources.get(source)
+        if known is Source.BROKEN or (known is Source.ANNOUNCED and may_land):
+            self.fail(error)
+            self._sources[source] = Source.ENDED
+            self._fence_at[source] = 0.0
+        else:
+            self.refused(source, error)
+
+    def is_broken(self, source: int) -> bool:
+        """Return whether the source lives and writes no more, but what a failed write has sent may still land."""
+        return self._sources.get(source) is Source.BROKEN
 
     def fenced(self, source: int, error: KVFerryError) -> None:
         """A fence keeps the source out: nothing lands any more of what the source was told before."""
-        if self._sources.get(source) in (Source.ANNOUNCED, Source.ENDED):
+        if self._sources.get(source) in OPEN_TO:
             self.fail(error)
             self._sources[source] = Source.QUIET
 
@@ -193,16 +209,13 @@ class Receiving:
             "error": None if self.error is None else self.error.reason.value,
             "deadline_in": self._deadline - now,
             "revoke_in": {index: max(0.0, at - now) for index, at in self._revoke_at.items()},
-            "fence_in": None if self._fence_at is None else max(0.0, self._fence_at - now),
+            "fence_in": {index: max(0.0, at - now) for index, at in self._fence_at.items()},
         }
 
     def _fences_due(self, now: float) -> list[Action]:
-        if self._fence_at is None:
-            self._fence_at = now + self._fence_seconds
-        if now < self._fence_at:
-            return []
-        self._fence_at = float("inf")
-        return [Action(Step.FENCE, index) for index in self.may_land]
+        due = [i for i in self.may_land if now >= self._fence_at.setdefault(i, now + self._fence_seconds)]
+        self._fence_at |= dict.fromkeys(due, float("inf"))
+        return [Action(Step.FENCE, index) for index in due]
 
     def _tick(self, now: float) -> None:
         if now >= self._deadline and not self.is_over:
