@@ -427,12 +427,14 @@ class BothSides:
         source = self.sources[rank]
         if source.introduced.get(target.key.receiver_epoch) != target.registration[rank]:
             error = HandoffError(Reason.UNKNOWN_REQUEST, "introduce yourself")
+            source.side.refuse(target.key, error)
             self.network.append(partial(self.arrive_refusal, target, rank, error))
             return
         push_request = PushRequest(target.key, target.transfer_id, NUM_TOKENS, "p", SPANS, self.now + SECONDS)
         try:
             source.side.announce(push_request, self.now)
         except KVFerryError as error:
+            source.side.refuse(target.key, error)
             self.network.append(partial(self.arrive_refusal, target, rank, error))
             return
         source.keys[target.key] = target.transfer_id, target.registration[rank]

@@ -109,7 +109,7 @@ def test_an_announcement_that_comes_after_its_revocation_writes_nothing() -> Non
 
 def test_revocations_of_pushes_that_nobody_announced_let_no_other_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its announcement may come yet: the push would write blocks that another request has by then."""
-    monkeypatch.setattr(sender, "MAX_REMEMBERED", 8)
+    monkeypatch.setattr(sender, "MAX_REVOKED", 4)
     side = Sender()
     assert side.revoke(KEY, 0.0)
     forged = [PushKey("forged", 1, number) for number in range(1, 20)]
@@ -122,6 +122,69 @@ def test_revocations_of_pushes_that_nobody_announced_let_no_other_be_forgotten(m
     assert side.revoke(forged[0], 2.0), "it is remembered"
     later = sender.REVOKED_SECONDS
     assert [side.revoke(PushKey("d/1", 1, number), later) for number in (1, 2)] == [True, False]
+
+
+def stranger_announces_and_revokes(side: Sender, num_pushes: int) -> None:
+    for number in range(1, 1 + num_pushes):
+        key = PushKey("a stranger", 1, number)
+        side.announce(asked(key, "y"), 1.0)
+        assert side.revoke(key, 1.0)
+
+
+def test_pushes_that_a_stranger_announces_and_revokes_let_none_be_forgotten_that_was_never_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sender, "MAX_REMEMBERED", 8)
+    side = Sender()
+    assert side.revoke(KEY, 0.0)
+    stranger_announces_and_revokes(side, 20)
+    side.compute("x", prompt(END))
+    with pytest.raises(HandoffError) as refused:
+        side.announce(asked(), 2.0)
+    assert (refused.value.reason, side.take(KEY)) == (Reason.ABORTED, ())
+
+
+def test_pushes_that_a_stranger_announces_and_revokes_let_no_failed_write_be_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a push that it does not know, a source says that it is quiet."""
+    monkeypatch.setattr(sender, "MAX_REMEMBERED", 8)
+    side = Sender()
+    side.compute("x", prompt(16))
+    side.announce(asked(), NOW)
+    assert side.take(KEY)
+    side.stopped(KEY, GAVE_UP, may_land=True)
+    stranger_announces_and_revokes(side, 20)
+    assert not side.revoke(KEY, 2.0)
+
+
+def test_an_announcement_that_was_refused_takes_no_room_of_those_that_never_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its destination revokes it, however often a client asks for a prompt that is not held."""
+    monkeypatch.setattr(sender, "MAX_REVOKED", 4)
+    side = Sender()
+    keys = [PushKey("d", 1, number) for number in range(1, 20)]
+    for key in keys:
+        side.refuse(key, GAVE_UP)
+        assert side.revoke(key, 0.0)
+    assert side.revoke(PushKey("d", 1, 20), 0.0)
+    with pytest.raises(HandoffError) as refused:
+        side.announce(asked(keys[0]), NOW)
+    assert refused.value.reason is GAVE_UP.reason
+
+
+def test_a_refusal_that_comes_twice_does_not_end_a_push_that_has_begun() -> None:
+    """An announcement that is sent again may be refused since a fence, and the first is being written."""
+    side = Sender()
+    side.compute("x", prompt(16))
+    side.announce(asked(), NOW)
+    assert side.take(KEY)
+    side.refuse(KEY, GAVE_UP)
+    assert not side.revoke(KEY, 0.0)
+    side.stopped(KEY, None, may_land=True)
+    side.refuse(KEY, GAVE_UP)
+    assert not side.revoke(KEY, 0.0)
 
 
 def test_a_revoked_push_is_not_quiet_before_its_writes_are() -> None:

@@ -31,6 +31,7 @@ from kvferry.handoff.messages import (
     Revoke,
     Revoked,
 )
+from kvferry.handoff.push import sender
 from kvferry.handoff.push.part import Part, announced_blocks
 from kvferry.handoff.push.sender import END, BlockList, Prompt
 from kvferry.layout.shard import encode_shard
@@ -252,6 +253,21 @@ def test_what_a_push_waits_for_wakes_the_transfer_thread() -> None:
 # Announcements.
 
 
+@pytest.mark.parametrize("wrong", [{"digest": "of another part"}, {"registration": 7}, {}], ids=str)
+def test_a_refused_announcement_takes_no_room_of_those_that_come_after_their_revocation(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it was refused for. The last is for a prompt that is not held."""
+    monkeypatch.setattr(sender, "MAX_REVOKED", 1)
+    source = Source(is_on_request=True)
+    for number in range(3):
+        key = msgspec.structs.replace(KEY, number=100 + number)
+        with pytest.raises(HandoffError):
+            source.writer.answer(msgspec.structs.replace(ANNOUNCEMENT, key=key, **wrong))
+        assert source.writer.answer(Revoke(EPOCH, key)) == Revoked(EPOCH, is_quiet=True)
+    assert source.is_quiet_after_revocation()
+
+
 def test_an_announcement_that_comes_twice_is_written_once() -> None:
     source = Source()
     job = source.writing()
@@ -277,7 +293,7 @@ def test_a_prompt_that_is_to_be_held_is_awaited_for_a_short_time_only() -> None:
     """Whatever its destination asks for; a pushed prompt may come until the deadline."""
     source = Source(is_on_request=True)
     with pytest.raises(HandoffError) as refused:
-        source.announce(late_seconds=0.0)
+        source.announce(late_seconds=0.0, key=msgspec.structs.replace(KEY, number=2))
     assert refused.value.reason is Reason.WRONG_PARAMETERS
     job = source.announce(late_seconds=1e5)
     advance(job, LATE_WORD_SECONDS - 1.0)

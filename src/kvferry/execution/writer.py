@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from kvferry.errors import HandoffError, Reason, TransportError
+from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.destinations import MAX_INTRODUCED_BYTES, DestinationRank, Destinations
 from kvferry.execution.device import DeferredActions
 from kvferry.execution.job import JobResult
@@ -247,7 +247,12 @@ class Writer:
             self.destinations.introduce(question)
             return Noted(self.epoch)
         if isinstance(question, Announce):
-            return Announced(self.epoch, self._announce(question))
+            try:
+                return Announced(self.epoch, self._announce(question))
+            except KVFerryError as error:
+                with self._lock:
+                    self._sender.refuse(question.key, error)
+                raise
         if isinstance(question, Revoke):
             with self._lock:
                 is_quiet = self._sender.revoke(question.key, time.monotonic())

@@ -11,7 +11,7 @@ announcement, whichever comes first. The first batch of a late announcement take
 thread-safe: the caller holds a lock.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
@@ -177,6 +177,14 @@ def no_longer_held() -> HandoffError:
     )
 
 
+def _revoked() -> HandoffError:
+    return HandoffError(
+        Reason.ABORTED,
+        "the destination revoked its blocks.",
+        "The decode engine's log says why it gave the push up.",
+    )
+
+
 def _late(transfer_id: str) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
@@ -201,9 +209,11 @@ ANNOUNCED = "an announced prompt"
 """The prompt in errors of a source, which does not know the request of its destination."""
 MAX_REMEMBERED = 1 << 16
 """Ended transfers and pushes that are remembered, so that a late message cannot begin them again."""
+MAX_REVOKED = 1 << 15
+"""Pushes that are remembered as revoked and that nobody has announced."""
 REVOKED_SECONDS = 600.0
-"""How long the announcement of a push may come after its revocation: in it, revocations of pushes that nobody has
-announced, which cost a stranger nothing, take at most half of what is remembered."""
+"""How long the announcement of a push may come after its revocation, and how long no other revocation takes its room:
+revocations of pushes that nobody has announced cost a stranger nothing."""
 
 
 class BlockList(msgspec.Struct, frozen=True):
@@ -273,9 +283,11 @@ class Sender:
         self._requests_of: dict[str, set[PushKey]] = {}
         self._ended: Bounded[str, KVFerryError] = Bounded(MAX_REMEMBERED)
         self._may_return: Bounded[str, KVFerryError] = Bounded(MAX_REMEMBERED)
+        # Apart, since pushes that a stranger announces and revokes fill the first and must not let others be forgotten.
         self._outcomes: Bounded[PushKey, Outcome] = Bounded(MAX_REMEMBERED)
-        self._revoked_at: deque[float] = deque()
-        """When pushes were revoked that were never announced, in the last :data:`REVOKED_SECONDS`."""
+        self._may_land: Bounded[PushKey, Outcome] = Bounded(MAX_REMEMBERED)
+        self._revoked: OrderedDict[PushKey, float] = OrderedDict()
+        """When pushes were revoked that were never announced, the oldest first."""
 
     @property
     def num_open(self) -> int:
@@ -348,9 +360,9 @@ class Sender:
         key = request.key
         if key in self._pushes:
             return False
-        if key in self._outcomes:
-            if (error := self._outcomes[key].error) is not None:
-                raise error.without_traceback()
+        if (over := self.outcome(key)) is not None:
+            if over.error is not None:
+                raise over.error.without_traceback()
             return False
         if (ended := self._ended.get(request.transfer_id)) is not None:
             raise ended.without_traceback()
@@ -365,6 +377,11 @@ class Sender:
         self._record_outcome(key)
         return True
 
+    def refuse(self, key: PushKey, error: KVFerryError) -> None:
+        """An announcement was refused with ``error``: it never begins, and its revocation is one of a known push."""
+        if key not in self._pushes and self.outcome(key) is None:
+            self._outcomes[key] = Outcome(error.without_traceback())
+
     def revoke(self, key: PushKey, now: float) -> bool:
         """Stop a push; return whether no byte of it lands any more: no batch is in flight, and none has failed in a
         connection that may still deliver it.
@@ -372,20 +389,12 @@ class Sender:
         A push that was never announced is refused from now on; where too many such were revoked lately, this one is
         not, and counts as in flight.
         """
-        error = HandoffError(
-            Reason.ABORTED,
-            "the destination revoked its blocks.",
-            "The decode engine's log says why it gave the push up.",
-        )
-        push = self._pushes.get(key)
-        if push is not None:
-            push.fail(error)
+        if (push := self._pushes.get(key)) is not None:
+            push.fail(_revoked())
             self._record_outcome(key)
-        elif key not in self._outcomes:
-            if not self._may_remember_revoked(now):
-                return False
-            self._outcomes.setdefault(key, Outcome(error))
-        over = self._outcomes.get(key)
+        elif self.outcome(key) is None:
+            return self._remember_revoked(key, now)
+        over = self.outcome(key)
         return over is not None and not over.may_land
 
     # The job that writes.
@@ -450,7 +459,9 @@ class Sender:
 
     def outcome(self, key: PushKey) -> Outcome | None:
         """Return how the push ended, once it is over."""
-        return self._outcomes.get(key)
+        if key in self._revoked:
+            return Outcome(_revoked())
+        return self._may_land.get(key) or self._outcomes.get(key)
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """Return the state as plain data: prompts' final tokens, and each open push with its remaining seconds."""
@@ -463,13 +474,13 @@ class Sender:
             "ended": sorted(self._ended),
         }
 
-    def _may_remember_revoked(self, now: float) -> bool:
-        """Return whether one more push that was never announced may be remembered as revoked, and count it."""
-        while self._revoked_at and now - self._revoked_at[0] >= REVOKED_SECONDS:
-            self._revoked_at.popleft()
-        if len(self._revoked_at) >= MAX_REMEMBERED // 2:
-            return False
-        self._revoked_at.append(now)
+    def _remember_revoked(self, key: PushKey, now: float) -> bool:
+        """Remember a push that was never announced as revoked, where there is room; return whether there is."""
+        if len(self._revoked) >= MAX_REVOKED:
+            if now - next(iter(self._revoked.values())) < REVOKED_SECONDS:
+                return False
+            self._revoked.popitem(last=False)
+        self._revoked[key] = now
         return True
 
     def _lacks_prompt(self, request: PushRequest, now: float) -> bool:
@@ -495,7 +506,8 @@ class Sender:
         if push is not None and push.state is PushState.OVER:
             del self._pushes[key]
             self._forget_request(self._requests.pop(key))
-            self._outcomes.setdefault(key, Outcome(push.error, push.may_land))
+            kept = self._may_land if push.may_land else self._outcomes
+            kept[key] = Outcome(push.error, push.may_land)
 
     def _forget_request(self, request: PushRequest) -> None:
         keys = self._requests_of[request.transfer_id]
