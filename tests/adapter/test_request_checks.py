@@ -48,8 +48,8 @@ def transfer_config(connector: Connector | None) -> Any:
     if not IS_ONE_OF_SEVERAL:
         return SimpleNamespace(kv_connector=name, kv_connector_extra_config=settings)
     own = {"kv_connector": name} | ({"kv_connector_extra_config": settings} if settings else {})
-    others = [{"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"mode": "another"}}]
-    listed = [*others, own, {"kv_connector": "KVFerryOffloadConnector"}]
+    offload = {"kv_connector": "KVFerryOffloadConnector"}
+    listed = [{**offload, "kv_connector_extra_config": {"mode": "another"}}, own, offload]
     return SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": listed})
 
 
@@ -263,6 +263,42 @@ def test_hole_10_the_connectors_of_the_page_about_offload_are_found(params: dict
     check_params(config, params, "r")
     offload_alone = KVTransferConfig(kv_connector="KVFerryOffloadConnector", kv_role="kv_both")
     check_params(offload_alone, changed(params, "slot", []), "r", 2)
+
+
+NIXL_PARAMS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "e",
+    "remote_request_id": "r",
+    "remote_block_ids": [[1]],
+    "remote_host": "prefill-0",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+
+
+@pytest.mark.parametrize(("mode", "own_field"), [("pull", "kvferry"), ("push", "transfer_id")])
+def test_parameters_of_another_connector_pass_where_the_engine_has_one_that_may_take_them(
+    mode: str, own_field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM gives the prompt to the first connector that has it. What names kvferry is checked all the same."""
+    monkeypatch.setattr(InputProcessor, "process_inputs", processed)
+    check_requests()
+    own = {"kv_connector": "KVFerryConnector", "kv_connector_extra_config": {"mode": mode}}
+    for other, passes in (("NixlConnector", True), ("KVFerryOffloadConnector", False)):
+        listed = [{"kv_connector": other}, own]
+        config = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": listed})
+        monkeypatch.setitem(globals(), "transfer_config", lambda _, config=config: config)
+        for prompt in ("a", [1, 2]):
+            answer, _ = serve(NIXL_PARAMS, prompt)
+            assert (answer == "completion") is passes
+        assert (serve(NIXL_PARAMS, ["a", "b"])[0] == "completion") is passes
+        for given, prompts in ((NIXL_PARAMS | {own_field: []}, "a"), ({"do_remote_decode": True}, ["a", "b"])):
+            assert serve(given, prompts)[0].error.code == 400
+    request_checks._lets_go.set(True)
+    config.kv_connector_extra_config["connectors"][0]["kv_connector"] = "NixlConnector"
+    assert admit(NIXL_PARAMS, [1, 2]).prompt_token_ids == [1, 2]
+    request_checks._lets_go.set(False)
 
 
 def test_a_router_that_names_the_prefill_engine_in_the_request_id_is_understood() -> None:

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
 
 CONNECTOR = "KVFerryConnector"
 """The connector that moves prompts between engines."""
+TAKES_NO_PARAMS = "KVFerryOffloadConnector"
+"""A connector that nothing in a request's ``kv_transfer_params`` is for. Of any other, nothing is known."""
 SEVERAL = "MultiConnector"
 """vLLM's connector that passes each call on to those that its settings list."""
 
@@ -38,6 +40,11 @@ def connector_configs(transfer: "KVTransferConfig | None") -> list[ConnectorConf
 def own_settings(transfer: "KVTransferConfig | None") -> Mapping[str, Any] | None:
     """Return the settings of the engine's ``KVFerryConnector``; None for an engine without one."""
     return next((each.settings for each in connector_configs(transfer) if each.name == CONNECTOR), None)
+
+
+def may_be_for_another(transfer: "KVTransferConfig | None") -> bool:
+    """Return whether a request's ``kv_transfer_params`` may be for another connector than ``KVFerryConnector``."""
+    return any(each.name not in (CONNECTOR, TAKES_NO_PARAMS) for each in connector_configs(transfer))
 
 
 def _children(name: str, settings: Mapping[str, Any]) -> Iterator[ConnectorConfig]:

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
-from kvferry.integrations.vllm.connector_configs import own_settings
+from kvferry.integrations.vllm.connector_configs import may_be_for_another, own_settings
 from kvferry.integrations.vllm.streamed_answers import name_holds_in_streams
 from kvferry.peer_log import PeerLog
 
@@ -54,10 +54,11 @@ def check_requests() -> None:
 def check_params(config: Any, params: object, request_id: str, num_prompts: int = 1) -> None:
     """Refuse ``kv_transfer_params`` that no request to an engine with kvferry's connector can have.
 
-    ``config`` is vLLM's ``kv_transfer_config``, in which kvferry's connector may be one of several. Nothing is looked
-    up, and no connection made. Raises :class:`HandoffError`: malformed-message, protocol-mismatch, unsupported for a
-    list of prompts, permission-denied for parameters that no trusted key has signed or, without keys, that name an
-    address to which the engine does not connect.
+    ``config`` is vLLM's ``kv_transfer_config``, in which kvferry's connector may be one of several; parameters that do
+    not name it, and may be for another of them, pass. Nothing is looked up, and no connection made. Raises
+    :class:`HandoffError`: malformed-message, protocol-mismatch, unsupported for a list of prompts, permission-denied
+    for parameters that no trusted key has signed or, without keys, that name an address to which the engine does not
+    connect.
     """
     if not params or (settings := own_settings(config)) is None:
         return
@@ -67,6 +68,8 @@ def check_params(config: Any, params: object, request_id: str, num_prompts: int 
             f"kv_transfer_params are a {type(params).__name__}, not an object.",
             "Check that the router copies the prefill engine's kv_transfer_params whole.",
         )
+    if _is_for_another(config, settings, params):
+        return
     if num_prompts > 1 and (params.get("do_remote_prefill") or params.get("do_remote_decode")):
         raise HandoffError(
             Reason.UNSUPPORTED,
@@ -87,12 +90,21 @@ def check_own_prompt(config: Any, params: Any, request: Any) -> None:
     # vLLM remembers images that it has given to the engine: to refuse such a prompt here would mislead it.
     if not params.get("do_remote_prefill") or request.mm_features or _door_of(settings).is_push:
         return
+    if _is_for_another(config, settings, params):
+        return
     from kvferry.integrations.vllm.scheduler.params import check_prompt, parse_params
 
     parsed = parse_params(params, request.request_id)
     num_tokens, num_held = len(request.prompt_token_ids or ()), parsed.kvferry.num_tokens
     # Which of the two is right, only the engine's cache groups say.
     check_prompt(parsed, request, num_held if num_tokens - 1 <= num_held <= num_tokens else num_tokens)
+
+
+def _is_for_another(config: Any, settings: Mapping[str, Any], params: Mapping[str, Any]) -> bool:
+    """Return whether parameters of a remote prefill are for another connector of the engine, as far as one can tell."""
+    if not params.get("do_remote_prefill") or not may_be_for_another(config):
+        return False
+    return ("transfer_id" if _door_of(settings).is_push else "kvferry") not in params
 
 
 def _check_source(door: _Door, params: Mapping[str, Any], request_id: str) -> None:
