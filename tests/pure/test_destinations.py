@@ -233,6 +233,21 @@ def test_a_destination_that_was_not_met_is_met_anew_over_another_connection(monk
     assert (len(rank.meetings), len(rank.ways)) == (3, 2), "told again: the word may be lost, the connection is not"
 
 
+def test_a_meeting_that_a_fence_of_this_rank_has_interrupted_goes_on_over_the_transport_that_it_has_opened() -> None:
+    """Else the destination would not be told, and read for ten minutes."""
+    rank = Rank()
+    rank.introduce()
+    rank.ways[0].error = TransportError(Reason.CLOSED, "this nixl transport is closed.")
+    rank.advance()
+    assert len(rank.ways) == 2
+    assert rank.destinations.known["d/0", WHERE.epoch].link is rank.ways[1]
+    rank.ways[1].is_made = True
+    rank.advance()
+    assert len(rank.told) == 1
+    [meeting] = rank.meetings
+    assert meeting.result(0.0).error is None
+
+
 def test_meetings_that_are_over_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(destinations, "MAX_MEETINGS", 1)
     rank = Rank()

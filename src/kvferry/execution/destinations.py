@@ -50,13 +50,20 @@ class Meeting:
     can_wait = False
     given_up_at = None
 
-    def __init__(self, job_id: str, link: Connecting | Link, num_bytes: int, tell: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        job_id: str,
+        link: Connecting | Link,
+        num_bytes: int,
+        tell: Callable[[], None],
+        connect_anew: Callable[[], Connecting | Link],
+    ) -> None:
         """``num_bytes`` are those of the destination's introduction."""
         self.job_id, self.num_bytes = job_id, num_bytes
         self.phase = Phase.PREPARING
         self.error: KVFerryError | None = None
         self.began_at = time.monotonic()
-        self._link, self._tell = link, tell
+        self._link, self._tell, self._connect_anew = link, tell, connect_anew
         self._look_at = 0.0
 
     def advance(self, scratch: Scratch, now: float) -> bool:
@@ -68,6 +75,10 @@ class Meeting:
             if self._link.poll() is None:
                 return False
         except KVFerryError as error:
+            if error.reason is Reason.CLOSED:
+                # A fence of this rank's own has closed the transport, and opened another on this thread since.
+                self._link = self._connect_anew()
+                return True
             logger.warning("kvferry: %s failed, so it reads: %s", self.job_id, error, peer=self.job_id)
             self.cancel(error)
         else:
@@ -203,9 +214,10 @@ class Destinations:
             _, forgotten = self.known.popitem(last=False)
             num_bytes -= forgotten.num_bytes
 
-    def connect_anew(self, destination: DestinationRank) -> None:
+    def connect_anew(self, destination: DestinationRank) -> Connecting | Link:
         """Connect for the next push; running pushes keep their connection."""
         destination.route.links[destination.source_index] = self._rank.transports.connect(destination.end_points)
+        return destination.link
 
     def _meet(self, receiver: str, destination: DestinationRank) -> None:
         """Connect to a destination and tell it so; anew where it introduces itself again, as one does that was not told
@@ -227,7 +239,8 @@ class Destinations:
         met = Met(self._epoch, receiver, where.epoch, destination.registration)
         job_id = f"meeting {receiver} {where.epoch} {destination.registration}"
         tell = partial(self._tell_met, where, met)
-        destination.meeting = meeting = Meeting(job_id, destination.link, destination.num_bytes, tell)
+        anew = partial(self.connect_anew, destination)
+        destination.meeting = meeting = Meeting(job_id, destination.link, destination.num_bytes, tell, anew)
         self._meetings.append(meeting)
         self._rank.executor.submit(meeting)
 
