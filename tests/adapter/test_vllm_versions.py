@@ -2,6 +2,8 @@
 
 import importlib
 import logging
+import multiprocessing
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from kvferry.errors import KVFerryError, Reason
 from kvferry.integrations.vllm import plugin, versions
 from kvferry.integrations.vllm.offloading_spec import _check_supported
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_filled_whole
+from kvferry.integrations.vllm.scheduler.lost_ranks import RANK_NAME, RankMonitor
 from kvferry.integrations.vllm.scheduler.offload import check_offloadable
 from kvferry.integrations.vllm.versions import Support, check_version, report_version
 from kvferry.layout.group import CacheKind
@@ -205,3 +208,41 @@ def test_a_model_with_states_needs_whole_blocks_where_vllm_clears_no_part() -> N
 def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """Let an import of this module fail."""
     monkeypatch.setitem(importlib.import_module("sys").modules, module, None)
+
+
+@pytest.mark.parametrize(
+    ("executor", "expected"),
+    [
+        (None, False),
+        (SimpleNamespace(is_failed=False), False),
+        (SimpleNamespace(is_failed=False, shutting_down=True), True),
+        (SimpleNamespace(is_failed=True, shutting_down=True), False),
+    ],
+    ids=["none", "works", "ends", "has lost a rank"],
+)
+def test_an_executor_ends_its_ranks_in_order_where_none_has_failed(executor: object, expected: bool) -> None:
+    """Its own monitor ends them too, where one has."""
+    engine = versions.Engine()
+    engine._core = SimpleNamespace(model_executor=executor)
+    assert engine.ends_ranks is expected
+
+
+def test_the_monitor_of_ranks_asks_the_core_that_builds_the_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Core:
+        model_executor = SimpleNamespace(is_failed=False)
+
+        def build(self) -> RankMonitor | None:
+            return RankMonitor.of_this_process()
+
+    monkeypatch.setattr("vllm.v1.engine.core.EngineCore", Core)
+    rank = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), name=RANK_NAME + "0", daemon=True)
+    rank.start()
+    core = Core()
+    monitor = core.build()
+    assert monitor is not None
+    assert not monitor._ends_ranks()
+    core.model_executor.shutting_down = True
+    assert monitor._ends_ranks()
+    monitor.close()
+    rank.kill()
+    rank.join()

@@ -69,6 +69,20 @@ def test_one_rank_exits_with_an_error_and_the_others_are_killed(
     assert f"a rank of this engine has exited with status {status}" in caplog.text
 
 
+def test_a_rank_that_fails_while_vllm_ends_the_ranks_ends_no_other(
+    ranks: list[BaseProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have a few seconds to close what they have opened; vLLM ends them before it closes the connector."""
+    failing: BaseProcess = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,), daemon=True)
+    failing.start()
+    monitor = RankMonitor([*ranks, failing], ends_ranks=lambda: True)
+    failing.join(SECONDS)
+    time.sleep(0.3)
+    assert all(rank.is_alive() for rank in ranks)
+    monitor.close()
+    assert not caplog.messages
+
+
 def test_a_closed_monitor_kills_nobody(ranks: list[BaseProcess]) -> None:
     RankMonitor(ranks).close()
     ranks[0].kill()

@@ -305,6 +305,15 @@ class Engine:
         return bool(self._core.vllm_config.shutdown_timeout > 0)
 
     @property
+    def ends_ranks(self) -> bool:
+        """Whether the core's executor ends its ranks without one having failed; any thread may ask.
+
+        It notes a failure before it ends the other ranks.
+        """
+        executor = getattr(self._core, "model_executor", None)
+        return bool(getattr(executor, "shutting_down", False)) and not getattr(executor, "is_failed", False)
+
+    @property
     def num_requests(self) -> int:
         """How many requests the core has not finished; any thread may ask, also before the core has its scheduler."""
         scheduler = getattr(self._core, "scheduler", None)

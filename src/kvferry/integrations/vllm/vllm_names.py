@@ -349,6 +349,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "EngineCore.add_lora(lora_request) -> bool",
         "EngineCore.collective_rpc(method, timeout, args) -> list[_R]",
         "EngineCore.get_weight_version() -> str",
+        "EngineCore.model_executor",
         "EngineCore.scheduler",
         "EngineCore.vllm_config",
         "EngineCoreProc.input_queue",
@@ -356,6 +357,10 @@ USED: Mapping[str, tuple[str, ...]] = {
         "EngineShutdownState.RUNNING",
     ),
     "vllm.v1.engine.input_processor": ("InputProcessor.vllm_config",),
+    "vllm.v1.executor.multiproc_executor": (
+        "MultiprocExecutor.is_failed",
+        "MultiprocExecutor.shutting_down",
+    ),
     "vllm.v1.kv_cache_interface": (
         "AttentionSpec.block_size",
         "AttentionSpec.dtype",

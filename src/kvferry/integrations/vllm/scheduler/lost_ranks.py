@@ -12,9 +12,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+
+from kvferry.integrations.vllm.versions import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -28,21 +30,26 @@ PAUSE_SECONDS = 0.01
 class RankMonitor:
     """Watches the ranks that this process has started, on a thread; kills all of them when one has failed.
 
-    A rank has failed when a signal has ended it, or when its exit status is not 0. Ranks that exit with status 0, as in
-    a shutdown, are let alone. Ranks of other hosts, and those that another process has started, are not watched.
+    A rank has failed when a signal has ended it, or when its exit status is not 0, unless vLLM ``ends_ranks``: it does
+    before it closes the connector, and kills those that take too long. Ranks that exit with status 0 are let alone.
+    Ranks of other hosts, and those that another process has started, are not watched.
     """
 
-    def __init__(self, ranks: Sequence[BaseProcess]) -> None:
-        self._ranks = list(ranks)
+    def __init__(self, ranks: Sequence[BaseProcess], ends_ranks: Callable[[], bool] = lambda: False) -> None:
+        self._ranks, self._ends_ranks = list(ranks), ends_ranks
         self._stop: int | None = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, args=(self._stop,), name="kvferry-ranks", daemon=True)
         self._thread.start()
 
     @classmethod
     def of_this_process(cls) -> "RankMonitor | None":
-        """Watch the ranks among the child processes of this process, vLLM's scheduler; None where there are none."""
+        """Watch the ranks among the child processes of this process, vLLM's scheduler; None where there are none.
+
+        The caller is the constructor of a connector, as for :class:`Engine`.
+        """
         ranks = [child for child in multiprocessing.active_children() if child.name.startswith(RANK_NAME)]
-        return cls(ranks) if ranks else None
+        engine = Engine()
+        return cls(ranks, lambda: engine.ends_ranks) if ranks else None
 
     def close(self) -> None:
         """Stop watching; twice is fine."""
@@ -60,7 +67,7 @@ class RankMonitor:
                 return
             for sentinel in ended:
                 assert isinstance(sentinel, int)
-                if status := _status_of(living.pop(sentinel)):
+                if (status := _status_of(living.pop(sentinel))) and not self._ends_ranks():
                     self._kill(list(living.values()), status)
                     return
 
