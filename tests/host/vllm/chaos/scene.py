@@ -304,11 +304,14 @@ def log_lines(sides: Iterable[Side], router: Server | None) -> Iterator[str]:
 def make_side(
     moves: dict[str, Any], pool: EnginePool, folder: Path, name: str, like: str, address: str, cache_bytes: int
 ) -> Side:
-    """Return a side whose engine is like one of the pool, but moves caches otherwise, at an address of its own."""
+    """Return a side whose engine is like one of the pool, but moves caches otherwise, at an address of its own.
+
+    The engine holds no answer for a next turn: nothing may be left of a request.
+    """
     settings = pool.settings(like)
     watch_file = folder / f"{name}.under-way"
     connector = {
-        **settings.connector_settings,
+        **{name: value for name, value in settings.connector_settings.items() if name != "turn_seconds"},
         **moves,
         "lease_seconds": LEASE_SECONDS,
         "load_timeout_seconds": LOAD_SECONDS,

@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.chaos]
 
 MODES = ("pull", "push")
 NAMES = ("prefill-a", "prefill-b", "decode-a", "decode-b")
-MIDDLEWARE = "kvferry.integrations.vllm"
-MIDDLEWARES = (f"{MIDDLEWARE}.readiness.Readiness", f"{MIDDLEWARE}.failed_loads.FailedLoadAnswers")
+READINESS = "kvferry.integrations.vllm.readiness.Readiness"
+"""The engine of the pool brings the other middleware, which explains failed loads."""
 # As docs/failures.md tells operators: the router notices within the time that a draining engine gives it.
 HEALTH = ("--health-check-endpoint", "/ready", "--health-check-interval-secs", "5")
 HEALTH += ("--health-failure-threshold", "2", "--health-success-threshold", "1", "--disable-circuit-breaker")
@@ -145,13 +145,11 @@ def one_side(name: str, mode: str, pool: EnginePool, folder: Path) -> Side:
     moves = {"mode": mode, "transport": "cma"}
     side = make_side(moves, pool, folder, name, "gqa-tp1", "127.0.0.1", CACHE_BYTES)
     seconds = {name: CONNECTOR_SETTINGS[name] for name in ("lease_seconds", "load_timeout_seconds")}
-    # Answers are not held for a next turn: nothing may be left of a request.
-    given = {name: value for name, value in side.settings.connector_settings.items() if name != "turn_seconds"}
     settings = replace(
         side.settings,
-        connector_settings={**given, **seconds},
+        connector_settings={**side.settings.connector_settings, **seconds},
         cores=LAST_CORE if name.endswith("b") else None,
-        arguments=(*side.settings.arguments, *(part for each in MIDDLEWARES for part in ("--middleware", each))),
+        arguments=(*side.settings.arguments, "--middleware", READINESS),
     )
     return replace(side, settings=settings)
 
