@@ -559,7 +559,7 @@ def test_a_destination_is_met_while_transfers_never_pause_and_one_that_does_not_
     executor.submit(load_of(lambda: [Source(1).read(endless)], job_id="endless"))
     wait_until(lambda: "data" in endless.submitted)
     began_at = time.monotonic()
-    executor.submit(Meeting("meeting", connection, 0, told.set))  # type: ignore[arg-type]
+    executor.submit(Meeting("meeting", connection, 0, told.set, lambda: connection))  # type: ignore[arg-type]
     wait_until(lambda: connection.num_looks >= 5)
     assert connection.num_looks <= (time.monotonic() - began_at) / LOOK_SECONDS + 1
     assert not told.is_set()
