@@ -65,6 +65,11 @@ class RawPeer:
         self._threads = [threading.Thread(target=self._run)]
         self._threads[0].start()
 
+    @property
+    def num_connections(self) -> int:
+        """All that were accepted so far."""
+        return len(self._threads) - 1
+
     def _run(self) -> None:
         self._listening.settimeout(0.02)
         while not self._stop.is_set():
@@ -159,6 +164,23 @@ def test_tensorrt_llm_17665_a_lost_message_is_sent_again_and_its_lease_counts_fr
         assert len(set(peer.received)) == 1, "the same question under the same number"
         assert len(peer.received) >= 3
         assert exchange.sent_at <= peer.received_at[0], "not the sending that was answered"
+
+
+def test_a_connection_that_brings_nothing_is_made_anew(
+    client: Client, resend_soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As after a network failure, when TCP waits before it sends again.
+    monkeypatch.setattr(client_module, "SILENT_SECONDS", 0.3)
+
+    def answer_later_connections(number: int, message: bytes) -> list[Frame]:
+        return [Frame(number, encode(Noted(8)))] if peer.num_connections > 1 else []
+
+    with RawPeer(answer_later_connections) as peer:
+        client.send(HOST, peer.port, Release(8, ()), timeout_seconds=20)
+        assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
+        client.send(HOST, peer.port, Release(8, ()), timeout_seconds=20)
+        assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
+        assert peer.num_connections == 2
 
 
 def test_a_peer_that_appears_late_gets_the_message(client: Client) -> None:

@@ -2,6 +2,7 @@
 or an error in time; then every block is free and the next prompts are right.
 """
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
@@ -9,6 +10,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -147,6 +149,23 @@ def wait_until_free(engine: Engine, seconds: float) -> float:
     return time.monotonic() - began_at
 
 
+def wait_until_reached(handoffs: Handoffs, hosts: Hosts) -> None:
+    """Wait until the decode engine's host reaches the prefill engine.
+
+    A kernel that found no neighbour answers "no route to host" for some seconds after the link is back.
+    """
+    reached_by = time.monotonic() + RENEWED_SECONDS
+    address = urlsplit(handoffs.prefill.server.url)
+    with hosts[1].entered():
+        while True:
+            try:
+                socket.create_connection((address.hostname, address.port), timeout=1.0).close()
+                return
+            except OSError:
+                assert time.monotonic() < reached_by, "the hosts do not reach each other again"
+                time.sleep(0.1)
+
+
 @over(PAIRS)
 def test_tokens_are_those_of_one_engine_alone(handoffs: Handoffs, reference: Reference) -> None:
     is_push = handoffs.pair.name.startswith("push")
@@ -197,6 +216,7 @@ def test_a_link_that_stays_cut_fails_loads_in_time_and_every_block_comes_back(
     assert all(error.startswith("500") for error in errors), errors
     check_answers(found, handoffs.pair, reference)
     seconds = wait_until_free(handoffs.prefill, RENEWED_SECONDS)
+    wait_until_reached(handoffs, hosts)
     print(
         f"{handoffs.pair.name}, {fault}: failed after {failed_at - cut_at:.1f} s, decode blocks free after "
         f"{free_at - cut_at:.1f} s, prefill blocks {seconds:.1f} s after the link was back"
@@ -215,6 +235,7 @@ def test_a_wire_of_20_ms_that_loses_a_packet_of_a_hundred_slows_loads(
         print(f"{handoffs.pair.name}: {time.monotonic() - began_at:.1f} s, {wire.num_lost} packets lost")
         assert wire.num_lost > 5
     check_tokens(answers, handoffs.pair.model, OVER_A_LOSSY_WIRE, reference)
+    wait_until_reached(handoffs, hosts)
     check_wave(handoffs, NEXT, reference)
 
 

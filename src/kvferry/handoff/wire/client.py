@@ -29,6 +29,12 @@ from kvferry.peer_log import PeerLog
 logger = PeerLog(logging.getLogger(__name__))
 
 RESEND_SECONDS = 2.0
+SILENT_SECONDS = 4.0
+"""After a question, on a connection that brings nothing: then the client connects anew.
+
+After a network failure TCP sends again only after a pause that is as long as the failure was; a new connection works at
+once.
+"""
 SECOND = 1.0
 IDLE_SOCKET_SECONDS = 120.0
 MAX_SOCKETS = 4096
@@ -76,6 +82,8 @@ class _Link(msgspec.Struct, eq=False):
     untried: list[str] = []
     """Addresses that the present attempt to connect has left."""
     connection: Connection | None = None
+    heard_at: float = 0.0
+    """When the connection last brought bytes, or was begun or opened."""
     num_failures: int = 0
     is_waiting: bool = False
     """Whether a look-up or a timer leads to the next attempt to connect."""
@@ -83,6 +91,12 @@ class _Link(msgspec.Struct, eq=False):
     @property
     def server(self) -> tuple[str, int, bool]:
         return self.host, self.port, self.is_trusted
+
+    def is_silent(self, exchange: Exchange, now: float) -> bool:
+        """Whether the connection has brought nothing for too long since a question was sent on it."""
+        if self.connection is None or not self.connection.is_open or not exchange.sent_at:
+            return False
+        return now - max(exchange.sent_at, self.heard_at) >= SILENT_SECONDS
 
 
 class Client:
@@ -331,6 +345,7 @@ class Client:
                 logger.debug("kvferry client: cannot connect to %s:%d: %s", address, link.port, error)
                 continue
             self._selector.register(link.connection.socket, link.connection.events, link)
+            link.heard_at = time.monotonic()
             for number in list(link.awaiting):
                 self._put(link, number)
             return
@@ -345,6 +360,7 @@ class Client:
         connection = link.connection
         if connection is None:
             return
+        was_open, num_received = connection.is_open, connection.num_received
         try:
             if connection.advance():
                 if (frame := connection.take()) is not None:
@@ -352,6 +368,8 @@ class Client:
                 connection.send()
                 if connection.has_more:
                     self._unserved.append(link)
+                if not was_open or frame is not None or connection.num_received != num_received:
+                    link.heard_at = time.monotonic()
                 self._note_bytes(link, connection.num_received)
             self._selector.modify(connection.socket, connection.events, link)
         except Exception as error:
@@ -420,6 +438,8 @@ class Client:
                 if link.connection is not None:
                     self._put(link, number)
                     self._serve(link)
+                if link.is_silent(exchange, now):
+                    self._fail(link, TimeoutError(f"no answer in {SILENT_SECONDS:g} s"))
         late = [exchange for exchange in self._without_link if now >= exchange.deadline]
         self._without_link = [exchange for exchange in self._without_link if now < exchange.deadline]
         for exchange in late:
