@@ -182,6 +182,7 @@ class Greeting:
             raise OSError(number, os.strerror(number))
         try:
             if not self._is_shut_down:
+                self._socket.getpeername()  # fails while connecting: a shutdown would end the attempt with ECONNRESET
                 self._socket.shutdown(socket.SHUT_WR)
                 self._is_shut_down = True
             self._socket.recv(1)
