@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvferry.handoff.wire.trust import Trust
 from kvferry.testing.transport_peer import PeerProcess, pattern
 from kvferry.testing.transport_suite import Pair, many_offsets, open_pair
 from kvferry.transport import mooncake, mooncake_engine
-from kvferry.transport.mooncake import MooncakeEndPoint, MooncakeTransport
+from kvferry.transport.mooncake import Greeting, MooncakeEndPoint, MooncakeTransport
 from kvferry.transport.mooncake_engine import LOOPBACK
 from kvferry.transport.protocol import Direction, Region, Status, reach
 
@@ -346,3 +347,23 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.reason is Reason.TRANSPORT_UNAVAILABLE
     assert "0.3.130" in error.message
     assert "0.3.13.post1" in error.remedy
+
+
+def test_a_check_of_a_peer_waits_while_it_connects() -> None:
+    # A full queue of connections leaves the next one where a slow wire does: begun, and not yet accepted by the kernel.
+    with ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        listening.settimeout(20)
+        address = listening.getsockname()
+        stack.enter_context(socket.create_connection(address))
+        greeting = Greeting(*address)
+        stack.callback(greeting.close)
+        assert not greeting.is_over()
+        assert not greeting.is_over()
+        for _ in range(2):
+            peer, _ = listening.accept()
+            peer.close()
+        until = time.monotonic() + 20
+        while not greeting.is_over():
+            assert time.monotonic() < until
+            greeting.wait(0.1)
