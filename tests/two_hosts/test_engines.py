@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ..host.vllm.handoffs import (
     random_prompts,
 )
 from ..virtual_network import Hosts, make_hosts
+from ..waits import wait_until
 from .engines import DEADLINE_SECONDS, FENCE_SECONDS, LEASE_SECONDS, Answer, PoolOnHosts, asked, handoffs_of, loading
 from .network_faults import dropped, known_as, lossy, no_way, unplugged
 
@@ -154,16 +155,15 @@ def wait_until_reached(handoffs: Handoffs, hosts: Hosts) -> None:
 
     A kernel that found no neighbour answers "no route to host" for some seconds after the link is back.
     """
-    reached_by = time.monotonic() + RENEWED_SECONDS
     address = urlsplit(handoffs.prefill.server.url)
+
+    def is_reached() -> bool:
+        with suppress(OSError), socket.create_connection((address.hostname, address.port), timeout=1.0):
+            return True
+        return False
+
     with hosts[1].entered():
-        while True:
-            try:
-                socket.create_connection((address.hostname, address.port), timeout=1.0).close()
-                return
-            except OSError:
-                assert time.monotonic() < reached_by, "the hosts do not reach each other again"
-                time.sleep(0.1)
+        wait_until(is_reached, "the hosts do not reach each other again", seconds=RENEWED_SECONDS)
 
 
 @over(PAIRS)
@@ -235,7 +235,6 @@ def test_a_wire_of_20_ms_that_loses_a_packet_of_a_hundred_slows_loads(
         print(f"{handoffs.pair.name}: {time.monotonic() - began_at:.1f} s, {wire.num_lost} packets lost")
         assert wire.num_lost > 5
     check_tokens(answers, handoffs.pair.model, OVER_A_LOSSY_WIRE, reference)
-    wait_until_reached(handoffs, hosts)
     check_wave(handoffs, NEXT, reference)
 
 
