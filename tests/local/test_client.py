@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.messages import Answer, Handle, Noted, Question, Refusal, Release, encode
+from kvferry.handoff.messages import MAX_REQUESTS_PER_MESSAGE, Answer, Handle, Noted, Question, Refusal, Release, encode
 from kvferry.handoff.wire import client as client_module
 from kvferry.handoff.wire.client import Client, ask
 from kvferry.handoff.wire.connection import Connection, Frame
@@ -181,6 +181,26 @@ def test_a_connection_that_brings_nothing_is_made_anew(
         client.send(HOST, peer.port, Release(8, ()), timeout_seconds=20)
         assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
         assert peer.num_connections == 2
+
+
+def test_a_connection_that_has_not_taken_all_questions_is_not_made_anew(
+    client: Client, resend_soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a slow network: a new connection would begin again with the first question.
+    monkeypatch.setattr(client_module, "SILENT_SECONDS", 0.3)
+    question = Release(8, tuple(Handle(str(index), 1 << 60) for index in range(MAX_REQUESTS_PER_MESSAGE)))
+    num_questions = (16 << 20) // len(encode(question))
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        listening.bind((HOST, 0))
+        listening.listen()
+        listening.settimeout(20)
+        for _ in range(num_questions):
+            client.send(HOST, listening.getsockname()[1], question, timeout_seconds=20)
+        with closing(listening.accept()[0]):
+            listening.settimeout(2.0)
+            with pytest.raises(TimeoutError):
+                listening.accept()
 
 
 def test_a_peer_that_appears_late_gets_the_message(client: Client) -> None:

@@ -82,8 +82,6 @@ class _Link(msgspec.Struct, eq=False):
     untried: list[str] = []
     """Addresses that the present attempt to connect has left."""
     connection: Connection | None = None
-    heard_at: float = 0.0
-    """When the connection last brought bytes, or was begun or opened."""
     num_failures: int = 0
     is_waiting: bool = False
     """Whether a look-up or a timer leads to the next attempt to connect."""
@@ -93,10 +91,14 @@ class _Link(msgspec.Struct, eq=False):
         return self.host, self.port, self.is_trusted
 
     def is_silent(self, exchange: Exchange, now: float) -> bool:
-        """Whether the connection has brought nothing for too long since a question was sent on it."""
-        if self.connection is None or not self.connection.is_open or not exchange.sent_at:
+        """Whether the connection has brought nothing for too long since a question was sent on it.
+
+        While the server has not taken all that was put, :meth:`Connection.count_second` bounds its time instead.
+        """
+        connection = self.connection
+        if connection is None or not connection.is_open or connection.num_unsent:
             return False
-        return now - max(exchange.sent_at, self.heard_at) >= SILENT_SECONDS
+        return now - max(exchange.sent_at, connection.heard_at) >= SILENT_SECONDS
 
 
 class Client:
@@ -345,7 +347,6 @@ class Client:
                 logger.debug("kvferry client: cannot connect to %s:%d: %s", address, link.port, error)
                 continue
             self._selector.register(link.connection.socket, link.connection.events, link)
-            link.heard_at = time.monotonic()
             for number in list(link.awaiting):
                 self._put(link, number)
             return
@@ -360,7 +361,6 @@ class Client:
         connection = link.connection
         if connection is None:
             return
-        was_open, num_received = connection.is_open, connection.num_received
         try:
             if connection.advance():
                 if (frame := connection.take()) is not None:
@@ -368,8 +368,6 @@ class Client:
                 connection.send()
                 if connection.has_more:
                     self._unserved.append(link)
-                if not was_open or frame is not None or connection.num_received != num_received:
-                    link.heard_at = time.monotonic()
                 self._note_bytes(link, connection.num_received)
             self._selector.modify(connection.socket, connection.events, link)
         except Exception as error:
@@ -439,7 +437,7 @@ class Client:
                     self._put(link, number)
                     self._serve(link)
                 if link.is_silent(exchange, now):
-                    self._fail(link, TimeoutError(f"no answer in {SILENT_SECONDS:g} s"))
+                    self._fail(link, TimeoutError(f"it has brought nothing for {SILENT_SECONDS:g} s"))
         late = [exchange for exchange in self._without_link if now >= exchange.deadline]
         self._without_link = [exchange for exchange in self._without_link if now < exchange.deadline]
         for exchange in late:

@@ -8,6 +8,7 @@ import resource
 import selectors
 import socket
 import ssl
+import time
 from collections import deque
 from contextlib import suppress
 from struct import Struct
@@ -64,6 +65,8 @@ class Connection:
         self._received = bytearray()
         self._unsent: deque[memoryview] = deque()
         self.num_unsent = 0
+        self.heard_at = 0.0
+        """When the connection was opened, or last brought bytes, by the monotonic clock."""
         self._seconds = 0
         # TLS shows no certificate that it does not trust, and none any more after an alert.
         self._peers_name = "one that TLS does not show"
@@ -108,7 +111,7 @@ class Connection:
                 return False
         if self._keys is not None and not self._shake_hands(self._keys):
             return False
-        self.is_open, self.wants_write = True, bool(self._unsent)
+        self.is_open, self.wants_write, self.heard_at = True, bool(self._unsent), time.monotonic()
         return True
 
     def put(self, frame: Frame) -> None:
@@ -265,6 +268,7 @@ class Connection:
         if not data:
             raise ConnectionError("the peer has closed the connection")
         self._received += data
+        self.heard_at = time.monotonic()
 
     def _has_whole_frame(self) -> bool:
         if len(self._received) < _HEADER.size:
