@@ -32,8 +32,7 @@ RESEND_SECONDS = 2.0
 SILENT_SECONDS = 4.0
 """After a question, on a connection that brings nothing: then the client connects anew.
 
-After a network failure TCP sends again only after a pause that is as long as the failure was; a new connection works at
-once.
+After a network failure TCP may pause for as long again as the failure lasted; a new connection works at once.
 """
 SECOND = 1.0
 IDLE_SOCKET_SECONDS = 120.0
