@@ -166,21 +166,63 @@ def test_tensorrt_llm_17665_a_lost_message_is_sent_again_and_its_lease_counts_fr
         assert exchange.sent_at <= peer.received_at[0], "not the sending that was answered"
 
 
-def test_a_connection_that_brings_nothing_is_made_anew(
+def test_a_connection_that_brings_nothing_is_made_anew_with_twice_the_time(
     client: Client, resend_soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As after a network failure, when TCP waits before it sends again.
-    monkeypatch.setattr(client_module, "SILENT_SECONDS", 0.3)
+    # As after a network failure, when TCP waits before it sends again. The second connection's answer takes more than
+    # the first time, and came too late if the time went on from the first connection.
+    monkeypatch.setattr(client_module, "SILENT_SECONDS", 1.0)
+    pauses = [1.3]
 
     def answer_later_connections(number: int, message: bytes) -> list[Frame]:
-        return [Frame(number, encode(Noted(8)))] if peer.num_connections > 1 else []
+        if peer.num_connections == 1:
+            return []
+        time.sleep(pauses.pop() if pauses else 0.0)
+        return [Frame(number, encode(Noted(8)))]
 
     with RawPeer(answer_later_connections) as peer:
-        client.send(HOST, peer.port, Release(8, ()), timeout_seconds=20)
-        assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
-        client.send(HOST, peer.port, Release(8, ()), timeout_seconds=20)
-        assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
+        for _ in range(2):
+            client.send(HOST, peer.port, Release(8, ()), timeout_seconds=20)
+            assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
         assert peer.num_connections == 2
+
+
+def test_a_connection_that_brings_other_answers_is_kept(
+    client: Client, resend_soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "SILENT_SECONDS", 1.0)
+    unanswered: list[int] = []
+
+    def answer_all_but_the_first(number: int, message: bytes) -> list[Frame]:
+        unanswered[:] = unanswered or [number]
+        return [] if number in unanswered else [Frame(number, encode(Noted(8)))]
+
+    with RawPeer(answer_all_but_the_first) as peer:
+        client.send(HOST, peer.port, Release(8, ()), timeout_seconds=20)
+        wait_until(lambda: peer.received)
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            client.send(HOST, peer.port, Release(8, ()), timeout_seconds=20)
+            assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
+        assert peer.num_connections == 1
+
+
+def test_a_connection_that_was_idle_has_the_whole_time_for_an_answer(
+    client: Client, resend_soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "SILENT_SECONDS", 1.0)
+    pauses = [0.3, 0.0]
+
+    def answer(number: int, message: bytes) -> list[Frame]:
+        time.sleep(pauses.pop() if pauses else 0.0)
+        return [Frame(number, encode(Noted(8)))]
+
+    with RawPeer(answer) as peer:
+        for idle_seconds in (0.0, 1.2):
+            time.sleep(idle_seconds)
+            client.send(HOST, peer.port, Release(8, ()), timeout_seconds=20)
+            assert [exchange.answer for exchange in collect(client)] == [Noted(8)]
+        assert peer.num_connections == 1
 
 
 def test_a_connection_that_has_not_taken_all_questions_is_not_made_anew(

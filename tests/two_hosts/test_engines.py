@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvferry.handoff.wire.background import FAILURE_SECONDS
 from kvferry.harness.virtual_hosts import DEVICE, VirtualHost
 
 from ..host.vllm.chaos.relay import Relay, listening_ports
@@ -264,6 +265,7 @@ def test_an_engine_that_advertises_another_address(handoffs: Handoffs, hosts: Ho
         if not is_push:  # an engine that pushes also answers the other engine at its own address
             with no_way(here, there.ipv4):
                 check_fails(handoffs, "NAT without a way for data")
+            time.sleep(FAILURE_SECONDS)  # for so long the failure is the answer to the next load too
         check_wave(handoffs, NEXT, reference)
         assert relay.num_links
     with known_as(here, name, there.ipv4):

@@ -30,10 +30,12 @@ logger = PeerLog(logging.getLogger(__name__))
 
 RESEND_SECONDS = 2.0
 SILENT_SECONDS = 4.0
-"""After a question, on a connection that brings nothing: then the client connects anew.
+"""So long after a question the client gives up a connection that has brought nothing, and connects anew.
 
-After a network failure TCP may pause for as long again as the failure lasted; a new connection works at once.
+After a network failure TCP may pause for as long again as the failure lasted. Since a server or a network may also be
+slow, each further connection without an answer has twice the time of the last one, up to ``MAX_SILENT_SECONDS``.
 """
+MAX_SILENT_SECONDS = 32.0
 SECOND = 1.0
 IDLE_SOCKET_SECONDS = 120.0
 MAX_SOCKETS = 4096
@@ -92,12 +94,13 @@ class _Link(msgspec.Struct, eq=False):
     def is_silent(self, exchange: Exchange, now: float) -> bool:
         """Whether the connection has brought nothing for too long since a question was sent on it.
 
-        While the server has not taken all that was put, :meth:`Connection.count_second` bounds its time instead.
+        While the kernel has not taken all that was put, :meth:`Connection.count_second` bounds the time instead.
         """
         connection = self.connection
         if connection is None or not connection.is_open or connection.num_unsent:
             return False
-        return now - max(exchange.sent_at, connection.heard_at) >= SILENT_SECONDS
+        patience = min(MAX_SILENT_SECONDS, SILENT_SECONDS * (1 << min(self.num_failures, 10)))
+        return now - max(exchange.sent_at, connection.heard_at) >= patience
 
 
 class Client:
@@ -436,7 +439,7 @@ class Client:
                     self._put(link, number)
                     self._serve(link)
                 if link.is_silent(exchange, now):
-                    self._fail(link, TimeoutError(f"it has brought nothing for {SILENT_SECONDS:g} s"))
+                    self._fail(link, TimeoutError("it has brought nothing since a question"))
         late = [exchange for exchange in self._without_link if now >= exchange.deadline]
         self._without_link = [exchange for exchange in self._without_link if now < exchange.deadline]
         for exchange in late:
