@@ -29,9 +29,10 @@ from kvferry.layout.shard import Region, Shard
 from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, Cells, Integrity
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.strided_copy import merge_rows
 
 SEED_BITS = 62
+GAP_BYTES = 1 << 10
+"""Rows with no more bytes between them are read at once: a descriptor more would cost as much as these bytes."""
 
 
 class DigestTable:
@@ -200,6 +201,40 @@ class GroupDigests(NamedTuple):
         return self.cells.grid.num_words(self.kept.kept)
 
 
+class RowsRead(NamedTuple):
+    """How the rows of blocks are read: runs of rows, which lie one behind the other at the reader.
+
+    A run has ``run_words`` words, from block ``first_id`` on; ``to_word`` is where the run begins at the reader.
+    ``word_of_block`` has the first word there of each block's row, in the order of the request.
+    """
+
+    first_id: Integers
+    run_words: Integers
+    to_word: Integers
+    word_of_block: Integers
+    num_words: int
+
+    @classmethod
+    def of(cls, ids: Integers, words_each: int) -> "RowsRead":
+        """Return the reads of rows of ``words_each`` words.
+
+        >>> read = RowsRead.of(np.array([9, 3, 4, 500]), 2)
+        >>> read.first_id.tolist(), read.run_words.tolist(), read.to_word.tolist(), read.word_of_block.tolist()
+        ([3, 500], [14, 2], [0, 14], [12, 0, 2, 14])
+        """
+        order = np.argsort(ids, kind="stable")
+        in_order = ids[order]
+        is_apart = (np.diff(in_order) - 1) * words_each * DIGEST_BYTES > GAP_BYTES
+        first = np.concatenate(([0], np.flatnonzero(is_apart) + 1))[: len(ids)]
+        last = np.append(first[1:], len(ids))[: len(ids)] - 1
+        first_id = in_order[first]
+        run_words = (in_order[last] - first_id + 1) * words_each
+        to_word = np.cumsum(run_words) - run_words
+        word_of_block = np.empty_like(ids)
+        word_of_block[order] = in_order * words_each + np.repeat(to_word - first_id * words_each, last - first + 1)
+        return cls(first_id, run_words, to_word, word_of_block, int(run_words.sum()))
+
+
 class Landing(NamedTuple):
     """Where the stretches of a request are at the destination.
 
@@ -239,26 +274,26 @@ class GroupComparison:
         held = self._stretches.position
         self._first_position = int(held[0]) if len(held) else 0
         self._ids = blocks.source_ids[self._first_position : int(held[-1]) + 1 if len(held) else 0]
+        self._rows = RowsRead.of(self._ids, group.num_words)
         has_row = group.kept.at.open_address and grid.is_open(self._stretches, blocks.last_token)
         self._num_open_words = grid.num_words_each(group.kept.kept) if has_row else 0
         self._prepared: Sequence[ComparedCells] = ()
 
     @property
     def num_words(self) -> int:
-        """The words that the comparison reads: rows of consecutive blocks of the request, and that of its end."""
-        return len(self._ids) * self._group.num_words + self._num_open_words
+        """The words that are read: rows of the request's blocks, those between them, and that of its end."""
+        return self._rows.num_words + self._num_open_words
 
     def rows(self, destination: int) -> Integers:
         """Return rows of source address, destination address and length that read the words."""
-        kept, each = self._group.kept, self._group.num_words * DIGEST_BYTES
-        source = kept.at.address + kept.first_word * DIGEST_BYTES + self._ids * each
-        to = destination + np.arange(len(self._ids), dtype=np.int64) * each
-        rows = merge_rows(np.stack((source, to, np.full(len(to), each)), axis=1))
+        kept, rows = self._group.kept, self._rows
+        begins = kept.at.address + (kept.first_word + rows.first_id * self._group.num_words) * DIGEST_BYTES
+        read = np.stack((begins, destination + rows.to_word * DIGEST_BYTES, rows.run_words * DIGEST_BYTES), axis=1)
         if not self._num_open_words:
-            return rows
+            return read
         length = self._num_open_words * DIGEST_BYTES
         begin = kept.at.open_address + kept.first_open_word * DIGEST_BYTES + int(self._ids[-1]) * length
-        return np.concatenate((rows, [[begin, destination + len(self._ids) * each, length]]))
+        return np.concatenate((read, [[begin, destination + rows.num_words * DIGEST_BYTES, length]]))
 
     def prepare(self) -> None:
         """Choose what a sample compares, while the bytes move: afterwards the request waits for the comparison.
@@ -299,11 +334,11 @@ class GroupComparison:
 
     def _index(self, stretch: Integers, word: Integers) -> Integers:
         """Return where the words of blocks' rows are among those that were read."""
-        found = (self._stretches.position[stretch] - self._first_position) * self._group.num_words + word
+        found = self._rows.word_of_block[self._stretches.position[stretch] - self._first_position] + word
         if self._num_open_words:
             last = stretch == len(self._stretches.block) - 1
             of_stretch = self._group.cells.grid.word_of_stretch(self._group.kept.kept, word[last])
-            found[last] = len(self._ids) * self._group.num_words + of_stretch
+            found[last] = self._rows.num_words + of_stretch
         return found
 
     def _mismatch(self, cells: Cells, wrong: Integers) -> HandoffError:
