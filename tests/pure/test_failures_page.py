@@ -1,4 +1,4 @@
-"""The pages of failures name tests that exist, and a test for every failure and hole that must have one."""
+"""The pages of failures name tests that exist, a test for every failure and hole that must have one, and every code."""
 
 import ast
 import re
@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.errors import Reason
+from kvferry.integrations.vllm.failed_loads import status_of
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/failures-others-had.md").read_text()
 HOLES = (ROOT / "docs/holes-that-were-closed.md").read_text()
+REASONS = (ROOT / "docs/failures.md").read_text().partition("## Reason codes")[2].partition("\n## ")[0]
 ISSUES = (
     *(52234, 24527, 850, 55776, 17665, 1983, 12779, 2433, 16662, 2933, 12313, 14142, 2899, 5431, 7236, 6325, 7834),
     *(3059, 3060, 3989, 39400, 3151, 2368, 10027, 84, 33, 46283, 53095, 32267),
@@ -48,3 +52,9 @@ def test_every_hole_has_a_test_that_is_named_after_it_and_every_such_test_is_lis
         for name in re.findall(r"^def (test_hole_\w+)", text, re.MULTILINE)
     }
     assert written == {*named_tests(HOLES)}
+
+
+def test_every_reason_is_explained_once_with_the_status_of_its_answer() -> None:
+    rows = [line.split("|")[1:3] for line in REASONS.splitlines() if line.startswith("| `")]
+    explained = [(code, int(status)) for codes, status in rows for code in re.findall(r"`([a-z-]+)`", codes)]
+    assert sorted(explained) == sorted((reason.value, status_of(reason).value) for reason in Reason)

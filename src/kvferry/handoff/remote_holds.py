@@ -122,7 +122,7 @@ class RemoteHolds:
         return hold is not None and self._uses[hold].is_renewed
 
     def running_lease(self, request_id: str, now: float) -> Lease:
-        """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-lost)."""
+        """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-expired)."""
         lease = self.lease_of(request_id)
         if lease is None or lease.is_over(now):
             raise lease_lost(request_id)

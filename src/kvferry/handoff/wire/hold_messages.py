@@ -62,7 +62,7 @@ class LeaseKeeper:
             self._release(now)
 
     def running_lease(self, request_id: str) -> Lease:
-        """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-lost)."""
+        """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-expired)."""
         with self._lock:
             return self._holds.running_lease(request_id, time.monotonic())
 
