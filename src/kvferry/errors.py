@@ -1,5 +1,7 @@
 """Errors: a message for people, a remedy, and a stable :class:`Reason` for tests, metrics and peers."""
 
+import difflib
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Self
 
@@ -102,6 +104,17 @@ def helps_to_repeat(reason: Reason) -> bool:
     (True, False)
     """
     return reason in _PASSING
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return a remedy for an unknown name: the nearest known one; where none is near, ``otherwise``, or all of them.
+
+    >>> did_you_mean("cam", ["cma", "nixl"]), did_you_mean("rdma", ["cma", "nixl"])
+    ("Did you mean 'cma'?", 'There are cma, nixl.')
+    """
+    names = list(known)
+    nearest = difflib.get_close_matches(name, names, n=1)
+    return f"Did you mean {nearest[0]!r}?" if nearest else otherwise or f"There are {', '.join(names)}."
 
 
 class KVFerryError(Exception):

@@ -23,7 +23,7 @@ from vllm_router.launch_router import parse_router_args
 from kvferry.cli.main import app
 from kvferry.errors import SettingsError
 from kvferry.handoff.wire.keys import Keys, make_keys
-from kvferry.integrations.vllm import readiness
+from kvferry.integrations.vllm import failed_loads, readiness
 from kvferry.integrations.vllm.plugin import CONNECTORS
 from kvferry.integrations.vllm.settings import Settings, parse_settings
 
@@ -132,7 +132,8 @@ def test_an_engine_is_started_by_flags_and_settings_that_exist(place: str, kind:
     assert described["kv_connector"] in CONNECTORS
     assert described["kv_role"] == ROLES[kind]
     assert arguments.port == PORTS[kind]
-    assert arguments.middleware == [f"{readiness.__name__}.{readiness.Readiness.__name__}"]
+    middleware = [readiness.Readiness, *([failed_loads.FailedLoadAnswers] if kind == "decode" else [])]
+    assert arguments.middleware == [f"{each.__module__}.{each.__qualname__}" for each in middleware]
     # Other hosts reach it, so it must have keys; a port that is not fixed cannot be drained.
     assert settings.keys
     assert settings.port

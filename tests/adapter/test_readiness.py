@@ -1,5 +1,6 @@
 """``GET /ready`` of an API server: what a router or a readiness probe learns of an engine that drains or has ended."""
 
+import shutil
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -81,6 +82,17 @@ def test_one_data_parallel_rank_that_drains_makes_the_api_server_of_all_not_read
     assert ready(client) == READY
     ask_drain(f"127.0.0.1:{roles[1]._server.port}", None, begin=True)
     assert ready(client) == DRAINS
+
+
+def test_an_engine_whose_key_is_replaced_for_the_next_start_stays_ready(make_role: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys)
+    role = make_role(FULL, keys=str(keys), port=free_port())
+    settings = {"port": role._server.port, "keys": str(keys)}
+    assert ready(server(settings)) == READY
+    shutil.rmtree(keys)
+    make_keys(keys)
+    assert ready(server(settings)) == READY
 
 
 def test_an_engine_with_keys_is_asked_with_its_keys(make_role: Any, tmp_path: Path) -> None:

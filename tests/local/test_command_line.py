@@ -321,6 +321,14 @@ def test_an_unknown_command_or_option_is_refused(
     assert hint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("group", ["keys", "tiers"])
+def test_a_group_alone_prints_its_help(
+    group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, group) == 2
+    assert f"kvferry {group} show" in capsys.readouterr().out
+
+
 class TestDrainAndReady:
     """``kvferry drain`` and ``kvferry ready`` ask an engine that somebody has to name rightly."""
 
@@ -344,7 +352,7 @@ class TestDrainAndReady:
     ) -> None:
         error = self.refusal(capsys, monkeypatch, command, f"127.0.0.1:{launch.free_port()}")
         assert error["reason"] == "peer-unreachable"
-        assert "not those of its API server" in error["remedy"]
+        assert "not that of its API server" in error["remedy"]
 
     def test_keys_that_do_not_fit_are_named_as_the_option(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -378,7 +386,7 @@ class TestDrainAndReady:
             error = self.refusal(capsys, monkeypatch, "drain", f"127.0.0.1:{listening.getsockname()[1]}")
             thread.join()
         assert error["reason"] == "malformed-message"
-        assert "not those of its API server" in error["remedy"]
+        assert "not that of its API server" in error["remedy"]
 
 
 @pytest.mark.vllm

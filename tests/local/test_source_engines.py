@@ -590,7 +590,9 @@ def with_large_directory(prefill: PrefillEngine) -> PrefillEngine:
 
 def handshake_ended(decode: DecodeRank, prefill: PrefillEngine) -> background.BackgroundCall[Directory]:
     """Begin a handshake and wait for its end, as a request that was aborted would have it end."""
+    prefill.may_answer.clear()
     assert decode.engines.get(prefill.hold()) is None
+    prefill.may_answer.set()
     handshake = decode.engines._handshakes._known[(*prefill.hold().engine, FIRST_WEIGHTS)]
     handshake._thread.join(20)
     return handshake

@@ -43,6 +43,14 @@ def progress(first: str) -> Iterator[Announce]:
         yield status.update
 
 
+def help_alone(context: typer.Context) -> None:
+    """Print the help of a group of commands that was called without one; a callback of the group."""
+    # Typer's own no_args_is_help prints nothing where a group has no rich markup.
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
 @contextmanager
 def refused(as_json: bool) -> Iterator[None]:
     """Where ``as_json`` asks for JSON, print an error as a JSON object and exit with code 2."""

@@ -13,17 +13,16 @@ from kvferry.handoff.messages import Drain, Draining
 
 ASK_SECONDS = 5.0
 POLL_SECONDS = 0.5
-IN_LOG = "The engine's log has both at its start: 'engine ... at HOST:PORT'."
-NAME_IT = f"Name the engine's settings host and port, and not those of its API server. {IN_LOG}"
+IN_LOG = "The engine's log has it at its start: 'engine ... at HOST:PORT'."
+NAME_IT = f"Name the engine's address for other engines, not that of its API server. {IN_LOG}"
 REMEDIES = {
     Reason.PEER_UNREACHABLE: NAME_IT,
     Reason.MALFORMED_MESSAGE: NAME_IT,
     Reason.PERMISSION_DENIED: "Give --keys a folder that the engine trusts; leave it out where the engine has none.",
 }
 """What to do in place of what an engine would have to do that asked the same."""
-Engine = Annotated[
-    str, typer.Argument(help=f"The engine's settings host and port. {IN_LOG}", metavar="HOST:PORT", show_default=False)
-]
+ENGINE_HELP = f"The engine's address for other engines. {IN_LOG}"
+Engine = Annotated[str, typer.Argument(help=ENGINE_HELP, metavar="HOST:PORT", show_default=False)]
 KeysFolder = Annotated[
     Path | None, typer.Option("--keys", help="A folder of keys that the engine trusts; none for an engine without.")
 ]

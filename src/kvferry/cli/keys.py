@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvferry.cli.console import AsJson, open_console, refused
+from kvferry.cli.console import AsJson, help_alone, open_console, refused
 from kvferry.handoff.wire.keys import Keys, make_keys
 
 keys = typer.Typer(
     name="keys",
-    no_args_is_help=True,
+    invoke_without_command=True,
+    callback=help_alone,
     add_completion=False,
     rich_markup_mode=None,
     help="Make and show the keys with which engines authenticate each other, encrypt their messages, and sign "

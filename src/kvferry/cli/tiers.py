@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvferry.cli.console import AsJson, open_console, refused
+from kvferry.cli.console import AsJson, help_alone, open_console, refused
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.disk.inspection import SegmentReport, existing_directory, inspect, verify
 from kvferry.tiers.disk.segments import Directory, errors_of
@@ -23,7 +23,8 @@ from kvferry.units import format_bytes, format_rate
 
 tiers = typer.Typer(
     name="tiers",
-    no_args_is_help=True,
+    invoke_without_command=True,
+    callback=help_alone,
     add_completion=False,
     rich_markup_mode=None,
     help="Show, verify or clear the blocks that KVFerryOffloadConnector keeps on disk.\n\nDIR is the connector's "

@@ -1,10 +1,9 @@
 """The axes of an attention cache, and the six memory orders of them that vLLM names (vLLM RFC #42082)."""
 
-import difflib
 from collections.abc import Mapping
 from enum import StrEnum
 
-from kvferry.errors import LayoutError, Reason
+from kvferry.errors import LayoutError, Reason, did_you_mean
 
 
 class Axis(StrEnum):
@@ -53,13 +52,8 @@ class NamedLayout(StrEnum):
         if found is not None:
             return found
         # vLLM's earlier names say the order of heads and tokens alone; layers lie outermost.
-        nearest = {"HND": "LBHNC", "NHD": "LBNHC"}.get(name.upper())
-        nearest = nearest or difflib.get_close_matches(name.upper(), cls.__members__, n=1, cutoff=0.0)[0]
-        raise LayoutError(
-            Reason.UNKNOWN_LAYOUT,
-            f"layout {name!r} is unknown.",
-            f"Did you mean {nearest!r}? The layouts are {', '.join(cls)}.",
-        )
+        meant = {"HND": "LBHNC", "NHD": "LBNHC"}.get(name.upper(), name.upper())
+        raise LayoutError(Reason.UNKNOWN_LAYOUT, f"layout {name!r} is unknown.", did_you_mean(meant, cls.__members__))
 
     @property
     def order(self) -> tuple[Axis, ...]:

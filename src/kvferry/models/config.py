@@ -1,13 +1,12 @@
 """A model's Hugging Face ``config.json``, with bounds on every field that is read."""
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvferry.errors import Reason, SettingsError
+from kvferry.errors import Reason, SettingsError, did_you_mean
 
 MAX_CONFIG_BYTES = 1 << 22
 MAX_NUMBER = 1 << 31
@@ -113,8 +112,7 @@ def item_size(dtype: str) -> int:
     """
     found = ITEM_SIZES.get(dtype.removeprefix("torch."))
     if found is None:
-        nearest = difflib.get_close_matches(dtype, ITEM_SIZES, n=1, cutoff=0.0)[0]
-        refuse(f"dtype {_short(dtype)} is unknown.", f"Did you mean {nearest!r}?")
+        refuse(f"dtype {_short(dtype)} is unknown.", did_you_mean(dtype, ITEM_SIZES))
     return found
 
 

@@ -1,6 +1,5 @@
 """Transports by name, and the choice among those that two engines have in common."""
 
-import difflib
 import importlib
 import logging
 from collections import deque
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
+from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError, did_you_mean
 from kvferry.layout.shard import Region
 from kvferry.peer_log import PeerLog
 from kvferry.transport.network import Network, ucx_devices
@@ -238,7 +237,7 @@ def open_transport(name: str, *, network: Network = THIS_HOST_ONLY) -> Transport
 
     >>> open_transport("cam")
     Traceback (most recent call last):
-    kvferry.errors.SettingsError: there is no transport 'cam'. Did you mean 'cma'? ... [unknown-setting]
+    kvferry.errors.SettingsError: there is no transport 'cam'. Did you mean 'cma'? [unknown-setting]
     """
     check_setting(name)
     options: dict[str, Any] = {}
@@ -277,9 +276,4 @@ def check_setting(setting: str) -> None:
     if setting in FACTORIES:
         return
     known = ["auto", *FACTORIES]
-    nearest = difflib.get_close_matches(setting, known, n=1, cutoff=0.0)[0]
-    raise SettingsError(
-        Reason.UNKNOWN_SETTING,
-        f"there is no transport {setting!r}.",
-        f"Did you mean {nearest!r}? There are {', '.join(known)}.",
-    )
+    raise SettingsError(Reason.UNKNOWN_SETTING, f"there is no transport {setting!r}.", did_you_mean(setting, known))

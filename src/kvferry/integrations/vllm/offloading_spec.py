@@ -9,7 +9,6 @@ chunks, so vLLM's hashes name them without a namespace.
 vLLM has no way to report that a copy failed: it asserts success. So an error here ends the engine, with its reason.
 """
 
-import difflib
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -40,7 +39,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvferry.arrays import Addresses, Descriptors, Integers
-from kvferry.errors import Reason, SettingsError, TierError
+from kvferry.errors import Reason, SettingsError, TierError, did_you_mean
 from kvferry.execution.executor import cores_that_do_not_compute
 from kvferry.integrations.vllm.versions import cache_hit_source, check_block_hashes, check_version, report_version
 from kvferry.layout.component import Component, HeadRange
@@ -124,9 +123,8 @@ def _parse_settings(given: Mapping[str, Any]) -> SpecSettings:
             'Use "kv_connector": "KVFerryOffloadConnector", whose blocks any number of ranks can load.',
         )
     for name in given.keys() - {*known, "canonical_layout"}:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         raise SettingsError(
-            Reason.UNKNOWN_SETTING, f"KVFerryOffloadingSpec has no setting {name!r}.", f"Did you mean {nearest!r}?"
+            Reason.UNKNOWN_SETTING, f"KVFerryOffloadingSpec has no setting {name!r}.", did_you_mean(name, known)
         )
     try:
         settings = msgspec.convert(dict(given), SpecSettings)

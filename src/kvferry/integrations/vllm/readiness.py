@@ -6,6 +6,7 @@ as ``kvferry ready`` does. See docs/failures.md.
 """
 
 import asyncio
+import functools
 import json
 import logging
 import time
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.handoff.messages import Drain, Draining
 from kvferry.handoff.wire.client import ask
+from kvferry.handoff.wire.trust import Trust
 from kvferry.integrations.vllm.connector_configs import CONNECTOR, own_settings
-from kvferry.integrations.vllm.settings import control_port, parse_settings, trust_of
+from kvferry.integrations.vllm.settings import Settings, control_port, parse_settings, trust_of
 from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def any_drains(vllm_config: "VllmConfig") -> bool:
             f"{PATH} asks the engine at its setting port, which is 0: the engine takes a free one.",
             'Set "port" to a port of this host.',
         )
-    trust, parallel = trust_of(settings), vllm_config.parallel_config
+    trust, parallel = _trust_of(settings), vllm_config.parallel_config
     first = parallel.data_parallel_index
     for rank in range(first, first + max(parallel.data_parallel_size_local, 1)):
         port = control_port(settings, rank)
@@ -98,6 +100,12 @@ def any_drains(vllm_config: "VllmConfig") -> bool:
         if not isinstance(found, Draining) or found.is_draining:
             return True
     return False
+
+
+@functools.lru_cache(maxsize=1)
+def _trust_of(settings: Settings) -> Trust:
+    """Read the keys once, as the engine does: a key that is replaced is for the engine's next start."""
+    return trust_of(settings)
 
 
 def connector_settings(vllm_config: "VllmConfig") -> dict[str, Any]:

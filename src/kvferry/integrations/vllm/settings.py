@@ -1,6 +1,5 @@
 """Settings of the connector, ``kv_connector_extra_config``, validated when the engine starts."""
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from kvferry.errors import Reason, SettingsError
+from kvferry.errors import Reason, SettingsError, did_you_mean
 from kvferry.handoff.wire.addresses import is_loopback, is_wildcard
 from kvferry.handoff.wire.keys import Keys
 from kvferry.handoff.wire.trust import Trust, as_network
@@ -369,8 +368,7 @@ def converted(extra_config: Mapping[str, Any], kind: type[AnySettings]) -> AnySe
     """
     for key in extra_config:
         if key not in kind.__struct_fields__:
-            nearest = difflib.get_close_matches(key, kind.__struct_fields__, n=1)
-            remedy = f"Did you mean {nearest[0]!r}?" if nearest else _LISTED
+            remedy = did_you_mean(key, kind.__struct_fields__, _LISTED)
             raise SettingsError(Reason.UNKNOWN_SETTING, f"unknown setting {key!r}.", remedy)
     try:
         return msgspec.convert(dict(extra_config), kind)
