@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry.arrays import memory_at
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution.cell_sums import CellSums, DeviceCells
-from kvferry.execution.digests import GAP_BYTES, DigestTable, PairDigests, RowsRead
+from kvferry.execution.digests import MOST_BYTES_EACH, DigestTable, PairDigests, RowsRead
 from kvferry.layout.component import Atom
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.group import TokenShare
@@ -137,23 +137,29 @@ def check_digests(move: Move, selector: int, seed: int) -> None:
             rank.restore(before)
 
 
-def test_rows_that_lie_near_one_another_are_read_at_once() -> None:
-    """Blocks in any order: a read more for each gap of more than ``GAP_BYTES``, and the words of each row are found."""
-    ids, each = np.array([400, 7, 271, 9, 8, 272, 0]), 8
-    read = RowsRead.of(ids, each)
-    assert read.first_id.tolist() == [0, 271, 400]
-    table = np.arange(500 * each)
-    words = np.concatenate(
-        [table[id * each : id * each + n] for id, n in zip(read.first_id, read.run_words, strict=True)]
-    )
-    assert len(words) == read.num_words
-    assert read.to_word.tolist() == [0, 10 * each, 12 * each]
-    for position, block in enumerate(ids):
-        begin = read.word_of_block[position]
-        assert words[begin : begin + each].tolist() == table[block * each : (block + 1) * each].tolist()
-    most = GAP_BYTES // (8 * each)
-    assert [len(RowsRead.of(np.array([0, 1 + between]), each).first_id) for between in (most, most + 1)] == [1, 2]
-    assert RowsRead.of(ids[:0], each).num_words == 0
+@pytest.mark.parametrize(
+    ("ids", "num_reads"),
+    [
+        ([271, 7, 9, 8, 272, 0], 1),
+        ([256 * 3 - 1, 5, 0], 1),
+        ([256 * 3, 5, 0], 3),
+        ([9000, 7, 8, 9, 9001, 0], 4),
+        ([4], 1),
+        ([], 0),
+    ],
+)
+def test_rows_that_lie_close_together_are_read_at_once(ids: list[int], num_reads: int) -> None:
+    """In any order, with what is between them, of at most ``MOST_BYTES_EACH``; each block's words are found."""
+    each = MOST_BYTES_EACH // 8 // 256
+    read = RowsRead(np.array(ids, dtype=np.int64), each)
+    assert len(read.reads()) == num_reads
+    table = np.arange(10_000 * each)
+    words = np.full(read.num_words, -1)
+    for source, to, count in read.reads().tolist():
+        words[to : to + count] = table[source : source + count]
+    found = [words[begin : begin + each].tolist() for begin in read.word_of_block]
+    assert found == [table[block * each : (block + 1) * each].tolist() for block in ids]
+    assert -1 not in words
 
 
 class Two:

@@ -29,10 +29,11 @@ from kvferry.layout.shard import Region, Shard
 from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, Cells, Integrity
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks
+from kvferry.plan.strided_copy import merge_rows
 
 SEED_BITS = 62
-GAP_BYTES = 1 << 10
-"""Rows with no more bytes between them are read at once: a descriptor more would cost as much as these bytes."""
+MOST_BYTES_EACH = 1 << 11
+"""Rows are read at once where these are so many bytes for each, with those between them: a descriptor costs as much."""
 
 
 class DigestTable:
@@ -201,38 +202,33 @@ class GroupDigests(NamedTuple):
         return self.cells.grid.num_words(self.kept.kept)
 
 
-class RowsRead(NamedTuple):
-    """How the rows of blocks are read: runs of rows, which lie one behind the other at the reader.
+class RowsRead:
+    """How the rows of some blocks are read, in the order of the request: at once where they lie close together.
 
-    A run has ``run_words`` words, from block ``first_id`` on; ``to_word`` is where the run begins at the reader.
-    ``word_of_block`` has the first word there of each block's row, in the order of the request.
+    A sample's rows do, whatever the order of the blocks: 8 bytes for each 16 tokens.
     """
 
-    first_id: Integers
-    run_words: Integers
-    to_word: Integers
-    word_of_block: Integers
-    num_words: int
+    def __init__(self, ids: Integers, words_each: int) -> None:
+        self._ids, self._words_each = ids, words_each
+        self._first, end = (int(ids.min()), int(ids.max()) + 1) if len(ids) else (0, 0)
+        self._is_whole = (end - self._first) * words_each * DIGEST_BYTES <= MOST_BYTES_EACH * len(ids)
+        self.num_words = (end - self._first if self._is_whole else len(ids)) * words_each
+        """The words that are read."""
+        at = ids - self._first if self._is_whole else np.arange(len(ids), dtype=np.int64)
+        self.word_of_block: Integers = at * words_each
+        """Which of them is the first one of each block's row."""
 
-    @classmethod
-    def of(cls, ids: Integers, words_each: int) -> "RowsRead":
-        """Return the reads of rows of ``words_each`` words.
+    def reads(self) -> Integers:
+        """Return rows of the first word in the table, the first word at the reader, and the number of words.
 
-        >>> read = RowsRead.of(np.array([9, 3, 4, 500]), 2)
-        >>> read.first_id.tolist(), read.run_words.tolist(), read.to_word.tolist(), read.word_of_block.tolist()
-        ([3, 500], [14, 2], [0, 14], [12, 0, 2, 14])
+        >>> RowsRead(np.array([9, 3, 4]), 2).reads().tolist(), RowsRead(np.array([5000, 3, 4]), 2).reads().tolist()
+        ([[6, 0, 14]], [[10000, 0, 2], [6, 2, 4]])
         """
-        order = np.argsort(ids, kind="stable")
-        in_order = ids[order]
-        is_apart = (np.diff(in_order) - 1) * words_each * DIGEST_BYTES > GAP_BYTES
-        first = np.concatenate(([0], np.flatnonzero(is_apart) + 1))[: len(ids)]
-        last = np.append(first[1:], len(ids))[: len(ids)] - 1
-        first_id = in_order[first]
-        run_words = (in_order[last] - first_id + 1) * words_each
-        to_word = np.cumsum(run_words) - run_words
-        word_of_block = np.empty_like(ids)
-        word_of_block[order] = in_order * words_each + np.repeat(to_word - first_id * words_each, last - first + 1)
-        return cls(first_id, run_words, to_word, word_of_block, int(run_words.sum()))
+        each = self._words_each
+        if self._is_whole:
+            return np.array([[self._first * each, 0, self.num_words]], dtype=np.int64)[: len(self._ids)]
+        counts = np.full(len(self._ids), each, dtype=np.int64)
+        return merge_rows(np.stack((self._ids * each, self.word_of_block, counts), axis=1))
 
 
 class Landing(NamedTuple):
@@ -274,7 +270,7 @@ class GroupComparison:
         held = self._stretches.position
         self._first_position = int(held[0]) if len(held) else 0
         self._ids = blocks.source_ids[self._first_position : int(held[-1]) + 1 if len(held) else 0]
-        self._rows = RowsRead.of(self._ids, group.num_words)
+        self._rows = RowsRead(self._ids, group.num_words)
         has_row = group.kept.at.open_address and grid.is_open(self._stretches, blocks.last_token)
         self._num_open_words = grid.num_words_each(group.kept.kept) if has_row else 0
         self._prepared: Sequence[ComparedCells] = ()
@@ -286,14 +282,14 @@ class GroupComparison:
 
     def rows(self, destination: int) -> Integers:
         """Return rows of source address, destination address and length that read the words."""
-        kept, rows = self._group.kept, self._rows
-        begins = kept.at.address + (kept.first_word + rows.first_id * self._group.num_words) * DIGEST_BYTES
-        read = np.stack((begins, destination + rows.to_word * DIGEST_BYTES, rows.run_words * DIGEST_BYTES), axis=1)
+        kept = self._group.kept
+        begins = (kept.at.address + kept.first_word * DIGEST_BYTES, destination, 0)
+        read = self._rows.reads() * DIGEST_BYTES + np.array(begins, dtype=np.int64)
         if not self._num_open_words:
             return read
         length = self._num_open_words * DIGEST_BYTES
         begin = kept.at.open_address + kept.first_open_word * DIGEST_BYTES + int(self._ids[-1]) * length
-        return np.concatenate((read, [[begin, destination + rows.num_words * DIGEST_BYTES, length]]))
+        return np.concatenate((read, [[begin, destination + self._rows.num_words * DIGEST_BYTES, length]]))
 
     def prepare(self) -> None:
         """Choose what a sample compares, while the bytes move: afterwards the request waits for the comparison.
