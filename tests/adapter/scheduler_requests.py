@@ -35,6 +35,7 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         kv_role: str = "kv_both",
         prefix_caching: bool = True,
         num_ranks: int = 1,
+        num_hosts: int = 1,
         **settings: Any,
     ) -> scheduler_role.SchedulerRole:
         parallel = SimpleNamespace(
@@ -43,6 +44,8 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             data_parallel_index=dp_rank,
             data_parallel_size=1,
             use_ubatching=False,
+            nnodes_within_dp=num_hosts,
+            distributed_executor_backend="mp",
         )
         engine_id, given = f"engine-{len(roles)}", Settings(mode=mode, **settings)
         transfer = SimpleNamespace(

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
@@ -36,6 +37,17 @@ def report(role: Any, rank: int, number: int, *request_ids: str) -> list[tuple[i
     orders = next_step(role).quarantined
     assert not role.has_pending_work()
     return list(orders)
+
+
+@pytest.mark.parametrize(("num_hosts", "host"), [(1, "127.0.0.1"), (2, "203.0.113.1")])
+def test_hole_20_ranks_of_this_host_report_where_the_engine_listens(num_hosts: int, host: str, make_role: Any) -> None:
+    """A host may not reach itself at the address that other hosts are told, such as that of a NAT."""
+    role = make_role(FULL, advertised_host="203.0.113.1", num_hosts=num_hosts)
+    assert role._state.answers_at.host == "203.0.113.1"
+    first = next_step(role).engine.where
+    assert (first.host, first.port, first.epoch) == (host, role._server.port, role._state.epoch)
+    role._state.answers_at = msgspec.structs.replace(role._state.answers_at, epoch=7)
+    assert next_step(role).engine.where.epoch == 7
 
 
 def test_blocks_are_kept_until_no_rank_reports_them(decode: Any) -> None:

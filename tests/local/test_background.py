@@ -97,6 +97,18 @@ def test_calls_that_wait_are_bounded(hanging: Hanging, monkeypatch: pytest.Monke
     assert len(hanging.calls) == 3
 
 
+def test_hole_18_calls_that_nobody_asks_for_any_more_make_room(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the queue was full of calls whose requests had gone, no other call began until the process ended."""
+    monkeypatch.setattr(background, "MAX_RUNNING", 1)
+    monkeypatch.setattr(background, "MAX_WAITING", 2)
+    for key in "abc":
+        assert hanging.hang(key)
+    assert hanging.ask("d") is None
+    hanging.may_end.set()
+    wait_until(lambda: hanging.ask("d") == "d")
+    assert hanging.begun == ["a", "b", "c", "d"]
+
+
 def test_hole_15_a_process_that_can_start_no_thread_fails_the_call_and_nothing_else(
     hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from kvferry.handoff.wire import client as client_module
 from kvferry.handoff.wire.client import Client, ask
 from kvferry.handoff.wire.connection import Connection, Frame
 from kvferry.handoff.wire.server import Server
+from kvferry.handoff.wire.trust import Trust
 
 from ..waits import collect, wait_until
 
@@ -589,6 +590,19 @@ def test_ask_has_one_deadline_for_the_connection_and_the_answer() -> None:
         with pytest.raises(HandoffError, match=r"within 1 s"):
             ask(HOST, mute.getsockname()[1], Release(7, ()), timeout_seconds=1)
         assert 0.9 < time.monotonic() - started_at < 1.8
+
+
+def test_ask_has_one_deadline_for_all_addresses_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(address: str, port: int, data: bytes, trust: Trust, connect_by: float, deadline: float) -> bytes:
+        time.sleep(max(0.0, connect_by - time.monotonic()))
+        raise TimeoutError
+
+    monkeypatch.setattr(client_module, "_ask_address", silent)
+    monkeypatch.setattr(Trust, "addresses", lambda *_: [f"192.0.2.{number}" for number in range(8)])
+    started_at = time.monotonic()
+    with pytest.raises(HandoffError):
+        ask("prefill-0", 5600, Release(7, ()), timeout_seconds=0.5)
+    assert time.monotonic() - started_at < 1.0
 
 
 def test_ask_fails_at_once_where_nothing_listens() -> None:

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -34,7 +35,9 @@ from kvferry.handoff.messages import (
 from kvferry.handoff.push.sender import END, BlockList, Prompt
 from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.client import Exchange
+from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Trust
+from kvferry.layout.shard import encode_shard
 from kvferry.transport.faults import FaultPlan
 
 from ..waits import wait_until
@@ -273,7 +276,7 @@ def test_hole_5_two_decode_replicas_with_one_engine_id_do_not_end_each_others_pu
     for number, receiver in enumerate((one, other, one, other)):
         receiver.receive(sender.hold(), [number], f"x{number}", f"r{number}")
         assert receiver.is_waiting()
-    assert [epoch for _, epoch in source.writer.destinations.known] == [one.epoch, other.epoch]
+    assert [epoch for _, epoch, _ in source.writer.destinations.known] == [one.epoch, other.epoch]
     for number in range(4):
         sender.compute(END, [number], f"x{number}")
     for receiver, blocks in ((one, [0, 2]), (other, [1, 3])):
@@ -369,7 +372,41 @@ def test_the_most_recent_receivers_are_kept(engines: Pairs, monkeypatch: pytest.
     for receiver in (first, others[0], first, others[1]):
         receiver.receive(sender.hold(), [0, 3])
         assert receiver.result().error is None
-    assert [name for name, _ in source.writer.destinations.known] == ["d/0", "f/0"]
+    assert [name for name, _, _ in source.writer.destinations.known] == ["d/0", "f/0"]
+
+
+def test_hole_16_a_stranger_that_takes_a_receivers_name_learns_of_no_push(engines: Pairs) -> None:
+    """The name, the shard and the end points are public. A stranger that came first got the reports of pushes, with
+    their unguessable numbers: with one the stranger had blocks given back that a second rank was still writing.
+    """
+    sender, [receiver] = engines.open(source_tp=2)
+    heard: list[Question] = []
+
+    def hear(question: Question) -> Noted:
+        heard.append(question)
+        return Noted(receiver.epoch)
+
+    with closing(Server(HOST, 0, hear)) as stranger:
+        for source in sender.ranks:
+            taken = Introduce(
+                version=PROTOCOL_VERSION,
+                epoch=source.epoch,
+                receiver="d/0",
+                identity=IDENTITY,
+                sources=tuple(rank.entry.shard for rank in sender.ranks),
+                shard=encode_shard(receiver.rank.shard),
+                end_points=receiver.end_points,
+                answers_at=EndPoint(HOST, stranger.port, receiver.epoch),
+            )
+            for registration in (0, 1 << 40):
+                later = msgspec.structs.replace(taken, registration=registration)
+                assert isinstance(source.writer.answer(later), Noted)
+        for number in range(2):
+            receiver.receive(sender.hold(), [0, 3], f"x{number}", f"r{number}")
+            sender.compute(END, [5, 1], f"x{number}")
+            assert receiver.result().error is None
+            check_arrived(sender, [receiver], [5, 1], [0, 3])
+    assert not heard
 
 
 def test_what_introductions_make_a_sender_keep_is_bounded_in_bytes(
@@ -382,10 +419,10 @@ def test_what_introductions_make_a_sender_keep_is_bounded_in_bytes(
     for name in "abcde":
         stranger = msgspec.structs.replace(introduced, receiver=name, end_points={"none": bytes(1_400_000)})
         assert isinstance(source.writer.answer(stranger), Noted)
-    assert [name for name, _ in source.writer.destinations.known] == ["d", "e"]
+    assert [name for name, _, _ in source.writer.destinations.known] == ["d", "e"]
     again = msgspec.structs.replace(introduced, receiver="d", registration=1, end_points={"none": bytes(2_900_000)})
     source.writer.answer(again)
-    assert [name for name, _ in source.writer.destinations.known] == ["d"]
+    assert [name for name, _, _ in source.writer.destinations.known] == ["d"]
     # The one that was forgotten is asked to introduce itself again.
     receiver.receive(sender.hold(), [0, 3], job_id="s")
     error = receiver.result().error

@@ -68,7 +68,8 @@ class Rank:
         self.executor, self.client = Mock(), Mock(knows_peers=False)
         self.ways: list[Way] = []
         self.now = 0.0
-        parts: list[Any] = [Mock(connect=self._connect), self.executor, HOST, self.client]
+        self.transports = Mock(connect=self._connect)
+        parts: list[Any] = [self.transports, self.executor, HOST, self.client]
         self.destinations = Destinations(OwnRank("p", encode_shard(source), IDENTITY, {}, *parts), EPOCH, meets=meets)
 
     def _connect(self, end_points: dict[str, bytes]) -> Way:
@@ -141,16 +142,40 @@ def test_only_a_later_registration_replaces_a_destination() -> None:
     assert first.link is rank.ways[0]
 
 
+def test_hole_16_an_introduction_in_the_name_of_another_rank_takes_nobodys_place() -> None:
+    """A name and an epoch are in an engine's public directory; the token is for one source alone."""
+    rank = Rank()
+    elsewhere = EndPoint("127.0.0.1", 2, WHERE.epoch)
+    rank.introduce(answers_at=elsewhere)
+    rank.introduce(token=5)
+    rank.introduce(answers_at=elsewhere, registration=1 << 40)
+    rank.introduce(answers_at=elsewhere, registration=1 << 40, token=6)
+    known = rank.destinations.announced(KEY, 0, 5)
+    assert (known.answers_at, known.registration) == (WHERE, 0)
+    assert reason_of(lambda: rank.destinations.announced(KEY, 0, 7)) is Reason.UNKNOWN_REQUEST
+
+
+def test_after_a_fence_of_this_rank_the_next_push_has_a_new_connection() -> None:
+    rank = Rank(meets=False)
+    rank.transports.num_fences = 0
+    rank.introduce()
+    known = rank.destinations.announced(KEY, 0, 0)
+    assert rank.destinations.link(known) is rank.ways[0]
+    rank.transports.num_fences = 1
+    assert rank.destinations.link(known) is rank.ways[1]
+    assert rank.destinations.link(known) is rank.ways[1]
+
+
 def test_an_announcement_counts_for_the_epoch_and_the_registration_that_are_known() -> None:
     rank = Rank()
     rank.introduce(registration=1)
     announced = rank.destinations.announced
-    assert announced(KEY, 1).registration == 1
-    assert reason_of(lambda: announced(KEY, 0)) is Reason.FENCED
-    assert reason_of(lambda: announced(KEY, 2)) is Reason.UNKNOWN_REQUEST
+    assert announced(KEY, 1, 0).registration == 1
+    assert reason_of(lambda: announced(KEY, 0, 0)) is Reason.FENCED
+    assert reason_of(lambda: announced(KEY, 2, 0)) is Reason.UNKNOWN_REQUEST
     for other in ({"receiver": "d/1"}, {"receiver_epoch": 8}):
         key = msgspec.structs.replace(KEY, **other)
-        assert reason_of(lambda key=key: announced(key, 1)) is Reason.UNKNOWN_REQUEST
+        assert reason_of(lambda key=key: announced(key, 1, 0)) is Reason.UNKNOWN_REQUEST
 
 
 def test_a_transfer_of_which_this_rank_has_no_part_is_refused() -> None:
@@ -240,7 +265,7 @@ def test_a_meeting_that_a_fence_of_this_rank_has_interrupted_goes_on_over_the_tr
     rank.ways[0].error = TransportError(Reason.CLOSED, "this nixl transport is closed.")
     rank.advance()
     assert len(rank.ways) == 2
-    assert rank.destinations.known["d/0", WHERE.epoch].link is rank.ways[1]
+    assert rank.destinations.known["d/0", WHERE.epoch, 0].link is rank.ways[1]
     rank.ways[1].is_made = True
     rank.advance()
     assert len(rank.told) == 1
@@ -256,7 +281,7 @@ def test_meetings_that_are_over_make_room_for_others(monkeypatch: pytest.MonkeyP
         assert len(rank.meetings) == number + 1
         rank.introduce(receiver="one more")
         assert len(rank.meetings) == number + 1
-        way = rank.destinations.known[f"d/{number}", WHERE.epoch].link
+        way = rank.destinations.known[f"d/{number}", WHERE.epoch, 0].link
         assert isinstance(way, Way)
         way.is_made = True
         rank.advance()

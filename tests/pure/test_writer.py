@@ -22,6 +22,7 @@ from kvferry.execution.writer import KNOWS_WHAT_MAY_LAND_SINCE, LATE_WORD_SECOND
 from kvferry.handoff.messages import (
     Announce,
     Announced,
+    AnnouncedBlocks,
     EndPoint,
     Pushed,
     PushFailed,
@@ -33,7 +34,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.push import sender
 from kvferry.handoff.push.part import Part, announced_blocks
-from kvferry.handoff.push.sender import END, BlockList, Prompt
+from kvferry.handoff.push.sender import END, MOST_KEPT_TEXT, BlockList, Prompt
 from kvferry.layout.shard import encode_shard
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.match import selector_of
@@ -251,6 +252,36 @@ def test_what_a_push_waits_for_wakes_the_transfer_thread() -> None:
 
 
 # Announcements.
+
+
+def test_hole_17_little_of_a_refused_announcement_is_kept() -> None:
+    """A stranger may have 65,536 refused, each of which names 256 groups of 512 characters: 2 MB in an error."""
+    source = Source()
+    source.announce()
+    blocks = tuple(AnnouncedBlocks(f"\N{GRINNING FACE}{number:0511}", 0, 16, 0, (1,)) for number in range(256))
+    key = msgspec.structs.replace(KEY, number=2)
+    with pytest.raises(HandoffError) as refused:
+        source.writer.answer(msgspec.structs.replace(ANNOUNCEMENT, key=key, blocks=blocks))
+    assert refused.value.reason is Reason.GROUP_MISMATCH
+    assert len(refused.value.message) < 1000
+    outcome = source.writer._sender.outcome(key)
+    assert outcome is not None
+    assert outcome.error is not None
+    assert outcome.error.reason is Reason.GROUP_MISMATCH
+    assert max(map(len, (outcome.error.message, outcome.error.remedy))) <= MOST_KEPT_TEXT
+
+
+def test_hole_19_tokens_that_end_before_they_begin_are_refused() -> None:
+    """Such a push would be open until its deadline, an hour, and give way to nobody."""
+    source = Source()
+    source.announce()
+    blocks = tuple(msgspec.structs.replace(each, first_token=8, end_token=4) for each in ANNOUNCEMENT.blocks)
+    key = msgspec.structs.replace(KEY, number=2)
+    with pytest.raises(HandoffError) as refused:
+        source.writer.answer(msgspec.structs.replace(ANNOUNCEMENT, key=key, blocks=blocks))
+    assert refused.value.reason is Reason.INVALID_REQUEST
+    assert "tokens 8 to 4" in refused.value.message
+    assert len(source.writer._open) == 1
 
 
 @pytest.mark.parametrize("wrong", [{"digest": "of another part"}, {"registration": 7}, {}], ids=str)

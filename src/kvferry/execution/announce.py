@@ -286,6 +286,7 @@ class AwaitedPush:
             integrity=(Integrity.OFF if source.cells is None else source.cells.wanted).value,
             late_seconds=self._request.late_seconds,
             is_sliced=source.cells is not None and source.cells.is_sliced,
+            token=self._announcer.introductions.token(source.answers_at),
         )
 
     def _read_inbox(self, receiving: Receiving) -> bool:

@@ -113,6 +113,8 @@ class DestinationRank:
     """Of the handshake."""
     num_bytes: int
     """Of its introduction."""
+    num_fences: int
+    """Of this rank's transports, before the connection."""
     num_open: int = 0
     """Its open pushes, each of which keeps it."""
     meeting: Meeting | None = None
@@ -150,7 +152,7 @@ class Destinations:
 
     def __init__(self, rank: OwnRank, epoch: int, *, meets: bool) -> None:
         self._rank, self._epoch, self._meets = rank, epoch, meets
-        self.known: Bounded[tuple[str, int], DestinationRank] = Bounded(MAX_DESTINATIONS)
+        self.known: Bounded[tuple[str, int, int], DestinationRank] = Bounded(MAX_DESTINATIONS)
         self._meetings: list[Meeting] = []
 
     def introduce(self, question: Introduce) -> None:
@@ -159,7 +161,7 @@ class Destinations:
         """
         agree(decode=Versions(question.version, question.version))
         compare_identities(self._rank.identity, question.identity)
-        key = question.receiver, question.answers_at.epoch
+        key = question.receiver, question.answers_at.epoch, question.token
         before = self.known.get(key)
         if before is not None and before.registration >= question.registration:
             self._meet(question.receiver, before)
@@ -171,6 +173,7 @@ class Destinations:
                 "Send the prompt again.",
             )
         index = question.sources.index(self._rank.shard)
+        num_fences = self._rank.transports.num_fences
         links = {index: self._rank.transports.connect(question.end_points)}
         route = Route([decode_shard(source) for source in question.sources], decode_shard(question.shard), links)
         # The connection to a former registration is not closed: it ends with the last batch in flight over it.
@@ -182,16 +185,18 @@ class Destinations:
             question.registration,
             question.version,
             _num_bytes(question),
+            num_fences,
         )
         self.known.move_to_end(key)
         self._make_room()
         self._meet(question.receiver, destination)
 
-    def announced(self, key: PushKey, registration: int) -> DestinationRank:
-        """Return the destination of an announcement, which names its registration. Raises :class:`HandoffError`:
-        unknown-request, and fenced for a registration that has ended.
+    def announced(self, key: PushKey, registration: int, token: int) -> DestinationRank:
+        """Return the destination of an announcement, which names its registration and its introduction. Raises
+        :class:`HandoffError`: unknown-request, and fenced for a registration that has ended.
         """
-        destination = self.known.get((key.receiver, key.receiver_epoch))
+        introduced = key.receiver, key.receiver_epoch, token
+        destination = self.known.get(introduced)
         if destination is None:
             raise HandoffError(
                 Reason.UNKNOWN_REQUEST, f"{key.receiver} has not introduced itself.", "Introduce it first."
@@ -204,7 +209,7 @@ class Destinations:
                 f"{destination.registration}.",
                 "Send the prompt again." if is_late else "Introduce it first.",
             )
-        self.known.move_to_end((key.receiver, key.receiver_epoch))
+        self.known.move_to_end(introduced)
         return destination
 
     def _make_room(self) -> None:
@@ -214,8 +219,15 @@ class Destinations:
             _, forgotten = self.known.popitem(last=False)
             num_bytes -= forgotten.num_bytes
 
+    def link(self, destination: DestinationRank) -> Connecting | Link:
+        """Return the connection for the next push: a new one where this rank's own fence has closed a transport."""
+        if destination.num_fences != self._rank.transports.num_fences:
+            return self.connect_anew(destination)
+        return destination.link
+
     def connect_anew(self, destination: DestinationRank) -> Connecting | Link:
         """Connect for the next push; running pushes keep their connection."""
+        destination.num_fences = self._rank.transports.num_fences
         destination.route.links[destination.source_index] = self._rank.transports.connect(destination.end_points)
         return destination.link
 

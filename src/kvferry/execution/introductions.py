@@ -1,7 +1,11 @@
 """What source ranks know of a destination rank: its introduction, and that they have connected to it."""
 
+import hashlib
 import logging
+import secrets
 from collections.abc import Callable
+
+import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.own_rank import OwnRank
@@ -26,6 +30,7 @@ MEET_SECONDS = 2.0
 """How long a load waits until a source has connected to this rank."""
 AVOID_SECONDS = 600.0
 """How long a source that cannot write here is read instead."""
+TOKEN_BYTES, SECRET_BYTES = 7, 32
 MAX_SOURCES = 4096
 """Source ranks to which this rank remembers its introduction."""
 
@@ -41,6 +46,7 @@ class Introductions:
         """How often the rank's memory was registered anew."""
         self._rank, self._answers_at, self._send = rank, answers_at, send
         self._end_points = rank.end_points
+        self._secret = secrets.token_bytes(SECRET_BYTES)
         self._answers: Bounded[EndPoint, Answer | None] = Bounded(MAX_SOURCES)
         self._met: Bounded[int, int] = Bounded(MAX_SOURCES)
         self._meets_by: Bounded[EndPoint, float] = Bounded(MAX_SOURCES)
@@ -60,6 +66,11 @@ class Introductions:
             del self._answers[where]
             raise answer.error()
         return isinstance(answer, Noted)
+
+    def token(self, where: EndPoint) -> int:
+        """Return the number by which a source rank, and no other one, knows this rank's introduction."""
+        of_source = hashlib.blake2b(msgspec.msgpack.encode(where), digest_size=TOKEN_BYTES, key=self._secret)
+        return int.from_bytes(of_source.digest()) or 1
 
     def meets(self, where: EndPoint, sources: tuple[bytes, ...], version: int, now: float) -> bool | None:
         """Return whether a source rank that was introduced has connected to this one and said so; None where it may
@@ -129,6 +140,7 @@ class Introductions:
             end_points=self._end_points,
             answers_at=self._answers_at,
             registration=self.registration,
+            token=self.token(where),
         )
         if (num_bytes := len(encode(introduction))) > MAX_QUESTION_BYTES:
             raise HandoffError(

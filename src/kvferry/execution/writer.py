@@ -268,7 +268,7 @@ class Writer:
     def _announce(self, question: Announce) -> str:
         """Begin a push; return the transport over which alone it writes, empty where that is still open."""
         key = question.key
-        destination = self.destinations.announced(key, question.registration)
+        destination = self.destinations.announced(key, question.registration, question.token)
         plan = destination.plan(question.transfer_id)
         part = Part(plan, question.blocks)
         if part.digest != question.digest:
@@ -307,7 +307,7 @@ class Writer:
                 raise _no_room()
             events = PushEvents(request, self.spans.layers_of) if self._keeps_events else None
         # This connection and no later one, which may be over another transport.
-        link = destination.link
+        link = self.destinations.link(destination)
         self._rank.executor.submit(self._job(request, part, destination, link, events, digests))
         return link.name
 

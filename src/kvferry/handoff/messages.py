@@ -257,7 +257,8 @@ class Introduce(msgspec.Struct, frozen=True, tag="introduce", tag_field="type"):
     ``version`` is that of the handshake with the source's engine.
     ``sources`` are the shards of all ranks of the source's engine, as its directory names them: both ranks plan from
     the same shards. A destination that has registered its memory anew introduces itself again, with a larger
-    ``registration``.
+    ``registration``. Announcements name the introduction by its ``token``, which the destination has made for this
+    source alone: an introduction that somebody else makes in its name does not take its place.
     """
 
     version: Unsigned
@@ -269,6 +270,7 @@ class Introduce(msgspec.Struct, frozen=True, tag="introduce", tag_field="type"):
     end_points: dict[Identifier, Payload]
     answers_at: EndPoint
     registration: Unsigned = 0
+    token: Unsigned = 0
 
 
 class Met(msgspec.Struct, frozen=True, tag="met", tag_field="type"):
@@ -292,7 +294,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     ``integrity`` says which digests the destination compares, with ``is_sliced`` those of slices. ``adapter`` is the
     digest of the weights of the prompt's adapter, empty where there is none and in version 9. For a held prompt the
     ``transfer_id`` is the guard word of its hold, in hexadecimal; a source to which the word may come late waits
-    ``late_seconds`` for it.
+    ``late_seconds`` for it. ``token`` is that of the :class:`Introduce`.
     """
 
     epoch: Unsigned
@@ -308,6 +310,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     adapter: AdapterDigest = ""
     late_seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_LEASE_SECONDS)] = 0.0
     is_sliced: bool = False
+    token: Unsigned = 0
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced", tag_field="type"):

@@ -145,6 +145,8 @@ class TransportSet:
     ) -> None:
         """``open_anew`` opens a transport of this set again, by its name and as it was opened before."""
         self.transports = dict(transports)
+        self.num_fences = 0
+        """How often :meth:`fence` has closed transports: a connection of before is over."""
         self._open_anew = open_anew or open_transport
         self._registered: list[Sequence[Region]] = []
         self._end_points: dict[str, bytes] = {}
@@ -206,6 +208,7 @@ class TransportSet:
                 continue
             opened[name] = transport
         self.transports = opened
+        self.num_fences += 1
         return Fence(dict(self._end_points), tuple(holes))
 
     def close(self) -> None:

@@ -21,6 +21,10 @@ NEVER = 1 << 61
 """A ``multiple_of`` larger than any token: for a state, final only with its prompt, and for a part sent whole."""
 
 
+MOST_NAMES = 500
+"""Characters of a peer's names in an error."""
+
+
 class HeldCut(msgspec.Struct, frozen=True):
     """Tokens of some layers of a cache group, half-open, and the blocks of one rank that hold these tokens."""
 
@@ -51,8 +55,8 @@ class Part:
         if by_group.keys() != plan.groups.keys() or len(by_group) < len(announced):
             raise HandoffError(
                 Reason.GROUP_MISMATCH,
-                f"blocks of cache groups {[blocks.group for blocks in announced]} were announced to a rank that sends "
-                f"{list(plan.groups)}.",
+                f"blocks of cache groups {', '.join(by_group)[:MOST_NAMES]} were announced to a rank that sends "
+                f"{', '.join(plan.groups)}.",
                 "Serve the same model with the same cache settings.",
             )
         self.announced = tuple(by_group[group] for group in plan.groups)
@@ -143,7 +147,15 @@ class Part:
 
 
 def _check_ids(blocks: AnnouncedBlocks, group: CacheGroup) -> None:
-    """Raise :class:`HandoffError` (invalid-request) for blocks of tokens that a cache does not have, or has once."""
+    """Raise :class:`HandoffError` (invalid-request) for blocks that a cache does not have, or has once, and for tokens
+    that end before they begin: such a push would never end.
+    """
+    if blocks.first_token > blocks.end_token:
+        raise HandoffError(
+            Reason.INVALID_REQUEST,
+            f"cache group {blocks.group!r}: tokens {blocks.first_token} to {blocks.end_token} were announced.",
+            "Run the same kvferry version on both sides.",
+        )
     num_before = max(0, blocks.first_token - blocks.block_token) // group.tokens_per_position
     listed = blocks.block_ids[num_before:]
     ids = set(listed)

@@ -211,6 +211,8 @@ MAX_REMEMBERED = 1 << 16
 """Ended transfers and pushes that are remembered, so that a late message cannot begin them again."""
 MAX_REVOKED = 1 << 15
 """Pushes that are remembered as revoked and that nobody has announced."""
+MOST_KEPT_TEXT = 200
+"""Characters of a refusal that are remembered: a stranger may have :data:`MAX_REMEMBERED` announcements refused."""
 REVOKED_SECONDS = 600.0
 """How long the announcement of a push may come after its revocation, and how long no other revocation takes its room:
 revocations of pushes that nobody has announced cost a stranger nothing."""
@@ -380,7 +382,8 @@ class Sender:
     def refuse(self, key: PushKey, error: KVFerryError) -> None:
         """An announcement was refused with ``error``: it never begins, and its revocation is one of a known push."""
         if key not in self._pushes and self.outcome(key) is None:
-            self._outcomes[key] = Outcome(error.without_traceback())
+            kept = HandoffError(error.reason, error.message[:MOST_KEPT_TEXT], error.remedy[:MOST_KEPT_TEXT])
+            self._outcomes[key] = Outcome(kept)
 
     def revoke(self, key: PushKey, now: float) -> bool:
         """Stop a push; return whether no byte of it lands any more: no batch is in flight, and none has failed in a

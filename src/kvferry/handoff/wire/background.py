@@ -137,6 +137,9 @@ class BackgroundCalls(Generic[Key, Found]):
         if known is None or known.is_expired(now):
             self._known = {key: each for key, each in self._known.items() if not each.is_expired(now)}
             if len(self._waiting) >= MAX_WAITING:
+                # Of calls for which nobody asks any more, too: else their places would stay taken.
+                self._start_waiting(now)
+            if len(self._waiting) >= MAX_WAITING:
                 return None
             known = self._known[key] = BackgroundCall(self._name, call, self._wake)
             self._waiting.append(known)

@@ -487,10 +487,11 @@ def ask(
     data = protocol.encode(question)
     addresses = trust.addresses(host, port, is_trusted)
     pause = FIRST_RETRY_SECONDS
-    while (left := deadline - time.monotonic()) > 0:
+    while time.monotonic() < deadline:
         num_refusing = 0
         for turn, address in enumerate(addresses):
-            connect_by = time.monotonic() + left / (len(addresses) - turn)
+            now = time.monotonic()
+            connect_by = now + max(0.0, deadline - now) / (len(addresses) - turn)
             try:
                 answer = protocol.decode_answer(_ask_address(address, port, data, trust, connect_by, deadline))
             except OSError as error:

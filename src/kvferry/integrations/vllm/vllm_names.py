@@ -78,6 +78,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "ParallelConfig.data_parallel_size",
         "ParallelConfig.data_parallel_size_local",
         "ParallelConfig.decode_context_parallel_size",
+        "ParallelConfig.distributed_executor_backend",
         "ParallelConfig.nnodes_within_dp",
         "ParallelConfig.pipeline_parallel_size",
         "ParallelConfig.prefill_context_parallel_size",

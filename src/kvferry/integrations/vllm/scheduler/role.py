@@ -65,7 +65,7 @@ from kvferry.integrations.vllm.versions import Engine, can_name_loaded_groups
 from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -136,6 +136,8 @@ class SchedulerRole:
         self._has_keys = trust.keys is not None
         self._server = Server(settings.host, port, self._answer, self._keep_up, trust.keys)
         state.answers_at = EndPoint(settings.reachable_host, self._server.port, epoch)
+        # A host may not reach itself at the address that others are told.
+        self._own_host = settings.reachable_host if _may_span_hosts(parallel) else settings.host
         assert vllm_config.kv_transfer_config is not None
         parts = PARTS[str(vllm_config.kv_transfer_config.kv_role)]
         self._start_line = f"{settings.mode}, {parts}, {resolved_layout(vllm_config)}"
@@ -252,7 +254,7 @@ class SchedulerRole:
         state.leases.keep()
         step, state.step = state.step, StepMetadata()
         step.computes = bool(output.num_scheduled_tokens)
-        step.engine = EngineEndPoint(state.answers_at, self._secret)
+        step.engine = EngineEndPoint(msgspec.structs.replace(state.answers_at, host=self._own_host), self._secret)
         step.quarantined = self._quarantine.turn(self._loading)
         step.lost = [request_id for request_id in state.leases.take_lost() if request_id in self._loading]
         return step
@@ -550,3 +552,8 @@ def transports_in_words(names: Iterable[str]) -> str:
     'cma on this host, else nixl'
     """
     return ", else ".join("cma on this host" if name == "cma" else name for name in names)
+
+
+def _may_span_hosts(parallel: "ParallelConfig") -> bool:
+    """Return whether ranks of the engine may run on other hosts than its scheduler."""
+    return parallel.nnodes_within_dp > 1 or parallel.distributed_executor_backend == "ray"
