@@ -161,7 +161,7 @@ def refusal(arguments: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("arguments", "reason", "hint"),
     [
-        (f"{SHAPE} --prefill pt=2", Reason.UNKNOWN_SETTING, "'tp'"),
+        (f"{SHAPE} --prefill pt=2", Reason.UNKNOWN_SETTING, "There are tp, "),
         (f"{SHAPE} --decode tp=1,blocksize=32", Reason.UNKNOWN_SETTING, "'block_size'"),
         (f"{SHAPE} --prefill layout=BHLCN", Reason.UNKNOWN_LAYOUT, "'BHLNC'"),
         (f"{SHAPE} --prefill tp=0", Reason.INVALID_SETTING, "above zero"),
