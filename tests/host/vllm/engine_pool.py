@@ -193,7 +193,10 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-push-compiled": ("gqa", {"mode": "push", "layers_per_span": 3, "cores": LAST_CORE} | COMPILED),
     # Waits for a prompt, and for whoever writes, no longer than for this.
     "gqa-push-hasty": ("gqa", {"mode": "push", "load_timeout_seconds": 15.0, "cores": LAST_CORE}),
-    "gqa-push-layers": ("gqa", {"mode": "push", "layers_per_span": 3, "cores": LAST_CORE}),
+    "gqa-push-layers": (
+        "gqa",
+        {"mode": "push", "layers_per_span": 3, "load_failure_policy": "recompute", "cores": LAST_CORE},
+    ),
     "mla-reference": ("mla", {"role": None, "cores": BOTH_CORES}),
     "mla-tp1": ("mla", {}),
     "mla-tp1-other": ("mla", {"load_failure_policy": "recompute", "cores": LAST_CORE}),
@@ -215,7 +218,10 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-push-tp2": ("gemma", {"mode": "push", "tensor_parallel_size": 2, "arguments": CHUNKED}),
     "gemma-push-layers": ("gemma", {"mode": "push", "layers_per_span": 2, "cores": LAST_CORE}),
     "granite-push-tp1": ("granite", {"mode": "push", "prefix_caching": False}),
-    "granite-push-tp2": ("granite", {"mode": "push", "prefix_caching": False, "tensor_parallel_size": 2}),
+    "granite-push-tp2": (
+        "granite",
+        {"mode": "push", "prefix_caching": False, "tensor_parallel_size": 2, "load_failure_policy": "recompute"},
+    ),
     "mla-push-tp1": ("mla", {"mode": "push"}),
     "mla-push-tp2": ("mla", {"mode": "push", "tensor_parallel_size": 2}),
     "gemma-reference": ("gemma", {"role": None, "cores": BOTH_CORES}),

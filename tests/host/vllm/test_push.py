@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.errors import Reason
 from kvferry.harness.engine_metrics import prompt_tokens
 from kvferry.harness.launch import free_port, start_engine, start_router, stop_servers, wait_until_ready
 
@@ -46,6 +47,11 @@ from .pushes import Pushes, bootstrap_address, to_prefill
 pytestmark = pytest.mark.vllm
 
 KILLED_SECONDS = 20.0
+FAILING_PAIRS = (
+    *(pair for pair in PUSH_PAIRS if pair.name in ("push-2-1", "push-granite-2-1", "push-granite-1-2")),
+    Pair("push-recomputes", "gqa-push-tp2", "gqa-push-layers"),
+)
+"""Decode engines of both values of ``kv_load_failure_policy``."""
 FEW = random_prompts(seed=22, count=4, shortest=5, longest=1500)
 
 
@@ -169,16 +175,25 @@ def test_tokens_depend_on_what_is_pushed(pair: Pair, engine_pool: EnginePool, re
     check_tokens([pushes.send(prompt)], pair.model, [prompt], reference)
 
 
-@for_push_pairs("push-2-1")
-def test_a_failed_write_is_an_error_and_nothing_leaks(pair: Pair, engine_pool: EnginePool) -> None:
-    pushes = Pushes.of(pair, engine_pool)
+@over_pairs(FAILING_PAIRS, lambda pair: (pair.prefill, pair.decode))
+def test_a_failed_write_is_an_error_or_is_computed(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
+    """With ``recompute`` the decode engine computes the prompt, its states included, in other blocks; nothing leaks."""
+    pushes, prompt = Pushes.of(pair, engine_pool), random_prompt(32, 700)
+    recomputes = pushes.decode.settings.load_failure_policy == "recompute"
+    before = pushes.decode.prompt_tokens()
     pushes.prefill.set_faults({"fail_after": 0})
     try:
-        with pytest.raises(RequestFailed):
-            pushes.send(random_prompt(32, 700))
+        if recomputes:
+            check_tokens([pushes.send(prompt)], pair.model, [prompt], reference)
+        else:
+            with pytest.raises(RequestFailed):
+                pushes.send(prompt)
     finally:
         pushes.prefill.set_faults(None)
+    assert pushes.decode.loads()[-1]["error"] == Reason.TRANSFER_FAILED.value
+    assert (pushes.decode.prompt_tokens() - before).computed == (len(prompt) if recomputes else 0)
     wait_until_unused([pushes.prefill, pushes.decode])
+    check_tokens([pushes.send(prompt)], pair.model, [prompt], reference)
 
 
 @for_push_pairs("push-2-1", "push-chunked", "push-gemma-2-1")
