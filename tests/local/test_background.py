@@ -97,7 +97,9 @@ def test_calls_that_wait_are_bounded(hanging: Hanging, monkeypatch: pytest.Monke
     assert len(hanging.calls) == 3
 
 
-def test_hole_18_calls_that_nobody_asks_for_any_more_make_room(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hole_18_calls_that_nobody_asks_for_any_more_make_room(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once the queue was full of calls whose requests had gone, no other call began until the process ended."""
     monkeypatch.setattr(background, "MAX_RUNNING", 1)
     monkeypatch.setattr(background, "MAX_WAITING", 2)

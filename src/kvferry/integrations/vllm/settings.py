@@ -203,9 +203,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Seconds,
         about(
             "With `push`, and where held prompts are written: how long the blocks of a failed load wait for a prefill "
-            "engine on another host to confirm that it no longer writes into them; then the rank closes its memory and "
-            "registers it anew, and its other loads fail; where the connection of a write has failed, the rank does "
-            "this at once, but at the earliest this long after it last did so.",
+            "engine on another host to confirm that it writes no more; then a fence closes the rank's memory and opens "
+            "it anew, and its other loads fail.",
             page="decisions/fences.md",
         ),
     ] = 60.0
