@@ -36,6 +36,7 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         prefix_caching: bool = True,
         num_ranks: int = 1,
         num_hosts: int = 1,
+        executor: str = "mp",
         **settings: Any,
     ) -> scheduler_role.SchedulerRole:
         parallel = SimpleNamespace(
@@ -45,7 +46,7 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             data_parallel_size=1,
             use_ubatching=False,
             nnodes_within_dp=num_hosts,
-            distributed_executor_backend="mp",
+            distributed_executor_backend=executor,
         )
         engine_id, given = f"engine-{len(roles)}", Settings(mode=mode, **settings)
         transfer = SimpleNamespace(

@@ -50,6 +50,11 @@ def test_hole_20_ranks_of_this_host_report_where_the_engine_listens(num_hosts: i
     assert next_step(role).engine.where.epoch == 7
 
 
+def test_ranks_that_ray_has_started_report_where_other_hosts_reach_the_engine(make_role: Any) -> None:
+    role = make_role(FULL, advertised_host="203.0.113.1", executor="ray")
+    assert next_step(role).engine.where.host == "203.0.113.1"
+
+
 def test_blocks_are_kept_until_no_rank_reports_them(decode: Any) -> None:
     """Each rank learns that they are kept because of its own report: another's may end before its own is heard."""
     assert report(decode, 0, 1, "d") == [(0, "d")]

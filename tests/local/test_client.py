@@ -605,6 +605,23 @@ def test_ask_has_one_deadline_for_all_addresses_of_a_name(monkeypatch: pytest.Mo
     assert time.monotonic() - started_at < 1.0
 
 
+def test_ask_gives_each_address_of_a_name_an_equal_share_of_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one may be of a network that does not answer."""
+    given: list[float] = []
+
+    def refuse(address: str, port: int, data: bytes, trust: Trust, connect_by: float, deadline: float) -> bytes:
+        given.append((connect_by - time.monotonic()) / 3600.0)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(client_module, "_ask_address", refuse)
+    monkeypatch.setattr(Trust, "addresses", lambda *_: ["192.0.2.1", "192.0.2.2", "192.0.2.3"])
+    with pytest.raises(HandoffError, match="nothing listens"):
+        ask("prefill-0", 5600, Release(7, ()), timeout_seconds=3600.0)
+    assert given == pytest.approx([1 / 3, 1 / 2, 1.0], abs=0.01)
+
+
 def test_ask_fails_at_once_where_nothing_listens() -> None:
     started_at = time.monotonic()
     with pytest.raises(HandoffError, match="nothing listens") as caught:

@@ -29,7 +29,7 @@ from kvferry.transport.end_points import ProcessIdentity, own_identity, parse_st
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.network import Network
 from kvferry.transport.null import NullTransport
-from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
+from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, Transport
 from kvferry.transport.registry import Connecting, Link, TransportSet
 
 from ..waits import wait_until
@@ -526,6 +526,23 @@ def test_a_fence_opens_transports_anew_with_the_same_memory_and_tells_of_holes(c
     assert fence.end_points["cma"] == before["cma"]
     assert bool(fence.holes) is not closes
     assert (former._closed, stays._closed) == (True, False)
+
+
+def test_a_fence_is_counted_once_the_transports_are_open_anew() -> None:
+    """Whoever sees that the count has changed connects, and must not take the former transports."""
+    seen: list[tuple[int, list[Transport]]] = []
+
+    class Watched(TransportSet):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "num_fences":
+                seen.append((value, list(self.transports.values())))
+            super().__setattr__(name, value)
+
+    former, latter = Closing(), Closing()
+    transports = Watched({"nixl": former}, lambda _: latter)
+    transports.register([Region(4096, 4096)])
+    transports.fence()
+    assert seen == [(0, [former]), (1, [latter])]
 
 
 def test_a_connection_that_begins_during_a_fence_fails_as_closed_and_the_next_is_made() -> None:

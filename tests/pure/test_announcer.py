@@ -29,6 +29,8 @@ from kvferry.handoff.messages import (
     Refusal,
     Revoke,
     Revoked,
+    decode_question,
+    encode,
 )
 from kvferry.handoff.wire.client import Exchange
 from kvferry.transport.end_points import ProcessIdentity, own_identity
@@ -553,6 +555,31 @@ def test_a_source_that_says_too_late_that_it_connected_writes_the_next_load_and_
     assert introduced(introductions.MEET_SECONDS + 2.0) is True
     announcer.fence("a test")
     assert introduced(introductions.MEET_SECONDS + 3.0) is None, "it writes again: it is awaited behind a fence"
+
+
+def test_each_source_has_a_token_of_its_own_that_nobody_else_can_compute() -> None:
+    """With another's token a source could introduce itself there in this rank's name; all the rest is public."""
+    both = [Sources(ELSEWHERE, ELSEWHERE) for _ in range(2)]
+    tokens = [each.announcer.introductions.token(rank.answers_at) for each in both for rank in each.ranks]
+    assert len(set(tokens)) == 4
+    sources = both[0]
+    sources.advance(sources.push())
+    assert [question.token for _, _, question in sources.asked(Introduce)] == tokens[:2]
+
+
+@pytest.mark.parametrize("byte", [b"\x00", b"\xff"])
+def test_a_token_is_not_that_of_an_earlier_version_and_fits_into_a_message(
+    byte: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest_of(*_: object, digest_size: int, key: bytes) -> Any:
+        return Mock(digest=lambda: byte * digest_size)
+
+    monkeypatch.setattr(introductions, "hashlib", Mock(blake2b=digest_of))
+    sources = Sources(ELSEWHERE)
+    sources.advance(sources.push())
+    [(_, _, question)] = sources.asked(Introduce)
+    assert question.token
+    assert decode_question(encode(question)) == question
 
 
 @pytest.mark.parametrize("wrong", [{"receiver": "d/1"}, {"receiver_epoch": 8}])

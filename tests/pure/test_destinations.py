@@ -166,6 +166,24 @@ def test_after_a_fence_of_this_rank_the_next_push_has_a_new_connection() -> None
     assert rank.destinations.link(known) is rank.ways[1]
 
 
+def test_a_connection_that_begins_while_this_rank_fences_serves_no_later_push() -> None:
+    """The server's thread connects while the transfer thread closes the transports."""
+    rank = Rank(meets=False)
+    rank.transports.num_fences = 0
+
+    def connect_in_a_fence(end_points: dict[str, bytes]) -> Way:
+        rank.transports.num_fences += 1
+        return rank._connect(end_points)
+
+    rank.transports.connect = connect_in_a_fence
+    rank.introduce()
+    known = rank.destinations.announced(KEY, 0, 0)
+    assert rank.destinations.link(known) is rank.ways[1], "that of the introduction is over"
+    rank.transports.connect = rank._connect
+    assert rank.destinations.link(known) is rank.ways[2], "and so is the next one"
+    assert rank.destinations.link(known) is rank.ways[2]
+
+
 def test_an_announcement_counts_for_the_epoch_and_the_registration_that_are_known() -> None:
     rank = Rank()
     rank.introduce(registration=1)

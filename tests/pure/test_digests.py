@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvferry.arrays import memory_at
 from kvferry.errors import HandoffError, PlanError, Reason
+from kvferry.execution import digests
 from kvferry.execution.cell_sums import CellSums, DeviceCells
 from kvferry.execution.digests import MOST_BYTES_EACH, DigestTable, PairDigests, RowsRead
 from kvferry.layout.component import Atom
@@ -160,6 +161,21 @@ def test_rows_that_lie_close_together_are_read_at_once(ids: list[int], num_reads
     found = [words[begin : begin + each].tolist() for begin in read.word_of_block]
     assert found == [table[block * each : (block + 1) * each].tolist() for block in ids]
     assert -1 not in words
+
+
+@pytest.mark.parametrize("kept", ["sample", "full"])
+def test_rows_that_lie_far_apart_are_found_where_each_has_several_words(
+    kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "MOST_BYTES_EACH", 0)
+    pair = two(source_layout="LBHNC", destination_layout="LBNHC")
+    tables = pair.tables(Integrity(kept))
+    pair.run()
+    assert pair.compare(tables, Integrity(kept))
+    for rank in pair.destinations:
+        assert all(flip(rank, pair.request, seed) for seed in range(400))
+    with pytest.raises(HandoffError):
+        pair.compare(tables, Integrity(kept))
 
 
 class Two:

@@ -44,6 +44,8 @@ def group(*components: Component, **changes: object) -> CacheGroup:
 
 def test_unknown_layout_names_the_nearest() -> None:
     assert "'BLNHC'" in refused(Reason.UNKNOWN_LAYOUT, lambda: NamedLayout.parse("BLNCH"))
+    for earlier, name in (("HND", "LBHNC"), ("nhd", "LBNHC")):
+        assert f"'{name}'" in refused(Reason.UNKNOWN_LAYOUT, lambda earlier=earlier: NamedLayout.parse(earlier))
 
 
 @pytest.mark.parametrize("layout", NamedLayout)

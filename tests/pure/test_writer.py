@@ -251,6 +251,15 @@ def test_what_a_push_waits_for_wakes_the_transfer_thread() -> None:
     assert pushing.wakes(pushing.compute)
 
 
+def test_after_a_fence_of_this_rank_a_push_goes_over_a_new_connection() -> None:
+    source, other = Source(), Wire()
+    source.compute()
+    source.links.append(Link("cma", other, Mock()))  # type: ignore[arg-type]
+    source.writer._rank.transports.num_fences = 1
+    advance(source.announce())
+    assert (len(source.wire.transfers), len(other.transfers)) == (0, 1)
+
+
 # Announcements.
 
 
@@ -282,6 +291,25 @@ def test_hole_19_tokens_that_end_before_they_begin_are_refused() -> None:
     assert refused.value.reason is Reason.INVALID_REQUEST
     assert "tokens 8 to 4" in refused.value.message
     assert len(source.writer._open) == 1
+
+
+def test_little_is_kept_of_both_texts_of_a_refusal() -> None:
+    source = Source()
+    source.writer._sender.refuse(KEY, HandoffError(Reason.UNSUPPORTED, "m" * 4096, "r" * 4096))
+    outcome = source.writer._sender.outcome(KEY)
+    assert outcome is not None
+    assert outcome.error is not None
+    assert (outcome.error.message, outcome.error.remedy) == ("m" * MOST_KEPT_TEXT, "r" * MOST_KEPT_TEXT)
+
+
+def test_an_announcement_of_no_tokens_is_over_at_once() -> None:
+    """A destination names a group of which it wants no tokens, too."""
+    source = Source()
+    blocks = tuple(msgspec.structs.replace(each, first_token=8, end_token=8) for each in ANNOUNCEMENT.blocks)
+    job = source.announce(blocks=blocks, digest=Part(PLAN, blocks).digest)
+    advance(job)
+    assert job.phase is Phase.DONE
+    assert [type(report) for report in source.reports] == [Pushed]
 
 
 @pytest.mark.parametrize("wrong", [{"digest": "of another part"}, {"registration": 7}, {}], ids=str)
