@@ -36,7 +36,7 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         prefix_caching: bool = True,
         num_ranks: int = 1,
         num_hosts: int = 1,
-        executor: str = "mp",
+        executor: Any = "mp",
         **settings: Any,
     ) -> scheduler_role.SchedulerRole:
         parallel = SimpleNamespace(

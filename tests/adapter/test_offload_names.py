@@ -784,6 +784,9 @@ REQUESTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.xfail(
+    versions.installed_version().startswith("0.30."), strict=True, reason="so kvferry refuses to offload with vLLM 0.30"
+)
 def test_vllms_hash_covers_the_rest_of_a_request() -> None:
     """From the block on that has it, no block of a request is that of another request."""
     plain = block_hashes()

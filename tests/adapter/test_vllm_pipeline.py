@@ -18,6 +18,7 @@ from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.step import FailedTurns, PromptLoad, RankMetadata, StepMetadata
+from kvferry.integrations.vllm.versions import installed_version
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.integrations.vllm.worker.role import WorkerRole
 from kvferry.layout.named_layouts import NamedLayout
@@ -165,9 +166,10 @@ def test_a_drafters_layers_move_too(drafter: Any, sizes: tuple[int, int], stages
 
     sources, destinations = side(cuts[0], sizes[0], "BLHNC"), side(cuts[1], sizes[1], "LBHNC")
     whole = side([], 1, "BLHNC")[0]
-    # Since 0.33 vLLM flags a group of both too.
+    # 0.30 flags no group here; since 0.33 vLLM flags a group of both too.
+    is_flagged = drafter is window and not installed_version().startswith("0.30.")
     flags = {frozenset(group): flag for group, flag in zip(whole.groups(), whole.is_drafters, strict=True)}
-    assert [flag for group, flag in flags.items() if group <= set(DRAFT)] == ([True] if drafter is window else [])
+    assert [flag for group, flag in flags.items() if group <= set(DRAFT)] == ([is_flagged] if drafter is window else [])
     assert not any(flag for group, flag in flags.items() if group.isdisjoint(DRAFT))
     requests = requests_of(len(whole.is_drafters))
     for rank in sources:

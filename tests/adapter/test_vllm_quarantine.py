@@ -50,9 +50,17 @@ def test_hole_20_ranks_of_this_host_report_where_the_engine_listens(num_hosts: i
     assert next_step(role).engine.where.epoch == 7
 
 
-def test_ranks_that_ray_has_started_report_where_other_hosts_reach_the_engine(make_role: Any) -> None:
-    role = make_role(FULL, advertised_host="203.0.113.1", executor="ray")
+@pytest.mark.parametrize("executor", ["ray", type("Executor", (), {}), "package.Executor"], ids=str)
+def test_ranks_that_may_be_on_other_hosts_report_where_these_reach_the_engine(executor: Any, make_role: Any) -> None:
+    role = make_role(FULL, advertised_host="203.0.113.1", executor=executor)
     assert next_step(role).engine.where.host == "203.0.113.1"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "::", "[::]"])
+def test_ranks_report_over_loopback_to_an_engine_that_listens_on_every_interface(host: str, make_role: Any) -> None:
+    """Where the host has no IPv6, nobody connects to "::", although its listener takes connections over IPv4."""
+    role = make_role(FULL, host=host, advertised_host="203.0.113.1", allow_unauthenticated=True)
+    assert next_step(role).engine.where.host == "127.0.0.1"
 
 
 def test_blocks_are_kept_until_no_rank_reports_them(decode: Any) -> None:

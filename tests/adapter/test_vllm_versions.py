@@ -178,8 +178,9 @@ def test_the_tokens_of_a_hash_are_known_without_a_field_for_them(monkeypatch: py
 def test_block_hashes_that_are_the_same_for_other_requests_are_not_offloaded_by(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    versions.check_block_hashes()
-    monkeypatch.delattr("vllm.v1.core.kv_cache_utils.to_event_extra_keys")
+    if not versions.installed_version().startswith("0.30."):
+        versions.check_block_hashes()
+        monkeypatch.delattr("vllm.v1.core.kv_cache_utils.to_event_extra_keys")
     for check in (lambda: check_offloadable(None, None), lambda: _check_supported(None)):  # type: ignore[arg-type]
         with pytest.raises(KVFerryError, match="the same block hashes") as refused:
             check()

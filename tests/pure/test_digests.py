@@ -15,7 +15,7 @@ from kvferry.arrays import memory_at
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution import digests
 from kvferry.execution.cell_sums import CellSums, DeviceCells
-from kvferry.execution.digests import MOST_BYTES_EACH, DigestTable, PairDigests, RowsRead
+from kvferry.execution.digests import MOST_BYTES_AT_ONCE, MOST_BYTES_EACH, DigestTable, PairDigests, RowsRead
 from kvferry.layout.component import Atom
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.group import TokenShare
@@ -30,6 +30,8 @@ from kvferry.testing.oracle import Arena, RankMemory, strided_memory
 from .strategies import Move, moves
 from .test_plan_properties import in_memory
 
+NUM_AT_ONCE = MOST_BYTES_AT_ONCE // 16
+"""Every second row of one word: so many are read at once."""
 CASES = int(os.environ.get("KVFERRY_CASES", "70"))
 Pairs = list[tuple[PairPlan, PairDigests]]
 
@@ -145,16 +147,20 @@ def check_digests(move: Move, selector: int, seed: int) -> None:
         ([256 * 3 - 1, 5, 0], 1),
         ([256 * 3, 5, 0], 3),
         ([9000, 7, 8, 9, 9001, 0], 4),
+        (list(range(0, 2 * NUM_AT_ONCE, 2)), 1),
+        (list(range(0, 2 * NUM_AT_ONCE + 1, 2)), NUM_AT_ONCE + 1),
         ([4], 1),
         ([], 0),
     ],
 )
 def test_rows_that_lie_close_together_are_read_at_once(ids: list[int], num_reads: int) -> None:
-    """In any order, with what is between them, of at most ``MOST_BYTES_EACH``; each block's words are found."""
+    """In any order, with what is between them, of at most ``MOST_BYTES_EACH`` and not too many in all; each block's
+    words are found.
+    """
     each = MOST_BYTES_EACH // 8 // 256
     read = RowsRead(np.array(ids, dtype=np.int64), each)
     assert len(read.reads()) == num_reads
-    table = np.arange(10_000 * each)
+    table = np.arange(70_000 * each)
     words = np.full(read.num_words, -1)
     for source, to, count in read.reads().tolist():
         words[to : to + count] = table[source : source + count]

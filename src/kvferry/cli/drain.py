@@ -112,7 +112,7 @@ def parse_end_point(text: str) -> tuple[str, int]:
         raise HandoffError(
             Reason.INVALID_SETTING,
             f"{text!r} is not HOST:PORT.",
-            f"Write the engine's settings host and port, such as 127.0.0.1:5600 or [::1]:5600. {IN_LOG}",
+            f"Write the engine's address for other engines, such as 127.0.0.1:5600 or [::1]:5600. {IN_LOG}",
         )
     return host, int(port)
 

@@ -227,8 +227,10 @@ class Destinations:
 
     def connect_anew(self, destination: DestinationRank) -> Connecting | Link:
         """Connect for the next push; running pushes keep their connection."""
-        destination.num_fences = self._rank.transports.num_fences
+        num_fences = self._rank.transports.num_fences
         destination.route.links[destination.source_index] = self._rank.transports.connect(destination.end_points)
+        # Last: another thread takes the link where the number is that of the transports.
+        destination.num_fences = num_fences
         return destination.link
 
     def _meet(self, receiver: str, destination: DestinationRank) -> None:

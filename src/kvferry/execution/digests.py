@@ -32,8 +32,10 @@ from kvferry.plan.request import GroupBlocks
 from kvferry.plan.strided_copy import merge_rows
 
 SEED_BITS = 62
-MOST_BYTES_EACH = 1 << 11
-"""Rows are read at once where these are so many bytes for each, with those between them: a descriptor costs as much."""
+MOST_BYTES_EACH, MOST_BYTES_AT_ONCE = 1 << 11, 1 << 19
+"""Rows are read at once where these are so many bytes for each, with those between them: a descriptor costs as much;
+and so many in all, since the digests of all loads share a stage.
+"""
 
 
 class DigestTable:
@@ -211,7 +213,8 @@ class RowsRead:
     def __init__(self, ids: Integers, words_each: int) -> None:
         self._ids, self._words_each = ids, words_each
         self._first, end = (int(ids.min()), int(ids.max()) + 1) if len(ids) else (0, 0)
-        self._is_whole = (end - self._first) * words_each * DIGEST_BYTES <= MOST_BYTES_EACH * len(ids)
+        most_bytes = min(MOST_BYTES_EACH * len(ids), MOST_BYTES_AT_ONCE)
+        self._is_whole = (end - self._first) * words_each * DIGEST_BYTES <= most_bytes
         self.num_words = (end - self._first if self._is_whole else len(ids)) * words_each
         """The words that are read."""
         at = ids - self._first if self._is_whole else np.arange(len(ids), dtype=np.int64)

@@ -95,8 +95,7 @@ def any_drains(vllm_config: "VllmConfig") -> bool:
     first = parallel.data_parallel_index
     for rank in range(first, first + max(parallel.data_parallel_size_local, 1)):
         port = control_port(settings, rank)
-        # Whoever connects to an address that means every interface reaches this host.
-        found = ask(settings.host, port, Drain(begin=False), ASK_SECONDS, trust, is_trusted=True)
+        found = ask(settings.local_host, port, Drain(begin=False), ASK_SECONDS, trust, is_trusted=True)
         if not isinstance(found, Draining) or found.is_draining:
             return True
     return False

@@ -282,6 +282,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return min(half, self.lease_seconds / 4) if self.mode == "push" else half
 
     @property
+    def local_host(self) -> str:
+        """The address at which processes of this host reach a listener at ``host``."""
+        # Where the host has no IPv6, "::" cannot be connected to, although a listener there is reached over IPv4.
+        return "127.0.0.1" if is_wildcard(self.host) else self.host
+
+    @property
     def reachable_host(self) -> str:
         """Where peers reach what listens on ``host``."""
         return self.advertised_host or self.host

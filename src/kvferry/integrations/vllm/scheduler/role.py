@@ -76,6 +76,8 @@ if TYPE_CHECKING:
 logger = PeerLog(logging.getLogger(__name__))
 
 SECRET_BYTES = 32
+LOCAL_EXECUTORS = (None, "mp", "uni", "external_launcher")
+"""vLLM's executors whose ranks are on the scheduler's host, with one node; Ray's may be given as a class or a path."""
 MAX_LOADS = MAX_REQUESTS_PER_MESSAGE
 """Loads at a time, quarantined ones included: one report of a rank can name them all."""
 STOPPED_SECONDS = 2.0
@@ -137,7 +139,7 @@ class SchedulerRole:
         self._server = Server(settings.host, port, self._answer, self._keep_up, trust.keys)
         state.answers_at = EndPoint(settings.reachable_host, self._server.port, epoch)
         # A host may not reach itself at the address that others are told.
-        self._own_host = settings.reachable_host if _may_span_hosts(parallel) else settings.host
+        self._own_host = settings.reachable_host if _may_span_hosts(parallel) else settings.local_host
         assert vllm_config.kv_transfer_config is not None
         parts = PARTS[str(vllm_config.kv_transfer_config.kv_role)]
         self._start_line = f"{settings.mode}, {parts}, {resolved_layout(vllm_config)}"
@@ -556,4 +558,4 @@ def transports_in_words(names: Iterable[str]) -> str:
 
 def _may_span_hosts(parallel: "ParallelConfig") -> bool:
     """Return whether ranks of the engine may run on other hosts than its scheduler."""
-    return parallel.nnodes_within_dp > 1 or parallel.distributed_executor_backend == "ray"
+    return parallel.nnodes_within_dp > 1 or parallel.distributed_executor_backend not in LOCAL_EXECUTORS
