@@ -152,9 +152,10 @@ def wait_until_free(engine: Engine, seconds: float) -> float:
 
 
 def wait_until_reached(handoffs: Handoffs, hosts: Hosts) -> None:
-    """Wait until the decode engine's host reaches the prefill engine.
+    """Wait until the decode engine's host reaches the prefill engine, and no failed query answers for a new load.
 
-    A kernel that found no neighbour answers "no route to host" for some seconds after the link is back.
+    A kernel that found no neighbour answers "no route to host" for some seconds after the link is back. A bootstrap
+    query that failed so just before answers for :data:`FAILURE_SECONDS`.
     """
     address = urlsplit(handoffs.prefill.server.url)
 
@@ -165,6 +166,7 @@ def wait_until_reached(handoffs: Handoffs, hosts: Hosts) -> None:
 
     with hosts[1].entered():
         wait_until(is_reached, "the hosts do not reach each other again", seconds=RENEWED_SECONDS)
+    time.sleep(FAILURE_SECONDS)
 
 
 @over(PAIRS)
