@@ -152,10 +152,10 @@ def wait_until_free(engine: Engine, seconds: float) -> float:
 
 
 def wait_until_reached(handoffs: Handoffs, hosts: Hosts) -> None:
-    """Wait until the decode engine's host reaches the prefill engine, and no failed query answers for a new load.
+    """Wait until the decode engine's host reaches the prefill engine, and earlier failures answer for no new load.
 
     A kernel that found no neighbour answers "no route to host" for some seconds after the link is back. A bootstrap
-    query that failed so just before answers for :data:`FAILURE_SECONDS`.
+    query that failed so just before is the answer to the next load too, for :data:`FAILURE_SECONDS`.
     """
     address = urlsplit(handoffs.prefill.server.url)
 
