@@ -268,7 +268,7 @@ class RemotePool:
     def close(self) -> None:
         """Fail open copies as ``closed`` and leave the pool, which forgets this engine's blocks.
 
-        Takes about a second, and some more where the master does not answer.
+        Takes about a second; where the master has died, up to 19 s, during which no other thread of Python runs.
         """
         if self._is_closed:
             return

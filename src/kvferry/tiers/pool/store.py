@@ -238,7 +238,7 @@ class PoolStore:
     def close(self) -> None:
         """Leave the pool, which loses the blocks of this client's share. No call may be in progress.
 
-        Takes up to a second, and some seconds where the master does not answer.
+        Takes up to a second; where the master has died, up to 19 s, for which Mooncake keeps the interpreter's lock.
         """
         self._is_reachable = False
         if self._store is not None:
