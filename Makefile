@@ -48,8 +48,9 @@ test-versions: setup ## vLLM 0.30, 0.31 and 0.32, each in an environment of its 
 test-hosts: setup ## Transports and engines between two virtual hosts, and faults of their network (as root; about 15 minutes on 2 cores)
 	@$(PYTEST) -n 2 --dist loadfile tests/two_hosts $(ARGS)
 
-test-fast: setup ## The tests that need neither vLLM nor Mooncake (3 to 4 minutes on 2 cores)
-	@$(PYTEST) $(IN_TWO_PROCESSES) tests/pure tests/local src -m "not mooncake" --ignore=src/kvferry/integrations $(ARGS)
+test-fast: setup ## The tests that need neither vLLM nor Mooncake and are quick (2 minutes on 2 cores)
+	@$(PYTEST) -n 4 --dist worksteal tests/pure tests/local src -m "not vllm and not mooncake and not slow" \
+	  --ignore=src/kvferry/integrations $(ARGS)
 
 # Exit code 2 without a GPU: then it prints what would run. Nothing of it has run on a GPU yet. Set-up installs vLLM for a CPU.
 test-gpu: $(if $(GPU_PYTHON),,setup) ## Everything that awaits a GPU; GPU_PYTHON=python of an environment for GPUs, JSON=FILE for the results

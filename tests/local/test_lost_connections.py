@@ -22,6 +22,8 @@ from .engines_in_process import EPOCH, GENERATION, HOST, DecodeRank, Rank, fille
 from .engines_that_push import ReceivingRank
 from .handing_process import SOURCE_IDS
 
+pytestmark = pytest.mark.slow
+
 TARGET_IDS = [1, 2, 4]
 NUM_CUTS = 5
 MAX_FAILED = 3

@@ -44,6 +44,8 @@ from .engines_that_push import (
     questions_to_own_engine,
 )
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["engines"]
 
 SECONDS = 20.0

@@ -17,6 +17,7 @@ class TestCma(TransportSuite):
     factory = "kvferry.transport.cma:CmaTransport"
 
 
+@pytest.mark.slow
 class TestNixl(TransportSuite):
     factory = "kvferry.transport.nixl:NixlTransport"
 

@@ -25,6 +25,8 @@ from kvferry.transport.protocol import Direction, Region, Status, reach
 from kvferry.transport.registry import open_transports
 from kvferry.transport.ucx_tcp import SENT_BYTES
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("nixl")
 FACTORY = "kvferry.transport.nixl:NixlTransport"
 BYTES = 24 << 20

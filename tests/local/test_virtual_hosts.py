@@ -24,6 +24,8 @@ from ..virtual_network import Hosts, make_hosts
 from ..waits import wait_until
 from .moving_process import NUM_BYTES, WRITTEN_SEED
 
+pytestmark = pytest.mark.slow
+
 MOVING = "tests.local.moving_process"
 IP_AND_UDP_HEADERS = 28
 IDENTITY = "from kvferry.transport.end_points import own_identity; print(own_identity().boot_id)"

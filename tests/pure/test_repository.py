@@ -57,7 +57,7 @@ def test_make_hands_the_python_that_a_user_names_to_set_up() -> None:
 
 
 def test_gpu_tests_run_in_an_environment_that_is_named_and_set_up_none() -> None:
-    command = ["make", "--no-print-directory", "--dry-run", "test-gpu", "GPU_PYTHON=/somewhere/python"]
+    command = ["make", "--no-print-directory", "--dry-run", "test-gpu", "GPU_PYTHON=/somewhere/python", "ARGS="]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert told.split() == ["/somewhere/python", "scripts/gpu_tests.py"]
 
