@@ -30,7 +30,7 @@ test: export KVFERRY_FUZZ_SECONDS := 60
 # These tests wait more than they compute, so two processes run them. Engines compute: one process runs those tests.
 test: setup ## The tests, real vLLM engines included (about 25 minutes on 2 cores)
 	@$(BANDIT)
-	@$(PYTEST) $(IN_TWO_PROCESSES) $(SECOND_CHANCE) tests/pure tests/local tests/device_memory tests/adapter src $(ARGS)
+	@$(PYTEST) $(IN_TWO_PROCESSES) $(SECOND_CHANCE) tests/pure tests/local tests/device_memory tests/adapter tests/small_models src $(ARGS)
 	@$(PYTEST) tests/host $(ARGS)
 
 test-matrix: setup ## Every pair of engines and every refusal; writes docs/matrix.md (about an hour on 2 busy cores)

@@ -237,7 +237,7 @@ def make_tiny_model(name: str, folder: Path) -> Path:
     path = folder / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _write_atomically(path, lambda draft: _save(model, draft))
+        write_atomically(path, lambda draft: _save(model, draft))
     return path
 
 
@@ -257,7 +257,7 @@ qwen3-one-head, qwen3-six-heads, qwen3-tiny. [unknown-setting]
     )
 
 
-def _write_atomically(path: Path, save: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, save: Callable[[Path], None]) -> None:
     draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
         save(draft)

@@ -1,0 +1,108 @@
+"""Writes small models: the published configuration made small, and random weights in the published format."""
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from kvferry.harness.tiny_models import write_atomically
+
+from .shrink import quantisation, shrink
+
+CONFIGS = Path(__file__).parent.parent / "model_configs"
+RECIPE = 1
+"""Raised by whoever changes what is written for the same configuration."""
+SAME_CLASS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Types of models whose class comes with the weights, and the type in transformers that is the same."""
+
+
+def names() -> list[str]:
+    """Return the names of the published configurations."""
+    return sorted(path.stem for path in CONFIGS.glob("*.json") if path.stem != "sources")
+
+
+def published(name: str) -> dict[str, Any]:
+    """Return a published configuration."""
+    return dict(json.loads((CONFIGS / f"{name}.json").read_text()))
+
+
+def write_small_model(name: str, folder: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Path:
+    """Write the small model of the published configuration ``name`` below ``folder``, unless it exists.
+
+    Returns its path.
+
+    ``config.json`` has the fields of :func:`shrink`, with ``dtype`` as the type of the weights where they are not
+    quantised. The path has a digest of all that determines the weights. Several processes may call this function at
+    once. Raises :class:`NotImplementedError` for a model whose checkpoint this function cannot write. Needs
+    ``transformers``.
+    """
+    config = shrink(published(name))
+    if quantisation(config) is not None:
+        raise NotImplementedError("quantised weights are not written yet")
+    _set_dtype(config, dtype)
+    recipe = json.dumps([RECIPE, dtype, config], sort_keys=True)
+    path = folder / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda draft: _save(config, dtype, draft))
+    return path
+
+
+def _set_dtype(part: dict[str, Any], dtype: str) -> None:
+    for name, value in part.items():
+        if name in ("dtype", "torch_dtype") and value is not None:
+            part[name] = dtype
+        elif isinstance(value, dict):
+            _set_dtype(value, dtype)
+
+
+def _save(config: Mapping[str, Any], dtype: str, path: Path) -> None:
+    import torch
+    from transformers.utils import logging
+
+    hide_progress: Any = logging.disable_progress_bar
+    hide_progress()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = make_network(config, dtype)
+        spread_weights(network)
+    network.save_pretrained(path)
+    for extra in path.glob("*.json"):
+        extra.unlink()
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def make_network(config: Mapping[str, Any], dtype: str) -> Any:
+    """Return transformers' model of a configuration, before quantisation."""
+    import torch
+    import transformers
+
+    plain = copy.deepcopy(dict(config))
+    for part in (plain, *(value for value in plain.values() if isinstance(value, dict))):
+        part.pop("quantization_config", None)
+        part.pop("auto_map", None)
+    model_type = plain.pop("model_type")
+    model_type = SAME_CLASS.get(model_type, model_type)
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise NotImplementedError(f"transformers has no class for {model_type!r}")
+    known: Callable[..., Any] = transformers.CONFIG_MAPPING[model_type]
+    network_class = getattr(transformers, config["architectures"][0])
+    return network_class._from_config(known(**plain), dtype=getattr(torch, dtype))
+
+
+def spread_weights(network: Any) -> None:
+    """Enlarge the weights: with the small defaults the logits hardly depend on the context.
+
+    A matrix, or a stack of an expert's matrices, keeps the size of what it multiplies.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if "embed" in name or "conv" in name or weight.dim() not in (2, 3):
+                continue
+            torch.nn.init.normal_(
+                weight, std=min(weight.shape[-2:]) ** -0.5 if weight.dim() == 3 else weight.shape[1] ** -0.5
+            )
