@@ -21,11 +21,11 @@ FULL = GroupShape(CacheKind.ATTENTION, 16)
 WINDOW = GroupShape(CacheKind.SLIDING_WINDOW, 16, 40)
 STATE = GroupShape(CacheKind.STATE, 1)
 PROMPT = list(range(100, 180))
+IDENTITY = Identity("m", "w", "a", "float32", 2, 2, 8, "none", "float32")
 
 
 def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Give a function that makes a role for a model of these cache groups, and end the roles afterwards."""
-    identity = Identity("m", "w", "a", "float32", 2, 2, 8, "none", "float32")
     roles: list[scheduler_role.SchedulerRole] = []
 
     def make(
@@ -65,7 +65,7 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             speculative_config=None,
             lora_config=None,
         )
-        monkeypatch.setattr(scheduler_role, "identity_of", lambda *_: identity)
+        monkeypatch.setattr(scheduler_role, "identity_of", lambda *_: IDENTITY)
         monkeypatch.setattr(scheduler_role, "group_shapes", lambda *_: groups)
         role: Any = scheduler_role.SchedulerRole(config, None, engine_id, given)  # type: ignore[arg-type]
         role.bind_block_pool(BlockPool())

@@ -29,6 +29,7 @@ from kvferry.errors import KVFerryError, LayoutError, Reason
 from kvferry.integrations.vllm import offload_names, versions
 from kvferry.integrations.vllm.adapters import Adapters
 from kvferry.integrations.vllm.offload_names import BlockNames, engine_facts
+from kvferry.integrations.vllm.recorded_models import record_models
 from kvferry.integrations.vllm.translate import shards as translate
 from kvferry.integrations.vllm.translate import weights
 from kvferry.integrations.vllm.translate.weights import weights_of
@@ -71,6 +72,7 @@ class Engine:
         config = EngineArgs(**arguments).create_engine_config()
         for edit in self.edits:
             edit(config)
+        record_models(config)
         return config
 
     def names(self) -> BlockNames:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from kvferry.integrations.vllm.worker.role import WorkerRole
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.request import GroupBlocks
 
+from .scheduler_requests import IDENTITY
 from .vllm_caches import CacheRank, full, move, window
 
 TP, PP = 2, 2
@@ -94,10 +96,10 @@ def test_ranks_are_published_stage_by_stage() -> None:
     """Workers answer in any order, each with its (pp, tp); none of them is named twice or left out."""
     published: list[RankEntry] = []
     connector: Any = KVFerryConnector.__new__(KVFerryConnector)
-    connector._scheduler_role = SimpleNamespace(publish=published.extend)
+    connector._scheduler_role = SimpleNamespace(publish=published.extend, check_ranks=MagicMock())
     entries = {(pp, tp): RankEntry(tp, pp, b"", {}, 0, 0) for tp in range(TP) for pp in reversed(range(PP))}
     connector.set_xfer_handshake_metadata_pp_aware(
-        {place: RankMetadata(msgspec.msgpack.encode(entry)) for place, entry in entries.items()}
+        {place: RankMetadata(msgspec.msgpack.encode(entry), IDENTITY) for place, entry in entries.items()}
     )
     assert [(entry.pp_rank, entry.tp_rank) for entry in published] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 

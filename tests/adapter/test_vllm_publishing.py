@@ -21,6 +21,7 @@ from kvferry.execution.guard_words import GuardWords, Held
 from kvferry.execution.job import JobResult
 from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
+from kvferry.integrations.vllm.recorded_models import record_models
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
@@ -28,7 +29,7 @@ from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.worker.pull import PullSource
 from kvferry.integrations.vllm.worker.role import WorkerRole
 
-from .scheduler_requests import FULL, PROMPT, run_prefill
+from .scheduler_requests import FULL, IDENTITY, PROMPT, run_prefill
 
 
 def test_answers_name_the_host_at_which_peers_reach_the_engine(make_role: Any) -> None:
@@ -39,8 +40,10 @@ def test_answers_name_the_host_at_which_peers_reach_the_engine(make_role: Any) -
         assert (answer["remote_host"], answer["remote_port"]) == (host, role._server.port)
 
 
-def rank_of(shard: bytes) -> RankMetadata:
-    return RankMetadata(msgspec.msgpack.encode(RankEntry(0, 0, shard, {}, 0, 0)))
+def rank_of(shard: bytes, **found: Any) -> RankMetadata:
+    """Return what a rank tells its engine, which differs from the scheduler's identity in what the rank ``found``."""
+    identity = msgspec.structs.replace(IDENTITY, **found)
+    return RankMetadata(msgspec.msgpack.encode(RankEntry(0, 0, shard, {}, 0, 0)), identity)
 
 
 def test_an_engine_with_a_silent_rank_does_not_start(make_role: Any) -> None:
@@ -56,6 +59,17 @@ def test_an_engine_with_a_silent_rank_does_not_start(make_role: Any) -> None:
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): rank_of(bytes(16 << 20))})
     assert refusal.value.reason is Reason.UNSUPPORTED
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): rank_of(b"")})
+
+
+def test_an_engine_whose_ranks_serve_something_else_does_not_start(make_role: Any) -> None:
+    """A host with other weights under the same name: peers would compare the scheduler's, and load the rank's."""
+    connector: Any = KVFerryConnector.__new__(KVFerryConnector)
+    connector._scheduler_role = make_role(FULL, num_ranks=2)
+    ranks = {(0, 0): rank_of(b""), (0, 1): rank_of(b"", weights="others")}
+    said = f"rank 1 does not serve .*: weights: its scheduler has {IDENTITY.weights!r}, the rank has 'others'"
+    with pytest.raises(HandoffError, match=said) as refusal:
+        connector.set_xfer_handshake_metadata_pp_aware(ranks)
+    assert refusal.value.reason is Reason.MODEL_MISMATCH
 
 
 @pytest.mark.parametrize(
@@ -123,7 +137,7 @@ def engine(model: str, cache_dtype: str = "auto", **changes: Any) -> Any:
     """Return as much of a vLLM configuration as says which model is served."""
     known: dict[str, Any] = {
         "hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 64}),
-        "hf_text_config": SimpleNamespace(num_hidden_layers=2),
+        "hf_text_config": SimpleNamespace(num_hidden_layers=2, model_type="qwen3"),
         "model": model,
         "revision": None,
         "architectures": ["Qwen3ForCausalLM"],
@@ -137,9 +151,13 @@ def engine(model: str, cache_dtype: str = "auto", **changes: Any) -> Any:
         "model_arch_config": SimpleNamespace(quantization_config=None),
         "quantization_config": None,
     }
-    return SimpleNamespace(
-        model_config=SimpleNamespace(**known | changes), cache_config=SimpleNamespace(cache_dtype=cache_dtype)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(**known | changes),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        speculative_config=None,
     )
+    record_models(config)
+    return config
 
 
 def differing(one: Any, other: Any, **settings: Any) -> set[str]:

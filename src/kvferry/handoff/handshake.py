@@ -34,20 +34,36 @@ def compare_identities(prefill: Identity, decode: Identity) -> None:
     >>> ours = Identity("m", "w", "Qwen3ForCausalLM", "float32", 8, 4, 64, "none", "float32")
     >>> compare_identities(ours, ours)
     """
+    _compare(
+        ("prefill", prefill),
+        ("decode", decode),
+        "the engines do not serve the same cache",
+        "Start both engines with the same model, revision, quantisation, dtype and cache dtype.",
+    )
+
+
+def check_rank(scheduler: Identity, rank: Identity, index: int) -> None:
+    """Raise :class:`HandoffError` naming every field in which a rank of this engine differs from its scheduler."""
+    _compare(
+        ("its scheduler", scheduler),
+        ("the rank", rank),
+        f"rank {index} does not serve what its engine's scheduler does",
+        'Give all of the engine\'s hosts the same files of the model, or set "model_id" to a name of the weights.',
+    )
+
+
+def _compare(one: tuple[str, Identity], other: tuple[str, Identity], what: str, remedy: str) -> None:
+    (name, ours), (other_name, theirs) = one, other
     different = [
-        (field, getattr(prefill, field), getattr(decode, field))
+        (field, getattr(ours, field), getattr(theirs, field))
         for field in Identity.__struct_fields__
-        if getattr(prefill, field) != getattr(decode, field)
+        if getattr(ours, field) != getattr(theirs, field)
     ]
     if not different:
         return
     reason = next((_REASONS[field] for field, _, _ in different if field in _REASONS), Reason.MODEL_MISMATCH)
-    listing = "; ".join(f"{field}: prefill has {theirs!r}, decode has {ours!r}" for field, theirs, ours in different)
-    raise HandoffError(
-        reason,
-        f"the engines do not serve the same cache: {listing}.",
-        "Start both engines with the same model, revision, quantisation, dtype and cache dtype.",
-    )
+    listing = "; ".join(f"{field}: {name} has {here!r}, {other_name} has {there!r}" for field, here, there in different)
+    raise HandoffError(reason, f"{what}: {listing}.", remedy)
 
 
 def fetch_directory(

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.layout_choice import check_layout, preferred_layout, widen_cpu_attention
-from kvferry.integrations.vllm.plugin import log_as_vllm_does
+from kvferry.integrations.vllm.plugin import log_as_vllm_does, record_models_of_engines
 from kvferry.integrations.vllm.scheduler.lost_ranks import RankMonitor
 from kvferry.integrations.vllm.scheduler.role import SchedulerRole
 from kvferry.integrations.vllm.settings import parse_settings
@@ -43,6 +43,7 @@ check_version()
 # For a vLLM that finds this class by kv_connector_module_path and loads no plugin. The call is then in time only where
 # the worker shares the engine's process: a worker process has named its layouts, LBHNC alone, before this import.
 widen_cpu_attention()
+record_models_of_engines()
 log_as_vllm_does()
 report_version()
 
@@ -159,8 +160,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        ranks = [metadata[key] for key in sorted(metadata)]
-        self._scheduler.publish([decode_rank_entry(rank.entry) for rank in ranks if isinstance(rank, RankMetadata)])
+        ranks = [rank for key in sorted(metadata) if isinstance(rank := metadata[key], RankMetadata)]
+        self._scheduler.check_ranks([rank.identity for rank in ranks])
+        self._scheduler.publish([decode_rank_entry(rank.entry) for rank in ranks])
 
     # In a worker.
 

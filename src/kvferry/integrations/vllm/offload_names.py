@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
-from kvferry.integrations.vllm.translate.identity import config_digest, dtype_name, kv_dtype_of, quantization_of
+from kvferry.integrations.vllm.recorded_models import dtype_name, recorded
 from kvferry.integrations.vllm.translate.weights import Weights, files_of, weights_of
 from kvferry.integrations.vllm.versions import installed_version, known_values
 from kvferry.layout.group import CacheGroup
@@ -203,17 +203,17 @@ def namespace_of(facts: str) -> bytes:
 
 def _model(vllm_config: "VllmConfig", model: "ModelConfig", weights: Weights) -> dict[str, Any]:
     """Return what says how this model computes keys, values and states."""
-    load = vllm_config.load_config
+    load, record = vllm_config.load_config, recorded(model)
     return {
-        "architectures": model.architectures,
-        "config": config_digest(model.hf_config.to_dict()),
+        "architectures": record.architectures,
+        "config": record.config,
         "weights": weights.digest,
         "files": _digest_of_files(Path(str(model.model))),
         "code_revision": model.code_revision,
         "class_overrides": model.model_class_overrides,
         "implementation": str(model.model_impl),
-        "quantization": quantization_of(model),
-        "dtype": dtype_name(model.dtype),
+        "quantization": record.quantization,
+        "dtype": record.compute_dtype,
         # Some models scale their positions or their attention by it: Phi-3's long RoPE, Llama 4.
         "max_model_len": model.max_model_len,
         "disable_sliding_window": model.disable_sliding_window,
@@ -242,15 +242,15 @@ def _cache(vllm_config: "VllmConfig") -> dict[str, Any]:
     """Return what numbers the bytes are; :func:`_slab` says where each of them lies."""
     from vllm.platforms import current_platform
 
-    cache = vllm_config.cache_config
+    cache, kv_dtype = vllm_config.cache_config, recorded(vllm_config.model_config).kv_dtype
     # An "fp8" of some GPUs has another bias than that of others.
-    fp8 = dtype_name(current_platform.fp8_dtype()) if "fp8" in cache.cache_dtype else None
+    fp8 = dtype_name(current_platform.fp8_dtype()) if "fp8" in kv_dtype else None
     states = None
     if vllm_config.model_config.is_hybrid or vllm_config.model_config.is_attention_free:
         rounding = vllm_config.mamba_config.enable_stochastic_rounding
         states = {name: getattr(cache, name) for name in _FIELDS_OF_STATES} | {"stochastic_rounding": rounding}
     return {
-        "dtype": kv_dtype_of(vllm_config),
+        "dtype": kv_dtype,
         "fp8": fp8,
         "unquantised_layers": sorted(cache.kv_cache_dtype_skip_layers),
         "states": states,

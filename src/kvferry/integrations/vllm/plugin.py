@@ -4,6 +4,7 @@ import logging
 
 from kvferry.errors import KVFerryError
 from kvferry.integrations.vllm.missing_embeddings import require_embeddings
+from kvferry.integrations.vllm.recorded_models import record_before_models_are_built
 from kvferry.integrations.vllm.request_checks import check_requests
 from kvferry.integrations.vllm.versions import check_version, report_version
 from kvferry.integrations.vllm.waiting_workers import make_waits_sleep
@@ -39,10 +40,16 @@ def register() -> None:
 
     widen_cpu_attention()
     require_embeddings(CONNECTORS)
+    record_models_of_engines()
     make_waits_sleep()
     check_requests()
     log_as_vllm_does()
     report_version()
+
+
+def record_models_of_engines() -> None:
+    """Record the models of each engine with kvferry, before vLLM builds them. Safe to call again."""
+    record_before_models_are_built({*CONNECTORS, SPEC_NAME})
 
 
 def log_as_vllm_does() -> None:

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.errors import KVFerryError
 from kvferry.execution.guard_words import Held
-from kvferry.handoff.messages import EndPoint, Handle
+from kvferry.handoff.messages import EndPoint, Handle, Identity
 from kvferry.handoff.push.sender import Prompt
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.plan.request import GroupBlocks
@@ -105,6 +105,7 @@ class FailedTurns(KVConnectorWorkerMetadata):
 
 @dataclass
 class RankMetadata(KVConnectorHandshakeMetadata):
-    """A rank's encoded :class:`kvferry.handoff.messages.RankEntry`."""
+    """A rank's encoded :class:`kvferry.handoff.messages.RankEntry`, and the identity that the rank found."""
 
     entry: bytes
+    identity: Identity

@@ -91,6 +91,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "SpeculativeConfig.use_eagle() -> bool",
         "SpeculativeConfig.use_multi_module_mtp() -> bool",
         "VllmConfig._resolve_mm_embedding_inputs()",
+        "VllmConfig._verify_kv_transfer_compat()",
         "VllmConfig.additional_config",
         "VllmConfig.attention_config",
         "VllmConfig.cache_config",

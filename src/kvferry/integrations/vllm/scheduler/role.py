@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.handshake import check_complete
+from kvferry.handoff.handshake import check_complete, check_rank
 from kvferry.handoff.holds import Ended, Ending, Holds, weights_changed
 from kvferry.handoff.messages import (
     MAX_IDENTIFIER_LENGTH,
@@ -27,6 +27,7 @@ from kvferry.handoff.messages import (
     Draining,
     EndPoint,
     HandshakeRefused,
+    Identity,
     Noted,
     Question,
     RankEntry,
@@ -318,6 +319,11 @@ class SchedulerRole:
         return has_news or must_stay or self._weights_version != engine.weights_version
 
     # Peers.
+
+    def check_ranks(self, identities: Sequence[Identity]) -> None:
+        """Compare what this engine's ranks found with what its scheduler found. Raises :class:`HandoffError`."""
+        for rank, identity in enumerate(identities):
+            check_rank(self._identity, identity, rank)
 
     def publish(self, ranks: Sequence[RankEntry]) -> None:
         """Answer handshakes with a directory of these ranks from now on. Raises as :func:`check_complete`."""

@@ -231,8 +231,10 @@ class WorkerRole:
         logger.info(told, self._index, done.num_bytes, done.transport, done.seconds, ", ".join(done.strategies))
 
     def get_handshake_metadata(self) -> RankMetadata | None:
-        """Return this rank's entry of the engine's directory."""
-        return None if self._entry is None else RankMetadata(msgspec.msgpack.encode(self._entry))
+        """Return this rank's entry of the engine's directory, and its identity."""
+        if self._entry is None or self._rank is None:
+            return None
+        return RankMetadata(msgspec.msgpack.encode(self._entry), self._rank.identity)
 
     def end_former_epoch(self, names: Sequence[str], weights_version: str) -> None:
         """Clear every guard word, void the transfers of the holds of these ``names``, and compare all prefill engines

@@ -1,0 +1,112 @@
+"""What an engine serves is read once, before vLLM's model classes change the configuration that says it."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from kvferry.errors import Reason, SettingsError
+from kvferry.handoff.messages import Identity
+from kvferry.integrations.vllm.offload_names import engine_facts
+from kvferry.integrations.vllm.plugin import register
+from kvferry.integrations.vllm.settings import Settings
+from kvferry.integrations.vllm.translate.identity import identity_of
+
+CONFIGS = Path(__file__).parents[1] / "model_configs"
+SERVED = Settings()
+TEXT_ALONE = {"Llama-4-Scout-17B-16E-Instruct": "Llama4ForCausalLM"}
+"""Models of images too, and vLLM's class of their text model, which imports nothing for images."""
+
+
+@pytest.fixture(autouse=True)
+def plugin() -> None:
+    register()
+
+
+def engine(
+    folder: Path, name: str, connector: str | None = "KVFerryConnector", fields: Any = None, **arguments: Any
+) -> Any:
+    """Return vLLM's configuration of an engine that serves a public model, some ``fields`` of which are others."""
+    folder.mkdir(exist_ok=True)
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    if name in TEXT_ALONE:
+        config = {**config["text_config"], "architectures": [TEXT_ALONE[name]]}
+    (folder / "config.json").write_text(json.dumps({**config, **(fields or {})}))
+    transfer = None if connector is None else KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+    arguments = {"max_model_len": 2048, **arguments}
+    given = EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, enforce_eager=True, kv_transfer_config=transfer, **arguments
+    )
+    return given.create_engine_config()
+
+
+def build(config: Any) -> None:
+    """Change the configuration as ``deepseek_v2.py``, ``falcon_h1.py`` and layers of attention do when built."""
+    model = config.model_config
+    model.hf_text_config.rope_parameters["rope_type"] = "deepseek_yarn"
+    model.hf_config.partial_rotary_factor = 0.5
+    model.hf_config.architectures = ["LlamaForCausalLM"]
+    model.model_arch_config.head_size = 7
+    config.cache_config.cache_dtype = "fp8_ds_mla"
+
+
+def found(config: Any) -> tuple[Identity, Any]:
+    """Return what peers compare, and what names stored blocks."""
+    facts = engine_facts(config, 16, "").facts
+    return identity_of(config, SERVED), (facts["model"], facts["cache"]["dtype"])
+
+
+def test_what_a_model_class_changes_changes_no_identity(tmp_path: Path) -> None:
+    """In the worker, in a scheduler that shares its process, and in a scheduler of a process of its own."""
+    config = engine(tmp_path, "DeepSeek-V2-Lite", trust_remote_code=False)
+    apart = pickle.dumps(config)
+    before = found(config)
+    build(config)
+    assert found(config) == before
+    assert found(pickle.loads(apart)) == before
+    worker = pickle.loads(apart)
+    build(worker)
+    worker.__post_init__()  # as dataclasses.replace does in a worker, after the model
+    assert found(worker) == before
+
+
+@pytest.mark.parametrize("name", ["KVFerryOffloadConnector", "KVFerryOffloadingSpec", "MultiConnector"])
+def test_every_way_to_name_kvferry_records(tmp_path: Path, name: str) -> None:
+    config = engine(tmp_path, "Qwen3-8B", connector=None)
+    with pytest.raises(SettingsError, match="was not recorded") as refusal:
+        identity_of(config, SERVED)
+    assert (refusal.value.reason, "VLLM_PLUGINS" in refusal.value.remedy) == (Reason.UNSUPPORTED, True)
+    several = {"connectors": [{"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}]}
+    settings = {"MultiConnector": several, "KVFerryOffloadingSpec": {"spec_name": name}}.get(name, {})
+    connector = "OffloadingConnector" if name == "KVFerryOffloadingSpec" else name
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=settings
+    )
+    config._verify_kv_transfer_compat()
+    assert identity_of(config, SERVED).num_layers == 36
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("Phi-3-mini-128k-instruct", 4096), ("Llama-4-Scout-17B-16E-Instruct", 32768)]
+)
+def test_the_longest_prompt_chooses_positions(tmp_path: Path, name: str, limit: int, monkeypatch: Any) -> None:
+    """LongRoPE takes other factors, Llama 4 other queries, where ``--max-model-len`` is above a limit."""
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    lengths = (limit // 2, limit, limit + 1, 2 * limit)
+    models = [identity_of(engine(tmp_path, name, max_model_len=each), SERVED).model for each in lengths]
+    assert models[0] == models[1] != models[2] == models[3]
+    assert models[0].endswith(f", max-model-len up to {limit}")
+    named = identity_of(engine(tmp_path, name, max_model_len=limit), Settings(model_id="mine"))
+    assert named.model == f"mine, max-model-len up to {limit}"
+
+
+def test_the_longest_prompt_is_no_matter_to_other_models(tmp_path: Path) -> None:
+    models = [identity_of(engine(tmp_path, "Qwen3-8B", max_model_len=each), SERVED).model for each in (1024, 4096)]
+    assert models[0] == models[1]
