@@ -138,9 +138,10 @@ def test_an_engine_steps_until_the_guard_word_is_set_and_the_blocks_are_lent(
     assert decode.role.has_pending_work()
     [late] = next_step(decode.role).late.values()
     assert any(late.word)
-    assert decode.role.has_pending_work(), "the request has not given its blocks up"
+    assert not decode.role.has_pending_work(), "vLLM itself steps until the request has given its blocks up"
     decode.give_up()
     assert decode.num_free == free
+    assert decode.role.has_pending_work()
     next_step(decode.role)
     assert decode.num_free == free + 6
     assert not decode.role.has_pending_work()
@@ -244,11 +245,42 @@ def test_a_block_that_two_answers_share_ends_both_when_it_is_used() -> None:
     assert ours.kept.take_used() == set()
 
 
-def test_blocks_of_a_prefix_that_others_share_do_not_keep_an_answer_from_being_lent() -> None:
+@pytest.mark.parametrize("has_hashes", [True, False])
+def test_blocks_of_a_prefix_that_others_share_do_not_keep_an_answer_from_being_lent(has_hashes: bool) -> None:
     ours = Kept()
     shared, own = ours.pool.get_new_blocks(2)
-    shared._block_hash = SimpleNamespace()  # type: ignore[assignment]
+    if has_hashes:
+        shared._block_hash = own._block_hash = SimpleNamespace()  # type: ignore[assignment]
+    ours.pool.touch([shared])  # of another request
     ours.kept.keep("a", [[shared.block_id, own.block_id]])
     assert not ours.kept.are_given_up("a"), "its request has both"
-    ours.pool.free_blocks([own])
+    ours.pool.free_blocks([own, shared])
     assert ours.kept.are_given_up("a"), "another request has the first one"
+
+
+def test_answers_that_share_a_block_do_not_wait_for_one_another() -> None:
+    """A reset of the prefix cache takes the hash of that block away."""
+    ours = Kept()
+    shared, *own = ours.pool.get_new_blocks(3)
+    ours.pool.touch([shared])  # of the second request
+    for name, block in zip("ab", own, strict=True):
+        ours.kept.keep(name, [[shared.block_id, block.block_id]])
+    ours.pool.free_blocks([own[0], shared])
+    assert [ours.kept.are_given_up(name) for name in "ab"] == [True, False]
+    ours.pool.free_blocks([own[1], shared])
+    assert [ours.kept.are_given_up(name) for name in "ab"] == [True, True]
+    ours.kept.lend("a")
+    assert ours.kept.are_given_up("b"), "the first one's reference is gone, and counts no more"
+    ours.kept.free("b")
+    assert ours.pool.get_num_free_blocks() == 7
+
+
+def test_blocks_that_two_stores_keep_will_be_free() -> None:
+    """So that vLLM waits for them and preempts no request."""
+    ours = Kept()
+    [block] = ours.pool.get_new_blocks(1)
+    for name in "ab":
+        ours.kept.keep(name, [[block.block_id]])
+    assert not ours.kept.keeps_alone, "a request uses it"
+    ours.pool.free_blocks([block])
+    assert ours.kept.keeps_alone

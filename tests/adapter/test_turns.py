@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -231,6 +232,42 @@ def test_a_stopped_answer_yields_last(asynchronous: bool, make_engine: Any, monk
     # 59 blocks are free, and this prompt needs 3 of them.
     decode.ask("x", [3 * index for index in range(40)], {}, max_tokens=1)
     assert list(holds_of(decode)) == ["a"], f"the held blocks were at {places} of {len(free)} free ones"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_answers_that_share_a_prefix_yield_after_a_reset(asynchronous: bool, make_engine: Any) -> None:
+    """The reset takes the hashes of shared blocks away, so that they look as if nobody shared them."""
+    decode = make_engine(UNIFORM, turn_seconds=TURN_SECONDS, asynchronous=asynchronous)
+    decode.ask("before", SAID[0], {})
+    free = num_free(decode)
+    for name in "ab":
+        sampling = SamplingParams(
+            max_tokens=3, ignore_eos=True, extra_args={"kv_transfer_params": {"do_remote_prefill": False}}
+        )
+        prompt = SAID[0] + [1, 2, 3]
+        decode.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=decode._hasher))
+        decode._tokens[name] = list(prompt)
+    steps = deque[tuple[Any, Any]]()
+    while decode.scheduler.has_unfinished_requests() or steps:
+        if decode.scheduler.has_unfinished_requests():
+            output = decode.scheduler.schedule()
+            steps.append((output, decode._execute(output)))
+        while steps and (len(steps) >= decode._depth or not decode.scheduler.has_unfinished_requests()):
+            decode.scheduler.update_from_output(*steps.popleft())
+    kept = decode.connector._scheduler._state.kept_blocks
+    assert num_free(decode) < free, "the holds are not lent yet"
+    assert decode.scheduler.reset_prefix_cache()
+    num_steps = 0
+    while decode.scheduler.has_requests():
+        num_steps += 1
+        assert num_steps < 4, "each hold waits for the other, and the engine steps for it"
+        output = decode.scheduler.schedule()
+        decode.scheduler.update_from_output(output, decode._execute(output))
+    assert set(holds_of(decode)) == {"a", "b"}
+    assert (num_free(decode), kept.num_kept) == (free, 0)
+    # 29 blocks are free, and this prompt needs 26 of them.
+    decode.ask("big", [(7 * index + 2) % 500 for index in range(400)], {}, max_tokens=1)
+    assert holds_of(decode) == {}
 
 
 def test_a_renewed_turn_takes_no_blocks_from_its_decode_engine(make_engine: Any) -> None:

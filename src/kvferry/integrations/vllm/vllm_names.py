@@ -309,7 +309,6 @@ USED: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.core.kv_cache_manager": ("KVCacheBlocks.get_block_ids() -> tuple[list[int], ...] | None",),
     "vllm.v1.core.kv_cache_utils": (
         "ExternalBlockHash",
-        "KVCacheBlock.block_hash",
         "KVCacheBlock.block_id",
         "KVCacheBlock.ref_cnt",
         (

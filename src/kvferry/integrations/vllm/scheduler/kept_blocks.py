@@ -14,8 +14,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from kvferry.arrays import Integers
 from kvferry.errors import HandoffError, Reason
 from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID
 from kvferry.peer_log import PeerLog
@@ -29,15 +32,26 @@ logger = PeerLog(logging.getLogger(__name__))
 BlockIds = Sequence[Sequence[int]]
 
 
+class _Kept(NamedTuple):
+    """The blocks under one name; ``last_blocks`` are those at the ends of the cache groups."""
+
+    blocks: "list[KVCacheBlock]"
+    block_ids: Integers
+    last_blocks: "list[KVCacheBlock]"
+
+
 class KeptBlocks:
     """One reference per name and block. Only the scheduler's thread uses it.
 
     Blocks may be *lent* to the pool: they are free, and stay as they are until the pool gives one of them to a request.
+    Who else uses a block is counted: the pool's references to it less those of this object.
     """
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
-        self._blocks: dict[Hashable, list[KVCacheBlock]] = {}
+        self._num_references: Integers = np.zeros(0, np.int64)
+        """Of this object, to each block of the pool."""
+        self._kept: dict[Hashable, _Kept] = {}
         self._lent: dict[str, list[KVCacheBlock]] = {}
         self._lenders: defaultdict[int, set[str]] = defaultdict(set)
         self._used: set[str] = set()
@@ -45,6 +59,7 @@ class KeptBlocks:
     def bind(self, pool: "BlockPool") -> None:
         """Take references in this pool from now on."""
         self._pool = pool
+        self._num_references = np.zeros(len(pool.blocks), np.int64)
 
     def allow_resets(self, after: Callable[[], None] = lambda: None) -> None:
         """Let the pool reset its prefix cache beside the kept blocks, which stay as they are.
@@ -65,7 +80,7 @@ class KeptBlocks:
     def _without_references(self, reset: Callable[[], bool]) -> bool:
         """Reset a prefix cache while no block has a reference of this object; nobody can be given a block meanwhile."""
         assert self._pool is not None
-        kept = [block for blocks in self._blocks.values() for block in blocks]
+        kept = [block for each in self._kept.values() for block in each.blocks]
         self._pool.free_blocks(reversed(kept))
         try:
             return reset()
@@ -78,31 +93,36 @@ class KeptBlocks:
         The null block, in the place of a block that has left a sliding window, needs none.
         """
         assert self._pool is not None
-        kept = (block_id for group in block_ids for block_id in group if block_id != NULL_BLOCK_ID)
-        blocks = [self._pool.blocks[block_id] for block_id in kept]
-        self._pool.touch(blocks)
-        self._blocks[name] = blocks
+        pool = self._pool
+        groups = [[block_id for block_id in group if block_id != NULL_BLOCK_ID] for group in block_ids]
+        ids = [block_id for group in groups for block_id in group]
+        blocks = [pool.blocks[block_id] for block_id in ids]
+        last_blocks = [pool.blocks[group[-1]] for group in groups if group]
+        kept = self._kept[name] = _Kept(blocks, np.array(ids, np.int64), last_blocks)
+        pool.touch(blocks)
+        np.add.at(self._num_references, kept.block_ids, 1)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._blocks or name in self._lent
+        return name in self._kept or name in self._lent
 
     def are_given_up(self, name: str) -> bool:
-        """Return whether the request of these kept blocks has given them up, as far as nobody can share them.
+        """Return whether the request of these kept blocks has given them up.
 
-        A block without a hash is in no prefix cache, so that nobody else uses it. An engine gives the blocks of a
-        request up some steps after its end, where a step with the request is in flight.
+        An engine gives the blocks of a request up together, some steps after its end where a step with the request is
+        in flight. So they are given up where nobody else uses the last block of a group. Where others use each last
+        block, they use the blocks before it too, and the answer is not known before they have given theirs up.
         """
-        return all(block.ref_cnt == 1 for block in self._blocks[name] if block.block_hash is None)
+        return any(map(self._is_unshared, self._kept[name].last_blocks))
 
     @property
     def num_kept(self) -> int:
         """The number of references."""
-        return sum(map(len, self._blocks.values()))
+        return sum(len(each.blocks) for each in self._kept.values())
 
     @property
     def keeps_alone(self) -> bool:
-        """Whether a block is used by nobody else, so that it is free once its reference is dropped."""
-        return any(block.ref_cnt == 1 for blocks in self._blocks.values() for block in blocks)
+        """Whether a block is used by nobody else, so that it is free once its references are dropped."""
+        return any(self._is_unshared(block) for each in self._kept.values() for block in each.blocks)
 
     def free(self, name: Hashable) -> None:
         """Drop the references under this name, the tail first, as vLLM does: a prefix stays cached longest."""
@@ -110,12 +130,12 @@ class KeptBlocks:
         if isinstance(name, str) and name in self._lent:
             self._forget_lent(name)
         else:
-            self._pool.free_blocks(reversed(self._blocks.pop(name)))
+            self._pool.free_blocks(reversed(self._taken_out(name)))
 
     def lend(self, name: str) -> None:
         """Let the pool give these blocks to others, the tail first; :meth:`take_used` then returns the name."""
         assert self._pool is not None
-        blocks = self._lent[name] = self._blocks.pop(name)
+        blocks = self._lent[name] = self._taken_out(name)
         for block in blocks:
             self._lenders[block.block_id].add(name)
         self._pool.unpin_blocks(reversed(blocks), self._note_use)
@@ -124,6 +144,16 @@ class KeptBlocks:
         """Return the names of which the pool has given a lent block to a request, each once."""
         used, self._used = self._used, set()
         return used
+
+    def _taken_out(self, name: Hashable) -> "list[KVCacheBlock]":
+        """Forget the blocks under this name, and return them: the caller drops their references."""
+        kept = self._kept.pop(name)
+        np.add.at(self._num_references, kept.block_ids, -1)
+        return kept.blocks
+
+    def _is_unshared(self, block: "KVCacheBlock") -> bool:
+        """Return whether nobody but this object uses a block that it keeps."""
+        return bool(block.ref_cnt == self._num_references[block.block_id])
 
     def _note_use(self, block: "KVCacheBlock") -> None:
         # A block may be lent under several names, but the pool remembers one call.

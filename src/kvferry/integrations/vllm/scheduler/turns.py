@@ -92,8 +92,10 @@ class HeldAnswers:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether blocks wait to be lent."""
-        return bool(self._to_lend)
+        """Whether the next step lends blocks. An engine whose requests have not given theirs up steps without being
+        asked.
+        """
+        return any(map(self._state.kept_blocks.are_given_up, self._to_lend))
 
     def forget(self, request_id: str) -> None:
         """The hold of a request has ended."""
