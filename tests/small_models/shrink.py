@@ -58,6 +58,8 @@ AT_MOST: Mapping[str, int] = {
     "index_topk": 512,
 }
 """The most that a size may be; a list's elements each."""
+OF_THE_MLP = ("activation_sparsity_pattern", "swiglu_limits", "swiglu_limits_shared")
+"""Lists that make no other kind of layer: they would ask for ten layers more, or for the last ones."""
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
 AS_WIDE_AS_HIDDEN = ("block_dim", "conv_dim", "conv_dim_out")
 INDICES = ("moe_layers", "attn_layer_indices", "full_attn_idxs", "mlp_only_layers")
@@ -314,7 +316,7 @@ def _kind_of_layer(filled: Part, total: int, layer: int) -> tuple[Any, ...]:
     """Return all that the configuration says of one layer alone."""
     facts: list[Any] = []
     for name, value in sorted(filled.items()):
-        if name == "activation_sparsity_pattern":  # of the MLP; with it Gemma 3n would have ten more layers
+        if name in OF_THE_MLP:
             continue
         if isinstance(value, list | str) and len(value) >= total and _is_per_layer(name, value, total):
             facts.append(repr(value[layer]))

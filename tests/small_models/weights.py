@@ -3,19 +3,26 @@
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from kvferry.harness.tiny_models import write_atomically
 
+from .packing import packed
 from .shrink import quantisation, shrink
 
 CONFIGS = Path(__file__).parent.parent / "model_configs"
-RECIPE = 1
+RECIPE = 2
 """Raised by whoever changes what is written for the same configuration."""
 SAME_CLASS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Types of models whose class comes with the weights, and the type in transformers that is the same."""
+
+QUERY_SIZE = 3.0
+EMBEDDING_SIZE = 0.25
+QUERY_NORM = re.compile(r"\.(q_norm|q_layernorm|query_layernorm)\.weight$")
+QUERY = re.compile(r"\.(q_proj|q_b_proj)\.weight$")
 
 
 def names() -> list[str]:
@@ -39,9 +46,8 @@ def write_small_model(name: str, folder: Path, dtype: Literal["float32", "bfloat
     ``transformers``.
     """
     config = shrink(published(name))
-    if quantisation(config) is not None:
-        raise NotImplementedError("quantised weights are not written yet")
-    _set_dtype(config, dtype)
+    if quantisation(config) is None:
+        _set_dtype(config, dtype)
     recipe = json.dumps([RECIPE, dtype, config], sort_keys=True)
     path = folder / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if not path.exists():
@@ -60,17 +66,24 @@ def _set_dtype(part: dict[str, Any], dtype: str) -> None:
 
 def _save(config: Mapping[str, Any], dtype: str, path: Path) -> None:
     import torch
+    from safetensors.torch import load_file, save_file
     from transformers.utils import logging
 
     hide_progress: Any = logging.disable_progress_bar
     hide_progress()
+    found = quantisation(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = make_network(config, dtype)
+        network = make_network(config, "float32" if found else dtype)
         spread_weights(network)
     network.save_pretrained(path)
     for extra in path.glob("*.json"):
         extra.unlink()
+    if found:
+        (weights,) = path.glob("*.safetensors")
+        own = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        tensors = packed(load_file(weights), found, own)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights, {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -83,6 +96,8 @@ def make_network(config: Mapping[str, Any], dtype: str) -> Any:
     for part in (plain, *(value for value in plain.values() if isinstance(value, dict))):
         part.pop("quantization_config", None)
         part.pop("auto_map", None)
+        if isinstance(part.get("layer_types"), list):  # those of layers that predict more tokens are not written
+            part["layer_types"] = part["layer_types"][: part.get("num_hidden_layers")]
     model_type = plain.pop("model_type")
     model_type = SAME_CLASS.get(model_type, model_type)
     if model_type not in transformers.CONFIG_MAPPING:
@@ -95,14 +110,20 @@ def make_network(config: Mapping[str, Any], dtype: str) -> Any:
 def spread_weights(network: Any) -> None:
     """Enlarge the weights: with the small defaults the logits hardly depend on the context.
 
-    A matrix, or a stack of an expert's matrices, keeps the size of what it multiplies.
+    A matrix, or a stack of experts' matrices, keeps the size of what it multiplies. Queries become larger, so that each
+    token attends to some tokens more than to others instead of to the mean of all. Embeddings become smaller: with those
+    that also give the logits, the most likely token would be the one just read.
     """
     import torch
 
     with torch.no_grad():
         for name, weight in network.named_parameters():
-            if "embed" in name or "conv" in name or weight.dim() not in (2, 3):
-                continue
-            torch.nn.init.normal_(
-                weight, std=min(weight.shape[-2:]) ** -0.5 if weight.dim() == 3 else weight.shape[1] ** -0.5
-            )
+            if "embed" not in name and "conv" not in name and weight.dim() in (2, 3):
+                inputs = weight.shape[1] if weight.dim() == 2 else min(weight.shape[1:])
+                torch.nn.init.normal_(weight, std=inputs**-0.5)
+            if QUERY_NORM.search(name):
+                weight.fill_(QUERY_SIZE if weight.ne(0).any() else QUERY_SIZE - 1)  # Gemma's norms add 1
+            elif QUERY.search(name):
+                weight.mul_(QUERY_SIZE)
+            elif "embed" in name:
+                weight.mul_(EMBEDDING_SIZE)
