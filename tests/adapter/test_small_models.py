@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
 from tests.small_models import shrink, write_small_model
@@ -177,6 +178,18 @@ def test_the_configuration_is_written_as_it_was_published(tmp_path: Path) -> Non
     written = json.loads((write_small_model("gemma-3-1b-it", tmp_path) / "config.json").read_text())
     expected = {**shrink(published("gemma-3-1b-it")), "torch_dtype": "float32"}
     assert list(written.items()) == list(expected.items())
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("gemma-3n-E4B-it", "model.language_model."), ("step3", "model.")])
+def test_models_written_without_their_towers(name: str, prefix: str, tmp_path: Path) -> None:
+    """They have each layer of the language model under its published name, and nothing of another part."""
+    path = write_small_model(name, tmp_path)
+    config = language_part(json.loads((path / "config.json").read_text()))
+    tensors = load_file(path / "model.safetensors")
+    assert {key for key in tensors if not key.startswith(prefix)} <= {"lm_head.weight"}
+    layers = {key.removeprefix(f"{prefix}layers.").partition(".")[0] for key in tensors if "layers." in key}
+    assert layers == {str(layer) for layer in range(config["num_hidden_layers"])}
+    assert tensors[f"{prefix}embed_tokens.weight"].shape == (VOCABULARY_SIZE, config["hidden_size"])
 
 
 # What configurations have

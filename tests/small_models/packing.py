@@ -146,7 +146,7 @@ def int8(weight: torch.Tensor) -> Tensors:
 
 
 def int4_by_group(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> Tensors:
-    """Return ``weight_packed`` of eight inputs in an int32, ``weight_scale`` of each group of inputs, ``weight_shape``."""
+    """Return ``weight_packed`` of eight inputs in an int32, ``weight_scale`` of each group, and ``weight_shape``."""
     groups = weight.reshape(weight.shape[0], -1, group_size)
     scale = (groups.abs().amax(2) / 7.5).clamp(min=1e-8).to(dtype)
     numbers = (groups / scale.float()[:, :, None]).round().clamp(-8, 7).to(torch.int32) + 8

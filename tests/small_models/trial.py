@@ -151,7 +151,8 @@ def _run(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_line(text: str) -> str:
+    """Return what vLLM says first; after a colon the next line too, and without pydantic's number of errors."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # pydantic says first how many errors there are.
-    meant = next((line for line in lines if re.search(r"Value error|Error:", line)), lines[0] if lines else "")
+    index = next((number for number, line in enumerate(lines) if re.search(r"Value error|Error:", line)), 0)
+    meant = " ".join(lines[index : index + (2 if lines[index:] and lines[index].endswith(":") else 1)])
     return re.sub(r"( Please check the logs.*)?( \[type=.*)", "", meant)[:300]

@@ -4,21 +4,29 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.harness.tiny_models import write_atomically
 
 from .packing import packed
 from .shrink import quantisation, shrink
+from .step import step_shapes
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIGS = Path(__file__).parent.parent / "model_configs"
-RECIPE = 2
+RECIPE = 3
 """Raised by whoever changes what is written for the same configuration."""
 SAME_CLASS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Types of models whose class comes with the weights, and the type in transformers that is the same."""
 
+STEP = ("step3_vl", "step3p5")
+TOWERS_LEFT_OUT: Mapping[str, str] = {"gemma3n": "Gemma3nForCausalLM"}
+"""Types whose towers transformers cannot build without more packages (timm), and the class of the language model."""
 QUERY_SIZE = 3.0
 EMBEDDING_SIZE = 0.25
 QUERY_NORM = re.compile(r"\.(q_norm|q_layernorm|query_layernorm)\.weight$")
@@ -66,33 +74,58 @@ def _set_dtype(part: dict[str, Any], dtype: str) -> None:
 
 def _save(config: Mapping[str, Any], dtype: str, path: Path) -> None:
     import torch
-    from safetensors.torch import load_file, save_file
-    from transformers.utils import logging
+    from safetensors.torch import save_file
 
-    hide_progress: Any = logging.disable_progress_bar
-    hide_progress()
     found = quantisation(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = make_network(config, "float32" if found else dtype)
-        spread_weights(network)
-    network.save_pretrained(path)
-    for extra in path.glob("*.json"):
-        extra.unlink()
+        tensors = checkpoint(config, "float32" if found else dtype)
     if found:
-        (weights,) = path.glob("*.safetensors")
         own = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        tensors = packed(load_file(weights), found, own)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights, {"format": "pt"})
+        tensors = packed(tensors, found, own)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors", {"format": "pt"}
+    )
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def make_network(config: Mapping[str, Any], dtype: str) -> Any:
+def checkpoint(config: Mapping[str, Any], dtype: str) -> "dict[str, torch.Tensor]":
+    """Return random weights under their published names, before quantisation."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers.utils import logging
+
+    if config["model_type"] in STEP:
+        zero_centered = config.get("zero_centered", False)  # its norms add 1
+        tensors = {
+            name: torch.full(shape, 0.0 if zero_centered or "bias" in name else 1.0)
+            if len(shape) == 1
+            else torch.randn(shape) * 0.02
+            for name, shape in step_shapes(config).items()
+        }
+        spread_weights(tensors.items())
+        return {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    hide_progress: Any = logging.disable_progress_bar
+    hide_progress()
+    plain = copy.deepcopy(dict(config))
+    if without_towers := plain["model_type"] in TOWERS_LEFT_OUT:
+        plain = plain["text_config"] | {"architectures": [TOWERS_LEFT_OUT[plain["model_type"]]]}
+    network = make_network(plain, dtype)
+    spread_weights(network.named_parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        network.save_pretrained(folder)  # under the names of published checkpoints, not those of its modules
+        (file,) = Path(folder).glob("*.safetensors")
+        tensors = load_file(file)
+    if without_towers:
+        return {f"model.language_model.{name.removeprefix('model.')}": tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def make_network(plain: dict[str, Any], dtype: str) -> Any:
     """Return transformers' model of a configuration, before quantisation."""
     import torch
     import transformers
 
-    plain = copy.deepcopy(dict(config))
     for part in (plain, *(value for value in plain.values() if isinstance(value, dict))):
         part.pop("quantization_config", None)
         part.pop("auto_map", None)
@@ -103,21 +136,24 @@ def make_network(config: Mapping[str, Any], dtype: str) -> Any:
     if model_type not in transformers.CONFIG_MAPPING:
         raise NotImplementedError(f"transformers has no class for {model_type!r}")
     known: Callable[..., Any] = transformers.CONFIG_MAPPING[model_type]
-    network_class = getattr(transformers, config["architectures"][0])
-    return network_class._from_config(known(**plain), dtype=getattr(torch, dtype))
+    config = known(**plain)
+    text = config.get_text_config()
+    if getattr(text, "head_dim", 0) is None:  # Hunyuan's attention does not fill it in
+        text.head_dim = text.hidden_size // text.num_attention_heads
+    return getattr(transformers, plain["architectures"][0])._from_config(config, dtype=getattr(torch, dtype))
 
 
-def spread_weights(network: Any) -> None:
+def spread_weights(parameters: "Iterable[tuple[str, torch.Tensor]]") -> None:
     """Enlarge the weights: with the small defaults the logits hardly depend on the context.
 
     A matrix, or a stack of experts' matrices, keeps the size of what it multiplies. Queries become larger, so that each
-    token attends to some tokens more than to others instead of to the mean of all. Embeddings become smaller: with those
-    that also give the logits, the most likely token would be the one just read.
+    token attends to some tokens more than to others instead of to the mean of all. Embeddings become smaller: with
+    those that also give the logits, the most likely token would be the one just read.
     """
     import torch
 
     with torch.no_grad():
-        for name, weight in network.named_parameters():
+        for name, weight in parameters:
             if "embed" not in name and "conv" not in name and weight.dim() in (2, 3):
                 inputs = weight.shape[1] if weight.dim() == 2 else min(weight.shape[1:])
                 torch.nn.init.normal_(weight, std=inputs**-0.5)
