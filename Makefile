@@ -5,7 +5,7 @@ BANDIT := .venv/bin/bandit --quiet --configfile pyproject.toml --recursive src s
 MODE ?= pull
 HOSTS ?= 1
 ARGS ?=
-MATRIX := tests/host tests/adapter/test_refused_combinations.py
+MATRIX := tests/host tests/adapter/test_refused_combinations.py tests/adapter/test_models_against_vllm.py
 
 IN_TWO_PROCESSES := -n 2 --dist worksteal
 # A noisy machine may starve a test of threads. CI runs such a test twice and names it; engines have no second chance.

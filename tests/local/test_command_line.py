@@ -31,7 +31,7 @@ from kvferry.harness import launch, virtual_hosts
 from kvferry.harness.launch import Role
 from kvferry.transport import nixl
 
-CONFIGS, MODEL = Path(__file__).parents[1] / "pure" / "model_configs", Path("model")
+CONFIGS, MODEL = Path(__file__).parents[1] / "model_configs", Path("model")
 PREFILL: Role = "kv_producer"
 DECODE: Role = "kv_consumer"
 CLEAR_LINE = "\x1b[2K"
@@ -235,7 +235,7 @@ def test_an_error_is_one_line_with_its_reason(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     MODEL.mkdir()
-    (MODEL / "config.json").write_text((CONFIGS / "qwen3-8b.json").read_text())
+    (MODEL / "config.json").write_text((CONFIGS / "Qwen3-8B.json").read_text())
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # the demo sets it, which is undone
     assert exit_code(monkeypatch, *arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -247,7 +247,7 @@ def test_every_engine_of_a_demo_takes_the_part_of_a_gpu_that_is_named(tmp_path: 
     """Two engines on one GPU: vLLM does not start an engine with less free memory than its part, however little it
     uses.
     """
-    (tmp_path / "config.json").write_text((CONFIGS / "qwen3-8b.json").read_text())
+    (tmp_path / "config.json").write_text((CONFIGS / "Qwen3-8B.json").read_text())
     pair, alone = DemoSettings(gpu_memory=0.45), OffloadOptions(1, 1, None, 4, None, gpu_memory=0.45)
     engines = [pair.engine(role, 1, tmp_path, tmp_path) for role in (PREFILL, DECODE)]
     engines += [OffloadDemo(tmp_path, tmp_path, alone).engine(1, offloads=offloads) for offloads in (True, False)]
@@ -260,7 +260,7 @@ def test_every_engine_of_a_demo_takes_the_part_of_a_gpu_that_is_named(tmp_path: 
 def test_a_demo_on_two_hosts_says_why_this_machine_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = json.loads((CONFIGS / "qwen3-8b.json").read_text())
+    config = json.loads((CONFIGS / "Qwen3-8B.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 2000}))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

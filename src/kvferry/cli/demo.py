@@ -277,7 +277,7 @@ def _run(model: str, settings: DemoSettings, folder: Path, console: Console) -> 
             running_engines(settings, places, path, folder, announce) as engines,
         ):
             console.print(f"Engines ready after {time.monotonic() - started_at:.0f} s.")
-            shape = CacheShape(len(caches), cache, cache_block_size(engines.decode.url), *tp_sizes)
+            shape = CacheShape(len(caches.layers), cache, cache_block_size(engines.decode.url), *tp_sizes)
             report = _measure(engines, prompts, shape, folder / TRANSFER_LOG, status)
         console.print(f"The whole run took {time.monotonic() - started_at:.0f} s.")
         left = engines.remaining_processes()

@@ -73,7 +73,7 @@ class OffloadDemo:
     def token_bytes(self) -> int:
         """Bytes of one token in the caches of all layers, over all ranks."""
         caches = model_caches(self.model, DTYPE)
-        return len(caches) * uniform_cache(caches).page_bytes(1, tp_size=1)
+        return len(caches.layers) * uniform_cache(caches).page_bytes(1, tp_size=1)
 
     def check(self) -> None:
         """Raise :class:`SettingsError` where the ranks cannot split the heads."""
@@ -94,7 +94,7 @@ class OffloadDemo:
         if options.layout is not None:
             settings["layout"] = options.layout
         caches = model_caches(self.model, DTYPE)
-        cache_bytes = CACHE_TOKENS * len(caches) * uniform_cache(caches).page_bytes(1, tp_size)
+        cache_bytes = CACHE_TOKENS * len(caches.layers) * uniform_cache(caches).page_bytes(1, tp_size)
         role: Role | None = "kv_both" if offloads else None
         return EngineSettings(
             self.model,

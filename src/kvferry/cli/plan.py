@@ -15,7 +15,7 @@ from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.shard import Shard
 from kvferry.models.config import ITEM_SIZES
 from kvferry.models.groups import LayerGroup
-from kvferry.models.shapes import caches_of
+from kvferry.models.shapes import caches_of, layer_of
 from kvferry.plan.match import ComponentHeads
 from kvferry.plan.planner import GroupPlan, PairPlan
 from kvferry.plan.request import GroupBlocks
@@ -94,6 +94,7 @@ def _print_report(report: PlanReport, explanation: list[str]) -> None:
     total = "yes" if report.verified else "NO"
     table.add_row("", "", "total", str(report.descriptors), format_bytes(report.bytes), "", total)
     console = open_console()
+    console.print(f"shapes of the caches: {report.origin}", markup=False, highlight=False)
     for note in report.prefill.notes() + report.decode.notes():
         console.print(note, markup=False, highlight=False)
     console.print(table)
@@ -115,7 +116,8 @@ def _cells(summary: Summary) -> list[str]:
 
 def explain_plan(report: PlanReport) -> list[str]:
     """Return the explanation of a whole plan: engines and groups, then each pair, then refusals and changes."""
-    lines = [_engine_line(engine) for engine in (report.prefill, report.decode)]
+    lines = [f"shapes of the caches: {report.origin}"]
+    lines += [_engine_line(engine) for engine in (report.prefill, report.decode)]
     for group, request in zip(report.prefill.groups, report.requests, strict=True):
         lines.append(_group_line(group, request))
     for pair in report.pairs:
@@ -141,13 +143,13 @@ def explain_choice(pair: PairPlan) -> list[str]:
 
 
 def spans(numbers: Iterable[str]) -> str:
-    """Return layer numbers as ranges.
+    """Return the numbers of layers as ranges.
 
     >>> spans(["0", "1", "2", "5", "7", "8"])
     '0-2 5 7-8'
     """
     ranges: list[list[int]] = []
-    for number in sorted(map(int, numbers)):
+    for number in sorted(map(layer_of, numbers)):
         if ranges and ranges[-1][1] == number - 1:
             ranges[-1][1] = number
         else:

@@ -23,7 +23,8 @@ from kvferry.models.groups import (
     resolve_block_size,
     split_layers,
 )
-from kvferry.models.layer_caches import LayerCache
+from kvferry.models.layer_caches import AttentionCache, recurrent_itemsize
+from kvferry.models.shapes import ModelCaches, layer_of
 from kvferry.models.shards import RankMemory, model_shard
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
@@ -62,6 +63,17 @@ class Engine:
     layout: NamedLayout
     block_size: int
     groups: tuple[LayerGroup, ...]
+    num_layers: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block of one layer on one rank."""
+        return page_bytes(self.groups, self.block_size, self.wanted.tp)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block takes of a rank's memory where one rank holds all layers: those of the widest group."""
+        return self.page_bytes * max(len(group.layers) for group in self.groups)
 
     def notes(self) -> list[str]:
         """Return a sentence about each wanted value that the model changes."""
@@ -72,22 +84,25 @@ class Engine:
                 f"shape, and each must be contiguous. Planned with {self.layout}, the nearest possible layout."
             )
         if self.block_size != self.wanted.block_size:
-            page = page_bytes(self.groups, self.block_size, self.wanted.tp)
             found.append(
                 f"{self.name}: attention blocks have {self.block_size} tokens instead of {self.wanted.block_size}, so "
-                f"that a page of {page} bytes holds a state at TP {self.wanted.tp}."
+                f"that a page of {self.page_bytes} bytes holds a state at TP {self.wanted.tp}."
             )
         return found
 
     def shards(self, num_blocks: int, base_address: int) -> list[Shard]:
         """Return the shards of all ranks, stage by stage, at invented addresses."""
-        wanted, num_layers = self.wanted, sum(len(group.layers) for group in self.groups)
+        wanted, num_layers = self.wanted, self.num_layers
         stages = wanted.stages or split_layers(num_layers, wanted.pp)
         if sum(stages) != num_layers:
             what = f"{self.name}: layers={'+'.join(map(str, stages))} are {sum(stages)}, the model has {num_layers}."
             raise SettingsError(Reason.INVALID_SETTING, what, "Give the number of layers of every stage.")
         ends = [0, *itertools.accumulate(stages)]
-        held = [frozenset(map(str, range(*bounds))) for bounds in itertools.pairwise(ends)]
+        names = [name for group in self.groups for name in group.layers]
+        held = [
+            frozenset(name for name in names if first <= layer_of(name) < end)
+            for first, end in itertools.pairwise(ends)
+        ]
         memory = {"layout": self.layout, "block_size": self.block_size, "num_blocks": num_blocks}
         ranks = itertools.product(enumerate(held), range(wanted.tp))
         return [
@@ -171,8 +186,9 @@ class PairReport:
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
-    """All pairs of ranks, and the failures of their proofs."""
+    """All pairs of ranks, and the failures of their proofs. ``origin``: where the shapes of the caches come from."""
 
+    origin: str
     prefill: Engine
     decode: Engine
     sources: tuple[Shard, ...]
@@ -202,6 +218,7 @@ class PlanReport:
             "descriptors": self.descriptors,
             "bytes": self.bytes,
             "verified": self.verified,
+            "shapes": self.origin,
             "failures": list(self.failures),
             "notes": self.prefill.notes() + self.decode.notes(),
             "groups": [_group_json(*pair) for pair in zip(self.prefill.groups, self.requests, strict=True)],
@@ -211,6 +228,8 @@ class PlanReport:
                     "pp": engine.wanted.pp,
                     "layout": engine.layout.value,
                     "block_size": engine.block_size,
+                    "page_bytes": engine.page_bytes,
+                    "block_bytes": engine.block_bytes,
                 }
                 for engine in (self.prefill, self.decode)
             },
@@ -226,21 +245,28 @@ def _summary_json(summary: Summary) -> dict[str, Any]:
 def _group_json(group: LayerGroup, request: GroupBlocks) -> dict[str, Any]:
     holds = {"group": group.name, "kind": group.kind.value, "window": group.cache.window}
     tokens = {"first_token": request.first_token, "last_token": request.last_token}
-    return {**holds, "layers": list(group.layers), **tokens}
+    return {**holds, **_cache_json(group), "layers": list(group.layers), **tokens}
 
 
-def engine_of(name: str, shape: EngineShape, caches: Sequence[LayerCache]) -> Engine:
-    """Return the engine of a model with these caches, one per layer; the layers' names are their numbers.
+def _cache_json(group: LayerGroup) -> dict[str, Any]:
+    cache = group.cache
+    if isinstance(cache, AttentionCache):
+        return {"kv_heads": cache.num_kv_heads, "head_size": cache.head_size, "itemsize": cache.itemsize}
+    return {"state_heads": cache.num_heads, "itemsize": cache.itemsize, "recurrent_itemsize": recurrent_itemsize(cache)}
 
-    >>> from kvferry.models.layer_caches import AttentionCache
-    >>> caches = [AttentionCache(num_kv_heads=2, head_size=64, itemsize=2)] * 4
+
+def engine_of(name: str, shape: EngineShape, caches: ModelCaches) -> Engine:
+    """Return the engine of a model with these caches.
+
+    >>> from kvferry.models.shapes import alike
+    >>> caches = alike(AttentionCache(num_kv_heads=2, head_size=64, itemsize=2), 4)
     >>> engine = engine_of("prefill", EngineShape(1, NamedLayout.BHLNC, 16, pp=2), caches)
     >>> [sorted(shard.groups[0].layers) for shard in engine.shards(num_blocks=8, base_address=0)]
     [['0', '1'], ['2', '3']]
     """
-    groups = form_groups({str(layer): cache for layer, cache in enumerate(caches)})
+    groups = form_groups(caches.named())
     block_size = resolve_block_size(groups, shape.block_size, shape.tp)
-    return Engine(name, shape, possible_layout(groups, shape.layout), block_size, groups)
+    return Engine(name, shape, possible_layout(groups, shape.layout), block_size, groups, len(caches.layers))
 
 
 def parse_engine(option: str, text: str, block_size: int) -> EngineShape:
@@ -290,7 +316,7 @@ def _positive(option: str, key: str, value: str) -> int:
 
 
 def make_report(
-    caches: Sequence[LayerCache],
+    caches: ModelCaches,
     prefill: EngineShape,
     decode: EngineShape,
     tokens: int,
@@ -326,7 +352,7 @@ def make_report(
             proof = partial(verify_destination, lists, destination, requested)
             failures.append(_failure(f"decode {destination.rank_name}", proof))
     failed = tuple(filter(None, failures))
-    return PlanReport(*engines, tuple(sources), tuple(requests), seed, tuple(pairs), failed)
+    return PlanReport(caches.origin, *engines, tuple(sources), tuple(requests), seed, tuple(pairs), failed)
 
 
 def _pair_report(pair: PairPlan, decode_rank: int, requested: Sequence[GroupBlocks], *, verify: bool) -> PairReport:

@@ -1,12 +1,18 @@
-"""A model's Hugging Face ``config.json``, with bounds on every field that is read."""
+"""A model's Hugging Face ``config.json``, with bounds on every field that is read.
+
+The fields are those that the model type's configuration class makes of the file, where the transformers library is
+installed: a published file leaves out what its class fills in. Without the class, a field is read where the file has
+it, or where its family is known to leave it to vLLM's own rule; any other missing field is refused by its name.
+"""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from kvferry.errors import Reason, SettingsError, did_you_mean
+from kvferry.models.config_classes import read_by_class
 
 MAX_CONFIG_BYTES = 1 << 22
 MAX_NUMBER = 1 << 31
@@ -21,6 +27,8 @@ ITEM_SIZES = {
 }
 """Bytes of one number of each dtype."""
 BY_HAND = "Give --layers, --kv-heads and --head-size in place of --model."
+SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")
+"""Fields by which a quantised model says how its cache is quantised."""
 
 
 def refuse(what: str, remedy: str = BY_HAND, reason: Reason = Reason.INVALID_SETTING) -> NoReturn:
@@ -30,9 +38,18 @@ def refuse(what: str, remedy: str = BY_HAND, reason: Reason = Reason.INVALID_SET
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The fields of the text model: those of ``text_config`` where that exists take precedence over the outer ones."""
+    """The fields of the text model: those of ``text_config`` where that exists take precedence over the outer ones.
+
+    ``written`` are the names in the file. ``origin`` says what read it. ``missing_class`` says why no class has filled
+    in what the file leaves out; it is empty where one has.
+    """
 
     fields: Mapping[str, Any]
+    written: frozenset[str] = frozenset()
+    architectures: tuple[str, ...] = ()
+    origin: str = "the configuration alone"
+    missing_class: str = "no class has read it"
+    quantisation: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def family(self) -> str:
@@ -41,8 +58,37 @@ class ModelConfig:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the model, and so of its cache."""
-        return str(self.fields.get("torch_dtype") or self.fields.get("dtype") or "bfloat16")
+        """The dtype in which vLLM computes the model: half precision for a model in float32.
+
+        Raises :class:`SettingsError` (``invalid-setting``) where the configuration names none: vLLM then looks into the
+        weights.
+
+        >>> ModelConfig({"dtype": "float32"}).dtype
+        'bfloat16'
+        """
+        found = self.fields.get("torch_dtype") or self.fields.get("dtype")
+        if found is None:
+            refuse("the configuration has no 'dtype'; vLLM takes it from the weights.", "Give --dtype, say bfloat16.")
+        name = str(found).removeprefix("torch.")
+        return "bfloat16" if name == "float32" else name
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """The dtype to which the model's quantisation sets its attention cache; None where it sets none.
+
+        Raises :class:`SettingsError` (``unsupported``) for a quantisation other than 8-bit floating point.
+
+        >>> scheme = {"type": "float", "num_bits": 8}
+        >>> quantisation = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+        >>> ModelConfig({}, quantisation=quantisation).cache_dtype
+        'fp8'
+        """
+        method, inner = str(self.quantisation.get("quant_method") or ""), self.quantisation.get("quantization")
+        for found in (self.quantisation, inner if isinstance(inner, dict) else {}):
+            for name in SCHEMES:
+                if scheme := found.get(name):
+                    return _cache_dtype(name, scheme, method)
+        return None
 
     def number(self, *names: str) -> int:
         """Return the first of the named fields that exists.
@@ -52,25 +98,33 @@ class ModelConfig:
 
         >>> ModelConfig({"n_layer": 12}).number("num_hidden_layers", "n_layer")
         12
-        >>> ModelConfig({}).number("n_layer")  # doctest: +ELLIPSIS
+        >>> ModelConfig({}, missing_class="transformers is not installed").number("n_layer")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        kvferry.errors.SettingsError: the configuration has no 'n_layer'. ... [invalid-setting]
+        kvferry.errors.SettingsError: the configuration has no 'n_layer', ... transformers is not installed. ...
         """
         name = next((name for name in names if self.fields.get(name) is not None), None)
         if name is None:
-            refuse(f"the configuration has no {names[0]!r}.")
+            self.refuse_missing(names[0])
         value = self.fields[name]
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_NUMBER:
             refuse(f"{name!r} is {_short(value)}, not a whole number from 1 to {MAX_NUMBER}.")
         return value
+
+    def refuse_missing(self, name: str) -> NoReturn:
+        """Raise :class:`SettingsError` (``invalid-setting``) for a field that neither the file nor a class has."""
+        if not self.missing_class:
+            refuse(f"the configuration has no {name!r}, and {self.origin} fills in none.")
+        what = f"the configuration has no {name!r}, which its class may fill in, and {self.missing_class}."
+        refuse(what, f"Install transformers, in which the class is, or write the field. {BY_HAND}")
 
     def layer_types(self, num_layers: int) -> list[str] | None:
         """Return ``layer_types``, one name per layer, or None where the field is missing.
 
         Raises :class:`SettingsError` (``invalid-setting``) for any other value.
         """
-        found = self.fields.get("layer_types", self.fields.get("layers_block_type"))
+        names = ("layer_types", "layers_block_type")
+        found = next((value for name in names if (value := self.fields.get(name)) is not None), None)
         if found is None:
             return None
         if not isinstance(found, list) or len(found) != num_layers or not all(isinstance(kind, str) for kind in found):
@@ -81,9 +135,31 @@ class ModelConfig:
 def read_config(path: Path) -> ModelConfig:
     """Return the configuration in a file, or in the ``config.json`` of a folder.
 
-    Raises :class:`SettingsError` (``invalid-setting``) for a file that cannot be read, is too large, or holds no JSON
-    object.
+    Raises :class:`SettingsError` (``invalid-setting``) for a file that cannot be read, is too large, holds no JSON
+    object, or one that the model type's class refuses.
     """
+    return config_of(read_fields(path))
+
+
+def config_of(fields: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration of a file's fields. Raises :class:`SettingsError` as :func:`read_config` does."""
+    nested = fields.get("text_config")
+    outer = {**fields, **nested} if isinstance(nested, dict) else fields
+    by_class = read_by_class(fields)
+    quantisation = outer.get("quantization_config") or outer.get("compression_config")
+    named = fields.get("architectures")
+    return ModelConfig(
+        fields={**outer, **by_class.fields},
+        written=frozenset(outer),
+        architectures=tuple(map(str, named)) if isinstance(named, list) else (),
+        origin=by_class.origin,
+        missing_class=by_class.missing,
+        quantisation=quantisation if isinstance(quantisation, dict) else {},
+    )
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of a file, or of the ``config.json`` of a folder. Raises :class:`SettingsError`."""
     path, remedy = path / "config.json" if path.is_dir() else path, "Name the model's config.json."
     try:
         if not path.is_file():
@@ -100,8 +176,7 @@ def read_config(path: Path) -> ModelConfig:
         raise SettingsError(Reason.INVALID_SETTING, f"{path} is not a model configuration: {error}.", remedy) from None
     if not isinstance(fields, dict):
         refuse(f"{path} holds no JSON object.", remedy)
-    nested = fields.get("text_config")
-    return ModelConfig({**fields, **nested} if isinstance(nested, dict) else fields)
+    return fields
 
 
 def item_size(dtype: str) -> int:
@@ -114,6 +189,18 @@ def item_size(dtype: str) -> int:
     if found is None:
         refuse(f"dtype {_short(dtype)} is unknown.", did_you_mean(dtype, ITEM_SIZES))
     return found
+
+
+def _cache_dtype(name: str, scheme: Any, method: str) -> str:
+    """Return the dtype of a scheme as vLLM reads it: compressed-tensors describe it, ModelOpt may name it."""
+    by_modelopt = method.startswith("modelopt")
+    if by_modelopt and isinstance(scheme, str) and scheme.lower() == "fp8":
+        return "fp8"
+    is_described = by_modelopt or method in ("compressed-tensors", "compressed_tensors")
+    if is_described and isinstance(scheme, dict) and scheme.get("type") == "float" and scheme.get("num_bits") == 8:
+        return "fp8"
+    what = f"{name!r} of quantisation {method!r} is {_short(scheme)}; kvferry knows caches of 8-bit floating point."
+    refuse(what, "Give --dtype, the one of the cache.", Reason.UNSUPPORTED)
 
 
 def _short(value: object) -> str:

@@ -1,77 +1,110 @@
-"""The cache of each layer of a model, by the model's family.
+"""The caches of each layer of a model, by the model's family.
 
-An unknown family counts as plain attention only if no field hints at another cache: a window, a state, a latent,
-shared or unequal layers. A hint refuses the model even where the field has no effect on the cache: the user can give
-the shapes by hand, whereas a wrong plan would go unnoticed.
+A family is a ``model_type`` whose caches were compared with those that vLLM 0.32 itself makes of a published
+configuration (``tests/adapter/test_models_against_vllm.py``). Any other model type is refused by its name, and so is a
+field that hints at a cache which the family's rule does not account for: the user can give the shapes by hand, whereas
+a wrong plan would go unnoticed.
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.errors import Reason
 from kvferry.layout.component import MAX_LAYERS
-from kvferry.models.config import ModelConfig, refuse
-from kvferry.models.layer_caches import AttentionCache, GatedDeltaCache, LayerCache, Mamba2Cache
+from kvferry.models.config import ModelConfig, item_size, refuse
+from kvferry.models.layer_caches import AttentionCache, GatedDeltaCache, LayerCache, Mamba1Cache, Mamba2Cache
 
 HINTS = re.compile(
     "window|sliding|swa_|layer_types|layers?_block|block_(types?|configs)|attention_(interval|chunk)|attn_type|global_head"
     "|mamba|ssm|state_size|d_state|(^|_)conv|linear_(num|key|value|att)|recurrent|(^|_)lru|rwkv|time_mix|hybrid"
     "|lora_rank|latent|qk_(rope|nope)_head|v_head_dim|value_head_dim|index_(topk|n_heads|head_dim)|compress"
     "|kv_shared|share_kv|is_encoder_decoder|cross_attention|num_kv_heads|head_kv|kv_head|query_group"
-    "|multi_query_group|new_decoder_architecture"
+    "|multi_query_group|new_decoder_architecture|attention_groups"
 )
 """Names of fields that hint at a cache other than plain keys and values of all tokens."""
-PLAIN_NAMES = ("num_key_value_heads",)
-WINDOWS_SWITCHED_OFF = ("sliding_window", "max_window_layers", "use_sliding_window", "sliding_window_pattern")
+UNDERSTOOD = "num_key_value_heads|sliding_window|max_window_layers|use_sliding_window|layer_types|mlp_layer_types"
+"""The hinting fields that every family's rule accounts for."""
 FULL, SLIDING, STATE = ("full_attention", "attention"), ("sliding_attention",), ("mamba", "linear_attention")
+WITHOUT_CACHE = ("mlp", "moe", "-", "E")
+REMEDY = "Give --layers, --kv-heads and --head-size of the full-attention layers instead of --model."
+
+LayerCaches = Sequence[tuple[LayerCache, ...]]
+"""The caches of each layer, in layer order: one, none (its layer shares another's, or attends to nothing), or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSizes:
+    """Bytes of one number of the attention caches, and of states: the quantisation of a cache is that of attention."""
+
+    cache: int
+    state: int
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How to read a family's configuration. ``understood`` matches the hinting fields that ``read`` accounts for."""
+    """How to read a family's configuration.
 
-    read: Callable[[ModelConfig, int], Sequence[LayerCache]]
+    ``architectures`` are the vLLM classes that ``read`` speaks of. ``understood`` matches the hinting fields that it
+    accounts for. ``derived`` are fields which the family's class leaves out where the file does, so that vLLM derives
+    them: ``head_dim`` from ``hidden_size``, ``num_key_value_heads`` from ``num_attention_heads``, no window, no types.
+    """
+
+    read: Callable[[ModelConfig, "Family", ItemSizes], LayerCaches]
+    architectures: tuple[str, ...]
     understood: str = "(?!)"
+    derived: frozenset[str] = field(default_factory=frozenset)
+    extra_window: int = 0
+
+    def optional(self, config: ModelConfig, name: str) -> Any:
+        """Return a field's value, or None where vLLM derives it. Raises for a field that only a class could fill in."""
+        found = config.fields.get(name)
+        if found is None and config.missing_class and name not in self.derived and name not in config.fields:
+            config.refuse_missing(name)
+        return found
 
 
-def layer_caches(config: ModelConfig, itemsize: int) -> Sequence[LayerCache]:
-    """Return the cache of each layer, in layer order, with numbers of ``itemsize`` bytes.
+def layer_caches(config: ModelConfig, sizes: ItemSizes) -> LayerCaches:
+    """Return the caches of each layer, in layer order, with numbers of these sizes.
 
     Raises :class:`SettingsError`: ``invalid-setting`` for a field that is missing or out of range, ``unsupported`` for
-    one that hints at a cache which cannot be planned.
+    a family without a rule, or a field that hints at a cache which cannot be planned.
 
-    >>> config = ModelConfig({"num_hidden_layers": 1, "num_attention_heads": 8, "hidden_size": 512})
-    >>> layer_caches(config, 2)
-    [AttentionCache(num_kv_heads=8, head_size=64, itemsize=2, window=0, is_latent=False)]
+    >>> config = ModelConfig({"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 8,
+    ...     "hidden_size": 512})
+    >>> layer_caches(config, ItemSizes(cache=2, state=2))
+    [(AttentionCache(num_kv_heads=8, head_size=64, itemsize=2, window=0, is_latent=False),)]
     """
-    family = FAMILIES.get(config.family, Family(_plain))
+    refuse_family(config.fields)
+    family = FAMILIES.get(config.family)
+    if family is None:
+        what = f"kvferry has no rule for family {config.family!r}" if config.family else "there is no 'model_type'"
+        own_code = ", and never runs a model's own code ('auto_map')" if "auto_map" in config.written else ""
+        refuse(f"{what}{own_code}.", f"If all its layers keep plain keys and values: {REMEDY}", Reason.UNSUPPORTED)
+    unknown = [name for name in config.architectures if name not in family.architectures]
+    if unknown:
+        what = f"kvferry has no rule for architecture {unknown[0]!r} of family {config.family!r}."
+        refuse(what, f"If all its layers keep plain keys and values: {REMEDY}", Reason.UNSUPPORTED)
     _refuse_hints(config, family.understood)
-    return family.read(config, itemsize)
+    return family.read(config, family, sizes)
+
+
+def refuse_family(fields: Mapping[str, Any]) -> None:
+    """Raise :class:`SettingsError` (``unsupported``) for a family that is known not to be planned."""
+    nested = fields.get("text_config")
+    for each in (fields, nested if isinstance(nested, dict) else {}):
+        family = str(each.get("model_type") or "")
+        if refused := REFUSED.get(family):
+            refuse(f"family {family!r} {refused}, which kvferry cannot plan.", REMEDY, Reason.UNSUPPORTED)
 
 
 def _refuse_hints(config: ModelConfig, understood: str) -> None:
-    for name in sorted(config.fields):
-        if name in PLAIN_NAMES or not HINTS.search(name) or re.fullmatch(understood, name):
-            continue
-        if not _is_inert(name, config):
-            family = f"family {config.family!r}" if config.family else "a family without a name"
-            remedy = "Give --layers, --kv-heads and --head-size of the full-attention layers instead of --model."
-            refuse(f"{name!r} of {family} hints at a cache that cannot be planned.", remedy, Reason.UNSUPPORTED)
-
-
-def _is_inert(name: str, config: ModelConfig) -> bool:
-    value: Any = config.fields[name]
-    if not value:
-        return True
-    if name in WINDOWS_SWITCHED_OFF:
-        fields = config.fields
-        return fields.get("use_sliding_window") is False or (
-            "sliding_window" in fields and not fields["sliding_window"]
-        )
-    return name == "layer_types" and isinstance(value, list) and all(kind in FULL for kind in value)
+    for name in sorted(config.written or config.fields):
+        known = re.fullmatch(UNDERSTOOD, name) or re.fullmatch(understood, name)
+        if HINTS.search(name) and not known and config.fields.get(name):
+            what = f"{name!r} of family {config.family!r} hints at a cache that cannot be planned."
+            refuse(what, REMEDY, Reason.UNSUPPORTED)
 
 
 def _num_layers(config: ModelConfig) -> int:
@@ -81,52 +114,107 @@ def _num_layers(config: ModelConfig) -> int:
     return found
 
 
-def _attention(config: ModelConfig, itemsize: int, window: int = 0) -> AttentionCache:
+def _attention(config: ModelConfig, family: Family, sizes: ItemSizes, window: int = 0) -> AttentionCache:
     heads = config.number("num_attention_heads", "n_head")
-    kv_heads = 1 if config.fields.get("multi_query") else heads
-    if config.fields.get("num_key_value_heads") is not None:
-        kv_heads = config.number("num_key_value_heads")
-    if config.fields.get("head_dim") is not None:
-        head_size = config.number("head_dim")
-    else:
-        hidden = config.number("hidden_size", "n_embd")
-        if hidden % heads:
-            refuse(f"'hidden_size' {hidden} is no multiple of 'num_attention_heads' {heads}; 'head_dim' is missing.")
-        head_size = hidden // heads
-    return AttentionCache(num_kv_heads=kv_heads, head_size=head_size, itemsize=itemsize, window=window)
-
-
-def _plain(config: ModelConfig, itemsize: int) -> list[LayerCache]:
-    return [_attention(config, itemsize)] * _num_layers(config)
-
-
-def _latent(config: ModelConfig, itemsize: int) -> list[LayerCache]:
-    width = config.number("kv_lora_rank") + config.number("qk_rope_head_dim")
-    latent = AttentionCache(num_kv_heads=1, head_size=width, itemsize=itemsize, is_latent=True)
-    return [latent] * _num_layers(config)
-
-
-def _sliding(config: ModelConfig, itemsize: int, every: int) -> list[LayerCache]:
-    """Return layers of which each ``every``-th attends to all tokens, unless ``layer_types`` lists them."""
-    num_layers = _num_layers(config)
-    types = config.layer_types(num_layers) or _every(num_layers, every, "sliding_attention")
-    full, slides = _attention(config, itemsize), _attention(config, itemsize, config.number("sliding_window"))
-    return [full if _is_full(kind, SLIDING) else slides for kind in types]
-
-
-def _gemma3(config: ModelConfig, itemsize: int) -> list[LayerCache]:
-    pattern = next(
-        (name for name in ("sliding_window_pattern", "_sliding_window_pattern") if name in config.fields), ""
+    head_size = _head_size(config, family, heads)
+    return AttentionCache(
+        num_kv_heads=_kv_heads(config, family, heads), head_size=head_size, itemsize=sizes.cache, window=window
     )
-    return _sliding(config, itemsize, config.number(pattern) if pattern else 6)
 
 
-def _granite_hybrid(config: ModelConfig, itemsize: int) -> list[LayerCache]:
+def _kv_heads(config: ModelConfig, family: Family, heads: int) -> int:
+    """Count heads as vLLM's ``get_total_num_kv_heads`` does."""
+    if config.fields.get("multi_query") and not config.fields.get("new_decoder_architecture"):
+        return 1
+    for name in ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups"):
+        if config.fields.get(name) is not None:
+            return config.number(name)
+    return heads if family.optional(config, "num_key_value_heads") is None else config.number("num_key_value_heads")
+
+
+def _head_size(config: ModelConfig, family: Family, heads: int) -> int:
+    if family.optional(config, "head_dim"):
+        return config.number("head_dim")
+    hidden = config.number("hidden_size", "n_embd")
+    if hidden % heads:
+        refuse(f"'hidden_size' {hidden} is no multiple of 'num_attention_heads' {heads}; 'head_dim' is missing.")
+    return hidden // heads
+
+
+def _window(config: ModelConfig, family: Family) -> int:
+    """Return the size of the sliding window; 0 for none. The classes of Qwen take it away where it is not used."""
+    if config.missing_class and "use_sliding_window" in config.fields and not config.fields["use_sliding_window"]:
+        return 0
+    found = family.optional(config, "sliding_window")
+    return config.number("sliding_window") + family.extra_window if found else 0
+
+
+def _plain(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
+    """Return equal layers. Where no layer has another type, vLLM gives all of them the configuration's window."""
+    num_layers, window = _num_layers(config), _window(config, family)
+    types = set(config.layer_types(num_layers) or SLIDING) if family.optional(config, "layer_types") else set(SLIDING)
+    if len({_is_full(kind, SLIDING) for kind in types}) > 1:
+        what = f"layers of family {config.family!r} with 'layer_types' of several kinds"
+        refuse(f"{what} cannot be planned.", REMEDY, Reason.UNSUPPORTED)
+    slides = not _is_full(types.pop(), SLIDING)
+    return [(_attention(config, family, sizes, window if slides else 0),)] * num_layers
+
+
+def _sliding(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
+    """Return layers of which ``layer_types`` says how each attends."""
+    num_layers, window = _num_layers(config), _window(config, family)
+    types = _types(config, family, num_layers, "sliding_attention")
+    full, slides = (_attention(config, family, sizes, size) for size in (0, window))
+    return [(full if _is_full(kind, SLIDING) else slides,) for kind in types]
+
+
+def _types(config: ModelConfig, family: Family, num_layers: int, otherwise: str) -> list[str]:
+    """Return the type of each layer: from the list, or every so many-th layer is full."""
+    types = config.layer_types(num_layers)
+    if types is not None:
+        return types
+    names = ("sliding_window_pattern", "_sliding_window_pattern", "full_attention_interval")
+    pattern = next((name for name in names if isinstance(config.fields.get(name), int)), "")
+    if not pattern:
+        config.refuse_missing("layer_types")
+    every = config.number(pattern)
+    return ["full_attention" if (layer + 1) % every == 0 else otherwise for layer in range(num_layers)]
+
+
+def _gpt_oss(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
+    """Return layers of which vLLM lets every other one slide, whatever ``layer_types`` says."""
+    num_layers = _num_layers(config)
+    alternate = [SLIDING[0] if layer % 2 == 0 else FULL[0] for layer in range(num_layers)]
+    if _types(config, family, num_layers, SLIDING[0]) != alternate:
+        what = "'layer_types' of family 'gpt_oss' do not alternate, as vLLM's class assumes."
+        refuse(what, REMEDY, Reason.UNSUPPORTED)
+    return _sliding(config, family, sizes)
+
+
+def _shared(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
+    """Return layers of which the last ones read the cache of an earlier one."""
+    caches = _sliding(config, family, sizes)
+    shared = config.fields.get("num_kv_shared_layers")
+    if shared is None:
+        config.refuse_missing("num_kv_shared_layers")
+    first = len(caches) - (config.number("num_kv_shared_layers") if shared else 0)
+    if first < 1:
+        refuse(f"'num_kv_shared_layers' is {shared}, of {len(caches)} layers.")
+    return [cache if layer < first else () for layer, cache in enumerate(caches)]
+
+
+def _latent(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
+    width = config.number("kv_lora_rank") + config.number("qk_rope_head_dim")
+    latent = AttentionCache(num_kv_heads=1, head_size=width, itemsize=sizes.cache, is_latent=True)
+    return [(latent,)] * _num_layers(config)
+
+
+def _granite_hybrid(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
     num_layers = _num_layers(config)
     types = config.layer_types(num_layers)
     if types is None:
-        refuse("the configuration has no 'layer_types'.")
-    attention = _attention(config, itemsize)
+        config.refuse_missing("layer_types")
+    attention = (_attention(config, family, sizes),)
     if all(_is_full(kind, STATE) for kind in types):
         return [attention] * num_layers
     intermediate, heads = config.number("mamba_expand") * config.number("hidden_size"), config.number("mamba_n_heads")
@@ -137,32 +225,85 @@ def _granite_hybrid(config: ModelConfig, itemsize: int) -> list[LayerCache]:
             f"'mamba_n_heads' {heads} times head size {head_size} is not 'mamba_expand' times 'hidden_size', "
             f"{intermediate}."
         )
-    state = Mamba2Cache(
+    state = (_mamba2(config, sizes, intermediate, heads, head_size),)
+    return [attention if _is_full(kind, STATE) else state for kind in types]
+
+
+def _falcon_h1(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
+    """Return layers that each have attention beside a Mamba2 state."""
+    heads, head_size = config.number("mamba_n_heads"), config.number("mamba_d_head")
+    intermediate = config.number("mamba_d_ssm")
+    if heads * head_size != intermediate:
+        refuse(f"'mamba_n_heads' {heads} times 'mamba_d_head' {head_size} is not 'mamba_d_ssm', {intermediate}.")
+    state = _mamba2(config, sizes, intermediate, heads, head_size)
+    return [(_attention(config, family, sizes), state)] * _num_layers(config)
+
+
+def _mamba2(config: ModelConfig, sizes: ItemSizes, intermediate: int, heads: int, head_size: int) -> Mamba2Cache:
+    return Mamba2Cache(
         intermediate_size=intermediate,
         num_groups=config.number("mamba_n_groups"),
         state_size=config.number("mamba_d_state"),
         num_heads=heads,
         head_size=head_size,
         kernel_size=_kernel_size(config, "mamba_d_conv"),
-        itemsize=itemsize,
+        itemsize=sizes.state,
     )
-    return [attention if _is_full(kind, STATE) else state for kind in types]
 
 
-def _qwen3_next(config: ModelConfig, itemsize: int) -> list[LayerCache]:
+def _nemotron_h(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
+    """Return layers of which some are no attention at all, and so have no cache."""
+    types = config.fields.get("layer_types") or config.fields.get("layers_block_type")
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        config.refuse_missing("layer_types")
+    heads, head_size = config.number("mamba_num_heads"), config.number("mamba_head_dim")
+    recurrent = config.fields.get("mamba_ssm_cache_dtype") or "float32"  # vLLM's choice for this family
+    state = Mamba2Cache(
+        intermediate_size=heads * head_size,
+        num_groups=config.number("n_groups"),
+        state_size=config.number("ssm_state_size"),
+        num_heads=heads,
+        head_size=head_size,
+        kernel_size=_kernel_size(config, "conv_kernel"),
+        itemsize=sizes.state,
+        recurrent_itemsize=item_size(str(recurrent)),
+    )
+    attention = (_attention(config, family, sizes, _window(config, family)),)
+    kinds = [() if kind in WITHOUT_CACHE else attention if _is_full(kind, STATE) else (state,) for kind in types]
+    if len(kinds) > MAX_LAYERS:
+        refuse(f"the configuration has {len(kinds)} layers; the limit is {MAX_LAYERS}.", reason=Reason.UNSUPPORTED)
+    return kinds
+
+
+def _jamba(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
     num_layers = _num_layers(config)
     types = config.layer_types(num_layers)
-    types = types or _every(num_layers, config.number("full_attention_interval"), "linear_attention")
+    if types is None:
+        config.refuse_missing("layer_types")
+    state = Mamba1Cache(
+        intermediate_size=config.number("mamba_expand") * config.number("hidden_size"),
+        state_size=config.number("mamba_d_state"),
+        kernel_size=_kernel_size(config, "mamba_d_conv"),
+        itemsize=sizes.state,
+    )
+    attention = (_attention(config, family, sizes),)
+    return [attention if _is_full(kind, STATE) else (state,) for kind in types]
+
+
+def _gated_delta(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
+    types = _types(config, family, _num_layers(config), "linear_attention")
+    recurrent = config.fields.get("mamba_ssm_dtype")
     state = GatedDeltaCache(
         num_key_heads=config.number("linear_num_key_heads"),
         key_head_size=config.number("linear_key_head_dim"),
         num_value_heads=config.number("linear_num_value_heads"),
         value_head_size=config.number("linear_value_head_dim"),
         kernel_size=_kernel_size(config, "linear_conv_kernel_dim"),
-        itemsize=itemsize,
+        itemsize=sizes.state,
+        recurrent_itemsize=item_size(str(recurrent)) if recurrent else None,
     )
-    attention = _attention(config, itemsize)
-    return [attention if _is_full(kind, STATE) else state for kind in types]
+    attention = (_attention(config, family, sizes),)
+    return [attention if _is_full(kind, STATE) else (state,) for kind in types]
 
 
 def _kernel_size(config: ModelConfig, name: str) -> int:
@@ -170,10 +311,6 @@ def _kernel_size(config: ModelConfig, name: str) -> int:
     if not 2 <= found <= 256:
         refuse(f"{name!r} is {found}; a convolution takes 2 to 256 inputs.")
     return found
-
-
-def _every(num_layers: int, every: int, otherwise: str) -> list[str]:
-    return ["full_attention" if (layer + 1) % every == 0 else otherwise for layer in range(num_layers)]
 
 
 def _is_full(kind: str, others: tuple[str, ...]) -> bool:
@@ -184,16 +321,92 @@ def _is_full(kind: str, others: tuple[str, ...]) -> bool:
     return kind in FULL
 
 
-_WINDOWED = "_?sliding_window(_pattern)?|layer_types"
-_MLA = "kv_lora_rank|q_lora_rank|qk_(rope|nope)_head_dim|v_head_dim"
+_HEADS, _HEAD_SIZE, _NO_WINDOW = "num_key_value_heads", "head_dim", ("sliding_window", "layer_types")
+_WINDOWED = "_?sliding_window(_pattern)?"
+_MLA = "kv_lora_rank|q_lora_rank|qk_(rope|nope)_head_dim|v_head_dim|qk_head_dim"
+_MINIMAX = "attn_type_list|layernorm_linear_attention_.*"
+_DELTA = "linear_.*|full_attention_interval|mamba_ssm_dtype"
+
+
+def _of(read: Callable[..., LayerCaches], architectures: str, *derived: str, **more: Any) -> Family:
+    return Family(read, tuple(architectures.split()), derived=frozenset(derived), **more)
+
+
 FAMILIES = {
-    "deepseek_v2": Family(_latent, _MLA),
-    "deepseek_v3": Family(_latent, _MLA),
-    "kimi_k2": Family(_latent, _MLA),
-    "gemma3": Family(_gemma3, _WINDOWED),
-    "gemma3_text": Family(_gemma3, _WINDOWED),
-    "gpt_oss": Family(partial(_sliding, every=2), _WINDOWED),
-    "granitemoehybrid": Family(_granite_hybrid, "mamba_.*|layer_types|layers_block_type"),
-    "qwen3_next": Family(_qwen3_next, "linear_.*|full_attention_interval|layer_types"),
+    "cohere": _of(_plain, "CohereForCausalLM", _HEADS, _HEAD_SIZE, *_NO_WINDOW),
+    "cohere2": _of(_sliding, "Cohere2ForCausalLM", understood=_WINDOWED, extra_window=1),
+    "deepseek_v2": _of(_latent, "DeepseekV2ForCausalLM", understood=_MLA),
+    "deepseek_v3": _of(_latent, "DeepseekV3ForCausalLM", understood=_MLA),
+    "ernie4_5": _of(_plain, "Ernie4_5ForCausalLM", *_NO_WINDOW),
+    "ernie4_5_moe": _of(_plain, "Ernie4_5_MoeForCausalLM", _HEAD_SIZE, *_NO_WINDOW),
+    "exaone4": _of(_sliding, "Exaone4ForCausalLM Exaone4_5_ForConditionalGeneration", _HEAD_SIZE, understood=_WINDOWED),
+    "falcon_h1": _of(_falcon_h1, "FalconH1ForCausalLM", _HEAD_SIZE, understood="mamba_.*|ssm_.*|attn_layer_.*"),
+    "gemma2": _of(_sliding, "Gemma2ForCausalLM", understood=f"{_WINDOWED}|sliding_window_size"),
+    "gemma3_text": _of(_sliding, "Gemma3ForCausalLM Gemma3ForConditionalGeneration", understood=_WINDOWED),
+    "gemma3n_text": _of(
+        _shared, "Gemma3nForCausalLM Gemma3nForConditionalGeneration", understood=f"{_WINDOWED}|num_kv_shared_layers"
+    ),
+    "glm": _of(_plain, "GlmForCausalLM", *_NO_WINDOW),
+    "glm4": _of(_plain, "Glm4ForCausalLM", *_NO_WINDOW),
+    "glm4_moe": _of(_plain, "Glm4MoeForCausalLM", _HEAD_SIZE, *_NO_WINDOW),
+    "glm4_moe_lite": _of(_latent, "Glm4MoeLiteForCausalLM", understood=_MLA),
+    "gpt2": _of(_plain, "GPT2LMHeadModel", _HEADS, _HEAD_SIZE, *_NO_WINDOW),
+    "gpt_oss": _of(_gpt_oss, "GptOssForCausalLM", understood=_WINDOWED),
+    "granite": _of(_plain, "GraniteForCausalLM", _HEADS, _HEAD_SIZE, *_NO_WINDOW),
+    "granitemoehybrid": _of(
+        _granite_hybrid, "GraniteMoeHybridForCausalLM", _HEADS, _HEAD_SIZE, understood="mamba_.*|layers_block_type"
+    ),
+    "hunyuan_v1_dense": _of(_plain, "HunYuanDenseV1ForCausalLM", _HEADS, _HEAD_SIZE, *_NO_WINDOW),
+    "jamba": _of(_jamba, "JambaForCausalLM", _HEAD_SIZE, understood="(use_)?mamba_.*|.*_layer_(period|offset)"),
+    "kimi_k2": _of(_latent, "DeepseekV3ForCausalLM", understood=_MLA),
+    "laguna": _of(_sliding, "LagunaForCausalLM", understood=_WINDOWED),
+    "llama": _of(_plain, "LlamaForCausalLM", _HEADS, _HEAD_SIZE, *_NO_WINDOW),
+    "minimax_m2": _of(_plain, "MiniMaxM2ForCausalLM", *_NO_WINDOW, understood=_MINIMAX),
+    "mistral": _of(_plain, "MistralForCausalLM Mistral3ForConditionalGeneration", _HEAD_SIZE, "layer_types"),
+    "mixtral": _of(
+        _plain,
+        "MixtralForCausalLM MiniMaxM2ForCausalLM",
+        _HEAD_SIZE,
+        *_NO_WINDOW,
+        understood=_MINIMAX,
+    ),
+    "nemotron_h": _of(
+        _nemotron_h,
+        "NemotronHForCausalLM",
+        understood="(use_)?mamba_.*|ssm_.*|conv_kernel|use_conv_bias|hybrid_override_pattern|layers_block_type|mtp_.*",
+    ),
+    "olmo2": _of(_plain, "Olmo2ForCausalLM", _HEADS, _HEAD_SIZE, *_NO_WINDOW),
+    "olmo3": _of(_sliding, "Olmo3ForCausalLM", _HEADS, _HEAD_SIZE),
+    "phi3": _of(_plain, "Phi3ForCausalLM", _HEADS, _HEAD_SIZE, *_NO_WINDOW),
+    "qwen2": _of(_plain, "Qwen2ForCausalLM", _HEAD_SIZE, *_NO_WINDOW),
+    "qwen3": _of(_plain, "Qwen3ForCausalLM", *_NO_WINDOW),
+    "qwen3_5_moe_text": _of(
+        _gated_delta, "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration", understood=_DELTA
+    ),
+    "qwen3_5_text": _of(_gated_delta, "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration", understood=_DELTA),
+    "qwen3_moe": _of(_plain, "Qwen3MoeForCausalLM", _HEAD_SIZE, *_NO_WINDOW),
+    "qwen3_next": _of(_gated_delta, "Qwen3NextForCausalLM", understood=_DELTA),
+    "seed_oss": _of(_plain, "SeedOssForCausalLM", *_NO_WINDOW),
+    "starcoder2": _of(_plain, "Starcoder2ForCausalLM", _HEAD_SIZE, *_NO_WINDOW),
+    "step3_text": _of(
+        _plain, "Step3TextForCausalLM Step3VLForConditionalGeneration", *_NO_WINDOW, understood="num_attention_groups"
+    ),
 }
-"""Families whose caches are more than plain attention, by ``model_type``."""
+"""The families, by the ``model_type`` of the text model."""
+_INDEXER = "keeps an indexer's keys beside its latent vectors"
+REFUSED = {
+    "bamba": "has no class in vLLM 0.32",
+    "deepseek_v32": _INDEXER,
+    "gemma4": "has full-attention layers with wider heads",
+    "gemma4_text": "has full-attention layers with wider heads",
+    "glm_moe_dsa": _INDEXER,
+    "hunyuan_v1_moe": "has no class of its own in vLLM 0.32",
+    "kimi_linear": "keeps latent vectors beside states",
+    "lfm2": "keeps the inputs of a short convolution",
+    "lfm2_moe": "keeps the inputs of a short convolution",
+    "llama4": "attends by chunks",
+    "llama4_text": "attends by chunks",
+    "minimax": "keeps the states of lightning attention",
+    "step3p5": "has attention of two shapes",
+}
+"""Why the planner refuses these families, by ``model_type``."""

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from kvferry.layout.component import HeadRange, heads_of_rank, require
 from kvferry.layout.group import CacheKind
-from kvferry.layout.states import ConvSegment, gated_delta_segments, mamba2_segments
+from kvferry.layout.states import ConvSegment, gated_delta_segments, mamba1_segments, mamba2_segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,38 @@ class AttentionCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba1Cache:
+    """The state of one Mamba1 layer: each of its channels is a head of ``state_size`` numbers."""
+
+    kind: ClassVar = CacheKind.STATE
+    window: ClassVar = 0
+    intermediate_size: int
+    state_size: int
+    kernel_size: int
+    itemsize: int
+    recurrent_itemsize: int | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of the recurrent state: the channels."""
+        return self.intermediate_size
+
+    @property
+    def state_channels(self) -> int:
+        """Numbers of the recurrent state of one head."""
+        return self.state_size
+
+    def segments(self, tp_rank: int, tp_size: int) -> tuple[ConvSegment, ...]:
+        """Return the one segment of the convolution's channels that a rank holds."""
+        return mamba1_segments(self.intermediate_size, tp_rank, tp_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Cache:
-    """The state of one Mamba2 layer. The convolution keeps ``kernel_size - 1`` inputs."""
+    """The state of one Mamba2 layer. The convolution keeps ``kernel_size - 1`` inputs.
+
+    ``recurrent_itemsize`` is given where the recurrent state has another dtype than the convolution's inputs.
+    """
 
     kind: ClassVar = CacheKind.STATE
     window: ClassVar = 0
@@ -56,6 +86,7 @@ class Mamba2Cache:
     head_size: int
     kernel_size: int
     itemsize: int
+    recurrent_itemsize: int | None = None
 
     @property
     def state_channels(self) -> int:
@@ -79,6 +110,7 @@ class GatedDeltaCache:
     value_head_size: int
     kernel_size: int
     itemsize: int
+    recurrent_itemsize: int | None = None
 
     @property
     def num_heads(self) -> int:
@@ -96,7 +128,7 @@ class GatedDeltaCache:
         return gated_delta_segments(*keys, *values, tp_rank, tp_size)
 
 
-StateCache = Mamba2Cache | GatedDeltaCache
+StateCache = Mamba1Cache | Mamba2Cache | GatedDeltaCache
 LayerCache = AttentionCache | StateCache
 
 
@@ -113,6 +145,11 @@ def conv_bytes(cache: StateCache, tp_size: int) -> int:
     return channels * (cache.kernel_size - 1) * cache.itemsize
 
 
+def recurrent_itemsize(cache: StateCache) -> int:
+    """Return the bytes of one number of the recurrent state."""
+    return cache.recurrent_itemsize or cache.itemsize
+
+
 def state_bytes(cache: StateCache, tp_size: int) -> int:
     """Return the bytes of one layer's whole state on one rank.
 
@@ -120,5 +157,5 @@ def state_bytes(cache: StateCache, tp_size: int) -> int:
     ...     kernel_size=4, itemsize=2), tp_size=2)
     1074688
     """
-    recurrent = len(state_heads(cache, 0, tp_size)) * cache.state_channels * cache.itemsize
+    recurrent = len(state_heads(cache, 0, tp_size)) * cache.state_channels * recurrent_itemsize(cache)
     return conv_bytes(cache, tp_size) + recurrent

@@ -15,7 +15,14 @@ from kvferry.layout.named_layouts import Axis, NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.states import ConvOrder, StatePages, conv_components, padding_components, recurrent_component
 from kvferry.models.groups import LayerGroup, page_bytes, possible_layout
-from kvferry.models.layer_caches import AttentionCache, StateCache, conv_bytes, state_bytes, state_heads
+from kvferry.models.layer_caches import (
+    AttentionCache,
+    StateCache,
+    conv_bytes,
+    recurrent_itemsize,
+    state_bytes,
+    state_heads,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +126,7 @@ def _state(
         state_heads(cache, memory.tp_rank, memory.tp_size),
         cache.num_heads,
         num_channels=cache.state_channels,
-        itemsize=cache.itemsize,
+        itemsize=recurrent_itemsize(cache),
         page_offset=conv_bytes(cache, memory.tp_size),
     )
     padding = padding_components(pages, state_bytes(cache, memory.tp_size), page, memory.tp_rank, memory.tp_size)

@@ -1,0 +1,98 @@
+"""The configuration class of a model type, which fills in the fields that a published ``config.json`` leaves out.
+
+The transformers library has the classes; it is imported when a file is read and only then, because the import takes
+seconds. A model's own code (``auto_map``) never runs. vLLM takes the classes by the same rule.
+"""
+
+import importlib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.errors import Reason, SettingsError
+
+SAME_CLASS = {"kimi_k2": "deepseek_v3", "deepseek_v32": "deepseek_v3"}
+"""Model types that vLLM reads with another type's class."""
+UNUSED = ("rope_scaling", "rope_parameters", "quantization_config", "compression_config")
+"""Fields without effect on the cache's shape, which classes of some releases refuse."""
+PROPERTIES = ("layer_types", "layers_block_type", "head_dim", "num_key_value_heads", "sliding_window")
+"""Fields that some classes compute, so that they are not among the written ones."""
+AS_WRITTEN = ("qk_rope_head_dim",)
+"""Fields that some classes overwrite by ``head_dim``; vLLM reads them from the file, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadByClass:
+    """The text model's fields by its class, and the class's name; or ``missing``, why there is no class."""
+
+    fields: Mapping[str, Any]
+    origin: str
+    missing: str = ""
+
+
+def read_by_class(fields: Mapping[str, Any]) -> ReadByClass:
+    """Return the text model's fields as the configuration class of ``fields["model_type"]`` fills them in.
+
+    Raises :class:`SettingsError` (``invalid-setting``) for fields that the class refuses.
+    """
+    alone = "the configuration alone"
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        return ReadByClass({}, alone, "transformers is not installed")
+    family = str(fields.get("model_type") or "")
+    library = f"transformers {transformers.__version__}"
+    known = SAME_CLASS.get(family, family)
+    if known not in transformers.CONFIG_MAPPING:
+        return ReadByClass({}, alone, f"{library} has no class for model type {family!r}")
+    with _quiet():
+        try:
+            text = transformers.CONFIG_MAPPING[known].from_dict(_without(fields)).get_text_config()
+            found = _fields(text)
+        except Exception as error:  # a class may raise anything at fields that it does not expect
+            what = f"the class of model type {family!r} in {library} refuses the configuration: {_first_line(error)}."
+            remedy = "Correct the configuration, or use the transformers release that it was written for."
+            raise SettingsError(Reason.INVALID_SETTING, what, remedy) from None
+    nested = fields.get("text_config")
+    written = {**fields, **nested} if isinstance(nested, dict) else fields
+    found |= {name: written[name] for name in AS_WRITTEN if written.get(name) is not None}
+    if known != family and not isinstance(nested, dict):
+        found["model_type"] = family
+    return ReadByClass(found, f"{type(text).__name__} of {library}")
+
+
+def _fields(text: Any) -> dict[str, Any]:
+    found: dict[str, Any] = text.to_dict()
+    for name in (*type(text).attribute_map, *PROPERTIES):
+        value = getattr(text, name, None)
+        if value is not None:
+            found[name] = list(value) if isinstance(value, tuple) else value
+    # The dtype is what the file says: a class may leave it out or give it as an object.
+    return {name: value for name, value in found.items() if name not in ("dtype", "torch_dtype")}
+
+
+def _without(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a class reads, nested ones included."""
+    return {
+        name: _without(value) if isinstance(value, dict) and name.endswith("_config") else value
+        for name, value in fields.items()
+        if name not in UNUSED
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library's advice on unusual fields out of the command's output."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
