@@ -74,12 +74,17 @@ def _fields(text: Any) -> dict[str, Any]:
 
 
 def _without(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a class reads, nested ones included."""
-    return {
-        name: _without(value) if isinstance(value, dict) and name.endswith("_config") else value
-        for name, value in fields.items()
-        if name not in UNUSED
-    }
+    """Return the fields that a class reads, nested ones included, with infinity as a number."""
+    return {name: _decoded(value) for name, value in fields.items() if name not in UNUSED}
+
+
+def _decoded(value: Any) -> Any:
+    """Return a value of a file: the library writes infinity as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
+    if isinstance(value, dict):
+        return float(value["__float__"]) if set(value) == {"__float__"} else _without(value)
+    return value
 
 
 @contextmanager
