@@ -296,14 +296,19 @@ class _Answer(NamedTuple):
 class BootstrapQueries:
     """Offers by bootstrap address and the router's engine id: asked for on threads, remembered for a short time.
 
-    One thread may use it.
+    One thread may use it; ``wake`` is called on another one when a query has ended.
     """
 
-    def __init__(self, ask: Callable[[str], list[Entry]] = query, keys: Keys | None = None) -> None:
+    def __init__(
+        self,
+        ask: Callable[[str], list[Entry]] = query,
+        keys: Keys | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
         self._ask = ask
         self._keys = keys
         self._answers: Bounded[tuple[str, str], _Answer] = Bounded(MAX_OFFERS)
-        self._queries: BackgroundCalls[tuple[str, str], Offer] = BackgroundCalls("bootstrap query")
+        self._queries: BackgroundCalls[tuple[str, str], Offer] = BackgroundCalls("bootstrap query", wake)
 
     def get(self, address: str, engine_id: str) -> Offer | None:
         """Return the offer of the engine at the address that the router names, None while the query runs.

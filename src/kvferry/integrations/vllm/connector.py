@@ -1,6 +1,7 @@
 """``KVFerryConnector``: the class that vLLM builds, once in the scheduler and once in every worker."""
 
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -201,6 +202,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.finish_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._orders.wait_seconds:
+            time.sleep(self._orders.wait_seconds)
         received, failed = self._worker.take_finished(self._idle_steps.wait(computes=self._orders.computes))
         if received:
             self._idle_steps.reset()

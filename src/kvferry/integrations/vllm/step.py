@@ -66,7 +66,8 @@ class EngineEndPoint:
 class StepMetadata(KVConnectorMetadata):
     """Orders of one step.
 
-    ``computes`` is false for a step that computes no token. ``written`` are the guard words of requests whose prompt
+    ``computes`` is false for a step that computes no token. ``wait_seconds``: how long the step waits where the engine
+    waits for what no rank is told of; else 0. ``written`` are the guard words of requests whose prompt
     the step computes to its end, ``late`` the words of finished requests that earlier steps have written;
     ``ended_slots`` are the slots to clear before. The requests of ``aborted`` loads have ended, and the remote holds
     of ``lost`` loads; ``outdated`` loads bring prompts of before a reset of the cache. ``prompts`` are the pushed
@@ -76,6 +77,7 @@ class StepMetadata(KVConnectorMetadata):
     """
 
     computes: bool = True
+    wait_seconds: float = 0.0
     written: list[Held] = field(default_factory=list)
     late: dict[Handle, Held] = field(default_factory=dict)
     ended_slots: list[int] = field(default_factory=list)

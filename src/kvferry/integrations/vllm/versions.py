@@ -305,6 +305,11 @@ class Engine:
         return bool(self._core.vllm_config.shutdown_timeout > 0)
 
     @property
+    def stays_awake(self) -> bool:
+        """Whether the core steps without a pause while it has work: it cannot be woken, or finishes before its end."""
+        return not self.can_wake or self.finishes
+
+    @property
     def ends_ranks(self) -> bool:
         """Whether the core's executor ends its ranks without one having failed; any thread may ask.
 

@@ -28,10 +28,10 @@ from kvferry.integrations.vllm.scheduler.offload_requests import OffloadRequest,
 from kvferry.integrations.vllm.scheduler.offload_stores import ReadBlockIds, Stores
 from kvferry.integrations.vllm.scheduler.offload_tiers import Start, Tiers, check_settings, open_tiers
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, check_window_interval, stored_groups
-from kvferry.integrations.vllm.scheduler.tier_waits import TierWaits
+from kvferry.integrations.vllm.scheduler.waits import Looks, StepWaits
 from kvferry.integrations.vllm.translate.shards import group_shapes
 from kvferry.integrations.vllm.translate.specs import refuse
-from kvferry.integrations.vllm.versions import check_block_hashes, tokens_per_hash
+from kvferry.integrations.vllm.versions import Engine, check_block_hashes, tokens_per_hash
 from kvferry.layout.group import CacheKind
 from kvferry.tiers.stack import Stack
 
@@ -105,7 +105,9 @@ class OffloadScheduler:
         self._reported: Mapping[tuple[str, ...], int] = {}
         """The tiers' totals that were reported."""
         self._decisions = LoadDecisions(vllm_config.scheduler_config.max_num_batched_tokens, is_whole=leaves_one_token)
-        self._tier_waits = TierWaits()
+        self._step_waits = StepWaits()
+        self._engine = Engine()
+        self._looks = Looks(self._engine.wake)
         job_ids = count(1)
         self._stores = Stores(
             self._groups, self._num_ranks, settings.window_interval, job_ids, self._counts, self._events
@@ -229,12 +231,15 @@ class OffloadScheduler:
     def has_pending_work(self) -> bool:
         """Return whether the engine must step although it has no request.
 
-        Ranks start, copy or wait for an order, or a lower tier copies, which the steps drive.
+        Ranks start, copy or wait for an order, or it is time to look at what a lower tier copies: steps drive it. The
+        engine sleeps between two looks.
         """
-        step, tiers = self._step, self._start.tiers
+        step, tiers, now = self._step, self._start.tiers, self._clock()
         if self._start.is_under_way or self._stores.are_under_way or step.slab or step.unmaps:
             return True
-        return tiers is not None and tiers.stack.is_moving(self._clock())
+        if tiers is None or not tiers.stack.is_moving(now):
+            return False
+        return self._engine.stays_awake or self._looks.are_due(now)
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks will be free without a preemption, as soon as stores have copied them."""
@@ -282,6 +287,7 @@ class OffloadScheduler:
 
     def shutdown(self) -> None:
         """Close the tiers; twice is fine."""
+        self._looks.close()
         self._start.close()
 
     def snapshot(self) -> dict[str, Any]:
@@ -329,9 +335,13 @@ class OffloadScheduler:
         tiers, now = self._start.tiers, self._clock()
         is_busy = step.computes or step.loads or self._loads.jobs or self._stores.are_under_way or step.stores
         if tiers is None or is_busy or not tiers.stack.is_moving(now):
-            self._tier_waits.reset()
+            self._step_waits.reset()
+            self._looks.reset()
             return 0.0
-        return self._tier_waits.wait(tiers.stack.num_copies_ended, now)
+        if not (self._requests or self._engine.stays_awake):
+            self._looks.done(tiers.stack.num_copies_ended, now)
+            return 0.0
+        return self._step_waits.wait(tiers.stack.num_copies_ended, now)
 
     def _num_settled(self, entry: OffloadRequest) -> int:
         """Return how many tokens of a running request will not be written again."""

@@ -164,5 +164,10 @@ class Destination(Protocol):
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether the engine must step although it has no request."""
+        """Whether the next step has something to do although the engine has no request; any thread may ask."""
+        return False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a peer is to answer before a request, or the release of an ended one, can go on."""
         return False

@@ -237,6 +237,10 @@ class PullDestination(Destination):
             return True
         return time.monotonic() >= turn.answer_by
 
+    @property
+    def waits(self) -> bool:
+        return not all(map(self.is_ready, self._turns))
+
     def is_expected(self, request_id: str) -> bool:
         return request_id in self._expected
 

@@ -37,6 +37,9 @@ logger = PeerLog(logging.getLogger(__name__))
 WHOLE = (CacheKind.ATTENTION, CacheKind.MLA)
 """Kinds whose blocks neither change nor are freed when the engine goes past the prompt."""
 
+LOOK_SECONDS = 0.5
+"""After so long an engine without requests looks whether a query has taken too long, or may begin."""
+
 
 class _Running(msgspec.Struct, frozen=True):
     """A running request whose blocks are pushed, the digest of its prompt, which is computed once, and its adapter."""
@@ -219,15 +222,24 @@ class _Expected(msgspec.Struct, frozen=True):
 class PushDestination(Destination):
     """Asks bootstrap servers which engine pushes a request's prompt."""
 
-    def __init__(self, state: EngineState) -> None:
+    def __init__(self, state: EngineState, wake: Callable[[], None]) -> None:
         self._state = state
+        self._wake = wake
         self._expected: dict[str, _Expected | KVFerryError] = {}
         self._to_release: dict[str, _Expected] = {}
-        self._queries = BootstrapQueries(partial(query, trust=state.trust), state.trust.keys)
+        self._has_answers = False
+        self._look_at = 0.0
+        self._queries = BootstrapQueries(partial(query, trust=state.trust), state.trust.keys, self._note_answer)
 
     @property
     def has_pending_work(self) -> bool:
-        return bool(self._to_release)
+        is_due = self._has_answers or time.monotonic() >= self._look_at
+        return bool(self._to_release) and is_due
+
+    @property
+    def waits(self) -> bool:
+        expected = self._expected.values()
+        return bool(self._to_release) or any(isinstance(each, _Expected) and each.offer is None for each in expected)
 
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
         """Ask for the prefill engine now, so that it is known when the request is scheduled."""
@@ -312,6 +324,8 @@ class PushDestination(Destination):
 
     def turn(self) -> None:
         """Take answers to bootstrap queries: they start leases of waiting requests and release ended transfers."""
+        # First: what comes from now on asks for another step.
+        self._has_answers, self._look_at = False, time.monotonic() + LOOK_SECONDS
         for request_id, expected in list(self._to_release.items()):
             found = self._found(request_id, expected)
             if isinstance(found, KVFerryError) or found.offer is not None:
@@ -319,6 +333,12 @@ class PushDestination(Destination):
                 self._state.leases.finish(request_id)
         for request_id in list(self._expected):
             self.is_ready(request_id)
+
+    def _note_answer(self) -> None:
+        """A query has ended, on its thread."""
+        self._has_answers = True
+        if self._to_release:
+            self._wake()
 
     def _found(self, request_id: str, expected: _Expected) -> _Expected | KVFerryError:
         """Return the request with its offer, or the query's error; before the answer, ``expected`` unchanged."""

@@ -51,6 +51,7 @@ from kvferry.integrations.vllm.scheduler.prompt_adapters import PromptAdapters
 from kvferry.integrations.vllm.scheduler.pull import PullDestination, PullSource
 from kvferry.integrations.vllm.scheduler.push import PushDestination, PushSource, check_pushable
 from kvferry.integrations.vllm.scheduler.turns import HeldAnswers
+from kvferry.integrations.vllm.scheduler.waits import LOOK_MOST_SECONDS, StepWaits
 from kvferry.integrations.vllm.settings import Settings, control_port, trust_of
 from kvferry.integrations.vllm.step import (
     EPOCH_BITS,
@@ -115,17 +116,20 @@ class SchedulerRole:
         self._num_recomputed = num_recomputed(state.groups)
         self._can_clear_in_part = can_name_loaded_groups()
         self._identity = identity_of(vllm_config, settings)
+        self._engine = Engine()
         self._source: Source
         self._destination: Destination
         if settings.mode == "push":
             check_pushable(vllm_config, kv_cache_config)
-            self._source, self._destination = PushSource(state, vllm_config), PushDestination(state)
+            self._source = PushSource(state, vllm_config)
+            self._destination = PushDestination(state, self._engine.wake)
         else:
             # Only kernels of CPU attention pack pages.
             self._source, self._destination = PullSource(state, may_pack_pages=on_cpu()), PullDestination(state)
         self._answers = HeldAnswers(state, drafts=vllm_config.speculative_config is not None)
         self._failed_turns: set[str] = set()
-        self._engine = Engine()
+        self._answer_waits = StepWaits()
+        self._hold_waits = StepWaits(most_seconds=LOOK_MOST_SECONDS)
         self._weights_version = self._engine.weights_version
         self._expired_at = time.monotonic()
         self._loading: dict[str, Sequence[Sequence[int]]] = {}
@@ -260,6 +264,7 @@ class SchedulerRole:
         step.engine = EngineEndPoint(msgspec.structs.replace(state.answers_at, host=self._own_host), self._secret)
         step.quarantined = self._quarantine.turn(self._loading)
         step.lost = [request_id for request_id in state.leases.take_lost() if request_id in self._loading]
+        step.wait_seconds = self._wait(step)
         return step
 
     def reset_cache(self) -> bool:
@@ -308,15 +313,37 @@ class SchedulerRole:
     def has_pending_work(self) -> bool:
         """Whether the engine must step although it has no request: to end holds or set guard words, for example.
 
-        Where the engine cannot be woken, it must keep stepping while there are holds; an engine that finishes its work
-        before it ends must not end before the holds do.
+        Only where the next step does something: the engine sleeps while it waits. Where it cannot be woken, it must
+        keep stepping while there are holds; an engine that finishes its work before it ends must not end before the
+        holds do.
         """
-        holds, engine = self._state.holds, self._engine
         with self._state.holds_lock:
-            has_news = self._quarantine.has_news or self._destination.has_pending_work or holds.has_ended
+            has_news = self._quarantine.has_news or self._destination.has_pending_work or self._state.holds.has_ended
             has_news = has_news or bool(self._state.step.late) or self._answers.has_pending_work
-            must_stay = (not engine.can_wake or engine.finishes) and holds.num_lasting > 0
-        return has_news or must_stay or self._weights_version != engine.weights_version
+            must_stay = self._must_stay
+        return has_news or must_stay or self._weights_version != self._engine.weights_version
+
+    @property
+    def _must_stay(self) -> bool:
+        """Whether the engine must neither sleep nor end; the caller has the lock of the holds."""
+        return self._engine.stays_awake and (self._state.holds.num_lasting > 0 or self._destination.waits)
+
+    def _wait(self, step: StepMetadata) -> float:
+        """Return how long a step waits: not at all where ranks have something to do, or nothing is waited for.
+
+        Peers answer without telling the ranks, and no rank wakes an engine that must not sleep.
+        """
+        if step.computes or self._loading:
+            self._answer_waits.reset()
+            self._hold_waits.reset()
+            return 0.0
+        now = time.monotonic()
+        if self._destination.waits:
+            return self._answer_waits.wait(progress=None, now=now)
+        self._answer_waits.reset()
+        with self._state.holds_lock:
+            must_stay, progress = self._must_stay, self._state.holds.num_lasting
+        return self._hold_waits.wait(progress, now) if must_stay else 0.0
 
     # Peers.
 
@@ -431,7 +458,7 @@ class SchedulerRole:
         with self._state.holds_lock:
             self._drain_in_time()
             self._expire_holds()
-        self._wake_for_ended()
+        self._wake_for_news()
 
     def _expire_holds(self) -> None:
         """End the holds whose lease is over; the caller has the lock."""
@@ -441,10 +468,10 @@ class SchedulerRole:
             self._state.holds.forgive(unseen)
         self._state.holds.expire(now)
 
-    def _wake_for_ended(self) -> None:
+    def _wake_for_news(self) -> None:
         with self._state.holds_lock:
-            has_ended = self._state.holds.has_ended
-        if has_ended or self._weights_version != self._engine.weights_version:
+            has_news = self._state.holds.has_ended or self._destination.has_pending_work
+        if has_news or self._weights_version != self._engine.weights_version:
             self._engine.wake()
 
     def _answer(self, question: Question) -> Answer:
@@ -465,7 +492,7 @@ class SchedulerRole:
             case Release():
                 with self._state.holds_lock:
                     self._state.holds.release(question.epoch, question.handles)
-                self._wake_for_ended()
+                self._wake_for_news()
                 return Noted(self._state.epoch)
             case Drain():
                 return self._answer_drain(question)
