@@ -14,7 +14,8 @@ from transformers import CONFIG_MAPPING
 
 from tests.small_models import shrink, write_small_model
 from tests.small_models.shrink import FIRST_SPECIAL_TOKEN, VOCABULARY_SIZE, language_part, num_layers
-from tests.small_models.weights import names, published
+from tests.small_models.trial import load_table
+from tests.small_models.weights import make_network, names, published, spread_weights
 
 NAMES = names()
 SIZES = {
@@ -178,6 +179,31 @@ def test_the_configuration_is_written_as_it_was_published(tmp_path: Path) -> Non
     written = json.loads((write_small_model("gemma-3-1b-it", tmp_path) / "config.json").read_text())
     expected = {**shrink(published("gemma-3-1b-it")), "torch_dtype": "float32"}
     assert list(written.items()) == list(expected.items())
+
+
+@pytest.mark.parametrize("name", ["granite-4.0-h-1b", "granite-3.3-8b-instruct", "gemma-3-1b-it", "Qwen3-8B"])
+def test_logits_depend_on_the_context(name: str) -> None:
+    """Two prompts that differ in their first tokens only have other logits, by as much as tokens have."""
+    config = shrink(published(name))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        network = make_network(copy.deepcopy(config), "float32")
+        spread_weights(network.named_parameters(), config)
+        prompts = torch.randint(2, 2000, (2, 200))
+        prompts[1, 40:] = prompts[0, 40:]
+        logits = network(prompts).logits[:, -1]
+    assert (logits[0] - logits[1]).std() > 0.1 * logits[0].std()
+    assert logits[0].argmax() != prompts[0, -1]
+
+
+def test_each_model_was_tried() -> None:
+    """The table has each model, and where vLLM's CPU build does not run it, its reason for each type of element."""
+    table = load_table()
+    assert set(table) <= set(NAMES)
+    for name, outcome in table.items():
+        assert outcome["runs"] == ("dtype" in outcome), name
+        assert outcome["runs"] or outcome["reasons"], name
+        assert not outcome["runs"] or outcome["first_tokens_matter"], name
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("gemma-3n-E4B-it", "model.language_model."), ("step3", "model.")])

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvferry.harness.tiny_models import write_atomically
 
 from .packing import packed
-from .shrink import quantisation, shrink
+from .shrink import language_part, quantisation, shrink
 from .step import step_shapes
 
 if TYPE_CHECKING:
     import torch
 
 CONFIGS = Path(__file__).parent.parent / "model_configs"
-RECIPE = 3
+RECIPE = 4
 """Raised by whoever changes what is written for the same configuration."""
 SAME_CLASS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Types of models whose class comes with the weights, and the type in transformers that is the same."""
@@ -28,7 +28,8 @@ STEP = ("step3_vl", "step3p5")
 TOWERS_LEFT_OUT: Mapping[str, str] = {"gemma3n": "Gemma3nForCausalLM"}
 """Types whose towers transformers cannot build without more packages (timm), and the class of the language model."""
 QUERY_SIZE = 3.0
-EMBEDDING_SIZE = 0.25
+EMBEDDED_SIZE = 0.02
+EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings?|wte|word_embeddings)\.weight$")
 QUERY_NORM = re.compile(r"\.(q_norm|q_layernorm|query_layernorm)\.weight$")
 QUERY = re.compile(r"\.(q_proj|q_b_proj)\.weight$")
 
@@ -103,7 +104,7 @@ def checkpoint(config: Mapping[str, Any], dtype: str) -> "dict[str, torch.Tensor
             else torch.randn(shape) * 0.02
             for name, shape in step_shapes(config).items()
         }
-        spread_weights(tensors.items())
+        spread_weights(tensors.items(), language_part(config))
         return {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     hide_progress: Any = logging.disable_progress_bar
     hide_progress()
@@ -111,7 +112,7 @@ def checkpoint(config: Mapping[str, Any], dtype: str) -> "dict[str, torch.Tensor
     if without_towers := plain["model_type"] in TOWERS_LEFT_OUT:
         plain = plain["text_config"] | {"architectures": [TOWERS_LEFT_OUT[plain["model_type"]]]}
     network = make_network(plain, dtype)
-    spread_weights(network.named_parameters())
+    spread_weights(network.named_parameters(), language_part(config))
     with tempfile.TemporaryDirectory() as folder:
         network.save_pretrained(folder)  # under the names of published checkpoints, not those of its modules
         (file,) = Path(folder).glob("*.safetensors")
@@ -138,28 +139,35 @@ def make_network(plain: dict[str, Any], dtype: str) -> Any:
     known: Callable[..., Any] = transformers.CONFIG_MAPPING[model_type]
     config = known(**plain)
     text = config.get_text_config()
-    if getattr(text, "head_dim", 0) is None:  # Hunyuan's attention does not fill it in
+    if model_type.startswith("hunyuan") and text.head_dim is None:  # its attention does not fill it in
         text.head_dim = text.hidden_size // text.num_attention_heads
     return getattr(transformers, plain["architectures"][0])._from_config(config, dtype=getattr(torch, dtype))
 
 
-def spread_weights(parameters: "Iterable[tuple[str, torch.Tensor]]") -> None:
+def spread_weights(parameters: "Iterable[tuple[str, torch.Tensor]]", part: Mapping[str, Any]) -> None:
     """Enlarge the weights: with the small defaults the logits hardly depend on the context.
 
-    A matrix, or a stack of experts' matrices, keeps the size of what it multiplies. Queries become larger, so that each
-    token attends to some tokens more than to others instead of to the mean of all. Embeddings become smaller: with
-    those that also give the logits, the most likely token would be the one just read.
+    ``part`` is the configuration of the language model. A matrix, or a stack of experts' matrices, keeps the size of
+    what it multiplies. Queries become larger, so that each token attends to some tokens more than to others instead of
+    to the mean of all. What is embedded is small: else, with embeddings that also give the logits, the most likely
+    token would be the one just read.
     """
     import torch
 
+    queries = QUERY_SIZE
+    if "attention_multiplier" in part:  # Granite's is that of a larger head
+        head = part.get("head_dim") or part["hidden_size"] // part["num_attention_heads"]
+        queries *= head**-0.5 / part["attention_multiplier"]
+    multiplier = part["hidden_size"] ** 0.5 if part.get("model_type", "").startswith("gemma") else 1.0
+    embedded = EMBEDDED_SIZE / part.get("embedding_multiplier", multiplier)
     with torch.no_grad():
         for name, weight in parameters:
-            if "embed" not in name and "conv" not in name and weight.dim() in (2, 3):
+            if EMBEDDING.search(name):
+                torch.nn.init.normal_(weight, std=embedded)
+            elif "embed" not in name and "conv" not in name and weight.dim() in (2, 3):
                 inputs = weight.shape[1] if weight.dim() == 2 else min(weight.shape[1:])
                 torch.nn.init.normal_(weight, std=inputs**-0.5)
             if QUERY_NORM.search(name):
-                weight.fill_(QUERY_SIZE if weight.ne(0).any() else QUERY_SIZE - 1)  # Gemma's norms add 1
+                weight.fill_(queries if weight.ne(0).any() else queries - 1)  # Gemma's norms add 1
             elif QUERY.search(name):
-                weight.mul_(QUERY_SIZE)
-            elif "embed" in name:
-                weight.mul_(EMBEDDING_SIZE)
+                weight.mul_(queries)
