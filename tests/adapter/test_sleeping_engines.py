@@ -117,8 +117,8 @@ def test_an_engine_is_woken_to_give_up_a_query_that_takes_too_long(
     prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
     prefill.publish([RankEntry(0, 0, b"", {}, 0, 0)])
     let_sleep(decode)
-    may_end = threading.Event()
-    decode._destination._queries._ask = lambda _: (may_end.wait(20), [])[1]
+    may_end, ended = threading.Event(), list[str]()
+    decode._destination._queries._ask = lambda address: (may_end.wait(20), ended.append(address), [])[2]
     ours = request(list(PROMPT), to_decode(prefill), "d")
     decode.on_new_request(ours)
     decode.request_finished(ours, ([],), is_complete=False)
@@ -129,7 +129,7 @@ def test_an_engine_is_woken_to_give_up_a_query_that_takes_too_long(
         if decode.has_pending_work():
             next_step(decode)
             num_steps += 1
-    assert num_steps <= 4
+    assert (num_steps <= 4, ended) == (True, []), "the query's end has woken the engine"
     may_end.set()
 
 
