@@ -22,6 +22,7 @@ from kvferry.models.config import read_fields
 from kvferry.models.shapes import layer_of, model_caches
 
 from ..matrix_results import Results, results_folder
+from ..small_models import shrink
 
 pytest.importorskip("vllm")
 if not (release := installed_version()).startswith("0.32."):
@@ -157,22 +158,26 @@ def dtype_for(path: Path) -> str | None:
 
 
 @pytest.mark.parametrize("name", ALL if results_folder() else SOME)
-def test_a_plan_has_the_groups_and_bytes_of_vllm(name: str, oracle: Oracle) -> None:
+def test_a_plan_has_the_groups_and_bytes_of_vllm(name: str, oracle: Oracle, tmp_path: Path) -> None:
     """Of all files, and at three tensor-parallel sizes, where the results are for docs/matrix.md."""
     path = CONFIGS / f"{name}.json"
     if folder := results_folder():
-        record(name, oracle, Results(folder))
+        record(name, oracle, Results(folder), tmp_path)
     else:
         found, why = compare(oracle, path, SOME[name], dtype_for(path))
         assert found == "equal", why
 
 
-def record(name: str, oracle: Oracle, results: Results) -> None:
-    """Compare a model at all sizes and write how that ended."""
+def record(name: str, oracle: Oracle, results: Results, folder: Path) -> None:
+    """Compare a model at all sizes, and made small as the tests' engines run it, and write how that ended."""
     path = CONFIGS / f"{name}.json"
     try:
         dtype = dtype_for(path)
         found = [compare(oracle, path, tp, dtype) for tp in sizes_of(path, dtype)]
+        (small := folder / f"{name}.json").write_text(json.dumps(shrink(json.loads(path.read_text()))))
+        found += [
+            (outcome, f"{why}, made small") for outcome, why in (compare(oracle, small, tp, dtype) for tp in (1, 2))
+        ]
     except KVFerryError as error:
         results.add_planned(name, "refused", error.message)
     except AssertionError as error:
@@ -190,6 +195,35 @@ def test_a_configuration_that_cannot_be_planned_is_refused_by_name(name: str) ->
     assert REFUSED[name] in error.value.message
     assert error.value.remedy
     assert error.value.reason in (Reason.UNSUPPORTED, Reason.INVALID_SETTING)
+
+
+OLDER = {"torch_dtype": "bfloat16", "vocab_size": 65024}
+FALCON = {**OLDER, "model_type": "falcon", "architectures": ["FalconForCausalLM"], "alibi": False, "bias": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kv_heads"),
+    [
+        ({"hidden_size": 4544, "num_attention_heads": 71, "multi_query": True, **FALCON}, 1),
+        (
+            {"hidden_size": 8192, "num_attention_heads": 128, "num_kv_heads": 8, "new_decoder_architecture": True}
+            | {"multi_query": True, **FALCON},
+            8,
+        ),
+        (
+            {"n_embd": 6144, "n_head": 48, "n_layer": 4, "multi_query": True, "model_type": "gpt_bigcode"}
+            | {**OLDER, "architectures": ["GPTBigCodeForCausalLM"]},
+            1,
+        ),
+    ],
+    ids=["falcon-7b", "falcon-40b", "starcoder"],
+)
+def test_queries_of_many_heads(fields: dict[str, Any], kv_heads: int, oracle: Oracle, tmp_path: Path) -> None:
+    """Families that say in a flag how many heads the keys have; the values are those of the named models."""
+    (path := tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 4, **fields}))
+    assert planned(path, 1, None)["groups"][0]["kv_heads"] == kv_heads
+    found, why = compare(oracle, path, 1)
+    assert found == "equal", why
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,20 @@ def test_model_configuration(tmp_path: Path) -> None:
     assert len(report["pairs"]) == 1
 
 
+def test_a_plan_says_what_read_the_shapes(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GQA))
+    report = planned(f"--model {path} --tokens 64 --prefill tp=2")
+    assert report["shapes"].startswith("LlamaConfig of transformers ")
+    assert [(group["kv_heads"], group["head_size"], group["itemsize"]) for group in report["groups"]] == [(8, 128, 2)]
+    page = 16 * 8 * 2 * 128 * 2
+    assert report["engines"]["decode"]["page_bytes"] == page
+    assert report["engines"]["prefill"]["block_bytes"] == 36 * page // 2
+    assert "shapes of the caches: LlamaConfig of transformers " in invoke(plan, f"--model {path} --tokens 64").output
+    assert planned(f"{SHAPE} --tokens 64")["shapes"] == "given by hand"
+    assert "shapes of the caches: given by hand" in planned(f"{SHAPE} --tokens 64 --explain")["explanation"]
+
+
 def refusal(arguments: str) -> dict[str, str]:
     """Return the JSON error, once the command without --json has raised the same one."""
     result = invoke(plan, arguments + " --json")

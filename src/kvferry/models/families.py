@@ -340,6 +340,7 @@ FAMILIES = {
     "ernie4_5": _of(_plain, "Ernie4_5ForCausalLM", *_NO_WINDOW),
     "ernie4_5_moe": _of(_plain, "Ernie4_5_MoeForCausalLM", _HEAD_SIZE, *_NO_WINDOW),
     "exaone4": _of(_sliding, "Exaone4ForCausalLM Exaone4_5_ForConditionalGeneration", _HEAD_SIZE, understood=_WINDOWED),
+    "falcon": _of(_plain, "FalconForCausalLM", *_NO_WINDOW, understood="new_decoder_architecture|num_kv_heads"),
     "falcon_h1": _of(_falcon_h1, "FalconH1ForCausalLM", _HEAD_SIZE, understood="mamba_.*|ssm_.*|attn_layer_.*"),
     "gemma2": _of(_sliding, "Gemma2ForCausalLM", understood=f"{_WINDOWED}|sliding_window_size"),
     "gemma3_text": _of(_sliding, "Gemma3ForCausalLM Gemma3ForConditionalGeneration", understood=_WINDOWED),
@@ -351,6 +352,7 @@ FAMILIES = {
     "glm4_moe": _of(_plain, "Glm4MoeForCausalLM", _HEAD_SIZE, *_NO_WINDOW),
     "glm4_moe_lite": _of(_latent, "Glm4MoeLiteForCausalLM", understood=_MLA),
     "gpt2": _of(_plain, "GPT2LMHeadModel", _HEADS, _HEAD_SIZE, *_NO_WINDOW),
+    "gpt_bigcode": _of(_plain, "GPTBigCodeForCausalLM", *_NO_WINDOW),
     "gpt_oss": _of(_gpt_oss, "GptOssForCausalLM", understood=_WINDOWED),
     "granite": _of(_plain, "GraniteForCausalLM", _HEADS, _HEAD_SIZE, *_NO_WINDOW),
     "granitemoehybrid": _of(
