@@ -546,6 +546,7 @@ def make_config(folder: Path, **arguments: Any) -> Any:
             "kv_connector": "KVFerryOffloadConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": arguments.pop("failure_policy", "fail"),
+            "kv_connector_extra_config": {"host_bytes": 1},
         },
         **arguments,
     }

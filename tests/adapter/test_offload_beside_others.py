@@ -59,7 +59,8 @@ class LoadsFromElsewhere(KVConnectorBase_V1, SupportsHMA):
 def beside_another(policy: str = "recompute") -> dict[str, Any]:
     """Return the configuration of an engine with both connectors under vLLM's ``MultiConnector``."""
     elsewhere = {"kv_connector": LoadsFromElsewhere.__name__, "kv_connector_module_path": __name__}
-    children = [{**each, "kv_role": "kv_both"} for each in (elsewhere, {"kv_connector": "KVFerryOffloadConnector"})]
+    ours = {"kv_connector": "KVFerryOffloadConnector", "kv_connector_extra_config": {"host_bytes": 1}}
+    children = [{**each, "kv_role": "kv_both"} for each in (elsewhere, ours)]
     return {
         "kv_transfer_config": {
             "kv_connector": "MultiConnector",

@@ -84,7 +84,11 @@ def test_every_way_to_name_kvferry_records(tmp_path: Path, name: str) -> None:
         identity_of(config, SERVED)
     assert (refusal.value.reason, "VLLM_PLUGINS" in refusal.value.remedy) == (Reason.UNSUPPORTED, True)
     several = {"connectors": [{"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}]}
-    settings = {"MultiConnector": several, "KVFerryOffloadingSpec": {"spec_name": name}}.get(name, {})
+    settings = {
+        "KVFerryOffloadConnector": {"host_bytes": "1 GiB"},
+        "KVFerryOffloadingSpec": {"spec_name": name},
+        "MultiConnector": several,
+    }[name]
     connector = "OffloadingConnector" if name == "KVFerryOffloadingSpec" else name
     config.kv_transfer_config = KVTransferConfig(
         kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=settings

@@ -61,7 +61,9 @@ handles = st.lists(st.builds(Handle, identifiers, unsigned), max_size=5).map(tup
 lease_seconds = st.floats(min_value=1e-3, max_value=MAX_LEASE_SECONDS)
 identities = st.builds(Identity, *[identifiers] * 4, *[unsigned] * 3, *[identifiers] * 2)
 end_points = st.dictionaries(identifiers, st.binary(max_size=20), max_size=3)
-places = st.builds(EndPoint, identifiers, st.integers(1, 65535), unsigned)
+names = st.from_regex(r"a[a-z0-9_-]{0,20}(\.[a-z0-9_-]{1,20}){0,3}", fullmatch=True)
+hosts = names | st.ip_addresses().map(str) | st.ip_addresses(v=6).map("[{}]".format)
+places = st.builds(EndPoint, hosts, st.integers(1, 65535), unsigned)
 processes = st.builds(
     ProcessIdentity,
     st.text(st.characters(codec="utf-8"), max_size=64),

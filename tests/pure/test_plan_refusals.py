@@ -10,7 +10,7 @@ from kvferry.errors import Reason, VerificationError
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import MAX_SHARD_BYTES, Shard, decode_shard, encode_shard
+from kvferry.layout.shard import MAX_GROUPS, MAX_SHARD_BYTES, Shard, decode_shard, encode_shard
 from kvferry.plan.match import choose_sources
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
@@ -193,6 +193,26 @@ def test_a_shard_that_cannot_exist_keeps_its_reason() -> None:
 def test_a_shard_too_long_to_send_is_refused() -> None:
     long = rank(layers=[f"{index:0500}" for index in range(3000)])
     refused(Reason.UNSUPPORTED, lambda: encode_shard(long))
+
+
+def test_a_shard_that_no_decoder_reads_is_not_sent() -> None:
+    """Only decoders check the lengths of lists: such an engine started, and each of its peers refused it."""
+    [group] = rank().groups
+    groups = [
+        msgspec.structs.replace(
+            group,
+            name=str(number),
+            components=tuple(
+                msgspec.structs.replace(each, layers=tuple(f"{number}.{layer}" for layer in each.layers))
+                for each in group.components
+            ),
+        )
+        for number in range(MAX_GROUPS + 1)
+    ]
+    most = msgspec.structs.replace(rank(), groups=tuple(groups[1:]))
+    assert decode_shard(encode_shard(most)) == most
+    more = msgspec.structs.replace(most, groups=tuple(groups))
+    refused(Reason.UNSUPPORTED, lambda: encode_shard(more))
 
 
 def test_digests_tell_plans_apart() -> None:

@@ -84,6 +84,11 @@ def test_what_is_allowed_is_what_is_checked(name: str, allowed: str, refused: li
         ({"host_bytes": 1, "disk_path": "/a"}, Reason.INVALID_SETTING, "disk_path and disk_bytes go together"),
         ({"host_bytes": 1, "disk_bytes": "1 MB"}, Reason.INVALID_SETTING, "disk_path and disk_bytes go together"),
         ({"host_bytes": 1, "pool_master": "a:1"}, Reason.INVALID_SETTING, "pool_master and pool_bytes go together"),
+        (
+            {"host_bytes": 1, "pool_master": "http://a:1", "pool_bytes": 1},
+            Reason.INVALID_SETTING,
+            "pool_master 'http://a:1' does not name a master",
+        ),
         ({"host_bytes": 1, "eviction": "fifo"}, Reason.INVALID_SETTING, "$.eviction"),
         ({"host_bytes": 1, "load_wait_seconds": 0}, Reason.INVALID_SETTING, "$.load_wait_seconds"),
         ({"host_bytes": 1, "block_size": -16}, Reason.INVALID_SETTING, "$.block_size"),

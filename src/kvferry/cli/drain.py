@@ -10,6 +10,7 @@ import typer
 from kvferry.cli.console import AsJson, progress, refused
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import Drain, Draining
+from kvferry.handoff.wire.addresses import parse_place
 
 ASK_SECONDS = 5.0
 POLL_SECONDS = 0.5
@@ -106,15 +107,14 @@ def parse_end_point(text: str) -> tuple[str, int]:
     >>> parse_end_point("prefill-0:5600"), parse_end_point("[::1]:5600")
     (('prefill-0', 5600), ('[::1]', 5600))
     """
-    host, _, port = text.rpartition(":")
-    is_host = host and "/" not in host and (":" not in host or (host.startswith("[") and host.endswith("]")))
-    if not is_host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+    try:
+        return parse_place(text)
+    except ValueError as error:
         raise HandoffError(
             Reason.INVALID_SETTING,
             f"{text!r} is not HOST:PORT.",
             f"Write the engine's address for other engines, such as 127.0.0.1:5600 or [::1]:5600. {IN_LOG}",
-        )
-    return host, int(port)
+        ) from error
 
 
 def in_words(found: Draining) -> str:

@@ -19,8 +19,12 @@ All settings of `kv_connector_extra_config`. An unknown one is an error that nam
 page is written by `kvferry settings --markdown` and not edited; without the option the command prints the same as a
 table.
 
-A wrong setting ends the engine at its start. The reason is a line with `kvferry.errors` in the engine's log, above
-vLLM's last one (`Engine core initialization failed`).
+A wrong setting ends the engine before it loads weights: the last lines of vLLM's traceback have the reason (`Value
+error, ...`). What only a running engine can tell, such as a port that is taken, ends it later; then the reason is a
+line with `kvferry.errors` in its log, above vLLM's last one (`Engine core initialization failed`).
+
+Hosts, ids and names that other engines get are checked here by the rules by which those check them. A host is a name or
+an address alone, without `http://` and without a port.
 
 ## KVFerryConnector
 

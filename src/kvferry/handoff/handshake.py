@@ -10,6 +10,7 @@ from kvferry.handoff.messages import (
     DirectoryRequest,
     HandshakeRefused,
     Identity,
+    as_peers_read,
     encode,
 )
 from kvferry.handoff.versions import OURS, Versions, agree
@@ -146,7 +147,8 @@ def _check_weights(directory: Directory, weights_version: str) -> None:
 
 
 def check_complete(directory: Directory, num_ranks: int) -> None:
-    """Refuse a directory that no peer could use: with too few ranks, or longer than a message may be.
+    """Refuse a directory that no peer could use: with too few ranks, longer than a message may be, or with a value that
+    a peer refuses.
 
     Raises :class:`HandoffError` (missing-source, unsupported).
     """
@@ -165,6 +167,14 @@ def check_complete(directory: Directory, num_ranks: int) -> None:
             f"message has at most {MAX_MESSAGE_BYTES}.",
             "Run this engine with fewer ranks.",
         )
+    try:
+        as_peers_read(directory, Directory)
+    except ValueError as error:
+        raise HandoffError(
+            Reason.UNSUPPORTED,
+            f"no other engine could read the directory of engine {directory.engine_id!r}: {error}.",
+            "The end of the message names the value; where no setting changes it, run another model.",
+        ) from error
 
 
 def decode_shards(directory: Directory) -> list[Shard]:

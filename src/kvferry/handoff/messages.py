@@ -9,12 +9,13 @@ add a field.
 """
 
 from collections import OrderedDict
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.adapters import AdapterDigest
+from kvferry.handoff.wire.addresses import check_host
 from kvferry.transport.end_points import ProcessIdentity
 
 PROTOCOL_VERSION = 10
@@ -37,6 +38,9 @@ FIRST_WEIGHTS = "default"
 MAX_LEASE_SECONDS = 7 * 86400.0
 
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_IDENTIFIER_LENGTH)]
+# Names go into log lines and messages: no control characters, and no surrogates, which no message can carry.
+Name = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z", max_length=MAX_IDENTIFIER_LENGTH)]
+"""An :data:`Identifier` that a request's parameters carry too."""
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
 Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
@@ -75,6 +79,9 @@ class EndPoint(msgspec.Struct, frozen=True, order=True):
     host: Identifier
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     epoch: Unsigned
+
+    def __post_init__(self) -> None:
+        check_host(self.host)
 
 
 class DigestRows(msgspec.Struct, frozen=True):
@@ -435,6 +442,21 @@ _FOREIGN = "Check which program sent it: it may be no engine, or run kvferry wit
 _encoder = msgspec.msgpack.Encoder()
 _question_decoder: "msgspec.msgpack.Decoder[Question]" = msgspec.msgpack.Decoder(Question)
 _answer_decoder: "msgspec.msgpack.Decoder[Answer]" = msgspec.msgpack.Decoder(Answer)
+
+
+def as_peers_read(value: Message, kind: Any) -> Message:
+    """Return a value of this engine as a peer gets it that expects this ``kind``, a type of a message's field.
+
+    Raises ``ValueError`` where the peer would refuse it.
+
+    >>> as_peers_read("engine-0", Identifier)
+    'engine-0'
+    >>> as_peers_read("", Identifier)
+    Traceback (most recent call last):
+    msgspec.ValidationError: Expected `str` of length >= 1
+    """
+    read: Message = msgspec.msgpack.decode(_encoder.encode(value), type=kind)
+    return read
 
 
 def encode(message: Question | Answer) -> bytes:

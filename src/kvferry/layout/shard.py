@@ -149,7 +149,8 @@ _decoder = msgspec.msgpack.Decoder(Shard)
 
 
 def encode_shard(shard: Shard) -> bytes:
-    """Return the shard as MessagePack. Raises :class:`PlanError` (``unsupported``) above :data:`MAX_SHARD_BYTES`.
+    """Return the shard as MessagePack. Raises :class:`PlanError` (``unsupported``) above :data:`MAX_SHARD_BYTES`, and
+    for one that :func:`decode_shard` refuses.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.dense import shard_for
@@ -165,6 +166,14 @@ def encode_shard(shard: Shard) -> bytes:
             f"the shard of {shard.rank_name} encodes to {len(encoded)} bytes; the limit is {MAX_SHARD_BYTES}.",
             "Split the model's layers over more pipeline stages.",
         )
+    try:
+        _decoder.decode(encoded)  # only a decoder checks lengths
+    except msgspec.ValidationError as error:
+        raise PlanError(
+            Reason.UNSUPPORTED,
+            f"no other engine could read the shard of {shard.rank_name}: {error}.",
+            "Run another model, or split its layers over more pipeline stages.",
+        ) from error
     return encoded
 
 

@@ -431,9 +431,7 @@ def check_pool(master: str, share_bytes: int) -> None:
     Traceback (most recent call last):
     kvferry.errors.TierError: the pool's share of 1.0 MiB is too small. Lend at least 16.0 MiB. [invalid-setting]
     """
-    host, _, port = master.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise TierError(Reason.INVALID_SETTING, f"{master!r} does not name a master.", 'Write "host:port".')
+    check_master(master)
     if share_bytes < MIN_SHARE_BYTES:
         message = f"the pool's share of {format_bytes(share_bytes)} is too small."
         raise TierError(Reason.INVALID_SETTING, message, f"Lend at least {format_bytes(MIN_SHARE_BYTES)}.")
@@ -441,6 +439,18 @@ def check_pool(master: str, share_bytes: int) -> None:
         message = f"{format_bytes(share_bytes)} cannot be lent to the pool: {format_bytes(available)} are available."
         raise TierError(Reason.TIER_FAILED, message, "Lend fewer bytes.")
     import_store()
+
+
+def check_master(master: str) -> None:
+    """Raise :class:`TierError` (invalid-setting) unless this is "host:port".
+
+    >>> check_master("http://127.0.0.1:50051")
+    Traceback (most recent call last):
+    kvferry.errors.TierError: 'http://127.0.0.1:50051' does not name a master. Write "host:port". [invalid-setting]
+    """
+    host, _, port = master.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise TierError(Reason.INVALID_SETTING, f"{master!r} does not name a master.", 'Write "host:port".')
 
 
 _OVER = TierError(Reason.ABORTED, "no thread has moved the block.")

@@ -10,6 +10,7 @@ import numpy as np
 from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
+from kvferry.transport.end_points import decode_end_point
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable
 
@@ -50,7 +51,7 @@ class RegisteredMemoryTransport(ABC):
 
     def register(self, regions: Sequence[Region]) -> bytes:
         """Add memory and return the end point. Raises ``TransportError`` (``UNSUPPORTED``) for memory of a device that
-        the transport does not move.
+        the transport does not move, and where no peer could read the end point.
 
         ``_make_reachable`` raises further errors.
         """
@@ -61,7 +62,7 @@ class RegisteredMemoryTransport(ABC):
         self._make_reachable(regions)
         self._regions.extend(regions)
         self._local = RegionTable(self._regions)
-        return msgspec.msgpack.encode(self._end_point())
+        return self._readable(self._end_point())
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
         """Check the descriptors and queue them; ``poll`` moves the bytes."""
@@ -91,6 +92,19 @@ class RegisteredMemoryTransport(ABC):
         """Refuse all later calls."""
         self._closed = True
         return True
+
+    def _readable(self, end_point: msgspec.Struct) -> bytes:
+        """Return an end point as bytes, which this side has read as a peer reads them."""
+        name, encoded = self.capabilities.name, msgspec.msgpack.encode(end_point)
+        try:
+            decode_end_point(encoded, type(end_point), name)
+        except TransportError as error:
+            raise TransportError(
+                Reason.UNSUPPORTED,
+                f"no other engine could reach this memory over {name}: {error.message}",
+                'Set another "transport", or run the engine with fewer regions of memory.',
+            ) from error
+        return encoded
 
     def _cannot_move(self, region: Region) -> TransportError:
         """Return the error of memory that this transport does not move."""

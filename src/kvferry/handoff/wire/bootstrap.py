@@ -27,7 +27,7 @@ import msgspec
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import Bounded, EndPoint, Identifier, Unsigned
 from kvferry.handoff.versions import Versions, agree
-from kvferry.handoff.wire.addresses import bare, is_ipv6
+from kvferry.handoff.wire.addresses import bare, is_ipv6, parse_place
 from kvferry.handoff.wire.background import BackgroundCalls
 from kvferry.handoff.wire.keys import SIGNATURE_PATTERN, Keys
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
@@ -48,7 +48,8 @@ MAX_CONNECTIONS = 64
 MAX_QUERY_BYTES = 1 << 14
 """Of a query with its headers; Python's reader alone would take 6 MB."""
 BACKLOG = 1024
-_ADDRESS = re.compile(r"http://(\[[0-9A-Za-z:.%_-]{2,255}\]|[0-9A-Za-z._-]{1,255}):([0-9]{1,5})/?")
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+_ADDRESS = re.compile(r"http://([^/?#@]+)/?")
 
 
 class SignedOffer(msgspec.Struct, frozen=True):
@@ -150,10 +151,21 @@ class BootstrapServer:
         self._thread.start()
 
     def offer(self, offer: Offer) -> None:
-        """Answer with this offer from now on."""
-        self._body = json.dumps(
+        """Answer with this offer from now on. Raises :class:`HandoffError` (unsupported) for one that no decode engine
+        could read.
+        """
+        body = json.dumps(
             {"0": {"engine_id": offer.engine_id, "worker_addr": {}, "kvferry": msgspec.to_builtins(offer)}}
         ).encode()
+        try:
+            _read_answer(body)
+        except UNREADABLE as error:
+            raise HandoffError(
+                Reason.UNSUPPORTED,
+                f"no decode engine could read the offer of engine {offer.engine_id!r}: {error}.",
+                'Set "mode" to "pull", or run another model.',
+            ) from error
+        self._body = body
 
     def close(self) -> None:
         """Stop; twice is fine."""
@@ -195,14 +207,15 @@ def parse_address(address: str) -> tuple[str, int]:
     (('prefill-0', 8998), ('[::1]', 8998))
     """
     found = _ADDRESS.fullmatch(address)
-    if found is None or not 1 <= int(found[2]) <= 65535:
+    try:
+        return parse_place(found[1] if found else "")
+    except ValueError as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
             f"{address[:100]!r} is not a bootstrap address.",
             "Give the router each prefill engine's address as http://host:port, where port is its bootstrap_port, "
             "without a path.",
-        )
-    return found[1], int(found[2])
+        ) from error
 
 
 def query(address: str, trust: Trust = THIS_MACHINE) -> list[Entry]:
@@ -234,13 +247,20 @@ def query(address: str, trust: Trust = THIS_MACHINE) -> list[Entry]:
             "Give the router each prefill engine's bootstrap_port.",
         )
     try:
-        return list(msgspec.json.decode(body, type=dict[str, Entry]).values())
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return _read_answer(body)
+    except UNREADABLE as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
             f"the answer of {address} to the bootstrap query is malformed: {error}.",
             "Give the router each prefill engine's bootstrap_port.",
         ) from error
+
+
+def _read_answer(body: bytes) -> list[Entry]:
+    """Return the entries of an answer. Raises one of :data:`UNREADABLE`."""
+    if len(body) > MAX_ANSWER_BYTES:
+        raise ValueError(f"it has {len(body)} bytes, an answer has at most {MAX_ANSWER_BYTES}")
+    return list(msgspec.json.decode(body, type=dict[str, Entry]).values())
 
 
 class _UntilDeadline(io.RawIOBase):

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvferry.integrations.vllm.first_checks import check_before_weights, check_engine_id
 from kvferry.integrations.vllm.layout_choice import check_layout, preferred_layout, widen_cpu_attention
 from kvferry.integrations.vllm.plugin import log_as_vllm_does, record_models_of_engines
 from kvferry.integrations.vllm.scheduler.lost_ranks import RankMonitor
@@ -45,6 +46,7 @@ check_version()
 # the worker shares the engine's process: a worker process has named its layouts, LBHNC alone, before this import.
 widen_cpu_attention()
 record_models_of_engines()
+check_before_weights()
 log_as_vllm_does()
 report_version()
 
@@ -63,6 +65,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         check_layout(vllm_config, resolved_layout(vllm_config), settings)
         engine_id = self._kv_transfer_config.engine_id
         assert engine_id is not None
+        check_engine_id(engine_id, settings)
         self._scheduler_role: SchedulerRole | None = None
         self._worker_role: WorkerRole | None = None
         self._ranks: RankMonitor | None = None

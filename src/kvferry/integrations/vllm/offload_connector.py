@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvferry.integrations.vllm.first_checks import check_before_weights
 from kvferry.integrations.vllm.layout_choice import check_layout, preferred_layout, widen_cpu_attention
 from kvferry.integrations.vllm.offload_records import OffloadMetrics, OffloadStatistics
 from kvferry.integrations.vllm.offload_settings import OffloadSettings, parse_offload_settings
@@ -49,6 +50,7 @@ check_version()
 # For a vLLM that finds this class by kv_connector_module_path and loads no plugin.
 widen_cpu_attention()
 record_models_of_engines()
+check_before_weights()
 log_as_vllm_does()
 report_version()
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvferry.errors import Reason, SettingsError
+from kvferry.errors import Reason, SettingsError, TierError
 from kvferry.integrations.vllm.settings import CacheLayout, TransferCores, about, converted
 from kvferry.units import parse_bytes
 
@@ -122,6 +122,8 @@ def parse_offload_settings(extra_config: Mapping[str, Any]) -> OffloadSettings:
     settings = converted(given, OffloadSettings)
     _check_pair(settings, "disk_path", "disk_bytes")
     _check_pair(settings, "pool_master", "pool_bytes")
+    if settings.pool_master:
+        _check_master(settings.pool_master)
     return settings
 
 
@@ -132,6 +134,15 @@ def _parsed_size(name: str, text: str) -> int:
         raise SettingsError(
             Reason.INVALID_SETTING, f"{name} {error}.", 'Give a number of bytes, or text such as "8 GiB".'
         ) from error
+
+
+def _check_master(master: str) -> None:
+    from kvferry.tiers.remote_pool import check_master  # most engines have no pool
+
+    try:
+        check_master(master)
+    except TierError as error:
+        raise SettingsError(error.reason, f"pool_master {error.message}", error.remedy) from error
 
 
 def _check_pair(settings: OffloadSettings, place: str, size: str) -> None:

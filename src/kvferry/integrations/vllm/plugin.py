@@ -3,6 +3,7 @@
 import logging
 
 from kvferry.errors import KVFerryError
+from kvferry.integrations.vllm.first_checks import check_before_weights
 from kvferry.integrations.vllm.missing_embeddings import require_embeddings
 from kvferry.integrations.vllm.recorded_models import record_before_models_are_built
 from kvferry.integrations.vllm.request_checks import check_requests
@@ -39,6 +40,7 @@ def register() -> None:
     from kvferry.integrations.vllm.layout_choice import widen_cpu_attention
 
     widen_cpu_attention()
+    check_before_weights()
     require_embeddings(CONNECTORS)
     record_models_of_engines()
     make_waits_sleep()

@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from kvferry.errors import Reason, SettingsError, did_you_mean
-from kvferry.handoff.wire.addresses import is_loopback, is_wildcard
+from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Identifier, as_peers_read
+from kvferry.handoff.wire.addresses import (
+    EVERY_INTERFACE,
+    LAST_PORT,
+    check_host,
+    host_meant,
+    is_loopback,
+    is_wildcard,
+    parse_place,
+)
 from kvferry.handoff.wire.keys import Keys
 from kvferry.handoff.wire.trust import Trust, as_network
 from kvferry.layout.named_layouts import NamedLayout
@@ -18,7 +27,6 @@ from kvferry.transport.network import THIS_HOST
 from kvferry.transport.registry import FACTORIES
 from kvferry.transport.registry import check_setting as check_transport
 
-LAST_PORT = 65535
 _LISTED = "'kvferry settings' lists the settings of each connector and what they may be."
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400, extra={"unit": "seconds"})]
 Port = Annotated[int, msgspec.Meta(ge=0, le=LAST_PORT)]
@@ -359,6 +367,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     _check_transfer_log(settings)
     _check_times(settings, extra_config)
     _check_host(settings)
+    _check_model_id(settings)
     _check_ports(settings)
     _check_keys(settings)
     _check_mode(settings, extra_config)
@@ -430,6 +439,10 @@ def _check_transfer_log(settings: Settings) -> None:
 
 
 def _check_host(settings: Settings) -> None:
+    """Check by the rule by which peers check the host that this engine's answers give."""
+    for name in ("host", "advertised_host"):
+        if (given := getattr(settings, name)) not in ("", EVERY_INTERFACE):
+            _check_one_host(name, given)
     name = "advertised_host" if settings.advertised_host else "host"
     host = settings.reachable_host
     if is_wildcard(host):
@@ -438,6 +451,31 @@ def _check_host(settings: Settings) -> None:
             f"{name} {host!r} means every interface, which is no address that other engines can connect to.",
             'Set "advertised_host" to the address or name at which they reach this machine.',
         )
+
+
+def _check_one_host(name: str, host: str) -> None:
+    try:
+        check_host(host)
+    except ValueError as error:
+        meant = host_meant(host)
+        write = f"{meant!r}, a host alone, without 'http://' and without a port" if meant else "an address or a name"
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"{name} {error}.",
+            f'Write {write}; the port is the setting "port", which answers give beside the host.',
+        ) from error
+
+
+def _check_model_id(settings: Settings) -> None:
+    try:
+        as_peers_read(settings.model_id or "unset", Identifier)
+    except ValueError as error:
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"model_id {settings.model_id[:40]!r}, of {len(settings.model_id)} characters, is none that other engines "
+            f"take: {error}.",
+            f"Write a name of at most {MAX_IDENTIFIER_LENGTH} characters.",
+        ) from error
 
 
 def _check_ports(settings: Settings) -> None:
@@ -542,6 +580,26 @@ def _check_router(settings: Settings) -> None:
             "router_address and http_address go together: where the router listens, and where it is to send requests.",
             "Set both, or none where the router sends to one engine after the other.",
         )
+    if not settings.router_address:
+        return
+    _check_place("router_address", settings.router_address)
+    if is_wildcard(_check_place("http_address", settings.http_address)):
+        raise SettingsError(
+            Reason.INVALID_SETTING,
+            f"http_address {settings.http_address!r} means every interface, which is no address that the router can "
+            "connect to.",
+            "Write the address or name at which the router reaches this engine's API server, and its port.",
+        )
+
+
+def _check_place(name: str, given: str) -> str:
+    """Return the host of ``host:port``."""
+    try:
+        return parse_place(given)[0]
+    except ValueError as error:
+        raise SettingsError(
+            Reason.INVALID_SETTING, f"{name} {error}.", "Write host:port without 'http://', such as '10.0.0.1:8000'."
+        ) from error
 
 
 def control_port(settings: Settings, data_parallel_index: int) -> int:

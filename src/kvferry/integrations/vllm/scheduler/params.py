@@ -16,9 +16,10 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.adapters import NO_ADAPTER, Adapter, AdapterDigest
 from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.handoff.holds import Hold
-from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Handle, LeaseSeconds, Unsigned
+from kvferry.handoff.messages import Handle, LeaseSeconds, Name, Unsigned
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.versions import OURS, Versions, agree
+from kvferry.handoff.wire.addresses import check_host
 from kvferry.handoff.wire.keys import Keys
 from kvferry.integrations.vllm.scheduler.parts import EngineState
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MAX_BLOCKS = 1 << 20
-MAX_HOST_LENGTH = 255
 NOT_OF_THE_SCHEMA = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 """What msgspec raises for values of other types: besides its own errors, ``UnicodeEncodeError`` for a surrogate."""
 MAX_SIGNATURE_LENGTH = 512
@@ -39,9 +39,6 @@ BlockIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
 Generation = Annotated[str, msgspec.Meta(pattern="^[0-3][0-9a-f]{15}$", max_length=16)]
 Signature = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2})*\Z", max_length=MAX_SIGNATURE_LENGTH)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
-# Names go into log lines and messages: no control characters, and no surrogates, which no message can carry.
-Name = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z", max_length=MAX_IDENTIFIER_LENGTH)]
-Host = Annotated[str, msgspec.Meta(pattern=r"^(\[[0-9A-Za-z._:%-]+\]|[0-9A-Za-z._:%-]+)\Z", max_length=MAX_HOST_LENGTH)]
 
 
 class SignedFerry(msgspec.Struct, frozen=True):
@@ -85,10 +82,13 @@ class RemoteParams(msgspec.Struct, frozen=True):
 
     remote_engine_id: Name
     remote_request_id: Name
-    remote_host: Host
+    remote_host: str
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_block_ids: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     kvferry: Ferry
+
+    def __post_init__(self) -> None:
+        check_host(self.remote_host)
 
     def hold(self, *, is_trusted: bool) -> RemoteHold:
         """Return the hold that these parameters name; ``is_trusted`` says that their signature is right."""
@@ -165,6 +165,21 @@ def answer_params(
             if adapter.digest:
                 answer["kvferry"]["adapter_signature"] = keys.sign(adapter_bytes(parsed)).hex()
     return answer
+
+
+def check_own_answers(state: EngineState) -> None:
+    """Read an answer of this engine as a decode engine reads it. Raises :class:`HandoffError` (unsupported)."""
+    sizes = [group.block_size for group in state.groups]
+    hold = Hold(Handle("sample", state.epoch), "sample", slot=0)
+    answer = answer_params(hold, HeldPrompt("0" * 32, 1, sizes, []), [[] for _ in sizes], state, is_late=False)
+    try:
+        msgspec.convert(msgspec.json.decode(msgspec.json.encode(answer)), RemoteParams)
+    except NOT_OF_THE_SCHEMA as error:
+        raise HandoffError(
+            Reason.UNSUPPORTED,
+            f"no decode engine could read the answers of engine {state.engine_id!r}: {error}.",
+            "The end of the message names the value; where no setting changes it, run another model.",
+        ) from error
 
 
 def signed_bytes(parsed: RemoteParams) -> bytes:

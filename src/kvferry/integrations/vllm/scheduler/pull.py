@@ -25,6 +25,7 @@ from kvferry.integrations.vllm.scheduler.params import (
     RemoteParams,
     answer_params,
     check_adapter_is_said,
+    check_own_answers,
     check_prompt,
     check_signature,
     parse_params,
@@ -159,6 +160,9 @@ class PullSource(Source):
                 held = self._state.held(hold, self._held_prompt(prompt, block_ids))
                 prompt.word = held.word
                 self._state.step.written.append(held)
+
+    def publish(self) -> None:
+        check_own_answers(self._state)
 
     def _refuse(self, request_id: str, error: KVFerryError) -> None:
         """Hold nothing of a prompt."""

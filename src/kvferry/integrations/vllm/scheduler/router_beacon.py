@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.handoff.wire.addresses import bare, in_url, is_ipv6
+from kvferry.handoff.wire.addresses import bare, in_url, is_ipv6, parse_place
 
 BEAT_SECONDS = 1.0
 FORGOTTEN_SECONDS = 6.0
@@ -109,9 +109,9 @@ def listens(address: str) -> bool:
     >>> listens("127.0.0.1:1"), listens("no address")
     (False, False)
     """
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((bare(host), int(port)), BEAT_SECONDS).close()
+        host, port = parse_place(address)
+        socket.create_connection((bare(host), port), BEAT_SECONDS).close()
     except (OSError, ValueError):
         return False
     return True
