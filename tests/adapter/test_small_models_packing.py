@@ -158,6 +158,16 @@ def test_each_quantised_model_is_written(name: str, tmp_path: Path) -> None:
         assert sum(key.endswith(".k_scale") for key in tensors) == layers
 
 
+def test_without_quantisation(tmp_path: Path) -> None:
+    """The same configuration but for what says that weights are quantised, in another folder."""
+    quantised, plain = (write_small_model("Qwen3-8B-FP8", tmp_path, quantised=each) for each in (True, False))
+    assert quantised != plain
+    before, after = (json.loads((path / "config.json").read_text()) for path in (quantised, plain))
+    del before["quantization_config"]
+    assert list(after.items()) == list({**before, "torch_dtype": "float32"}.items())
+    assert {tensor.dtype for tensor in load_file(plain / "model.safetensors").values()} == {torch.float32}
+
+
 PARTS: Mapping[str, tuple[str, ...]] = {
     "fp8": ("weight_scale_inv",),
     "awq": ("qweight",),

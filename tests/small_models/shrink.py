@@ -125,13 +125,13 @@ def shrink(config: Mapping[str, Any]) -> Part:
     return small
 
 
-def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a configuration that describes the language model.
+def language_part(config: Mapping[str, Any]) -> Part:
+    """Return the part of a configuration that describes the language model: itself, no copy.
 
     >>> language_part({"text_config": {"num_hidden_layers": 2}, "vision_config": {}})
     {'num_hidden_layers': 2}
     """
-    return _at(dict(config), _language_path(config))
+    return _at(config, _language_path(config))
 
 
 def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -162,7 +162,7 @@ def _language_path(config: Mapping[str, Any]) -> tuple[str, ...]:
     return ()
 
 
-def _at(config: Part, path: Sequence[str]) -> Part:
+def _at(config: Any, path: Sequence[str]) -> Part:
     for name in path:
         config = config[name]
     return config

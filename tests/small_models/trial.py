@@ -17,11 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .shrink import VOCABULARY_SIZE, language_part
+from .shrink import VOCABULARY_SIZE, language_part, quantisation
 from .weights import published, write_small_model
 
 TABLE = Path(__file__).with_name("vllm_cpu.json")
-"""Model -> whether vLLM's CPU build runs it, and how, or vLLM's reason."""
+"""Model -> whether vLLM's CPU build runs it, and how, or vLLM's reason; for a quantised model that does not run, the
+same without quantisation."""
 LIMIT_SECONDS = 240.0
 CACHE_BYTES = 512 << 20
 PROMPT_TOKENS, CHANGED_TOKENS, OUTPUT_TOKENS = 300, 40, 16
@@ -85,14 +86,23 @@ def try_models(names: list[str], folder: Path) -> dict[str, Any]:
 
 
 def _try_model(name: str, folder: Path) -> dict[str, Any]:
+    outcome = _try_weights(name, folder, quantised=True)
+    if not outcome["runs"] and quantisation(published(name)) is not None:
+        outcome["unquantised"] = _try_weights(name, folder, quantised=False)
+    return outcome
+
+
+def _try_weights(name: str, folder: Path, quantised: bool) -> dict[str, Any]:
+    log = f"{name}{'' if quantised else '-unquantised'}"
     # Threads of a computation would not survive a fork, so this process computes nothing itself.
-    written = _in_child(lambda: {"path": str(write_small_model(name, folder))}, folder / f"{name}-write.log")
+    write = partial(write_small_model, name, folder, quantised=quantised)
+    written = _in_child(lambda: {"path": str(write())}, folder / f"{log}-write.log")
     if "path" not in written:
         return {"runs": False, "reasons": {"write_small_model": written["reason"]}}
     reasons = {}
     for dtype in DTYPES:
         arguments = engine_arguments(name, dtype)
-        outcome = _in_child(partial(_run, written["path"], arguments), folder / f"{name}-{dtype}.log")
+        outcome = _in_child(partial(_run, written["path"], arguments), folder / f"{log}-{dtype}.log")
         if "reason" not in outcome:
             return {"runs": True, "dtype": dtype, **outcome, **({"reasons": reasons} if reasons else {})}
         reasons[dtype] = outcome["reason"]
@@ -117,7 +127,8 @@ def _in_child(call: Callable[[], dict[str, Any]], log: Path) -> dict[str, Any]:
             outcome = call()
         except BaseException as error:  # vLLM's reason, whatever its type
             traceback.print_exc()
-            outcome = {"reason": f"{type(error).__name__}: {_first_line(str(error))}"}
+            said = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
+            outcome = {"reason": f"{type(error).__name__}: {_first_line(said)}"}
         answer.write_text(json.dumps(outcome))
         sys.stdout.flush()
         os._exit(0)

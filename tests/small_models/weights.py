@@ -44,21 +44,30 @@ def published(name: str) -> dict[str, Any]:
     return dict(json.loads((CONFIGS / f"{name}.json").read_text()))
 
 
-def write_small_model(name: str, folder: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Path:
+def write_small_model(
+    name: str, folder: Path, dtype: Literal["float32", "bfloat16"] = "float32", *, quantised: bool = True
+) -> Path:
     """Write the small model of the published configuration ``name`` below ``folder``, unless it exists.
 
     Returns its path.
 
     ``config.json`` has the fields of :func:`shrink`, with ``dtype`` as the type of the weights where they are not
-    quantised. The path has a digest of all that determines the weights. Several processes may call this function at
-    once. Raises :class:`NotImplementedError` for a model whose checkpoint this function cannot write. Needs
-    ``transformers``.
+    quantised. Without ``quantised`` none are, and the configuration does not say that they are: for engines that lack a
+    kernel for the format.
+
+    The path has a digest of all that determines the weights. Several processes may call this function at once. Raises
+    :class:`NotImplementedError` for a model whose checkpoint this function cannot write. Needs ``transformers``.
     """
     config = shrink(published(name))
+    kind = ""
+    if quantisation(config) is not None and not quantised:
+        kind = "-unquantised"
+        for part in (config, language_part(config)):
+            part.pop("quantization_config", None)
     if quantisation(config) is None:
         _set_dtype(config, dtype)
     recipe = json.dumps([RECIPE, dtype, config], sort_keys=True)
-    path = folder / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    path = folder / f"{name}{kind}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda draft: _save(config, dtype, draft))
