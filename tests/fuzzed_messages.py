@@ -26,6 +26,8 @@ USES = 10
 """Encodings that are made of one message: to draw a message takes longer than to damage it."""
 LARGE = (1 << 31, (1 << 53) + 1, (1 << 63) - 1)
 TEXTS = ("a", "a\nERROR forged\x1b[2J", "\x00", "\u202e", "ü" * 40, "x" * 512, "../../etc", "127.0.0.1", "::1", "%s%n")
+HOSTS = ("a", "127.0.0.1", "::1", "[::1]", "x" * 63)
+HOST_FIELDS = {"host", "remote_host"}
 MARKS = (b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 300, b"\xdb", b"\xff\xfe")
 """Bytes that msgpack never uses, a list of 4 billion elements, a deep list, a long text, and no UTF-8."""
 ANYTHING: tuple[Any, ...] = (
@@ -107,7 +109,9 @@ class Fuzzer:
             case inspect.UnionType():
                 return self._value(draw.choice(info.types))
             case inspect.StructType():
-                return info.cls(**{field.name: self._value(field.type) for field in info.fields})
+                drawn = {field.name: self._value(field.type) for field in info.fields}
+                # A type does not say what is a host: the message checks it.
+                return info.cls(**drawn | {name: draw.choice(HOSTS) for name in drawn.keys() & HOST_FIELDS})
             case inspect.IntType():
                 least, most = info.ge or 0, info.le if info.le is not None else (info.lt or 1 << 63) - 1
                 known = [each for each in self._known if type(each) is int and least <= each <= most]
