@@ -43,7 +43,14 @@ SIZES = {
 """What may change in the part of the language model."""
 TOWER_SIZES = {
     *("depth", "num_hidden_layers", "conf_num_hidden_layers", "hidden_size", "intermediate_size", "out_hidden_size"),
-    *("num_heads", "num_attention_heads", "conf_num_attention_heads", "vision_output_dim", "projector_input_dim"),
+    *(
+        "num_heads",
+        "num_key_value_heads",
+        "num_attention_heads",
+        "conf_num_attention_heads",
+        "vision_output_dim",
+        "projector_input_dim",
+    ),
     *("projector_output_dim", "output_proj_dims", "vocab_offset"),
 }
 COPIES = {"hidden_size", "vocab_size"}
@@ -140,6 +147,16 @@ def test_heads_keep_what_two_ranks_can_share(name: str) -> None:
         old_dim, new_dim = (getattr(each, "head_dim", None) for each in (old, new))
         derived = before.get("hidden_size", 0) // before[heads]
         assert new_dim in ({32, 64, 80, 96, 128} if old_dim in (None, derived) else {old_dim}) or new_dim is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_of_towers_divide(name: str) -> None:
+    """VLLM builds some towers even where a prompt has no images."""
+    for field, tower in shrink(published(name)).items():
+        if field in ("vision_config", "audio_config") and tower is not None:
+            heads = next((tower[each] for each in ("num_attention_heads", "num_heads") if each in tower), 1)
+            assert heads % tower.get("num_key_value_heads", heads) == 0, field
+            assert tower.get("hidden_size", heads) % heads == 0, field
 
 
 def test_windows_matter_in_short_prompts() -> None:

@@ -74,7 +74,10 @@ FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_in
 """So many first layers are of another kind."""
 # Sizes of towers, which read images and sounds; the tests' prompts have none.
 TOWER_LAYERS = (*LAYERS, "depth", "encoder_layers", "conf_num_hidden_layers", "vt_num_hidden_layers")
-TOWER_HEADS = ("num_attention_heads", "num_heads", "conf_num_attention_heads", "vt_num_attention_heads")
+TOWER_HEADS = (
+    *("num_attention_heads", "num_heads", "conf_num_attention_heads", "vt_num_attention_heads"),
+    "num_key_value_heads",
+)
 TOWER_SIZES = ("hidden_size", "intermediate_size", "embed_dim", "vt_hidden_size", "vt_intermediate_size")
 TOWER_OUTPUTS = (
     *("out_hidden_size", "projection_dim", "text_hidden_size", "output_proj_dims", "mm_hidden_size"),
