@@ -5,14 +5,15 @@ BANDIT := .venv/bin/bandit --quiet --configfile pyproject.toml --recursive src s
 MODE ?= pull
 HOSTS ?= 1
 ARGS ?=
-MATRIX := tests/host tests/adapter/test_refused_combinations.py tests/adapter/test_models_against_vllm.py
+MODELS := tests/host/vllm/test_families.py tests/adapter/test_models_against_vllm.py tests/adapter/test_identities.py
+MATRIX := tests/host tests/adapter/test_refused_combinations.py $(filter tests/adapter/%,$(MODELS))
 
 IN_TWO_PROCESSES := -n 2 --dist worksteal
 # A noisy machine may starve a test of threads. CI runs such a test twice and names it; engines have no second chance.
 SECOND_CHANCE := $(if $(CI),--reruns 1 -rR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix test-chaos test-hosts test-versions test-fast test-full test-gpu check-vllm package check-package check-deploy lint bench clean
+.PHONY: help setup demo test test-matrix test-models test-chaos test-hosts test-versions test-fast test-full test-gpu check-vllm package check-package check-deploy lint bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -33,10 +34,15 @@ test: setup ## The tests, real vLLM engines included (about 25 minutes on 2 core
 	@$(PYTEST) $(IN_TWO_PROCESSES) $(SECOND_CHANCE) tests/pure tests/local tests/device_memory tests/adapter tests/small_models src $(ARGS)
 	@$(PYTEST) tests/host $(ARGS)
 
-test-matrix: setup ## Every pair of engines and every refusal; writes docs/matrix.md (about an hour on 2 busy cores)
+test-matrix: setup ## Every pair of engines, every refusal, every published model; writes docs/matrix.md and docs/models.md (about two hours)
 	@rm -rf build/matrix
 	@KVFERRY_MATRIX=build/matrix $(PYTEST) $(MATRIX) $(ARGS); status=$$?; \
-	$(VENV_PYTHON) -m tests.matrix_document build/matrix && exit $$status
+	$(VENV_PYTHON) -m tests.matrix_document build/matrix && $(VENV_PYTHON) -m tests.models_document build/matrix && exit $$status
+
+test-models: setup ## The part of test-matrix about published models; writes docs/models.md
+	@rm -rf build/models
+	@KVFERRY_MATRIX=build/models $(PYTEST) $(MODELS) $(ARGS); status=$$?; \
+	$(VENV_PYTHON) -m tests.models_document build/models && exit $$status
 
 test-chaos: setup ## Engines killed, stopped and cut off under load, in every mode, and a rolling restart (about 55 minutes on 2 cores)
 	@KVFERRY_CHAOS=1 $(PYTEST) tests/host/vllm/chaos tests/local/test_chaos_relay.py $(ARGS)

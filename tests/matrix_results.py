@@ -36,13 +36,15 @@ class Results:
         """Add which reason a refused combination came to: ``found`` is its code, or says that nothing refused it."""
         self._write(f"refused-{name}", {"found": found, "message": message[:LONGEST_MESSAGE]})
 
-    def add_planned(self, model: str, found: str, reason: str) -> None:
-        """Add how the planner compares with vLLM on a model's configuration, and why."""
-        self._write(f"planned-{model}", {"found": found, "reason": reason[:LONGEST_MESSAGE]})
+    def add_model(self, name: str, column: str, outcome: str) -> None:
+        """Add what came of one use of a published model."""
+        found = self.model(name)
+        found.setdefault("outcomes", {})[column] = outcome[:LONGEST_MESSAGE]
+        self._write(f"model-{name}", found)
 
-    def planned(self, model: str) -> dict[str, Any]:
-        """Return the comparison of a model's configuration; None when it did not run."""
-        return self._read(f"planned-{model}")
+    def model(self, name: str) -> dict[str, Any]:
+        """Return the outcomes of a published model; None when none of its tests ran."""
+        return self._read(f"model-{name}")
 
     def pair(self, name: str) -> dict[str, Any]:
         """Return the results of a pair; None when none of its tests ran."""

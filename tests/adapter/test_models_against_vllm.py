@@ -179,13 +179,13 @@ def record(name: str, oracle: Oracle, results: Results, folder: Path) -> None:
             (outcome, f"{why}, made small") for outcome, why in (compare(oracle, small, tp, dtype) for tp in (1, 2))
         ]
     except KVFerryError as error:
-        results.add_planned(name, "refused", error.message)
+        results.add_model(name, "planner", f"refused: {error.message}")
     except AssertionError as error:
-        results.add_planned(name, "failed", str(error))
+        results.add_model(name, "planner", f"**failed**: {error}")
         raise
     else:
         given = ", with --dtype bfloat16" if dtype else ""
-        results.add_planned(name, found[0][0], "; ".join(why for _, why in found) + given)
+        results.add_model(name, "planner", f"{found[0][0]}: {'; '.join(why for _, why in found)}{given}")
 
 
 @pytest.mark.parametrize("name", REFUSED)

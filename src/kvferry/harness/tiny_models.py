@@ -86,7 +86,10 @@ def _qwen3(
 
 
 def _deepseek_mla(name: str, family: Literal["deepseek_v2", "deepseek_v3"], layers: int) -> TinyModel:
-    """Return a model that is dense (V2), or has experts in all layers but the first and compressed queries (V3)."""
+    """Return a model that is dense (V2), or has experts in all layers but the first and compressed queries (V3).
+
+    Positions are scaled as in all published models of DeepSeek: vLLM's class renames that scaling while it is built.
+    """
     own: dict[str, Any] = {"q_lora_rank": None, "first_k_dense_replace": layers, "topk_method": "greedy"}
     if family == "deepseek_v3":
         own = {"q_lora_rank": 128, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
@@ -104,6 +107,16 @@ def _deepseek_mla(name: str, family: Literal["deepseek_v2", "deepseek_v3"], laye
         "num_experts_per_tok": 2,
         "n_group": 1,
         "topk_group": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": MAX_POSITIONS // 4,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
         **own,
     }
     return TinyModel(name, family, "float32", layers, 1, 512 + 64, MappingProxyType(settings))

@@ -23,16 +23,19 @@ PRELOADED = f"{__package__}.imported_engine"
 
 
 class EngineFailed(Exception):
-    """An engine did not start or answer; the text is its own error, or the end of its log."""
+    """An engine did not start or answer; the text is its own error, ``log`` its log."""
+
+    def __init__(self, text: str, log: str) -> None:
+        self.log = log
+        super().__init__(text)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine answered to one prompt. ``num_loaded`` counts the prompt's tokens that it did not compute."""
+    """What an engine answered to one prompt."""
 
     tokens: list[int]
     params: dict[str, Any] | None
-    num_loaded: int
 
 
 class ForkedEngine:
@@ -40,6 +43,8 @@ class ForkedEngine:
 
     def __init__(self, name: str, log: Path, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         self.name, self._log = name, log
+        self.num_loaded = 0
+        """Prompt tokens that a connector has brought, of all prompts so far; vLLM counts them."""
         self._pipe, theirs = FORKS.Pipe()
         self._process = FORKS.Process(target=_serve, args=(theirs, log, dict(arguments), dict(variables)))
         self._process.start()
@@ -55,7 +60,8 @@ class ForkedEngine:
 
     def answers(self) -> list[Answer]:
         """Return the answers to what :meth:`ask` has sent. Raises :class:`EngineFailed`."""
-        return [Answer(*each) for each in self._receive(ANSWER_SECONDS)]
+        found, self.num_loaded = self._receive(ANSWER_SECONDS)
+        return [Answer(*each) for each in found]
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
@@ -75,13 +81,13 @@ class ForkedEngine:
         while not self._pipe.poll(0.2):
             if not self._process.is_alive() or time.monotonic() > deadline:
                 why = f"no answer after {seconds:g} s" if self._process.is_alive() else "the process has ended"
-                raise EngineFailed(f"{self.name}: {why}; its log ends:\n{self.log()[-2000:]}")
+                raise EngineFailed(f"{self.name}: {why}; its log ends:\n{self.log()[-2000:]}", self.log())
         try:
             has_answered, found = self._pipe.recv()
         except EOFError:
-            raise EngineFailed(f"{self.name} has ended; its log ends:\n{self.log()[-2000:]}") from None
+            raise EngineFailed(f"{self.name} has ended; its log ends:\n{self.log()[-2000:]}", self.log()) from None
         if not has_answered:
-            raise EngineFailed(found)
+            raise EngineFailed(found, self.log())
         return found
 
 
@@ -115,7 +121,7 @@ def _serve(pipe: Connection, log: Path, arguments: dict[str, Any], variables: di
         engine = LLM(**arguments)
         pipe.send((True, None))
         while (order := pipe.recv()) is not None:
-            pipe.send((True, _generate(engine, *order)))
+            pipe.send((True, (_generate(engine, *order), _num_loaded(engine))))
         engine.llm_engine.engine_core.shutdown()
     except Exception as error:
         traceback.print_exc()
@@ -137,7 +143,12 @@ def _generate(engine: Any, prompts: Any, max_tokens: int, params: Any) -> list[t
         for each in params
     ]
     outputs = engine.generate([{"prompt_token_ids": list(each)} for each in prompts], sampling, use_tqdm=False)
-    return [(list(each.outputs[0].token_ids), each.kv_transfer_params, each.num_cached_tokens or 0) for each in outputs]
+    return [(list(each.outputs[0].token_ids), each.kv_transfer_params) for each in outputs]
+
+
+def _num_loaded(engine: Any) -> int:
+    samples = [each for each in engine.get_metrics() if each.name == "vllm:prompt_tokens_by_source"]
+    return sum(int(each.value) for each in samples if each.labels["source"] == "external_kv_transfer")
 
 
 def _first_cause(log: Path, error: Exception) -> str:

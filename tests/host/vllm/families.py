@@ -1,0 +1,150 @@
+"""Engines of a small model of a published configuration: alone, and with kvferry in each of its uses."""
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...small_models.shrink import language_part, quantisation
+from ...small_models.trial import STATES, engine_arguments, load_table
+from ...small_models.weights import published, write_small_model
+from .forked_engines import Answer, ForkedEngine
+from .handoffs import random_prompt
+from .pushes import get_json, to_prefill
+
+MOVES, KEEPS = "KVFerryConnector", "KVFerryOffloadConnector"
+MAX_TOKENS = 8
+CACHE_BYTES = 192 << 20
+PROMPTS = [random_prompt(29 + length, length) for length in (40, 129, 333, 513)]
+"""Two are longer than the windows of the small models. With two a whole number of blocks of 128 or 16 tokens leaves one
+token, which is what the CPU's kernel of MLA can compute behind a load."""
+STEP = 256
+ROUNDED_PROMPTS = [random_prompt(30 + index, STEP + 1) for index in range(2)]
+"""For models in bfloat16, whose tokens depend on what shares a step: an engine alone computes the last token in a step
+of its own, as a decode engine does."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A published configuration, made small."""
+
+    name: str
+    path: Path
+    arguments: Mapping[str, Any]
+    is_quantised: bool
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the model computes in bfloat16."""
+        return self.arguments["dtype"] == "bfloat16"
+
+    @property
+    def tp(self) -> int:
+        """The size of the prefill engine. Each rank rounds its part of a quantised model's activations by itself."""
+        return 1 if self.is_rounded or self.is_quantised else 2
+
+    @property
+    def waves(self) -> list[list[list[int]]]:
+        """The prompts: those of a wave are sent at once."""
+        return [[prompt] for prompt in ROUNDED_PROMPTS] if self.is_rounded else [PROMPTS]
+
+    @classmethod
+    def of(cls, name: str, models: Path, *, is_quantised: bool = True) -> "Family":
+        """Write the model, and choose the arguments of its engines."""
+        dtype = tried(name)[0] if is_quantised else "float32"
+        rounded = {"max_num_batched_tokens": STEP} if dtype == "bfloat16" else {}
+        path = write_small_model(name, models, quantised=is_quantised)
+        has_scales = is_quantised and quantisation(published(name)) is not None
+        return cls(name, path, {**engine_arguments(name, dtype), **rounded}, has_scales)
+
+
+def tried(name: str) -> tuple[str, str]:
+    """Return the type in which vLLM's CPU build runs a small model, or does not, and why not.
+
+    ``python -m tests.small_models --try`` has found it.
+    """
+    found = load_table()[name]
+    return (found["dtype"], "") if found["runs"] else next(reversed(found["reasons"].items()))
+
+
+def has_states(name: str) -> bool:
+    """Return whether layers of a model keep states."""
+    return any(field in language_part(published(name)) for field in STATES)
+
+
+def runs_unquantised(name: str) -> bool:
+    """Return whether vLLM's CPU build runs a model only where its weights are not quantised."""
+    return bool(load_table()[name].get("unquantised", {}).get("runs"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the engines of one test put their files."""
+
+    folder: Path
+
+    def engine(self, family: Family, name: str, **more: Any) -> ForkedEngine:
+        """Start an engine, which may not be ready yet."""
+        ranks = int(more.get("tensor_parallel_size", 1))
+        small = {"kv_cache_memory_bytes": CACHE_BYTES, "disable_log_stats": False}
+        arguments = {**family.arguments, **small, "model": str(family.path), **more}
+        cores = ("0|1" if ranks > 1 else "1") if name.startswith(("decode", "prefill")) else "0"
+        return ForkedEngine(name, self.folder / f"{name}.log", arguments, {"VLLM_CPU_OMP_THREADS_BIND": cores})
+
+    def moving(self, family: Family, name: str, tp: int = 1, **settings: Any) -> ForkedEngine:
+        """Start an engine that hands prompts over."""
+        settings = {"transport": "cma", "transfer_log": str(self.folder / f"{name}.loads"), **settings}
+        return self.engine(family, name, tensor_parallel_size=tp, kv_transfer_config=transfer_config(MOVES, settings))
+
+    def keeping(self, family: Family, name: str) -> ForkedEngine:
+        """Start an engine that keeps blocks on the disk, in one folder for all engines of this place."""
+        settings = {"host_bytes": 64 << 20, "disk_bytes": 256 << 20, "disk_path": str(self.folder / "disk")}
+        config = transfer_config(KEEPS, {**settings, "loads": "always", "load_wait_seconds": 20.0})
+        return self.engine(family, name, kv_transfer_config=config, prefix_caching_hash_algo="sha256_cbor")
+
+    def loads(self, name: str) -> list[dict[str, Any]]:
+        """Return what the ranks of an engine have loaded."""
+        lines = [line for path in self.folder.glob(f"{name}.loads*") for line in path.read_text().splitlines()]
+        return [json.loads(line) for line in lines]
+
+
+def transfer_config(connector: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": dict(settings)}
+
+
+def ask(engine: ForkedEngine, waves: Sequence[Sequence[list[int]]]) -> list[Answer]:
+    """Send prompts without a connector's parameters."""
+    answers = []
+    for prompts in waves:
+        engine.ask(prompts, MAX_TOKENS)
+        answers += engine.answers()
+    return answers
+
+
+def hand_over(prefill: ForkedEngine, decode: ForkedEngine, waves: Sequence[Sequence[list[int]]]) -> list[list[int]]:
+    """Send prompts as a sequential router does: to the decode engine when prefill has answered."""
+    answers = []
+    for prompts in waves:
+        prefill.ask(prompts, 1, [{"do_remote_decode": True, "do_remote_prefill": False}] * len(prompts))
+        decode.ask(prompts, MAX_TOKENS, [answer.params for answer in prefill.answers()])
+        answers += decode.answers()
+    return [answer.tokens for answer in answers]
+
+
+def push(prefill: ForkedEngine, decode: ForkedEngine, waves: Sequence[Sequence[list[int]]]) -> list[list[int]]:
+    """Send prompts as a concurrent router does: to both engines at once."""
+    address = re.findall(r"bootstrap queries are answered on (http://\S+:\d+)", prefill.log())[-1]
+    entry = get_json(f"{address}/query")["0"]
+    to_decode = {"do_remote_decode": False, "do_remote_prefill": True, "remote_bootstrap_addr": address}
+    to_decode["remote_engine_id"] = entry["engine_id"]
+    answers = []
+    for prompts in waves:
+        transfers = [f"xfer-{uuid.uuid4()}" for _ in prompts]
+        decode.ask(prompts, MAX_TOKENS, [to_decode | {"transfer_id": each} for each in transfers])
+        prefill.ask(prompts, 1, [to_prefill(each) for each in transfers])
+        prefill.answers()
+        answers += decode.answers()
+    return [answer.tokens for answer in answers]

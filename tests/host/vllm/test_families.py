@@ -1,0 +1,126 @@
+"""Small models of published configurations on engines: handed over, pushed, kept over a restart; tokens as alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ...matrix_results import Results, results_folder
+from ...small_models.weights import names
+from .families import Family, Place, ask, hand_over, has_states, push, runs_unquantised, tried
+from .forked_engines import EngineFailed, prepare, running
+
+pytestmark = pytest.mark.vllm
+IN_EVERY_RUN = ("DeepSeek-V2-Lite", "Falcon-H1-0.5B-Instruct", "Olmo-3-7B-Instruct")
+"""Two whose classes change their configuration while they are built, and one with windows and scaled positions."""
+NO_STATES = "unsupported: holds states; only attention is offloaded"
+CHUNKS = "unsupported: is a ChunkedLocalAttentionSpec"
+SHORT_CONVOLUTIONS = "unsupported: holds states of SHORT_CONV"
+REFUSED: dict[str, dict[str, str]] = {
+    **{name: {"kept": NO_STATES} for name in names() if has_states(name)},
+    **{
+        name: {"handed over": SHORT_CONVOLUTIONS, "pushed": SHORT_CONVOLUTIONS, "kept": NO_STATES}
+        for name in ("LFM2-1.2B", "LFM2-8B-A1B")
+    },
+    **{
+        name: dict.fromkeys(("handed over", "pushed", "kept"), CHUNKS)
+        for name in ("Llama-4-Scout-17B-16E-Instruct", "Llama-4-Scout-17B-16E-Instruct-FP8-dynamic")
+    },
+}
+"""For each model the uses that kvferry refuses, and the reason: a code, and words of the message."""
+MOST_WORDS = 60
+VARIABLES = {
+    "VLLM_CPU_CI_ENV": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "KVFERRY_SLEEPING_WORKERS": "1",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in VARIABLES.items():
+            patch.setenv(name, value)
+        prepare()
+        yield
+
+
+class Uses:
+    """The uses of one model: each works, or is refused with the words that are written above."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._refused = REFUSED.get(name, {}) | ({"alone": why} if (why := tried(name)[1]) else {})
+        folder = results_folder()
+        self._results = None if folder is None else Results(folder)
+
+    @contextmanager
+    def of(self, use: str, *besides: str) -> Iterator[None]:
+        """Note how the block ends. A use that must be refused, and is not, fails like one that does not work."""
+        self._note(use, "**failed**")
+        words = self._refused.get(use)
+        try:
+            yield
+        except (EngineFailed, NotImplementedError) as error:
+            if words is None or words.partition(": ")[2][:MOST_WORDS] not in getattr(error, "log", str(error)):
+                raise
+            self._note(use, f"no: {words}")
+            return
+        assert words is None, f"{use} is no longer refused"
+        self._note(use, ", ".join(["yes", *besides]))
+
+    def _note(self, use: str, outcome: str) -> None:
+        if self._results is not None:
+            self._results.add_model(self._name, use, outcome)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.matrix) for name in names()]
+)
+def test_a_published_model(name: str, tmp_path: Path, engine_pool: Any) -> None:
+    uses, place, expected = Uses(name), Place(tmp_path), list[list[int]]()
+    with uses.of("alone"):
+        family = Family.of(name, engine_pool.models)
+        expected = alone(family, place)
+    besides = []
+    if not expected:
+        if not runs_unquantised(name):
+            return
+        family = Family.of(name, engine_pool.models, is_quantised=False)
+        expected, besides = alone(family, place), ["not quantised"]
+    by = ["TP 1"] * (family.tp == 1) + besides
+    with uses.of("handed over", *by):
+        prefill, decode = place.moving(family, "prefill", family.tp), place.moving(family, "decode")
+        with running([prefill, decode]):
+            assert hand_over(prefill, decode, family.waves) == expected
+        check_loads(place.loads("decode"), len(expected))
+    with uses.of("pushed", *by):
+        prefill = place.moving(family, "prefill-push", family.tp, mode="push")
+        decode = place.moving(family, "decode-push", mode="push")
+        with running([prefill, decode]):
+            assert push(prefill, decode, family.waves) == expected
+        check_loads(place.loads("decode-push"), len(expected))
+    with uses.of("kept", *besides):
+        with running([keeps := place.keeping(family, "keeps")]):
+            assert [answer.tokens for answer in ask(keeps, family.waves)] == expected
+        with running([keeps := place.keeping(family, "keeps-again")]):
+            assert [answer.tokens for answer in ask(keeps, family.waves)] == expected
+        assert keeps.num_loaded > 0
+
+
+def alone(family: Family, place: Place) -> list[list[int]]:
+    """Return the tokens of an engine without a connector."""
+    with running([engine := place.engine(family, "alone")]):
+        found = [answer.tokens for answer in ask(engine, family.waves)]
+    assert len(set(map(tuple, found))) == len(found), "the tokens do not depend on the prompt"
+    return found
+
+
+def check_loads(loads: list[dict[str, Any]], count: int) -> None:
+    """Check that each prompt was loaded, and not computed."""
+    assert [load["error"] for load in loads] == [None] * count
+    assert all(load["bytes"] for load in loads)

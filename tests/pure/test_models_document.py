@@ -1,0 +1,41 @@
+"""The document of published models has exactly the content of the results."""
+
+from pathlib import Path
+
+import pytest
+
+from ..matrix_results import Results
+from ..models_document import USES, document
+from ..small_models.weights import names
+
+MODEL = "Qwen3-8B"
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    return Results(tmp_path)
+
+
+def cells(results: Results, model: str = MODEL) -> list[str]:
+    return next(line for line in document(results).splitlines() if line.startswith(f"| {model} |")).split(" | ")[1:]
+
+
+def test_what_did_not_run_is_said_not_to_have_run(results: Results) -> None:
+    assert "Nothing has run." in document(results)
+    assert all(cells(results, name) == [*["not run"] * (len(USES) - 1), "not run |"] for name in names())
+
+
+def test_outcomes_are_counted_and_shown(results: Results) -> None:
+    results.add_model(MODEL, "planner", "equal: TP 1; TP 2")
+    results.add_model(MODEL, "handed over", "yes")
+    results.add_model(MODEL, "pushed", "no: unsupported: states\nand a second line")
+    results.add_model("gpt2", "handed over", "**failed**")
+    assert cells(results) == ["equal: TP 1; TP 2", "not run", "not run", "yes", "no: unsupported: states", "not run |"]
+    counts = "1 pass *planner*, 0 pass *identity*, 0 pass *alone*, 1 pass *handed over*, 0 pass *pushed*, 0 pass *kept*"
+    assert f"Of {len(names())} models {counts}." in " ".join(document(results).split())
+
+
+def test_a_model_that_was_not_published_so_is_named(results: Results) -> None:
+    text = document(results)
+    assert "* Qwen2.5-7B-Instruct-YaRN: " in text
+    assert "* DeepSeek-V3: " not in text
