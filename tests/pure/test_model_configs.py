@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,21 @@ def test_a_plan_by_hand_imports_neither_transformers_nor_torch() -> None:
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["0"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_hidden_layers": 30_000_000},
+        {"num_labels": 3_000_000},
+        {"num_hidden_layers": 1e300},
+        {"text_config": {"model_type": "llama", "num_hidden_layers": 10**1000}},
+    ],
+)
+def test_no_class_makes_a_list_of_millions(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Such a list takes minutes, and all memory where the number is greater still."""
+    path = written(tmp_path, model_type="qwen3", architectures=["Qwen3ForCausalLM"], **FULL | fields)
+    began = time.monotonic()
+    text = refused(Reason.UNSUPPORTED, lambda: model_caches(path))
+    assert "above 4096" in text
+    assert time.monotonic() - began < 1

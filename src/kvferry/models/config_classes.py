@@ -6,12 +6,14 @@ seconds. A model's own code (``auto_map``) never runs. vLLM takes the classes by
 
 import importlib
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import Reason, SettingsError
+from kvferry.layout.component import MAX_LAYERS
 
 SAME_CLASS = {"kimi_k2": "deepseek_v3", "deepseek_v32": "deepseek_v3"}
 """Model types that vLLM reads with another type's class."""
@@ -21,6 +23,8 @@ PROPERTIES = ("layer_types", "layers_block_type", "head_dim", "num_key_value_hea
 """Fields that some classes compute, so that they are not among the written ones."""
 AS_WRITTEN = ("qk_rope_head_dim",)
 """Fields that some classes overwrite by ``head_dim``; vLLM reads them from the file, too."""
+COUNTS = re.compile("(layers|labels|blocks|depths?)$|^n_layer$|first_k_dense")
+"""Names of numbers for which classes make lists as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class ReadByClass:
 def read_by_class(fields: Mapping[str, Any]) -> ReadByClass:
     """Return the text model's fields as the configuration class of ``fields["model_type"]`` fills them in.
 
-    Raises :class:`SettingsError` (``invalid-setting``) for fields that the class refuses.
+    Raises :class:`SettingsError` (``invalid-setting``) for fields that the class refuses, ``unsupported`` for a number
+    of layers, or the like, of which a class would make too long a list.
     """
     alone = "the configuration alone"
     try:
@@ -49,8 +54,11 @@ def read_by_class(fields: Mapping[str, Any]) -> ReadByClass:
         return ReadByClass({}, alone, f"{library} has no class for model type {family!r}")
     with _quiet():
         try:
+            _refuse_long_lists(fields)
             text = transformers.CONFIG_MAPPING[known].from_dict(_without(fields)).get_text_config()
             found = _fields(text)
+        except SettingsError:
+            raise
         except Exception as error:  # a class may raise anything at fields that it does not expect
             what = f"the class of model type {family!r} in {library} refuses the configuration: {_first_line(error)}."
             remedy = "Correct the configuration, or use the transformers release that it was written for."
@@ -71,6 +79,19 @@ def _fields(text: Any) -> dict[str, Any]:
             found[name] = list(value) if isinstance(value, tuple) else value
     # The dtype is what the file says: a class may leave it out or give it as an object.
     return {name: value for name, value in found.items() if name not in ("dtype", "torch_dtype")}
+
+
+def _refuse_long_lists(value: Any, name: str = "") -> None:
+    """Refuse a count, nested ones included, that would take a class minutes and all memory."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            _refuse_long_lists(each, str(key))
+    elif isinstance(value, list):
+        for each in value:
+            _refuse_long_lists(each, name)
+    elif isinstance(value, (int, float)) and value > MAX_LAYERS and COUNTS.search(name):
+        what = f"the configuration's {name[:60]!r} is above {MAX_LAYERS}, the limit for a number of layers or the like."
+        raise SettingsError(Reason.UNSUPPORTED, what, "Correct the configuration.")
 
 
 def _without(fields: Mapping[str, Any]) -> dict[str, Any]:
