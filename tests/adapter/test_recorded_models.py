@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.messages import Identity
+from kvferry.integrations.vllm import offload_names
 from kvferry.integrations.vllm.offload_names import engine_facts
 from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.settings import Settings
@@ -98,17 +99,50 @@ def test_every_way_to_name_kvferry_records(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [("Phi-3-mini-128k-instruct", 4096), ("Llama-4-Scout-17B-16E-Instruct", 32768)]
+    ("name", "limit", "said"),
+    [
+        ("Phi-3-mini-128k-instruct", 4096, ", max-model-len up to 4096"),
+        ("Llama-4-Scout-17B-16E-Instruct", 32768, ", attn-temperature-tuning off"),
+    ],
 )
-def test_the_longest_prompt_chooses_positions(tmp_path: Path, name: str, limit: int, monkeypatch: Any) -> None:
+def test_the_longest_prompt_chooses_positions(
+    tmp_path: Path, name: str, limit: int, said: str, monkeypatch: Any
+) -> None:
     """LongRoPE takes other factors, Llama 4 other queries, where ``--max-model-len`` is above a limit."""
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     lengths = (limit // 2, limit, limit + 1, 2 * limit)
     models = [identity_of(engine(tmp_path, name, max_model_len=each), SERVED).model for each in lengths]
     assert models[0] == models[1] != models[2] == models[3]
-    assert models[0].endswith(f", max-model-len up to {limit}")
+    assert models[0].endswith(said)
     named = identity_of(engine(tmp_path, name, max_model_len=limit), Settings(model_id="mine"))
-    assert named.model == f"mine, max-model-len up to {limit}"
+    assert named.model == f"mine{said}"
+
+
+@pytest.mark.parametrize("is_in_file", [False, True])
+def test_llama_4_may_be_told_how_to_scale_its_queries(tmp_path: Path, is_in_file: bool, monkeypatch: Any) -> None:
+    """By a flag, or ``generation_config.json``: the caches differ behind 8192 tokens, whatever the length."""
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    monkeypatch.setattr(offload_names, "_digest_of_files", lambda folder: "")  # they say it of a file, not of a flag
+    name, engines = "Llama-4-Scout-17B-16E-Instruct", []
+    for is_on, length in ((None, 16384), (True, 16384), (True, 65536), (None, 65536)):
+        told = {} if is_on is None else {"attn_temperature_tuning": is_on}
+        (tmp_path / "generation_config.json").write_text(json.dumps(told if is_in_file else {}))
+        flags = {} if is_in_file else {"override_generation_config": told}
+        engines.append(found(engine(tmp_path, name, max_model_len=length, **flags)))
+    (short, short_names), (tuned, tuned_names), (long, _), (plain_long, _) = engines
+    assert short.model != tuned.model == long.model == plain_long.model
+    assert short_names != tuned_names
+
+
+def test_weights_in_an_object_store_are_named_by_their_place(tmp_path: Path) -> None:
+    """VLLM gives such a model a folder of its own on each host, in which no weights are."""
+    places = ("s3://models/one", "s3://models/one/", "s3://models/other")
+    configs = [engine(tmp_path / str(index), "Qwen3-8B") for index in range(len(places))]
+    for config, place in zip(configs, places, strict=True):
+        config.model_config.model_weights = place
+    one, same, other = (identity_of(config, SERVED) for config in configs)
+    assert one == same
+    assert one.weights != other.weights
 
 
 def test_the_longest_prompt_is_no_matter_to_other_models(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def engine(model: str, cache_dtype: str = "auto", **changes: Any) -> Any:
         "hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 64}),
         "hf_text_config": SimpleNamespace(num_hidden_layers=2, model_type="qwen3"),
         "model": model,
+        "model_weights": "",
         "revision": None,
         "architectures": ["Qwen3ForCausalLM"],
         "use_mla": False,

@@ -206,7 +206,7 @@ def _model(vllm_config: "VllmConfig", model: "ModelConfig", weights: Weights) ->
     load, record = vllm_config.load_config, recorded(model)
     return {
         "architectures": record.architectures,
-        "config": record.config,
+        "config": record.config + record.positions,
         "weights": weights.digest,
         "files": _digest_of_files(Path(str(model.model))),
         "code_revision": model.code_revision,

@@ -24,7 +24,7 @@ _VOLATILE_CONFIG_KEYS = ("_name_or_path", "name_or_path", "transformers_version"
 _RECORD = "_kvferry_record"
 _MARK = "_kvferry_records"
 LLAMA4_LONG_TOKENS = 32768
-"""Llama 4 scales queries by position where ``--max-model-len`` is greater (``llama4.py``)."""
+"""Llama 4 scales queries by position where ``--max-model-len`` is greater, unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class RecordedModel:
     """What the configuration of one model of an engine says.
 
     ``config`` is a digest of the model's Hugging Face configuration with the operator's changes. ``positions`` says
-    which of two scalings of positions ``--max-model-len`` has chosen; empty for a model that has one. ``kv_dtype``
-    names the element types of the caches: keys and values, and states where the model has any.
+    which of two scalings by position an engine's other options have chosen; empty for a model that has one.
+    ``kv_dtype`` names the element types of the caches: keys and values, and states where the model has any.
     """
 
     config: str
@@ -123,16 +123,22 @@ def _record(vllm_config: "VllmConfig", model: "ModelConfig") -> RecordedModel:
 
 
 def _positions(model: "ModelConfig") -> str:
-    """Return which of two scalings ``--max-model-len`` has chosen: of the tables of LongRoPE, or for Llama 4."""
+    """Return which of two scalings the options have chosen: of the tables of LongRoPE, or of Llama 4's queries."""
     text, limit = model.hf_text_config, 0
+    if text.model_type == "llama4_text":
+        return f", attn-temperature-tuning {'on' if _tunes_temperature(model) else 'off'}"
     for rope in _rope_parameters(text):
         if rope.get("rope_type") == "longrope":
             limit = int(rope.get("original_max_position_embeddings") or text.original_max_position_embeddings)
-    if text.model_type == "llama4_text":
-        limit = LLAMA4_LONG_TOKENS
     if not limit:
         return ""
     return f", max-model-len {'above' if model.max_model_len > limit else 'up to'} {limit}"
+
+
+def _tunes_temperature(model: "ModelConfig") -> bool:
+    """Decide as ``llama4.py`` does: the configuration of generation and its overrides come before the length."""
+    generation = {**model.try_get_generation_config(), **model.override_generation_config}
+    return bool(generation.get("attn_temperature_tuning", model.max_model_len > LLAMA4_LONG_TOKENS))
 
 
 def _rope_parameters(text: Any) -> list[Mapping[str, Any]]:

@@ -8,7 +8,7 @@ from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.translate.weights import weights_of
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 
 def identity_of(vllm_config: "VllmConfig", settings: Settings) -> Identity:
@@ -22,7 +22,7 @@ def identity_of(vllm_config: "VllmConfig", settings: Settings) -> Identity:
     record = recorded(model)
     return Identity(
         model=(settings.model_id or record.config) + record.positions,
-        weights=settings.model_id or weights_of(str(model.model), model.revision).digest,
+        weights=settings.model_id or weights_of(_place_of_weights(model), model.revision).digest,
         quantization=settings.model_id or record.quantization,
         compute_dtype=record.compute_dtype,
         architecture=record.architectures[0],
@@ -31,3 +31,11 @@ def identity_of(vllm_config: "VllmConfig", settings: Settings) -> Identity:
         num_kv_heads=record.num_kv_heads,
         head_size=record.head_size,
     )
+
+
+def _place_of_weights(model: "ModelConfig") -> str:
+    """Return where the engine loads its weights from.
+
+    Of a model in an object store this host has a folder without weights, with a name of its own.
+    """
+    return str(model.model_weights or model.model).rstrip("/")
