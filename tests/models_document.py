@@ -37,8 +37,8 @@ the model's quantisation says; engines are vLLM's on a CPU.
 * *kept*: an engine with offload is ended, and the next finds the prompts' blocks on the disk.
 
 The tokens are those of the engine alone. Engines in bfloat16, and of quantised weights, have other tokens at another
-TP: they are compared at TP 1, and in bfloat16 the prompts are sent one by one. Of a model whose quantisation vLLM's CPU
-build does not run, the last three columns are of weights that are not quantised.
+TP and in another batch: they are compared at TP 1, with prompts that are sent one by one. Of a model whose quantisation
+vLLM's CPU build does not run, the last three columns are of weights that are not quantised.
 
 Of {num_models} models {counts}.
 

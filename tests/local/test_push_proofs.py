@@ -497,7 +497,7 @@ class Closing(NullTransport):
 
     def __init__(self, closes: bool = True) -> None:
         super().__init__()
-        self.capabilities = Capabilities("closing", close_ends_writes=True)
+        self.capabilities = Capabilities("null", close_ends_writes=True)
         self.registered: list[Sequence[Region]] = []
         self._closes = closes
 

@@ -4,7 +4,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ PROMPTS = [random_prompt(29 + length, length) for length in (40, 129, 333, 513)]
 token, which is what the CPU's kernel of MLA can compute behind a load."""
 STEP = 256
 ROUNDED_PROMPTS = [random_prompt(30 + index, STEP + 1) for index in range(2)]
-"""For models in bfloat16, whose tokens depend on what shares a step: an engine alone computes the last token in a step
-of its own, as a decode engine does."""
+"""For rounded models: an engine alone computes the last token in a step of its own, as a decode engine does."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,13 @@ class Family:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the model computes in bfloat16."""
-        return self.arguments["dtype"] == "bfloat16"
+        """Whether tokens depend on the number of ranks and on what shares a step: in bfloat16, and if quantised."""
+        return self.arguments["dtype"] == "bfloat16" or self.is_quantised
 
     @property
     def tp(self) -> int:
-        """The size of the prefill engine. Each rank rounds its part of a quantised model's activations by itself."""
-        return 1 if self.is_rounded or self.is_quantised else 2
+        """The size of the prefill engine."""
+        return 1 if self.is_rounded else 2
 
     @property
     def waves(self) -> list[list[list[int]]]:
@@ -55,10 +54,11 @@ class Family:
     def of(cls, name: str, models: Path, *, is_quantised: bool = True) -> "Family":
         """Write the model, and choose the arguments of its engines."""
         dtype = tried(name)[0] if is_quantised else "float32"
-        rounded = {"max_num_batched_tokens": STEP} if dtype == "bfloat16" else {}
         path = write_small_model(name, models, quantised=is_quantised)
         has_scales = is_quantised and quantisation(published(name)) is not None
-        return cls(name, path, {**engine_arguments(name, dtype), **rounded}, has_scales)
+        family = cls(name, path, engine_arguments(name, dtype), has_scales)
+        in_steps = {"max_num_batched_tokens": STEP} if family.is_rounded else {}
+        return replace(family, arguments={**family.arguments, **in_steps})
 
 
 def tried(name: str) -> tuple[str, str]:
