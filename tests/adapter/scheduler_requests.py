@@ -129,6 +129,7 @@ def let_sleep(role: Any) -> None:
     role._engine.can_wake = True
     role._engine._core = SimpleNamespace(
         shutdown_state=EngineShutdownState.RUNNING,
+        vllm_config=SimpleNamespace(shutdown_timeout=0),
         input_queue=SimpleQueue(),
         get_weight_version=lambda: FIRST_WEIGHTS,
     )

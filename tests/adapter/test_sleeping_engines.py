@@ -11,6 +11,8 @@ pytest.importorskip("vllm")
 
 import json
 
+from vllm.v1.engine.core import EngineShutdownState
+
 from kvferry.handoff.messages import RankEntry
 from kvferry.handoff.wire import bootstrap
 from kvferry.integrations.vllm.scheduler import pull
@@ -159,6 +161,12 @@ def test_an_engine_without_requests_sleeps_while_a_lower_tier_copies(can_wake: b
     else:
         assert len(waits) == 1000
         assert all(waits)
+    if can_wake:
+        role._looks.done(progress=0, now=engine.now)
+        assert not role.has_pending_work()
+        role._engine._core.shutdown_state = EngineShutdownState.SHUTTING_DOWN
+        assert role.has_pending_work(), "vLLM would end at once, without the blocks that are being copied"
+        role._engine._core.shutdown_state = EngineShutdownState.RUNNING
     engine.tier.faults.hangs = False
     while role.has_pending_work() or role._start.tiers.stack.is_moving(engine.now):
         engine.now += 0.05

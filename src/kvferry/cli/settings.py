@@ -32,6 +32,8 @@ an address alone, without `http://` and without a port.
 
 Where `VLLM_PLUGINS` leaves kvferry's plugin out, add `"kv_connector_module_path":
 "kvferry.integrations.vllm.connector"` to `--kv-transfer-config`; on a CPU vLLM then keeps its caches in `LBHNC`.
+Then `--disable-hybrid-kv-cache-manager` ends the engine at its start: vLLM imports the connector too late to record the
+model.
 
 When a load fails, vLLM's `kv_load_failure_policy` decides: `fail` (its default) answers with an error, `recompute`
 computes the prompt on the decode engine.

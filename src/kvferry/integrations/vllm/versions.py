@@ -296,13 +296,16 @@ class Engine:
             self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     @property
-    def finishes(self) -> bool:
-        """Whether the core was told to end, and finishes its requests first (``--shutdown-timeout``)."""
+    def is_ending(self) -> bool:
+        """Whether the core was told to end: it ends as soon as it has no work."""
         from vllm.v1.engine.core import EngineShutdownState
 
-        if not self.can_wake or self._core.shutdown_state is EngineShutdownState.RUNNING:
-            return False
-        return bool(self._core.vllm_config.shutdown_timeout > 0)
+        return self.can_wake and self._core.shutdown_state is not EngineShutdownState.RUNNING
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the core was told to end, and finishes its requests first (``--shutdown-timeout``)."""
+        return self.is_ending and bool(self._core.vllm_config.shutdown_timeout > 0)
 
     @property
     def stays_awake(self) -> bool:

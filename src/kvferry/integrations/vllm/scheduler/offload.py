@@ -232,14 +232,14 @@ class OffloadScheduler:
         """Return whether the engine must step although it has no request.
 
         Ranks start, copy or wait for an order, or it is time to look at what a lower tier copies: steps drive it. The
-        engine sleeps between two looks.
+        engine sleeps between two looks. An engine that ends does not: it would end without what is being copied.
         """
         step, tiers, now = self._step, self._start.tiers, self._clock()
         if self._start.is_under_way or self._stores.are_under_way or step.slab or step.unmaps:
             return True
         if tiers is None or not tiers.stack.is_moving(now):
             return False
-        return self._engine.stays_awake or self._looks.are_due(now)
+        return self._engine.stays_awake or self._engine.is_ending or self._looks.are_due(now)
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks will be free without a preemption, as soon as stores have copied them."""
