@@ -120,13 +120,21 @@ def _serve(pipe: Connection, log: Path, arguments: dict[str, Any], variables: di
 
         engine = LLM(**arguments)
         pipe.send((True, None))
-        while (order := pipe.recv()) is not None:
+        while (order := _next_order(pipe)) is not None:
             pipe.send((True, (_generate(engine, *order), _num_loaded(engine))))
         engine.llm_engine.engine_core.shutdown()
     except Exception as error:
         traceback.print_exc()
         pipe.send((False, _first_cause(log, error)))
     sys.exit(0)
+
+
+def _next_order(pipe: Connection) -> Any:
+    """Return what the test asks next; None at the end, also where the test was killed."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
 
 
 def _generate(engine: Any, prompts: Any, max_tokens: int, params: Any) -> list[tuple[Any, ...]]:
