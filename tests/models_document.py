@@ -23,22 +23,24 @@ WORKS = ("yes", "equal")
 TEXT = """# Published models
 
 Written by `make test-models` from what its tests measured; not to be edited. A row is the public `config.json` of a
-model (`tests/model_configs`, whose `sources.json` says where each was found). For engines only the numbers are made
-small that make a model large (`tests/small_models`): every other field is as published. Weights are random, packed as
-the model's quantisation says; engines are vLLM's on a CPU.
+model (`tests/model_configs`, whose `sources.json` says where each was found), or one that was put together: see the
+end. The engines are vLLM's on a CPU. They run a small model (`tests/small_models`): the numbers that make a model large
+are made small, and every other field stays. Its weights are random, in the format of the model's quantisation.
 
 * *planner*: `kvferry plan --model` on the whole configuration has the groups, layers, heads, sizes and bytes that
-  vLLM's own classes make of it, at TP 1, TP 2 and more ranks than KV heads; or refuses it by name.
-* *identity*: two engines of this configuration agree, and refuse each other when they differ in one field that changes
-  what a cache means (the number in brackets): base and scaling of positions, windows, epsilons, multipliers.
+  vLLM's own classes make of it, at TP 1, TP 2 and more ranks than KV heads (*equal*); or refuses it (*refused*).
+* *identity*: two engines of this configuration agree. They refuse each other when one field differs that changes what a
+  cache means: base and scaling of positions, windows, epsilons, multipliers. The number is that of the fields tried.
 * *alone*: an engine without a connector runs the small model; or why not.
-* *handed over*: {num_prompts} prompts, at once, from an engine of TP 2 to one of TP 1 that asks when prefill has ended.
-* *pushed*: the same while prefill computes.
-* *kept*: an engine with offload is ended, and the next finds the prompts' blocks on the disk.
+* *handed over*: mode `pull`, {num_prompts} prompts at once, from a prefill engine of TP 2 to a decode engine of TP 1.
+* *pushed*: the same in mode `push`.
+* *kept*: an engine with offload ends, and the next one loads the prompts' blocks from the disk.
 
-The tokens are those of the engine alone. Engines in bfloat16, and of quantised weights, have other tokens at another
-TP and in another batch: they are compared at TP 1, with prompts that are sent one by one. Of a model whose quantisation
-vLLM's CPU build does not run, the last three columns are of weights that are not quantised.
+In the last three columns *yes* means that the tokens equal those of *alone*. In every column *no* has the reason of
+vLLM or kvferry, cut to 120 characters; *failed* is a test that failed; *not run* has no result. An engine in bfloat16
+or with quantised weights computes other tokens at another TP and in another batch: it is compared at TP 1, and gets one
+prompt after the other. Where vLLM's CPU build does not run a model's quantisation, the last three columns are of the
+model without it.
 
 Of {num_models} models {counts}.
 
@@ -48,7 +50,7 @@ What ran:
 
 {models}
 
-Not as published, but written from documented values:
+Not as published, but put together from these sources:
 
 {written}
 """

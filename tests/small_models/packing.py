@@ -175,7 +175,7 @@ def awq(weight: torch.Tensor, group_size: int) -> Tensors:
 def gptq(weight: torch.Tensor, group_size: int) -> Tensors:
     """Return ``qweight`` ``[inputs / 8, outputs]``, ``qzeros``, ``scales`` and each input's group in ``g_idx``.
 
-    This first format has zero points less one; those of symmetric weights are 8.
+    This first format stores a zero point minus one: that of symmetric weights is 8, stored as 7.
     """
     inputs, outputs = weight.shape[1], weight.shape[0]
     groups = weight.t().reshape(-1, group_size, outputs)

@@ -59,7 +59,8 @@ AT_MOST: Mapping[str, int] = {
 }
 """The most that a size may be; a list's elements each."""
 OF_THE_MLP = ("activation_sparsity_pattern", "swiglu_limits", "swiglu_limits_shared")
-"""Lists that make no other kind of layer: they would ask for ten layers more, or for the last ones."""
+"""Lists with an element for each layer that say nothing of its cache. They make no kind of layer: they would keep ten
+layers more, or the last ones."""
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
 AS_WIDE_AS_HIDDEN = ("block_dim", "conv_dim", "conv_dim_out")
 INDICES = ("moe_layers", "attn_layer_indices", "full_attn_idxs", "mlp_only_layers")

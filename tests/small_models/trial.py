@@ -21,8 +21,11 @@ from .shrink import VOCABULARY_SIZE, language_part, quantisation
 from .weights import published, write_small_model
 
 TABLE = Path(__file__).with_name("vllm_cpu.json")
-"""Model -> whether vLLM's CPU build runs it, and how, or vLLM's reason; for a quantised model that does not run, the
-same without quantisation."""
+"""Model -> whether vLLM's CPU build runs it, and in which dtype, or vLLM's reason for each dtype tried; for a quantised
+model that does not run, the same without quantisation.
+
+``first_tokens_matter``: a prompt with other first tokens gets another answer. ``different_tokens``: how many of an
+answer's tokens differ from each other."""
 LIMIT_SECONDS = 240.0
 CACHE_BYTES = 512 << 20
 PROMPT_TOKENS, CHANGED_TOKENS, OUTPUT_TOKENS = 300, 40, 16
@@ -36,7 +39,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 MULTIMODAL = {"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}}
-# As tests/host/vllm/engine_pool.py has it, where the reasons are.
+# The same as in tests/host/vllm/engine_pool.py, which has the reasons.
 MLA = {
     "attention_config": {"backend": "CPU_MLA"},
     "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},

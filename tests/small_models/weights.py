@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).parent.parent / "model_configs"
 RECIPE = 4
-"""Raised by whoever changes what is written for the same configuration."""
+"""Part of the files' path. Add one when other files are written for the same configuration."""
 SAME_CLASS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Types of models whose class comes with the weights, and the type in transformers that is the same."""
 

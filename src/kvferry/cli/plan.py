@@ -42,7 +42,8 @@ def plan(
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of the model, over all ranks.", min=1)] = None,
     head_size: Annotated[int | None, typer.Option(help="Channels of K, and of V, per head.", min=1)] = None,
     dtype: Annotated[
-        str | None, typer.Option(help=f"Of the cache: {', '.join(ITEM_SIZES)}; else the model's, or bfloat16.")
+        str | None,
+        typer.Option(help=f"Of the cache: {', '.join(ITEM_SIZES)}. Default: the model's; without --model, bfloat16."),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens of a block, unless an engine sets its own.", min=1)] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens of the request.", min=1, max=MAX_TOKENS)] = 1024,

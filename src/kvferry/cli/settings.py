@@ -23,8 +23,8 @@ A wrong setting ends the engine before it loads weights: the last lines of vLLM'
 error, ...`). What only a running engine can tell, such as a port that is taken, ends it later; then the reason is a
 line with `kvferry.errors` in its log, above vLLM's last one (`Engine core initialization failed`).
 
-Hosts, ids and names that other engines get are checked here by the rules by which those check them. A host is a name or
-an address alone, without `http://` and without a port.
+At its start an engine checks the hosts, ids and names that it sends to other engines, by the rules that those apply. A
+host is a name or an address alone, without `http://` and without a port.
 
 ## KVFerryConnector
 
@@ -32,8 +32,8 @@ an address alone, without `http://` and without a port.
 
 Where `VLLM_PLUGINS` leaves kvferry's plugin out, add `"kv_connector_module_path":
 "kvferry.integrations.vllm.connector"` to `--kv-transfer-config`; on a CPU vLLM then keeps its caches in `LBHNC`.
-Then `--disable-hybrid-kv-cache-manager` ends the engine at its start: vLLM imports the connector too late to record the
-model.
+With that path, leave `--disable-hybrid-kv-cache-manager` out: vLLM then imports the connector too late to record the
+model, and the engine ends at its start.
 
 When a load fails, vLLM's `kv_load_failure_policy` decides: `fail` (its default) answers with an error, `recompute`
 computes the prompt on the decode engine.

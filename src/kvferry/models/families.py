@@ -28,7 +28,13 @@ UNDERSTOOD = "num_key_value_heads|sliding_window|max_window_layers|use_sliding_w
 """The hinting fields that every family's rule accounts for."""
 FULL, SLIDING, STATE = ("full_attention", "attention"), ("sliding_attention",), ("mamba", "linear_attention")
 WITHOUT_CACHE = ("mlp", "moe", "-", "E")
-REMEDY = "Give --layers, --kv-heads and --head-size of the full-attention layers instead of --model."
+REMEDY = (
+    "Give --layers, --kv-heads and --head-size of the full-attention layers instead of --model; the plan is then of "
+    "those layers alone."
+)
+PLAIN_REMEDY = (
+    "Where all its layers keep plain keys and values, give --layers, --kv-heads and --head-size instead of --model."
+)
 
 LayerCaches = Sequence[tuple[LayerCache, ...]]
 """The caches of each layer, in layer order: one, none (its layer shares another's, or attends to nothing), or two."""
@@ -81,11 +87,11 @@ def layer_caches(config: ModelConfig, sizes: ItemSizes) -> LayerCaches:
     if family is None:
         what = f"kvferry has no rule for family {config.family!r}" if config.family else "there is no 'model_type'"
         own_code = ", and never runs a model's own code ('auto_map')" if "auto_map" in config.written else ""
-        refuse(f"{what}{own_code}.", f"If all its layers keep plain keys and values: {REMEDY}", Reason.UNSUPPORTED)
+        refuse(f"{what}{own_code}.", PLAIN_REMEDY, Reason.UNSUPPORTED)
     unknown = [name for name in config.architectures if name not in family.architectures]
     if unknown:
         what = f"kvferry has no rule for architecture {unknown[0]!r} of family {config.family!r}."
-        refuse(what, f"If all its layers keep plain keys and values: {REMEDY}", Reason.UNSUPPORTED)
+        refuse(what, PLAIN_REMEDY, Reason.UNSUPPORTED)
     _refuse_hints(config, family.understood)
     return family.read(config, family, sizes)
 

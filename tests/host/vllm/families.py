@@ -19,8 +19,8 @@ MOVES, KEEPS = "KVFerryConnector", "KVFerryOffloadConnector"
 MAX_TOKENS = 8
 CACHE_BYTES = 192 << 20
 PROMPTS = [random_prompt(29 + length, length) for length in (40, 129, 333, 513)]
-"""Two are longer than the windows of the small models. With two a whole number of blocks of 128 or 16 tokens leaves one
-token, which is what the CPU's kernel of MLA can compute behind a load."""
+"""All but the first are longer than the windows of the small models. 129 and 513 are whole blocks of 128 or 16 tokens
+and one token more, which is what the CPU's kernel of MLA can compute after a load."""
 STEP = 256
 ROUNDED_PROMPTS = [random_prompt(30 + index, STEP + 1) for index in range(2)]
 """For rounded models: an engine alone computes the last token in a step of its own, as a decode engine does."""
@@ -62,9 +62,9 @@ class Family:
 
 
 def tried(name: str) -> tuple[str, str]:
-    """Return the type in which vLLM's CPU build runs a small model, or does not, and why not.
+    """Return the dtype in which vLLM's CPU build runs a small model, and no reason; or the last one tried, and why not.
 
-    ``python -m tests.small_models --try`` has found it.
+    Both are what ``python -m tests.small_models --try`` has written.
     """
     found = load_table()[name]
     return (found["dtype"], "") if found["runs"] else next(reversed(found["reasons"].items()))

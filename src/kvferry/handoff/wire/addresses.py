@@ -43,7 +43,7 @@ def _why_no_host(host: str) -> str:
     if ":" in host and not is_numeric(host):
         return "it has a colon and is no IPv6 address"
     if _HOST.fullmatch(host) is None:
-        return "a name has ASCII letters, digits and '.', '-' or '_', and an address digits and '.' or ':'"
+        return "a name has ASCII letters, digits, '.', '-' and '_' only, and an address digits and '.' or ':'"
     if is_numeric(host):
         return ""
     if "%" in host or host.startswith("["):

@@ -71,8 +71,8 @@ def check_engine_id(engine_id: str, settings: Settings) -> None:
     except ValueError as error:
         raise SettingsError(
             Reason.INVALID_SETTING,
-            f"engine_id {engine_id[:40]!r}, of {len(engine_id)} characters, is none that other engines take: with the "
-            f"epoch behind it, it has up to {MAX_IDENTIFIER_LENGTH}, at least one is its own, and none is a control "
+            f"other engines refuse engine_id {engine_id[:40]!r}, of {len(engine_id)} characters: an id has one "
+            f"character or more, at most {MAX_IDENTIFIER_LENGTH} with the epoch that follows it, and no control "
             "character.",
             'Set "engine_id" in --kv-transfer-config to another name, or leave it out.',
         ) from error

@@ -462,7 +462,7 @@ def _check_one_host(name: str, host: str) -> None:
         raise SettingsError(
             Reason.INVALID_SETTING,
             f"{name} {error}.",
-            f'Write {write}; the port is the setting "port", which answers give beside the host.',
+            f'Write {write}. The port has its own setting, "port".',
         ) from error
 
 
@@ -472,8 +472,8 @@ def _check_model_id(settings: Settings) -> None:
     except ValueError as error:
         raise SettingsError(
             Reason.INVALID_SETTING,
-            f"model_id {settings.model_id[:40]!r}, of {len(settings.model_id)} characters, is none that other engines "
-            f"take: {error}.",
+            f"other engines refuse model_id {settings.model_id[:40]!r}, of {len(settings.model_id)} characters: "
+            f"{error}.",
             f"Write a name of at most {MAX_IDENTIFIER_LENGTH} characters.",
         ) from error
 
