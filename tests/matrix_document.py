@@ -189,10 +189,10 @@ def result_of(found: dict[str, Any], checks_of_all: Mapping[str, str] = CHECKS) 
     return f"in part: {', '.join(missing)} not run" if missing else "passed"
 
 
-def first_line(message: str) -> str:
+def first_line(message: str, most_characters: int = 120) -> str:
     """Return the beginning of a message in a form for a table."""
     line = (message.strip().splitlines() or [""])[0]
-    return line.replace("|", "").replace("  ", " ")[:120]
+    return line.replace("|", "").replace("  ", " ")[:most_characters]
 
 
 def both(values: Sequence[Any]) -> str:

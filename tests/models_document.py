@@ -15,10 +15,11 @@ from .matrix_results import REPOSITORY, Results
 from .small_models.weights import CONFIGS, names
 
 DOCUMENT = REPOSITORY / "docs" / "models.md"
-USES = ("planner", "identity", "alone", "handed over", "pushed", "kept")
+USES = ("planner", "identity", "alone", "pull", "push", "offload")
 """The columns of a published model: what its tests try, in this order."""
 COLUMNS = ("model", *USES)
 WORKS = ("yes", "equal")
+MOST_CHARACTERS = 200
 
 TEXT = """# Published models
 
@@ -32,12 +33,12 @@ are made small, and every other field stays. Its weights are random, in the form
 * *identity*: two engines of this configuration agree. They refuse each other when one field differs that changes what a
   cache means: base and scaling of positions, windows, epsilons, multipliers. The number is that of the fields tried.
 * *alone*: an engine without a connector runs the small model; or why not.
-* *handed over*: mode `pull`, {num_prompts} prompts at once, from a prefill engine of TP 2 to a decode engine of TP 1.
-* *pushed*: the same in mode `push`.
-* *kept*: an engine with offload ends, and the next one loads the prompts' blocks from the disk.
+* *pull*: {num_prompts} prompts at once, from a prefill engine of TP 2 to a decode engine of TP 1.
+* *push*: the same in mode `push`.
+* *offload*: an engine with offload ends, and the next one loads the prompts' blocks from the disk.
 
 In the last three columns *yes* means that the tokens equal those of *alone*. In every column *no* has the reason of
-vLLM or kvferry, cut to 120 characters; *failed* is a test that failed; *not run* has no result. An engine in bfloat16
+vLLM or kvferry, cut to 200 characters; *failed* is a test that failed; *not run* has no result. An engine in bfloat16
 or with quantised weights computes other tokens at another TP and in another batch: it is compared at TP 1, and gets one
 prompt after the other. Where vLLM's CPU build does not run a model's quantisation, the last three columns are of the
 model without it.
@@ -59,7 +60,7 @@ Not as published, but put together from these sources:
 def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a model."""
     outcomes = found.get("outcomes", {})
-    return name, *(first_line(outcomes.get(use, "not run")) for use in USES)
+    return name, *(first_line(outcomes.get(use, "not run"), MOST_CHARACTERS) for use in USES)
 
 
 def document(results: Results) -> str:

@@ -1,4 +1,4 @@
-"""Small models of published configurations on engines: handed over, pushed, kept over a restart; tokens as alone."""
+"""Small models of published configurations on engines: pull, push, and offload over a restart; tokens as alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +19,13 @@ NO_STATES = "unsupported: holds states; only attention is offloaded"
 CHUNKS = "unsupported: is a ChunkedLocalAttentionSpec"
 SHORT_CONVOLUTIONS = "unsupported: holds states of SHORT_CONV"
 REFUSED: dict[str, dict[str, str]] = {
-    **{name: {"kept": NO_STATES} for name in names() if has_states(name)},
+    **{name: {"offload": NO_STATES} for name in names() if has_states(name)},
     **{
-        name: {"handed over": SHORT_CONVOLUTIONS, "pushed": SHORT_CONVOLUTIONS, "kept": NO_STATES}
+        name: {"pull": SHORT_CONVOLUTIONS, "push": SHORT_CONVOLUTIONS, "offload": NO_STATES}
         for name in ("LFM2-1.2B", "LFM2-8B-A1B")
     },
     **{
-        name: dict.fromkeys(("handed over", "pushed", "kept"), CHUNKS)
+        name: dict.fromkeys(("pull", "push", "offload"), CHUNKS)
         for name in ("Llama-4-Scout-17B-16E-Instruct", "Llama-4-Scout-17B-16E-Instruct-FP8-dynamic")
     },
 }
@@ -93,18 +93,18 @@ def test_a_published_model(name: str, tmp_path: Path, engine_pool: Any) -> None:
         family = Family.of(name, engine_pool.models, is_quantised=False)
         expected, besides = alone(family, place), ["not quantised"]
     by = ["TP 1"] * (family.tp == 1) + besides
-    with uses.of("handed over", *by):
+    with uses.of("pull", *by):
         prefill, decode = place.moving(family, "prefill", family.tp), place.moving(family, "decode")
         with running([prefill, decode]):
             assert hand_over(prefill, decode, family.waves) == expected
         check_loads(place.loads("decode"), len(expected))
-    with uses.of("pushed", *by):
+    with uses.of("push", *by):
         prefill = place.moving(family, "prefill-push", family.tp, mode="push")
         decode = place.moving(family, "decode-push", mode="push")
         with running([prefill, decode]):
             assert push(prefill, decode, family.waves) == expected
         check_loads(place.loads("decode-push"), len(expected))
-    with uses.of("kept", *besides):
+    with uses.of("offload", *besides):
         with running([keeps := place.keeping(family, "keeps")]):
             assert [answer.tokens for answer in ask(keeps, family.waves)] == expected
         with running([keeps := place.keeping(family, "keeps-again")]):
