@@ -22,9 +22,8 @@ from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.translate.identity import identity_of
 
 from ..matrix_results import Results, results_folder
+from ..small_models.weights import names, published
 
-CONFIGS = Path(__file__).parents[1] / "model_configs"
-ALL = sorted(path.stem for path in CONFIGS.glob("*.json") if path.stem != "sources")
 IN_EVERY_RUN = ("DeepSeek-V3", "Falcon-H1-7B-Instruct", "Olmo-3-7B-Instruct", "Phi-3-mini-128k-instruct", "gpt-oss-20b")
 TELLING = (
     *("rope_theta", "rope_local_base_freq", "global_rope_theta", "rope_base", "factor", "partial_rotary_factor"),
@@ -89,9 +88,9 @@ def record(name: str, outcome: str) -> None:
         Results(folder).add_model(name, "identity", outcome)
 
 
-@pytest.mark.parametrize("name", IN_EVERY_RUN if results_folder() is None else ALL)
+@pytest.mark.parametrize("name", IN_EVERY_RUN if results_folder() is None else names())
 def test_one_other_field_is_refused(name: str, tmp_path: Path) -> None:
-    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    config = published(name)
     if name in REFUSED:
         with pytest.raises(Exception, match=re.escape(REFUSED[name])):
             identity(tmp_path, config)

@@ -20,7 +20,8 @@ from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.translate.identity import identity_of
 
-CONFIGS = Path(__file__).parents[1] / "model_configs"
+from ..small_models.weights import published
+
 SERVED = Settings()
 TEXT_ALONE = {"Llama-4-Scout-17B-16E-Instruct": "Llama4ForCausalLM"}
 """Models of images too, and vLLM's class of their text model, which imports nothing for images."""
@@ -36,7 +37,7 @@ def engine(
 ) -> Any:
     """Return vLLM's configuration of an engine that serves a public model, some ``fields`` of which are others."""
     folder.mkdir(exist_ok=True)
-    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    config = published(name)
     if name in TEXT_ALONE:
         config = {**config["text_config"], "architectures": [TEXT_ALONE[name]]}
     (folder / "config.json").write_text(json.dumps({**config, **(fields or {})}))
