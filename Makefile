@@ -5,7 +5,8 @@ BANDIT := .venv/bin/bandit --quiet --configfile pyproject.toml --recursive src s
 MODE ?= pull
 HOSTS ?= 1
 ARGS ?=
-MODELS := tests/host/vllm/test_families.py tests/adapter/test_models_against_vllm.py tests/adapter/test_identities.py
+MODELS := tests/host/vllm/test_families.py tests/adapter/test_models_against_vllm.py \
+  tests/adapter/test_models_in_views.py tests/adapter/test_identities.py
 MATRIX := tests/host tests/adapter/test_refused_combinations.py $(filter tests/adapter/%,$(MODELS))
 
 IN_TWO_PROCESSES := -n 2 --dist worksteal

@@ -15,7 +15,7 @@ from .matrix_results import REPOSITORY, Results
 from .small_models.weights import CONFIGS, names
 
 DOCUMENT = REPOSITORY / "docs" / "models.md"
-USES = ("planner", "identity", "alone", "pull", "push", "offload")
+USES = ("planner", "identity", "views", "alone", "pull", "push", "offload")
 """The columns of a published model: what its tests try, in this order."""
 COLUMNS = ("model", *USES)
 WORKS = ("yes", "equal")
@@ -32,6 +32,9 @@ are made small, and every other field stays. Its weights are random, in the form
   vLLM's own classes make of it, at TP 1, TP 2 and more ranks than KV heads (*equal*); or refuses it (*refused*).
 * *identity*: two engines of this configuration agree. They refuse each other when one field differs that changes what a
   cache means: base and scaling of positions, windows, epsilons, multipliers. The number is that of the fields tried.
+* *views*: labelled bytes of the small model's caches, as vLLM's own classes specify, group and view them, move from
+  TP 2 to TP 1 and from TP 1 to TP 2, and are compared there. This needs no engine and no kernel, so models are tried
+  too that no engine on a CPU runs.
 * *alone*: an engine without a connector runs the small model; or why not.
 * *pull*: {num_prompts} prompts at once, from a prefill engine of TP 2 to a decode engine of TP 1.
 * *push*: the same in mode `push`.

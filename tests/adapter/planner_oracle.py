@@ -1,4 +1,4 @@
-"""The cache groups that vLLM itself makes of a model's configuration, from a process that has imported vLLM."""
+"""What vLLM itself makes of a model's configuration, from a process that has imported vLLM."""
 
 import json
 import os
@@ -23,7 +23,16 @@ class Oracle:
         self, path: Path, tp: int, *, dtype: str | None = None, block_size: int = 16, layout: str = "BHLNC"
     ) -> dict[str, Any]:
         """Return the groups of rank 0, or why vLLM ``refused`` the model."""
-        asked = {"path": str(path), "tp": tp, "dtype": dtype, "block_size": block_size, "layout": layout}
+        return self._ask({"path": str(path), "tp": tp, "dtype": dtype, "block_size": block_size, "layout": layout})
+
+    def moved(self, path: Path, *, block_size: int, layout: str) -> dict[str, Any]:
+        """Return the ``bytes`` that moved between caches of this model, or ``differs``, ``unsupported``, ``refused``.
+
+        Each but the first is text: what is wrong, why kvferry has no plan, why vLLM has no model.
+        """
+        return self._ask({"path": str(path), "block_size": block_size, "layout": layout, "move": True})
+
+    def _ask(self, asked: dict[str, Any]) -> dict[str, Any]:
         line = json.dumps(asked)
         if line not in self._answers:
             print(line, file=self._questions, flush=True)

@@ -17,7 +17,7 @@ from .pushes import get_json, to_prefill
 
 MOVES, KEEPS = "KVFerryConnector", "KVFerryOffloadConnector"
 MAX_TOKENS = 8
-CACHE_BYTES = 192 << 20
+CACHE_BYTES = 448 << 20
 PROMPTS = [random_prompt(29 + length, length) for length in (40, 129, 333, 513)]
 """All but the first are longer than the windows of the small models. 129 and 513 are whole blocks of 128 or 16 tokens
 and one token more, which is what the CPU's kernel of MLA can compute after a load."""

@@ -15,9 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvferry.integrations.vllm.first_checks import check_before_weights, check_engine_id
+from kvferry.integrations.vllm.first_checks import check_engine_id
 from kvferry.integrations.vllm.layout_choice import check_layout, preferred_layout, widen_cpu_attention
-from kvferry.integrations.vllm.plugin import log_as_vllm_does, record_models_of_engines
+from kvferry.integrations.vllm.plugin import check_and_record_configurations, log_as_vllm_does
 from kvferry.integrations.vllm.scheduler.lost_ranks import RankMonitor
 from kvferry.integrations.vllm.scheduler.role import SchedulerRole
 from kvferry.integrations.vllm.settings import parse_settings
@@ -45,8 +45,7 @@ check_version()
 # For a vLLM that finds this class by kv_connector_module_path and loads no plugin. The call is then in time only where
 # the worker shares the engine's process: a worker process has named its layouts, LBHNC alone, before this import.
 widen_cpu_attention()
-record_models_of_engines()
-check_before_weights()
+check_and_record_configurations()
 log_as_vllm_does()
 report_version()
 

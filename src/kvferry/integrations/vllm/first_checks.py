@@ -4,7 +4,6 @@ An engine's id and its settings travel in messages and in parameters of requests
 checks an engine would start, and each request would fail on another engine.
 """
 
-from functools import wraps
 from typing import TYPE_CHECKING
 
 from kvferry.errors import Reason, SettingsError
@@ -18,31 +17,9 @@ from kvferry.integrations.vllm.settings import Settings, parse_settings
 from kvferry.integrations.vllm.step import EPOCH_BITS
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import KVTransferConfig
 
-_MARK = "_kvferry_checks_first"
 _LAST_EPOCH = (1 << EPOCH_BITS) - 1
-
-
-def check_before_weights() -> None:
-    """Let vLLM check kvferry's settings with each configuration of an engine. Safe to call again.
-
-    vLLM itself asks the connectors once the weights are loaded, earlier only for full CUDA graphs.
-    """
-    from vllm.config import VllmConfig
-
-    # The last step of making a configuration: a connector that vLLM finds by its module's path has been imported.
-    verify = VllmConfig._verify_kv_transfer_compat
-    if hasattr(verify, _MARK):
-        return
-
-    @wraps(verify)
-    def check_and_verify(config: "VllmConfig") -> None:
-        check_transfer_config(config.kv_transfer_config)
-        verify(config)
-
-    setattr(check_and_verify, _MARK, True)
-    VllmConfig._verify_kv_transfer_compat = check_and_verify  # type: ignore[method-assign,assignment]
 
 
 def check_transfer_config(transfer: "KVTransferConfig | None") -> None:

@@ -15,12 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvferry.integrations.vllm.first_checks import check_before_weights
 from kvferry.integrations.vllm.layout_choice import check_layout, preferred_layout, widen_cpu_attention
 from kvferry.integrations.vllm.offload_records import OffloadMetrics, OffloadStatistics
 from kvferry.integrations.vllm.offload_settings import OffloadSettings, parse_offload_settings
 from kvferry.integrations.vllm.offload_step import OffloadStep
-from kvferry.integrations.vllm.plugin import log_as_vllm_does, record_models_of_engines
+from kvferry.integrations.vllm.plugin import check_and_record_configurations, log_as_vllm_does
 from kvferry.integrations.vllm.scheduler.lost_ranks import RankMonitor
 from kvferry.integrations.vllm.scheduler.offload import OffloadScheduler, check_offloadable
 from kvferry.integrations.vllm.translate.shards import check_supported, resolved_layout
@@ -49,8 +48,7 @@ logger = logging.getLogger(__name__)
 check_version()
 # For a vLLM that finds this class by kv_connector_module_path and loads no plugin.
 widen_cpu_attention()
-record_models_of_engines()
-check_before_weights()
+check_and_record_configurations()
 log_as_vllm_does()
 report_version()
 

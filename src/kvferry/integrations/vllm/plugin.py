@@ -1,14 +1,20 @@
 """Entry point ``vllm.general_plugins``: registers connectors and offloading spec, and the layouts of CPU attention."""
 
 import logging
+from functools import wraps
+from typing import TYPE_CHECKING
 
 from kvferry.errors import KVFerryError
-from kvferry.integrations.vllm.first_checks import check_before_weights
+from kvferry.integrations.vllm.connector_configs import ConnectorConfig, connector_configs
+from kvferry.integrations.vllm.first_checks import check_transfer_config
 from kvferry.integrations.vllm.missing_embeddings import require_embeddings
-from kvferry.integrations.vllm.recorded_models import record_before_models_are_built
+from kvferry.integrations.vllm.recorded_models import record_models
 from kvferry.integrations.vllm.request_checks import check_requests
 from kvferry.integrations.vllm.versions import check_version, report_version
 from kvferry.integrations.vllm.waiting_workers import make_waits_sleep
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +25,7 @@ CONNECTORS = {
 """The module of each connector, which has a class of the connector's name."""
 SPEC_NAME = "KVFerryOffloadingSpec"
 SPEC_MODULE = "kvferry.integrations.vllm.offloading_spec"
+_MARK = "_kvferry_checks_and_records"
 
 
 def register() -> None:
@@ -40,18 +47,40 @@ def register() -> None:
     from kvferry.integrations.vllm.layout_choice import widen_cpu_attention
 
     widen_cpu_attention()
-    check_before_weights()
     require_embeddings(CONNECTORS)
-    record_models_of_engines()
+    check_and_record_configurations()
     make_waits_sleep()
     check_requests()
     log_as_vllm_does()
     report_version()
 
 
-def record_models_of_engines() -> None:
-    """Record the models of each engine with kvferry, before vLLM builds them. Safe to call again."""
-    record_before_models_are_built({*CONNECTORS, SPEC_NAME})
+def check_and_record_configurations() -> None:
+    """Make vLLM check kvferry's settings and record the models in the last step of making a configuration.
+
+    vLLM itself asks a connector once the weights are loaded, earlier only for full CUDA graphs; by then its model
+    classes have changed the configuration. Before the last step a connector that vLLM finds by its module's path has
+    not been imported. Safe to call again.
+    """
+    from vllm.config import VllmConfig
+
+    verify = VllmConfig._verify_kv_transfer_compat
+    if hasattr(verify, _MARK):
+        return
+
+    @wraps(verify)
+    def check_verify_and_record(config: "VllmConfig") -> None:
+        check_transfer_config(config.kv_transfer_config)
+        verify(config)
+        if any(_is_ours(each) for each in connector_configs(config.kv_transfer_config)):
+            record_models(config)
+
+    setattr(check_verify_and_record, _MARK, True)
+    VllmConfig._verify_kv_transfer_compat = check_verify_and_record  # type: ignore[method-assign,assignment]
+
+
+def _is_ours(connector: ConnectorConfig) -> bool:
+    return connector.name in CONNECTORS or connector.settings.get("spec_name") == SPEC_NAME
 
 
 def log_as_vllm_does() -> None:

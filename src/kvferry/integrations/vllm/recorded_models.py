@@ -9,20 +9,17 @@ configuration, and travels to all others inside it.
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.integrations.vllm.connector_configs import connector_configs
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype")
 _RECORD = "_kvferry_record"
-_MARK = "_kvferry_records"
 LLAMA4_LONG_TOKENS = 32768
 """Llama 4 scales queries by position where ``--max-model-len`` is greater, unless it is told otherwise."""
 
@@ -45,25 +42,6 @@ class RecordedModel:
     num_layers: int
     num_kv_heads: int
     head_size: int
-
-
-def record_before_models_are_built(names: Collection[str]) -> None:
-    """Let vLLM record the models of each engine that names one of these connectors or specs. Safe to call again."""
-    from vllm.config import VllmConfig
-
-    # The last step of making a configuration: a connector that vLLM finds by its module's path has been imported.
-    verify = VllmConfig._verify_kv_transfer_compat
-    if hasattr(verify, _MARK):
-        return
-
-    @wraps(verify)
-    def verify_and_record(config: "VllmConfig") -> None:
-        verify(config)
-        if any(name in names for name in _names_in(config)):
-            record_models(config)
-
-    setattr(verify_and_record, _MARK, True)
-    VllmConfig._verify_kv_transfer_compat = verify_and_record  # type: ignore[method-assign,assignment]
 
 
 def record_models(vllm_config: "VllmConfig") -> None:
@@ -99,13 +77,6 @@ def dtype_name(dtype: object) -> str:
 def digest(text: str) -> str:
     """Return a short digest of a text."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _names_in(vllm_config: "VllmConfig") -> Iterator[str]:
-    """Yield the names of the engine's connectors and of the specs that their settings name."""
-    for name, settings in connector_configs(vllm_config.kv_transfer_config):
-        yield name
-        yield str(settings.get("spec_name"))
 
 
 def _record(vllm_config: "VllmConfig", model: "ModelConfig") -> RecordedModel:
