@@ -23,6 +23,7 @@ from kvferry.models.shapes import layer_of, model_caches
 
 from ..matrix_results import Results, results_folder
 from ..small_models import shrink
+from ..small_models.weights import CONFIGS, names
 
 pytest.importorskip("vllm")
 if not (release := installed_version()).startswith("0.32."):
@@ -30,8 +31,6 @@ if not (release := installed_version()).startswith("0.32."):
 
 from .planner_oracle import Oracle, vllm_oracle
 
-CONFIGS = Path(__file__).parents[1] / "model_configs"
-ALL = sorted(path.stem for path in CONFIGS.glob("*.json") if path.stem != "sources")
 KINDS = {
     CacheKind.ATTENTION: "full_attention",
     CacheKind.SLIDING_WINDOW: "sliding_window",
@@ -157,7 +156,7 @@ def dtype_for(path: Path) -> str | None:
     return None if fields.get("torch_dtype") or fields.get("dtype") else "bfloat16"
 
 
-@pytest.mark.parametrize("name", ALL if results_folder() else SOME)
+@pytest.mark.parametrize("name", names() if results_folder() else SOME)
 def test_a_plan_has_the_groups_and_bytes_of_vllm(name: str, oracle: Oracle, tmp_path: Path) -> None:
     """Of all files, and at three tensor-parallel sizes, where the results are for docs/matrix.md."""
     path = CONFIGS / f"{name}.json"

@@ -30,7 +30,15 @@ def test_outcomes_are_counted_and_shown(results: Results) -> None:
     results.add_model(MODEL, "pull", "yes")
     results.add_model(MODEL, "push", "no: unsupported: states\nand a second line")
     results.add_model("gpt2", "pull", "**failed**")
-    assert cells(results) == ["equal: TP 1; TP 2", "not run", "not run", "yes", "no: unsupported: states", "not run |"]
+    assert cells(results) == [
+        "equal: TP 1; TP 2",
+        "not run",
+        "not run",
+        "not run",
+        "yes",
+        "no: unsupported: states",
+        "not run |",
+    ]
     counts = "1 pass *planner*, 0 pass *identity*, 0 pass *alone*, 1 pass *pull*, 0 pass *push*, 0 pass *offload*"
     assert f"Of {len(names())} models {counts}." in " ".join(document(results).split())
 

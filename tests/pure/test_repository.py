@@ -40,7 +40,7 @@ def test_scripts_are_executable_and_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-TESTS = ["test", "test-matrix", "test-chaos", "test-hosts", "test-fast", "test-full", "test-gpu"]
+TESTS = ["test", "test-matrix", "test-models", "test-chaos", "test-hosts", "test-fast", "test-full", "test-gpu"]
 
 
 @pytest.mark.parametrize("target", ["demo", *TESTS, "lint", "bench", "clean"])

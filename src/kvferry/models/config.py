@@ -145,6 +145,8 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
     """Return the configuration of a file's fields. Raises :class:`SettingsError` as :func:`read_config` does."""
     nested = fields.get("text_config")
     outer = {**fields, **nested} if isinstance(nested, dict) else fields
+    if not outer.get("model_type"):
+        refuse("the file has no 'model_type', so it describes no model.", f"Name the model's config.json. {BY_HAND}")
     by_class = read_by_class(fields)
     quantisation = outer.get("quantization_config") or outer.get("compression_config")
     named = fields.get("architectures")

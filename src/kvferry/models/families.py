@@ -32,6 +32,7 @@ REMEDY = (
     "Give --layers, --kv-heads and --head-size of the full-attention layers instead of --model; the plan is then of "
     "those layers alone."
 )
+NO_REMEDY = "No option of this command describes such a cache; docs/models.md says what the engines of each model do."
 PLAIN_REMEDY = (
     "Where all its layers keep plain keys and values, give --layers, --kv-heads and --head-size instead of --model."
 )
@@ -85,9 +86,8 @@ def layer_caches(config: ModelConfig, sizes: ItemSizes) -> LayerCaches:
     refuse_family(config.fields)
     family = FAMILIES.get(config.family)
     if family is None:
-        what = f"kvferry has no rule for family {config.family!r}" if config.family else "there is no 'model_type'"
         own_code = ", and never runs a model's own code ('auto_map')" if "auto_map" in config.written else ""
-        refuse(f"{what}{own_code}.", PLAIN_REMEDY, Reason.UNSUPPORTED)
+        refuse(f"kvferry has no rule for family {config.family!r}{own_code}.", PLAIN_REMEDY, Reason.UNSUPPORTED)
     unknown = [name for name in config.architectures if name not in family.architectures]
     if unknown:
         what = f"kvferry has no rule for architecture {unknown[0]!r} of family {config.family!r}."
@@ -102,7 +102,8 @@ def refuse_family(fields: Mapping[str, Any]) -> None:
     for each in (fields, nested if isinstance(nested, dict) else {}):
         family = str(each.get("model_type") or "")
         if refused := REFUSED.get(family):
-            refuse(f"family {family!r} {refused}, which kvferry cannot plan.", REMEDY, Reason.UNSUPPORTED)
+            remedy = NO_REMEDY if refused in _WITHOUT_PLAIN_CACHES else REMEDY
+            refuse(f"family {family!r} {refused}, which kvferry cannot plan.", remedy, Reason.UNSUPPORTED)
 
 
 def _refuse_hints(config: ModelConfig, understood: str) -> None:
@@ -402,6 +403,8 @@ FAMILIES = {
 }
 """The families, by the ``model_type`` of the text model."""
 _INDEXER = "keeps an indexer's keys beside its latent vectors"
+_LATENT_AND_STATES = "keeps latent vectors beside states"
+_WITHOUT_PLAIN_CACHES = (_INDEXER, _LATENT_AND_STATES)
 REFUSED = {
     "bamba": "has no class in vLLM 0.32",
     "deepseek_v32": _INDEXER,
@@ -409,7 +412,7 @@ REFUSED = {
     "gemma4_text": "has full-attention layers with wider heads",
     "glm_moe_dsa": _INDEXER,
     "hunyuan_v1_moe": "has no class of its own in vLLM 0.32",
-    "kimi_linear": "keeps latent vectors beside states",
+    "kimi_linear": _LATENT_AND_STATES,
     "lfm2": "keeps the inputs of a short convolution",
     "lfm2_moe": "keeps the inputs of a short convolution",
     "llama4": "attends by chunks",
