@@ -42,9 +42,9 @@ are made small, and every other field stays. Its weights are random, in the form
 
 In the last three columns *yes* means that the tokens equal those of *alone*. In every column *no* has the reason of
 vLLM or kvferry, cut to 200 characters; *failed* is a test that failed; *not run* has no result. An engine in bfloat16
-or with quantised weights computes other tokens at another TP and in another batch: it is compared at TP 1, and gets one
-prompt after the other. Where vLLM's CPU build does not run a model's quantisation, the last three columns are of the
-model without it.
+or with quantised weights computes other tokens at another TP and in another batch, and so does Gemma 4 in float32: such
+an engine is compared at TP 1, and gets one prompt after the other. Where vLLM's CPU build does not run a model's
+quantisation, the last three columns are of the model without it.
 
 Of {num_models} models {counts}.
 

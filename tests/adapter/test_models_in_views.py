@@ -41,8 +41,6 @@ UNSUPPORTED = {
     "LFM2-8B-A1B": "SHORT_CONV",
     "Llama-4-Scout-17B-16E-Instruct": "ChunkedLocalAttentionSpec",
     "Llama-4-Scout-17B-16E-Instruct-FP8-dynamic": "ChunkedLocalAttentionSpec",
-    "gemma-4-26B-A4B": "a rank of 2 holds one KV head where the model has 8",
-    "gemma-4-31B-it": "a rank of 2 holds one KV head where the model has 8",
 }
 """Models of which kvferry makes no plan at these sizes, and words of its reason."""
 REFUSED = {

@@ -54,7 +54,11 @@ def engine(monkeypatch: pytest.MonkeyPatch, isa: str = "vec", tp_size: int = 2, 
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
         ),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 4, dtype=torch.float32),
+        model_config=SimpleNamespace(
+            get_total_num_kv_heads=lambda: 4,
+            dtype=torch.float32,
+            model_arch_config=SimpleNamespace(per_layer_overrides=None),
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(static_forward_context={str(n): attention for n in range(5)} | layers),
         num_prefill_lookahead_tokens=0,
@@ -262,10 +266,10 @@ def test_one_head_held_is_a_replica_only_if_no_layer_has_more_heads(
     config = engine(monkeypatch, tp_size=8)
     config.model_config.hf_text_config = SimpleNamespace(**named)
     if not is_refused:
-        assert translate_attention._heads(config, CacheKind.ATTENTION, 1, (3, 8)) == (4, HeadRange(1, 2))
+        assert translate_attention._heads(config, CacheKind.ATTENTION, "0", 1, (3, 8)) == (4, HeadRange(1, 2))
         return
     with pytest.raises(KVFerryError, match="holds one KV head, of 4 or") as refused:
-        translate_attention._heads(config, CacheKind.ATTENTION, 1, (3, 8))
+        translate_attention._heads(config, CacheKind.ATTENTION, "0", 1, (3, 8))
     assert "--tensor-parallel-size 2" in refused.value.remedy
 
 
@@ -276,7 +280,7 @@ def test_a_drafter_with_more_heads_than_its_target_is_refused_where_ranks_hold_o
     drafter = SimpleNamespace(get_total_num_kv_heads=lambda: 8)
     config.speculative_config = SimpleNamespace(draft_model_config=drafter)
     with pytest.raises(KVFerryError, match="the drafter's"):
-        translate_attention._heads(config, CacheKind.ATTENTION, 1, (3, 8))
+        translate_attention._heads(config, CacheKind.ATTENTION, "0", 1, (3, 8))
 
 
 def test_a_scale_for_each_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,4 +294,4 @@ def test_a_scale_for_each_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_one_head_held_where_the_model_has_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KVFerryError, match="holds one KV head where the model has 4"):
-        translate_attention._heads(engine(monkeypatch), CacheKind.ATTENTION, 1, (0, 2))
+        translate_attention._heads(engine(monkeypatch), CacheKind.ATTENTION, "0", 1, (0, 2))

@@ -145,7 +145,10 @@ def _config(
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, **parallel),
         model_config=SimpleNamespace(
-            get_total_num_kv_heads=lambda: TOTAL_HEADS, dtype=torch.float32, supports_kv_cache_grouping=False
+            get_total_num_kv_heads=lambda: TOTAL_HEADS,
+            dtype=torch.float32,
+            supports_kv_cache_grouping=False,
+            model_arch_config=SimpleNamespace(per_layer_overrides=None),
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_cache_retention_interval=None, **cache),
         attention_config=SimpleNamespace(hisparse_config=None),

@@ -115,6 +115,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "VllmConfig.use_v2_model_runner",
         "set_current_vllm_config(vllm_config)",
     ),
+    "vllm.config.model_arch": ("ModelArchitectureConfig.per_layer_overrides",),
     "vllm.distributed.device_communicators.shm_broadcast": (
         "SpinCondition.busy_loop_s",
         "SpinCondition.is_reader",

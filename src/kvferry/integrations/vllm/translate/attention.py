@@ -39,7 +39,7 @@ def attention_components(
             f"the cache of {name} has shape {tuple(first.shape)}, expected [blocks, heads, tokens] of {expected}",
             "Choose a block size that the attention kernel takes whole.",
         )
-    total_heads, heads = _heads(vllm_config, kind, expected[1], rank)
+    total_heads, heads = _heads(vllm_config, kind, name, expected[1], rank)
     offsets = [view.data_ptr() - region.base_address for view in views.values()]
     place = {"layers": tuple(views), "heads": (heads,), "total_heads": total_heads}
     packing = _packing(vllm_config, name, first)
@@ -135,18 +135,24 @@ def _packing(vllm_config: "VllmConfig", layer_name: str, view: torch.Tensor) -> 
     return f"cpu_attn:{isa}:{str(view.dtype).removeprefix('torch.')}:{block_size}"
 
 
-def _heads(vllm_config: "VllmConfig", kind: CacheKind, num_held: int, rank: tuple[int, int]) -> tuple[int, HeadRange]:
+def _heads(
+    vllm_config: "VllmConfig", kind: CacheKind, layer_name: str, num_held: int, rank: tuple[int, int]
+) -> tuple[int, HeadRange]:
     """Return the group's global number of heads and those of this rank.
 
-    Groups may differ in heads, and vLLM names only the model's number. A rank that holds several heads shares none with
-    another rank. Where a rank holds one head, the number decides whether other ranks hold the same one, so no group may
-    have more heads than the model.
+    Groups may differ in heads; of most models, vLLM names only one number. A rank that holds several heads shares none
+    with another rank. Where a rank holds one head, the number decides whether other ranks hold the same one, so no
+    group may have more heads than the model.
     """
     tp_rank, tp_size = rank
     if kind is CacheKind.MLA:
         return 1, HeadRange(0, 1)
     total = vllm_config.model_config.get_total_num_kv_heads()
-    if num_held > 1 or tp_size == 1:
+    if of_layer := _head_count_of(vllm_config, layer_name):
+        if num_held != max(1, of_layer // tp_size):
+            refuse(f"a rank of {tp_size} holds {num_held} KV heads of {layer_name}, which has {of_layer}")
+        total = of_layer
+    elif num_held > 1 or tp_size == 1:
         total = num_held * tp_size
     elif total > tp_size:
         refuse(f"a rank of {tp_size} holds one KV head where the model has {total}")
@@ -156,6 +162,20 @@ def _heads(vllm_config: "VllmConfig", kind: CacheKind, num_held: int, rank: tupl
             f"Run with --tensor-parallel-size {total // 2 or 1} or less, where every rank holds several.",
         )
     return total, heads_of_rank(total, tp_rank, tp_size)
+
+
+def _head_count_of(vllm_config: "VllmConfig", layer_name: str) -> int:
+    """Return the number of a layer's KV heads on all ranks, where vLLM has a number for each layer; else 0.
+
+    A drafter's layers are numbered as the target's are, and vLLM has no such numbers of them.
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    model = vllm_config.model_config
+    layers = model.model_arch_config.per_layer_overrides
+    if not layers or getattr(vllm_config, "speculative_config", None) is not None:
+        return 0
+    return int(layers[extract_layer_index(layer_name)].get("total_num_kv_heads", model.get_total_num_kv_heads()))
 
 
 def _other_head_counts(vllm_config: "VllmConfig") -> dict[str, int]:
