@@ -30,10 +30,10 @@ SETTLE_SECONDS, RESET_SECONDS = 0.5, 10.0
 WARM_UP_REQUESTS, WARM_UP_ROUNDS = 3, 8
 MAX_STALLED_PART = 0.05
 KVFERRY, ALWAYS, NONE = "kvferry", "kvferry-always", "no offload"
-SPEC, IN_TREE = "KVFerryOffloadingSpec", "OffloadingConnector"
+IN_TREE = "OffloadingConnector"
 LAYOUT = "no offload cross-layer"
 """No connector, and the cache layout that kvferry asks for: what the layout alone costs."""
-CONTESTANTS = (KVFERRY, NONE, ALWAYS, SPEC, IN_TREE, LAYOUT)
+CONTESTANTS = (KVFERRY, NONE, ALWAYS, IN_TREE, LAYOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,17 +203,11 @@ CONNECTORS: dict[str, tuple[str | None, dict[str, Any]]] = {
     LAYOUT: (None, {}),
     # Never computes what it could load.
     ALWAYS: ("KVFerryOffloadConnector", {"loads": "always"}),
-    # vLLM's own connector with kvferry's host memory, and with its own.
-    SPEC: (
-        "OffloadingConnector",
-        {"spec_name": SPEC, "spec_module_path": "kvferry.integrations.vllm.offloading_spec", "block_size": BLOCK_SIZE},
-    ),
     IN_TREE: ("OffloadingConnector", {"spec_name": "CPUOffloadingSpec"}),
 }
 HOST_BYTES = {
     KVFERRY: "host_bytes",
     ALWAYS: "host_bytes",
-    SPEC: "cpu_bytes_to_use",
     IN_TREE: "cpu_bytes_to_use",
 }
 """The setting that each connector has for its host memory."""

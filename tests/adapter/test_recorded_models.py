@@ -79,21 +79,16 @@ def test_what_a_model_class_changes_changes_no_identity(tmp_path: Path) -> None:
     assert found(worker) == before
 
 
-@pytest.mark.parametrize("name", ["KVFerryOffloadConnector", "KVFerryOffloadingSpec", "MultiConnector"])
+@pytest.mark.parametrize("name", ["KVFerryOffloadConnector", "MultiConnector"])
 def test_every_way_to_name_kvferry_records(tmp_path: Path, name: str) -> None:
     config = engine(tmp_path, "Qwen3-8B", connector=None)
     with pytest.raises(SettingsError, match="was not recorded") as refusal:
         identity_of(config, SERVED)
     assert (refusal.value.reason, "VLLM_PLUGINS" in refusal.value.remedy) == (Reason.UNSUPPORTED, True)
     several = {"connectors": [{"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}]}
-    settings = {
-        "KVFerryOffloadConnector": {"host_bytes": "1 GiB"},
-        "KVFerryOffloadingSpec": {"spec_name": name},
-        "MultiConnector": several,
-    }[name]
-    connector = "OffloadingConnector" if name == "KVFerryOffloadingSpec" else name
+    settings = {"KVFerryOffloadConnector": {"host_bytes": "1 GiB"}, "MultiConnector": several}[name]
     config.kv_transfer_config = KVTransferConfig(
-        kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=settings
+        kv_connector=name, kv_role="kv_both", kv_connector_extra_config=settings
     )
     config._verify_kv_transfer_compat()
     assert identity_of(config, SERVED).num_layers == 36

@@ -13,7 +13,6 @@ import pytest
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.integrations.vllm import plugin, versions
-from kvferry.integrations.vllm.offloading_spec import _check_supported
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_filled_whole
 from kvferry.integrations.vllm.scheduler.lost_ranks import RANK_NAME, RankMonitor
 from kvferry.integrations.vllm.scheduler.offload import check_offloadable
@@ -181,10 +180,9 @@ def test_block_hashes_that_are_the_same_for_other_requests_are_not_offloaded_by(
     if not versions.installed_version().startswith("0.30."):
         versions.check_block_hashes()
         monkeypatch.delattr("vllm.v1.core.kv_cache_utils.to_event_extra_keys")
-    for check in (lambda: check_offloadable(None, None), lambda: _check_supported(None)):  # type: ignore[arg-type]
-        with pytest.raises(KVFerryError, match="the same block hashes") as refused:
-            check()
-        assert refused.value.reason is Reason.UNSUPPORTED_VERSION
+    with pytest.raises(KVFerryError, match="the same block hashes") as refused:
+        check_offloadable(None, None)  # type: ignore[arg-type]
+    assert refused.value.reason is Reason.UNSUPPORTED_VERSION
 
 
 def test_the_drafters_reach_follows_the_rule_of_the_scheduler() -> None:

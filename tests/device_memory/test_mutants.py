@@ -249,7 +249,6 @@ HOST_ONLY = {
     "execution.guard_words": "words are host memory",
     "integrations.vllm.connector": "passes the views on",
     "integrations.vllm.offload_connector": "passes the views on",
-    "integrations.vllm.offloading_spec": "refuses an engine on a device",
     "integrations.vllm.scheduler.offload_tiers": "a slab is host memory",
     "integrations.vllm.vllm_names": "names alone",
     "layout.dense": "makes shards of given addresses, for doctor, tests and plans",

@@ -1,11 +1,11 @@
-"""Entry point ``vllm.general_plugins``: registers connectors and offloading spec, and the layouts of CPU attention."""
+"""Entry point ``vllm.general_plugins``: registers connectors, and the layouts of CPU attention."""
 
 import logging
 from functools import wraps
 from typing import TYPE_CHECKING
 
 from kvferry.errors import KVFerryError
-from kvferry.integrations.vllm.connector_configs import ConnectorConfig, connector_configs
+from kvferry.integrations.vllm.connector_configs import connector_configs
 from kvferry.integrations.vllm.first_checks import check_transfer_config
 from kvferry.integrations.vllm.missing_embeddings import require_embeddings
 from kvferry.integrations.vllm.recorded_models import record_models
@@ -23,8 +23,6 @@ CONNECTORS = {
     "KVFerryOffloadConnector": "kvferry.integrations.vllm.offload_connector",
 }
 """The module of each connector, which has a class of the connector's name."""
-SPEC_NAME = "KVFerryOffloadingSpec"
-SPEC_MODULE = "kvferry.integrations.vllm.offloading_spec"
 _MARK = "_kvferry_checks_and_records"
 
 
@@ -37,13 +35,10 @@ def register() -> None:
         logger.error("kvferry: %s", error)
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
     for name, module in CONNECTORS.items():
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, name)
-    if SPEC_NAME not in OffloadingSpecFactory._registry:
-        OffloadingSpecFactory.register_spec(SPEC_NAME, SPEC_MODULE, SPEC_NAME)
     from kvferry.integrations.vllm.layout_choice import widen_cpu_attention
 
     widen_cpu_attention()
@@ -72,15 +67,11 @@ def check_and_record_configurations() -> None:
     def check_verify_and_record(config: "VllmConfig") -> None:
         check_transfer_config(config.kv_transfer_config)
         verify(config)
-        if any(_is_ours(each) for each in connector_configs(config.kv_transfer_config)):
+        if any(each.name in CONNECTORS for each in connector_configs(config.kv_transfer_config)):
             record_models(config)
 
     setattr(check_verify_and_record, _MARK, True)
     VllmConfig._verify_kv_transfer_compat = check_verify_and_record  # type: ignore[method-assign,assignment]
-
-
-def _is_ours(connector: ConnectorConfig) -> bool:
-    return connector.name in CONNECTORS or connector.settings.get("spec_name") == SPEC_NAME
 
 
 def log_as_vllm_does() -> None:

@@ -47,7 +47,6 @@ CAME_WITH: Mapping[tuple[int, int], tuple[str, ...]] = {
         "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.get_loaded_kv_cache_group_ids",
         "vllm.envs.VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
         "vllm.v1.kv_cache_interface.KVCacheConfig.hash_block_size",
-        "vllm.v1.kv_offload.base.OffloadingManager.get_load_source",
         "vllm.v1.metrics.cache_hit_source",
     ),
     (0, 33): (
