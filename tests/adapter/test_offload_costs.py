@@ -4,9 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,17 +19,16 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from kvferry.arrays import Integers
 from kvferry.integrations.vllm.offload_names import BlockNames
 from kvferry.integrations.vllm.offload_records import OffloadStatistics
-from kvferry.integrations.vllm.offload_step import LoadOrder, RankReport
-from kvferry.integrations.vllm.scheduler import offload_costs
+from kvferry.integrations.vllm.offload_step import LoadOrder
+from kvferry.integrations.vllm.scheduler import offload_hits
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
-from kvferry.integrations.vllm.scheduler.offload_costs import NUM_PREFIXES, Hit, StepTimes
+from kvferry.integrations.vllm.scheduler.offload_hits import Hit
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, longest_hit, stored_groups
 from kvferry.integrations.vllm.versions import cache_hit_source
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Region
 from kvferry.testing.dictionary_tier import DictionaryTier
-from kvferry.tiers.costs import Work
-from kvferry.tiers.rates import CopyTimes
+from kvferry.tiers.load_rule import CopyTimes
 
 from .model_files import CONFIG
 from .offload_engine import Engine, make_config, prompt_of
@@ -60,7 +57,6 @@ class TimedEngine(Engine):
             ends_copy(number, fails=fails)
             if isinstance(order, LoadOrder):
                 seconds = 0.001 + self.block_seconds * sum(len(blocks.source_ids) for blocks in order.blocks)
-                self.ranks.report.load_seconds[order.job_id] = seconds
                 self.loading_seconds += seconds
 
         self.ranks.end = end  # type: ignore[method-assign]
@@ -133,20 +129,16 @@ def test_the_speed_of_prefills_is_measured(runs_ahead: bool, make_engine: Callab
     for length in (20, 40, 60, 33):
         engine.add(f"short {length}", prompt_of(length)[:length])
         engine.run()
-    rates = engine.role.snapshot()["rates"]["computing"]
-    predicted = rates["step_seconds"] + 60 * rates["token_seconds"] + 60 * 61 / 2 * rates["pair_seconds"]
-    assert predicted == pytest.approx(STEP + 60 * TOKEN, rel=0.1)
+    steps = engine.role._rule.steps
+    assert steps.seconds(60) == pytest.approx(STEP + 60 * TOKEN, rel=0.1)
 
 
-def test_the_speed_of_loads_and_the_step_that_they_cost_are_measured(make_engine: Callable[..., TimedEngine]) -> None:
+def test_the_speed_of_loads_is_measured_with_the_steps_that_they_cost(make_engine: Callable[..., TimedEngine]) -> None:
     engine = make_engine(block_seconds=0.001)
     engine.serve(*PARTS * 4)
-    rates = engine.role.snapshot()["rates"]
     size = 6 * 16 * 2 * 8 * 4 * 2  # six blocks of 16 tokens, K and V of two heads of 8 numbers
-    copied = rates["loads"]["latency_seconds"] + size / 2 / rates["loads"]["bytes_per_second"]
-    assert copied == pytest.approx(0.007, rel=0.1)
     # The step in which the load is ordered, and the one in which its end is seen.
-    assert rates["waiting"]["overhead_seconds"] == pytest.approx(2 * IDLE_STEP, rel=0.1)
+    assert engine.role._rule.loads.seconds(size) == pytest.approx(0.007 + 2 * IDLE_STEP, rel=0.1)
 
 
 @pytest.mark.parametrize(("block_seconds", "chosen"), [(0.0001, "load"), (0.1, "compute")])
@@ -178,50 +170,14 @@ def test_a_request_that_waits_for_room_is_decided_once(make_engine: Callable[...
     assert sum(engine.decisions().values()) - num_decisions <= 3 * 2  # once more when it has become a local hit
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_a_load_waits_for_steps_of_requests_that_run(runs_ahead: bool, make_engine: Callable[..., TimedEngine]) -> None:
-    engine = make_engine(block_seconds=0.0001, runs_ahead=runs_ahead)
-    steps = engine.role._decisions.steps
-    engine.serve(1, 2)
-    assert steps.running == Work()
-    for name in ("a", "b"):
-        engine.add(name, prompt_of(3)[:32], max_tokens=20)
-    for _ in range(3 + runs_ahead):
-        engine.step()
-    # Both have 32 tokens of the prompt and those of two steps behind the first.
-    assert steps.running == Work.of(34 + runs_ahead, 35 + runs_ahead) + Work.of(34 + runs_ahead, 35 + runs_ahead)
-    engine.abort("a")
-    assert steps.running.num_tokens == 1
-    engine.run()
-    assert steps.running == Work()
-
-
-def test_the_work_of_a_step_is_that_of_its_requests() -> None:
-    costs = Mock()
-    steps = StepTimes(costs)
-    output: Any = SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id="new", num_computed_tokens=32)],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=["old", "older"], num_computed_tokens=[50, 7]),
-        num_scheduled_tokens={"old": 1, "new": 100, "older": 4},
-        total_num_scheduled_tokens=105,
-    )
-    steps.begin(output, now=1.0)
-    steps.end(now=1.5)
-    assert costs.computed.call_args.args == (Work.of(32, 132) + Work.of(50, 51) + Work.of(7, 11), 0.5)
-    assert steps.running == Work.of(132, 133) + Work.of(51, 52) + Work.of(11, 12)
-
-
 def test_the_decision_can_be_read(make_engine: Callable[..., TimedEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(offload_costs.logger, "debug", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(offload_hits.logger, "debug", lambda text, *values: said.append(text % values))
     engine = make_engine(block_seconds=0.0001)
     engine.serve(*PARTS * 3)
     assert len(said) == 2 * len(PARTS)
-    assert "load 96 tokens (unmeasured: loading unknown" in said[0]
-    assert said[-1].startswith(
-        "kvferry: request 5 14, 96 tokens of which 0 are here: load 96 tokens (quickest: loading "
-    )
-    assert said[-1].endswith(" ms)")
+    assert "96 tokens: load 96 (unmeasured; expected: unknown, computing all: " in said[0]
+    assert "kvferry: request 5 14, 96 tokens: load 96 (quickest; expected: " in said[-1]
 
 
 with_sources = pytest.mark.skipif(
@@ -300,18 +256,12 @@ def test_blocks_of_a_request_that_ends_while_stores_keep_their_share_are_counted
     engine.run()
 
 
-def test_ranks_report_the_slowest_load() -> None:
-    reports = [RankReport(load_seconds={1: 0.5, 2: 0.1}), RankReport(load_seconds={1: 0.2, 3: 0.3})]
-    assert reports[0].aggregate(reports[1]).load_seconds == {1: 0.5, 2: 0.1, 3: 0.3}
-
-
 class Places:
     """Stands for a stack: says where the blocks of each group are, ``nowhere`` as 2."""
 
     def __init__(self, places: Sequence[Integers], keys: Sequence[Sequence[bytes]]) -> None:
         self.slot_bytes = {"0": 100, "1": 7}
         self.promotion_times = {"local_disk": CopyTimes()}
-        self.queued_bytes = {"local_disk": 3}
         self._places = dict(zip(chain(*keys), chain(*places), strict=True))
 
     def locate(self, keys: Sequence[bytes], now: float) -> Integers:
@@ -320,7 +270,7 @@ class Places:
 
 @pytest.mark.parametrize("first_token", [0, 32])
 @pytest.mark.parametrize("seed", range(8))
-def test_an_offer_has_prefixes_that_can_be_loaded_and_what_each_takes(seed: int, first_token: int) -> None:
+def test_options_are_prefixes_that_can_be_loaded_and_what_each_takes(seed: int, first_token: int) -> None:
     """Against each prefix alone: whether it is a hit, and which blocks of which tier it needs."""
     random = np.random.default_rng(seed)
     groups = stored_groups([GroupShape(CacheKind.ATTENTION, 16), GroupShape(CacheKind.SLIDING_WINDOW, 16, 40)], 0, 16)
@@ -333,20 +283,17 @@ def test_an_offer_has_prefixes_that_can_be_loaded_and_what_each_takes(seed: int,
     found = Hit.of(blocks, stack, first_token, 635, 0.0)
     held = [where[first_token // 16 :] != 2 for where in places]
     hits = {longest_hit(blocks, held, first_token, end) for end in range(first_token, 636)} - {first_token}
-    assert found.ends.tolist() == sorted(hits)
-    assert found.boundary == longest_hit(blocks, held, first_token, 635)
-    offer = found.offer(640, stack, is_whole=False)
-    assert set(offer.ends.tolist()) <= hits
-    assert offer.ends[-1] == found.boundary
-    assert len(offer.ends) >= min(len(hits), NUM_PREFIXES)
-    assert (np.diff(offer.ends) > 0).all()
-    # The last prefix ends here that takes whole attention from host memory alone.
-    near = [end for end in hits if end <= disk_from * 16 < found.boundary]
-    assert not near or max(near) in offer.ends
-    for number, end in enumerate(offer.ends.tolist()):
-        assert offer.lower_bytes["local_disk"][number] == bytes_of(blocks, places, first_token, end, 1)
-        assert offer.num_bytes[number] == sum(bytes_of(blocks, places, first_token, end, place) for place in (0, 1))
-    assert found.offer(640, stack, is_whole=True).ends.tolist() == [found.boundary]
+    assert found.boundary == max(hits, default=first_token)
+    options = {option.num_tokens + first_token: option for option in found.options(stack, is_whole=False)}
+    near = longest_hit(blocks, [where[first_token // 16 :] == 0 for where in places], first_token, 635)
+    assert list(options) == sorted({near, found.boundary} - {first_token})
+    for end, option in options.items():
+        of_disk = bytes_of(blocks, places, first_token, end, 1)
+        assert option.lower_bytes == ({"local_disk": of_disk} if of_disk else {})
+        assert option.num_bytes == of_disk + bytes_of(blocks, places, first_token, end, 0)
+    assert [option.num_tokens for option in found.options(stack, is_whole=True)] == [
+        end - first_token for end in {found.boundary} - {first_token}
+    ]
 
 
 def bytes_of(blocks: RequestBlocks, places: Sequence[Integers], first_token: int, end: int, place: int) -> int:

@@ -15,7 +15,7 @@ from kvferry.errors import Reason, TransportError
 from kvferry.execution.job import JobResult
 from kvferry.integrations.vllm.offload_records import OffloadMetrics, OffloadStatistics, difference
 from kvferry.integrations.vllm.worker.records import PrometheusMetrics, Statistics
-from kvferry.tiers.costs import Because, Choice, Decision
+from kvferry.tiers.load_rule import Because, Choice, Decision
 
 LOAD = JobResult("a", None, num_bytes=4_000_000, wait_seconds=0.02, transfer_seconds=0.004)
 FAILED = JobResult("b", TransportError(Reason.TRANSFER_FAILED, "it failed."))

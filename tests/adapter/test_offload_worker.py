@@ -238,8 +238,6 @@ def test_a_copy_that_fails_is_reported_alone(engines: list[Engine], caplog: pyte
     assert (received, failed) == ({"bad", "good"}, {"bad"})
     report = engine.report()
     assert (report.stored, report.failed) == ({2: 1}, {1: 1})
-    assert report.load_seconds.keys() == {4}
-    assert 0 < report.load_seconds[4] < FAR
     assert "load 3" in caplog.text
 
 

@@ -22,8 +22,8 @@ import numpy as np
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.guarded_tier import GuardedTier
 from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore
+from kvferry.tiers.load_rule import CopyTimes
 from kvferry.tiers.protocol import BlockKey, Load, LowerTier, Presence, Presences, Store, TierCopy, closed_error
-from kvferry.tiers.rates import CopyTimes
 
 SUSPENDING = frozenset({Reason.TIER_FAILED, Reason.TRANSFER_FAILED, Reason.DEADLINE_EXCEEDED, Reason.CLOSED})
 """Failures of a tier; others are about single blocks."""
@@ -108,12 +108,6 @@ class LowerCopies:
     def failures(self) -> Counter[Reason]:
         """Blocks that did not arrive, above or below, and calls that failed, by reason."""
         return self._tier.failures
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of the chunks that requests wait for and whose copies have not begun."""
-        chunks = (chunk for queue in self._queues.values() for chunk in queue)
-        return sum(len(chunk.keys) * self._host.slot_bytes[chunk.group] for chunk in chunks)
 
     @property
     def is_idle(self) -> bool:
@@ -292,7 +286,7 @@ class LowerCopies:
     def _finish_promotion(self, load: Load, ended: list[Chunk], now: float) -> None:
         """Complete a load on both sides, first in host memory: no error of the tier keeps its slots."""
         promotion = self._promotions.pop(load)
-        self.promotion_times.end(load, now, share_landed=float(load.landed.mean()))
+        self.promotion_times.end(load, now, has_landed=bool(load.landed.all()))
         self._host.land(promotion.room, 0, load.landed)
         self._host.complete_store(promotion.room)
         self._tier.complete(load, now)
@@ -360,7 +354,7 @@ class LowerCopies:
         late = TierError(Reason.DEADLINE_EXCEEDED, hangs, "Look at the device.")
         self._tier.fail(len(copy.keys), closed_error() if self._tier.is_set_aside else late, now)
         moving.is_given_up = True
-        self.promotion_times.end(copy, now, share_landed=0.0)
+        self.promotion_times.end(copy, now, has_landed=False)
         self._tier.cancel(copy, now)
 
     def _free_all(self) -> None:

@@ -31,9 +31,9 @@ from kvferry.errors import Reason, TierError
 from kvferry.tiers.changes import Journal
 from kvferry.tiers.guarded_tier import MAX_CLOSE_SECONDS
 from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore
+from kvferry.tiers.load_rule import CopyTimes
 from kvferry.tiers.lower_copies import Chunk, CopySettings, LowerCopies
 from kvferry.tiers.protocol import BlockKey, LowerTier, Presence, Presences
-from kvferry.tiers.rates import CopyTimes
 
 PREFETCH_SHARE = 0.25
 """Share of host memory that queued and running prefetches may fill."""
@@ -179,11 +179,6 @@ class Stack:
     def promotion_times(self) -> dict[str, CopyTimes]:
         """The learned times of copies from each lower tier to host memory."""
         return {copies.name: copies.promotion_times for copies in self._lower}
-
-    @property
-    def queued_bytes(self) -> dict[str, int]:
-        """Bytes that each lower tier brings to requests before others, of copies that have not begun."""
-        return {copies.name: copies.queued_bytes for copies in self._lower}
 
     def ask(
         self, request_id: str, wanted: Mapping[str, Sequence[BlockKey]], now: float, wait_seconds: float

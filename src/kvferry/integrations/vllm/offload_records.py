@@ -10,7 +10,7 @@ import numpy as np
 
 from kvferry.execution.job import JobResult
 from kvferry.integrations.vllm.observations import BYTES, SECONDS, Metric, ObservationMetrics, Observations
-from kvferry.tiers.costs import Decision
+from kvferry.tiers.load_rule import Decision
 
 
 class OffloadStatistics(Observations):

@@ -68,7 +68,6 @@ class RankReport(KVConnectorWorkerMetadata):
     ``shards`` are encoded, by pipeline stage and tensor-parallel rank, and come once. ``num_ready`` ranks have just
     mapped the slab and proved their copies; a rank that cannot says why in ``refused``, and then nothing is offloaded.
     ``stored`` counts, for each store, the ranks that have copied their part; ``failed`` those whose part did not land.
-    ``load_seconds`` says for each load that did not fail how long the slowest rank took from its order to its end.
     """
 
     shards: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -76,17 +75,14 @@ class RankReport(KVConnectorWorkerMetadata):
     refused: str = ""
     stored: Counter[int] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
-    load_seconds: dict[int, float] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankReport":
         """Return the report of the ranks of both."""
         assert isinstance(other, RankReport)
-        jobs = self.load_seconds.keys() | other.load_seconds.keys()
         return RankReport(
             shards=self.shards | other.shards,
             num_ready=self.num_ready + other.num_ready,
             refused=self.refused or other.refused,
             stored=self.stored + other.stored,
             failed=self.failed + other.failed,
-            load_seconds={job: max(self.load_seconds.get(job, 0.0), other.load_seconds.get(job, 0.0)) for job in jobs},
         )

@@ -20,7 +20,6 @@ from kvferry.integrations.vllm.offload_records import OffloadStatistics, differe
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import OffloadStep, RankReport
 from kvferry.integrations.vllm.scheduler.blocks import num_recomputed
-from kvferry.integrations.vllm.scheduler.offload_costs import LoadDecisions
 from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
 from kvferry.integrations.vllm.scheduler.offload_hits import Hits
 from kvferry.integrations.vllm.scheduler.offload_loads import Loads
@@ -33,6 +32,7 @@ from kvferry.integrations.vllm.translate.shards import group_shapes
 from kvferry.integrations.vllm.translate.specs import refuse
 from kvferry.integrations.vllm.versions import Engine, check_block_hashes, tokens_per_hash
 from kvferry.layout.group import CacheKind
+from kvferry.tiers.load_rule import LoadRule
 from kvferry.tiers.stack import Stack
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LEAST_PROMPT_TOKENS = 16
+"""Tokens of a request in a step that measures computing: fewer are a decode, or the drafts that it checks."""
 _WITHOUT_TAIL = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 """How a request ends whose last blocks are not stored. vLLM aborts all requests before it resets its cache, which fails
 while a block is kept."""
@@ -104,7 +106,7 @@ class OffloadScheduler:
         )
         self._reported: Mapping[tuple[str, ...], int] = {}
         """The tiers' totals that were reported."""
-        self._decisions = LoadDecisions(vllm_config.scheduler_config.max_num_batched_tokens, is_whole=leaves_one_token)
+        self._rule = LoadRule(vllm_config.scheduler_config.max_num_batched_tokens)
         self._step_waits = StepWaits()
         self._engine = Engine()
         self._looks = Looks(self._engine.wake)
@@ -112,12 +114,12 @@ class OffloadScheduler:
         self._stores = Stores(
             self._groups, self._num_ranks, settings.window_interval, job_ids, self._counts, self._events
         )
-        self._loads = Loads(self._groups, job_ids, self._counts, self._decisions, self._statistics, self._now)
+        self._loads = Loads(self._groups, job_ids, self._counts, self._rule.loads, self._statistics, self._now)
         self._hits = Hits(
             self._groups,
             settings,
             self._loads,
-            self._decisions,
+            self._rule,
             self._statistics,
             self._events,
             num_recomputed=num_recomputed(shapes),
@@ -188,7 +190,8 @@ class OffloadScheduler:
             self._drop(entry)
         if tiers is not None:
             tiers.stack.poll(self._clock())
-        self._decisions.steps.begin(output, self._clock())
+        numbers = output.num_scheduled_tokens.values()
+        self._rule.steps.begin(sum(each for each in numbers if each >= LEAST_PROMPT_TOKENS), self._clock())
         step, self._step = self._step, OffloadStep()
         step.stores, step.loads = self._stores.take_orders(), self._loads.take_orders()
         step.computes = output.total_num_scheduled_tokens > 0
@@ -203,7 +206,6 @@ class OffloadScheduler:
         if isinstance(report, RankReport):
             self._note_start(report)
             self._take_stored(report)
-            self._loads.note_copied(report.load_seconds)
         failed = connector_output.failed_recving or ()
         for request_id in connector_output.finished_recving or ():
             if request_id in self._loads.jobs:
@@ -213,7 +215,6 @@ class OffloadScheduler:
 
     def request_finished(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
         """Store the last blocks of a request that has ended; vLLM frees its blocks as if nobody else used them."""
-        self._decisions.steps.forget(request.request_id)
         entry, tiers = self._requests.pop(request.request_id, None), self._start.tiers
         if entry is None or tiers is None:
             return False, None
@@ -250,7 +251,7 @@ class OffloadScheduler:
 
         vLLM calls it when it has taken the results of a step, so this is the end of the step.
         """
-        self._decisions.steps.end(self._clock())
+        self._rule.steps.end(self._clock())
         if self._start.tiers is not None:
             self._count_tiers(self._start.tiers.stack)
         for reason, number in self._stores.take_refused().items():
@@ -301,7 +302,7 @@ class OffloadScheduler:
             "stores": self._stores.num_jobs,
             "kept_blocks": self._stores.kept.num_kept,
             "counts": dict(self._counts),
-            "rates": self._decisions.snapshot(),
+            "times": self._rule.snapshot(),
             "tiers": tiers.stack.snapshot(self._clock()) if tiers else {},
         }
 

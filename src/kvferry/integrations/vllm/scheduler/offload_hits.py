@@ -3,16 +3,17 @@
 A hit is promised only when every block of it lies verified and pinned in host memory, so no promise can break.
 """
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvferry.arrays import Flags
+from kvferry.arrays import Flags, Integers
 from kvferry.integrations.vllm.offload_records import OffloadStatistics
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
-from kvferry.integrations.vllm.scheduler.offload_costs import Hit, LoadDecisions
 from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
 from kvferry.integrations.vllm.scheduler.offload_loads import Loads
 from kvferry.integrations.vllm.scheduler.offload_requests import Decided, OffloadRequest, Question, wanted_blocks
@@ -23,12 +24,68 @@ from kvferry.integrations.vllm.scheduler.stored_blocks import (
     longest_hit,
     whole_group,
 )
-from kvferry.tiers.costs import Decision
+from kvferry.tiers.load_rule import Decision, LoadRule, Option
 from kvferry.tiers.stack import Stack
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hit:
+    """The blocks up to ``boundary`` that a request can have behind ``first_token``.
+
+    ``places`` says for the stored blocks of each group, from the one with the first token on, which tier has them:
+    as :meth:`Stack.locate`, which calls a block of no tier ``nowhere``.
+    """
+
+    blocks: RequestBlocks
+    first_token: int
+    end_token: int
+    places: Sequence[Integers]
+    nowhere: int
+    boundary: int
+
+    @classmethod
+    def of(cls, blocks: RequestBlocks, stack: Stack, first_token: int, end_token: int, now: float) -> "Hit":
+        """Return the longest hit up to ``end_token``."""
+        places = [
+            stack.locate(keys[first_token // group.tokens :], now)
+            for group, keys in zip(blocks.groups, blocks.keys, strict=True)
+        ]
+        nowhere = 1 + len(stack.promotion_times)
+        boundary = longest_hit(blocks, [where != nowhere for where in places], first_token, end_token)
+        return cls(blocks, first_token, end_token, places, nowhere, boundary)
+
+    def options(self, stack: Stack, *, is_whole: bool) -> list[Option]:
+        """Return what can be loaded: the prefix that host memory has, and longer ones with each lower tier's blocks.
+
+        ``is_whole``: a shorter prefix than the longest is of no use to the engine.
+        """
+        boundaries = {self.boundary}
+        if not is_whole and self.is_below():
+            for place in range(self.nowhere - 1):
+                held = [where <= place for where in self.places]
+                boundaries.add(longest_hit(self.blocks, held, self.first_token, self.end_token))
+        return [self._option(stack, boundary) for boundary in sorted(boundaries - {self.first_token})]
+
+    def is_below(self) -> bool:
+        """Return whether a block of the hit, or behind it, lies in a lower tier."""
+        return any(((where > 0) & (where < self.nowhere)).any() for where in self.places)
+
+    def _option(self, stack: Stack, boundary: int) -> Option:
+        needed, num_bytes = self.blocks.needed(self.first_token, boundary), np.zeros(self.nowhere, np.int64)
+        for group, where, (begin, end) in zip(self.blocks.groups, self.places, needed, strict=True):
+            before = self.first_token // group.tokens
+            counts = np.bincount(where[begin - before : end - before], minlength=self.nowhere)
+            num_bytes += counts[: self.nowhere] * stack.slot_bytes[group.name]
+        lower = {
+            name: number for name, number in zip(stack.promotion_times, num_bytes[1:].tolist(), strict=True) if number
+        }
+        return Option(boundary - self.first_token, int(num_bytes.sum()), lower)
 
 
 class Hits:
@@ -43,7 +100,7 @@ class Hits:
         groups: Sequence[StoredGroup],
         settings: OffloadSettings,
         loads: Loads,
-        decisions: LoadDecisions,
+        rule: LoadRule,
         statistics: OffloadStatistics,
         events: BlockEvents | None,
         *,
@@ -56,7 +113,7 @@ class Hits:
         """Requests that were promised something in this call of vLLM's ``schedule``."""
         self._groups, self._settings, self._loads = groups, settings, loads
         self._alignment, self._whole_group = alignment(groups), whole_group(groups)
-        self._decisions, self._statistics, self._events = decisions, statistics, events
+        self._rule, self._statistics, self._events = rule, statistics, events
         self._num_recomputed, self._leaves_one_token = num_recomputed, leaves_one_token
         self._caches_prefixes, self._clock = caches_prefixes, clock
         self._pool: BlockPool | None = None
@@ -160,8 +217,8 @@ class Hits:
         if boundary > first_token and self._settings.loads == "when-quicker":
             decision = self._decide(stack, entry, hit)
             boundary = first_token + decision.num_tokens
-            if decision.wait_seconds is not None:
-                wait_seconds = min(wait_seconds, decision.wait_seconds)
+            if decision.saved_seconds is not None:
+                wait_seconds = min(wait_seconds, decision.saved_seconds)
         wanted = wanted_blocks(blocks, first_token, boundary)
         if self._events is not None and hit.is_below():
             for group, (begin, end) in zip(self._groups, blocks.needed(first_token, boundary), strict=True):
@@ -177,10 +234,21 @@ class Hits:
         """Return what is decided for a hit, once."""
         last = entry.decided
         if last is None or (last.first_token, last.boundary) != (hit.first_token, hit.boundary):
-            decision = self._decisions.decide(entry.request, hit, stack)
+            num_tokens = entry.request.num_tokens - hit.first_token
+            options = hit.options(stack, is_whole=self._leaves_one_token)
+            decision = self._rule.decide(num_tokens, options, stack.promotion_times)
+            logger.debug(
+                "kvferry: request %s, %d tokens: %s %d (%s; expected: %s, computing all: %s)",
+                entry.request.request_id, num_tokens, decision.choice, decision.num_tokens, decision.because,
+                _milliseconds(decision.seconds), _milliseconds(decision.compute_seconds),
+            )  # fmt: skip
             self._statistics.record_decision(decision)
             last = entry.decided = Decided(hit.first_token, hit.boundary, decision)
         return last.decision
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
 def _held(blocks: RequestBlocks, question: Question) -> list[Flags]:

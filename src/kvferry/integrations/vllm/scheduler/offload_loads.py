@@ -13,13 +13,13 @@ from kvferry.arrays import Flags
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.integrations.vllm.offload_records import OffloadStatistics
 from kvferry.integrations.vllm.offload_step import LoadOrder
-from kvferry.integrations.vllm.scheduler.offload_costs import LoadDecisions
 from kvferry.integrations.vllm.scheduler.offload_requests import OffloadRequest, Question, wanted_blocks
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, StoredGroup, alignment, whole_group
 from kvferry.integrations.vllm.translate.specs import UNEXPECTED
 from kvferry.integrations.vllm.versions import cache_hit_source
 from kvferry.peer_log import PeerLog
 from kvferry.tiers.host_memory import HostLoad
+from kvferry.tiers.load_rule import CopyTimes
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Stack
 
@@ -40,17 +40,18 @@ class LoadJob:
     job_id: int
     keys: tuple[BlockKey, ...]
     tokens_by_tier: Mapping[str, int]
+    ordered_at: float
 
 
 class Loads:
-    """What an engine loads. ``counts`` gets counts for people; ``decisions`` learns how long loads take."""
+    """What an engine loads. ``counts`` gets counts for people; ``times`` learns how long loads take."""
 
     def __init__(
         self,
         groups: Sequence[StoredGroup],
         job_ids: Iterator[int],
         counts: Counter[str],
-        decisions: LoadDecisions,
+        times: CopyTimes,
         statistics: OffloadStatistics,
         clock: Callable[[], float],
     ) -> None:
@@ -59,11 +60,9 @@ class Loads:
         self.loading: Counter[BlockKey] = Counter()
         """Blocks of whole attention, and how many loads bring each."""
         self._groups, self._alignment, self._whole_group = groups, alignment(groups), whole_group(groups)
-        self._job_ids, self._counts, self._decisions = job_ids, counts, decisions
+        self._job_ids, self._counts, self._times = job_ids, counts, times
         self._statistics, self._clock = statistics, clock
         self._orders: list[LoadOrder] = []
-        self._copy_seconds: dict[int, float] = {}
-        """Of loads that have not been reported by all ranks, what the slowest rank needed."""
 
     def take_orders(self) -> list[LoadOrder]:
         """Return the orders since the last call, for the ranks."""
@@ -87,9 +86,8 @@ class Loads:
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be loaded: %s", request_id, error, peer=request_id)
             self._counts["refused_loads"] += 1
-            job = LoadJob(next(self._job_ids), (), {HOST_MEMORY: num_tokens})
+            job = LoadJob(next(self._job_ids), (), {HOST_MEMORY: num_tokens}, self._clock())
             self._orders.append(LoadOrder(request_id, job.job_id, (), is_refused=True))
-            self._decisions.loads.begin(request_id, 0, self._clock())
         self.jobs[request_id] = job
         self.loading.update(job.keys)
 
@@ -101,17 +99,12 @@ class Loads:
                 sources[_SOURCES.get(tier, cache_hit_source("EXTERNAL_UNSPECIFIED"))] += number
         return dict(sources)
 
-    def note_copied(self, load_seconds: Mapping[int, float]) -> None:
-        """Note how long ranks took to copy, by job."""
-        for job_id, seconds in load_seconds.items():
-            self._copy_seconds[job_id] = max(seconds, self._copy_seconds.get(job_id, 0.0))
-
     def finish(self, stack: Stack, request_id: str, *, has_failed: bool) -> None:
         """End a load, of which no rank reads the slots any more."""
         job = self.jobs.pop(request_id)
-        copied = self._copy_seconds.pop(job.job_id, None)
-        seconds = self._decisions.loads.end(request_id, self._clock(), copied, has_failed=has_failed)
-        self._statistics.observe("load_seconds", seconds)
+        now = self._clock()
+        self._times.end(request_id, now, has_landed=not has_failed)
+        self._statistics.observe("load_seconds", now - job.ordered_at)
         for key in job.keys:
             self.loading[key] -= 1
             if not self.loading[key]:
@@ -143,11 +136,12 @@ class Loads:
             group.load_blocks(tokens, loads[group.name].block_ids, block_ids[group.index]) for group in self._groups
         )
         keys = tuple(chosen[self._whole_group.name]) if self._whole_group is not None else ()
-        job = LoadJob(next(self._job_ids), keys, _tokens_by_tier(entry.blocks, question, chosen, tokens))
+        now = self._clock()
+        job = LoadJob(next(self._job_ids), keys, _tokens_by_tier(entry.blocks, question, chosen, tokens), now)
         self._orders.append(LoadOrder(request_id, job.job_id, copies))
         self._counts["loads"] += 1
         self._counts["loaded_tokens"] += num_tokens
-        self._decisions.loads.begin(request_id, sum(one.slots.num_bytes for one in loads.values()), self._clock())
+        self._times.begin(request_id, sum(one.slots.num_bytes for one in loads.values()), now)
         self._count_hit(loads, job, question)
         return job
 

@@ -9,7 +9,7 @@ from kvferry.integrations.vllm.adapters import Adapters
 from kvferry.integrations.vllm.offload_names import BlockNames
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks
 from kvferry.peer_log import PeerLog
-from kvferry.tiers.costs import Decision
+from kvferry.tiers.load_rule import Decision
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Promise
 

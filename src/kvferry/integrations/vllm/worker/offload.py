@@ -137,9 +137,7 @@ class OffloadWorker:
                 self._count_store(order, result)
                 continue
             received.add(order.request_id)
-            if result.error is None:
-                self._report.load_seconds[order.job_id] = result.wait_seconds
-            else:
+            if result.error is not None:
                 failed.add(order.request_id)
         return received, failed
 
