@@ -130,6 +130,28 @@ def test_llama_4_may_be_told_how_to_scale_its_queries(tmp_path: Path, is_in_file
     assert short_names != tuned_names
 
 
+def test_a_flag_of_llama_4_goes_before_the_file(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"attn_temperature_tuning": True}))
+    flag = {"attn_temperature_tuning": False}
+    config = engine(tmp_path, "Llama-4-Scout-17B-16E-Instruct", override_generation_config=flag)
+    assert identity_of(config, SERVED).model.endswith(", attn-temperature-tuning off")
+
+
+def test_the_longest_prompt_chooses_positions_of_one_kind_of_layer(tmp_path: Path) -> None:
+    """A model whose kinds of layers have positions of their own, of which one is LongRoPE."""
+    factors = {"short_factor": [1.0] * 128, "long_factor": [2.0] * 128, "original_max_position_embeddings": 1024}
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 32.0, **factors},
+    }
+    models = [
+        identity_of(engine(tmp_path, "gemma-3-1b-it", fields={"rope_parameters": rope}, max_model_len=each), SERVED)
+        for each in (1024, 1025)
+    ]
+    assert models[0].model != models[1].model
+    assert models[0].model.endswith(", max-model-len up to 1024")
+
+
 def test_weights_in_an_object_store_are_named_by_their_place(tmp_path: Path) -> None:
     """VLLM gives such a model a folder of its own on each host, in which no weights are."""
     places = ("s3://models/one", "s3://models/one/", "s3://models/other")

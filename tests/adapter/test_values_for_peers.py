@@ -1,5 +1,6 @@
 """What an engine tells its peers is checked at its start as the peers check it: no request has to fail for it."""
 
+import importlib.util
 import string
 from contextlib import suppress
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from kvferry.handoff.messages import (
 from kvferry.handoff.wire.addresses import in_url
 from kvferry.handoff.wire.bootstrap import Entry, Offer, id_in_epoch, parse_address
 from kvferry.integrations.vllm.connector import KVFerryConnector
-from kvferry.integrations.vllm.plugin import register
+from kvferry.integrations.vllm.plugin import CONNECTORS, register
 from kvferry.integrations.vllm.scheduler.params import parse_params, parse_push_params
 from kvferry.integrations.vllm.scheduler.router_beacon import encode_zmq_address
 from kvferry.integrations.vllm.settings import Settings, parse_settings
@@ -233,6 +234,36 @@ def test_right_settings_and_other_connectors_pass() -> None:
     assert configured("KVFerryConnector", {"advertised_host": "prefill-0.example"}, engine_id="p").kv_transfer_config
     assert configured("NixlConnector", {"advertised_host": "http://10.0.0.1"}).kv_transfer_config
     assert VllmConfig().kv_transfer_config is None
+
+
+def check_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM make configurations as in a process that has not loaded kvferry."""
+    register()
+    plain = VllmConfig._verify_kv_transfer_compat.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(VllmConfig, "_verify_kv_transfer_compat", plain)
+    transfer = KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both", engine_id="")
+    assert VllmConfig(kv_transfer_config=transfer)
+
+
+@pytest.mark.parametrize("module", [None, *CONNECTORS.values()])
+def test_the_plugin_and_each_connector_makes_vllm_check(module: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector that vLLM finds by its module's path has no plugin before it."""
+    check_without(monkeypatch)
+    if module is None:
+        register()
+    else:
+        spec: Any = importlib.util.find_spec(module)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))  # a second copy: the first one stays
+    checks = VllmConfig._verify_kv_transfer_compat
+    with pytest.raises(ValueError, match="engine_id ''"):
+        configured("KVFerryConnector", {}, engine_id="")
+    assert VllmConfig._verify_kv_transfer_compat is checks, "it has been told once"
+
+
+def test_what_vllm_refuses_of_a_transfer_it_still_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ValueError, match="is incompatible with PYTORCH_CUDA_ALLOC_CONF"):
+        configured("KVFerryConnector", {})
 
 
 def test_a_connector_that_vllm_builds_without_the_plugin_checks_the_id_too(monkeypatch: pytest.MonkeyPatch) -> None:

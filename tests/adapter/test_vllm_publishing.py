@@ -133,7 +133,7 @@ def test_the_next_load_connects_anew_where_a_connection_may_be_lost(error: KVFer
     assert suspects == ["hold"] * is_suspect
 
 
-def engine(model: str, cache_dtype: str = "auto", **changes: Any) -> Any:
+def engine(model: str, cache_dtype: str = "auto", states: tuple[str, str] = ("auto", "auto"), **changes: Any) -> Any:
     """Return as much of a vLLM configuration as says which model is served."""
     known: dict[str, Any] = {
         "hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 64}),
@@ -154,7 +154,9 @@ def engine(model: str, cache_dtype: str = "auto", **changes: Any) -> Any:
     }
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(**known | changes),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        cache_config=SimpleNamespace(
+            cache_dtype=cache_dtype, mamba_cache_dtype=states[0], mamba_ssm_cache_dtype=states[1]
+        ),
         speculative_config=None,
     )
     record_models(config)
@@ -187,6 +189,41 @@ def test_engines_that_compute_otherwise_differ(tmp_path: Path) -> None:
     ]
     assert differing(*configs[:2]) == set()
     assert differing(*configs[1:]) == {"quantization"}
+
+
+@pytest.mark.parametrize("states", [("float16", "float32"), ("float32", "float16")])
+@pytest.mark.parametrize("kind", ["is_hybrid", "is_attention_free"])
+def test_engines_with_states_of_other_types_differ(tmp_path: Path, kind: str, states: tuple[str, str]) -> None:
+    """Both types count, that of the convolution's inputs and that of the recurrent state, where the model has any."""
+    pair = (("float32", "float32"), states)
+    assert differing(*(engine(str(tmp_path), states=each, **{kind: True}) for each in pair)) == {"kv_dtype"}
+    assert differing(*(engine(str(tmp_path), states=each) for each in pair)) == set()
+
+
+def test_an_engine_without_mla_differs_from_one_with_it(tmp_path: Path) -> None:
+    """VLLM_MLA_DISABLE leaves the model's configuration as it is."""
+    assert differing(engine(str(tmp_path)), engine(str(tmp_path), use_mla=True)) == {"num_kv_heads"}
+
+
+def test_what_a_copy_of_a_configuration_changes_makes_no_difference(tmp_path: Path) -> None:
+    """The place, the library, the order of the fields, and the type of the file's weights: the engine has its own."""
+    written = {"hidden_size": 64, "_name_or_path": "a", "transformers_version": "4.56.0", "torch_dtype": "bfloat16"}
+    copied = {"name_or_path": "b", "dtype": "float16", "vocab_size": 9, "hidden_size": 64}
+    one, other = (
+        engine(str(tmp_path), hf_config=SimpleNamespace(to_dict=lambda fields=fields: fields))
+        for fields in ({**written, "vocab_size": 9}, copied)
+    )
+    assert differing(one, other) == set()
+
+
+def test_a_given_name_stands_for_the_weights(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "weights.bin").write_text(folder.name)
+    engines = [engine(str(folder)) for folder in folders]
+    assert differing(*engines) == {"weights"}
+    assert differing(*engines, model_id="mine") == set()
 
 
 def test_vllm_55776_a_hubs_model_is_named_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

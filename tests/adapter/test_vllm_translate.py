@@ -283,6 +283,39 @@ def test_a_drafter_with_more_heads_than_its_target_is_refused_where_ranks_hold_o
         translate_attention._heads(config, CacheKind.ATTENTION, "0", 1, (3, 8))
 
 
+@pytest.mark.parametrize(
+    ("layer", "num_held", "expected"),
+    [
+        ("layers.0.attn", 1, (4, HeadRange(1, 2))),
+        ("layers.1.attn", 1, (2, HeadRange(0, 1))),
+        ("layers.2.attn", 2, (16, HeadRange(6, 8))),
+        ("layers.2.attn", 1, None),
+        ("layers.0.attn", 2, None),
+    ],
+)
+def test_a_layer_may_have_its_own_number_of_heads(
+    layer: str, num_held: int, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of 4 heads, 2 in layer 1 and 16 in layer 2, on rank 3 of 8: vLLM's number says who has a head twice."""
+    config = engine(monkeypatch, tp_size=8)
+    own: list[dict[str, int]] = [{}, {"total_num_kv_heads": 2}, {"total_num_kv_heads": 16}]
+    config.model_config.model_arch_config.per_layer_overrides = own
+    if expected is not None:
+        assert translate_attention._heads(config, CacheKind.ATTENTION, layer, num_held, (3, 8)) == expected
+        return
+    with pytest.raises(KVFerryError, match=f"a rank of 8 holds {num_held} KV heads of {layer}, which has"):
+        translate_attention._heads(config, CacheKind.ATTENTION, layer, num_held, (3, 8))
+
+
+def test_the_numbers_of_the_target_s_layers_are_not_those_of_a_drafter_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer 1 of the drafter has 16 heads, where layer 1 of the target has 2."""
+    config = engine(monkeypatch, tp_size=8)
+    config.model_config.model_arch_config.per_layer_overrides = [{}, {"total_num_kv_heads": 2}]
+    config.speculative_config = SimpleNamespace(draft_model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 16))
+    found = translate_attention._heads(config, CacheKind.ATTENTION, "draft.layers.1.attn", 2, (3, 8))
+    assert found == (16, HeadRange(6, 8))
+
+
 def test_a_scale_for_each_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
     config = engine(monkeypatch)
